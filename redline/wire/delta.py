@@ -1,0 +1,21 @@
+"""What a worker tells the gateway about one job."""
+
+from typing import Literal
+
+from redline.wire.base import Message
+from redline.wire.job import JobId
+from redline.wire.step import TokenLogprobs
+
+Finish = Literal["stop", "length", "aborted", "error"]
+
+
+class Delta(Message, frozen=True):
+    """New tokens of a job, perhaps its end. A stop id is the last of `tokens` where finish is "stop"."""
+
+    job: JobId
+    tokens: tuple[int, ...] = ()
+    finish: Finish | None = None
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache; the same in every delta
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # complete, in the first delta that follows the prefill
+    error: str | None = None

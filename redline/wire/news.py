@@ -1,0 +1,36 @@
+"""What a worker tells about itself."""
+
+from redline.wire.base import Message
+
+
+class Ready(Message, frozen=True):
+    """The model is loaded; jobs may come. The limits are those that the api room checks against."""
+
+    max_model_len: int  # prompt + generated tokens of one job
+    pages: int  # of PAGE_TOKENS tokens
+    summary: str  # one line for the operator: model, device, memory
+
+
+class Failed(Message, frozen=True):
+    """The worker could not start, or has ended. `reason` is one line for the operator."""
+
+    reason: str
+
+
+class Load(Message, frozen=True):
+    """Counters since the start, and gauges now."""
+
+    running: int
+    waiting: int
+    pages_used: int  # owned by jobs
+    pages_cached: int
+    pages_total: int
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    prompt_tokens_cached: int
+    generation_tokens: int
+
+
+class Stop(Message, frozen=True):
+    """End: abort what runs, give back every page, check, leave."""
