@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import msgspec
+
 from redline.wire.base import Record
 
 
@@ -18,7 +20,7 @@ class Tool(Record, frozen=True):
 
     name: str
     description: str = ""
-    parameters: dict[str, Any] = {}  # JSON schema
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])  # JSON schema
 
 
 class Message(Record, frozen=True):
