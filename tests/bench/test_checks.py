@@ -1,0 +1,206 @@
+"""Every kind of check, with answers that are right and answers that are wrong in the ways that models are."""
+
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from redline.bench.local.checks import Call, grade
+from redline.bench.local.json_schema import same, violation
+
+WEATHER = {"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}, "tags": {"type": "array"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def call(name: str, arguments: str) -> Call:
+    return {"name": name, "arguments": arguments}
+
+
+@pytest.mark.parametrize(
+    ("expected", "answer"),
+    [
+        (933, "413 + 520 = 933."),
+        (933, "**933**"),
+        (1234567, "It is 1,234,567"),
+        (-12, "5 - 17 = -12"),
+        (-12, "so x is −12."),
+        (15, "pages 12-15"),
+        (2.5, "That makes 2.50 euros"),
+        (4, "the parts are 3, 4"),
+        (7, "(10)-7"),
+    ],
+)
+def test_the_last_number_of_the_answer_counts(expected: float, answer: str) -> None:
+    assert grade({"number": expected}, answer, []).ok is True
+
+
+@pytest.mark.parametrize("answer", ["", "none", "933 is wrong, it is 934", "9 33", "-933", "933.5", "1,933"])
+def test_another_number_is_wrong(answer: str) -> None:
+    assert grade({"number": 933}, answer, []).ok is False
+
+
+def test_tool_calls_match_in_any_order_and_by_json_value() -> None:
+    check = {"tool_calls": [WEATHER, {"name": "add", "arguments": {"a": 1, "b": [True]}}]}
+    answer = [call("add", '{"b": [true], "a": 1.0}'), call("get_weather", '{"days":3,"city":"Oslo"}')]
+    assert grade(check, "", answer).ok is True
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [],
+        [call("get_weather", '{"city": "Oslo"}')],
+        [call("get_weather", '{"city": "Oslo", "days": "3"}')],
+        [call("get_weather", '{"city": "Oslo", "days": 3')],
+        [call("weather", '{"city": "Oslo", "days": 3}')],
+        [call("get_weather", '{"city": "Oslo", "days": 3}')] * 2,
+        [call("get_weather", "[" * 100_000)],
+    ],
+)
+def test_missing_extra_or_misshapen_calls_are_wrong(calls: list[Call]) -> None:
+    assert grade({"tool_calls": [WEATHER]}, "", calls).ok is False
+
+
+def test_the_same_call_may_be_wanted_twice() -> None:
+    twice = [call("get_weather", '{"city": "Oslo", "days": 3}')] * 2
+    assert grade({"tool_calls": [WEATHER, WEATHER]}, "", twice).ok is True
+
+
+def test_no_tool_calls_means_none() -> None:
+    assert grade({"no_tool_calls": True}, "Hello!", []).ok is True
+    assert grade({"no_tool_calls": True}, "", [call("get_weather", "{}")]).ok is False
+
+
+def test_json_must_be_one_value_that_fits_schema_and_expectation() -> None:
+    check = {"json": {"schema": SCHEMA, "value": {"name": "Ada", "age": 36}}}
+    assert grade(check, ' {"age": 36.0, "name": "Ada"}\n', []).ok is True
+    for wrong in (
+        'Here: {"name": "Ada", "age": 36}',
+        '{"name": "Ada", "age": 36} {}',
+        '```json\n{"name": "Ada", "age": 36}\n```',
+        '{"name": "Ada", "age": 37}',
+        '{"name": "Ada", "age": "36"}',
+        '{"name": "Ada"}',
+        '{"name": "Ada", "age": 36, "x": 1}',
+        "NaN",
+    ):
+        assert grade(check, wrong, []).ok is False, wrong
+
+
+def test_a_schema_alone_leaves_the_value_open() -> None:
+    assert grade({"json": {"schema": SCHEMA}}, '{"name": "Bo", "age": 0, "tags": []}', []).ok is True
+
+
+def test_contains_wants_all_and_contains_any_wants_one() -> None:
+    assert grade({"contains": ["Paris", "SEINE"]}, "paris lies on the Seine", []).ok is True
+    assert grade({"contains": ["Paris", "Loire"]}, "paris lies on the Seine", []).ok is False
+    assert grade({"contains_any": ["cannot", "unable"]}, "I cannot see the future.", []).ok is True
+    assert grade({"contains_any": ["cannot", "unable"]}, "Tomorrow it rains.", []).ok is False
+
+
+def test_equals_ignores_case_space_and_final_punctuation_only() -> None:
+    assert grade({"equals": "der Hund"}, "  Der Hund.\n", []).ok is True
+    assert grade({"equals": "der Hund"}, "der Hund bellt", []).ok is False
+    assert grade({"equals": "犬"}, "犬。", []).ok is True
+
+
+def test_two_keys_must_both_hold() -> None:
+    check = {"number": 4, "no_tool_calls": True}
+    assert grade(check, "4", []).ok is True
+    assert grade(check, "4", [call("f", "{}")]).ok is False
+    assert grade(check, "5", []).ok is False
+
+
+@pytest.mark.parametrize("check", [{}, {"nubmer": 3}, {"no_tool_calls": False}])
+def test_a_misspelt_check_is_an_error_not_a_grade(check: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - three different messages
+        grade(check, "3", [])
+
+
+def test_code_is_not_run_unless_asked_for() -> None:
+    check = {"asserts": {"function": "double", "code": "assert double(4) == 8"}}
+    assert grade(check, "def double(x): return 2 * x", []).ok is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("def double(x):\n    return 2 * x\n", True),
+        ("Sure.\n```python\ndef double(x):\n    return 2 * x\n```\nUse `double(4)`.", True),
+        ("```\n>>> double(4)\n8\n```\n\n```python\ndef double(x):\n    return 2 * x\n```", True),
+        ("def double(x): return 3 * x", False),
+        ("def twice(x): return 2 * x", False),
+        ("I cannot do that.", False),
+    ],
+)
+def test_a_function_passes_when_its_asserts_hold(answer: str, right: bool) -> None:
+    check = {"asserts": {"function": "double", "code": "assert double(4) == 8\nassert double(0) == 0"}}
+    assert grade(check, answer, [], run_code=True).ok is right
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 3)
+    | st.sampled_from([0.5, 1.0, 2.0])
+    | st.sampled_from(["", "a", "ab"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=6,
+)
+NAMES = st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])
+SCHEMAS = st.recursive(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": NAMES | st.lists(NAMES, min_size=1, max_size=2, unique=True),
+            "enum": st.lists(JSON, min_size=1, max_size=3),
+            "const": JSON,
+            "minimum": st.integers(-2, 2),
+            "maximum": st.integers(-2, 2),
+            "exclusiveMinimum": st.integers(-2, 2),
+            "exclusiveMaximum": st.integers(-2, 2),
+            "multipleOf": st.sampled_from([2, 0.5]),
+            "minLength": st.integers(0, 2),
+            "maxLength": st.integers(0, 2),
+            "minItems": st.integers(0, 2),
+            "maxItems": st.integers(0, 2),
+            "uniqueItems": st.booleans(),
+            "pattern": st.just("^a"),
+            "required": st.lists(st.sampled_from("ab"), max_size=2, unique=True),
+        },
+    ),
+    lambda inner: st.fixed_dictionaries(
+        {},
+        optional={
+            "properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+            "additionalProperties": st.booleans() | inner,
+            "items": st.booleans() | inner,
+            "anyOf": st.lists(inner, min_size=1, max_size=2),
+        },
+    ),
+    max_leaves=4,
+)
+
+
+@given(JSON, SCHEMAS)
+def test_our_validator_agrees_with_jsonschema(value: Any, schema: dict[str, Any]) -> None:
+    theirs = jsonschema.Draft202012Validator(schema).is_valid(value)
+    assert (violation(value, schema) is None) == theirs
+
+
+def test_an_unknown_keyword_of_a_schema_is_refused() -> None:
+    with pytest.raises(ValueError, match="patternProperties"):
+        violation({}, {"patternProperties": {}})
+
+
+@given(JSON)
+def test_every_value_is_the_same_as_itself_and_true_is_not_one(value: Any) -> None:
+    assert same(value, value)
+    assert not same([True], [1])
