@@ -88,7 +88,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path | str) -> "Checkpoint":
-        """Reads headers only. A broken checkpoint: CheckpointError, one line with file, tensor and what was expected."""
+        """Reads headers only. CheckpointError, one line with file, tensor and what was expected, if it is broken."""
         folder = Path(folder)
         config = K2Config.from_folder(folder)
         index, names_of = _index(folder)
