@@ -1,0 +1,281 @@
+"""How good the answers of a checkpoint are: `redline eval FOLDER` asks it everything in FOLDER/eval and grades.
+
+Each line of FOLDER/eval/SET.jsonl (or .jsonl.gz) is a prompt with its check (checks.py). Answers are greedy and go
+through the engine that serves, so the table measures what users get. Two checkpoints, usually one model before and
+after quantisation, are compared prompt by prompt: pairs tell apart what two totals cannot.
+"""
+
+import gzip
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from rich.table import Table
+
+from redline.bench.local.checks import Call, Grade, grade
+from redline.errors import ConfigError
+from redline.wire.base import Record
+from redline.wire.delta import Finish
+
+TARGETS = "targets.json"  # beside the sets: {set: {kind: percent}}; the kind "all" is the set's total
+TOTAL = "all"
+
+
+class Prompt(Record, frozen=True):
+    """One line of a set. Messages and tools are OpenAI-shaped; the last message is the one to answer."""
+
+    kind: str
+    messages: list[dict[str, Any]]
+    check: dict[str, Any]
+    tools: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
+    thinking: bool = True
+
+
+class Answer(Record, frozen=True):
+    """What the model said, in full."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[tuple[str, str], ...] = ()  # name, arguments as JSON text
+    finish: Finish = "stop"
+    tokens: int = 0
+
+
+class Verdict(Record, frozen=True):
+    """A graded answer."""
+
+    set: str
+    kind: str
+    ok: bool | None  # None: its check needs --run-code
+    why: str
+    prompt: str  # what the user asked last
+    answer: Answer
+
+
+class Row(Record, frozen=True):
+    """One line of the table: a kind within a set, or the set's total."""
+
+    set: str
+    kind: str
+    prompts: int  # graded ones
+    right: int
+    target: float | None = None  # percent
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.right / self.prompts
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.target is None else self.percent >= self.target
+
+
+class Comparison(Record, frozen=True):
+    """The same prompts under two checkpoints. The difference is ours minus theirs, in points (percent of prompts)."""
+
+    prompts: int
+    both: int
+    only_ours: int
+    only_theirs: int
+
+    @property
+    def difference(self) -> float:
+        return 100 * (self.only_ours - self.only_theirs) / self.prompts
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % for the difference, in points: Wald with half a pair added to each of the four cells.
+
+        Agresti and Min, "Simple improved confidence intervals for comparing matched proportions", 2005.
+        """
+        n, b, c = self.prompts + 2, self.only_ours + 0.5, self.only_theirs + 0.5
+        middle, half = (b - c) / n, 1.96 * math.sqrt(b + c - (b - c) ** 2 / n) / n
+        return 100 * max(middle - half, -1), 100 * min(middle + half, 1)
+
+
+class Report(Record, frozen=True):
+    """What one evaluation found."""
+
+    folder: str
+    fingerprint: str
+    seconds: float  # answering only
+    generated_tokens: int
+    rows: list[Row]
+    not_run: int  # prompts whose check needs --run-code
+    cut_off: int  # answers that reached the token limit
+    verdicts: list[Verdict]
+    against: str | None = None
+    comparison: Comparison | None = None
+
+
+class Respondent(Protocol):
+    """A loaded checkpoint that answers."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
+        """The answers in the order of the prompts; calls `done` once for each as it ends."""
+        ...
+
+
+Open = Callable[[Path], AbstractContextManager[Respondent]]
+
+
+def evaluate(
+    folder: Path,
+    open_checkpoint: Open,
+    *,
+    against: Path | None = None,
+    run_code: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Asks the checkpoint in `folder` everything in folder/eval, grades, and compares with `against` if given.
+
+    `progress(done, total)` counts answers over both checkpoints. Raises ConfigError where there are no sets.
+    """
+    sets = read_sets(folder / "eval")
+    prompts = [prompt for members in sets.values() for prompt in members]
+    total, done = len(prompts) * (1 if against is None else 2), 0
+
+    def one_more() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    def ask(place: Path) -> tuple[str, float, list[Answer]]:
+        with open_checkpoint(place) as checkpoint:
+            start = time.monotonic()
+            answers = checkpoint.answer(prompts, one_more)
+            return checkpoint.fingerprint, time.monotonic() - start, answers
+
+    fingerprint, seconds, answers = ask(folder)
+    verdicts = judge(sets, answers, run_code)
+    comparison = None
+    if against is not None:
+        comparison = compare(verdicts, judge(sets, ask(against)[2], run_code))
+    return Report(
+        folder=str(folder),
+        fingerprint=fingerprint,
+        seconds=round(seconds, 2),
+        generated_tokens=sum(answer.tokens for answer in answers),
+        rows=rows(verdicts, read_targets(folder / "eval")),
+        not_run=sum(verdict.ok is None for verdict in verdicts),
+        cut_off=sum(answer.finish == "length" for answer in answers),
+        verdicts=verdicts,
+        against=None if against is None else str(against),
+        comparison=comparison,
+    )
+
+
+def read_sets(folder: Path) -> dict[str, list[Prompt]]:
+    """{set: prompts} of every SET.jsonl and SET.jsonl.gz. Raises ConfigError, which names the file and the line."""
+    files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
+    if not files:
+        raise ConfigError(f"{folder}: no evaluation sets (*.jsonl) here")
+    return {file.name.split(".")[0]: _read_set(file) for file in files}
+
+
+def read_targets(folder: Path) -> dict[str, dict[str, float]]:
+    path = folder / TARGETS
+    return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]]) if path.exists() else {}
+
+
+def judge(sets: Mapping[str, Sequence[Prompt]], answers: Sequence[Answer], run_code: bool) -> list[Verdict]:
+    """Grades the answers, which stand in the order of the sets' prompts."""
+    asked = [(name, prompt) for name, prompts in sets.items() for prompt in prompts]
+
+    def one(place: int) -> Grade:
+        answer = answers[place]
+        calls: list[Call] = [{"name": name, "arguments": arguments} for name, arguments in answer.tool_calls]
+        return grade(asked[place][1].check, answer.content, calls, run_code)
+
+    with ThreadPoolExecutor(2) as pool:  # model-written functions run in children of their own, two at a time
+        grades = list(pool.map(one, range(len(asked))))
+    return [
+        Verdict(set=name, kind=prompt.kind, ok=grade.ok, why=grade.why, prompt=_last_words(prompt), answer=answer)
+        for (name, prompt), grade, answer in zip(asked, grades, answers, strict=True)
+    ]
+
+
+def rows(verdicts: Iterable[Verdict], targets: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """One row per set and kind, then one per set, over what was graded."""
+    graded = [verdict for verdict in verdicts if verdict.ok is not None]
+    found: list[Row] = []
+    for name, members in groupby(graded, lambda verdict: verdict.set):
+        of_set = list(members)
+        for kind in [*sorted({verdict.kind for verdict in of_set}), TOTAL]:
+            chosen = [verdict for verdict in of_set if kind in (verdict.kind, TOTAL)]
+            right = sum(verdict.ok is True for verdict in chosen)
+            target = targets.get(name, {}).get(kind)
+            found.append(Row(set=name, kind=kind, prompts=len(chosen), right=right, target=target))
+    return found
+
+
+def compare(ours: Sequence[Verdict], theirs: Sequence[Verdict]) -> Comparison:
+    """Pairs the verdicts on the same prompts, in the same order; what was not graded is left out."""
+    pairs = [(a.ok, b.ok) for a, b in zip(ours, theirs, strict=True) if a.ok is not None and b.ok is not None]
+    return Comparison(
+        prompts=len(pairs),
+        both=pairs.count((True, True)),
+        only_ours=pairs.count((True, False)),
+        only_theirs=pairs.count((False, True)),
+    )
+
+
+def table(report: Report) -> Table:
+    """The report for a terminal."""
+    shown = Table(title=f"{report.folder}  ({report.fingerprint})")
+    for column in ("set", "kind"):
+        shown.add_column(column)
+    for column in ("prompts", "right", "%", "target"):
+        shown.add_column(column, justify="right")
+    for row in report.rows:
+        style = {None: "", True: "green", False: "red"}[row.met]
+        cells = (row.set, row.kind, str(row.prompts), str(row.right), f"{row.percent:.1f}")
+        target = "" if row.target is None else f"{row.target:g}"
+        total = row.kind == TOTAL
+        shown.add_row(*cells, target, style=f"{style} bold" if total else style, end_section=total)
+    shown.caption = caption(report)
+    return shown
+
+
+def caption(report: Report) -> str:
+    """What the table does not show, in a few lines."""
+    rate = report.generated_tokens / max(report.seconds, 1e-9)
+    lines = [f"{report.generated_tokens:,} tokens generated in {report.seconds:.0f} s ({rate:,.0f} tokens/s)"]
+    if report.cut_off:
+        lines.append(f"{report.cut_off} answers reached the token limit")
+    if report.not_run:
+        lines.append(
+            f"{report.not_run} prompts ask for a function and were not graded; --run-code runs what the model writes"
+        )
+    if report.comparison is not None:
+        pair, (low, high) = report.comparison, report.comparison.interval
+        lines.append(
+            f"against {report.against}: {pair.prompts} pairs, both right {pair.both}, only this one {pair.only_ours}, "
+            f"only the other {pair.only_theirs}: {pair.difference:+.2f} points (95 %: {low:+.2f} to {high:+.2f})"
+        )
+    return "\n".join(lines)
+
+
+def _read_set(file: Path) -> list[Prompt]:
+    data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    decoder = msgspec.json.Decoder(Prompt)
+    prompts: list[Prompt] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            prompts.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}, line {number}: {error}") from None
+    return prompts
+
+
+def _last_words(prompt: Prompt) -> str:
+    return next((str(m.get("content")) for m in reversed(prompt.messages) if m["role"] == "user"), "")
