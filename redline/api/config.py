@@ -1,0 +1,39 @@
+"""What the operator may set about the API. Every size and count that a client sends has its bound here or in the types
+of `openai.py`."""
+
+from redline.wire.base import Record
+
+MIB = 1 << 20
+
+
+class Limits(Record, frozen=True):
+    """Bounds that are checked before a request costs anything. Beyond them: 413, 431, 400 or 503."""
+
+    body_bytes: int = 32 * MIB
+    header_bytes: int = 64 << 10  # of one request, all header lines together
+    messages: int = 4096
+    tools: int = 128
+    json_depth: int = 64  # nesting of a tool's parameters
+    prompts: int = 64  # in one completions request
+    waiting: int = 1024  # jobs without a first token, before new ones are refused with 503
+    body_seconds: float = 60.0  # in which the whole body has to arrive
+
+
+class Defaults(Record, frozen=True):
+    """Sampling where a request is silent (what a checkpoint's generation_config states, if it has one)."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    thinking: bool = True
+
+
+class ApiConfig(Record, frozen=True):
+    """How the API presents itself. Without `keys_file` everyone who can reach the port is served."""
+
+    served_model_names: tuple[str, ...]  # the first is what answers carry; requests may use any
+    keys_file: str | None = None  # one key per line; blank lines and lines that start with # do not count
+    limits: Limits = Limits()
+    defaults: Defaults = Defaults()

@@ -1,0 +1,73 @@
+"""Prometheus series under the names that dashboards for vLLM already expect, from the gateway and from worker news."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from redline.wire.news import Load
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+
+
+class Metrics:
+    """One registry of its own, so that several servers may live in one process. Times are in seconds."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        label = ("model_name",)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            series = Histogram(f"vllm:{name}", help, label, registry=self.registry, buckets=buckets)
+            return series.labels(model_name)
+
+        def counter(name: str, help: str) -> Counter:
+            return Counter(f"vllm:{name}", help, label, registry=self.registry).labels(model_name)
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"vllm:{name}", help, label, registry=self.registry).labels(model_name)
+
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "From the request's arrival to its first token", TTFT_BUCKETS
+        )
+        self.inter_token_latency = histogram(
+            "inter_token_latency_seconds", "Between one delta of a job and the next", TOKEN_BUCKETS
+        )
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token_seconds", "(last token - first token) / (tokens - 1)", TOKEN_BUCKETS
+        )
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds", "From the request's arrival to its last token", E2E_BUCKETS
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted jobs")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated")
+        self._success = Counter(
+            "vllm:request_success", "Jobs that ended, by reason", (*label, "finished_reason"), registry=self.registry
+        )
+        self._running = gauge("num_requests_running", "Jobs in the running batch")
+        self._waiting = gauge("num_requests_waiting", "Jobs that wait for a place in the batch")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._preemptions = counter("num_preemptions", "Jobs that lost their pages and started again")
+        self._model_name = model_name
+        self._last: Load | None = None  # what the counters already hold
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(self._model_name, reason).inc()
+
+    def load(self, load: Load) -> None:
+        """A worker counts from its own start: fewer steps than before mean that it is a new one."""
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        self._kv_usage.set(load.pages_used / load.pages_total if load.pages_total else 0.0)
+        last = self._last if self._last and load.steps >= self._last.steps else None
+        self._prefix_queries.inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
+        self._prefix_hits.inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
+        self._preemptions.inc(load.preemptions - (last.preemptions if last else 0))
+        self._last = load
+
+    def expose(self) -> bytes:
+        """The text format that Prometheus scrapes."""
+        return generate_latest(self.registry)

@@ -1,0 +1,56 @@
+"""uvicorn as we run it: uvloop and httptools, with the one bound that the app itself cannot hold.
+
+A header that never ends never reaches the app, and httptools stores it as it comes. So the connection counts what it
+reads before the headers are complete, and closes past the bound.
+"""
+
+import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from redline.api.config import Limits
+
+SHUTDOWN_S = 5  # for running answers, once asked to stop
+
+
+def bounded_protocol(header_bytes: int) -> type[HttpToolsProtocol]:
+    """A protocol class whose request line and headers hold at most `header_bytes`, plus one read of the socket."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        _head_bytes = 0
+        _in_head = True
+
+        def data_received(self, data: bytes) -> None:
+            if self._in_head and self._head_bytes > header_bytes:
+                self.logger.warning("closed a connection: its headers are more than %d bytes", header_bytes)
+                self.transport.close()
+                return
+            self._head_bytes += len(data)
+            super().data_received(data)
+
+        def on_message_begin(self) -> None:
+            self._in_head, self._head_bytes = True, 0
+            super().on_message_begin()
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            super().on_headers_complete()
+
+    return BoundedProtocol
+
+
+def uvicorn_config(app: ASGIApp, limits: Limits, host: str, port: int) -> uvicorn.Config:
+    """What `uvicorn.Server` needs. Port 0 takes a free one."""
+    return uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        loop="uvloop",
+        http=bounded_protocol(limits.header_bytes),
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+        log_level="warning",
+    )
