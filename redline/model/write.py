@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
 from redline.model.checkpoint import Weight, weights
@@ -54,7 +54,9 @@ def write_checkpoint(
         for shard in _shards(tensors, shard_bytes):
             shards.append(list(shard))
             total += sum(tensor.nbytes for tensor in shard.values())
-            save_file(shard, building / str(len(shards)), metadata={"format": "pt"})
+            path = building / str(len(shards))
+            save_file(shard, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # safetensors makes files that only their owner can read
         index = folder / "model.safetensors.index.json"
         index.unlink(missing_ok=True)
         for old in folder.glob("model-*-of-*.safetensors"):
