@@ -168,7 +168,7 @@ def native_ids(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _is_native(call: ToolCall) -> bool:
-    return re.fullmatch(rf"functions\.{re.escape(call.name)}:\d+", call.id) is not None
+    return re.fullmatch(rf"functions\.{re.escape(call.name)}:[0-9]+", call.id) is not None
 
 
 def _free_id(name: str, index: int, taken: set[str]) -> str:

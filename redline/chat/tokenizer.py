@@ -42,7 +42,8 @@ _SPLIT = "|".join(
 # They also keep a hostile text from costing more than its length.
 _SLICE_CHARS = 400_000
 _RUN_CHARS = 25_000
-_LONG_RUN = re.compile(rf"\s{{{_RUN_CHARS + 1},}}|\S{{{_RUN_CHARS + 1},}}")
+# The look-behinds let a search begin only where a run begins, which keeps it linear.
+_LONG_RUN = re.compile(rf"(?<!\s)\s{{{_RUN_CHARS + 1},}}|(?<!\S)\S{{{_RUN_CHARS + 1},}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +65,14 @@ class Tokenizer:
         first = len(ranks)
         reserved = range(first, first + RESERVED)
         self._names = {token: names.get(token, f"<|reserved_token_{token}|>") for token in reserved}
-        self._ids = {name: token for token, name in self._names.items()}
+        self.specials = {name: token for token, name in self._names.items()}
         self._bytes = [*ranks, *(name.encode() for name in self._names.values())]
         self._encoding = tiktoken.Encoding(
-            "kimi", pat_str=_SPLIT, mergeable_ranks=ranks, special_tokens=self._ids, explicit_n_vocab=first + RESERVED
+            "kimi",
+            pat_str=_SPLIT,
+            mergeable_ranks=ranks,
+            special_tokens=self.specials,
+            explicit_n_vocab=first + RESERVED,
         )
         self.vocab_size = first + RESERVED
         self.stop_ids = (self.special("[EOS]"), self.special("<|im_end|>"))
@@ -85,7 +90,7 @@ class Tokenizer:
 
     def special(self, name: str) -> int:
         """The id of a control token. Raises ConfigError where the checkpoint has none of that name."""
-        token = self._ids.get(name)
+        token = self.specials.get(name)
         if token is None:
             raise ConfigError(f"the tokenizer has no control token {name}")
         return token
@@ -171,8 +176,8 @@ def _cuts(text: str) -> list[int]:
     for start in range(0, len(text), _SLICE_CHARS):
         if start:
             cuts.append(start)
-        for run in _LONG_RUN.finditer(text, start, start + _SLICE_CHARS):
-            cuts += range(run.start() + _RUN_CHARS, run.end(), _RUN_CHARS)
+        for run in _LONG_RUN.finditer(text[start : start + _SLICE_CHARS]):
+            cuts += range(start + run.start() + _RUN_CHARS, start + run.end(), _RUN_CHARS)
     return cuts
 
 
