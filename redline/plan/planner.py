@@ -26,7 +26,7 @@ from redline.wire.news import Load
 from redline.wire.step import Begin, Row, RowResult, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
-"""The hash of a page from the hash before it (None: it is the first, of a job without salt) and its PAGE_TOKENS tokens."""
+"""A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
 
 
 @dataclass(frozen=True)

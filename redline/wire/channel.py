@@ -13,11 +13,10 @@ import hashlib
 import os
 import stat
 import threading
-import time
 from collections import deque
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, Self, cast
 
 import zmq
 import zmq.asyncio
@@ -112,24 +111,16 @@ class _Socket:
     Raises ConfigError for an address that is neither ipc nor TCP with a key, and for one that cannot be used.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str, key: bytes | None) -> None:
-        self._socket = socket
+    def __init__(self, kind: int, address: str, key: bytes | None) -> None:
+        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        self._socket = socket = context.socket(kind)
         socket.linger = _LINGER_MS
-        if address.startswith("tcp://"):
-            if not key:
-                raise ConfigError(f"{address}: a TCP socket needs a shared key")
-            secret = z85.encode(hashlib.blake2b(key, digest_size=32, person=b"redline-channel").digest())
-            public = zmq.curve_public(secret)
-            if socket.socket_type == zmq.PULL:
-                socket.curve_server = 1
-                socket.curve_secretkey = secret
-            else:
-                socket.curve_serverkey = public
-                socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
-        elif not address.startswith("ipc://"):
-            raise ConfigError(f"{address}: an address begins with ipc:// or tcp://")
         try:
-            if socket.socket_type == zmq.PULL:
+            if address.startswith("tcp://"):
+                _secure(socket, address, key)
+            elif not address.startswith("ipc://"):
+                raise ConfigError(f"{address}: an address begins with ipc:// or tcp://")
+            if kind == zmq.PULL:
                 socket.rcvhwm = 0  # never drop or block: what may wait is bounded where requests are admitted
                 socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
                 socket.bind(address)
@@ -139,12 +130,15 @@ class _Socket:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise ConfigError(f"{address}: {error}") from error
+        except ConfigError:
+            socket.close(linger=0)
+            raise
 
     def close(self) -> None:
         """Safe to call twice."""
         self._socket.close()
 
-    def __enter__(self):
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -157,7 +151,7 @@ class SocketOutbox(_Socket):
     """The writing end. One thread uses it. Messages wait here until a reader has bound the address."""
 
     def __init__(self, address: str, key: bytes | None = None) -> None:
-        super().__init__(zmq.Context.instance().socket(zmq.PUSH), address, key)
+        super().__init__(zmq.PUSH, address, key)
 
     def put(self, message: Wire) -> None:
         self._socket.send(encode(message), zmq.NOBLOCK)
@@ -167,8 +161,8 @@ class SocketInbox(_Socket):
     """The reading end, for a thread that blocks. `address` has the port that was chosen where `*` was asked for."""
 
     def __init__(self, address: str, key: bytes | None = None) -> None:
-        super().__init__(zmq.Context.instance().socket(zmq.PULL), address, key)
-        self.address = self._socket.last_endpoint.decode()
+        super().__init__(zmq.PULL, address, key)
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
         if wait:
@@ -180,9 +174,9 @@ class AsyncSocketInbox(_Socket):
     """The reading end, for one task of an event loop."""
 
     def __init__(self, address: str, key: bytes | None = None) -> None:
-        super().__init__(zmq.Context.instance().socket(zmq.PULL), address, key)
-        self.address = self._socket.last_endpoint.decode()
-        self._readable = zmq.asyncio.Socket.shadow(self._socket)
+        super().__init__(zmq.PULL, address, key)
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._readable = zmq.asyncio.Socket.shadow(self._socket)  # pyright: ignore[reportUnknownMemberType]
 
     async def get(self) -> list[Wire]:
         while True:
@@ -190,6 +184,18 @@ class AsyncSocketInbox(_Socket):
             messages = _receive_all(self._socket)
             if messages:
                 return messages
+
+
+def _secure(socket: zmq.Socket[bytes], address: str, key: bytes | None) -> None:
+    if not key:
+        raise ConfigError(f"{address}: a TCP socket needs a shared key")
+    secret = z85.encode(hashlib.blake2b(key, digest_size=32, person=b"redline-channel").digest())
+    if socket.socket_type == zmq.PULL:
+        socket.curve_server = 1
+        socket.curve_secretkey = secret
+    else:
+        socket.curve_serverkey = zmq.curve_public(secret)
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
 def _receive_all(socket: zmq.Socket[bytes]) -> list[Wire]:

@@ -89,7 +89,7 @@ class _Loads:
         self._next = clock()
 
     def due_in(self) -> float | None:
-        """Seconds until a load must be sent; None: there is nothing new to say."""
+        """Seconds until the load is to be looked at again; None: there is nothing new to say."""
         left = self._next - self._clock()
         if left > 0:
             return left
