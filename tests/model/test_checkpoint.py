@@ -1,0 +1,451 @@
+"""Every layout of the family is read to the same numbers; a broken checkpoint is one line that says what is wrong."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+from compressed_tensors.quantization import QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from redline.errors import CheckpointError
+from redline.model.checkpoint import Checkpoint, dequantize_fp8, weights
+from redline.model.config import Fp8Blocks, K2Config
+from redline.model.write import Layout, k25_config, random_checkpoint, tiny_config, write_checkpoint
+from redline.ops.formats import Int4
+
+Format = Literal["int4", "bf16", "fp8"]
+PROJECTIONS = ("gate", "up", "down")
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of the shards, under its stored name, read by the safetensors library."""
+    return {name: tensor for shard in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(shard).items()}
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Every weight under its logical name, dequantised."""
+    values: dict[str, Tensor] = {}
+    for weight in weights(checkpoint.config):
+        if weight.kind == "expert":
+            _, layer, _, _, expert, projection, _ = weight.name.split(".")
+            value = checkpoint.expert(int(layer), int(expert), projection.removesuffix("_proj"))  # pyright: ignore
+            values[weight.name] = value.dequantize() if isinstance(value, Int4) else value
+        else:
+            values[weight.name] = checkpoint.plain(weight.name)
+    return values
+
+
+# What is read.
+
+
+@pytest.mark.parametrize(
+    ("layout", "prefix", "head"),
+    [
+        ("k25", "language_model.model.", "language_model.lm_head.weight"),
+        ("k25-short", "language_model.", "language_model.lm_head.weight"),
+        ("k2", "model.", "lm_head.weight"),
+    ],
+)
+@pytest.mark.parametrize("quantization", ["int4", "bf16", "fp8"])
+def test_every_layout_and_format_is_read(tmp_path: Path, layout: Layout, prefix: str, head: str, quantization: Format):
+    config = random_checkpoint(tmp_path, tiny_config(), 0, quantization, layout, shard_bytes=100_000)
+    checkpoint = Checkpoint.open(tmp_path)
+    files = stored(tmp_path)
+    assert checkpoint.config == config
+    assert {name: tuple(value.shape) for name, value in read_all(checkpoint).items()} == {
+        weight.name: weight.shape for weight in weights(config)
+    }
+    assert torch.equal(checkpoint.plain("lm_head.weight"), files[head])
+    assert torch.equal(checkpoint.plain("embed_tokens.weight"), files[f"{prefix}embed_tokens.weight"])
+    bias = checkpoint.plain("layers.2.mlp.gate.e_score_correction_bias")
+    assert torch.equal(bias, files[f"{prefix}layers.2.mlp.gate.e_score_correction_bias"])
+    expert = checkpoint.expert(2, 7, "down")
+    assert isinstance(expert, Int4) == (quantization == "int4")
+    if isinstance(expert, Int4):
+        assert torch.equal(expert.packed, files[f"{prefix}layers.2.mlp.experts.7.down_proj.weight_packed"])
+        assert torch.equal(expert.scale, files[f"{prefix}layers.2.mlp.experts.7.down_proj.weight_scale"])
+
+
+def test_a_head_without_the_wrappers_prefix_is_found(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config())
+    tensors = stored(tmp_path)
+    head = tensors.pop("language_model.lm_head.weight")
+    write_checkpoint(tmp_path, {**tensors, "lm_head.weight": head}.items(), config_of(tmp_path))
+    assert torch.equal(Checkpoint.open(tmp_path).plain("lm_head.weight"), head)
+
+
+def test_int4_decodes_as_the_library_that_owns_the_format_decodes_it(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config())
+    group = config_of(tmp_path)["text_config"]["quantization_config"]["config_groups"]["group_0"]
+    scheme = QuantizationScheme.model_validate(group)
+    checkpoint = Checkpoint.open(tmp_path)
+    files = stored(tmp_path)
+    for projection in PROJECTIONS:
+        name = f"language_model.model.layers.1.mlp.experts.3.{projection}_proj."
+        state = {key.removeprefix(name): value for key, value in files.items() if key.startswith(name)}
+        ours = checkpoint.expert(1, 3, projection)
+        assert isinstance(ours, Int4)
+        codes = unpack_from_int32(state["weight_packed"], 4, torch.Size(ours.shape))
+        assert torch.equal(ours.codes() - 8, codes.int())
+        theirs = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
+        assert theirs.dtype == torch.bfloat16
+        assert torch.equal(ours.dequantize(torch.bfloat16), theirs)
+
+
+def test_int4_codes_are_offset_binary(tmp_path: Path):
+    # Read as two's complement, the same bits would have their peak at 0 and 15.
+    random_checkpoint(tmp_path, tiny_config())
+    expert = Checkpoint.open(tmp_path).expert(1, 0, "gate")
+    assert isinstance(expert, Int4)
+    assert expert.codes().flatten().bincount(minlength=16).argmax() == 8
+
+
+def test_fp8_is_the_plain_product_per_block_with_partial_last_blocks():
+    weight = torch.randn(200, 300).to(torch.float8_e4m3fn)
+    scale_inv = torch.rand(2, 3)
+    expected = torch.empty(200, 300)
+    for row in range(200):
+        for column in range(300):
+            expected[row, column] = weight[row, column].float() * scale_inv[row // 128, column // 128]
+    assert torch.equal(dequantize_fp8(weight, scale_inv, Fp8Blocks(128, 128)), expected.bfloat16())
+
+
+def test_an_fp8_checkpoint_may_keep_some_linears_in_bf16(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config(), quantization="fp8")
+    tensors = stored(tmp_path)
+    name = "language_model.model.layers.0.self_attn.o_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    tensors[name] = tensors[name].bfloat16()
+    write_checkpoint(tmp_path, tensors.items(), config_of(tmp_path))
+    assert torch.equal(Checkpoint.open(tmp_path).plain("layers.0.self_attn.o_proj.weight"), tensors[name])
+
+
+def test_a_single_file_without_index_is_read(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config())
+    before = read_all(Checkpoint.open(tmp_path))
+    tensors = stored(tmp_path)
+    for file in (*tmp_path.glob("*.safetensors"), tmp_path / "model.safetensors.index.json"):
+        file.unlink()
+    save_file(tensors, tmp_path / "model.safetensors")
+    after = read_all(Checkpoint.open(tmp_path))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_tied_embeddings_serve_as_the_head(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config(tie_word_embeddings=True))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert torch.equal(checkpoint.plain("lm_head.weight"), checkpoint.plain("embed_tokens.weight"))
+
+
+def test_what_the_text_model_does_not_need_is_skipped(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config())
+    before = Checkpoint.open(tmp_path)
+    model = "language_model.model.layers."
+    others = {
+        "vision_tower.patch_embed.proj.weight": torch.zeros(8, 3, 14, 14),
+        "mm_projector.proj.0.bias": torch.zeros(8),
+        f"{model}3.eh_proj.weight": torch.zeros(64, 128),  # the draft (MTP) layer follows the last one
+        f"{model}3.mlp.experts.0.gate_proj.weight": torch.zeros(32, 64),
+        f"{model}0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+        f"{model}0.self_attn.k_proj.k_scale": torch.ones(()),
+        f"{model}0.self_attn.v_proj.v_scale": torch.ones(()),
+    }
+    write_checkpoint(tmp_path, {**stored(tmp_path), **others}.items(), config_of(tmp_path))
+    after = Checkpoint.open(tmp_path)
+    assert after.bytes == before.bytes
+
+
+def test_weight_shape_is_not_trusted(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config())
+    before = read_all(Checkpoint.open(tmp_path))
+    tensors = stored(tmp_path)
+    shapes = [name for name in tensors if name.endswith("weight_shape")]
+    garbage = {name: torch.tensor([-1752796263, -1707567530]) for name in shapes}
+    write_checkpoint(tmp_path, {**tensors, **garbage}.items(), config_of(tmp_path))
+    after = read_all(Checkpoint.open(tmp_path))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "bf16", "fp8"])
+def test_progress_adds_up_to_the_bytes_of_the_checkpoint(tmp_path: Path, quantization: Format):
+    random_checkpoint(tmp_path, tiny_config(), 0, quantization)
+    checkpoint = Checkpoint.open(tmp_path)
+    read: list[int] = []
+    checkpoint.progress = read.append
+    read_all(checkpoint)
+    assert sum(read) == checkpoint.bytes
+
+
+def test_the_fingerprint_follows_the_content(tmp_path: Path):
+    for folder, seed in (("one", 0), ("same", 0), ("other", 1)):
+        random_checkpoint(tmp_path / folder, tiny_config(), seed)
+    one, same, other = (Checkpoint.open(tmp_path / folder).fingerprint for folder in ("one", "same", "other"))
+    assert one == same != other
+    text = config_of(tmp_path / "same")
+    text["text_config"]["rms_norm_eps"] = 1e-6
+    (tmp_path / "same" / "config.json").write_text(json.dumps(text))
+    assert Checkpoint.open(tmp_path / "same").fingerprint != one
+
+
+def test_a_tensor_at_an_odd_offset_is_read(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config(), shard_bytes=10**9)
+    (shard,) = tmp_path.glob("*.safetensors")
+    expected = {name: tensor.clone() for name, tensor in stored(tmp_path).items()}
+    raw = shard.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = raw[8 : 8 + length].rstrip(b" ")
+    # One space more in the header moves all data by one byte.
+    padded = header + b" " * (length - len(header) + 1)
+    shard.write_bytes(len(padded).to_bytes(8, "little") + padded + raw[8 + length :])
+    name = "layers.0.self_attn.o_proj.weight"
+    assert torch.equal(Checkpoint.open(tmp_path).plain(name), expected[f"language_model.model.{name}"])
+
+
+READ_EVERYTHING = """
+import sys
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+from redline.model.checkpoint import Checkpoint, weights
+
+
+def anonymous():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0])
+
+
+def watch():
+    global peak
+    while not over.wait(0.001):
+        peak = max(peak, anonymous())
+
+
+torch.zeros(1000).clone()  # what torch allocates once is not the checkpoint's
+peak = before = anonymous()
+over = Event()
+watcher = Thread(target=watch)
+watcher.start()
+checkpoint = Checkpoint.open(sys.argv[1])
+read, largest = [], 0
+checkpoint.progress = read.append
+for weight in weights(checkpoint.config):
+    if weight.kind == "expert":
+        _, layer, _, _, expert, projection, _ = weight.name.split(".")
+        value = checkpoint.expert(int(layer), int(expert), projection.removesuffix("_proj"))
+        copy = (value.packed.clone(), value.scale.clone())
+    else:
+        copy = (checkpoint.plain(weight.name).clone(),)
+    peak = max(peak, anonymous())
+    largest = max(largest, sum(part.nbytes for part in copy))
+over.set()
+watcher.join()
+print(sum(read), largest, (peak - before) * 1024)
+"""
+
+
+def test_reading_2_gb_takes_the_memory_of_one_tensor(big_checkpoint: Path):
+    child = subprocess.run(
+        [sys.executable, "-c", READ_EVERYTHING, str(big_checkpoint)], capture_output=True, text=True, check=True
+    )
+    read, largest, grown = map(int, child.stdout.split())
+    assert read > 2_000_000_000
+    assert grown <= largest + 200_000_000
+
+
+# What is refused.
+
+
+def break_tensor(
+    change: Callable[[dict[str, Tensor]], object], quantization: Format = "int4"
+) -> Callable[[Path], None]:
+    """Write the tiny checkpoint again after `change` to its tensors."""
+
+    def write(folder: Path) -> None:
+        random_checkpoint(folder, tiny_config(), 0, quantization)
+        tensors = stored(folder)
+        change(tensors)
+        write_checkpoint(folder, tensors.items(), config_of(folder))
+
+    return write
+
+
+AT = "language_model.model.layers."
+NORM = f"{AT}1.input_layernorm.weight"
+PACKED = f"{AT}2.mlp.experts.5.up_proj.weight_packed"
+
+
+def missing_shard(folder: Path) -> None:
+    random_checkpoint(folder, tiny_config(), shard_bytes=100_000)
+    (folder / "model-00002-of-00004.safetensors").unlink()
+
+
+def truncated_shard(folder: Path) -> None:
+    random_checkpoint(folder, tiny_config(), shard_bytes=100_000)
+    shard = folder / "model-00002-of-00004.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
+def truncated_header(folder: Path) -> None:
+    random_checkpoint(folder, tiny_config())
+    shard = folder / "model-00001-of-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:1000])
+
+
+def something_else(content: bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        random_checkpoint(folder, tiny_config())
+        (folder / "model-00001-of-00001.safetensors").write_bytes(len(content).to_bytes(8, "little") + content)
+
+    return write
+
+
+def edit_index(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        random_checkpoint(folder, tiny_config())
+        index = folder / "model.safetensors.index.json"
+        value = json.loads(index.read_text())
+        change(value)
+        index.write_text(json.dumps(value))
+
+    return write
+
+
+def edit_text_config(**changes: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        random_checkpoint(folder, tiny_config())
+        value = config_of(folder)
+        value["text_config"].update(changes)
+        (folder / "config.json").write_text(json.dumps(value))
+
+    return write
+
+
+def only_a_config(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(k25_config(tiny_config())))
+
+
+BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a missing shard": (
+        missing_shard,
+        "/model-00002-of-00004.safetensors: missing shard; expected to hold language_model.model.layers.",
+    ),
+    "a truncated shard": (truncated_shard, ": truncated: the file has "),
+    "a truncated header": (truncated_header, "1,000 bytes, truncated or not safetensors; expected a header of "),
+    "an absurd header": (something_else(b"\xff" * 64), "expected a safetensors header"),
+    "a header entry of the wrong form": (
+        something_else(b'{"x": {"dtype": "BF16", "shape": [-1], "data_offsets": [0, 0]}}'),
+        "x: expected a safetensors header: Expected `int` >= 0 - at `$.shape[0]`",
+    ),
+    "a missing tensor": (
+        break_tensor(lambda t: t.pop(NORM)),
+        "index.json: layers.1.input_layernorm.weight: missing; expected BF16 or F32 [64]",
+    ),
+    "a wrong dtype": (
+        break_tensor(lambda t: t.update({NORM: t[NORM].half()})),
+        f"model-00001-of-00001.safetensors: {NORM}: expected BF16 or F32 [64], found F16 [64]",
+    ),
+    "a wrong shape": (
+        break_tensor(lambda t: t.update({NORM: t[NORM][:32].clone()})),
+        f"{NORM}: expected BF16 or F32 [64], found BF16 [32]",
+    ),
+    "packed weights of a wrong shape": (
+        break_tensor(lambda t: t.update({PACKED: t[PACKED][:, :4].clone()})),
+        f"{PACKED}: expected I32 [32, 8], found I32 [32, 4]",
+    ),
+    "scales of a wrong dtype": (
+        break_tensor(lambda t: t.update({f"{AT}1.mlp.experts.0.up_proj.weight_scale": torch.ones(32, 2)})),
+        "up_proj.weight_scale: expected BF16 [32, 2], found F32 [32, 2]",
+    ),
+    "a tensor that the model has no place for": (
+        break_tensor(lambda t: t.update({f"{AT}0.self_attn.o_proj.bias": torch.zeros(64)})),
+        f"{AT}0.self_attn.o_proj.bias: expected nothing of that name",
+    ),
+    "zero points": (
+        break_tensor(lambda t: t.update({f"{AT}1.mlp.experts.0.up_proj.weight_zero_point": torch.zeros(4, 2)})),
+        "weight_zero_point: expected nothing of that name",
+    ),
+    "two tensors of one meaning": (
+        break_tensor(lambda t: t.update({"model.norm.weight": torch.ones(64)})),
+        "norm.weight: a second tensor of that name",
+    ),
+    "FP8 weights without scales": (
+        break_tensor(lambda t: t.pop(f"{AT}0.self_attn.o_proj.weight_scale_inv"), "fp8"),
+        "layers.0.self_attn.o_proj.weight_scale_inv: missing; expected F32 [1, 1]",
+    ),
+    "FP8 weights in a file that does not say so": (
+        break_tensor(lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})),
+        f"{NORM}: expected BF16 or F32 [64], found F8_E4M3 [64]",
+    ),
+    "INT4 experts in a file that does not say so": (
+        edit_text_config(quantization_config=None),
+        "layers.1.mlp.experts.0.gate_proj.weight: missing; expected BF16 or F32 [32, 64]",
+    ),
+    "an unknown quantisation": (
+        edit_text_config(quantization_config={"quant_method": "gptq"}),
+        "config.json: text_config: quantization_config: unknown quantisation (quant_method 'gptq'); supported: bf16, ",
+    ),
+    "a config of another size": (
+        edit_text_config(hidden_size=128),
+        "embed_tokens.weight: expected BF16 or F32 [512, 128], found BF16 [512, 64]",
+    ),
+    "an index that points elsewhere": (
+        edit_index(lambda index: index["weight_map"].update({NORM: "../model.safetensors"})),
+        f"index.json: {NORM}: lies in '../model.safetensors'; expected a file of the same folder",
+    ),
+    "an index that lists what is not there": (
+        edit_index(lambda index: index["weight_map"].update({"x": "model-00001-of-00001.safetensors"})),
+        "model-00001-of-00001.safetensors: x: missing; expected here, as model.safetensors.index.json says",
+    ),
+    "an index without a map": (
+        edit_index(lambda index: index.pop("weight_map")),
+        "index.json: weight_map: Expected `object`, got `null`",
+    ),
+    "no weights": (only_a_config, "no weights; expected model.safetensors.index.json and its shards, or model.saf"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_checkpoint_is_one_line_with_file_and_tensor(tmp_path: Path, case: str):
+    write, expected = BROKEN[case]
+    write(tmp_path)
+    with pytest.raises(CheckpointError) as refusal:
+        Checkpoint.open(tmp_path)
+    message = str(refusal.value)
+    assert message.startswith(str(tmp_path))
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_a_header_whose_offsets_and_shape_disagree_is_refused(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config())
+    shard = tmp_path / "model-00001-of-00001.safetensors"
+    raw = shard.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    header[NORM]["data_offsets"][1] -= 2
+    text = json.dumps(header).encode()
+    shard.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    with pytest.raises(CheckpointError, match=r"input_layernorm\.weight: expected 128 bytes, found 126"):
+        Checkpoint.open(tmp_path)
+
+
+def test_a_config_with_more_layers_than_the_files_is_refused(tmp_path: Path):
+    config: K2Config = random_checkpoint(tmp_path, tiny_config())
+    deeper = replace(config, num_hidden_layers=10**9)
+    (tmp_path / "config.json").write_text(json.dumps(k25_config(deeper)))
+    with pytest.raises(CheckpointError, match=r"layers\.3\.input_layernorm\.weight: missing"):
+        Checkpoint.open(tmp_path)
