@@ -110,8 +110,6 @@ class _Refused(msgspec.Struct, kw_only=True):
     documents: Any = None
     continue_final_message: Any = None
     add_generation_prompt: Any = None
-    skip_special_tokens: Any = None
-    include_stop_str_in_output: Any = None
     return_tokens_as_token_ids: Any = None
 
 
@@ -121,9 +119,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "length_penalty": (1, 1.0),
     "add_generation_prompt": (True,),
-    "skip_special_tokens": (True,),
 }
-_OFF_IS_NOT_NEUTRAL = {"add_generation_prompt", "skip_special_tokens"}  # here false is what changes the answer
+_OFF_IS_NOT_NEUTRAL = {"add_generation_prompt"}  # here false is what changes the answer
 
 
 class _Common(_Refused, kw_only=True):
@@ -140,11 +137,13 @@ class _Common(_Refused, kw_only=True):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), lt=1 << 63)] | None = None
+    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=300)] | None = None
     prompt_logprobs: Top | None = None
     stream: bool | None = None
@@ -246,7 +245,7 @@ def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> Completi
 
 
 T = TypeVar("T")
-_PLACE = re.compile(r" - at `\$\.?(.*)`$")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
 
 
@@ -292,6 +291,8 @@ def _ask(request: _Common, prompts: tuple[Prompt, ...], sampling: Sampling, para
         n=request.n or 1,
         seed=request.seed,
         stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        include_stop=bool(request.include_stop_str_in_output),
+        skip_special_tokens=request.skip_special_tokens is not False,
         ignore_eos=bool(request.ignore_eos),
         salt=request.cache_salt or "",
         param=param,

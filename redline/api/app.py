@@ -1,0 +1,372 @@
+"""The HTTP face: one list of routes, one border around them, and two ways to answer (whole, or as a stream).
+
+The border holds what is true of every request: keys, header size, request id, and that an exception ends the request
+that met it and no other. The two generating routes are plain ASGI, since that is the cheapest way to send a token.
+"""
+
+import asyncio
+import hmac
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from redline.api import metrics
+from redline.api.answers import (
+    Opening,
+    chat_answer,
+    completion_answer,
+    completion_choice,
+    gather,
+)
+from redline.api.ask import Ask
+from redline.api.config import ApiConfig
+from redline.api.errors import Answer, Refusal, answer_to
+from redline.api.gateway import Gateway, Generation
+from redline.api.openai import read_chat, read_completion, read_detokenize, read_tokenize
+from redline.api.sse import ChatStream, CompletionStream, Stream, data
+from redline.errors import ConfigError, ModelNotFound
+
+OPEN_PATHS = {"/health"}  # all that needs no key
+REQUEST_ID_CHARS = 128
+
+log = logging.getLogger("redline.api")
+
+Serve = Callable[[bytes, Scope, Receive, Send], Awaitable[None]]
+
+
+def create_app(gateway: Gateway, config: ApiConfig) -> Starlette:
+    """The API over a gateway. Raises ConfigError where the keys' file cannot be read or is empty."""
+    api = _Api(gateway, config)
+    keys = read_keys(Path(config.keys_file)) if config.keys_file else None
+    return Starlette(
+        routes=[
+            Route("/", api.root),
+            Route("/health", api.health),
+            Route("/metrics", api.metrics),
+            Route("/version", api.version),
+            Route("/v1/models", api.models),
+            Route("/v1/chat/completions", _Post(api.chat, config), methods=["POST"]),
+            Route("/v1/completions", _Post(api.completions, config), methods=["POST"]),
+            Route("/tokenize", _Post(api.tokenize, config), methods=["POST"]),
+            Route("/detokenize", _Post(api.detokenize, config), methods=["POST"]),
+        ],
+        middleware=[Middleware(_Border, keys=keys, header_bytes=config.limits.header_bytes)],
+        exception_handlers={HTTPException: _no_route},
+    )
+
+
+def read_keys(path: Path) -> frozenset[bytes]:
+    """SHA-256 of every key in a file of one per line, so that comparing takes the same time whatever their lengths."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the file of API keys cannot be read: {error}") from None
+    keys = {line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")}
+    if not keys:
+        raise ConfigError(f"{path}: no API key in the file; expected one per line")
+    return frozenset(sha256(key.encode()).digest() for key in keys)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    """Starlette's own 404 and 405, in OpenAI's shape."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    match error.status_code:
+        case 404:
+            refusal = Refusal(404, f"there is no route {path}; GET / lists them", "not_found")
+        case 405:
+            refusal = Refusal(405, f"{request.method} is not served at {path}", "method_not_allowed")
+        case status:
+            refusal = Refusal(status, error.detail, "invalid_request")
+    answer = answer_to(refusal)
+    return Response(answer.body, answer.status, dict(error.headers or {}), media_type="application/json")
+
+
+class _Border:
+    """Around every request."""
+
+    def __init__(self, app: ASGIApp, keys: frozenset[bytes] | None, header_bytes: int) -> None:
+        self._app = app
+        self._keys = keys
+        self._header_bytes = header_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = False
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        request_id = _header(headers, b"x-request-id")
+        if not 0 < len(request_id) <= REQUEST_ID_CHARS or not _is_plain(request_id):
+            request_id = uuid.uuid4().hex.encode()
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            if sum(len(name) + len(value) for name, value in headers) > self._header_bytes:
+                raise Refusal(431, f"the headers are more than {self._header_bytes} bytes", "headers_too_large")
+            if self._keys is not None and scope["path"] not in OPEN_PATHS:
+                _check_key(headers, self._keys)
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:  # the last place where an exception can end one request only
+            answer = answer_to(error)
+            if not started:
+                await _send(send_with_id, answer)
+
+
+def _header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> bytes:
+    return next((value for key, value in headers if key == name), b"")
+
+
+def _is_plain(value: bytes) -> bool:
+    return all(33 <= byte < 127 for byte in value)
+
+
+def _check_key(headers: Sequence[tuple[bytes, bytes]], keys: frozenset[bytes]) -> None:
+    scheme, _, key = _header(headers, b"authorization").partition(b" ")
+    digest = sha256(key.strip()).digest()
+    # Every key is compared, in constant time each.
+    matches = [hmac.compare_digest(digest, known) for known in keys]
+    if scheme.lower() != b"bearer" or not any(matches):
+        raise Refusal(401, "Incorrect API key provided", "invalid_api_key")
+
+
+async def _send(send: Send, answer: Answer) -> None:
+    headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
+    headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer.body))]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+async def _send_json(send: Send, value: Any) -> None:
+    await _send(send, Answer(200, msgspec.json.encode(value), {}))
+
+
+class _Post:
+    """A route that reads a whole body, within its bounds, and hands it to `serve`."""
+
+    def __init__(self, serve: Serve, config: ApiConfig) -> None:
+        self._serve = serve
+        self._limits = config.limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                body = await _read_body(scope, receive, self._limits.body_bytes)
+        except TimeoutError:
+            raise Refusal(408, f"the body took more than {self._limits.body_seconds} s", "timeout") from None
+        if body is not None:
+            await self._serve(body, scope, receive, send)
+
+
+async def _read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
+    """None where the client left meanwhile. Raises Refusal (413) as soon as it is known to be too large."""
+    too_large = Refusal(413, f"the body is more than {most} bytes", "body_too_large")
+    declared = _header(scope["headers"], b"content-length")
+    if declared.isdigit() and int(declared[:20]) > most:
+        raise too_large
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        part: bytes = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        if size > most:
+            raise too_large
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+class _Api:
+    """The routes."""
+
+    def __init__(self, gateway: Gateway, config: ApiConfig) -> None:
+        self._gateway = gateway
+        self._limits = config.limits
+        self._defaults = config.defaults
+        self._names = config.served_model_names
+        self._created = int(time.time())
+
+    async def root(self, request: Request) -> Response:
+        """What this is, and its routes."""
+        routes = [
+            f"{'POST' if isinstance(route.endpoint, _Post) else 'GET'} {route.path}"
+            for route in request.app.routes
+            if isinstance(route, Route)
+        ]
+        return _json({"name": "redline", "version": version("redline"), "models": self._names, "routes": routes})
+
+    async def health(self, request: Request) -> Response:
+        """200 while the model answers; 503 while it loads and after the worker has ended."""
+        if self._gateway.ready is not None:
+            return _json({"status": "ready"})
+        return _json({"status": "worker lost" if self._gateway.lost else "loading"}, 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._gateway.metrics.expose(), headers={"content-type": metrics.CONTENT_TYPE})
+
+    async def version(self, request: Request) -> Response:
+        return _json({"version": version("redline")})
+
+    async def models(self, request: Request) -> Response:
+        ready = self._gateway.ready
+        card = {
+            "object": "model",
+            "created": self._created,
+            "owned_by": "redline",
+            "max_model_len": ready.max_model_len if ready else None,
+        }
+        return _json({"object": "list", "data": [{"id": name, **card} for name in self._names]})
+
+    async def chat(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        request = read_chat(body, self._limits, self._defaults)
+        model = self._model(request.model)
+        logprobs = request.ask.sampling.logprobs is not None
+        token_bytes = self._gateway.tokenizer.token_bytes
+        id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
+        with await self._gateway.begin(request.ask) as generation, _Departure(receive, generation):
+            if request.stream is not None:
+                prompts = [len(prompt) for prompt in generation.prompts]
+                stream = ChatStream(id, created, model, prompts, request.ask.n, request.stream, logprobs, token_bytes)
+                await _stream(send, generation, stream)
+                return
+            choices = await gather(generation, request.ask.choices)
+            await _send_json(send, chat_answer(id, created, model, choices, logprobs, token_bytes))
+
+    async def completions(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        request = read_completion(body, self._limits, self._defaults)
+        model = self._model(request.model)
+        ask: Ask = request.ask
+        logprobs = ask.sampling.logprobs is not None
+        token_bytes = self._gateway.tokenizer.token_bytes
+        id, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
+        with await self._gateway.begin(ask) as generation, _Departure(receive, generation):
+            prompts = generation.prompts
+            if request.stream is not None:
+                stream = CompletionStream(
+                    id, created, model, prompts, ask.n, request.stream, logprobs, request.echo, token_bytes
+                )
+                await _stream(send, generation, stream)
+                return
+            choices = await gather(generation, ask.choices)
+            written = [
+                completion_choice(
+                    index,
+                    choice,
+                    Opening(prompts[index // ask.n], choice.prompt_logprobs, request.echo, token_bytes),
+                    logprobs,
+                    token_bytes,
+                )
+                for index, choice in enumerate(choices)
+            ]
+            ends = [choice.ended() for choice in choices]
+            await _send_json(send, completion_answer(id, created, model, written, ends, ask.n))
+
+    async def tokenize(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        request = read_tokenize(body, self._limits, self._defaults)
+        self._model(request.model)
+        tokens = await self._gateway.encode(request.prompt, "prompt")
+        token_bytes = self._gateway.tokenizer.token_bytes
+        strings = [token_bytes(token).decode(errors="replace") for token in tokens] if request.token_strs else None
+        await _send_json(
+            send,
+            {
+                "count": len(tokens),
+                "max_model_len": self._gateway.max_model_len,
+                "tokens": tokens,
+                "token_strs": strings,
+            },
+        )
+
+    async def detokenize(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+        request = read_detokenize(body)
+        self._model(request.model)
+        text = self._gateway.tokenizer.decode_bytes(request.tokens).decode(errors="replace")
+        await _send_json(send, {"prompt": text})
+
+    def _model(self, asked: str | None) -> str:
+        """The name that the answer carries. Raises ModelNotFound for a name that is not served."""
+        if asked is not None and asked not in self._names:
+            raise ModelNotFound(f"the model {asked} does not exist; served: {', '.join(self._names)}", "model")
+        return asked or self._names[0]
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class ClientLeft(Exception):
+    """Nobody reads the answer any more."""
+
+
+class _Departure:
+    """While inside, a client that leaves ends the generation (and so its jobs), wherever it is."""
+
+    def __init__(self, receive: Receive, generation: Generation) -> None:
+        self._receive = receive
+        self._generation = generation
+
+    def __enter__(self) -> None:
+        self._watch = asyncio.create_task(self._wait())
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
+        self._watch.cancel()
+        return kind is ClientLeft
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._generation.fail(ClientLeft())
+
+
+STREAM_START: Message = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),  # else nginx holds tokens back
+    ],
+}
+
+
+async def _stream(send: Send, generation: Generation, stream: Stream) -> None:
+    """The status waits for the first tokens, so that what fails before them fails with its own status. What fails
+    later is an error event, and the end."""
+    started = False
+    try:
+        async for batches in generation:
+            if not started:
+                started = True
+                await send(dict(STREAM_START))
+            if body := stream.write(batches):
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": stream.close(), "more_body": False})
+    except ClientLeft:
+        raise
+    except Exception as error:
+        if not started:
+            raise
+        await send({"type": "http.response.body", "body": data(answer_to(error).body), "more_body": False})

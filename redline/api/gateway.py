@@ -1,0 +1,409 @@
+"""Between HTTP and the engine: an Ask becomes jobs, their deltas become events.
+
+One reader hands every message of the worker to `Gateway.deliver`; each Generation collects the deltas of its own jobs
+and decodes them in the task that writes the answer, so that whatever arrived meanwhile leaves in one write.
+"""
+
+import asyncio
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+import msgspec
+
+from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
+from redline.api.config import Limits
+from redline.api.metrics import Metrics
+from redline.chat.conversation import Conversation
+from redline.chat.decoder import Decoder
+from redline.chat.events import End, Event
+from redline.chat.hashing import make_job
+from redline.chat.template import Style, encode
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import ContextTooLong, Overloaded, RedlineError, RequestError, WorkerLost
+from redline.wire.channel import AsyncInbox, Outbox
+from redline.wire.codec import Wire
+from redline.wire.delta import Delta
+from redline.wire.job import Abort, Job, JobId, Sampling
+from redline.wire.news import Failed, Load, Ready
+from redline.wire.step import TokenLogprobs
+
+INLINE_CHARS = 4096  # encoding this much takes about as long as handing it to a thread and back
+SEED_MASK = (1 << 63) - 1
+
+T = TypeVar("T")
+
+
+class JobFailed(RedlineError):
+    """The engine gave up on this job and on no other."""
+
+
+class Batch(NamedTuple):
+    """What one delta gave for one choice."""
+
+    choice: int
+    events: Sequence[Event]
+    completion_tokens: int  # so far
+    first: bool = False  # of its choice
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first batch, where asked for
+
+
+class Gateway:
+    """Sends jobs, follows their deltas. `deliver` and everything else run in one event loop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        style: Style,
+        fingerprint: str,
+        outbox: Outbox,
+        metrics: Metrics,
+        max_waiting: int = Limits().waiting,
+    ) -> None:
+        """`fingerprint` names the model and its cache's number format (it enters the page hashes)."""
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.ready: Ready | None = None
+        self.lost: str | None = None  # why the worker ended, once it has
+        self._style = style
+        self._fingerprint = fingerprint
+        self._outbox = outbox
+        self._max_waiting = max_waiting
+        self._lanes: dict[JobId, _Lane] = {}
+        self._waiting = 0  # jobs without a delta yet
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
+        self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine().max_model_len
+
+    # -- from the worker
+
+    async def follow(self, inbox: AsyncInbox) -> None:
+        """Read the worker's messages until cancelled. Whatever else ends the reading ends every answer too."""
+        try:
+            while True:
+                for message in await inbox.get():
+                    self.deliver(message)
+        finally:
+            self.lose("the worker's messages are not read any more")
+
+    def deliver(self, message: Wire) -> None:
+        match message:
+            case Delta():
+                lane = self._lanes.get(message.job)
+                if lane is not None:  # else: aborted here before the worker knew
+                    self._deliver(lane, message)
+            case Load():
+                self.metrics.load(message)
+            case Ready():
+                self.ready, self.lost = message, None
+            case Failed():
+                self.lose(message.reason)
+            case _:
+                raise AssertionError(f"a worker does not send {type(message).__name__}")
+
+    def _deliver(self, lane: "_Lane", delta: Delta) -> None:
+        now = time.perf_counter()
+        if not lane.heard:
+            lane.heard = True
+            self._waiting -= 1
+        if delta.tokens:
+            self._time(lane, now, len(delta.tokens))
+        if delta.finish is not None:
+            del self._lanes[lane.job.id]
+            self._ended(lane, now, delta.finish)
+        lane.generation.push(lane, delta)
+
+    def _time(self, lane: "_Lane", now: float, tokens: int) -> None:
+        if lane.tokens == 0:
+            lane.first_at = now
+            self.metrics.time_to_first_token.observe(now - lane.began)
+        else:
+            self.metrics.inter_token_latency.observe(now - lane.last_at)
+        lane.last_at = now
+        lane.tokens += tokens
+        self.metrics.generation_tokens.inc(tokens)
+
+    def _ended(self, lane: "_Lane", now: float, reason: str) -> None:
+        self.metrics.finished(reason)
+        self.metrics.e2e_latency.observe(now - lane.began)
+        if lane.tokens > 1:
+            self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
+
+    def lose(self, reason: str) -> None:
+        """The worker has ended: so has every answer, and new ones are refused until a worker is ready again."""
+        self.lost, self.ready = reason, None
+        lanes, self._lanes, self._waiting = self._lanes, {}, 0
+        for generation in {lane.generation for lane in lanes.values()}:
+            generation.fail(WorkerLost("the worker that ran this request has ended"))
+
+    def close(self) -> None:
+        """End every answer; idempotent."""
+        self.lose("the server is closing")
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- from a request
+
+    async def begin(self, ask: Ask) -> "Generation":
+        """Encode, check, send. Raises RequestError (ContextTooLong), Overloaded or WorkerLost before anything runs."""
+        began = time.perf_counter()
+        engine = self._engine()
+        self._admit(ask)
+        self._check_ids(ask.sampling)
+        jobs: list[Job] = []
+        for place, prompt in enumerate(ask.prompts):
+            param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
+            tokens = await self.encode(prompt, param)
+            if not tokens:
+                raise RequestError(f"{param} is empty", param)
+            sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
+            job = await self._in_thread(len(tokens), self._job, tokens, sampling, ask.salt)
+            jobs += _copies(job, ask)
+        self._admit(ask)  # others may have come while this one was encoded
+        generation = Generation(self, ask, jobs, began)
+        for lane in generation.lanes:
+            self._lanes[lane.job.id] = lane
+            self._waiting += 1
+            self._outbox.put(lane.job)
+            self.metrics.prompt_tokens.inc(len(lane.job.tokens))
+        return generation
+
+    async def encode(self, prompt: Prompt, param: str) -> tuple[int, ...]:
+        """Token ids of a prompt. Raises RequestError for ids beyond the vocabulary and for hopelessly long texts."""
+        match prompt:
+            case str():
+                size = len(prompt)
+            case Conversation():
+                size = sum(len(message.content) for message in prompt.messages)
+            case _:
+                self._check_range(prompt, param)
+                return prompt
+        if size > (most := self._engine().max_model_len * self._longest_token):
+            raise ContextTooLong(f"{param} is {size} characters; this model reads at most {most}", param)
+        return await self._in_thread(size, self._encode, prompt)
+
+    def decoder(self, ask: Ask, prompt: Prompt, job: Job) -> Decoder:
+        chat = isinstance(prompt, Conversation)
+        return Decoder(
+            self.tokenizer,
+            thinking=chat and self._style.thinks(prompt),
+            stop=ask.stop,
+            stop_ids=job.sampling.stop_ids,
+            prompt_tokens=len(job.tokens),
+            parse=chat,
+            include_stop_str=ask.include_stop,
+            skip_special_tokens=ask.skip_special_tokens,
+        )
+
+    def forget(self, lane: "_Lane", reason: str) -> None:
+        """Stop a job that has not ended: its client has left ("abort"), or has all it wants. Idempotent."""
+        if self._lanes.pop(lane.job.id, None) is not None:
+            if not lane.heard:
+                self._waiting -= 1
+            self._ended(lane, time.perf_counter(), reason)
+            self._outbox.put(Abort(job=lane.job.id))
+
+    def _engine(self) -> Ready:
+        if self.lost is not None:
+            raise WorkerLost("the worker has ended")
+        if self.ready is None:
+            raise Overloaded("the model is still loading")
+        return self.ready
+
+    def _admit(self, ask: Ask) -> None:
+        if self._waiting + ask.choices > self._max_waiting:
+            raise Overloaded(f"{self._waiting} jobs wait already; try again later")
+
+    def _encode(self, prompt: Conversation | str) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode_with_specials(prompt))  # a raw prompt is the client's own template
+        return tuple(encode(prompt, self.tokenizer, self._style))
+
+    def _job(self, tokens: tuple[int, ...], sampling: Sampling, salt: str) -> Job:
+        return make_job(JobId(uuid.uuid4().hex), tokens, sampling, self._fingerprint, salt)
+
+    async def _in_thread(self, size: int, work: Callable[..., T], *arguments: object) -> T:
+        if size <= INLINE_CHARS:
+            return work(*arguments)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+
+    def _check_ids(self, sampling: Sampling) -> None:
+        self._check_range(sampling.stop_ids, "stop_token_ids")
+        self._check_range([token for token, _ in sampling.logit_bias], "logit_bias")
+
+    def _check_range(self, tokens: Sequence[int], param: str) -> None:
+        if tokens and max(tokens) >= self.tokenizer.vocab_size:
+            raise RequestError(
+                f"token ids go from 0 to {self.tokenizer.vocab_size - 1}; {max(tokens)} is beyond", param
+            )
+
+    def _settle(self, ask: Ask, prompt_tokens: int, limit: int, param: str) -> Sampling:
+        """The sampling of a prompt's jobs, all but the seed. Scoring needs one step, so it asks for one token."""
+        asked = ask.sampling.max_tokens
+        left = limit - prompt_tokens
+        if left < 1:
+            raise ContextTooLong(
+                f"{param} is {prompt_tokens} tokens; this model reads {limit}, the answer's included", param
+            )
+        if asked != WHAT_IS_LEFT and asked > left:
+            raise ContextTooLong(
+                f"{param} is {prompt_tokens} tokens and max_tokens {asked}: together {prompt_tokens + asked}; "
+                f"this model's context holds {limit}",
+                param,
+            )
+        own = () if ask.ignore_eos else self.tokenizer.stop_ids
+        return msgspec.structs.replace(
+            ask.sampling,
+            max_tokens=max(1, min(asked, left)),
+            stop_ids=tuple(dict.fromkeys((*own, *ask.sampling.stop_ids))),
+        )
+
+
+def _copies(job: Job, ask: Ask) -> list[Job]:
+    seed = secrets.randbits(63) if ask.seed is None else ask.seed & SEED_MASK
+    return [
+        msgspec.structs.replace(
+            job,
+            id=JobId(f"{job.id}-{k}"),
+            sampling=msgspec.structs.replace(job.sampling, seed=derived_seed(seed, k)),
+        )
+        for k in range(ask.n)
+    ]
+
+
+def derived_seed(seed: int, k: int) -> int:
+    """The seed of choice k: the request's own for the first, so that n does not change it; a hash for the others."""
+    if k == 0:
+        return seed
+    digest = blake2b(b"%d,%d" % (seed, k), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & SEED_MASK
+
+
+class _Lane:
+    """One job on its way: its decoder, and when its tokens came."""
+
+    __slots__ = (
+        "began",
+        "choice",
+        "decoder",
+        "ended",
+        "first_at",
+        "generation",
+        "heard",
+        "job",
+        "last_at",
+        "opened",
+        "read",
+        "tokens",
+    )
+
+    def __init__(self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float) -> None:
+        self.generation = generation
+        self.choice = choice
+        self.job = job
+        self.decoder = decoder
+        self.began = began
+        self.first_at = began
+        self.last_at = began
+        self.tokens = 0  # arrived
+        self.read = 0  # decoded
+        self.heard = False  # a delta has come
+        self.opened = False  # a batch has gone out
+        self.ended = False  # its End has gone out
+
+
+class Generation:
+    """The answer to one Ask, as it comes: iterate for batches; leave the `with` block to abort what still runs.
+
+        with await gateway.begin(ask) as generation:
+            async for batches in generation: ...
+
+    Raises WorkerLost or JobFailed where the answer cannot be completed.
+    """
+
+    def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float) -> None:
+        self.n = ask.n
+        self._gateway = gateway
+        self._scores = ask.sampling.max_tokens == 0
+        self._arrived: list[tuple[_Lane, Delta]] = []
+        self._wake: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        self._open = len(jobs)
+        self.lanes = [
+            _Lane(self, choice, job, gateway.decoder(ask, ask.prompts[choice // ask.n], job), began)
+            for choice, job in enumerate(jobs)
+        ]
+        self.prompts = [lane.job.tokens for lane in self.lanes[:: ask.n]]
+
+    def push(self, lane: _Lane, delta: Delta) -> None:
+        self._arrived.append((lane, delta))
+        self._notify()
+
+    def fail(self, error: Exception) -> None:
+        """What has arrived still goes out; then the iteration raises."""
+        self._failure = error
+        self._notify()
+
+    def close(self) -> None:
+        """Abort every job that has not ended; idempotent."""
+        for lane in self.lanes:
+            self._gateway.forget(lane, "abort")
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> list[Batch]:
+        while True:
+            if self._arrived:
+                arrived, self._arrived = self._arrived, []
+                if batches := [batch for lane, delta in arrived if (batch := self._read(lane, delta))]:
+                    return batches
+            elif self._open == 0:
+                raise StopAsyncIteration
+            elif self._failure is not None:
+                raise self._failure
+            else:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+                self._wake = None
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _read(self, lane: _Lane, delta: Delta) -> Batch | None:
+        if lane.ended:
+            return None  # its stop string was found in an earlier delta
+        if delta.finish in ("error", "aborted"):
+            raise JobFailed(delta.error or "the engine gave up on this job")
+        if self._scores:
+            self._gateway.forget(lane, "length")
+            delta = msgspec.structs.replace(delta, tokens=(), logprobs=(), finish="length")
+        events = lane.decoder.push(delta)
+        lane.read += len(delta.tokens)
+        if lane.decoder.stopped:
+            self._gateway.forget(lane, "stop")
+        if events and isinstance(end := events[-1], End):
+            lane.ended = True
+            lane.read = end.completion_tokens
+            self._open -= 1
+        elif not events and lane.opened:
+            return None  # the tokens so far end within a character or a tag
+        first, lane.opened = not lane.opened, True
+        scored = first and lane.job.sampling.prompt_logprobs is not None
+        return Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)

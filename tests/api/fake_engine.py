@@ -1,0 +1,88 @@
+"""A worker without a model: it answers each job with the deltas of a script, over the real wire format."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from redline.api.gateway import Gateway
+from redline.wire.codec import Wire, decode, encode
+from redline.wire.delta import Delta, Finish
+from redline.wire.job import Abort, Job, JobId
+from redline.wire.news import Ready
+from redline.wire.step import TokenLogprobs
+
+Script = Callable[[Job], Iterable[Delta]]
+
+
+class FakeEngine:
+    """The gateway's outbox. Deltas come one per turn of the event loop, while `gate` is open."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.jobs: list[Job] = []
+        self.aborted: set[JobId] = set()
+        self.sent = 0
+        self._gateway: Gateway | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serve(self, gateway: Gateway, max_model_len: int = 4096) -> None:
+        self._gateway = gateway
+        gateway.deliver(Ready(max_model_len=max_model_len, pages=1000, summary="a fake"))
+
+    def put(self, message: Wire) -> None:
+        match decode(encode(message)):
+            case Job() as job:
+                self.jobs.append(job)
+                task = asyncio.get_running_loop().create_task(self._run(job))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case Abort(job=id):
+                self.aborted.add(id)
+            case other:
+                raise AssertionError(other)
+
+    async def _run(self, job: Job) -> None:
+        assert self._gateway is not None
+        for delta in self.script(job):
+            await asyncio.sleep(0)
+            await self.gate.wait()
+            if job.id in self.aborted:
+                return
+            self._gateway.deliver(decode(encode(delta)))
+            self.sent += 1
+
+
+def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cached: int = 0) -> Script:
+    """The same tokens to everyone, never more than were asked for; logprobs of -0.5 where asked for."""
+
+    def script(job: Job) -> Iterator[Delta]:
+        most = job.sampling.max_tokens
+        said, end = (tokens[:most], "length") if most < len(tokens) else (tokens, finish)
+        scored = _prompt_scores(job)
+        for start in range(0, len(said), per_delta):
+            piece = tuple(said[start : start + per_delta])
+            yield Delta(
+                job=job.id,
+                tokens=piece,
+                finish=end if start + per_delta >= len(said) else None,
+                cached_tokens=cached,
+                logprobs=tuple(_score(token, job.sampling.logprobs) for token in piece)
+                if job.sampling.logprobs is not None
+                else (),
+                prompt_logprobs=scored if start == 0 else (),
+            )
+
+    return script
+
+
+def _prompt_scores(job: Job) -> tuple[TokenLogprobs, ...]:
+    if job.sampling.prompt_logprobs is None:
+        return ()
+    return tuple(_score(token, job.sampling.prompt_logprobs) for token in job.tokens[1:])
+
+
+def _score(token: int, top: int) -> TokenLogprobs:
+    """The token itself is the most likely; the letters from `a` on follow."""
+    others = [(ord("a") + index, -1.0 - index) for index in range(top)]
+    return TokenLogprobs(token=token, logprob=-0.5, rank=1, top=tuple([(token, -0.5), *others][:top]))
