@@ -57,6 +57,7 @@ def write_checkpoint(
             path = building / str(len(shards))
             save_file(shard, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors makes files that only their owner can read
+            del shard  # before the next one is gathered
         index = folder / "model.safetensors.index.json"
         index.unlink(missing_ok=True)
         for old in folder.glob("model-*-of-*.safetensors"):

@@ -1,6 +1,7 @@
 """Every layout of the family is read to the same numbers; a broken checkpoint is one line that says what is wrong."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.model.checkpoint import Checkpoint, dequantize_fp8, weights
 from redline.model.config import Fp8Blocks, K2Config
-from redline.model.write import Layout, k25_config, random_checkpoint, tiny_config, write_checkpoint
+from redline.model.write import Layout, k25_config, random_checkpoint, stored_name, tiny_config, write_checkpoint
 from redline.ops.formats import Int4
 
 Format = Literal["int4", "bf16", "fp8"]
@@ -264,6 +265,42 @@ def test_reading_2_gb_takes_the_memory_of_one_tensor(big_checkpoint: Path):
     read, largest, grown = map(int, child.stdout.split())
     assert read > 2_000_000_000
     assert grown <= largest + 200_000_000
+
+
+def sparse_shard(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> None:
+    """A shard with a true header (dtype, shape, bytes of each tensor) and a hole for data."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + size]}
+        end += size
+    raw = json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw)
+    os.truncate(path, 8 + len(raw) + end)
+
+
+def test_a_kimi_of_full_size_is_proven_without_reading_it(tmp_path: Path):
+    facts = json.loads(Path(__file__).with_name("kimi-k2.json").read_text())
+    config = K2Config.from_dict({**facts["both"], **facts["k2.6"]})
+    (tmp_path / "config.json").write_text(json.dumps(k25_config(config)))
+    by_layer: dict[str, dict[str, tuple[str, tuple[int, ...], int]]] = {}
+    for weight in weights(config):
+        tensors = by_layer.setdefault("".join(weight.name.split(".")[:2]), {})
+        name = stored_name(weight.name)
+        rows, columns = weight.shape if len(weight.shape) == 2 else (1, weight.shape[0])
+        if weight.kind == "expert":
+            tensors[f"{name}_packed"] = ("I32", (rows, columns // 8), rows * columns // 2)
+            tensors[f"{name}_scale"] = ("BF16", (rows, columns // 32), rows * columns // 16)
+        else:
+            tensors[name] = ("BF16", weight.shape, rows * columns * 2)
+    for shard, tensors in by_layer.items():
+        sparse_shard(tmp_path / shard, tensors)
+    weight_map = {name: shard for shard, tensors in by_layer.items() for name in tensors}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.bytes == config.weight_bytes
+    assert round(checkpoint.bytes / 1e9) == 594
+    assert checkpoint.expert(60, 383, "down").shape == (7168, 2048)
 
 
 # What is refused.
