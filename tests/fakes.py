@@ -156,7 +156,8 @@ class FakeRunner:
         slot.computed = end
         self.computed_positions += row.count
         if self.fails(sampling.seed, row.start):
-            slot.append(0)  # garbage, for the rows that are launched before the error is known
+            if row.samples:
+                slot.append(0)  # garbage, for the rows that are launched before the error is known
             return RowResult(error="a fake fault")
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.prompt_logprobs is not None:
@@ -309,18 +310,22 @@ class World:
             assert tuple(story.tokens) == story.expected[: len(story.tokens)], f"{delta.job} went astray"
 
     def _watch_the_oldest(self, step: Step) -> None:
-        """The oldest job that can go on is passed over by a few steps at most, while older steps settle."""
+        """The oldest job that has rows left is passed over by a few steps at most, while older steps settle."""
+        oldest = next(
+            (story for story in self.stories.values() if story.finish is None and self._has_rows(story)), None
+        )
         for begin in step.begins:
             story = self._of_slot[begin.slot] = self.stories[JobId(f"job-{begin.sampling.seed}")]
             story.planned = len(begin.pages) * PAGE_TOKENS
-        advanced: set[JobId] = set()
+        advanced: list[Story] = []
         for row in step.rows:
             story = self._of_slot[row.slot]
             story.planned = row.start + row.count
-            advanced.add(story.job.id)
-        for story in self.stories.values():
-            length = min(len(story.job.tokens) + story.job.sampling.max_tokens, self.max_model_len)
-            if story.finish is None and story.planned < max(length - 1, len(story.job.tokens)):
-                self._passed_over = 0 if story.job.id in advanced else self._passed_over + 1
-                break
-        assert self._passed_over <= 3 * (self.config.ahead + 1), "the oldest job is starved"
+            advanced.append(story)
+        passed_over = oldest is not None and not any(story is oldest for story in advanced)
+        self._passed_over = self._passed_over + 1 if passed_over else 0
+        assert self._passed_over <= 2 * (self.config.ahead + 1), "the oldest job is starved"
+
+    def _has_rows(self, story: Story) -> bool:
+        length = min(len(story.job.tokens) + story.job.sampling.max_tokens, self.max_model_len)
+        return story.planned < max(length - 1, len(story.job.tokens))
