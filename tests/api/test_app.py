@@ -1,0 +1,273 @@
+"""Routes, keys, bounds, error shapes, and what operators read."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import AuthenticationError
+
+from redline.api.app import create_app
+from redline.api.config import ApiConfig, Limits
+from redline.api.gateway import Gateway
+from redline.api.metrics import Metrics
+from redline.api.sse import ChatStream
+from redline.chat.template import K2_6
+from redline.errors import ConfigError
+from redline.wire.channel import MemoryChannel
+from redline.wire.news import Load
+from tests.api.fake_engine import FakeEngine
+from tests.api.world import MODEL, TOKENIZER, World, answer, ids, openai_client, until
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "hello"}]}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def error_of(response: Any) -> dict[str, Any]:
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+async def test_every_listed_route_answers() -> None:
+    async with World(answer("a")) as world:
+        listed = (await world.http.get("/")).json()
+        assert listed["models"] == [MODEL, "alias"]
+        for line in listed["routes"]:
+            method, path = line.split()
+            response = await world.http.request(method, path, content=b"{}" if method == "POST" else None)
+            assert response.status_code == (400 if method == "POST" else 200), line
+        assert (await world.http.get("/version")).json()["version"] == listed["version"]
+
+
+async def test_unknown_routes_and_methods_are_refused_in_openais_shape() -> None:
+    async with World(answer("a")) as world:
+        missing = await world.http.get("/v1/nothing")
+        wrong = await world.http.get(CHAT)
+        assert (missing.status_code, error_of(missing)["code"]) == (404, "not_found")
+        assert (wrong.status_code, error_of(wrong)["code"]) == (405, "method_not_allowed")
+        assert wrong.headers["allow"] == "POST"
+
+
+async def test_models_are_listed_with_their_context() -> None:
+    async with World(answer("a")) as world:
+        models = (await world.client.models.list()).data
+        assert [model.id for model in models] == [MODEL, "alias"]
+        assert models[0].max_model_len == 4096
+
+
+async def test_a_wrong_field_is_named_to_the_client() -> None:
+    async with World(answer("a")) as world:
+        response = await world.http.post(CHAT, json={**HELLO, "temperature": 9})
+    assert response.status_code == 400
+    assert error_of(response) == {
+        "message": "Expected `float` <= 2.0",
+        "type": "invalid_request_error",
+        "param": "temperature",
+        "code": "invalid_value",
+    }
+
+
+async def test_keys_open_every_route_and_only_health_needs_none(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# team a\nsecret-one\n\nsecret-two \n")
+    async with World(answer("fine"), keys_file=str(keys)) as world:
+        for path in ("/", "/metrics", "/v1/models", "/nothing"):
+            refused = await world.http.get(path)
+            assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
+        assert (await world.http.get("/health")).status_code == 200
+        for header in ("Bearer wrong", "Bearer ", "secret-one", "Basic secret-one", "Bearer # team a"):
+            assert (await world.http.get("/v1/models", headers={"authorization": header})).status_code == 401
+        for key in ("secret-one", "secret-two"):
+            client = openai_client("http://redline", world.http).with_options(api_key=key)
+            whole = await client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "hi"}])
+            assert whole.choices[0].message.content == "fine"
+        with pytest.raises(AuthenticationError):
+            await world.client.models.list()
+
+
+async def test_a_file_without_keys_is_the_operators_error(tmp_path: Path) -> None:
+    empty = tmp_path / "keys"
+    empty.write_text("# none\n")
+    for path in (empty, tmp_path / "absent"):
+        with pytest.raises(ConfigError, match=str(path)):
+            async with World(answer("a"), keys_file=str(path)):
+                pass
+
+
+async def test_bodies_and_headers_beyond_their_bounds_are_refused() -> None:
+    limits = Limits(body_bytes=1000, header_bytes=2000)
+    async with World(answer("a"), limits=limits) as world:
+        declared = await world.http.post(CHAT, content=b"x" * 1001)
+        assert (declared.status_code, error_of(declared)["code"]) == (413, "body_too_large")
+
+        async def endless() -> Any:
+            while True:
+                yield b" " * 100
+
+        undeclared = await world.http.post(CHAT, content=endless())
+        assert undeclared.status_code == 413
+        headers = await world.http.get("/health", headers={"x-long": "x" * 2000})
+        assert (headers.status_code, error_of(headers)["code"]) == (431, "headers_too_large")
+
+
+async def test_a_header_without_an_end_closes_the_connection() -> None:
+    async with World(answer("a"), limits=Limits(header_bytes=2000)) as world, world.listening() as address:
+        port = int(address.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nx-long: ")
+        closed = asyncio.create_task(reader.read())
+        async with asyncio.timeout(5):
+            while not closed.done():
+                writer.write(b"x" * 1000)
+                await asyncio.sleep(0.001)
+        writer.close()
+        # Requests that follow one another on a connection are each within the bound.
+        client = openai_client(address)
+        for _ in range(40):
+            await client.models.list()
+        await client.close()
+
+
+async def test_a_body_that_never_ends_is_given_up() -> None:
+    async with World(answer("a"), limits=Limits(body_seconds=0.05)) as world, world.listening() as address:
+        port = int(address.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+async def test_the_request_id_comes_back_or_is_made() -> None:
+    async with World(answer("a")) as world:
+        given = await world.http.get("/health", headers={"x-request-id": "abc-1"})
+        made = await world.http.get("/health")
+        silly = await world.http.get("/health", headers={"x-request-id": "a b" * 100})
+        failed = await world.http.post(CHAT, content=b"{", headers={"x-request-id": "abc-2"})
+    assert given.headers["x-request-id"] == "abc-1"
+    assert len(made.headers["x-request-id"]) == 32
+    assert len(silly.headers["x-request-id"]) == 32
+    assert failed.headers["x-request-id"] == "abc-2"
+
+
+async def test_an_exception_ends_its_own_request_and_tells_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with World(answer("a")) as world:
+        write = ChatStream.write
+
+        def broken(self: ChatStream, batches: Any) -> bytes:
+            raise ValueError("a secret")
+
+        monkeypatch.setattr(ChatStream, "write", broken)
+        response = await world.http.post(CHAT, json={**HELLO, "stream": True})
+        assert response.status_code == 200  # the stream had begun
+        assert json.loads(response.text.removeprefix("data: "))["error"]["type"] == "server_error"
+        assert "secret" not in response.text
+        assert "a secret" in caplog.text
+        monkeypatch.setattr(ChatStream, "write", write)
+        monkeypatch.setattr("redline.api.app.chat_answer", broken)
+        response = await world.http.post(CHAT, json=HELLO)
+        assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
+        assert "secret" not in response.text
+        assert (await world.http.post(CHAT, json={**HELLO, "stream": True})).text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_server_still_loading_says_so() -> None:
+    engine = FakeEngine(answer("a"))
+    gateway = Gateway(TOKENIZER, K2_6, "tiny", engine, Metrics(MODEL))
+    world = World(answer("a"))
+    app = create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
+    world.http._transport.app = app  # type: ignore[attr-defined]
+    async with world:
+        health = await world.http.get("/health")
+        assert (health.status_code, health.json()) == (503, {"status": "loading"})
+        response = await world.http.post(CHAT, json=HELLO)
+        assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
+        assert (await world.http.get("/v1/models")).status_code == 200
+        engine.serve(gateway)
+        assert (await world.http.post(CHAT, json=HELLO)).status_code == 200
+    gateway.close()
+
+
+async def test_tokenize_and_detokenize_have_vllms_shapes() -> None:
+    async with World(answer("a")) as world:
+        text = await world.http.post("/tokenize", json={"prompt": "hello <think>", "add_special_tokens": True})
+        assert text.json() == {
+            "count": len(ids("hello <think>")),
+            "max_model_len": 4096,
+            "tokens": ids("hello <think>"),
+            "token_strs": None,
+        }
+        strings = await world.http.post("/tokenize", json={"prompt": "hello", "return_token_strs": True})
+        assert strings.json()["token_strs"] == ["hello"]
+        assert (await world.http.post("/tokenize", json={"prompt": ""})).json()["count"] == 0
+        await world.http.post(CHAT, json=HELLO)
+        chat = await world.http.post("/tokenize", json={"model": MODEL, **HELLO})
+        assert tuple(chat.json()["tokens"]) == world.engine.jobs[0].tokens
+        closed = await world.http.post("/tokenize", json={**HELLO, "add_generation_prompt": False})
+        assert closed.json()["count"] < chat.json()["count"]
+        back = await world.http.post("/detokenize", json={"tokens": ids("héllo 👋")})
+        assert back.json() == {"prompt": "héllo 👋"}
+        beyond = await world.http.post("/detokenize", json={"tokens": [10**6]})
+        assert (beyond.status_code, error_of(beyond)["param"]) == (400, "tokens")
+        unknown = await world.http.post("/tokenize", json={"prompt": "a", "model": "gpt-4"})
+        assert unknown.status_code == 404
+
+
+def load(**values: int) -> Load:
+    names = Load.__struct_fields__
+    return Load(**{**dict.fromkeys(names, 0), **values})
+
+
+async def test_metrics_carry_vllms_names_and_the_counts() -> None:
+    async with World(answer("abcd")) as world:
+        await world.http.post(CHAT, json={**HELLO, "n": 2})
+        await world.http.post(CHAT, json={**HELLO, "max_tokens": 2})
+        world.gateway.deliver(load(steps=9, running=3, waiting=2, pages_used=25, pages_total=100, prompt_tokens=640))
+        world.gateway.deliver(
+            load(steps=10, prompt_tokens=700, prompt_tokens_cached=64, preemptions=1, pages_total=100)
+        )
+        world.gateway.deliver(load(steps=2, running=1, prompt_tokens=50, pages_used=1, pages_total=4))  # a new worker
+        text = (await world.http.get("/metrics")).text
+    prompt = len(world.engine.jobs[0].tokens)
+    said = len(ids("</think>abcd<|im_end|>"))
+    for line in (
+        f"vllm:prompt_tokens_total{{M}} {3 * prompt}.0",
+        f"vllm:generation_tokens_total{{M}} {2 * said + 2}.0",
+        "vllm:num_requests_running{M} 1.0",
+        "vllm:num_requests_waiting{M} 0.0",
+        "vllm:kv_cache_usage_perc{M} 0.25",
+        "vllm:prefix_cache_queries_total{M} 750.0",
+        "vllm:prefix_cache_hits_total{M} 64.0",
+        "vllm:num_preemptions_total{M} 1.0",
+        "vllm:time_to_first_token_seconds_count{M} 3.0",
+        f"vllm:inter_token_latency_seconds_count{{M}} {2 * (said - 1) + 1}.0",
+        "vllm:request_time_per_output_token_seconds_count{M} 3.0",
+        "vllm:e2e_request_latency_seconds_count{M} 3.0",
+        'vllm:request_success_total{finished_reason="stop",model_name="kimi-nano"} 2.0',
+        'vllm:request_success_total{finished_reason="length",model_name="kimi-nano"} 1.0',
+    ):
+        assert line.replace("{M}", '{model_name="kimi-nano"}') in text
+
+
+async def test_the_gateway_follows_a_channel_and_its_loss_ends_the_answers() -> None:
+    channel = MemoryChannel()
+    async with World(answer("abc")) as world:
+        follow = asyncio.create_task(world.gateway.follow(channel))
+        channel.put(load(steps=1, running=7))
+        await until(lambda: 'vllm:num_requests_running{model_name="kimi-nano"} 7.0' in world.metrics.expose().decode())
+        world.engine.gate.clear()
+        request = asyncio.create_task(world.http.post(CHAT, json=HELLO))
+        await until(lambda: world.engine.jobs)
+        follow.cancel()
+        response = await request
+        assert (response.status_code, error_of(response)["code"]) == (503, "worker_lost")

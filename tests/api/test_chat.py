@@ -1,0 +1,375 @@
+"""Chat completions through the official client, whole and streamed, over a scripted engine."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from openai import APIError, APIStatusError, BadRequestError, NotFoundError
+from openai.types.chat import ChatCompletionChunk
+
+from redline.api.config import Limits
+from redline.wire.delta import Delta
+from redline.wire.job import Job
+from redline.wire.news import Failed
+from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids, openai_client, until
+
+pytestmark = pytest.mark.anyio
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+CALLS = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
+    '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>'
+    '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def ask(world: World, **fields: Any) -> Any:
+    return await world.client.chat.completions.create(**{"model": MODEL, "messages": HELLO, **fields})
+
+
+async def chunks(world: World, **fields: Any) -> list[ChatCompletionChunk]:
+    return [chunk async for chunk in await ask(world, stream=True, **fields)]
+
+
+def joined(stream: list[ChatCompletionChunk], field: str, choice: int = 0) -> str:
+    pieces = [c.delta for chunk in stream for c in chunk.choices if c.index == choice]
+    return "".join(getattr(piece, field, None) or "" for piece in pieces)
+
+
+async def test_an_answer_comes_whole() -> None:
+    async with World(answer("hello there", thought="the user greets", cached=64)) as world:
+        whole = await ask(world)
+    (choice,) = whole.choices
+    assert whole.id.startswith("chatcmpl-")
+    assert (whole.object, whole.model) == ("chat.completion", MODEL)
+    assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "hello there", "stop")
+    assert choice.message.reasoning == choice.message.reasoning_content == "the user greets"
+    assert choice.message.tool_calls is None
+    usage = whole.usage
+    assert usage.prompt_tokens == len(world.engine.jobs[0].tokens)
+    assert usage.completion_tokens == len(ids("the user greets</think>hello there<|im_end|>"))
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens_details.cached_tokens == 64
+    assert usage.completion_tokens_details.reasoning_tokens == len(ids("the user greets"))
+
+
+@pytest.mark.parametrize("per_delta", [1, 3, 100])
+async def test_the_stream_joined_is_the_whole_answer(per_delta: int) -> None:
+    script = answer("héllo, 世界! 👋", thought="hm — ok", per_delta=per_delta)
+    async with World(script) as world:
+        stream = await chunks(world)
+    assert joined(stream, "content") == "héllo, 世界! 👋"
+    assert joined(stream, "reasoning") == joined(stream, "reasoning_content") == "hm — ok"
+    assert stream[0].choices[0].delta.role == "assistant"
+    assert [chunk.choices[0].finish_reason for chunk in stream][-2:] == [None, "stop"]
+    assert len({chunk.id for chunk in stream}) == 1
+    assert all(chunk.usage is None for chunk in stream)
+
+
+async def test_one_delta_of_the_engine_is_one_chunk() -> None:
+    async with World(answer("abcdefgh")) as world:
+        stream = await chunks(world, extra_body={"thinking": {"type": "disabled"}})
+    assert [chunk.choices[0].delta.content for chunk in stream][1:-1] == list("abcdefgh")
+
+
+async def test_usage_stands_in_a_last_chunk_or_in_every_one() -> None:
+    async with World(answer("abc", cached=5)) as world:
+        last = await chunks(world, stream_options={"include_usage": True})
+        every = await chunks(world, stream_options={"include_usage": True, "continuous_usage_stats": True})
+    assert [chunk.usage is None for chunk in last] == [True] * (len(last) - 1) + [False]
+    assert last[-1].choices == []
+    assert last[-1].usage is not None
+    assert last[-1].usage.completion_tokens == len(ids("</think>abc<|im_end|>"))
+    assert last[-1].usage.prompt_tokens_details.cached_tokens == 5
+    counts = [chunk.usage.completion_tokens for chunk in every if chunk.usage]
+    assert len(counts) == len(every)
+    assert counts == sorted(counts)
+    assert counts[-1] == last[-1].usage.completion_tokens
+
+
+async def test_tool_calls_come_whole_with_the_models_own_ids() -> None:
+    async with World(answer(CALLS, thought="two cities")) as world:
+        whole = await ask(world, tools=[{"type": "function", "function": {"name": "get", "parameters": {}}}])
+    (choice,) = whole.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    calls = [
+        (call.id, call.type, call.function.name, json.loads(call.function.arguments))
+        for call in choice.message.tool_calls
+    ]
+    assert calls == [
+        ("functions.get:0", "function", "get", {"city": "Rome"}),
+        ("functions.get:1", "function", "get", {"city": "Oslo"}),
+    ]
+
+
+@pytest.mark.parametrize("per_delta", [1, 7, 200])
+async def test_tool_calls_stream_head_first_then_arguments(per_delta: int) -> None:
+    async with World(answer(CALLS, per_delta=per_delta)) as world:
+        stream = await chunks(world)
+    pieces = [call for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()]
+    for index, city in enumerate(("Rome", "Oslo")):
+        head, *rest = [piece for piece in pieces if piece.index == index]
+        assert (head.id, head.type, head.function.name, head.function.arguments) == (
+            f"functions.get:{index}",
+            "function",
+            "get",
+            "",
+        )
+        assert json.loads("".join(piece.function.arguments for piece in rest)) == {"city": city}
+        assert all(piece.id is None and piece.function.name is None for piece in rest)
+    assert stream[-1].choices[0].finish_reason == "tool_calls"
+
+
+async def test_an_instant_answer_has_no_reasoning() -> None:
+    async with World(lambda job: [Delta(job=job.id, tokens=(*ids("hello"), END), finish="stop")]) as world:
+        whole = await ask(world, extra_body={"chat_template_kwargs": {"thinking": False}})
+        thinking = await ask(world)
+    assert whole.choices[0].message.content == "hello"
+    assert not hasattr(whole.choices[0].message, "reasoning")
+    assert thinking.choices[0].message.content == ""
+    assert thinking.choices[0].message.reasoning == "hello"
+
+
+async def test_logprobs_cover_every_token_streamed_or_not() -> None:
+    async with World(answer("héllo", per_delta=2)) as world:
+        whole = await ask(world, logprobs=True, top_logprobs=2)
+        stream = await chunks(world, logprobs=True, top_logprobs=2)
+        bare = await ask(world, logprobs=True)
+    content = whole.choices[0].logprobs.content
+    said = [entry for chunk in stream for c in chunk.choices if c.logprobs for entry in c.logprobs.content or ()]
+    assert said == content
+    # All that was generated but the stop id; characters of several tokens come as bytes.
+    assert bytes(byte for entry in content for byte in entry.bytes).decode() == "</think>héllo"
+    assert [len(entry.top_logprobs) for entry in content] == [2] * len(content)
+    assert content[-1].top_logprobs[0].token == content[-1].token
+    assert content[-1].top_logprobs[1].token == "a"
+    assert content[-1].logprob == -0.5
+    assert [entry.top_logprobs for entry in bare.choices[0].logprobs.content] == [[]] * len(content)
+
+
+async def test_prompt_logprobs_come_in_vllms_shape() -> None:
+    async with World(answer("x")) as world:
+        whole = await ask(world, extra_body={"prompt_logprobs": 1})
+        stream = await chunks(world, extra_body={"prompt_logprobs": 1})
+    tokens = world.engine.jobs[0].tokens
+    assert len(whole.prompt_logprobs) == len(tokens)
+    assert whole.prompt_logprobs[0] is None
+    assert whole.prompt_logprobs[1][str(tokens[1])]["rank"] == 1
+    assert stream[0].prompt_logprobs == whole.prompt_logprobs
+
+
+async def test_choices_run_as_jobs_with_seeds_of_their_own() -> None:
+    def script(job: Job) -> list[Delta]:
+        text = f"{job.sampling.seed % 97}"
+        return [Delta(job=job.id, tokens=(*ids(f"</think>{text}"), END), finish="stop", cached_tokens=3)]
+
+    async with World(script) as world:
+        whole = await ask(world, n=3, seed=7)
+        stream = await chunks(world, n=3, seed=7, stream_options={"include_usage": True})
+        alone = await ask(world, seed=7)
+        await ask(world)
+        await ask(world)
+    seeds = [job.sampling.seed for job in world.engine.jobs]
+    assert seeds[:3] == seeds[3:6]
+    assert len(set(seeds[:3])) == 3
+    assert seeds[6] == seeds[0] == 7
+    assert seeds[7] != seeds[8]
+    texts = [choice.message.content for choice in whole.choices]
+    assert texts == [str(seed % 97) for seed in seeds[:3]]
+    assert [joined(stream, "content", choice) for choice in range(3)] == texts
+    assert whole.usage.prompt_tokens == alone.usage.prompt_tokens
+    assert whole.usage.completion_tokens == sum(len(ids(f"</think>{text}<|im_end|>")) for text in texts)
+    assert whole.usage.prompt_tokens_details.cached_tokens == 3
+    assert stream[-1].usage == whole.usage
+
+
+async def test_a_stop_string_ends_the_answer_and_the_job() -> None:
+    async with World(answer("one two three four")) as world:
+        whole = await ask(world, stop=["three"])
+        stream = await chunks(world, stop=["three"])
+        await until(lambda: len(world.engine.aborted) == 2)
+        included = await ask(world, stop="two", extra_body={"include_stop_str_in_output": True})
+    assert whole.choices[0].message.content == joined(stream, "content") == "one two "
+    assert whole.choices[0].finish_reason == "stop"
+    assert whole.choices[0].stop_reason == "three"
+    assert included.choices[0].message.content == "one two"
+
+
+async def test_max_tokens_ends_with_length() -> None:
+    async with World(answer("abcdefgh")) as world:
+        whole = await ask(world, max_tokens=4)
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.choices[0].message.content == "abc"
+    assert world.engine.jobs[0].sampling.max_tokens == 4
+
+
+async def test_without_max_tokens_the_rest_of_the_context_is_meant() -> None:
+    async with World(answer("a"), max_model_len=500) as world:
+        await ask(world)
+    (job,) = world.engine.jobs
+    assert job.sampling.max_tokens == 500 - len(job.tokens)
+
+
+async def test_the_models_own_ends_stop_the_job_unless_ignored() -> None:
+    async with World(answer("a")) as world:
+        await ask(world, extra_body={"stop_token_ids": [65]})
+        await ask(world, extra_body={"ignore_eos": True})
+    assert world.engine.jobs[0].sampling.stop_ids == (*TOKENIZER.stop_ids, 65)
+    assert world.engine.jobs[1].sampling.stop_ids == ()
+
+
+async def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
+    async with World(answer("a"), max_model_len=100) as world:
+        for fields in ({"messages": [{"role": "user", "content": "ab" * 300}]}, {"max_tokens": 90}):
+            with pytest.raises(BadRequestError) as refused:
+                await ask(world, **fields)
+            assert refused.value.code == "context_length_exceeded"
+            assert refused.value.param == "messages"
+            assert "100" in refused.value.message
+        with pytest.raises(BadRequestError, match="characters"):
+            await ask(world, messages=[{"role": "user", "content": "a" * 100_000}])
+    assert world.engine.jobs == []
+
+
+async def test_control_tokens_spelled_by_a_user_are_text() -> None:
+    async with World(answer("a")) as world:
+        await ask(world, messages=[{"role": "user", "content": "<|im_end|>"}])
+    (job,) = world.engine.jobs
+    assert job.tokens.count(END) == 2  # the default system message's and the user's own end
+
+
+async def test_an_unknown_model_is_not_found_and_every_served_name_is() -> None:
+    async with World(answer("a")) as world:
+        with pytest.raises(NotFoundError) as refused:
+            await ask(world, model="gpt-4")
+        assert refused.value.code == "model_not_found"
+        assert (await ask(world, model="alias")).model == "alias"
+
+
+async def test_a_token_id_beyond_the_vocabulary_is_refused() -> None:
+    async with World(answer("a")) as world:
+        for fields in ({"logit_bias": {str(TOKENIZER.vocab_size): 1}}, {"extra_body": {"stop_token_ids": [10**6]}}):
+            with pytest.raises(BadRequestError, match="beyond"):
+                await ask(world, **fields)
+
+
+async def test_an_engine_error_ends_its_own_request_without_our_insides(caplog: pytest.LogCaptureFixture) -> None:
+    def script(job: Job) -> list[Delta]:
+        if job.sampling.temperature == 0:
+            return [
+                Delta(job=job.id, tokens=tuple(ids("</think>ab"))),
+                Delta(job=job.id, finish="error", error="kernel at 0xdeadbeef failed"),
+            ]
+        return list(answer("fine")(job))
+
+    async with World(script) as world:
+        good, bad, mid = await asyncio.gather(
+            ask(world), ask(world, temperature=0), chunks(world, temperature=0), return_exceptions=True
+        )
+    assert good.choices[0].message.content == "fine"
+    assert isinstance(bad, APIStatusError)
+    assert bad.status_code == 500
+    assert "0xdeadbeef" not in str(bad)
+    assert isinstance(mid, APIError)
+    assert mid.type == "server_error"
+    assert "0xdeadbeef" in caplog.text
+
+
+async def test_a_lost_worker_ends_whole_answers_with_503_and_streams_with_an_error_event() -> None:
+    async with World(answer("abcdef")) as world, world.listening() as address:
+        client = openai_client(address)
+        stream = await ask_on(client, stream=True)
+        seen = [await anext(stream)]
+        world.engine.gate.clear()
+        waiting = asyncio.create_task(ask_on(client))
+        unopened = asyncio.create_task(ask_on(client, stream=True))
+        await until(lambda: len(world.engine.jobs) == 3)
+        world.gateway.deliver(Failed(reason="out of memory at 0x1"))
+        with pytest.raises(APIError, match="has ended") as broken:
+            seen += [chunk async for chunk in stream]
+        assert broken.value.code == "worker_lost"
+        for task in (waiting, unopened):
+            with pytest.raises(APIStatusError) as lost:
+                await task
+            assert lost.value.status_code == 503
+            assert lost.value.response.headers["retry-after"] == "1"
+        with pytest.raises(APIStatusError):
+            await ask_on(client)
+        assert (await world.http.get("/health")).status_code == 503
+        world.engine.serve(world.gateway)
+        world.engine.gate.set()
+        assert (await ask_on(client)).choices[0].message.content == "abcdef"
+        await client.close()
+
+
+async def ask_on(client: Any, **fields: Any) -> Any:
+    return await client.chat.completions.create(**{"model": MODEL, "messages": HELLO, **fields})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_aborts_its_job(stream: bool) -> None:
+    async with World(answer("abcdef")) as world, world.listening() as address:
+        client = openai_client(address)
+        world.engine.gate.clear()
+        task = asyncio.create_task(ask_on(client, stream=stream, n=2))
+        await until(lambda: len(world.engine.jobs) == 2)
+        task.cancel()
+        await until(lambda: len(world.engine.aborted) == 2)
+        await client.close()
+    assert {job.id for job in world.engine.jobs} == world.engine.aborted
+
+
+async def test_a_client_that_leaves_mid_stream_aborts_its_job() -> None:
+    async with World(answer("abcdef" * 100)) as world, world.listening() as address:
+        client = openai_client(address)
+        async for chunk in await ask_on(client, stream=True):
+            world.engine.gate.clear()
+            if chunk.choices[0].delta.content:
+                break
+        await client.close()
+        await until(lambda: len(world.engine.aborted) == 1)
+
+
+async def test_sixty_four_streams_at_once_each_get_their_own_answer() -> None:
+    def script(job: Job) -> Any:
+        number = TOKENIZER.decode_bytes(job.tokens).decode().split("number ")[1].split("<")[0]
+        return answer(f"you said {number}. " * 3)(job)
+
+    async def one(client: Any, number: int) -> str:
+        messages = [{"role": "user", "content": f"number {number}"}]
+        stream = await ask_on(client, stream=True, messages=messages)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async with World(script) as world, world.listening() as address:
+        client = openai_client(address)
+        answers = await asyncio.gather(*(one(client, number) for number in range(64)))
+        await client.close()
+    assert answers == [f"you said {number}. " * 3 for number in range(64)]
+
+
+async def test_too_many_waiting_jobs_are_refused_with_a_time_to_come_back() -> None:
+    async with World(answer("a"), limits=Limits(waiting=2)) as world:
+        world.engine.gate.clear()
+        held = asyncio.create_task(ask(world, n=2))
+        await until(lambda: len(world.engine.jobs) == 2)
+        with pytest.raises(APIStatusError) as refused:
+            await ask(world)
+        assert refused.value.status_code == 503
+        assert refused.value.code == "overloaded"
+        assert refused.value.response.headers["retry-after"]
+        world.engine.gate.set()
+        await held
+        assert (await ask(world)).choices[0].message.content == "a"
+
+
+async def test_a_long_prompt_is_encoded_beside_the_event_loop() -> None:
+    async with World(answer("a"), max_model_len=1 << 20) as world:
+        whole = await ask(world, messages=[{"role": "user", "content": "the end " * 10_000}])
+    assert whole.usage.prompt_tokens == len(world.engine.jobs[0].tokens)
+    assert len(world.engine.jobs[0].pages) == len(world.engine.jobs[0].tokens) // 64

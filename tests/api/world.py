@@ -1,0 +1,91 @@
+"""A server over the tiny tokenizer and a fake engine, and the official client on it: in process, or over a socket."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx2
+import uvicorn
+from openai import AsyncOpenAI
+from starlette.applications import Starlette
+
+from redline.api.app import create_app
+from redline.api.config import ApiConfig, Limits
+from redline.api.gateway import Gateway
+from redline.api.metrics import Metrics
+from redline.api.server import uvicorn_config
+from redline.chat.template import K2_6
+from redline.chat.tokenizer import Tokenizer
+from tests.api.fake_engine import FakeEngine, Script, say
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+MODEL = "kimi-nano"
+
+
+def _tokenizer() -> Tokenizer:
+    with TemporaryDirectory() as folder:
+        return Tokenizer.open(write_tiny_tokenizer(Path(folder)))
+
+
+TOKENIZER = _tokenizer()
+END = TOKENIZER.special("<|im_end|>")
+
+
+def ids(text: str) -> list[int]:
+    """What the model would say: `<think>` and the like are control tokens."""
+    return TOKENIZER.encode_with_specials(text)
+
+
+def answer(text: str, thought: str = "", **how: Any) -> Script:
+    return say(ids(f"{thought}</think>{text}<|im_end|>"), **how)
+
+
+class World:
+    """Everything between the client and the engine. `http` and `client` talk to it in process."""
+
+    def __init__(self, script: Script, limits: Limits = Limits(), max_model_len: int = 4096, **config: Any) -> None:  # noqa: B008
+        self.engine = FakeEngine(script)
+        self.metrics = Metrics(MODEL)
+        self.gateway = Gateway(TOKENIZER, K2_6, "tiny", self.engine, self.metrics, limits.waiting)
+        self.engine.serve(self.gateway, max_model_len)
+        self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
+        self.app: Starlette = create_app(self.gateway, self.config)
+        self.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(self.app), base_url="http://redline")
+        self.client = openai_client("http://redline", self.http)
+
+    async def __aenter__(self) -> "World":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.gateway.close()
+        await self.client.close()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[str]:
+        """The address of a real server on a loopback port."""
+        server = uvicorn.Server(uvicorn_config(self.app, self.config.limits, "127.0.0.1", 0))
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            task = asyncio.create_task(server.serve(sockets=[listener]))
+            while not server.started:
+                await asyncio.sleep(0.005)
+            try:
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                server.should_exit = True
+                await task
+
+
+def openai_client(base_url: str, http: httpx2.AsyncClient | None = None) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{base_url}/v1", api_key="none", http_client=http, max_retries=0)
+
+
+async def until(condition: Any, seconds: float = 5.0) -> None:
+    """Wait for something that happens in another task."""
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.002)
