@@ -330,9 +330,9 @@ def _rope(text: "_Section") -> tuple[float, Yarn | None]:
     """(rope_theta, yarn), from `rope_scaling` or from newer exports' `rope_parameters`, which may hold theta too."""
     key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
     if text.get(key) is None:
-        return text.number("rope_theta"), None
+        return text.number("rope_theta", least=2.0), None
     rope = text.section(key)
-    theta = (text if text.get("rope_theta") is not None else rope).number("rope_theta")
+    theta = (text if text.get("rope_theta") is not None else rope).number("rope_theta", least=2.0)
     kind_key = "rope_type" if "rope_type" in rope.values else "type"
     if rope.one_of(kind_key, ("yarn", "default")) == "default":
         return theta, None
@@ -450,13 +450,12 @@ class _Section:
             raise self.refusal(key, f"an integer from {least}")
         return value
 
-    def number(self, key: str, *, default: float | None = None, least: float | None = None) -> float:
-        """A finite number, positive or at least `least`."""
+    def number(self, key: str, *, default: float | None = None, least: float = 1e-12) -> float:
+        """A number in [least, 1e12]: wider than any model, and narrow enough that no formula overflows."""
         value = self.get(key) if self.get(key) is not None else default
-        number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-        if math.isfinite(number) and (number > 0 if least is None else number >= least):
-            return number
-        raise self.refusal(key, "a positive number" if least is None else f"a number from {least:g}")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= 1e12:
+            raise self.refusal(key, f"a number from {least:g} to 1e+12")
+        return float(value)
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
         value = self.get(key) if self.get(key) is not None else default

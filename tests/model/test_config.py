@@ -153,6 +153,8 @@ def test_low_rank_norms_use_the_models_eps_and_can_be_told_otherwise():
         ("num_experts_per_tok", 385),
         ("qk_rope_head_dim", 63),
         ("rms_norm_eps", 0),
+        ("rms_norm_eps", 10**400),
+        ("rope_theta", 1),
         ("norm_topk_prob", 1),
         ("model_type", "qwen3_moe"),
         ("eos_token_id", "<|im_end|>"),
