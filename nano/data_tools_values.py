@@ -88,7 +88,8 @@ WORDS = Pool(
     """river garden summer winter bridge castle market forest mountain island harbor station library museum school
     office kitchen window mirror candle pepper lemon cotton copper marble velvet thunder shadow morning evening holiday
     journey signal rocket planet comet falcon tiger dolphin rabbit turtle beetle anchor barrel basket blanket bottle
-    button camera carpet circle cloud corner desert dragon engine feather finger flower folder frame galaxy ginger glove hammer
+    button camera carpet circle cloud corner desert dragon engine feather finger flower folder frame galaxy ginger glove
+    hammer
     jacket jungle kettle ladder lantern letter magnet maple meadow monkey needle nickel number ocean olive orchid paper
     parrot pencil pepperoni piano pillow pocket potato powder puzzle ribbon saddle salmon sample sandal shield silver
     spider spring square stable string sunset temple ticket timber tunnel valley vessel violin wagon walnut willow
@@ -272,6 +273,26 @@ def words(rng: random.Random, split: Split) -> list[str]:
     return found
 
 
+def people(rng: random.Random, split: Split) -> list[str]:
+    """Two or three different first names."""
+    names = [FIRST.draw(rng, split)]
+    while len(names) < 2 + (rng.random() < 0.4):
+        name = pick(rng, FIRST.all)
+        if name not in names:
+            names.append(name)
+    return names
+
+
+def expression(rng: random.Random, split: Split) -> str:
+    return fresh(rng, split, lambda r: f"{r.randint(2, 999)} {pick(r, '+-*/')} {r.randint(2, 99)}")
+
+
+def path(rng: random.Random, split: Split) -> str:
+    folder = pick(rng, ("", "/tmp/", "docs/", "src/", "/home/data/", "./", "notes/"))
+    name = pseudo(rng, split) if rng.random() < 0.4 else WORDS.draw(rng, split)
+    return f"{folder}{name}.{pick(rng, ('txt', 'md', 'csv', 'json', 'py', 'log'))}"
+
+
 def _from(pool: Pool) -> Callable[[random.Random, Split], str]:
     return pool.draw
 
@@ -305,4 +326,8 @@ KINDS: dict[str, tuple[str, Callable[[random.Random, Split], Any]]] = {
     "decimal": ("number", decimal),
     "year": ("integer", year),
     "words": ("array", words),
+    "people": ("array", people),
+    "expression": ("string", expression),
+    "path": ("string", path),
+    "word": ("string", WORDS.draw),
 }
