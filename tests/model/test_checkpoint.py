@@ -42,7 +42,7 @@ def read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
     for weight in weights(checkpoint.config):
         if weight.kind == "expert":
             _, layer, _, _, expert, projection, _ = weight.name.split(".")
-            value = checkpoint.expert(int(layer), int(expert), projection.removesuffix("_proj"))  # pyright: ignore
+            value = checkpoint.expert(int(layer), int(expert), projection.removesuffix("_proj"))
             values[weight.name] = value.dequantize() if isinstance(value, Int4) else value
         else:
             values[weight.name] = checkpoint.plain(weight.name)
