@@ -1,0 +1,205 @@
+// Absorbed latent attention over pages: each query token against the whole latent context of its slot.
+//
+// The context is cut into splits of 256 tokens, whoever computes them; inside a split pages come in order with a running
+// maximum; splits are combined in order. So the bits depend on the token's own position and context alone.
+#include <cmath>
+
+#include "cpu/gemm.h"
+
+namespace {
+
+constexpr int PAGE = 64, SPLIT = 256;
+
+struct Shape {
+    int H, Nn, P, R, V;  // heads, nope, rope, latent rank, value width
+    int width() const { return R + P; }
+    int head() const { return Nn + P; }
+};
+
+struct Item {
+    int query, first_head, split;
+};
+
+// G heads of one query over tokens [begin, end) of its context. q [G][W] is in the order of load32.
+// Gives the running maximum, the sum, and the weighted latents [G][R] (same order) of this split.
+template <int G, class KV>
+void attend(const float* q, const KV* plane, const int32_t* pages, int begin, int end, Shape s, float* top, float* mass,
+            float* acc) {
+    const int W = s.width(), chunks = W / 32, latents = s.R / 32;
+    float score[G][PAGE];
+    for (int g = 0; g < G; g++) top[g] = -INFINITY, mass[g] = 0;
+    std::fill(acc, acc + (int64_t)G * s.R, 0.0f);
+    for (int first = begin; first < end; first += PAGE) {
+        const KV* page = plane + (int64_t)pages[first / PAGE] * PAGE * W;
+        const int n = std::min(PAGE, end - first);
+        for (int g = 0; g < G; g++)
+            for (int t = n; t < PAGE; t++) score[g][t] = -INFINITY;
+        for (int t = 0; t < n; t++) {
+            f32x16 a[G] = {}, b[G] = {};
+            for (int c = 0; c < chunks; c++) {
+                Pair k = load32(page + (int64_t)t * W + c * 32);
+#pragma GCC unroll 4
+                for (int g = 0; g < G; g++) {
+                    a[g] += load<f32x16>(q + g * W + c * 32) * k.a;
+                    b[g] += load<f32x16>(q + g * W + c * 32 + 16) * k.b;
+                }
+            }
+            for (int g = 0; g < G; g++) score[g][t] = sum(a[g] + b[g]);
+        }
+        float factor[G];
+        for (int g = 0; g < G; g++) {
+            f32x16 high = load<f32x16>(score[g]);
+            for (int t = 16; t < PAGE; t += 16) high = vmax(high, load<f32x16>(score[g] + t));
+            float m = std::max(top[g], largest(high));
+            factor[g] = std::exp(top[g] - m);
+            f32x16 total = {};
+            for (int t = 0; t < PAGE; t += 16) {
+                f32x16 p = vexp(load<f32x16>(score[g] + t) - m);
+                store(score[g] + t, p);
+                total += p;
+            }
+            mass[g] = mass[g] * factor[g] + sum(total);
+            top[g] = m;
+        }
+        for (int c = 0; c < latents; c++) {
+            f32x16 a[G], b[G];
+            for (int g = 0; g < G; g++) {
+                a[g] = load<f32x16>(acc + g * s.R + c * 32) * factor[g];
+                b[g] = load<f32x16>(acc + g * s.R + c * 32 + 16) * factor[g];
+            }
+            for (int t = 0; t < n; t++) {
+                Pair v = load32(page + (int64_t)t * W + c * 32);
+#pragma GCC unroll 4
+                for (int g = 0; g < G; g++) {
+                    a[g] += score[g][t] * v.a;
+                    b[g] += score[g][t] * v.b;
+                }
+            }
+            for (int g = 0; g < G; g++) {
+                store(acc + g * s.R + c * 32, a[g]);
+                store(acc + g * s.R + c * 32 + 16, b[g]);
+            }
+        }
+    }
+}
+
+template <class KV>
+void decode(const float* q, const int32_t* tokens, const int32_t* slots, const int32_t* lengths, const int32_t* tables,
+            int64_t table_width, const KV* plane, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int Q, Shape s) {
+    // The caller's scratch; tasks on other threads reach it through these references.
+    static thread_local struct {
+        std::vector<float> absorbed, partial, latent;
+        std::vector<Item> items;
+        std::vector<int> first_item;
+    } scratch;
+    std::vector<float>&absorbed = scratch.absorbed, &partial = scratch.partial, &latent = scratch.latent;
+    std::vector<Item>& items = scratch.items;
+    std::vector<int>& first_item = scratch.first_item;
+    const int W = s.width(), group = s.H % 4 == 0 ? 4 : s.H % 2 == 0 ? 2 : 1, groups = s.H / group;
+    const int record = group * (s.R + 2);  // maxima, sums, latents
+
+    // q' = scale * [W_UK^T q_nope | q_rope], each 32 in the order of load32.
+    if ((int64_t)absorbed.size() < (int64_t)Q * s.H * W) absorbed.resize((int64_t)Q * s.H * W);
+    float* qa = absorbed.data();
+    auto place_out = [&](float* to, const float* from) {
+        for (int i = 0; i < 32; i++) to[place((const KV*)nullptr, i)] = from[i] * scale;
+    };
+    const int per_head = s.R / PANEL, panel_tasks = std::min(per_head, Q <= 12 ? 4 : 2);
+    parallel(s.H * panel_tasks, [&](int task) {
+        int h = task / panel_tasks;
+        Range panels = share(per_head, panel_tasks, task % panel_tasks);
+        product([&](int m) { return q + ((int64_t)tokens[m] * s.H + h) * s.head(); }, 0, Q, s.Nn,
+                [&](int n) { return Bf16Panel{w_uk + ((int64_t)h * per_head + n) * s.Nn * PANEL}; }, panels.begin,
+                panels.end, [&](int m, int n, Pair v) {
+                    float natural[32];
+                    store_pair(natural, v);
+                    place_out(qa + ((int64_t)m * s.H + h) * W + n * 32, natural);
+                });
+        if (panels.begin == 0)
+            for (int m = 0; m < Q; m++)
+                for (int p = 0; p < s.P; p += 32)
+                    place_out(qa + ((int64_t)m * s.H + h) * W + s.R + p,
+                              q + ((int64_t)tokens[m] * s.H + h) * s.head() + s.Nn + p);
+    });
+
+    items.clear();
+    first_item.resize(Q);
+    for (int i = 0; i < Q; i++) {
+        first_item[i] = (int)items.size();
+        for (int split = 0; split * SPLIT < lengths[i]; split++)
+            for (int g = 0; g < groups; g++) items.push_back({i, g * group, split});
+    }
+    if ((int64_t)partial.size() < (int64_t)items.size() * record) partial.resize((int64_t)items.size() * record);
+    float* parts = partial.data();
+    int tasks = std::min<int>((int)items.size(), 4096);
+    parallel(tasks, [&](int task) {
+        Range r = share((int)items.size(), tasks, task);
+        for (int i = r.begin; i < r.end; i++) {
+            Item item = items[i];
+            const float* qh = qa + ((int64_t)item.query * s.H + item.first_head) * W;
+            const int32_t* pages = tables + slots[item.query] * table_width;
+            int begin = item.split * SPLIT, end = std::min(begin + SPLIT, lengths[item.query]);
+            float *top = parts + (int64_t)i * record, *mass = top + group, *acc = mass + group;
+            if (group == 4) attend<4>(qh, plane, pages, begin, end, s, top, mass, acc);
+            else if (group == 2) attend<2>(qh, plane, pages, begin, end, s, top, mass, acc);
+            else attend<1>(qh, plane, pages, begin, end, s, top, mass, acc);
+        }
+    });
+
+    // Combine the splits in order; back to natural order.
+    if ((int64_t)latent.size() < (int64_t)Q * s.H * s.R) latent.resize((int64_t)Q * s.H * s.R);
+    float* lat = latent.data();
+    int combine_tasks = Q * s.H <= 16 ? 1 : Pool::get().threads() * 2;
+    parallel(combine_tasks, [&](int task) {
+        static thread_local std::vector<float> sums;
+        sums.resize(s.R);
+        Range r = share(Q * s.H, combine_tasks, task);
+        for (int i = r.begin; i < r.end; i++) {
+            int query = i / s.H, h = i % s.H, g = h % group;
+            int splits = (lengths[query] + SPLIT - 1) / SPLIT;
+            const float* first = parts + (int64_t)(first_item[query] + h / group) * record;
+            int64_t step = (int64_t)groups * record;
+            float high = -INFINITY, mass = 0;
+            for (int k = 0; k < splits; k++) high = std::max(high, first[k * step + g]);
+            std::fill(sums.begin(), sums.end(), 0.0f);
+            for (int k = 0; k < splits; k++) {
+                const float* p = first + k * step;
+                float f = std::exp(p[g] - high);
+                mass += f * p[group + g];
+                const float* acc = p + 2 * group + (int64_t)g * s.R;
+                for (int c = 0; c < s.R; c++) sums[c] += f * acc[c];
+            }
+            float inverse = 1.0f / mass;
+            float* out = lat + (int64_t)i * s.R;
+            for (int c = 0; c < s.R; c++)
+                out[c] = sums[(c & ~31) + place((const KV*)nullptr, c & 31)] * inverse;
+        }
+    });
+
+    const int value_panels = s.V / PANEL, value_tasks = std::min(value_panels, 2);
+    parallel(s.H * value_tasks, [&](int task) {
+        int h = task / value_tasks;
+        Range panels = share(value_panels, value_tasks, task % value_tasks);
+        product([&](int m) { return lat + ((int64_t)m * s.H + h) * s.R; }, 0, Q, s.R,
+                [&](int n) { return Bf16Panel{w_uv + ((int64_t)h * value_panels + n) * s.R * PANEL}; }, panels.begin,
+                panels.end, [&](int m, int n, Pair v) {
+                    store_pair(y + ((int64_t)tokens[m] * s.H + h) * s.V + n * PANEL, v);
+                });
+    });
+}
+
+}  // namespace
+
+// Query i is token tokens[i] of q [T, H (Nn + P)], in slot slots[i], and sees lengths[i] context tokens (itself the last).
+// tables [slots, table_width]: page ids. w_uk: W_UK^T, panels over R outputs per head; w_uv over V outputs per head.
+// Writes y [T, H V] at the query tokens only.
+extern "C" void redline_mla_decode(const float* q, const int32_t* tokens, const int32_t* slots, const int32_t* lengths,
+                                   const int32_t* tables, int64_t table_width, const void* plane, int kv_float32,
+                                   const bf16* w_uk, const bf16* w_uv, float* y, float scale, int Q, int H, int Nn, int P,
+                                   int R, int V) {
+    Shape s{H, Nn, P, R, V};
+    if (kv_float32)
+        decode(q, tokens, slots, lengths, tables, table_width, (const float*)plane, w_uk, w_uv, y, scale, Q, s);
+    else
+        decode(q, tokens, slots, lengths, tables, table_width, (const bf16*)plane, w_uk, w_uv, y, scale, Q, s);
+}

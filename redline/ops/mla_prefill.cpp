@@ -1,0 +1,163 @@
+// Expanded latent attention for one chunk of one prompt: keys and values are unfolded from the cached latents, head by
+// head, then causal attention runs in blocks of 64 context tokens from position 0, with a running maximum.
+//
+// A row's blocks are the same whichever chunk or block of rows it sits in, and a masked score adds exactly zero; so the
+// bits depend on the row's own position and context alone (law 2).
+#include <cmath>
+
+#include "cpu/gemm.h"
+
+namespace {
+
+constexpr int PAGE = 64, BLOCK = 64;
+#if defined(__AVX512F__)
+constexpr int Q_ROWS = 12;
+#else
+constexpr int Q_ROWS = 3;
+#endif
+
+struct Shape {
+    int H, Nn, P, R, V;
+    int width() const { return R + P; }
+    int head() const { return Nn + P; }
+};
+
+// M rows at positions [position, position + M) of one head: q packed [head][M], scaled.
+// keys [S / 32][head][32], values [V / 32][S][32]; S is a multiple of 64.
+template <int M>
+void rows(const float* q, int position, const float* keys, const float* values, int64_t S, Shape s, float* const* out) {
+    static thread_local std::vector<float> accumulators;
+    accumulators.assign((int64_t)M * s.V, 0.0f);
+    float* acc = accumulators.data();
+    float top[M], mass[M];
+    for (int m = 0; m < M; m++) top[m] = -INFINITY, mass[m] = 0;
+    float p[BLOCK * M], score[M][BLOCK];
+    for (int first = 0; first < position + M; first += BLOCK) {
+        for (int half = 0; half < 2; half++) {
+            F32Panel panel[1] = {{keys + ((int64_t)first / 32 + half) * s.head() * 32}};
+            Pair v[M][1] = {};
+            tile<M, 1>(q, panel, s.head(), v);
+            for (int m = 0; m < M; m++) store_pair(score[m] + 32 * half, v[m][0]);
+        }
+        float factor[M];
+        for (int m = 0; m < M; m++) {
+            for (int t = std::max(0, position + m + 1 - first); t < BLOCK; t++) score[m][t] = -INFINITY;
+            f32x16 high = load<f32x16>(score[m]);
+            for (int t = 16; t < BLOCK; t += 16) high = vmax(high, load<f32x16>(score[m] + t));
+            float h = std::max(top[m], largest(high));
+            factor[m] = std::exp(top[m] - h);
+            f32x16 total = {};
+            for (int t = 0; t < BLOCK; t += 16) {
+                f32x16 e = vexp(load<f32x16>(score[m] + t) - h);
+                total += e;
+                float lanes[16];
+                store(lanes, e);
+                for (int i = 0; i < 16; i++) p[(t + i) * M + m] = lanes[i];
+            }
+            mass[m] = mass[m] * factor[m] + sum(total);
+            top[m] = h;
+        }
+        for (int d = 0; d < s.V / 32; d++) {
+            F32Panel panel[1] = {{values + (d * S + first) * 32}};
+            Pair v[M][1];
+            for (int m = 0; m < M; m++) {
+                const float* a = acc + (int64_t)m * s.V + d * 32;
+                v[m][0] = {load<f32x16>(a) * factor[m], load<f32x16>(a + 16) * factor[m]};
+            }
+            tile<M, 1>(p, panel, BLOCK, v);
+            for (int m = 0; m < M; m++) store_pair(acc + (int64_t)m * s.V + d * 32, v[m][0]);
+        }
+    }
+    for (int m = 0; m < M; m++) {
+        float inverse = 1.0f / mass[m];
+        for (int i = 0; i < s.V; i++) out[m][i] = acc[(int64_t)m * s.V + i] * inverse;
+    }
+}
+
+template <class KV>
+void prefill(const float* q, int start, int count, const int32_t* pages, const KV* plane, const bf16* w_uk,
+             const bf16* w_uv, float* y, float scale, Shape s) {
+    static thread_local std::vector<float> gathered, transposed, key_weights, key_panels, value_panels;
+    const int context = start + count, W = s.width();
+    const int64_t S = (context + BLOCK - 1) / BLOCK * BLOCK, panels = S / 32;
+
+    // The latents twice: as rows [S][R] (to unfold values) and as panels [S / 32][R][32] (to unfold keys). Rows beyond
+    // the context are zero. The rotated keys are shared by all heads: rows [Nn, Nn + P) of every key panel.
+    gathered.resize(S * s.R);
+    transposed.resize(S * s.R);
+    key_panels.resize(S * s.head());
+    value_panels.resize(S * s.V);
+    key_weights.resize((int64_t)s.Nn * s.R);
+    float *rows_ = gathered.data(), *columns = transposed.data(), *keys = key_panels.data(), *values = value_panels.data();
+    parallel((int)panels, [&](int panel) {
+        for (int i = 0; i < 32; i++) {
+            int t = panel * 32 + i;
+            float* row = rows_ + (int64_t)t * s.R;
+            const KV* from = t < context ? plane + ((int64_t)pages[t / PAGE] * PAGE + t % PAGE) * W : nullptr;
+            for (int c = 0; c < s.R; c++) row[c] = from ? to_float(from[c]) : 0.0f;
+            for (int c = 0; c < s.P; c++)
+                keys[((int64_t)panel * s.head() + s.Nn + c) * 32 + i] = from ? to_float(from[s.R + c]) : 0.0f;
+        }
+        for (int c = 0; c < s.R; c++)
+            for (int i = 0; i < 32; i++)
+                columns[((int64_t)panel * s.R + c) * 32 + i] = rows_[(int64_t)(panel * 32 + i) * s.R + c];
+    });
+
+    for (int h = 0; h < s.H; h++) {
+        // W_UK of this head as rows [Nn][R], read back out of the panels of W_UK^T.
+        float* wk = key_weights.data();
+        const bf16* packed = w_uk + (int64_t)h * s.R * s.Nn;
+        for (int n = 0; n < s.R / 32; n++)
+            for (int d = 0; d < s.Nn; d++)
+                for (int i = 0; i < 32; i++)
+                    wk[(int64_t)d * s.R + n * 32 + i] = to_float(packed[((int64_t)n * s.Nn + d) * 32 + slot_in_panel(i)]);
+
+        const int groups = (int)((panels + 7) / 8);
+        parallel(2 * groups, [&](int task) {
+            int first = task / 2 * 8, last = (int)std::min<int64_t>(panels, first + 8);
+            if (task % 2 == 0)
+                product([&](int m) { return wk + (int64_t)m * s.R; }, 0, s.Nn, s.R,
+                        [&](int n) { return F32Panel{columns + (int64_t)n * s.R * 32}; }, first, last,
+                        [&](int m, int n, Pair v) { store_pair(keys + ((int64_t)n * s.head() + m) * 32, v); });
+            else
+                product([&](int m) { return rows_ + (int64_t)m * s.R; }, first * 32, last * 32, s.R,
+                        [&](int n) { return Bf16Panel{w_uv + ((int64_t)h * (s.V / 32) + n) * s.R * PANEL}; }, 0, s.V / 32,
+                        [&](int m, int n, Pair v) { store_pair(values + (n * S + m) * 32, v); });
+        });
+
+        int blocks = (count + Q_ROWS - 1) / Q_ROWS;
+        parallel(blocks, [&](int task) {
+            static thread_local std::vector<float> packed_q;
+            packed_q.resize(Q_ROWS * s.head());
+            int first = (blocks - 1 - task) * Q_ROWS;  // longest contexts first
+            auto run = [&](auto size, int at) {
+                constexpr int M = decltype(size)::value;
+                float* out[M];
+                for (int m = 0; m < M; m++) {
+                    const float* from = q + ((int64_t)(at + m) * s.H + h) * s.head();
+                    for (int i = 0; i < s.head(); i++) packed_q[i * M + m] = from[i] * scale;
+                    out[m] = y + ((int64_t)(at + m) * s.H + h) * s.V;
+                }
+                rows<M>(packed_q.data(), start + at, keys, values, S, s, out);
+            };
+            if (first + Q_ROWS <= count)
+                run(std::integral_constant<int, Q_ROWS>{}, first);
+            else
+                for (int at = first; at < count; at++) run(std::integral_constant<int, 1>{}, at);
+        });
+    }
+}
+
+}  // namespace
+
+// Rows [0, count) of q [count, H (Nn + P)] are positions [start, start + count) of one slot, whose pages hold the latents
+// of every position below start + count. y [count, H V].
+extern "C" void redline_mla_prefill(const float* q, int start, int count, const int32_t* pages, const void* plane,
+                                    int kv_float32, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int H,
+                                    int Nn, int P, int R, int V) {
+    Shape s{H, Nn, P, R, V};
+    if (kv_float32)
+        prefill(q, start, count, pages, (const float*)plane, w_uk, w_uv, y, scale, s);
+    else
+        prefill(q, start, count, pages, (const bf16*)plane, w_uk, w_uv, y, scale, s);
+}

@@ -1,0 +1,128 @@
+"""The CPU kernels: C++ beside the ops, built once by the system's compiler, cached by content and chip.
+
+`library()` is None where there is no compiler or the build failed; `why_not()` then says it in one line, and every op
+takes its reference.
+"""
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+SOURCES = ("cpu/pool.cpp", "linear.cpp", "add_norm.cpp", "route_experts.cpp", "moe.cpp", "mla_qkv.cpp", "mla_decode.cpp")
+SOURCES += ("mla_prefill.cpp",)
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
+
+# p: a pointer, l: int64, i: int32, f: float; in the order of each function's parameters.
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+_SIGNATURES = {
+    "redline_linear": "plppliii",
+    "redline_add_norm": "ppppfii",
+    "redline_route_experts": "pppppiiiiif",
+    "redline_moe": "pppppppppp" + "iiiiii",
+    "redline_mla_qkv": "ppppppppp" + "ip" + "fiiiiiii",
+    "redline_mla_decode": "ppppp" + "lpi" + "ppp" + "fiiiiii",
+    "redline_mla_prefill": "piippi" + "ppp" + "fiiiii",
+}
+
+_reason: str | None = None
+
+
+def why_not() -> str | None:
+    """One line, where `library()` is None."""
+    return _reason
+
+
+def threads() -> int:
+    """As many as the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    global _reason
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if compiler is None:
+        _reason = "no C++ compiler on the PATH: the CPU runs the reference path, several times slower"
+        return None
+    path = _cache() / f"kernels-{_key(compiler)}.so"
+    if not path.exists():
+        failure = _build(compiler, path)
+        if failure is not None:
+            _reason = f"the CPU kernels did not build ({failure}): the CPU runs the reference path, several times slower"
+            return None
+    loaded = ctypes.CDLL(str(path))
+    for name, signature in _SIGNATURES.items():
+        function = getattr(loaded, name)
+        function.argtypes = [_TYPES[letter] for letter in signature]
+        function.restype = None
+    loaded.redline_start(ctypes.c_int(threads()))
+    return loaded
+
+
+def is_built() -> bool:
+    """Whether a call of `library` would load at once; a build takes about 15 s, and callers say so."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    return compiler is not None and (_cache() / f"kernels-{_key(compiler)}.so").exists()
+
+
+def pointer(x: torch.Tensor) -> int:
+    """The address of a contiguous CPU tensor."""
+    assert x.is_contiguous(), f"expected a contiguous tensor, got strides {x.stride()} for shape {tuple(x.shape)}"
+    return x.data_ptr()
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
+
+
+@functools.cache
+def _key(compiler: str) -> str:
+    """Of the sources, the flags, the compiler and the chip."""
+    digest = hashlib.sha256()
+    for source in sorted([*HERE.glob("cpu/*.h"), *(HERE / s for s in SOURCES)]):
+        digest.update(source.read_bytes())
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    digest.update(" ".join(FLAGS).encode() + version + _chip().encode())
+    return digest.hexdigest()[:20]
+
+
+def _chip() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() + platform.machine()
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _build(compiler: str, path: Path) -> str | None:
+    """Compiles the sources in parallel and links; None, or the first line of what went wrong."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        jobs: list[tuple[subprocess.Popen[bytes], str]] = []
+        for source in SOURCES:
+            out = f"{folder}/{Path(source).stem}.o"
+            flags = [flag for flag in FLAGS if flag != "-shared"]
+            command = [compiler, *flags, "-c", "-o", out, str(HERE / source)]
+            jobs.append((subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE), out))
+        outputs = [(job.communicate()[1].decode(errors="replace"), job.returncode) for job, _ in jobs]
+        failed = [message for message, code in outputs if code != 0]
+        if failed:
+            return (failed[0].strip().splitlines() or ["no message"])[0]
+        library_path = f"{folder}/kernels.so"
+        link = subprocess.run(
+            [compiler, "-shared", "-pthread", "-o", library_path, *(out for _, out in jobs)], capture_output=True, check=False
+        )
+        if link.returncode != 0:
+            return (link.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[0]
+        os.replace(library_path, path)  # two processes that build at once end with the same file
+    return None

@@ -1,0 +1,116 @@
+"""Weights as the ops take them: a handle that a kernel reads as panels and a reference reads as plain matrices.
+
+`prepare` makes the panels once, at load; the plain tensor is then gone, and `dense()` rebuilds it exactly.
+N outputs, K inputs, E experts.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redline.ops import native
+from redline.ops.formats import INT4_GROUP, Int4
+
+PANEL = 32  # outputs side by side; cpu/gemm.h says why
+
+# Stored position -> output of a panel, for bf16 (a 64-byte load comes apart into even and odd elements).
+_INTERLEAVE = torch.stack([torch.arange(16), torch.arange(16) + 16], dim=1).flatten()
+_DEINTERLEAVE = torch.argsort(_INTERLEAVE)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A bf16 weight [..., N, K]: plain, or in panels [..., N / 32, K, 32] (N padded with zeros)."""
+
+    data: Tensor
+    outputs: int
+    panels: bool
+
+    @staticmethod
+    def prepare(weight: Tensor) -> "Matrix":
+        """weight bf16 [..., N, K]. Panels on a CPU with kernels, else plain."""
+        if weight.is_cuda or native.library() is None:
+            return Matrix(weight, weight.shape[-2], panels=False)
+        *lead, n, k = weight.shape
+        padded = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, 0, 0, -n % PANEL))
+        data = padded.view(*lead, -1, PANEL, k).transpose(-1, -2)[..., _INTERLEAVE].contiguous()
+        return Matrix(data, n, panels=True)
+
+    def dense(self) -> Tensor:
+        """[..., N, K] bf16: the weight that was given, bit for bit."""
+        if not self.panels:
+            return self.data
+        return self.data[..., _DEINTERLEAVE].transpose(-1, -2).flatten(-3, -2)[..., : self.outputs, :]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[..., N, K]"""
+        if self.panels:
+            return (*self.data.shape[:-3], self.outputs, self.data.shape[-2])
+        return tuple(self.data.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+@dataclass(frozen=True)
+class Int4Panels:
+    """INT4 weights [E, N, K] in panels.
+
+    codes  uint8 [E, N / 32, K, 16]       byte i = u of output i | u of output 16 + i << 4
+    scales bf16  [E, N / 32, K / 32, 32]  interleaved as in `Matrix`
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @staticmethod
+    def prepare(weight: Int4) -> "Int4Panels":
+        """weight [E, N, K], N divisible by 32."""
+        e, n, k = weight.shape
+        codes = torch.empty(e, n // PANEL, k, PANEL // 2, dtype=torch.uint8)
+        for i in range(e):  # one expert at a time: unpacked codes are eight times the packed ones
+            u = Int4(weight.packed[i], weight.scale[i]).codes().to(torch.uint8).view(-1, PANEL, k).transpose(-1, -2)
+            codes[i] = u[..., :16] | u[..., 16:] << 4
+        scales = weight.scale.view(e, n // PANEL, PANEL, k // INT4_GROUP).transpose(-1, -2)[..., _INTERLEAVE]
+        return Int4Panels(codes, scales.contiguous())
+
+    def int4(self) -> Int4:
+        """The weight that was given, bit for bit."""
+        u = torch.cat([self.codes & 15, self.codes >> 4], dim=-1).transpose(-1, -2).flatten(1, 2).to(torch.int32)
+        packed = (u.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+        return Int4(packed, self.scales[..., _DEINTERLEAVE].transpose(-1, -2).flatten(1, 2).contiguous())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        e, panels, k, _ = self.codes.shape
+        return e, panels * PANEL, k
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+
+Experts = Matrix | Int4 | Int4Panels  # one projection of all experts, [E, N, K]
+
+
+def prepare_experts(weight: Tensor | Int4) -> Experts:
+    """weight [E, N, K], bf16 or INT4 -> panels on a CPU with kernels, else as it is."""
+    if isinstance(weight, Tensor):
+        return Matrix.prepare(weight)
+    if weight.packed.is_cuda or native.library() is None:
+        return weight
+    return Int4Panels.prepare(weight)
+
+
+def expert_matrix(experts: Experts, expert: int) -> Tensor:
+    """[N, K] of one expert: float32 where INT4 (exact), bf16 where bf16."""
+    match experts:
+        case Matrix(data, outputs, panels):
+            return Matrix(data[expert], outputs, panels).dense()
+        case Int4(packed, scale):
+            return Int4(packed[expert], scale[expert]).dequantize()
+        case Int4Panels(codes, scales):
+            return Int4Panels(codes[expert : expert + 1], scales[expert : expert + 1]).int4().dequantize()[0]

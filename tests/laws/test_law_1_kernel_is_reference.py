@@ -1,0 +1,47 @@
+"""Law 1: kernel = reference within the op's tolerance, on fresh random inputs, outputs poisoned first."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from redline.ops import native
+from redline.ops.all import ALL
+from redline.ops.op import Case, Op
+
+WRITES = {"mla_qkv": (5,), "mla_decode": (8,), "mla_prefill": (6,)}  # op name -> the arguments that it writes
+CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in ALL for case in op.cases() if case.small]
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for item in value for t in tensors(item)] if isinstance(value, tuple) else []
+
+
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_kernel_is_reference(op: Op[Any, Any], case: Case) -> None:
+    assert native.library() is not None, native.why_not()
+    seed = torch.seed() % 2**31
+    args = case.make(torch.Generator().manual_seed(seed))
+    ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
+    poison(op, ours)
+    got, want = op.kernel(*ours), op.reference(*theirs)
+    written = WRITES.get(op.name, ())
+    compared = tensors((got, *(ours[i] for i in written))), tensors((want, *(theirs[i] for i in written)))
+    for a, b in zip(*compared, strict=True):
+        if a.is_floating_point():
+            error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)
+            limit = 4e-3 if a.dtype == torch.bfloat16 else op.rtol
+            assert error <= limit, f"relative error {error:.2e} > {limit:.0e} (seed {seed})"
+        else:
+            assert torch.equal(a, b), f"seed {seed}"
+
+
+def poison(op: Op[Any, Any], args: tuple[Any, ...]) -> None:
+    """NaN where an op writes all of an argument; token 0 of mla_decode's output belongs to a prompt and stays."""
+    if op.name == "mla_prefill":
+        args[-1].fill_(torch.nan)
+    if op.name == "mla_decode":
+        args[-1][1:].fill_(torch.nan)
