@@ -5,7 +5,6 @@ four facts, which `Style` holds: the system message that stands in for a missing
 assistant turns carry <think> blocks, and what opens an answer.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -140,41 +139,42 @@ def native_ids(messages: tuple[Message, ...]) -> tuple[Message, ...]:
     turn at once. IDX counts the calls of the whole conversation from 0. Ids that are native stay as they are. A result
     belongs to the latest call of its id (clients use ids again); one without an id to the next call without a result.
     """
-    taken = {call.id for message in messages for call in message.tool_calls if _is_native(call)}
+    every = [call for message in messages for call in message.tool_calls]
+    taken = {call.id for call in every if _is_native(call)}
+    spare = len(every)  # the next index to try where IDX is taken: linear, whatever a client sends
     current: dict[str, str] = {}  # the client's id -> the native one, of the latest call
-    waiting: list[str] = []
+    waiting: list[tuple[str, str]] = []  # the same two, of calls without a result yet
     count = 0
     result: list[Message] = []
     for message in messages:
         if message.role == "assistant" and message.tool_calls:
             calls: list[ToolCall] = []
             for call in message.tool_calls:
-                native = call.id if _is_native(call) else _free_id(call.name, count, taken)
+                native = call.id if _is_native(call) else f"functions.{call.name}:{count}"
+                while native in taken and native != call.id:
+                    native = f"functions.{call.name}:{spare}"
+                    spare += 1
                 taken.add(native)
                 current[call.id] = native
                 calls.append(ToolCall(id=native, name=call.name, arguments=call.arguments))
                 count += 1
-            waiting = [call.id for call in calls]
+            waiting = [(old.id, new.id) for old, new in zip(message.tool_calls, calls, strict=True)]
             message = msgspec.structs.replace(message, tool_calls=tuple(calls))
         elif message.role == "tool":
-            native = current.get(message.tool_call_id) or message.tool_call_id
-            if not native and waiting:
-                native = waiting[0]
-            if native in waiting:
-                waiting.remove(native)
+            wanted = message.tool_call_id
+            answered = next((pair for pair in waiting if pair[0] == wanted or not wanted), None)
+            if answered:
+                waiting.remove(answered)
+            native = answered[1] if answered else current.get(wanted, wanted)
             message = msgspec.structs.replace(message, tool_call_id=native)
         result.append(message)
     return tuple(result)
 
 
 def _is_native(call: ToolCall) -> bool:
-    return re.fullmatch(rf"functions\.{re.escape(call.name)}:[0-9]+", call.id) is not None
-
-
-def _free_id(name: str, index: int, taken: set[str]) -> str:
-    while f"functions.{name}:{index}" in taken:
-        index += 1
-    return f"functions.{name}:{index}"
+    prefix = f"functions.{call.name}:"
+    index = call.id.removeprefix(prefix)
+    return call.id.startswith(prefix) and index.isascii() and index.isdigit()
 
 
 def _read_json(path: Path) -> dict[str, Any]:
