@@ -1,0 +1,87 @@
+"""Law 9: after everything ends or is aborted, every page is free or remembered by the cache, and nothing else.
+
+Hypothesis looks for the order of arrivals, aborts, plans and late settlings that breaks it, and shrinks it.
+"""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from redline.wire.job import PAGE_TOKENS
+from tests.fakes import World
+
+LENGTHS = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 200])
+
+
+class Life(RuleBasedStateMachine):
+    world: World
+
+    @initialize(
+        pages=st.integers(5, 12), ahead=st.integers(0, 3), slots=st.integers(1, 5), step=st.sampled_from([8, 64, 200])
+    )
+    def begin(self, pages: int, ahead: int, slots: int, step: int) -> None:
+        # A job needs five pages at most.
+        self.world = World(pages=pages, max_model_len=5 * PAGE_TOKENS, ahead=ahead, max_running=slots, step_tokens=step)
+
+    @rule(length=LENGTHS, root=st.integers(0, 1), max_tokens=st.sampled_from([0, 1, 2, 64, 200]), stop=st.booleans())
+    def submit(self, length: int, root: int, max_tokens: int, stop: bool) -> None:
+        tokens = tuple((at * at + root) % 89 for at in range(length))
+        self.world.submit(tokens, max_tokens=max_tokens, stop_ids=(3, 14, 15) if stop else ())
+
+    @precondition(lambda self: self.world.stories)
+    @rule(data=st.data())
+    def follow_up(self, data: st.DataObject) -> None:
+        story = data.draw(st.sampled_from(list(self.world.stories.values())))
+        tokens = (story.job.tokens + tuple(story.tokens))[: 4 * PAGE_TOKENS]
+        self.world.submit((*tokens, 7), max_tokens=20)
+
+    @precondition(lambda self: self.world.stories)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        self.world.abort(data.draw(st.sampled_from(list(self.world.stories.values()))))
+
+    @rule()
+    def plan(self) -> None:
+        self.world.plan()
+
+    @precondition(lambda self: self.world.flights)
+    @rule()
+    def settle(self) -> None:
+        self.world.settle()
+
+    @rule(turns=st.integers(1, 100))
+    def go_on(self, turns: int) -> None:
+        for _ in range(turns):
+            self.world.turn()
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        if hasattr(self, "world"):
+            self.world.planner.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.finish()
+            load = self.world.planner.load()
+            assert load.pages_used == 0
+            assert load.pages_cached <= load.pages_total
+
+
+Life.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+TestLife = Life.TestCase
+
+
+def test_aborting_everything_in_every_phase_leaves_nothing_behind():
+    for turns in range(12):
+        world = World(pages=8, max_running=3, step_tokens=64, ahead=2)
+        stories = [world.submit(tuple(range(60 + first)), max_tokens=100) for first in range(6)]
+        for _ in range(turns):
+            world.turn()
+        for story in stories:
+            world.abort(story)
+        while world.flights:
+            world.settle()
+        world.check_end()
+        assert all(story.finish == "aborted" for story in stories)

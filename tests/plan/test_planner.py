@@ -1,0 +1,396 @@
+"""The planner's rules, one at a time, in the smallest world that shows each."""
+
+import subprocess
+import sys
+
+import pytest
+
+from redline.errors import ConfigError
+from redline.plan.planner import PlanConfig
+from redline.wire.job import PAGE_TOKENS, MediaSpan
+from redline.wire.step import RowResult, StepResult
+from tests.fakes import World, make_job, page_hashes
+
+
+def prompt(length: int, first: int = 1) -> tuple[int, ...]:
+    return tuple((first + at * at) % 89 for at in range(length))
+
+
+def spans(step) -> list[tuple[int, int, int]]:
+    return [(row.slot, row.start, row.count) for row in step.rows]
+
+
+def test_planning_needs_no_torch():
+    program = "import sys, redline.plan.planner; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_step_must_have_a_token_for_each_running_job():
+    with pytest.raises(ConfigError, match="a token for each running job"):
+        PlanConfig(step_tokens=4, max_running=5)
+
+
+# Rows
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_only_the_last_samples():
+    world = World(step_tokens=100, max_running=2)
+    world.submit(prompt(250), max_tokens=1)
+    steps = [world.plan(), world.plan()]
+    world.settle()
+    steps.append(world.plan())
+    assert [spans(step) for step in steps] == [[(0, 0, 100)], [(0, 100, 100)], [(0, 200, 50)]]
+    assert [step.rows[0].samples for step in steps] == [False, False, True]
+    assert [len(step.rows[0].new_pages) for step in steps] == [2, 2, 0]
+    world.finish()
+
+
+def test_rows_that_decode_come_before_prompts_and_several_prompts_share_a_step():
+    world = World(step_tokens=64, max_running=4, ahead=0)
+    world.submit(prompt(10), max_tokens=5)
+    world.turn()
+    world.submit(prompt(30, 2))
+    world.submit(prompt(100, 3))
+    world.settle()
+    assert spans(world.plan()) == [(0, 10, 1), (1, 0, 30), (2, 0, 33)]
+    world.finish()
+
+
+def test_a_step_is_planned_before_the_last_one_is_settled_and_no_further_than_asked():
+    world = World(ahead=2)
+    world.submit(prompt(5), max_tokens=20)
+    assert [spans(world.plan()) for _ in range(3)] == [[(0, 0, 5)], [(0, 5, 1)], [(0, 6, 1)]]
+    assert world.plan() is None
+    world.settle()
+    assert spans(world.plan()) == [(0, 7, 1)]
+    world.finish()
+
+
+def test_no_row_is_launched_beyond_max_tokens_or_the_models_length():
+    for max_tokens, max_model_len in ((3, 400), (50, 8)):
+        world = World(ahead=3, max_model_len=max_model_len)
+        story = world.submit(prompt(5), max_tokens=max_tokens)
+        assert [world.plan() is not None for _ in range(4)] == [True, True, True, False]
+        world.finish()
+        assert story.finish == "length"
+        assert len(story.tokens) == 3
+        assert world.runner.computed_positions == 5 + 2
+
+
+def test_what_was_launched_beyond_a_stop_id_is_dropped_and_pages_return_when_it_has_settled():
+    probe = World().submit(prompt(60), max_tokens=30).expected
+    world = World(ahead=3, pages=2, max_model_len=128)
+    story = world.submit(prompt(60), max_tokens=60, stop_ids=(probe[2],))
+    end = probe.index(probe[2]) + 1
+    for _ in range(4):
+        world.plan()
+    while story.finish is None:
+        world.settle()
+        if story.finish is None:
+            world.plan()
+    assert (story.finish, tuple(story.tokens)) == ("stop", probe[:end])
+    assert len(world.flights) == 3
+    assert world.planner.load().pages_used == 2, "rows in flight still write to these pages"
+    assert world.plan() is None
+    world.planner.check()
+    world.finish()
+
+
+# Ends
+
+
+def test_a_stop_id_is_the_last_token_of_the_answer():
+    expected = World().submit(prompt(9), max_tokens=20).expected
+    world = World()
+    story = world.submit(prompt(9), max_tokens=20, stop_ids=(expected[5],))
+    world.finish()
+    assert story.finish == "stop"
+    assert story.tokens[-1] == expected[5]
+    assert expected[5] not in story.tokens[:-1]
+
+
+def test_a_row_that_gives_several_tokens_is_cut_at_the_stop_id_and_at_the_limit():
+    for sampling, kept, finish in (({"stop_ids": (8,)}, (7, 8), "stop"), ({"max_tokens": 3}, (7, 8, 9), "length")):
+        world = World(ahead=0)
+        world.planner.submit(make_job("a", prompt(5), **sampling))
+        step = world.planner.next_step()
+        (delta,) = world.planner.settle(step, StepResult(number=1, rows=(RowResult(tokens=(7, 8, 9, 10)),)))
+        assert (delta.tokens, delta.finish) == (kept, finish)
+        world.planner.check()
+
+
+def test_no_tokens_asked_for_computes_the_prompt_and_ends():
+    world = World(step_tokens=64)
+    story = world.submit(prompt(150), max_tokens=0, prompt_logprobs=0)
+    world.finish()
+    assert (story.finish, story.tokens) == ("length", [])
+    assert len(story.deltas[0].prompt_logprobs) == 149
+
+
+def test_an_aborted_job_gives_back_its_pages_when_its_steps_have_settled():
+    world = World()
+    story = world.submit(prompt(100), max_tokens=50)
+    world.plan()
+    world.abort(story)
+    assert story.finish == "aborted"
+    assert world.planner.load().pages_used == 2
+    world.settle()
+    assert world.planner.load().pages_used == 0
+    world.abort(story)
+    world.finish()
+
+
+def test_a_waiting_job_can_be_aborted():
+    world = World(max_running=1)
+    world.submit(prompt(5), max_tokens=5)
+    waiting = world.submit(prompt(6))
+    world.plan()
+    world.abort(waiting)
+    assert (waiting.finish, waiting.tokens) == ("aborted", [])
+    world.finish()
+
+
+def test_an_error_in_a_row_ends_that_job_and_no_other():
+    world = World(fails=lambda seed, position: seed == 1 and position == 12)
+    stories = [world.submit(prompt(10, first), max_tokens=9) for first in range(3)]
+    world.finish()
+    assert [story.finish for story in stories] == ["length", "error", "length"]
+    assert stories[1].deltas[-1].error == "a fake fault"
+    assert len(stories[1].tokens) == 3
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        (make_job("a", ()), "prompt is empty"),
+        (make_job("a", prompt(400)), "prompt is 400 tokens; this model reads and writes 400"),
+        (make_job("a", prompt(100), max_tokens=200), "need 5 pages of KV memory; there are 4"),
+    ],
+)
+def test_a_job_that_can_never_run_ends_when_it_is_submitted(job, words):
+    world = World(pages=4)
+    (delta,) = world.planner.submit(job)
+    assert delta.finish == "error"
+    assert words in delta.error
+    assert world.planner.idle
+
+
+def test_the_largest_job_that_fits_runs():
+    world = World(pages=4)
+    story = world.submit(prompt(100), max_tokens=4 * PAGE_TOKENS - 100 + 1)
+    world.finish()
+    assert (story.finish, len(story.tokens)) == ("length", 157)
+
+
+def test_a_full_queue_refuses_in_words():
+    world = World(max_running=2, max_waiting=1)
+    stories = [world.submit(prompt(5, first)) for first in range(4)]
+    assert [story.finish for story in stories] == [None, None, None, "error"]
+    assert "queue is full" in stories[3].deltas[0].error
+    world.finish()
+
+
+# The prefix cache
+
+
+def test_a_second_job_begins_from_the_pages_of_the_first():
+    world = World()
+    world.submit(prompt(200))
+    world.finish()
+    story = world.submit((*prompt(200), 1, 2))
+    world.finish()
+    assert story.deltas[0].cached_tokens == 192
+    assert world.planner.load().prompt_tokens_cached == 192
+
+
+def test_the_last_prompt_token_is_always_computed():
+    for length, cached in ((128, 64), (129, 128)):
+        world = World()
+        for _ in range(2):
+            story = world.submit(prompt(length))
+            world.finish()
+        assert story.deltas[0].cached_tokens == cached
+
+
+def test_the_next_turn_of_a_conversation_begins_from_the_answer_before():
+    world = World()
+    first = world.submit(prompt(10), max_tokens=200)
+    world.finish()
+    second = world.submit(prompt(10) + first.expected + (3,), max_tokens=5)
+    world.finish()
+    assert second.deltas[0].cached_tokens == 192
+
+
+def test_pages_are_shared_as_soon_as_the_step_that_fills_them_has_settled():
+    world = World(step_tokens=64, max_running=2)
+    world.submit(prompt(250), max_tokens=5)
+    world.plan()
+    world.plan()
+    world.settle()
+    story = world.submit(prompt(100), max_tokens=2)
+    world.finish()
+    assert story.deltas[0].cached_tokens == 64
+
+
+def test_different_salts_never_share_even_below_one_page():
+    world = World()
+    for salt in ("a", "b", ""):
+        for length in (10, 150):
+            story = world.submit(prompt(length), max_tokens=100, salt=salt)
+            world.finish()
+            assert story.deltas[0].cached_tokens == 0
+            story = world.submit(prompt(length) + story.expected, max_tokens=2, salt="other" + salt)
+            world.finish()
+            assert story.deltas[0].cached_tokens == 0
+
+
+def test_pages_behind_an_image_that_their_hash_would_not_name_are_not_cached():
+    for start, cached in ((70, 64), (10, 128)):
+        world = World(ahead=0)
+        job = make_job("a", prompt(100), max_tokens=90)
+        world.planner.submit(
+            type(job)(
+                id=job.id,
+                tokens=job.tokens,
+                pages=job.pages,
+                sampling=job.sampling,
+                media=(MediaSpan(start=start, tokens=20, hash=b"x"),),
+            )
+        )
+        while not world.planner.idle:
+            step = world.planner.next_step()
+            world.planner.settle(step, world.runner.launch(step).wait())
+        assert world.planner.load().pages_cached * PAGE_TOKENS == cached
+
+
+def test_prompt_logprobs_come_whole_although_the_prompt_is_cached():
+    world = World(step_tokens=64)
+    world.submit(prompt(150))
+    world.finish()
+    story = world.submit(prompt(150), prompt_logprobs=0, logprobs=0)
+    world.finish()
+    assert [item.token for item in story.deltas[0].prompt_logprobs] == list(prompt(150)[1:])
+    assert story.deltas[0].cached_tokens == 0
+
+
+# Pre-emption and order
+
+
+def test_when_pages_run_out_the_youngest_job_steps_back_and_resumes():
+    world = World(pages=6, max_model_len=320, max_running=3)
+    stories = [world.submit(prompt(60, first), max_tokens=150) for first in range(3)]
+    world.finish()
+    assert world.planner.load().preemptions >= 1
+    assert all(story.finish == "length" for story in stories)
+    assert world.runner.resumed_bits_compared > 0
+
+
+def test_a_resumed_job_computes_generated_positions_in_rows_of_their_own():
+    world = World(pages=4, max_model_len=250, max_running=2, step_tokens=64)
+    world.submit(prompt(50), max_tokens=150)
+    world.submit(prompt(40, 7), max_tokens=150)
+    resumed = []
+    while not world.planner.idle:
+        step = world.plan()
+        if step is not None and any(len(begin.tokens) > begin.prompt for begin in step.begins):
+            resumed = [step]
+        elif resumed and len(resumed) < 3 and step is not None:
+            resumed.append(step)
+        if len(world.flights) > 1 or step is None:
+            world.settle()
+    begin = resumed[0].begins[0]
+    rows = [row for step in resumed for row in step.rows if row.slot == begin.slot]
+    assert (rows[0].start, rows[0].count, rows[0].samples) == (0, 40, False)
+    assert rows[1].start == 40
+    assert rows[1].count > 1, "generated positions are recomputed together"
+    world.check_end()
+
+
+def test_a_job_never_overtakes_one_that_came_before():
+    """A large job that finds no room is not passed by small ones that would fit."""
+    world = World(pages=6, max_running=4)
+    world.submit(prompt(200), max_tokens=20)
+    large = world.submit(prompt(190, 5), max_tokens=20)
+    small = world.submit(prompt(5, 9), max_tokens=1)
+    world.plan()
+    assert world.planner.load().running == 1
+    world.finish()
+    assert list(world.stories.values())[1:] == [large, small]
+    assert large.finish == small.finish == "length"
+
+
+def test_a_long_prompt_moves_in_every_step_while_others_generate():
+    world = World(pages=40, step_tokens=8, max_running=8)
+    others = [world.submit((first,), max_tokens=100) for first in range(7)]
+    world.plan()
+    world.plan()
+    long = world.submit(prompt(200), max_tokens=1)
+    for _ in range(210):
+        world.settle()
+        world.plan()
+        if long.finish:
+            break
+    assert long.finish == "length"
+    assert all(len(story.tokens) > 90 for story in others)
+    world.finish()
+
+
+def test_a_page_is_left_for_each_running_job_when_another_enters():
+    world = World(pages=4, max_running=4, ahead=0)
+    world.submit(prompt(60), max_tokens=60)
+    world.submit(prompt(60, 2), max_tokens=60)
+    world.submit(prompt(60, 3), max_tokens=60)
+    world.plan()
+    assert world.planner.load().running == 2
+    world.finish()
+    assert world.planner.load().preemptions == 0
+
+
+def test_the_hashes_that_the_planner_makes_are_those_of_a_prompt():
+    world = World()
+    story = world.submit(prompt(100), max_tokens=100)
+    world.finish()
+    whole = prompt(100) + story.expected
+    assert len(world.planner._cache.match(page_hashes(whole))) == 3
+
+
+# The books
+
+
+def test_check_finds_a_lost_page():
+    world = World()
+    world.submit(prompt(100))
+    world.plan()
+    world.planner._running[0].pages.pop()
+    with pytest.raises(AssertionError, match="references by JOBS"):
+        world.planner.check()
+
+
+def test_check_finds_a_slot_given_twice():
+    world = World(max_running=2)
+    world.submit(prompt(100))
+    world.submit(prompt(90))
+    world.plan()
+    first, second = world.planner._running
+    second.slot = first.slot
+    with pytest.raises(AssertionError, match="slots"):
+        world.planner.check()
+
+
+def test_results_are_settled_in_order():
+    world = World(ahead=2)
+    world.submit(prompt(5))
+    first, second = world.plan(), world.plan()
+    with pytest.raises(AssertionError, match="1 is next"):
+        world.planner.settle(second, world.flights[1][1].wait())
+    assert first.number == 1
+
+
+def test_the_load_counts_each_prompt_once_and_every_token():
+    world = World(pages=6, max_model_len=320, max_running=3)
+    stories = [world.submit(prompt(60, first), max_tokens=150) for first in range(3)]
+    world.finish()
+    load = world.planner.load()
+    assert (load.prompt_tokens, load.generation_tokens) == (180, 450)
+    assert load.pages_used + load.pages_cached <= load.pages_total == 6
+    assert len(stories) == 3

@@ -1,0 +1,208 @@
+"""Channels deliver every message once, in order, to threads and to asyncio; strangers deliver nothing."""
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import zmq
+
+from redline.errors import ConfigError
+from redline.wire.channel import AsyncSocketInbox, MemoryChannel, SocketInbox, SocketOutbox, ipc_address
+from redline.wire.codec import encode
+from redline.wire.delta import Delta
+from redline.wire.job import Abort, JobId
+
+KEY = b"a shared key"
+
+
+def delta(number: int) -> Delta:
+    return Delta(job=JobId("a"), tokens=(number,))
+
+
+def drain(inbox: SocketInbox | MemoryChannel, count: int, seconds: float = 5.0) -> list[int]:
+    deadline, numbers = time.monotonic() + seconds, []
+    while len(numbers) < count and time.monotonic() < deadline:
+        numbers += [message.tokens[0] for message in inbox.drain(wait=True, timeout=0.2)]
+    return numbers
+
+
+# Memory
+
+
+def test_memory_gives_what_is_there_in_order_and_only_once():
+    channel = MemoryChannel()
+    assert channel.drain(wait=False) == []
+    for number in range(3):
+        channel.put(delta(number))
+    assert channel.drain(wait=True) == [delta(0), delta(1), delta(2)]
+    assert channel.drain(wait=True, timeout=0.01) == []
+
+
+def test_a_thread_that_waits_is_woken():
+    channel = MemoryChannel()
+    threading.Timer(0.05, channel.put, [delta(1)]).start()
+    assert channel.drain(wait=True, timeout=5) == [delta(1)]
+
+
+def test_many_threads_lose_nothing():
+    channel = MemoryChannel()
+    writers = [
+        threading.Thread(target=lambda base: [channel.put(delta(base + n)) for n in range(500)], args=[base])
+        for base in (0, 500, 1000)
+    ]
+    for writer in writers:
+        writer.start()
+    numbers = drain(channel, 1500)
+    assert sorted(numbers) == list(range(1500))
+    assert [number for number in numbers if number < 500] == list(range(500))
+
+
+def test_a_task_that_waits_is_woken_by_a_thread():
+    async def main() -> list[int]:
+        channel = MemoryChannel()
+        writer = threading.Thread(target=lambda: [channel.put(delta(number)) for number in range(1000)])
+        asyncio.get_running_loop().call_later(0.02, writer.start)
+        numbers: list[int] = []
+        while len(numbers) < 1000:
+            numbers += [message.tokens[0] for message in await asyncio.wait_for(channel.get(), 5)]
+        return numbers
+
+    assert asyncio.run(main()) == list(range(1000))
+
+
+def test_a_reader_that_gave_up_does_not_hinder_the_writer():
+    channel = MemoryChannel()
+
+    async def main() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(channel.get(), 0.01)
+
+    asyncio.run(main())
+    channel.put(delta(1))
+    assert channel.drain(wait=False) == [delta(1)]
+
+
+# Sockets
+
+
+def test_a_local_socket_delivers_in_order_even_what_was_sent_before_it_was_bound(tmp_path: Path):
+    address = ipc_address(tmp_path / "run", "worker")
+    with SocketOutbox(address) as outbox:
+        for number in range(10):
+            outbox.put(delta(number))
+        with SocketInbox(address) as inbox:
+            for number in range(10, 100):
+                outbox.put(delta(number))
+            assert drain(inbox, 100) == list(range(100))
+
+
+def test_tcp_with_the_shared_key_delivers():
+    with SocketInbox("tcp://127.0.0.1:*", KEY) as inbox, SocketOutbox(inbox.address, KEY) as outbox:
+        outbox.put(delta(1))
+        assert drain(inbox, 1) == [1]
+
+
+def test_asyncio_reads_a_socket():
+    async def main() -> list[int]:
+        with AsyncSocketInbox("tcp://127.0.0.1:*", KEY) as inbox, SocketOutbox(inbox.address, KEY) as outbox:
+            for number in range(50):
+                outbox.put(delta(number))
+            numbers: list[int] = []
+            while len(numbers) < 50:
+                numbers += [message.tokens[0] for message in await asyncio.wait_for(inbox.get(), 5)]
+            outbox.put(delta(50))
+            numbers += [message.tokens[0] for message in await asyncio.wait_for(inbox.get(), 5)]
+            return numbers
+
+    assert asyncio.run(main()) == list(range(51))
+
+
+def test_a_stranger_with_another_key_or_none_delivers_nothing():
+    with SocketInbox("tcp://127.0.0.1:*", KEY) as inbox:
+        stranger = zmq.Context.instance().socket(zmq.PUSH)
+        stranger.linger = 0
+        stranger.connect(inbox.address)
+        stranger.send(encode(delta(1)))
+        other = SocketOutbox(inbox.address, b"another key")
+        other.put(delta(2))
+        with SocketOutbox(inbox.address, KEY) as friend:
+            friend.put(delta(3))
+            assert drain(inbox, 2, seconds=0.6) == [3]
+        stranger.close()
+        other._socket.close(linger=0)
+
+
+def test_what_is_sent_over_tcp_cannot_be_read_on_the_way():
+    """A relay between the two ends sees neither the message nor the key that would open a connection."""
+    import socket
+
+    seen = bytearray()
+    with SocketInbox("tcp://127.0.0.1:*", KEY) as inbox, socket.create_server(("127.0.0.1", 0)) as server:
+
+        def relay() -> None:
+            client, _ = server.accept()
+            upstream = socket.create_connection(("127.0.0.1", int(inbox.address.rsplit(":", 1)[1])))
+
+            def copy(source: socket.socket, target: socket.socket) -> None:
+                while data := source.recv(4096):
+                    seen.extend(data)
+                    target.sendall(data)
+                target.shutdown(socket.SHUT_WR)
+
+            back = threading.Thread(target=copy, args=[upstream, client])
+            back.start()
+            copy(client, upstream)
+            back.join()
+            client.close()
+            upstream.close()
+
+        thread = threading.Thread(target=relay)
+        thread.start()
+        with SocketOutbox(f"tcp://127.0.0.1:{server.getsockname()[1]}", KEY) as outbox:
+            outbox.put(Abort(job=JobId("a-very-recognisable-name")))
+            assert inbox.drain(wait=True, timeout=5) == [Abort(job=JobId("a-very-recognisable-name"))]
+        thread.join(5)
+    assert len(seen) > 100
+    assert b"recognisable" not in seen
+
+
+def test_tcp_without_a_key_is_refused():
+    with pytest.raises(ConfigError, match="needs a shared key"):
+        SocketInbox("tcp://127.0.0.1:*")
+
+
+def test_an_address_in_use_is_said_so():
+    with (
+        SocketInbox("tcp://127.0.0.1:*", KEY) as inbox,
+        pytest.raises(ConfigError, match=r"(?i)address already in use"),
+    ):
+        SocketInbox(inbox.address, KEY)
+
+
+def test_an_address_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match="ipc:// or tcp://"):
+        SocketOutbox("inproc://here")
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="others can enter"):
+        ipc_address(folder, "worker")
+    assert (tmp_path / "mine").exists() is False
+    ipc_address(tmp_path / "mine", "worker")
+    assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match="at most 107 bytes"):
+        ipc_address(tmp_path / "mine", "x" * 100)
+
+
+def test_closing_twice_does_no_harm():
+    inbox = SocketInbox("tcp://127.0.0.1:*", KEY)
+    inbox.close()
+    inbox.close()

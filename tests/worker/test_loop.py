@@ -1,0 +1,214 @@
+"""The one loop: it launches ahead, survives what goes wrong, says what changed, and ends clean."""
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from redline.plan.planner import PlanConfig, Planner
+from redline.wire.channel import MemoryChannel
+from redline.wire.delta import Delta
+from redline.wire.job import Abort, Job, JobId
+from redline.wire.news import Load, Stop
+from redline.wire.step import Step, StepResult
+from redline.worker import loop
+from redline.worker.loop import Flight, lead, turn
+from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
+
+MAX_MODEL_LEN = 400
+CONFIG = PlanConfig(max_running=4)
+PROMPT = tuple(range(70))
+
+
+class Worker:
+    """A loop in its own thread, with both channels in hand."""
+
+    def __init__(self, runner: FakeRunner) -> None:
+        self.inbox, self.outbox = MemoryChannel(), MemoryChannel()
+        self.planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+        self.thread = threading.Thread(target=lead, args=[self.planner, runner, self.inbox, self.outbox])
+        self.thread.start()
+        self.messages: list[Delta | Load] = []
+
+    def deltas(self, id: str) -> list[Delta]:
+        """Waits for the job's end."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            found = [message for message in self.messages if isinstance(message, Delta) and message.job == id]
+            if found and found[-1].finish:
+                return found
+            self.messages += self.outbox.drain(wait=True, timeout=1)
+        raise AssertionError(f"{id} did not end")
+
+    def answer(self, id: str) -> tuple[int, ...]:
+        return tuple(token for delta in self.deltas(id) for token in delta.tokens)
+
+    def loads(self) -> list[Load]:
+        return [message for message in self.messages if isinstance(message, Load)]
+
+
+@contextmanager
+def worker(runner: FakeRunner | None = None) -> Iterator[Worker]:
+    it = Worker(runner or FakeRunner(32, CONFIG))
+    try:
+        yield it
+    finally:
+        it.inbox.put(Stop())
+        it.thread.join(10)
+        it.messages += it.outbox.drain(wait=False)
+        assert not it.thread.is_alive(), "the loop did not end"
+
+
+def test_a_job_is_answered():
+    job = make_job("a", PROMPT, max_tokens=20)
+    with worker() as it:
+        it.inbox.put(job)
+        assert it.answer("a") == whole_answer(job, MAX_MODEL_LEN)
+
+
+def test_the_next_step_is_launched_before_the_last_is_settled():
+    events: list[str] = []
+
+    class Watched(FakeRunner):
+        def launch(self, step: Step) -> FakePending:
+            events.append(f"launch {step.number}")
+            pending = super().launch(step)
+
+            class Pending(FakePending):
+                def wait(self) -> StepResult:
+                    events.append(f"wait {step.number}")
+                    return self.result
+
+            return Pending(pending.result)
+
+    planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+    planner.submit(make_job("a", PROMPT, max_tokens=3))
+    runner, last = Watched(32, CONFIG), None
+    for _ in range(4):
+        last, _ = turn(planner, runner, last)
+    assert events == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
+    assert last is None
+    assert planner.idle
+
+
+def test_an_abort_ends_a_job_and_the_loop_goes_on():
+    with worker() as it:
+        it.inbox.put(make_job("a", PROMPT, max_tokens=300))
+        it.inbox.put(Abort(job=JobId("a")))
+        it.inbox.put(Abort(job=JobId("nobody")))
+        assert it.deltas("a")[-1].finish == "aborted"
+        it.inbox.put(make_job("b", PROMPT, max_tokens=2))
+        assert it.deltas("b")[-1].finish == "length"
+
+
+def test_stop_ends_what_runs_and_gives_back_every_page():
+    with worker() as it:
+        for name in "abcdef":
+            it.inbox.put(make_job(name, PROMPT, max_tokens=300))
+        it.inbox.put(Stop())
+        it.thread.join(10)
+        assert [it.deltas(name)[-1].finish for name in "abcdef"] == ["aborted"] * 6
+    assert it.planner.idle
+    it.planner.check()
+    assert it.loads()[-1].pages_used == 0
+
+
+def test_a_job_that_breaks_the_planner_ends_alone(monkeypatch: pytest.MonkeyPatch):
+    submit = Planner.submit
+
+    def fragile(self: Planner, job: Job) -> list[Delta]:
+        if job.id == "bad":
+            raise ValueError("too strange")
+        return submit(self, job)
+
+    monkeypatch.setattr(Planner, "submit", fragile)
+    with worker() as it:
+        it.inbox.put(make_job("good", PROMPT, max_tokens=30))
+        it.inbox.put(make_job("bad", PROMPT))
+        (delta,) = it.deltas("bad")
+        assert delta.finish == "error"
+        assert "too strange" in delta.error
+        assert it.deltas("good")[-1].finish == "length"
+
+
+@pytest.mark.parametrize("moment", ["launch", "wait"])
+def test_a_step_that_fails_ends_its_jobs_and_no_others(moment: str):
+    class Fragile(FakeRunner):
+        """Its second step fails; nobody reads what the device holds of the jobs of a failed step."""
+
+        broken = False
+
+        def launch(self, step: Step) -> FakePending:
+            pending = super().launch(step)
+            if step.number != 2:
+                return pending
+            if moment == "launch":
+                raise RuntimeError("out of memory")
+
+            class Pending(FakePending):
+                def wait(self) -> StepResult:
+                    raise RuntimeError("out of memory")
+
+            return Pending(pending.result)
+
+    with worker(Fragile(32, CONFIG)) as it:
+        it.inbox.put(make_job("a", PROMPT, max_tokens=30))
+        last = it.deltas("a")[-1]
+        assert (last.finish, "out of memory" in last.error) == ("error", True)
+        job = make_job("b", PROMPT, max_tokens=30)
+        it.inbox.put(job)
+        assert it.answer("b") == whole_answer(job, MAX_MODEL_LEN)
+        assert it.deltas("b")[-1].finish == "length"
+
+
+def test_a_failed_launch_is_settled_in_its_turn():
+    """The step before it is still in flight, and its tokens are told first."""
+
+    class Fragile(FakeRunner):
+        def launch(self, step: Step) -> FakePending:
+            if step.number == 2:
+                raise RuntimeError("no")
+            return super().launch(step)
+
+    planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+    planner.submit(make_job("a", PROMPT, max_tokens=3))
+    runner = Fragile(32, CONFIG)
+    first, _ = turn(planner, runner, None)
+    second, deltas = turn(planner, runner, first)
+    assert isinstance(second, Flight)
+    assert [len(delta.tokens) for delta in deltas] == [1]
+    _last, deltas = turn(planner, runner, second)
+    assert [delta.finish for delta in deltas] == ["error"]
+
+
+def test_loads_are_sent_when_something_changed_and_not_too_often():
+    started = time.monotonic()
+    with worker() as it:
+        for name in "abc":
+            it.inbox.put(make_job(name, PROMPT, max_tokens=100))
+        for name in "abc":
+            it.deltas(name)
+        time.sleep(2.5 * loop.LOAD_INTERVAL_S)
+        it.messages += it.outbox.drain(wait=False)
+        told = it.loads()
+        assert (told[-1].running, told[-1].generation_tokens) == (0, 300), "an idle worker still tells what changed"
+        time.sleep(1.5 * loop.LOAD_INTERVAL_S)
+        it.messages += it.outbox.drain(wait=False)
+        assert it.loads() == told, "nothing changed, nothing is said"
+        assert len(told) <= 2 + (time.monotonic() - started) / loop.LOAD_INTERVAL_S
+    for before, after in itertools.pairwise(told):
+        assert before != after
+
+
+def test_an_idle_loop_checks_its_books(monkeypatch: pytest.MonkeyPatch):
+    checked = threading.Event()
+    with worker() as it:
+        it.inbox.put(make_job("a", PROMPT, max_tokens=2))
+        it.deltas("a")
+        monkeypatch.setattr(it.planner, "check", checked.set)
+        it.inbox.put(make_job("b", PROMPT, max_tokens=2))
+        it.deltas("b")
+        assert checked.wait(5)
