@@ -1,0 +1,180 @@
+"""From deltas to events: characters, stop strings, counts, log probabilities, ends."""
+
+import pytest
+
+from redline.chat.decoder import Decoder
+from redline.chat.events import End, Event, Text
+from redline.chat.stops import StopStrings
+from redline.chat.tokenizer import Tokenizer
+from redline.wire.delta import Delta
+from redline.wire.step import TokenLogprobs
+from tests.chat.streams import JOB, answer, call, calls, end, logprobs, pushed, section, text, thought, tokens_of
+
+
+def decoder(tokenizer: Tokenizer, *stop: str, parse: bool = True, thinking: bool = False) -> Decoder:
+    return Decoder(tokenizer, thinking, stop, tokenizer.stop_ids, 7, parse)
+
+
+def delta(*tokens: int) -> Delta:
+    return Delta(job=JOB, tokens=tokens)
+
+
+def test_a_character_is_shown_when_its_last_byte_has_come(tiny: Tokenizer):
+    reader = decoder(tiny)
+    shown = [reader.push(delta(byte)) for byte in "é🙂".encode()]
+    assert shown == [[], [Text(text="é")], [], [], [], [Text(text="🙂")]]
+
+
+def test_half_a_character_at_the_very_end_is_replaced(tiny: Tokenizer):
+    assert text(pushed(tiny, [[0x61, 0xF0, 0x9F]])) == "a\ufffd"
+
+
+def test_half_a_character_before_a_control_token_is_replaced(tiny: Tokenizer):
+    assert thought(pushed(tiny, [[0x61, 0xC3, tiny.special("</think>"), 0x62]], thinking=True)) == "a\ufffd"
+
+
+def test_the_events_of_one_delta_are_few(tiny: Tokenizer):
+    reader = decoder(tiny, thinking=True)
+    events = reader.push(delta(*tokens_of(tiny, "one two three</think>four five")))
+    assert [type(event).__name__ for event in events] == ["Thought", "Text"]
+
+
+def test_a_stop_string_ends_the_answer_right_before_it(tiny: Tokenizer):
+    events = answer(tiny, "one two STOP three", stop=("STOP",))
+    assert text(events) == "one two "
+    assert (end(events).finish, end(events).stop) == ("stop", "STOP")
+
+
+def test_no_part_of_a_stop_string_is_ever_shown(tiny: Tokenizer):
+    reader = decoder(tiny, "STOP")
+    shown = [text(reader.push(delta(byte))) for byte in b"a STO STOP"]
+    assert shown == ["a", " ", "", "", "", "STO ", "", "", "", ""]
+    assert reader.stopped
+
+
+def test_text_that_was_almost_a_stop_string_is_shown_at_the_end(tiny: Tokenizer):
+    events = answer(tiny, "a STO", stop=("STOP",))
+    assert (text(events), end(events).stop) == ("a STO", None)
+
+
+def test_the_earliest_of_several_stop_strings_counts(tiny: Tokenizer):
+    events = answer(tiny, "a b c", stop=("c", "b"))
+    assert (text(events), end(events).stop) == ("a ", "b")
+
+
+def test_a_stop_string_is_shown_where_asked_for(tiny: Tokenizer):
+    events = answer(tiny, "one STOP two", stop=("STOP",), include_stop_str=True)
+    assert text(events) == "one STOP"
+
+
+def test_a_stop_string_that_overlaps_itself_is_found(tiny: Tokenizer):
+    assert text(answer(tiny, "aaab", stop=("aab",))) == "a"
+
+
+def test_nothing_comes_after_a_stop_string(tiny: Tokenizer):
+    reader = decoder(tiny, "STOP")
+    (shown, last) = reader.push(delta(*b"a STOP b"))
+    assert shown == Text(text="a ")
+    assert isinstance(last, End)
+    assert last.completion_tokens == 6  # those behind the stop string were not part of the answer
+    assert reader.push(delta(*b"c")) == []
+    assert reader.push(Delta(job=JOB, finish="aborted")) == []
+
+
+def test_an_end_without_a_stop_string_is_not_stopped(tiny: Tokenizer):
+    reader = decoder(tiny, "STOP")
+    reader.push(Delta(job=JOB, tokens=(97,), finish="length"))
+    assert not reader.stopped
+
+
+def test_stop_strings_leave_reasoning_and_arguments_alone(tiny: Tokenizer):
+    output = "a STOP b</think>c" + section(call("functions.f:0", '"STOP"'))
+    events = answer(tiny, output, thinking=True, stop=("STOP",))
+    assert (thought(events), text(events)) == ("a STOP b", "c")
+    assert calls(events) == [("functions.f:0", "f", '"STOP"')]
+
+
+def test_whitespace_before_a_stop_string_is_answer(tiny: Tokenizer):
+    assert text(answer(tiny, "\n\nSTOP", stop=("STOP",))) == "\n\n"
+
+
+def test_stop_strings_work_at_hostile_lengths():
+    stops = StopStrings(("a" * 4_000 + "b",))
+    shown = "".join(stops.push("a" * 50) for _ in range(200))
+    assert len(shown) == 10_000 - 4_000
+    assert stops.push("b") == ""
+    assert stops.found
+
+
+def test_a_stop_id_is_counted_and_reported_but_not_shown(tiny: Tokenizer):
+    events = answer(tiny, "hello<|im_end|>", skip_special_tokens=False)
+    last = end(events)
+    assert (text(events), last.stop, last.completion_tokens) == ("hello", tiny.special("<|im_end|>"), 2)
+
+
+def test_a_stop_id_is_shown_where_asked_for(tiny: Tokenizer):
+    events = answer(tiny, "hello<|im_end|>", skip_special_tokens=False, include_stop_str=True)
+    assert text(events) == "hello<|im_end|>"
+
+
+def test_any_token_can_be_a_stop_id(tiny: Tokenizer):
+    reader = Decoder(tiny, False, (), (*tiny.stop_ids, 0x62), 7, parse=True)
+    events = reader.push(Delta(job=JOB, tokens=(0x61, 0x62), finish="stop"))
+    assert (text(events), end(events).stop) == ("a", 0x62)
+
+
+def test_a_raw_completion_shows_the_chat_marks_and_skips_other_control_tokens(tiny: Tokenizer):
+    output = "a<think>b</think><|tool_call_begin|>c<|im_user|>d<|im_end|>"
+    assert text(answer(tiny, output, parse=False)) == "a<think>b</think><|tool_call_begin|>cd"
+    everything = answer(tiny, output, parse=False, skip_special_tokens=False)
+    assert text(everything) == "a<think>b</think><|tool_call_begin|>c<|im_user|>d"
+
+
+def test_counts_are_those_of_the_job(tiny: Tokenizer):
+    reader = decoder(tiny, thinking=True)
+    reader.push(Delta(job=JOB, tokens=tuple(tokens_of(tiny, "hello the</think>")), cached_tokens=5))
+    tokens = tokens_of(tiny, "and" + section(call("functions.f:0", "{}")) + "<|im_end|>")
+    last = end(reader.push(Delta(job=JOB, tokens=tuple(tokens), finish="stop", cached_tokens=5)))
+    assert last == End(
+        finish="stop",
+        prompt_tokens=7,
+        completion_tokens=3 + len(tokens),
+        cached_tokens=5,
+        reasoning_tokens=2,
+        tool_calls=1,
+        stop=tiny.special("<|im_end|>"),
+    )
+
+
+def test_an_error_ends_the_answer_with_its_reason(tiny: Tokenizer):
+    events = decoder(tiny).push(Delta(job=JOB, tokens=(97,), finish="error", error="the worker ended"))
+    assert (text(events), end(events).finish, end(events).error) == ("a", "error", "the worker ended")
+
+
+def with_logprobs(tokens: list[int]) -> Delta:
+    items = tuple(TokenLogprobs(token=token, logprob=-1.0, rank=1) for token in tokens)
+    return Delta(job=JOB, tokens=tuple(tokens), logprobs=items, finish="stop")
+
+
+def test_every_shown_token_has_its_log_probability_and_bytes(tiny: Tokenizer):
+    tokens = tokens_of(tiny, "hello é<|im_end|>")
+    events: list[Event] = decoder(tiny).push(with_logprobs(tokens))
+    assert logprobs(events) == [b"hello", b" ", b"\xc3", b"\xa9"]
+
+
+def test_log_probabilities_end_with_the_stop_string(tiny: Tokenizer):
+    assert logprobs(decoder(tiny, "ST").push(with_logprobs(list(b"aSTb")))) == [b"a", b"S", b"T"]
+
+
+def test_prompt_log_probabilities_are_kept(tiny: Tokenizer):
+    items = (TokenLogprobs(token=97, logprob=-1.0, rank=1),)
+    reader = decoder(tiny, parse=False)
+    reader.push(Delta(job=JOB, tokens=(97,), prompt_logprobs=items))
+    reader.push(Delta(job=JOB, tokens=(97,)))
+    assert reader.prompt_logprobs == items
+
+
+@pytest.mark.parametrize("parse", [True, False])
+def test_an_end_alone_is_enough(tiny: Tokenizer, parse: bool):
+    (last,) = decoder(tiny, parse=parse).push(Delta(job=JOB, finish="length"))
+    assert last == End(finish="length", prompt_tokens=7, completion_tokens=0, cached_tokens=0)
