@@ -5,6 +5,7 @@ and decodes them in the task that writes the answer, so that whatever arrived me
 """
 
 import asyncio
+import functools
 import secrets
 import time
 import uuid
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 
@@ -36,6 +37,7 @@ from redline.wire.step import TokenLogprobs
 INLINE_CHARS = 4096  # encoding this much takes about as long as handing it to a thread and back
 SEED_MASK = (1 << 63) - 1
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -122,14 +124,13 @@ class Gateway:
         lane.generation.push(lane, delta)
 
     def _time(self, lane: "_Lane", now: float, tokens: int) -> None:
-        if lane.tokens == 0:
+        first = lane.tokens == 0
+        if first:
             lane.first_at = now
             self.metrics.time_to_first_token.observe(now - lane.began)
-        else:
-            self.metrics.inter_token_latency.observe(now - lane.last_at)
+        self.metrics.tokens.generated(tokens, None if first else now - lane.last_at)
         lane.last_at = now
         lane.tokens += tokens
-        self.metrics.generation_tokens.inc(tokens)
 
     def _ended(self, lane: "_Lane", now: float, reason: str) -> None:
         self.metrics.finished(reason)
@@ -164,7 +165,7 @@ class Gateway:
             if not tokens:
                 raise RequestError(f"{param} is empty", param)
             sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
-            job = await self._in_thread(len(tokens), self._job, tokens, sampling, ask.salt)
+            job = await self.in_thread(len(tokens), self._job, tokens, sampling, ask.salt)
             jobs += _copies(job, ask)
         self._admit(ask)  # others may have come while this one was encoded
         generation = Generation(self, ask, jobs, began)
@@ -187,7 +188,14 @@ class Gateway:
                 return prompt
         if size > (most := self._engine().max_model_len * self._longest_token):
             raise ContextTooLong(f"{param} is {size} characters; this model reads at most {most}", param)
-        return await self._in_thread(size, self._encode, prompt)
+        return await self.in_thread(size, self._encode, prompt)
+
+    async def in_thread(self, chars: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Do work beside the event loop, if it costs as much as encoding INLINE_CHARS or more."""
+        if chars <= INLINE_CHARS:
+            return work(*arguments, **named)
+        call = functools.partial(work, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def decoder(self, ask: Ask, prompt: Prompt, job: Job) -> Decoder:
         chat = isinstance(prompt, Conversation)
@@ -228,11 +236,6 @@ class Gateway:
 
     def _job(self, tokens: tuple[int, ...], sampling: Sampling, salt: str) -> Job:
         return make_job(JobId(uuid.uuid4().hex), tokens, sampling, self._fingerprint, salt)
-
-    async def _in_thread(self, size: int, work: Callable[..., T], *arguments: object) -> T:
-        if size <= INLINE_CHARS:
-            return work(*arguments)
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def _check_ids(self, sampling: Sampling) -> None:
         self._check_range(sampling.stop_ids, "stop_token_ids")

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import uvicorn
 from openai import AsyncOpenAI
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Limits
@@ -53,7 +53,7 @@ class World:
         self.gateway = Gateway(TOKENIZER, K2_6, "tiny", self.engine, self.metrics, limits.waiting)
         self.engine.serve(self.gateway, max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
-        self.app: Starlette = create_app(self.gateway, self.config)
+        self.app: ASGIApp = create_app(self.gateway, self.config)
         self.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(self.app), base_url="http://redline")
         self.client = openai_client("http://redline", self.http)
 
