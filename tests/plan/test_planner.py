@@ -273,6 +273,33 @@ def test_prompt_logprobs_come_whole_although_the_prompt_is_cached():
     assert story.deltas[0].cached_tokens == 0
 
 
+def test_a_resumed_job_takes_no_page_that_another_job_computed_in_another_form():
+    world = World(pages=24, ahead=0)
+    resumed = world.submit(prompt(10), max_tokens=150)
+    world.turn()
+    world.submit(prompt(10) + resumed.expected[:140], max_tokens=1)  # a prompt of what the first will generate
+    while len(resumed.tokens) < 100:
+        world.turn()
+    if world.flights:
+        world.settle()
+    (active,) = world.planner._running
+    world.planner._preempt(active)
+    world.finish()
+    assert world.runner.resumed == 1
+    assert world.runner.resumed_bits_compared > 100
+
+
+def test_pages_are_exact_when_nothing_before_them_was_generated():
+    world = World()
+    story = world.submit(prompt(130), max_tokens=70)
+    world.finish()
+    whole = prompt(130) + story.expected
+    world.submit(whole + prompt(70), max_tokens=1)
+    world.finish()
+    pages = world.planner._cache.match(page_hashes(whole + prompt(70)))
+    assert [world.planner._cache.is_exact(page) for page in pages] == [True, True, False, False]
+
+
 # Pre-emption and order
 
 
