@@ -47,3 +47,10 @@ def make_job(
 def _framed(data: bytes) -> bytes:
     """Data behind its length, so that two fields cannot run into one another."""
     return struct.pack("<q", len(data)) + data
+
+
+def page_hash(previous: PageHash | None, tokens: tuple[int, ...], fingerprint: str) -> PageHash:
+    """The next hash of a chain, for a page that generated tokens have filled. None: no page before it, and no salt."""
+    if previous is None:
+        return page_hashes(tokens, "", fingerprint)[0]
+    return PageHash(blake2b(previous + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=_BYTES).digest())

@@ -218,9 +218,7 @@ def _prefill_reference(
     count = q_CHX.shape[0]
     rows_SW = _context(plane, table, start + count)
     latent, rope = rows_SW.split([w.rank, w.rope], -1)
-    keys = torch.cat(
-        [torch.einsum("sr,hrn->hsn", latent, w.w_uk.dense().float()), rope.expand(w.heads, -1, -1)], -1
-    )
+    keys = torch.cat([torch.einsum("sr,hrn->hsn", latent, w.w_uk.dense().float()), rope.expand(w.heads, -1, -1)], -1)
     values = torch.einsum("sr,hvr->hsv", latent, w.w_uv.dense().float())
     scores = torch.einsum("chx,hsx->hcs", q_CHX.float(), keys) * scale
     position = torch.arange(start, start + count, device=q_CHX.device)
@@ -301,7 +299,9 @@ def _pages(g: torch.Generator, w: MlaWeights, slots: int, tokens: int, dtype: to
 
 def _decode_cases() -> Iterator[Case]:
     def make(lengths: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype):
-        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        def inputs(
+            g: torch.Generator,
+        ) -> tuple[Tensor, MlaWeights, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
             w = random_weights(g, *sizes)
             tables, plane = _pages(g, w, len(lengths), max(lengths), dtype)
             q = torch.randn(len(lengths) + 1, w.heads, w.nope + w.rope, generator=g)

@@ -65,9 +65,7 @@ def kernel(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | No
         choice = native.pointer(routed.ids_TK), native.pointer(routed.weights_TK)
         pointers = (*choice, *_pointers(routed.gate_up), *_pointers(routed.down))
         sizes = (routed.down.shape[0], routed.ids_TK.shape[1], routed.down.shape[2])
-    library.redline_moe(
-        native.pointer(x_TD), *pointers, *shared[:2], y_TD.data_ptr(), tokens, d, *sizes, shared[2]
-    )
+    library.redline_moe(native.pointer(x_TD), *pointers, *shared[:2], y_TD.data_ptr(), tokens, d, *sizes, shared[2])
     return y_TD
 
 

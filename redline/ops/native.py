@@ -17,7 +17,15 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).parent
-SOURCES = ("cpu/pool.cpp", "linear.cpp", "add_norm.cpp", "route_experts.cpp", "moe.cpp", "mla_qkv.cpp", "mla_decode.cpp")
+SOURCES = (
+    "cpu/pool.cpp",
+    "linear.cpp",
+    "add_norm.cpp",
+    "route_experts.cpp",
+    "moe.cpp",
+    "mla_qkv.cpp",
+    "mla_decode.cpp",
+)
 SOURCES += ("mla_prefill.cpp",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 
@@ -57,7 +65,9 @@ def library() -> ctypes.CDLL | None:
     if not path.exists():
         failure = _build(compiler, path)
         if failure is not None:
-            _reason = f"the CPU kernels did not build ({failure}): the CPU runs the reference path, several times slower"
+            _reason = (
+                f"the CPU kernels did not build ({failure}): the CPU runs the reference path, several times slower"
+            )
             return None
     loaded = ctypes.CDLL(str(path))
     for name, signature in _SIGNATURES.items():
@@ -120,7 +130,9 @@ def _build(compiler: str, path: Path) -> str | None:
             return (failed[0].strip().splitlines() or ["no message"])[0]
         library_path = f"{folder}/kernels.so"
         link = subprocess.run(
-            [compiler, "-shared", "-pthread", "-o", library_path, *(out for _, out in jobs)], capture_output=True, check=False
+            [compiler, "-shared", "-pthread", "-o", library_path, *(out for _, out in jobs)],
+            capture_output=True,
+            check=False,
         )
         if link.returncode != 0:
             return (link.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[0]

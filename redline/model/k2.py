@@ -1,0 +1,223 @@
+"""What K2 is: embeddings, blocks of latent attention and experts, a head.
+
+A block is two sublayers. Each takes the normed stream and returns its partial sum; adding it to the residual belongs to
+the next sublayer's norm (`add_norm`), across block borders, so that an all-reduce can later stand in between.
+
+T tokens of a step, D hidden, H heads, P rope, R rows whose next token is asked for, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redline.model.checkpoint import Checkpoint, Projection
+from redline.model.config import K2Config
+from redline.ops.add_norm import add_norm
+from redline.ops.formats import Int4
+from redline.ops.linear import linear
+from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv
+from redline.ops.moe import Routed, moe
+from redline.ops.route_experts import route_experts
+from redline.ops.weights import Experts, Matrix, prepare_experts
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [first, first + count) of the step are positions [start, start + count) of a prompt."""
+
+    first: int
+    count: int
+    start: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One step, as tensors. Every token is in exactly one chunk or is one query."""
+
+    ids_T: Tensor  # int64
+    cos_T: Tensor  # float32 [T, P / 2]
+    sin_T: Tensor
+    rows_T: Tensor  # int64: page * 64 + place, where each token's latent goes
+    chunks: Sequence[Chunk]  # prompt tokens: expanded attention
+    tokens_Q: Tensor  # int32: generated tokens: absorbed attention
+    slots_Q: Tensor  # int32
+    lengths_Q: Tensor  # int32: context of each query, itself included
+    tables: Tensor  # int32 [slots, pages per slot]
+
+
+@dataclass(frozen=True)
+class Moe:
+    router: Matrix
+    bias_E: Tensor  # float32
+    gate_up: Experts
+    down: Experts
+
+
+@dataclass(frozen=True)
+class Block:
+    attention_norm: Tensor  # float32 [D]
+    attention: MlaWeights
+    o_proj: Matrix
+    mlp_norm: Tensor  # float32 [D]
+    shared_gate_up: Matrix  # of the shared expert, or of the dense MLP
+    shared_down: Matrix
+    experts: Moe | None
+
+
+class K2:
+    """The text model on one device, weights in the layouts that its ops want."""
+
+    def __init__(
+        self, config: K2Config, embedding_VD: Tensor, blocks: Sequence[Block], norm: Tensor, head: Matrix
+    ) -> None:
+        self.config = config
+        self.embedding_VD = embedding_VD
+        self.blocks = blocks
+        self.norm = norm
+        self.head = head
+        self.device = embedding_VD.device
+        self._inv_freq = config.inv_freq().to(self.device)
+        # Activations: float32 where the CPU computes, the weights' own bf16 on a GPU.
+        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+
+    def angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [T, P / 2], of integer positions."""
+        angle = positions_T.float()[:, None] * self._inv_freq
+        return angle.cos(), angle.sin()
+
+    def forward(self, inputs: Inputs, planes: Tensor) -> Tensor:
+        """The normed last hidden state [T, D]. planes [layers, pages, 64, kv width]: read, and written at rows_T."""
+        config = self.config
+        heads, value = config.num_attention_heads, config.v_head_dim
+        residual = self.embedding_VD[inputs.ids_T].to(self.dtype)
+        partial: Tensor | None = None
+        for block, plane in zip(self.blocks, planes.unbind(0), strict=True):
+            residual, x = add_norm(residual, partial, block.attention_norm, config.rms_norm_eps)
+            q = mla_qkv(x, block.attention, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
+            o = torch.empty(x.shape[0], heads, value, dtype=self.dtype, device=self.device)
+            self._attend(q, block.attention, inputs, plane, o)
+            partial = linear(o.flatten(1), block.o_proj)
+            residual, x = add_norm(residual, partial, block.mlp_norm, config.rms_norm_eps)
+            partial = moe(x, block.shared_gate_up, block.shared_down, self._route(x, block.experts))
+        return add_norm(residual, partial, self.norm, config.rms_norm_eps)[1]
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """float32 [R, V]"""
+        return linear(hidden_RD, self.head).float()
+
+    def _attend(self, q: Tensor, weights: MlaWeights, inputs: Inputs, plane: Tensor, o: Tensor) -> None:
+        scale = self.config.softmax_scale
+        for chunk in inputs.chunks:
+            rows = slice(chunk.first, chunk.first + chunk.count)
+            mla_prefill(q[rows], weights, scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows])
+        if inputs.tokens_Q.shape[0]:
+            queries = inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q
+            mla_decode(q, weights, scale, *queries, inputs.tables, plane, o)
+
+    def _route(self, x: Tensor, experts: Moe | None) -> Routed | None:
+        if experts is None:
+            return None
+        k, normalise = self.config.num_experts_per_tok, self.config.norm_topk_prob
+        ids, weights = route_experts(x, experts.router, experts.bias_E, k, normalise, self.config.routed_scaling_factor)
+        return Routed(experts.gate_up, experts.down, ids, weights)
+
+
+def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: float | None = None) -> K2:
+    """Copies a checkpoint onto a device, tensor by tensor; anonymous memory at the peak is the model and one layer.
+
+    `low_rank_norm_eps` replaces the config's, to compare with libraries that fix it (kimi-format.md section 4).
+    """
+    config = checkpoint.config
+    reader = _Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps)
+    embedding = reader.plain("embed_tokens.weight")
+    blocks = [reader.block(layer) for layer in range(config.num_hidden_layers)]
+    norm, head = reader.vector("norm.weight"), reader.matrix("lm_head.weight")
+    return K2(config, embedding, blocks, norm, head)
+
+
+class _Reader:
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, low_rank_norm_eps: float) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._eps = low_rank_norm_eps
+
+    def plain(self, name: str) -> Tensor:
+        """A copy: what the checkpoint hands out is a view of the file."""
+        return self._checkpoint.plain(name).to(self._device, torch.bfloat16, copy=True)
+
+    def vector(self, name: str) -> Tensor:
+        """Norms and biases are kept in float32."""
+        return self._checkpoint.plain(name).to(self._device, torch.float32, copy=True)
+
+    def matrix(self, *names: str) -> Matrix:
+        """Weights over the same inputs, stacked."""
+        return Matrix.prepare(torch.cat([self.plain(name) for name in names]))
+
+    def block(self, layer: int) -> Block:
+        at = f"layers.{layer}"
+        mlp = f"{at}.mlp"
+        shared = f"{mlp}.shared_experts" if self._checkpoint.config.is_moe(layer) else mlp
+        return Block(
+            attention_norm=self.vector(f"{at}.input_layernorm.weight"),
+            attention=self.attention(f"{at}.self_attn"),
+            o_proj=self.matrix(f"{at}.self_attn.o_proj.weight"),
+            mlp_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
+            shared_gate_up=self.matrix(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
+            shared_down=self.matrix(f"{shared}.down_proj.weight"),
+            experts=self.moe(layer) if self._checkpoint.config.is_moe(layer) else None,
+        )
+
+    def attention(self, at: str) -> MlaWeights:
+        config = self._checkpoint.config
+        kv_b = self.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
+        w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+        return MlaWeights(
+            w_a=self.matrix(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
+            q_norm=self.vector(f"{at}.q_a_layernorm.weight"),
+            kv_norm=self.vector(f"{at}.kv_a_layernorm.weight"),
+            w_q=self.matrix(f"{at}.q_b_proj.weight"),
+            w_uk=Matrix.prepare(w_uk.transpose(1, 2).contiguous()),
+            w_uv=Matrix.prepare(w_uv.contiguous()),
+            eps=self._eps,
+        )
+
+    def moe(self, layer: int) -> Moe:
+        at = f"layers.{layer}.mlp.gate"
+        gate_up, down = self.experts(layer, "gate", "up"), self.experts(layer, "down")
+        return Moe(self.matrix(f"{at}.weight"), self.vector(f"{at}.e_score_correction_bias"), gate_up, down)
+
+    def experts(self, layer: int, *projections: Projection) -> Experts:
+        """One layer's experts, their projections stacked along the outputs: [E, N, K]."""
+
+        def stacked(part: Callable[[Int4 | Tensor], Tensor]) -> Tensor:
+            whole: Tensor | None = None
+            for expert in range(self._checkpoint.config.n_routed_experts):
+                one = torch.cat([part(self._checkpoint.expert(layer, expert, p)) for p in projections])
+                if whole is None:
+                    shape = (self._checkpoint.config.n_routed_experts, *one.shape)
+                    whole = torch.empty(shape, dtype=one.dtype, device=self._device)
+                whole[expert] = one
+            assert whole is not None
+            return whole
+
+        if isinstance(self._checkpoint.expert(layer, 0, projections[0]), Int4):
+            return prepare_experts(Int4(stacked(_packed), stacked(_scale)))
+        return prepare_experts(stacked(_bf16))
+
+
+def _packed(weight: Int4 | Tensor) -> Tensor:
+    assert isinstance(weight, Int4)
+    return weight.packed
+
+
+def _scale(weight: Int4 | Tensor) -> Tensor:
+    assert isinstance(weight, Int4)
+    return weight.scale
+
+
+def _bf16(weight: Int4 | Tensor) -> Tensor:
+    assert isinstance(weight, Tensor)
+    return weight.to(torch.bfloat16)

@@ -1,0 +1,58 @@
+"""What fits: pages and slots from memory. A pure function whose result prints its own arithmetic."""
+
+from dataclasses import dataclass
+
+import torch
+
+from redline.errors import ConfigError
+from redline.model.config import K2Config
+from redline.wire.job import PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class Layout:
+    """pages: of PAGE_TOKENS tokens. max_model_len: tokens of one job, prompt and answer."""
+
+    pages: int
+    max_model_len: int
+    kv_dtype: torch.dtype
+    page_bytes: int
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * PAGE_TOKENS
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    def explain(self) -> list[str]:
+        """Each number with its arithmetic."""
+        per_token = self.page_bytes // PAGE_TOKENS
+        jobs = self.tokens / self.max_model_len
+        return [
+            f"a page           {PAGE_TOKENS} tokens x {per_token:,} bytes = {self.page_bytes:,} bytes",
+            f"KV memory        {self.pages:,} pages x {self.page_bytes:,} bytes = {self.kv_bytes / 1e9:.2f} GB",
+            f"KV capacity      {self.tokens:,} tokens = {jobs:.1f} x the longest context of {self.max_model_len:,}",
+        ]
+
+
+def fit(config: K2Config, kv_bytes: int, kv_dtype: torch.dtype, max_model_len: int | None) -> Layout:
+    """As many pages as `kv_bytes` holds, and the longest job that they allow.
+
+    ConfigError, with the arithmetic, where one job of `max_model_len` does not fit, or the model reads fewer tokens.
+    """
+    page_bytes = config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS
+    pages = kv_bytes // page_bytes
+    reads = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > reads:
+        raise ConfigError(f"max-model-len is {max_model_len:,}; this model reads {reads:,} tokens at most")
+    wanted = max_model_len or min(reads, pages * PAGE_TOKENS)
+    needed = -(-wanted // PAGE_TOKENS)
+    if pages < max(needed, 1):
+        raise ConfigError(
+            f"kv-memory {kv_bytes / 1e9:.2f} GB holds {pages:,} pages of {page_bytes:,} bytes, {pages * PAGE_TOKENS:,} "
+            f"tokens; max-model-len {wanted:,} needs {max(needed, 1):,} pages: give --kv-memory "
+            f"{max(needed, 1) * page_bytes / 1e9:.2f}GB, or a smaller --max-model-len"
+        )
+    return Layout(pages, wanted, kv_dtype, page_bytes)

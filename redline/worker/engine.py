@@ -1,0 +1,202 @@
+"""A worker's insides put together: checkpoint, model, pages, planner, runner, and the loop over them.
+
+`Engine` is what a process serves with (`worker.main`), and what tests, evaluation and benchmarks drive in their own.
+"""
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from redline.chat.hashing import page_hash
+from redline.chat.template import Style, style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import WorkerLost
+from redline.model.checkpoint import Checkpoint
+from redline.model.k2 import K2, load
+from redline.ops import native
+from redline.plan.planner import PlanConfig, Planner
+from redline.run.fit import Layout, fit
+from redline.run.runner import Runner
+from redline.wire.base import Record
+from redline.wire.channel import Inbox, MemoryChannel, Outbox
+from redline.wire.delta import Delta
+from redline.wire.job import Abort, Job, JobId
+from redline.wire.news import Ready, Stop
+from redline.worker.loop import lead
+
+KV_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+KV_SHARE = 0.25  # of the memory that is free once the weights are there, where nothing is said; at most KV_MOST
+KV_MOST = 4 << 30
+
+
+class EngineConfig(Record, frozen=True):
+    """What an engine is told. Absent: derived from the machine, and printed by `redline doctor`."""
+
+    kv_memory: int | None = None  # bytes
+    max_model_len: int | None = None  # tokens of one job
+    max_running: int = 64
+    step_tokens: int = 512
+    kv_dtype: str = "bf16"  # or float32
+
+
+class Engine:
+    """One model on one device. Use as a context manager, or call `close`."""
+
+    def __init__(
+        self,
+        model: K2,
+        layout: Layout,
+        config: EngineConfig,
+        fingerprint: str,
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.fingerprint = fingerprint
+        self.runner = Runner(model, layout, config.max_running)
+        self.planner = Planner(
+            layout.pages,
+            PlanConfig(step_tokens=config.step_tokens, max_running=config.max_running),
+            layout.max_model_len,
+            functools.partial(page_hash, fingerprint=fingerprint),
+        )
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path | str,
+        config: EngineConfig | None = None,
+        *,
+        device: torch.device | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> "LocalEngine":
+        """Load a checkpoint's folder, tokenizer included, and start the loop in a thread of this process.
+
+        progress: called with (bytes read, bytes in all). Raises ConfigError or CheckpointError.
+        """
+        engine = cls.load(folder, config or EngineConfig(), device=device, progress=progress)
+        return LocalEngine(engine, Tokenizer.open(Path(folder)), style_of(Path(folder)))
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        config: EngineConfig,
+        *,
+        device: torch.device | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> "Engine":
+        checkpoint = Checkpoint.open(folder)
+        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = KV_DTYPES[config.kv_dtype]
+        kv_bytes = config.kv_memory or kv_budget(free_memory(device) - checkpoint.config.weight_bytes)
+        layout = fit(checkpoint.config, kv_bytes, dtype, config.max_model_len)
+        if progress is not None:
+            done = 0
+
+            def read(count: int) -> None:
+                nonlocal done
+                done += count
+                progress(done, checkpoint.bytes)
+
+            checkpoint.progress = read
+        if device.type == "cpu" and native.library() is not None:
+            torch.set_num_threads(1)  # the kernels have threads of their own; torch does small things beside them
+        return cls(load(checkpoint, device), layout, config, f"{checkpoint.fingerprint} {config.kv_dtype}")
+
+    @property
+    def ready(self) -> Ready:
+        config = self.model.config
+        weights = f"{config.total_parameters / 1e6:,.1f} M parameters, {config.active_parameters / 1e6:,.1f} M active"
+        kernels = f"{native.threads()} threads" if native.library() else f"reference path: {native.why_not()}"
+        where = kernels if self.model.device.type == "cpu" else torch.cuda.get_device_name(self.model.device)
+        summary = f"{weights}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens"
+        return Ready(max_model_len=self.layout.max_model_len, pages=self.layout.pages, summary=summary)
+
+    def serve(self, inbox: Inbox, outbox: Outbox) -> None:
+        """The loop, in this thread, until a Stop comes."""
+        try:
+            lead(self.planner, self.runner, inbox, outbox)
+        finally:
+            self.runner.close()
+
+
+class LocalEngine:
+    """An engine that runs beside its caller. Any number of threads may generate."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, style: Style) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.style = style
+        self.fingerprint = engine.fingerprint
+        self._inbox = MemoryChannel()
+        self._outbox = MemoryChannel()
+        self._loop = threading.Thread(target=engine.serve, args=(self._inbox, self._outbox), name="loop", daemon=True)
+        self._loop.start()
+        self._generating = threading.Lock()
+
+    def generate(
+        self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
+    ) -> dict[JobId, list[Delta]]:
+        """Run jobs to their ends, batched continuously. Deltas of each job, in order; the last one has a finish.
+
+        Raises WorkerLost if the loop ends first. An exception from `on_delta` aborts the jobs and goes on.
+        """
+        deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
+        assert len(deltas) == len(jobs), "two jobs have the same id"
+        with self._generating:
+            for job in jobs:
+                self._inbox.put(job)
+            left = len(jobs)
+            try:
+                while left:
+                    messages = self._outbox.drain(wait=True, timeout=5.0)
+                    if not messages and not self._loop.is_alive():
+                        raise WorkerLost("the engine's loop has ended")
+                    for message in messages:
+                        if isinstance(message, Delta) and message.job in deltas:
+                            deltas[message.job].append(message)
+                            left -= message.finish is not None
+                            if on_delta is not None:
+                                on_delta(message)
+            except BaseException:
+                for job in jobs:
+                    self._inbox.put(Abort(job=job.id))
+                raise
+        return deltas
+
+    def close(self) -> None:
+        self._inbox.put(Stop())
+        self._loop.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def kv_budget(free: int) -> int:
+    """Bytes for the pages where the operator has said nothing."""
+    return max(0, min(KV_MOST, int(free * KV_SHARE)))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process could still take."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
