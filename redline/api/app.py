@@ -334,6 +334,7 @@ class _Departure:
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
+        self._generation.close()  # at once: the answer may come faster than its failure is looked at
         self._generation.fail(ClientLeft())
 
 

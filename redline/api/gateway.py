@@ -6,6 +6,7 @@ and decodes them in the task that writes the answer, so that whatever arrived me
 
 import asyncio
 import functools
+import logging
 import secrets
 import time
 import uuid
@@ -34,8 +35,10 @@ from redline.wire.job import Abort, Job, JobId, Sampling
 from redline.wire.news import Failed, Load, Ready
 from redline.wire.step import TokenLogprobs
 
-INLINE_CHARS = 4096  # encoding this much takes about as long as handing it to a thread and back
+INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
+
+log = logging.getLogger("redline.api")
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,7 +107,9 @@ class Gateway:
                     self._deliver(lane, message)
             case Load():
                 self.metrics.load(message)
-            case Ready():
+            case Ready():  # perhaps of a new worker, which knows nothing of the old one's jobs
+                if self._lanes:
+                    self.lose("another worker has taken its place")
                 self.ready, self.lost = message, None
             case Failed():
                 self.lose(message.reason)
@@ -140,6 +145,7 @@ class Gateway:
 
     def lose(self, reason: str) -> None:
         """The worker has ended: so has every answer, and new ones are refused until a worker is ready again."""
+        log.log(logging.ERROR if self._lanes else logging.INFO, "no worker: %s", reason)
         self.lost, self.ready = reason, None
         lanes, self._lanes, self._waiting = self._lanes, {}, 0
         for generation in {lane.generation for lane in lanes.values()}:
@@ -167,7 +173,8 @@ class Gateway:
             sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
             job = await self.in_thread(len(tokens), self._job, tokens, sampling, ask.salt)
             jobs += _copies(job, ask)
-        self._admit(ask)  # others may have come while this one was encoded
+        self._engine()  # the worker may have gone, and others come, while this one was encoded
+        self._admit(ask)
         generation = Generation(self, ask, jobs, began)
         for lane in generation.lanes:
             self._lanes[lane.job.id] = lane
