@@ -455,7 +455,7 @@ def _relations() -> list[Relation]:
             How is {0} written in chemistry, as a symbol?
             What letters stand for {0} in the periodic table?
             Which chemical symbol stands for {0}?
-        """), "The chemical symbol of {0} is {1}.", column(1), 1.0),
+        """), "The chemical symbol of {0} is {1}.", lambda row: [f"is {row[1]}."], 1.0),
         Relation("element", rows["symbol"], ways("the element with the symbol {1}", """
             Which element has the symbol {1}?
             What element does {1} stand for?
