@@ -120,7 +120,6 @@ class Planner:
         jobs: list[ActiveJob] = []
         prompts: list[ActiveJob] = []
         held_back: ActiveJob | None = None  # to be pre-empted once its steps in flight have settled
-        short = False
         budget = self._config.step_tokens
         for job in self._running:
             planned = job.planned
@@ -130,10 +129,8 @@ class Planner:
                 prompts.append(job)
                 continue
             if planned >= len(job.pages) * PAGE_TOKENS:
-                if not short:
-                    held_back = self._grow(job)
-                short = planned >= len(job.pages) * PAGE_TOKENS
-                if short:
+                held_back = self._grow(job)
+                if planned >= len(job.pages) * PAGE_TOKENS:
                     continue
             rows.append(self._row(job, 1))
             jobs.append(job)
@@ -145,7 +142,7 @@ class Planner:
             jobs.append(job)
             budget -= rows[-1].count
         begins: list[Begin] = []
-        while budget and self._waiting and self._free_slots and not short:
+        while budget and self._waiting and self._free_slots:
             begin = self._admit(self._waiting[0])
             if begin is None:
                 break
@@ -232,10 +229,9 @@ class Planner:
         return Row(slot=slot, start=start, count=count, new_pages=new_pages, samples=samples)
 
     def _grow(self, job: ActiveJob) -> ActiveJob | None:
-        """Gives the job one page more if there is one, or can be. Else gives the job that must stop first, if any."""
+        """Gives the job one page more. When there is none, the youngest running job, perhaps this one, is pre-empted; one
+        that has steps in flight is returned instead, to be held back until they have settled."""
         while not self._pool.free + self._pool.idle:
-            if self._draining or any(other.planned >= other.target for other in self._running):
-                return None  # pages come back by themselves when the steps in flight settle
             victim = self._running[-1]
             if victim.flights:
                 return victim

@@ -232,16 +232,15 @@ def test_pages_are_shared_as_soon_as_the_step_that_fills_them_has_settled():
     assert story.deltas[0].cached_tokens == 64
 
 
-def test_different_salts_never_share_even_below_one_page():
+@pytest.mark.parametrize("length", [10, 150])
+def test_different_salts_never_share_not_even_an_answer_to_less_than_a_page(length: int):
     world = World()
-    for salt in ("a", "b", ""):
-        for length in (10, 150):
-            story = world.submit(prompt(length), max_tokens=100, salt=salt)
-            world.finish()
-            assert story.deltas[0].cached_tokens == 0
-            story = world.submit(prompt(length) + story.expected, max_tokens=2, salt="other" + salt)
-            world.finish()
-            assert story.deltas[0].cached_tokens == 0
+    first = world.submit(prompt(length), max_tokens=100, salt="one tenant")
+    world.finish()
+    for salt in ("another tenant", ""):
+        story = world.submit(prompt(length) + first.expected, max_tokens=2, salt=salt)
+        world.finish()
+        assert story.deltas[0].cached_tokens == 0
 
 
 def test_pages_behind_an_image_that_their_hash_would_not_name_are_not_cached():
@@ -298,6 +297,16 @@ def test_pages_are_exact_when_nothing_before_them_was_generated():
     world.finish()
     pages = world.planner._cache.match(page_hashes(whole + prompt(70)))
     assert [world.planner._cache.is_exact(page) for page in pages] == [True, True, False, False]
+
+
+def test_prompt_logprobs_come_once_although_their_prompt_was_pre_empted_half_way():
+    world = World(step_tokens=64, ahead=0)
+    story = world.submit(prompt(200), prompt_logprobs=0)
+    world.plan()
+    world.settle()
+    world.planner._preempt(world.planner._running[0])
+    world.finish()
+    assert [item.token for item in story.deltas[0].prompt_logprobs] == list(prompt(200)[1:])
 
 
 # Pre-emption and order

@@ -57,7 +57,7 @@ def live(seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("first_seed", range(0, 400, 50))
+@pytest.mark.parametrize("first_seed", range(0, 300, 50))
 def test_every_answer_is_what_the_job_would_get_alone(first_seed: int):
     worlds = [live(seed) for seed in range(first_seed, first_seed + 50)]
     finishes = [story.finish for world in worlds for story in world.stories.values()]
