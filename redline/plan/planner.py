@@ -229,8 +229,8 @@ class Planner:
         return Row(slot=slot, start=start, count=count, new_pages=new_pages, samples=samples)
 
     def _grow(self, job: ActiveJob) -> ActiveJob | None:
-        """Gives the job one page more. When there is none, the youngest running job, perhaps this one, is pre-empted; one
-        that has steps in flight is returned instead, to be held back until they have settled."""
+        """Gives the job one page more. When there is none, the youngest running job, perhaps this one, is pre-empted;
+        one that has steps in flight is returned instead, to be held back until they have settled."""
         while not self._pool.free + self._pool.idle:
             victim = self._running[-1]
             if victim.flights:
