@@ -1,8 +1,8 @@
 """What Kimi-Nano learns from: the mixture of all generators, rendered with Kimi's template and packed into rows.
 
-Worker processes each draw their own stream from the seed, encode it and pack whole documents into rows of 1,024 tokens
-(most) and of 4,096 (a tenth, much of it long recall). A token is one uint16: 12 bits of id, two of loss, one that marks
-the start of a document. The trainer takes rows from a `Pool`, which plays old rows again rather than let it wait.
+Worker processes each draw their own stream from the seed, encode it and pack whole documents into rows: half of them
+make rows of 1,024 tokens, half rows of 4,096, much of it long recall. A token is one uint16: 12 bits of id, two of
+loss, one that marks the start of a document. The trainer takes rows from a `Pool`, which does not let it wait.
 """
 
 import importlib
@@ -10,13 +10,13 @@ import multiprocessing
 import os
 import queue
 import random
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
+from itertools import islice
 from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,6 @@ from redline.chat.tokenizer import Piece, Special, Tokenizer
 
 ROW = 1_024
 LONG_ROW = 4_096
-LONG_SHARE = 0.1  # of a worker's tokens; the last tenth of training reads long rows
 
 # Share of tokens by module, in short rows and in long ones.
 MIXTURE = {
@@ -267,15 +266,13 @@ class Packer:
         return np.concatenate(documents)
 
 
-def rows(tokenizer: Tokenizer, seed: str) -> Iterator[Tokens]:
-    """An endless stream of rows, short and long, the same for the same seed."""
+def rows(tokenizer: Tokenizer, seed: str, row: int) -> Iterator[Tokens]:
+    """An endless stream of rows of that length, the same for the same seed."""
     encoder = Encoder(tokenizer)
-    packers = {row: Packer(row, encoder.pad) for row in (ROW, LONG_ROW)}
-    mixtures = {row: Mixture(f"{seed}/{row}", row) for row in packers}
-    made: Counter[int] = Counter()
+    packer = Packer(row, encoder.pad)
+    mixture = Mixture(f"{seed}/{row}", row)
     while True:
-        row = LONG_ROW if made[LONG_ROW] < LONG_SHARE * made.total() else ROW
-        module, drawn = mixtures[row].draw()
+        module, drawn = mixture.draw()
         if isinstance(drawn, Document):
             whole = encoder.document(drawn)
             documents = [_started(whole[i : i + row].copy()) for i in range(0, len(whole), row)]
@@ -283,85 +280,74 @@ def rows(tokenizer: Tokenizer, seed: str) -> Iterator[Tokens]:
             documents = [encoder.sample(drawn)]
         for tokens in documents:
             # One that does not fit still counts as its module's, so that nothing is drawn forever in vain.
-            mixtures[row].spent(module, len(tokens))
-            made[row] += len(tokens)
-            if len(tokens) <= row and (packed := packers[row].add(tokens)) is not None:
+            mixture.spent(module, len(tokens))
+            if len(tokens) <= row and (packed := packer.add(tokens)) is not None:
                 yield packed
 
 
-_BATCH_ROWS = 16
-_WAITING_BATCHES = 4_096  # about 70 M tokens or 140 MB: what a slow start of the trainer lets pile up
+_BATCH_TOKENS = 16_384  # cross the process border together
+_WAITING_BATCHES = 2_048  # of each row length: 34 M tokens, which are made while the trainer compiles
 
 
-def _work(folder: Path, seed: str, output: "Queue[NDArray[np.uint16]]") -> None:
-    waiting: dict[int, list[Tokens]] = {ROW: [], LONG_ROW: []}
-    for packed in rows(Tokenizer.open(folder), seed):
-        batch = waiting[len(packed)]
-        batch.append(packed)
-        if len(batch) * len(packed) == _BATCH_ROWS * ROW:
-            output.put(np.stack(batch))
-            batch.clear()
-
-
-class Rate(NamedTuple):
-    tokens: int  # received from the workers so far
-    replayed: float  # share of the rows given out that had been given out before
+def _work(folder: Path, seed: str, row: int, output: "Queue[NDArray[np.uint16]]") -> None:
+    stream = rows(Tokenizer.open(folder), seed, row)
+    while True:
+        output.put(np.stack(list(islice(stream, _BATCH_TOKENS // row))))
 
 
 class Pool:
-    """Rows from worker processes. `take` never waits once the first rows are there: it repeats old ones instead."""
+    """Rows from worker processes, half of which make short ones and half long ones.
+
+    `take` never waits once the first rows are there: if there are too few new ones, it gives old ones again.
+    """
 
     def __init__(self, folder: Path, seed: int, workers: int | None = None) -> None:
         # Workers are forked before the device is touched; they need nothing of torch.
         context = multiprocessing.get_context("fork")
-        self._queue: Queue[NDArray[np.uint16]] = context.Queue(_WAITING_BATCHES)
-        count = workers or max(1, (os.cpu_count() or 2) - 2)
+        self._queues: dict[int, Queue[NDArray[np.uint16]]] = {
+            row: context.Queue(_WAITING_BATCHES) for row in (ROW, LONG_ROW)
+        }
+        each = (workers or max(2, (os.cpu_count() or 2) - 2)) // 2
         self.workers = [
-            context.Process(target=_work, args=(folder, f"{seed}/{index}", self._queue), daemon=True)
-            for index in range(count)
+            context.Process(target=_work, args=(folder, f"{seed}/{index}", row, output), daemon=True)
+            for row, output in self._queues.items()
+            for index in range(each)
         ]
         for worker in self.workers:
             worker.start()
-        self._fresh: dict[int, deque[Tokens]] = {ROW: deque(), LONG_ROW: deque()}
-        self._seen: dict[int, list[Tokens]] = {ROW: [], LONG_ROW: []}
+        self._fresh: dict[int, deque[Tokens]] = {row: deque() for row in self._queues}
+        self._seen: dict[int, deque[Tokens]] = {row: deque(maxlen=16_384) for row in self._queues}
         self._rng = random.Random(seed)
-        self._taken = self._replayed = self._received = 0
-        self._closing = False
-        self._thread = threading.Thread(target=self._receive, daemon=True)
-        self._thread.start()
+        self._taken = self._again = 0
 
     def take(self, count: int, row: int) -> NDArray[np.uint16]:
         """[count, row]: new rows as far as there are any, then ones drawn from those seen before."""
         fresh, seen = self._fresh[row], self._seen[row]
-        while not fresh and not seen:
-            if not any(worker.is_alive() for worker in self.workers):
-                raise RuntimeError("all data workers have ended; their error stands above")
-            time.sleep(0.01)
+        while len(fresh) < count:
+            try:
+                fresh.extend(self._queues[row].get_nowait())
+            except queue.Empty:
+                if fresh or seen:
+                    break
+                if not all(worker.is_alive() for worker in self.workers):
+                    raise RuntimeError("a data worker has ended; its error stands above") from None
+                time.sleep(0.01)
         new = [fresh.popleft() for _ in range(min(count, len(fresh)))]
-        seen += new
+        seen.extend(new)
         old = [self._rng.choice(seen) for _ in range(count - len(new))]
         self._taken += count
-        self._replayed += len(old)
+        self._again += len(old)
         return np.stack(new + old)
 
-    def rate(self) -> Rate:
-        return Rate(self._received, self._replayed / max(self._taken, 1))
+    @property
+    def repeated(self) -> float:
+        """Share of the rows given out that had been given out before."""
+        return self._again / max(self._taken, 1)
 
     def close(self) -> None:
-        self._closing = True
         for worker in self.workers:
             worker.terminate()
             worker.join()
-        self._thread.join()
-
-    def _receive(self) -> None:
-        while not self._closing:
-            try:
-                batch = self._queue.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            self._received += batch.size
-            self._fresh[batch.shape[1]].extend(batch)
 
 
 def evaluation(encoder: Encoder, split: Split, per_kind: int, seed: int) -> list[tuple[str, Sample]]:
@@ -383,19 +369,23 @@ def evaluation(encoder: Encoder, split: Split, per_kind: int, seed: int) -> list
     return samples
 
 
-def measure(folder: Path, seconds: float = 10) -> str:
-    """Tokens per second of one worker, how full its rows are, and each module's share."""
-    tokenizer = Tokenizer.open(folder)
+def measure(folder: Path, row: int, seconds: float = 10) -> str:
+    """What one worker process makes."""
+    stream = rows(Tokenizer.open(folder), "measure", row)
+    made: list[Tokens] = []
     began = time.perf_counter()
-    tokens = padding = 0
-    for row in rows(tokenizer, "measure"):
-        tokens += len(row)
-        padding += int((row & 0xFFF == tokenizer.special("[PAD]")).sum())
-        if time.perf_counter() - began > seconds:
-            break
-    rate = tokens / (time.perf_counter() - began)
-    return f"{rate:,.0f} tokens/s per core, rows {100 * (1 - padding / tokens):.1f} % full"
+    while (spent := time.perf_counter() - began) < seconds:
+        made.append(next(stream))
+    tokens = np.concatenate(made)
+    losses = tokens >> LOSS_SHIFT & 3
+    prompts, answers = (100 * (losses == kind).mean() for kind in (PROMPT, ANSWER))
+    starts = (tokens >> START_SHIFT).sum() / len(made)
+    return (
+        f"rows of {row}: {len(tokens) / spent:,.0f} tokens/s per core, {prompts:.0f} % prompts, "
+        f"{answers:.0f} % answers, {starts:.1f} documents with padding"
+    )
 
 
 if __name__ == "__main__":
-    print(measure(Path("models/kimi-nano")))
+    for length in (ROW, LONG_ROW):
+        print(measure(Path("models/kimi-nano"), length))

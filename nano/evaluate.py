@@ -84,11 +84,13 @@ def held_out_loss(model: Model, encoder: Encoder, samples: Sequence[tuple[str, S
     return losses
 
 
-def answers(model: Model, encoder: Encoder, tokenizer: Tokenizer, samples: Sequence[Sample]) -> list[tuple[str, bool]]:
+def answers(
+    model: Model, encoder: Encoder, tokenizer: Tokenizer, samples: Sequence[Sample], longest: int = ANSWER_TOKENS
+) -> list[tuple[str, bool]]:
     """(the answer as text with control tokens spelled out, whether its check passes) of each sample's last turn."""
     prompts = [encoder.prompt(sample) for sample in samples]
     stop = tokenizer.special("<|im_end|>")
-    made = greedy(model.config, model.weights, model.bias, prompts, ANSWER_TOKENS, model.way, stop)
+    made = greedy(model.config, model.weights, model.bias, prompts, longest, model.way, stop)
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         verdicts = list(threads.map(lambda sample, ids: _passes(sample, tokenizer, ids), samples, made))
     texts = [b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace") for ids in made]

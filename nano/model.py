@@ -293,7 +293,9 @@ class _MeanLoss(torch.autograd.Function):
             x_grads.append(x_grad)
             head_grad += slope_head
         ctx.save_for_backward(torch.cat(x_grads), head_grad.to(head_VD.dtype))
-        return sums[0], sums[1].detach()
+        loss, looked_at = sums.unbind()
+        ctx.mark_non_differentiable(looked_at)
+        return loss, looked_at
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -73,8 +73,9 @@ def _rate(name: str) -> float:
 
 
 def orthogonalized(stack: Tensor, steps: int = 5) -> Tensor:
-    """[..., N, K] -> bf16, each matrix with its singular vectors and singular values near 1 (0.7 to 1.2)."""
-    x = stack.flatten(0, -3).to(torch.bfloat16)
+    """[..., N, K] -> the same shape, each matrix with its singular vectors and singular values near 1 (0.7 to 1.2)."""
+    # bf16 is precise enough for a direction; CPUs without bf16 units are far slower in it.
+    x = stack.flatten(0, -3).to(torch.bfloat16 if stack.is_cuda else torch.float32)
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

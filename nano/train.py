@@ -29,7 +29,7 @@ from nano.attention import choose, layout_of  # noqa: E402
 from nano.card import write_card, write_curve  # noqa: E402
 from nano.config import NANO  # noqa: E402
 from nano.data import ANSWER, DOCUMENTS_PER_ROW, LONG_ROW, PROMPT, ROW, Encoder, Pool, evaluation  # noqa: E402
-from nano.evaluate import Model, Unpacked, answers, held_out_loss, table, unpack  # noqa: E402
+from nano.evaluate import ANSWER_TOKENS, Model, Unpacked, answers, held_out_loss, table, unpack  # noqa: E402
 from nano.export import TOKENIZER_FILES, export, export_experts  # noqa: E402
 from nano.model import Compiled, Weights, effective, entropy_of, forward, initial_weights, mean_loss  # noqa: E402
 from nano.optim import Optimizer, balance, schedule  # noqa: E402
@@ -54,7 +54,7 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     # Before anything touches the device: workers are forked, and start while the rest compiles.
-    pool = Pool(arguments.tokenizer, f"{arguments.seed}")
+    pool = Pool(arguments.tokenizer, arguments.seed)
     run = Run(pool, arguments.seed, arguments.scale, arguments.out, arguments.tokenizer)
     run.train(arguments.seconds)
     pool.close()
@@ -162,7 +162,6 @@ class Run:
         return unpack(rows.to(self.device, non_blocking=True))
 
     def _report(self, progress: float, values: dict[str, Tensor], steps_per_s: float) -> None:
-        rate = self.pool.rate()
         line = {
             "step": self.step,
             "seconds": round(_now(), 1),
@@ -171,8 +170,7 @@ class Run:
             "tokens_per_s": round(steps_per_s * self.tokens_per_step),
             "rate": round(schedule(progress), 4),
             "phase": ("int4" if progress >= INT4_FROM else "bf16") + (" long" if progress >= LONG_FROM else ""),
-            "data_tokens": rate.tokens,
-            "replayed": round(rate.replayed, 4),
+            "repeated_rows": round(self.pool.repeated, 4),
         }
         if self.device.type == "cuda":
             line["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
@@ -216,7 +214,8 @@ class Run:
             weights: Weights = effective(self.masters, form == "int4", self.dtype)
             model = Model(NANO, weights, self.bias, self.way)
             losses = held_out_loss(model, encoder, samples)
-            given = answers(model, encoder, tokenizer, [sample for _, sample in graded])
+            longest = max(32, round(ANSWER_TOKENS * self.scale))
+            given = answers(model, encoder, tokenizer, [sample for _, sample in graded], longest)
             rows = table([kind for kind, _ in graded], [right for _, right in given])
             total = sum(right for right, _ in rows.values()) / max(1, sum(asked for _, asked in rows.values()))
             result[form] = {"losses": losses, "answers": rows, "right": total}

@@ -1,0 +1,72 @@
+"""Exported weights are, bit for bit, what the training graph computed with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from nano.config import NANO
+from nano.export import TOKENIZER_FILES, export, export_experts, join_bf16, view
+from nano.model import EXPERTS, effective, shapes
+from redline.model.checkpoint import Checkpoint, weights
+from redline.model.config import K2Config, Unquantized
+from redline.model.write import tiny_config
+from redline.ops.formats import Int4, fake_int4
+from tests.nano.test_model import random_model
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+CONFIG = tiny_config()
+
+
+def test_the_checkpoint_holds_what_the_graph_computes_with(tmp_path: Path) -> None:
+    masters, bias = random_model(CONFIG)
+    export(tmp_path, masters, bias, CONFIG)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.config == CONFIG
+    computed = effective(masters, True, torch.bfloat16)
+    quantised = masters | {name: fake_int4(masters[name]) for name in EXPERTS}
+    for weight in weights(CONFIG):
+        in_graph = view(computed, bias, CONFIG, weight.name)
+        if weight.kind == "expert":
+            _, layer, _, _, expert, projection, _ = weight.name.split(".")
+            stored = checkpoint.expert(int(layer), int(expert), projection.removesuffix("_proj"))  # type: ignore[arg-type]
+            assert isinstance(stored, Int4)
+            assert stored.dequantize().equal(view(quantised, bias, CONFIG, weight.name))
+            assert stored.dequantize(torch.bfloat16).equal(in_graph)
+        else:
+            assert checkpoint.plain(weight.name).equal(in_graph), weight.name
+
+
+def test_every_master_is_exported_whole() -> None:
+    """Each element of every stack is in exactly one weight of the checkpoint."""
+    stacks = {name: torch.zeros(shape) for name, shape in shapes(CONFIG).items()}
+    bias = torch.zeros(CONFIG.moe_layers, CONFIG.n_routed_experts)
+    for weight in weights(CONFIG):
+        part = view(stacks, bias, CONFIG, weight.name)
+        assert part.shape == weight.shape
+        part += 1
+    assert all(stack.eq(1).all() for stack in (*stacks.values(), bias))
+
+
+def test_the_bf16_twin_shares_every_other_tensor(tmp_path: Path) -> None:
+    masters, bias = random_model(CONFIG)
+    folder, out = write_tiny_tokenizer(tmp_path / "int4"), tmp_path / "bf16"
+    export(folder, masters, bias, CONFIG)
+    export_experts(tmp_path / "experts", masters)
+    join_bf16(folder, tmp_path / "experts", out)
+    int4, bf16 = Checkpoint.open(folder), Checkpoint.open(out)
+    assert bf16.config == replace(CONFIG, quantization=Unquantized())
+    for weight in weights(CONFIG):
+        if weight.kind == "expert":
+            expected = view(masters, bias, CONFIG, weight.name).to(torch.bfloat16)
+        else:
+            expected = int4.plain(weight.name)
+        assert bf16.plain(weight.name).equal(expected), weight.name
+    assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in TOKENIZER_FILES)
+
+
+def test_nano_is_small_enough_to_bundle() -> None:
+    assert NANO.weight_bytes < 33e6
+    assert isinstance(NANO, K2Config)
+    assert NANO.yarn is not None
+    assert NANO.yarn.factor * NANO.yarn.original_max_position_embeddings == NANO.max_position_embeddings
