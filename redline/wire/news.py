@@ -8,6 +8,7 @@ class Ready(Message, frozen=True):
 
     max_model_len: int  # prompt + generated tokens of one job
     pages: int  # of PAGE_TOKENS tokens
+    fingerprint: str  # of the model and its pages' number format: enters the page hashes
     summary: str  # one line for the operator: model, device, memory
 
 

@@ -16,33 +16,23 @@ import torch
 from redline.chat.hashing import page_hash
 from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
-from redline.errors import WorkerLost
+from redline.errors import ConfigError, WorkerLost
 from redline.model.checkpoint import Checkpoint
 from redline.model.k2 import K2, load
 from redline.ops import native
 from redline.plan.planner import PlanConfig, Planner
 from redline.run.fit import Layout, fit
 from redline.run.runner import Runner
-from redline.wire.base import Record
 from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
+from redline.worker.config import EngineConfig
 from redline.worker.loop import lead
 
 KV_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 KV_SHARE = 0.25  # of the memory that is free once the weights are there, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
-
-
-class EngineConfig(Record, frozen=True):
-    """What an engine is told. Absent: derived from the machine, and printed by `redline doctor`."""
-
-    kv_memory: int | None = None  # bytes
-    max_model_len: int | None = None  # tokens of one job
-    max_running: int = 64
-    step_tokens: int = 512
-    kv_dtype: str = "bf16"  # or float32
 
 
 class Engine:
@@ -92,7 +82,9 @@ class Engine:
         progress: Callable[[int, int], object] | None = None,
     ) -> "Engine":
         checkpoint = Checkpoint.open(folder)
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = device or pick_device(config.device)
+        if config.kv_dtype not in KV_DTYPES:
+            raise ConfigError(f"kv_dtype is {config.kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
         dtype = KV_DTYPES[config.kv_dtype]
         kv_bytes = config.kv_memory or kv_budget(free_memory(device) - checkpoint.config.weight_bytes)
         layout = fit(checkpoint.config, kv_bytes, dtype, config.max_model_len)
@@ -116,7 +108,12 @@ class Engine:
         kernels = f"{native.threads()} threads" if native.library() else f"reference path: {native.why_not()}"
         where = kernels if self.model.device.type == "cpu" else torch.cuda.get_device_name(self.model.device)
         summary = f"{weights}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens"
-        return Ready(max_model_len=self.layout.max_model_len, pages=self.layout.pages, summary=summary)
+        return Ready(
+            max_model_len=self.layout.max_model_len,
+            pages=self.layout.pages,
+            fingerprint=self.fingerprint,
+            summary=summary,
+        )
 
     def serve(self, inbox: Inbox, outbox: Outbox) -> None:
         """The loop, in this thread, until a Stop comes."""
@@ -181,6 +178,15 @@ class LocalEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The named one, or the GPU if there is one. ConfigError where a GPU is asked for and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, and torch sees no GPU here; leave it out, or say cpu")
+    if name not in (None, "cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; expected cpu or cuda")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def kv_budget(free: int) -> int:

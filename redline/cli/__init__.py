@@ -1,0 +1,119 @@
+"""The command line. Each verb is a module; those that compute import torch when they run, so that `--help` is instant."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from redline.errors import RedlineError
+from redline.fleet import config as deployment
+from redline.fleet.serve import serve as run_server
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    help="""From a published Kimi K2 checkpoint to record serving speed.
+
+    Start with  [bold]redline serve models/kimi-nano[/bold]  and talk to it with  [bold]redline chat[/bold].""",
+)
+bench = typer.Typer(no_args_is_help=True, help="Speed, each number beside the least time that the hardware allows.")
+app.add_typer(bench, name="bench")
+
+Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder: config.json, *.safetensors, tiktoken.model.")]
+
+
+@app.command()
+def serve(
+    source: Annotated[Path, typer.Argument(metavar="FOLDER|deployment.toml", help="A checkpoint's folder, or a TOML file with the keys below.")],
+    host: Annotated[str | None, typer.Option(help="Address to listen on. 0.0.0.0: every network; then set keys_file.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port. 0: any free one.")] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model (repeatable). Absent: the folder's name.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="Tokens of one request, prompt and answer. Absent: what fits.")] = None,
+    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the context of all requests: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB.")] = None,
+    keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
+) -> None:
+    """Serve a model over the OpenAI API.
+
+    Loads the checkpoint, then answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health and /metrics.
+    Every flag is a key of deployment.toml; a flag wins over the file.
+    """
+    given = {
+        "host": host,
+        "port": port,
+        "served_model_name": served_model_name,
+        "keys_file": keys_file,
+        "engine.max_model_len": max_model_len,
+        "engine.kv_memory": kv_memory,
+        "engine.device": device,
+    }
+    flags = {key: value for key, value in given.items() if value is not None}
+    raise typer.Exit(run_server(deployment.read(source, flags), Console()))
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="A server's address.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Absent: the first that the server names.")] = None,
+    instant: Annotated[bool, typer.Option("--instant", help="Answer without thinking first.")] = False,
+    temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.6,
+    system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
+    key: Annotated[str, typer.Option(help="API key.")] = "none",
+    prompt: Annotated[str | None, typer.Argument(help="Ask this and leave. Absent: a conversation.")] = None,
+) -> None:
+    """Talk to a server in the terminal: the thinking dimmed, the answer as it comes, tokens/s at the end."""
+    from redline.cli.chat import Client, talk
+
+    raise typer.Exit(talk(Client(url, key, model, not instant, temperature, system), prompt, Console()))
+
+
+@app.command(name="eval")
+def evaluate(
+    folder: Folder,
+    sets: Annotated[list[str] | None, typer.Option("--set", help="values, families or hand (repeatable). Absent: all.")] = None,
+    run_code: Annotated[bool, typer.Option("--run-code", help="Run the functions that the model writes, each in a closed child process.")] = False,
+    against: Annotated[Path | None, typer.Option(help="A second checkpoint, compared pair by pair.")] = None,
+    save: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
+) -> None:
+    """Grade a model on the prompts in FOLDER/eval: greedy, thinking, a table by kind."""
+    from redline.cli.evaluate import evaluate as run
+
+    raise typer.Exit(run(folder, sets, run_code, against, save, Console()))
+
+
+@app.command()
+def doctor(folder: Annotated[Path | None, typer.Argument(help="A checkpoint whose fit to check.")] = None) -> None:
+    """What this machine has, what fits on it, and why: each number with its arithmetic."""
+    from redline.cli.doctor import doctor as run
+
+    raise typer.Exit(run(folder, Console()))
+
+
+@bench.command(name="decode")
+def bench_decode(
+    folder: Folder,
+    batch: Annotated[list[int] | None, typer.Option(help="Rows in a step (repeatable). Absent: 1, 4, 16.")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Tokens already there (repeatable). Absent: 200, 4000.")] = None,
+    repeats: Annotated[int, typer.Option(help="Timed steps of each case.")] = 40,
+    ops: Annotated[bool, typer.Option("--ops", help="Also each op of a step.")] = False,
+    save: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+) -> None:
+    """Milliseconds per decode step by batch and context, with floor and ratio."""
+    from redline.cli.decode import bench_decode as run
+
+    raise typer.Exit(run(folder, batch or [1, 4, 16], context or [200, 4000], repeats, ops, save, Console()))
+
+
+def main() -> None:
+    """Errors that somebody can mend are one line; the rest keep their traceback."""
+    try:
+        app()
+    except RedlineError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)

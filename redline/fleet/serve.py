@@ -1,0 +1,206 @@
+"""`redline serve`: one worker process with the model, one API process with everything else, and the life of both.
+
+This process has the API. It claims its port first, so that a port in use is said at once; starts the worker; prints how
+to reach the server once the model is loaded; and stops the worker when it stops itself.
+"""
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import uvicorn
+from rich.console import Console
+
+from redline.api.app import create_app
+from redline.api.config import ApiConfig, Defaults, Limits
+from redline.api.gateway import Gateway
+from redline.api.metrics import Metrics
+from redline.api.server import uvicorn_config
+from redline.chat.template import style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import ConfigError, WorkerLost
+from redline.fleet.config import ServeConfig
+from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
+from redline.wire.news import Failed, Ready, Stop
+from redline.worker.config import WorkerConfig
+
+STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
+
+
+def serve(config: ServeConfig, console: Console) -> int:
+    """Until Ctrl-C or SIGTERM (0), or until the worker ends by itself (1). Raises ConfigError before anything starts."""
+    folder = Path(config.weights)
+    if not folder.is_dir():
+        raise ConfigError(f"weights: {folder}: no such folder")
+    listener = _listen(config.host, config.port)
+    if config.host not in ("127.0.0.1", "::1", "localhost") and config.keys_file is None:
+        console.print(
+            f"warning: {config.host} is reachable from other machines and no keys_file is set: "
+            "everyone who reaches the port is served",
+            style="yellow",
+        )
+    sockets = Path(tempfile.mkdtemp(prefix="redline-"))  # mode 0700
+    try:
+        return asyncio.run(_serve(config, folder, listener, sockets, console))
+    finally:
+        listener.close()
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"port {port} on {host} cannot be used ({error.strerror}): another server may be running there; "
+            "choose one with --port"
+        ) from None
+    listener.setblocking(False)
+    return listener
+
+
+async def _serve(
+    config: ServeConfig, folder: Path, listener: socket.socket, sockets: Path, console: Console
+) -> int:
+    to_worker, from_worker = ipc_address(sockets, "jobs"), ipc_address(sockets, "deltas")
+    tokenizer, style = Tokenizer.open(folder), style_of(folder)
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    with AsyncSocketInbox(from_worker) as inbox, SocketOutbox(to_worker) as outbox:
+        process = _start_worker(config, to_worker, from_worker)
+        ended = asyncio.create_task(asyncio.to_thread(process.wait))
+        try:
+            ready = await _until_ready(inbox, ended, stop)
+            if ready is None:
+                return 0
+            metrics = Metrics(config.names[0])
+            gateway = Gateway(tokenizer, style, ready.fingerprint, outbox, metrics)
+            gateway.deliver(ready)
+            api = ApiConfig(
+                served_model_names=config.names, keys_file=config.keys_file, defaults=_defaults(folder), limits=Limits()
+            )
+            server = _Server(uvicorn_config(create_app(gateway, api), api.limits, config.host, config.port))
+            following = asyncio.create_task(gateway.follow(inbox))
+            serving = asyncio.create_task(server.serve(sockets=[listener]))
+            _announce(config, listener, ready, console)
+            stopping = asyncio.create_task(stop.wait())
+            await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
+            lost = not stopping.done()
+            if lost:
+                gateway.lose(f"the worker has ended with code {process.returncode}")
+                console.print(f"the worker has ended with code {process.returncode}; stopping", style="red")
+            else:
+                console.print("stopping", style="dim")
+            stopping.cancel()
+            server.should_exit = True
+            await serving
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
+            gateway.close()
+            return int(lost)
+        finally:
+            if process.poll() is None:
+                outbox.put(Stop())
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(ended), STOP_S)
+            if process.poll() is None:
+                process.kill()
+            await ended
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.Popen[bytes]":
+    process = subprocess.Popen([sys.executable, "-m", "redline.worker.main"], stdin=subprocess.PIPE)
+    told = WorkerConfig(weights=config.weights, engine=config.engine, inbox=inbox, outbox=outbox)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(told) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but the signals are ours: there is a worker to stop as well."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _until_ready(inbox: AsyncSocketInbox, ended: "asyncio.Task[int]", stop: asyncio.Event) -> Ready | None:
+    """None: asked to stop meanwhile.
+
+    Raises ConfigError with the worker's reason, or WorkerLost where it had no time to give one.
+    """
+    stopping = asyncio.create_task(stop.wait())
+    while True:
+        messages = asyncio.create_task(inbox.get())
+        await asyncio.wait({messages, ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            messages.cancel()
+            return None
+        if not messages.done():
+            # It may have spoken just before it ended.
+            await asyncio.wait({messages}, timeout=0.5)
+        if not messages.done():
+            messages.cancel()
+            raise WorkerLost(f"the worker ended with code {ended.result()} while it was loading the model")
+        for message in messages.result():
+            if isinstance(message, Ready):
+                stopping.cancel()
+                return message
+            if isinstance(message, Failed):
+                raise ConfigError(message.reason)
+
+
+def _defaults(folder: Path) -> Defaults:
+    """Sampling where a request is silent: what the checkpoint's generation_config.json says."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return Defaults()
+    try:
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        known = {key: values[key] for key in ("temperature", "top_p", "top_k", "min_p") if values.get(key) is not None}
+        return msgspec.convert(known, Defaults)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, console: Console) -> None:
+    port = listener.getsockname()[1]
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    name = config.names[0]
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is 347 + 586?"}]})
+    console.print(f"[bold]{name}[/bold] is ready at [bold]{url}[/bold]   (Ctrl-C stops it)")
+    console.print(f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n", style="dim", highlight=False)
+    console.print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", **_PASTE)
+    console.print(
+        "from openai import OpenAI\n"
+        f'client = OpenAI(base_url="{url}/v1", api_key="none")\n'
+        f'stream = client.chat.completions.create(model="{name}", stream=True,\n'
+        '    messages=[{"role": "user", "content": "Write a Python function that adds two numbers."}])\n'
+        "for chunk in stream:\n"
+        "    if chunk.choices:\n"
+        '        print(chunk.choices[0].delta.content or "", end="", flush=True)\n',
+        **_PASTE,
+    )
+
+
+_PASTE = {"soft_wrap": True, "markup": False, "highlight": False}

@@ -1,0 +1,23 @@
+"""What a worker is told. Free of torch, so that the process that starts workers can read it."""
+
+from redline.wire.base import Record
+
+
+class EngineConfig(Record, frozen=True):
+    """What is absent is derived from the machine, and printed by `redline doctor`."""
+
+    kv_memory: int | None = None  # bytes for the pages
+    max_model_len: int | None = None  # tokens of one job, prompt and answer
+    max_running: int = 64  # jobs in one step
+    step_tokens: int = 512  # positions computed in one step
+    kv_dtype: str = "bf16"  # of the pages: bf16 or float32
+    device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
+
+
+class WorkerConfig(Record, frozen=True):
+    """One line of JSON on the worker's standard input."""
+
+    weights: str
+    engine: EngineConfig
+    inbox: str  # the address that the worker reads
+    outbox: str  # the address that it writes
