@@ -8,7 +8,7 @@ import pytest
 
 from nano.evalset import as_prompt, draw, graded_kinds, of_split, paired, write
 from nano.sample import Sample, Split
-from redline.bench.local.quality import read_sets
+from redline.bench.local.prompts import read_sets
 
 
 def test_the_same_seed_makes_the_same_sets() -> None:

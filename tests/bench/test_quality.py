@@ -11,7 +11,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from redline.bench.local.quality import Answer, Comparison, Prompt, Report, compare, evaluate, judge, table
+from redline.bench.local.prompts import Answer, Prompt, Turn
+from redline.bench.local.quality import Comparison, Report, compare, evaluate, judge, table
 from redline.errors import ConfigError
 
 DOUBLE = {"asserts": {"function": "double", "code": "assert double(3) == 6"}}
@@ -39,7 +40,7 @@ class Rote:
     def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
         for _ in prompts:
             done()
-        return [self.answers[prompt.messages[-1]["content"]] for prompt in prompts]
+        return [self.answers[prompt.messages[-1].content or ""] for prompt in prompts]
 
 
 def opener(**by_folder: dict[str, str]) -> Callable[[Path], Any]:
@@ -141,7 +142,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 def test_tool_calls_are_graded_with_the_words() -> None:
     check = {"tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
-    prompt = Prompt(kind="tool", messages=[{"role": "user", "content": "go"}], check=check)
+    prompt = Prompt(kind="tool", messages=(Turn(role="user", content="go"),), check=check)
     right = Answer(content="", tool_calls=(("f", '{"x":1}'),))
     wrong = Answer(content='f({"x":1})')
     assert [verdict.ok for verdict in judge({"hand": [prompt, prompt]}, [right, wrong], False)] == [True, False]

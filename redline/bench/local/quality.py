@@ -1,11 +1,10 @@
 """How good the answers of a checkpoint are: `redline eval FOLDER` asks it everything in FOLDER/eval and grades.
 
-Each line of FOLDER/eval/SET.jsonl (or .jsonl.gz) is a prompt with its check (checks.py). Answers are greedy and go
+Each line of FOLDER/eval/SET.jsonl is a prompt (prompts.py) with its check (checks.py). Answers are greedy and go
 through the engine that serves, so the table measures what users get. Two checkpoints, usually one model before and
 after quantisation, are compared prompt by prompt: pairs tell apart what two totals cannot.
 """
 
-import gzip
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,38 +12,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 from rich.table import Table
 
 from redline.bench.local.checks import Call, Grade, grade
-from redline.errors import ConfigError
+from redline.bench.local.prompts import Answer, Prompt, read_sets
 from redline.wire.base import Record
-from redline.wire.delta import Finish
 
 TARGETS = "targets.json"  # beside the sets: {set: {kind: percent}}; the kind "all" is the set's total
 TOTAL = "all"
-
-
-class Prompt(Record, frozen=True):
-    """One line of a set. Messages and tools are OpenAI-shaped; the last message is the one to answer."""
-
-    kind: str
-    messages: list[dict[str, Any]]
-    check: dict[str, Any]
-    tools: list[dict[str, Any]] = msgspec.field(default_factory=list[dict[str, Any]])
-    thinking: bool = True
-
-
-class Answer(Record, frozen=True):
-    """What the model said, in full."""
-
-    content: str
-    reasoning: str = ""
-    tool_calls: tuple[tuple[str, str], ...] = ()  # name, arguments as JSON text
-    finish: Finish = "stop"
-    tokens: int = 0
 
 
 class Verdict(Record, frozen=True):
@@ -115,7 +93,7 @@ class Report(Record, frozen=True):
 
 
 class Respondent(Protocol):
-    """A loaded checkpoint that answers."""
+    """A loaded checkpoint that answers: `answering.Greedy` over an engine."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -132,16 +110,18 @@ def evaluate(
     folder: Path,
     open_checkpoint: Open,
     *,
+    sets: Path | None = None,
     against: Path | None = None,
     run_code: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
-    """Asks the checkpoint in `folder` everything in folder/eval, grades, and compares with `against` if given.
+    """Asks the checkpoint in `folder` everything in `sets` (folder/eval), grades, compares with `against` if given.
 
     `progress(done, total)` counts answers over both checkpoints. Raises ConfigError where there are no sets.
     """
-    sets = read_sets(folder / "eval")
-    prompts = [prompt for members in sets.values() for prompt in members]
+    place = sets or folder / "eval"
+    asked = read_sets(place)
+    prompts = [prompt for members in asked.values() for prompt in members]
     total, done = len(prompts) * (1 if against is None else 2), 0
 
     def one_more() -> None:
@@ -149,37 +129,29 @@ def evaluate(
         done += 1
         progress(done, total)
 
-    def ask(place: Path) -> tuple[str, float, list[Answer]]:
-        with open_checkpoint(place) as checkpoint:
+    def ask(which: Path) -> tuple[str, float, list[Answer]]:
+        with open_checkpoint(which) as checkpoint:
             start = time.monotonic()
             answers = checkpoint.answer(prompts, one_more)
             return checkpoint.fingerprint, time.monotonic() - start, answers
 
     fingerprint, seconds, answers = ask(folder)
-    verdicts = judge(sets, answers, run_code)
+    verdicts = judge(asked, answers, run_code)
     comparison = None
     if against is not None:
-        comparison = compare(verdicts, judge(sets, ask(against)[2], run_code))
+        comparison = compare(verdicts, judge(asked, ask(against)[2], run_code))
     return Report(
         folder=str(folder),
         fingerprint=fingerprint,
         seconds=round(seconds, 2),
         generated_tokens=sum(answer.tokens for answer in answers),
-        rows=rows(verdicts, read_targets(folder / "eval")),
+        rows=rows(verdicts, read_targets(place)),
         not_run=sum(verdict.ok is None for verdict in verdicts),
         cut_off=sum(answer.finish == "length" for answer in answers),
         verdicts=verdicts,
         against=None if against is None else str(against),
         comparison=comparison,
     )
-
-
-def read_sets(folder: Path) -> dict[str, list[Prompt]]:
-    """{set: prompts} of every SET.jsonl and SET.jsonl.gz. Raises ConfigError, which names the file and the line."""
-    files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
-    if not files:
-        raise ConfigError(f"{folder}: no evaluation sets (*.jsonl) here")
-    return {file.name.split(".")[0]: _read_set(file) for file in files}
 
 
 def read_targets(folder: Path) -> dict[str, dict[str, float]]:
@@ -265,17 +237,5 @@ def caption(report: Report) -> str:
     return "\n".join(lines)
 
 
-def _read_set(file: Path) -> list[Prompt]:
-    data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
-    decoder = msgspec.json.Decoder(Prompt)
-    prompts: list[Prompt] = []
-    for number, line in enumerate(data.splitlines(), 1):
-        try:
-            prompts.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file}, line {number}: {error}") from None
-    return prompts
-
-
 def _last_words(prompt: Prompt) -> str:
-    return next((str(m.get("content")) for m in reversed(prompt.messages) if m["role"] == "user"), "")
+    return next((turn.content or "" for turn in reversed(prompt.messages) if turn.role == "user"), "")

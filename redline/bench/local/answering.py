@@ -1,0 +1,124 @@
+"""Asks a loaded engine everything at once, in process: chat prompts in, whole answers out.
+
+The same template, batching and parser as behind the API, without HTTP.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from redline.bench.local.prompts import Answer, Prompt
+from redline.chat.conversation import Conversation, Message, Tool, ToolCall
+from redline.chat.decoder import Decoder
+from redline.chat.events import CallArguments, CallBegin, End, Event, Logprobs, Text, Thought
+from redline.chat.hashing import make_job
+from redline.chat.template import Style, encode
+from redline.chat.tokenizer import Tokenizer
+from redline.wire.delta import Delta
+from redline.wire.job import Job, JobId, Sampling
+
+MAX_TOKENS = 1024  # a longer answer to an evaluation prompt goes in circles
+
+
+class Engine(Protocol):
+    """What has to be known of `worker.engine.Engine` to ask it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def style(self) -> Style: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def generate(
+        self, jobs: Sequence[Job], on_delta: Callable[[Delta], None] | None = None
+    ) -> Mapping[JobId, Sequence[Delta]]: ...
+
+
+class Greedy:
+    """An engine that answers each prompt with its most likely tokens."""
+
+    def __init__(self, engine: Engine, max_tokens: int = MAX_TOKENS) -> None:
+        self._engine = engine
+        self._max_tokens = max_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        return self._engine.fingerprint
+
+    def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
+        """The answers in the order of the prompts; calls `done` once for each as it ends."""
+
+        def count(delta: Delta) -> None:
+            if delta.finish is not None:
+                done()
+
+        asked = [conversation(prompt) for prompt in prompts]
+        jobs = [self._job(JobId(f"prompt-{number}"), one) for number, one in enumerate(asked)]
+        deltas = self._engine.generate(jobs, count)
+        return [self._read(job, one, deltas[job.id]) for job, one in zip(jobs, asked, strict=True)]
+
+    def _job(self, id: JobId, conversation: Conversation) -> Job:
+        tokenizer = self._engine.tokenizer
+        tokens = tuple(encode(conversation, tokenizer, self._engine.style))
+        sampling = Sampling(max_tokens=self._max_tokens, temperature=0, stop_ids=tokenizer.stop_ids)
+        return make_job(id, tokens, sampling, self._engine.fingerprint)
+
+    def _read(self, job: Job, conversation: Conversation, deltas: Sequence[Delta]) -> Answer:
+        decoder = Decoder(
+            self._engine.tokenizer,
+            thinking=self._engine.style.thinks(conversation),
+            stop=(),
+            stop_ids=job.sampling.stop_ids,
+            prompt_tokens=len(job.tokens),
+            parse=True,
+        )
+        return joined([event for delta in deltas for event in decoder.push(delta)])
+
+
+def conversation(prompt: Prompt) -> Conversation:
+    """The prompt as the template reads it."""
+    messages = tuple(
+        Message(
+            role=turn.role,
+            content=turn.content or "",
+            name=turn.name,
+            reasoning=turn.reasoning_content or "",
+            tool_calls=tuple(
+                ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
+                for call in turn.tool_calls
+            ),
+            tool_call_id=turn.tool_call_id or "",
+        )
+        for turn in prompt.messages
+    )
+    declared = [tool.function for tool in prompt.tools]
+    tools = tuple(Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in declared)
+    return Conversation(messages=messages, tools=tools, thinking=prompt.thinking)
+
+
+def joined(events: Sequence[Event]) -> Answer:
+    """The whole answer of a stream of events that ended."""
+    content, reasoning = "", ""
+    names: list[str] = []
+    arguments: list[str] = []
+    for event in events:
+        match event:
+            case Text():
+                content += event.text
+            case Thought():
+                reasoning += event.text
+            case CallBegin():
+                names.append(event.name)
+                arguments.append("")
+            case CallArguments():
+                arguments[event.index] += event.text
+            case Logprobs():
+                pass
+            case End():
+                return Answer(
+                    content=content,
+                    reasoning=reasoning,
+                    tool_calls=tuple(zip(names, arguments, strict=True)),
+                    finish=event.finish,
+                    tokens=event.completion_tokens,
+                )
+    raise AssertionError(f"an answer without an end, after {len(events)} events")

@@ -1,0 +1,84 @@
+"""Evaluation sets on disk, and what comes back: one JSON line per prompt, OpenAI-shaped, with its check."""
+
+import gzip
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from redline.errors import ConfigError
+from redline.wire.base import Record
+from redline.wire.delta import Finish
+
+
+class CalledFunction(Record, frozen=True):
+    name: str
+    arguments: str  # JSON text
+
+
+class CallMade(Record, frozen=True):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
+class Turn(Record, frozen=True):
+    """One message in OpenAI's shape."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[CallMade, ...] = ()
+    tool_call_id: str | None = None
+
+
+class DeclaredFunction(Record, frozen=True):
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+
+class DeclaredTool(Record, frozen=True):
+    function: DeclaredFunction
+    type: Literal["function"] = "function"
+
+
+class Prompt(Record, frozen=True):
+    """One line of a set; the model answers after the last message."""
+
+    kind: str
+    messages: tuple[Turn, ...]
+    check: dict[str, Any]  # see checks.py
+    tools: tuple[DeclaredTool, ...] = ()
+    thinking: bool = True
+
+
+class Answer(Record, frozen=True):
+    """What the model said, in full."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[tuple[str, str], ...] = ()  # name, arguments as JSON text
+    finish: Finish = "stop"
+    tokens: int = 0
+
+
+def read_sets(folder: Path) -> dict[str, list[Prompt]]:
+    """{set: prompts} of every SET.jsonl and SET.jsonl.gz. Raises ConfigError, which names the file and the line."""
+    files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
+    if not files:
+        raise ConfigError(f"{folder}: no evaluation sets (*.jsonl) here")
+    return {file.name.split(".")[0]: _read_set(file) for file in files}
+
+
+def _read_set(file: Path) -> list[Prompt]:
+    data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    decoder = msgspec.json.Decoder(Prompt)
+    prompts: list[Prompt] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            prompts.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{file}, line {number}: {error}") from None
+    return prompts
