@@ -48,16 +48,15 @@ from tests.tiny_tokenizer import write_tiny_tokenizer
 
 RESULT = Path(__file__).parent / "results" / "frontend-cpu.json"
 MODEL = "fake"
-CASES = ((1, 20_000), (64, 500))  # streams at once, tokens of each
+CASES = ((1, 20_000), (64, 1500))  # streams at once, tokens of each
 WORD = " the"
 
 
 class FreeEngine:
     """Gives every running job one more token per turn of the event loop."""
 
-    def __init__(self, token: int, stop: int) -> None:
+    def __init__(self, token: int) -> None:
         self._token = token
-        self._stop = stop
         self._left: dict[JobId, int] = {}
         self._more: dict[JobId, bytes] = {}  # the same delta every time
         self._task: asyncio.Task[None] | None = None
@@ -92,9 +91,9 @@ def front_end() -> ASGIApp:
     with TemporaryDirectory() as folder:
         tokenizer = Tokenizer.open(write_tiny_tokenizer(Path(folder)))
     (token,) = tokenizer.encode(WORD)
-    engine = FreeEngine(token, tokenizer.stop_ids[0])
-    gateway = engine.gateway = Gateway(tokenizer, K2_6, "fake", engine, Metrics(MODEL))
-    gateway.deliver(Ready(max_model_len=1 << 20, pages=1 << 14, summary="fake"))
+    engine = FreeEngine(token)
+    gateway = engine.gateway = Gateway(tokenizer, K2_6, engine, Metrics(MODEL))
+    gateway.deliver(Ready(max_model_len=1 << 20, pages=1 << 14, fingerprint="fake", summary="fake"))
     return create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
 
 
@@ -256,6 +255,7 @@ def main() -> None:
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "rounds": rounds,
+        "load_average": round(os.getloadavg()[0], 1),
         "cases": cases,
     }
     RESULT.parent.mkdir(parents=True, exist_ok=True)

@@ -65,18 +65,15 @@ class Gateway:
         self,
         tokenizer: Tokenizer,
         style: Style,
-        fingerprint: str,
         outbox: Outbox,
         metrics: Metrics,
         max_waiting: int = Limits().waiting,
     ) -> None:
-        """`fingerprint` names the model and its cache's number format (it enters the page hashes)."""
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.ready: Ready | None = None
         self.lost: str | None = None  # why the worker ended, once it has
         self._style = style
-        self._fingerprint = fingerprint
         self._outbox = outbox
         self._max_waiting = max_waiting
         self._lanes: dict[JobId, _Lane] = {}
@@ -171,9 +168,11 @@ class Gateway:
             if not tokens:
                 raise RequestError(f"{param} is empty", param)
             sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
-            job = await self.in_thread(len(tokens), self._job, tokens, sampling, ask.salt)
+            job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, ask.salt)
             jobs += _copies(job, ask)
-        self._engine()  # the worker may have gone, and others come, while this one was encoded
+        # While this one was encoded, the worker may have gone and other requests may have come.
+        if self._engine() is not engine:
+            raise WorkerLost("the worker has changed")
         self._admit(ask)
         generation = Generation(self, ask, jobs, began)
         for lane in generation.lanes:
@@ -241,9 +240,6 @@ class Gateway:
             return tuple(self.tokenizer.encode_with_specials(prompt))  # a raw prompt is the client's own template
         return tuple(encode(prompt, self.tokenizer, self._style))
 
-    def _job(self, tokens: tuple[int, ...], sampling: Sampling, salt: str) -> Job:
-        return make_job(JobId(uuid.uuid4().hex), tokens, sampling, self._fingerprint, salt)
-
     def _check_ids(self, sampling: Sampling) -> None:
         self._check_range(sampling.stop_ids, "stop_token_ids")
         self._check_range([token for token, _ in sampling.logit_bias], "logit_bias")
@@ -274,6 +270,10 @@ class Gateway:
             max_tokens=max(1, min(asked, left)),
             stop_ids=tuple(dict.fromkeys((*own, *ask.sampling.stop_ids))),
         )
+
+
+def _job(tokens: tuple[int, ...], sampling: Sampling, fingerprint: str, salt: str) -> Job:
+    return make_job(JobId(uuid.uuid4().hex), tokens, sampling, fingerprint, salt)
 
 
 def _copies(job: Job, ask: Ask) -> list[Job]:

@@ -28,7 +28,7 @@ class FakeEngine:
 
     def serve(self, gateway: Gateway, max_model_len: int = 4096) -> None:
         self._gateway = gateway
-        gateway.deliver(Ready(max_model_len=max_model_len, pages=1000, summary="a fake"))
+        gateway.deliver(Ready(max_model_len=max_model_len, pages=1000, fingerprint="tiny", summary="a fake"))
 
     def put(self, message: Wire) -> None:
         match decode(encode(message)):

@@ -183,7 +183,7 @@ async def test_an_exception_ends_its_own_request_and_tells_nothing(
 
 async def test_a_server_still_loading_says_so() -> None:
     engine = FakeEngine(answer("a"))
-    gateway = Gateway(TOKENIZER, K2_6, "tiny", engine, Metrics(MODEL))
+    gateway = Gateway(TOKENIZER, K2_6, engine, Metrics(MODEL))
     world = World(answer("a"))
     app = create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
     world.http._transport.app = app  # type: ignore[attr-defined]

@@ -1,16 +1,18 @@
 """The gateway alone: workers that come and go, clients that leave, and what is left behind."""
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
+from starlette.types import Message
 
 from redline.api.ask import WHAT_IS_LEFT, Ask
+from redline.api.config import Limits
 from redline.api.gateway import derived_seed
-from redline.errors import WorkerLost
+from redline.errors import Overloaded, WorkerLost
 from redline.wire.delta import Delta
-from redline.wire.job import Job, Sampling
-from tests.api.world import MODEL, World, answer, openai_client, until
+from redline.wire.job import Sampling
+from tests.api.fake_engine import say
+from tests.api.world import World, answer, until
 
 pytestmark = pytest.mark.anyio
 
@@ -56,18 +58,36 @@ async def test_what_arrived_before_the_loss_still_goes_out() -> None:
                 await anext(generation)
 
 
-async def test_a_client_that_leaves_an_answer_without_end_aborts_it() -> None:
-    def endless(job: Job) -> Iterator[Delta]:
-        while True:
-            yield Delta(job=job.id, tokens=(65,))
+async def test_a_client_that_leaves_with_its_connection_full_aborts_its_job() -> None:
+    body = b'{"prompt": "hello", "stream": true}'
+    left, full = asyncio.Event(), asyncio.Event()
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async with World(endless) as world, world.listening() as address:
-        client = openai_client(address)
-        messages = [{"role": "user", "content": "hello"}]
-        async for _ in await client.chat.completions.create(model=MODEL, messages=messages, stream=True):  # type: ignore[call-overload]
-            break
-        await client.close()
+    async def receive() -> Message:
+        if not messages:
+            await left.wait()
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            full.set()
+            await asyncio.Event().wait()  # nobody reads
+
+    async with World(say([65] * 1000)) as world:
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "root_path": ""}
+        task = asyncio.ensure_future(world.app(scope, receive, send))
+        await full.wait()
+        left.set()
         await until(lambda: len(world.engine.aborted) == 1)
+        task.cancel()
+
+
+async def test_jobs_that_were_given_up_do_not_count_as_waiting() -> None:
+    async with World(answer("a"), limits=Limits(waiting=1)) as world:
+        world.engine.gate.clear()
+        for _ in range(3):
+            with await world.gateway.begin(text_ask()), pytest.raises(Overloaded):
+                await world.gateway.begin(text_ask())
 
 
 async def test_a_delta_for_a_job_that_was_aborted_here_is_dropped() -> None:
