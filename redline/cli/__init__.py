@@ -28,12 +28,29 @@ Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder: config.json
 
 @app.command()
 def serve(
-    source: Annotated[Path, typer.Argument(metavar="FOLDER|deployment.toml", help="A checkpoint's folder, or a TOML file with the keys below.")],
-    host: Annotated[str | None, typer.Option(help="Address to listen on. 0.0.0.0: every network; then set keys_file.")] = None,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER|deployment.toml", help="A checkpoint's folder, or a TOML file with the keys below."
+        ),
+    ],
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on. 0.0.0.0: every network; then set keys_file.")
+    ] = None,
     port: Annotated[int | None, typer.Option(help="Port. 0: any free one.")] = None,
-    served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model (repeatable). Absent: the folder's name.")] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="Tokens of one request, prompt and answer. Absent: what fits.")] = None,
-    kv_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for the context of all requests: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB.")] = None,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="What clients call the model (repeatable). Absent: the folder's name.")
+    ] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Tokens of one request, prompt and answer. Absent: what fits.")
+    ] = None,
+    kv_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="Memory for the context of all requests: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB.",
+        ),
+    ] = None,
     keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
 ) -> None:
@@ -74,8 +91,11 @@ def chat(
 @app.command(name="eval")
 def evaluate(
     folder: Folder,
-    sets: Annotated[list[str] | None, typer.Option("--set", help="values, families or hand (repeatable). Absent: all.")] = None,
-    run_code: Annotated[bool, typer.Option("--run-code", help="Run the functions that the model writes, each in a closed child process.")] = False,
+    sets: Annotated[Path | None, typer.Option(help="The folder of prompts. Absent: FOLDER/eval.")] = None,
+    run_code: Annotated[
+        bool,
+        typer.Option("--run-code", help="Run the functions that the model writes, each in a closed child process."),
+    ] = False,
     against: Annotated[Path | None, typer.Option(help="A second checkpoint, compared pair by pair.")] = None,
     save: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
 ) -> None:
@@ -97,15 +117,16 @@ def doctor(folder: Annotated[Path | None, typer.Argument(help="A checkpoint whos
 def bench_decode(
     folder: Folder,
     batch: Annotated[list[int] | None, typer.Option(help="Rows in a step (repeatable). Absent: 1, 4, 16.")] = None,
-    context: Annotated[list[int] | None, typer.Option(help="Tokens already there (repeatable). Absent: 200, 4000.")] = None,
+    context: Annotated[
+        list[int] | None, typer.Option(help="Tokens already there (repeatable). Absent: 200, 4000.")
+    ] = None,
     repeats: Annotated[int, typer.Option(help="Timed steps of each case.")] = 40,
-    ops: Annotated[bool, typer.Option("--ops", help="Also each op of a step.")] = False,
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Milliseconds per decode step by batch and context, with floor and ratio."""
     from redline.cli.decode import bench_decode as run
 
-    raise typer.Exit(run(folder, batch or [1, 4, 16], context or [200, 4000], repeats, ops, save, Console()))
+    raise typer.Exit(run(folder, batch or [1, 4, 16], context or [200, 4000], repeats, save, Console()))
 
 
 def main() -> None:

@@ -1,15 +1,15 @@
 """A deployment: one TOML file, or one checkpoint folder and flags. What is absent is off, or derived.
 
-    weights = "weights/kimi-k2.6"          # the one key that must be there
+weights = "weights/kimi-k2.6"          # the one key that must be there
 
-    host = "127.0.0.1"
-    port = 8000
-    served_model_name = ["kimi-k2.6"]      # absent: the folder's name
-    keys_file = "keys.txt"                 # API keys, one per line; absent: everyone who reaches the port is served
+host = "127.0.0.1"
+port = 8000
+served_model_name = ["kimi-k2.6"]      # absent: the folder's name
+keys_file = "keys.txt"                 # API keys, one per line; absent: everyone who reaches the port is served
 
-    [engine]
-    kv_memory = "8GB"
-    max_model_len = 65536
+[engine]
+kv_memory = "8GB"
+max_model_len = 65536
 """
 
 import re

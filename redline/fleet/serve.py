@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -37,7 +37,7 @@ STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
 
 
 def serve(config: ServeConfig, console: Console) -> int:
-    """Until Ctrl-C or SIGTERM (0), or until the worker ends by itself (1). Raises ConfigError before anything starts."""
+    """Until Ctrl-C or SIGTERM (0), or until the worker ends by itself (1). ConfigError before anything starts."""
     folder = Path(config.weights)
     if not folder.is_dir():
         raise ConfigError(f"weights: {folder}: no such folder")
@@ -73,9 +73,7 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(
-    config: ServeConfig, folder: Path, listener: socket.socket, sockets: Path, console: Console
-) -> int:
+async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, sockets: Path, console: Console) -> int:
     to_worker, from_worker = ipc_address(sockets, "jobs"), ipc_address(sockets, "deltas")
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
     stop = asyncio.Event()
@@ -89,7 +87,7 @@ async def _serve(
             if ready is None:
                 return 0
             metrics = Metrics(config.names[0])
-            gateway = Gateway(tokenizer, style, ready.fingerprint, outbox, metrics)
+            gateway = Gateway(tokenizer, style, outbox, metrics)
             gateway.deliver(ready)
             api = ApiConfig(
                 served_model_names=config.names, keys_file=config.keys_file, defaults=_defaults(folder), limits=Limits()
@@ -139,7 +137,7 @@ class _Server(uvicorn.Server):
     """uvicorn, but the signals are ours: there is a worker to stop as well."""
 
     @contextmanager
-    def capture_signals(self) -> Iterator[None]:
+    def capture_signals(self) -> Generator[None]:
         yield
 
 
@@ -190,8 +188,9 @@ def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, consol
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is 347 + 586?"}]})
     console.print(f"[bold]{name}[/bold] is ready at [bold]{url}[/bold]   (Ctrl-C stops it)")
     console.print(f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n", style="dim", highlight=False)
-    console.print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n", **_PASTE)
-    console.print(
+    # Plain prints: what is pasted must not be wrapped or coloured.
+    print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
+    print(
         "from openai import OpenAI\n"
         f'client = OpenAI(base_url="{url}/v1", api_key="none")\n'
         f'stream = client.chat.completions.create(model="{name}", stream=True,\n'
@@ -199,8 +198,5 @@ def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, consol
         "for chunk in stream:\n"
         "    if chunk.choices:\n"
         '        print(chunk.choices[0].delta.content or "", end="", flush=True)\n',
-        **_PASTE,
+        flush=True,
     )
-
-
-_PASTE = {"soft_wrap": True, "markup": False, "highlight": False}

@@ -52,7 +52,7 @@ def int4_scale(weight: Tensor) -> Tensor:
 
 
 def int4_round(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round to the nearest code. weight [..., N, K] -> (q float32 [..., N, K] in -8..7, scale bf16 [..., N, K // 32])."""
+    """Round to the nearest code: [..., N, K] -> (q float32 [..., N, K] in -8..7, scale bf16 [..., N, K // 32])."""
     scale = int4_scale(weight)
     groups = weight.float().unflatten(-1, (-1, INT4_GROUP))
     q = (groups / scale.float()[..., None]).round().clamp(-8, 7)
@@ -68,6 +68,6 @@ def quantize_int4(weight: Tensor) -> Int4:
 
 
 def fake_int4(weight: Tensor) -> Tensor:
-    """Quantise and dequantise, float32 [..., N, K]; for quantisation-aware training (the caller adds straight-through)."""
+    """Quantise and dequantise, float32 [..., N, K]: for quantisation-aware training, which adds straight-through."""
     q, scale = int4_round(weight)
     return (q.unflatten(-1, (-1, INT4_GROUP)) * scale.float()[..., None]).flatten(-2)

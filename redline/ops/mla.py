@@ -23,7 +23,7 @@ from redline.wire.job import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class MlaWeights:
-    """w_a [Rq + R + P, D]: q_a and kv_a stacked; w_q [H (N + P), Rq]; w_uk [H, R, N]: W_UK transposed; w_uv [H, V, R]."""
+    """w_a [Rq + R + P, D]: q_a and kv_a stacked; w_q [H (N + P), Rq]; w_uk [H, R, N]: W_UK^T; w_uv [H, V, R]."""
 
     w_a: Matrix
     q_norm: Tensor  # float32 [Rq]
@@ -214,7 +214,7 @@ def _decode_cost(
 def _prefill_reference(
     q_CHX: Tensor, w: MlaWeights, scale: float, start: int, table: Tensor, plane: Tensor, out_CHV: Tensor
 ) -> None:
-    """q_CHX: C tokens of one slot at positions [start, start + C), whose rows are in the pages already. Writes out_CHV."""
+    """q_CHX: C tokens of a slot at positions [start, start + C), whose rows are in their pages. Writes out_CHV."""
     count = q_CHX.shape[0]
     rows_SW = _context(plane, table, start + count)
     latent, rope = rows_SW.split([w.rank, w.rope], -1)

@@ -116,7 +116,7 @@ class Runner:
                 first = end - row.count
                 logits = self.model.logits(hidden[first : first + count])
                 tokens = self.slots.tokens[row.slot, row.start + 1 : row.start + 1 + count].tolist()
-                logprobs = tuple(logprobs_of(l, token, asked) for l, token in zip(logits, tokens, strict=True))
+                logprobs = tuple(logprobs_of(row_V, token, asked) for row_V, token in zip(logits, tokens, strict=True))
             results.append(RowResult(prompt_logprobs=logprobs))
         return results
 

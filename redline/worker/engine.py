@@ -4,6 +4,7 @@
 """
 
 import functools
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from redline.worker.loop import lead
 KV_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 KV_SHARE = 0.25  # of the memory that is free once the weights are there, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
+OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
 
 
 class Engine:
@@ -147,9 +149,9 @@ class LocalEngine:
         deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
         assert len(deltas) == len(jobs), "two jobs have the same id"
         with self._generating:
-            for job in jobs:
+            waiting, left = iter(jobs), len(jobs)
+            for job in itertools.islice(waiting, OUTSTANDING):
                 self._inbox.put(job)
-            left = len(jobs)
             try:
                 while left:
                     messages = self._outbox.drain(wait=True, timeout=5.0)
@@ -158,7 +160,10 @@ class LocalEngine:
                     for message in messages:
                         if isinstance(message, Delta) and message.job in deltas:
                             deltas[message.job].append(message)
-                            left -= message.finish is not None
+                            if message.finish is not None:
+                                left -= 1
+                                for job in itertools.islice(waiting, 1):
+                                    self._inbox.put(job)
                             if on_delta is not None:
                                 on_delta(message)
             except BaseException:

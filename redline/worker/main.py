@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 import msgspec
 from rich.console import Console
@@ -26,7 +26,9 @@ from redline.worker.engine import Engine
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says when to stop
-    logging.basicConfig(level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format="worker: %(levelname)s %(message)s")
+    logging.basicConfig(
+        level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format="worker: %(levelname)s %(message)s"
+    )
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
     outbox = SocketOutbox(config.outbox)
@@ -54,7 +56,7 @@ def _leave_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], object]]:
+def _progress() -> Generator[Callable[[int, int], object]]:
     """A bar on standard error; it shows once loading has taken a while."""
     console = Console(stderr=True)
     if not native.is_built():

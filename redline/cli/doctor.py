@@ -1,0 +1,80 @@
+"""`redline doctor`: what this machine has, what fits on it, and why."""
+
+import platform
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from redline.bench.local.machine import cpu_name, measure
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
+from redline.ops import native
+from redline.ops.op import Machine
+from redline.run.fit import fit
+from redline.worker.engine import KV_DTYPES, KV_MOST, KV_SHARE, free_memory, kv_budget, pick_device
+
+KIMI = (
+    "Kimi K2.6 (61 layers, INT4 experts) is 594 GB of weights: it wants eight GPUs of 80 GB and more, or four of 180 GB"
+)
+
+
+def doctor(folder: Path | None, console: Console) -> int:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    console.print("[bold]This machine[/bold]")
+    say(f"python           {platform.python_version()}, torch {torch.__version__}")
+    say(f"CPU              {cpu_name()}, {native.threads()} cores that this process may use")
+    say(f"memory           {free_memory(torch.device('cpu')) / 1e9:.1f} GB free")
+    built = native.library() is not None
+    say(f"CPU kernels      {'built for this chip' if built else native.why_not()}")
+    device = pick_device(None)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        say(f"GPU              {torch.cuda.get_device_name(device)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+        say("GPU kernels      none yet: the GPU runs the reference path")
+    else:
+        say("GPU              none that torch sees")
+    torch.set_num_threads(native.threads())
+    machine = measure(device)
+    say(f"reads memory at  {machine.bytes_per_s / 1e9:.1f} GB/s (measured)")
+    say(f"multiplies at    {machine.flops_per_s / 1e12:.2f} TFLOP/s (measured)")
+    say(f"fit              {KIMI}")
+    if folder is not None:
+        console.print(f"\n[bold]{folder}[/bold]")
+        _checkpoint(folder, device, machine, console)
+    return 0
+
+
+def _checkpoint(folder: Path, device: torch.device, machine: Machine, console: Console) -> None:
+    checkpoint = Checkpoint.open(folder)
+    config = checkpoint.config
+    free = free_memory(device)
+    left = free - config.weight_bytes
+    lines = [*config.explain_parameters(), *config.explain_weight_bytes()]
+    lines.append(config.explain_kv_bytes(KV_DTYPES["bf16"]))
+    lines.append(
+        f"memory           {free / 1e9:.2f} GB free - weights {config.weight_bytes / 1e9:.2f} GB = {left / 1e9:.2f} GB"
+    )
+    if left > 0:
+        budget = kv_budget(left)
+        lines.append(f"for pages        {KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB = {budget / 1e9:.2f} GB")
+        lines.extend(fit(config, budget, KV_DTYPES["bf16"], None).explain())
+        read = _bytes_per_token(config)
+        seconds = read / machine.bytes_per_s
+        lines.append(
+            f"floor            a token reads {read / 1e6:.1f} MB of weights; over {machine.bytes_per_s / 1e9:.1f} GB/s: "
+            f"{seconds * 1e3:.2f} ms, {1 / seconds:,.0f} tokens/s at batch 1"
+        )
+    else:
+        lines.append(f"does not fit     {-left / 1e9:.2f} GB too little for the weights alone")
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _bytes_per_token(config: K2Config) -> int:
+    """Of the weights that one token passes through; the embedding is one row."""
+    chosen = config.moe_layers * config.num_experts_per_tok * config.expert_parameters
+    dense = config.dense_parameters - config.vocab_size * config.hidden_size
+    return 2 * dense + round(chosen * config.bits_per_routed_parameter / 8)
