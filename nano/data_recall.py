@@ -1,0 +1,473 @@
+"""Prompts that hold their own answer: a fact planted deep in a long text, and short passages with a question.
+
+`recall` makes a text of a given length from notes, diary lines, log lines, prose and documentation, plants one to six
+facts of which some look alike, and asks for one. The thinking quotes the sentence; the answer says it. Kinds of facts
+and the questions around them are held out, so a new kind must be found by what it says and not by its pattern.
+"""
+
+import random
+import re
+from collections.abc import Callable
+from itertools import count
+from typing import NamedTuple
+
+from nano.sample import Generator, Sample, Split
+from nano.wordings import Wordings, casual, dialogue, reserved, terms, wordings
+
+CHARACTERS_PER_TOKEN = 3.2  # of this text, by the nano tokenizer
+TOKENS = (3_600, 3_900)  # length of a long evaluation prompt
+PLANTED = 3_500  # at this token its fact stands
+
+NAMES = terms(
+    "Anna Ben Carla David Elena Felix Greta Hugo Irene Jonas Karin Leo Marta Nils Olga Paul Quinn Rosa Samir Tanja Uli"
+    " Vera Walter Xenia Yusuf Zoe Amir Bella Chen Dora Emil Fatima Gustav Hana Ivan Julia Kofi Lena Mei Noah Oscar"
+    " Priya Ravi Sofia Tom Ursula Viktor Wei Yara Zara Luis Clara Peter Nora Max Ida Otto Eva Igor Lara Femi Aiko"
+)
+CITIES = terms(
+    "Oslo Lisbon Vienna Prague Madrid Cairo Tokyo Lima Riga Dublin Athens Quito Seoul Accra Rome Bern Porto Lyon"
+)
+COLOURS = terms("red blue green yellow purple orange brown black white pink gray silver")
+JOBS = terms(
+    "baker teacher nurse pilot painter farmer plumber doctor tailor librarian driver cook gardener lawyer singer"
+)
+DAYS = terms("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = terms("January February March April May June July August September October November December")
+PLACES = terms(
+    "harbour mill library garage cellar attic workshop office museum stable greenhouse lighthouse warehouse chapel tower"
+    " laboratory kitchen theatre boathouse archive garden shed bakery station school castle bunker vault gym studio"
+)
+THINGS = terms(
+    "lamp umbrella ladder kettle drill guitar camera suitcase bicycle tent clock radio carpet mirror hammer globe basket"
+    " telescope violin sofa vase compass blanket printer helmet chessboard kayak painting toolbox microscope"
+)
+ANIMALS = terms("dog cat horse parrot rabbit goat turtle hamster donkey goose")
+FRUITS = terms("apples pears plums cherries grapes lemons oranges melons figs peaches berries bananas")
+TOPICS = terms("budget roof website party fence exam concert harvest trip contract heating newsletter wedding survey")
+SPORTS = terms("tennis chess football hockey rugby golf cricket handball badminton volleyball")
+VEHICLES = ("train", "bus", "bike", "car", "ferry", "plane", "tram", "taxi")
+_CONSONANTS, _VOWELS, _LETTERS = "bdfgklmnprstvz", "aeiou", "ABCDEFGHKLMNPRSTUVWXYZ"
+
+
+def pseudo(rng: random.Random) -> str:
+    """A word that does not exist."""
+    syllables = [rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(rng.randint(2, 3))]
+    return "".join(syllables) + rng.choice(("", "", "n", "x", "r", "lt", "sk"))
+
+
+DRAW: dict[str, Callable[[random.Random], str]] = {
+    "name": lambda rng: rng.choice(NAMES),
+    "city": lambda rng: rng.choice(CITIES),
+    "colour": lambda rng: rng.choice(COLOURS),
+    "job": lambda rng: rng.choice(JOBS),
+    "day": lambda rng: rng.choice(DAYS),
+    "month": lambda rng: rng.choice(MONTHS),
+    "place": lambda rng: rng.choice(PLACES),
+    "thing": lambda rng: rng.choice(THINGS),
+    "animal": lambda rng: rng.choice(ANIMALS),
+    "fruit": lambda rng: rng.choice(FRUITS),
+    "topic": lambda rng: rng.choice(TOPICS),
+    "sport": lambda rng: rng.choice(SPORTS),
+    "vehicle": lambda rng: rng.choice(VEHICLES),
+    "word": pseudo,
+    "Word": lambda rng: pseudo(rng).capitalize(),
+    "pin": lambda rng: str(rng.randint(1_000, 9_999)),
+    "small": lambda rng: str(rng.randint(2, 99)),
+    "number": lambda rng: str(rng.randint(100, 999)),
+    "year": lambda rng: str(rng.randint(1900, 2020)),
+    "time": lambda rng: f"{rng.randint(6, 22)}:{rng.choice(('00', '15', '30', '45'))}",
+    "date": lambda rng: f"{rng.choice(MONTHS)} {rng.randint(1, 28)}",
+    "password": lambda rng: f"{pseudo(rng)}-{rng.randint(10, 99)}",
+    "serial": lambda rng: (
+        f"{rng.choice('ABCDEFGHKLMNPRSTUVWXYZ')}{rng.choice('ABCDEFGHKLMNPRSTUVWXYZ')}-{rng.randint(100, 999)}"
+    ),
+}
+
+
+class Fact(NamedTuple):
+    """What can be planted: {k} is the key that the question names, {v} the value that it asks for."""
+
+    statement: str
+    key: str  # how to draw {k}
+    value: str  # how to draw {v}
+    noun: str  # the value as a noun phrase
+    questions: tuple[str, ...]
+
+
+# statement ; key ; value ; noun ; question ; question. Every fifth is held out.
+_FACTS = """
+The access code of the {k} is {v}. ; place ; pin ; the access code of the {k} ; Which code opens the {k}?
+{k}'s locker number is {v}. ; name ; small ; {k}'s locker number ; Which locker belongs to {k}?
+The password of {k} is {v}. ; word ; password ; the password of {k} ; With which password does one get into {k}?
+{k} lives in {v}. ; name ; city ; the city where {k} lives ; Where does {k} live? ; In which city does {k} live?
+The magic number of {k} is {v}. ; word ; number ; the magic number of {k} ; Which magic number does {k} have?
+{k}'s favorite color is {v}. ; name ; colour ; {k}'s favorite color ; Which color does {k} like best?
+The {k} costs {v} euros. ; thing ; number ; the price of the {k} ; How much does the {k} cost?
+{k} works as a {v}. ; name ; job ; {k}'s job ; What does {k} do for a living? ; What is {k}'s profession?
+The meeting about the {k} is on {v}. ; topic ; day ; the day of the meeting about the {k} ; When is the meeting about the {k}?
+The key to the {k} is with {v}. ; place ; name ; the person with the key to the {k} ; Who has the key to the {k}?
+The serial number of the {k} is {v}. ; thing ; serial ; the serial number of the {k} ; Which serial number is on the {k}?
+{k} was born in {v}. ; name ; year ; the year in which {k} was born ; In which year was {k} born? ; When was {k} born?
+The secret word of {k} is {v}. ; name ; word ; the secret word of {k} ; Which secret word does {k} use?
+{k} owes the club {v} dollars. ; name ; number ; the amount that {k} owes the club ; How many dollars does {k} owe the club?
+The {k} was built in {v}. ; place ; year ; the year in which the {k} was built ; When was the {k} built?
+{k} arrives at {v}. ; name ; time ; the time when {k} arrives ; At what time does {k} arrive? ; When does {k} arrive?
+The {k} is painted {v}. ; place ; colour ; the color of the {k} ; What color is the {k}? ; In which color is the {k} painted?
+{k} has a {v} at home. ; name ; animal ; the animal that {k} has at home ; Which animal does {k} have at home?
+The phone extension of the {k} is {v}. ; place ; number ; the phone extension of the {k} ; Which extension do I call for the {k}?
+The ticket number of {k} is {v}. ; name ; pin ; the ticket number of {k} ; Which number is on the ticket of {k}?
+The {k} is hidden in the {v}. ; thing ; place ; the place where the {k} is hidden ; Where is the {k} hidden?
+The parameter {k} is set to {v}. ; word ; number ; the value of the parameter {k} ; To what is the parameter {k} set?
+The capital of {k} is {v}. ; Word ; Word ; the capital of {k} ; Which city is the capital of {k}?
+{k}'s birthday is on {v}. ; name ; date ; {k}'s birthday ; When is {k}'s birthday? ; On which day is {k}'s birthday?
+{k}'s room number is {v}. ; name ; number ; {k}'s room number ; In which room is {k}? ; Which room does {k} have?
+{k} plays {v} on weekends. ; name ; sport ; the sport that {k} plays on weekends ; Which sport does {k} play? ; What does {k} play on weekends?
+The {k} belongs to {v}. ; thing ; name ; the owner of the {k} ; Who owns the {k}? ; To whom does the {k} belong?
+The deadline for the {k} is {v}. ; topic ; date ; the deadline for the {k} ; When is the deadline for the {k}?
+{k} ordered {v} this week. ; name ; fruit ; what {k} ordered this week ; What did {k} order? ; What did {k} order this week?
+The {k} weighs {v} kilograms. ; thing ; small ; the weight of the {k} in kilograms ; How many kilograms does the {k} weigh?
+The {k} closes at {v}. ; place ; time ; the time when the {k} closes ; When does the {k} close? ; At what time does the {k} close?
+{k} comes to work by {v}. ; name ; vehicle ; how {k} comes to work ; How does {k} come to work?
+The code name of {k} is {v}. ; name ; Word ; the code name of {k} ; Under which code name is {k} known?
+The word {k} means {v} in our language. ; word ; thing ; the meaning of {k} ; What does {k} mean in our language?
+The {k} was sold to {v}. ; thing ; name ; the buyer of the {k} ; Who bought the {k}? ; To whom was the {k} sold?
+"""  # noqa: E501
+
+
+def _read(line: str) -> Fact:
+    statement, key, value, noun, *questions = (part.strip() for part in line.split(";"))
+    return Fact(statement, key, value, noun, tuple(questions))
+
+
+FACTS = [_read(line) for line in _FACTS.strip().splitlines()]
+KINDS: dict[str, list[Fact]] = {
+    "train": [fact for i, fact in enumerate(FACTS) if i % 5 != 2],
+    "held": [fact for i, fact in enumerate(FACTS) if i % 5 == 2],
+}
+# questions about the noun phrase {x}; the facts have their own beside them
+ASK = wordings("""
+    What is {x}?
+    Tell me {x}.
+    According to the text, what is {x}?
+    The text mentions {x}. What is it?
+    Please find {x}.
+    Give me {x}.
+    From the text above: what is {x}?
+    I need {x}.
+    What does the text say about {x}?
+    Look up {x}.
+""")
+BEFORE = wordings("""
+    Read the following text. There is a question at the end.
+    Here are some notes.
+    Please read this carefully.
+    Text:
+    I will ask you something about this text.
+    Below is a long text.
+    Remember what you read here.
+    This is what I have written down so far.
+    Read this, then answer my question.
+    Please look through these notes.
+""")
+AFTER = wordings("""
+    {q}
+    Question: {q}
+    Now the question: {q}
+    My question: {q}
+    That was the text. {q}
+    End of the text. {q}
+    Answer this from the text: {q}
+    Now tell me: {q}
+    One question about it: {q}
+    So, {q}
+""")
+THINK = 'The text says: "{s}"'
+
+
+# -------------------------------------------------------------------------------------------------------------- filler
+
+_SENTENCES = {
+    "diary": """
+        Today I met {name} at the market and we talked about {topic}s for a while.
+        It rained all morning, so {name} and I stayed in and played cards.
+        I could not sleep, because the {animal} next door made noise until {time}.
+        {name} came by with some {fruit} and stayed for tea.
+        We took the long way home and saw a {animal} near the old bridge.
+        The soup was too salty again, but nobody said a word.
+        {name} told the same story about {city} for the third time.
+        I finally cleaned the window and found an old letter from {name}.
+        On {day} the whole street smelled of fresh bread.
+        I want to learn how to bake, but the oven has its own ideas.
+    """,
+    "notes": """
+        Ask {name} whether the {thing} can be repaired before {month}.
+        Buy {fruit}, milk and a new bulb for the hall.
+        Call {name} back about the {topic} before {day}.
+        The list for the {topic} is nearly done; two names are missing.
+        Remember to water the plants next to the {thing}.
+        Return the {thing} that we borrowed last {month}.
+        The window in the hall does not close well when it is cold.
+        {name} and {name} will share a car to {city}.
+        Bring warm clothes, the wind is strong near the sea.
+        Nothing new about the {topic} so far.
+    """,
+    "prose": """
+        The road from {city} to the coast is long, and few people take it in winter.
+        {name} closed the door quietly and listened to the wind in the trees.
+        In the evening the lamps along the river were lit one after the other.
+        Nobody in the village had seen such a {animal} before, and many came to look.
+        The old clock in the square had stopped years ago, but people still looked up at it.
+        {name} laughed, put the {thing} down and asked for another cup of coffee.
+        By {month} the fields were green again and the children played outside.
+        There was a smell of wet stone and of smoke from the chimneys.
+        A boat passed slowly, and its bell could be heard for a long time.
+        {name} had never been to {city}, but knew every street from books.
+    """,
+    "log": """
+        {time} INFO worker {small} started
+        {time} INFO request {pin} done in {number} ms
+        {time} WARNING queue of worker {small} is {small} percent full
+        {time} INFO saved {number} records
+        {time} DEBUG cache hit for item {pin}
+        {time} ERROR connection to node {small} was lost, trying again
+        {time} INFO node {small} is back
+        {time} INFO backup finished after {number} seconds
+        {time} DEBUG read {pin} bytes from disk
+        {time} INFO user {small} logged out
+    """,
+}
+_PER_TEMPLATE = 150
+
+
+def _pools() -> dict[str, list[str]]:
+    """Lines of filler by style, the same in every process."""
+    from pydoc_data.topics import topics
+
+    rng = random.Random(0)
+    pools = {
+        style: [
+            re.sub(r"\{(\w+)\}", lambda match: DRAW[match[1]](rng), line)
+            for line in (line.strip() for line in text.strip().splitlines())
+            for _ in range(_PER_TEMPLATE if "{" in line else 1)
+        ]
+        for style, text in _SENTENCES.items()
+    }
+    pages = " ".join(" ".join(topics[name].split()) for name in sorted(topics))
+    pools["documentation"] = [part for part in re.split(r"(?<=[a-z]\.) (?=[A-Z])", pages) if 40 < len(part) < 200]
+    return pools
+
+
+POOLS = _pools()
+STYLES = tuple(POOLS)
+
+
+def filler(rng: random.Random, characters: int) -> list[str]:
+    """About `characters` of lines, in one style or several."""
+    styles = rng.sample(STYLES, rng.choice((1, 1, 2, 3)))
+    lines: list[str] = []
+    while characters > 0:
+        line = rng.choice(POOLS[styles[0] if len(styles) == 1 else rng.choice(styles)])
+        lines.append(line)
+        characters -= len(line) + 1
+    return lines
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+
+class Planted(NamedTuple):
+    fact: Fact
+    key: str
+    value: str
+
+    @property
+    def sentence(self) -> str:
+        return self.fact.statement.replace("{k}", self.key).replace("{v}", self.value)
+
+    def question(self, rng: random.Random, split: Split) -> str:
+        if rng.random() < 0.5:
+            return ASK.pick(rng, split).replace("{x}", self.fact.noun.replace("{k}", self.key))
+        return rng.choice(self.fact.questions).replace("{k}", self.key)
+
+
+def plant(rng: random.Random, split: Split, facts: int) -> list[Planted]:
+    """`facts` facts of which no two have the same key and kind; the first is the one to ask for."""
+    kinds = KINDS["held" if split == "families" else "train"]
+    planted: list[Planted] = []
+    keys: set[tuple[str, str]] = set()
+    alike = rng.random() < 0.5
+    while len(planted) < facts:
+        fact = planted[0].fact if alike and planted else rng.choice(kinds)
+        key, value = DRAW[fact.key](rng), DRAW[fact.value](rng)
+        asked = not planted and split != "families"
+        if key == value or (fact.statement, key) in keys or (asked and reserved(key, value) != (split == "values")):
+            continue
+        keys.add((fact.statement, key))
+        planted.append(Planted(fact, key, value))
+    return planted
+
+
+def recall(rng: random.Random, split: Split, characters: int, depth: float | None = None) -> Sample:
+    """A text of about `characters` with planted facts; the one asked for starts at `depth` of it, or anywhere.
+
+    In training a third of the shorter texts are passages with a question (`reading`) instead.
+    """
+    if split == "train" and characters < 1_600 and rng.random() < 0.33:
+        return reading(rng, split)
+    first, *others = plant(rng, split, rng.choices((1, 2, 3, 4, 6), (3, 2, 2, 1, 1))[0])
+    lines = filler(rng, characters)
+    for other in others:
+        lines.insert(rng.randint(0, len(lines)), other.sentence)
+    joint = "\n" if rng.random() < 0.7 else " "
+    before = BEFORE.pick(rng, split) + "\n\n" if rng.random() < 0.6 else ""
+    at = (rng.random() if depth is None else depth) * sum(len(line) + 1 for line in lines) - len(before)
+    place = next((i for i, start in zip(count(), _starts(lines)) if start >= at), len(lines))
+    lines.insert(place, first.sentence)
+    after = AFTER.pick(rng, split).replace("{q}", first.question(rng, split))
+    prompt = f"{before}{joint.join(lines)}\n\n{after}"
+    thought = THINK.format(s=first.sentence)
+    return dialogue(rng, split, "recall", prompt, thought, first.sentence, {"contains": [first.value]})
+
+
+def _starts(lines: list[str]) -> list[int]:
+    starts, total = [], 0
+    for line in lines:
+        starts.append(total)
+        total += len(line) + 1
+    return starts
+
+
+def long_recall(rng: random.Random, split: Split) -> Sample:
+    """For evaluation: the fact at token 3,500 of a prompt of up to 3,900, or at a tenth of it. In training, anything."""
+    if split == "train":
+        return recall(rng, split, rng.randint(300, 12_500))
+    tokens = rng.randint(*TOKENS)
+    depth = PLANTED / tokens if rng.random() < 0.67 else 0.1
+    return recall(rng, split, int(tokens * CHARACTERS_PER_TOKEN), depth)
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+# who ; what ; question for what ; question for who. Every fifth is held out.
+_STORY = """
+{who} lives in {v}. ; city ; Where does {who} live? ; Who lives in {v}?
+{who} has a {v} bike. ; colour ; What color is {who}'s bike? ; Whose bike is {v}?
+{who} came to the party by {v}. ; vehicle ; How did {who} come to the party? ; Who came to the party by {v}?
+{who} is a {v}. ; job ; What is {who}'s job? ; Who is a {v}?
+{who} bought some {v}. ; fruit ; What did {who} buy? ; Who bought {v}?
+{who} keeps a {v} in the garden. ; animal ; Which animal does {who} keep? ; Who keeps a {v}?
+{who} left at {v}. ; time ; When did {who} leave? ; Who left at {v}?
+{who} plays {v} every week. ; sport ; What does {who} play? ; Who plays {v}?
+{who} forgot the {v}. ; thing ; What did {who} forget? ; Who forgot the {v}?
+{who} will travel in {v}. ; month ; When will {who} travel? ; Who will travel in {v}?
+{who} wore a {v} hat. ; colour ; What color was {who}'s hat? ; Who wore a {v} hat?
+{who} read {v} pages. ; small ; How many pages did {who} read? ; Who read {v} pages?
+{who} waited at the {v}. ; place ; Where did {who} wait? ; Who waited at the {v}?
+{who} paid {v} euros. ; small ; How much did {who} pay? ; Who paid {v} euros?
+{who} is free on {v}. ; day ; On which day is {who} free? ; Who is free on {v}?
+"""
+STORY = [tuple(part.strip() for part in line.split(";")) for line in _STORY.strip().splitlines()]
+_CHANGES = (
+    (
+        "The {topic} meeting was planned for {old}, but it was moved to {new}.",
+        "When is the {topic} meeting now?",
+        "day",
+    ),
+    (
+        "At first the {thing} cost {old} euros. Now it costs {new} euros.",
+        "How much does the {thing} cost now?",
+        "small",
+    ),
+    ("We wanted to meet in {old}, but in the end we met in {new}.", "Where did we meet in the end?", "city"),
+    ("The old code was {old}. Since {month} the code is {new}.", "What is the code now?", "pin"),
+    ("{name} used to work as a {old}. Today {name} works as a {new}.", "What does {name} work as today?", "job"),
+)
+_SCENES = (
+    "It was a warm day.", "Nobody was in a hurry.", "The weather was fine.", "There was cake for everyone.",
+    "It was quite late already.", "The music was loud.", "Some neighbours came too.", "They had not met for a long time.",
+)  # fmt: skip
+# \n is a line break
+READ_FRAMES = wordings(r"""
+    {p}\n\n{q}
+    Read this: "{p}" {q}
+    {p} {q}
+    {q}\n\nText: {p}
+    Passage: {p} Question: {q}
+    Here is a short text. {p} Now my question: {q}
+    Please answer from the text. {p} {q}
+    {p} Tell me: {q}
+    "{p}" {q}
+    Answer the question about this text: {p} {q}
+    Text: {p}\nQuestion: {q}
+    I read this: {p} {q}
+    {p}\n{q}
+    Given the text "{p}", answer: {q}
+    My notes: {p}\n\n{q}
+    Read the text and answer.\n\n{p}\n\n{q}
+    {q} Here is the text: {p}
+    Use this text: {p} {q}
+""")
+
+
+def reading(rng: random.Random, split: Split) -> Sample:
+    """A passage of three to six sentences about a few people, and a question about one of them."""
+    if split != "families" and rng.random() < 0.25:
+        sentence, question, value = _change(rng, split)
+        sentences = [sentence]
+    else:
+        sentences, sentence, question, value = _people(rng, split)
+    for _ in range(rng.randint(0, 2)):
+        sentences.insert(rng.randint(0, len(sentences)), rng.choice(_SCENES))
+    passage = " ".join(sentences)
+    prompt = READ_FRAMES.pick(rng, split).replace("\\n", "\n").replace("{p}", passage).replace("{q}", question)
+    thought = THINK.format(s=sentence)
+    return dialogue(rng, split, "reading", casual(rng, prompt), thought, f"{value}.", {"contains": [value]})
+
+
+def _people(rng: random.Random, split: Split) -> tuple[list[str], str, str, str]:
+    """(sentences, the one that answers, question, answer): each person does something else, or the same differently."""
+    stories = [story for i, story in enumerate(STORY) if (i % 5 == 3) == (split == "families")]
+    while True:
+        names = rng.sample(NAMES, rng.randint(2, 4))
+        alike = rng.random() < 0.6
+        story = rng.choice(stories)
+        chosen = [story] * len(names) if alike else [story, *rng.choices(stories, k=len(names) - 1)]
+        values = [DRAW[kind](rng) for _, kind, *_ in chosen]
+        if len(set(values)) == len(values):
+            break
+    lines = [
+        statement.replace("{who}", name)
+        .replace("a {v}", "an {v}" if value[0] in "aeiou" else "a {v}")
+        .replace("{v}", value)
+        for (statement, *_), name, value in zip(chosen, names, values, strict=True)
+    ]
+    backwards = rng.random() < 0.4
+    question = story[3 if backwards else 2].replace("{who}", names[0]).replace("{v}", values[0])
+    answer = names[0] if backwards else values[0]
+    sentence = lines[0]
+    rng.shuffle(lines)
+    return lines, sentence, question, answer[0].upper() + answer[1:]
+
+
+def _change(rng: random.Random, split: Split) -> tuple[str, str, str]:
+    """(sentence, question, answer) about something that was one way and is another way now."""
+    while True:
+        statement, question, kind = rng.choice(_CHANGES)
+        old, new = DRAW[kind](rng), DRAW[kind](rng)
+        if old != new and reserved(statement, old, new) == (split == "values"):
+            break
+    for part in ("topic", "thing", "name", "month"):
+        drawn = DRAW[part](rng)
+        statement, question = statement.replace(f"{{{part}}}", drawn), question.replace(f"{{{part}}}", drawn)
+    return statement.replace("{old}", old).replace("{new}", new), question, new[0].upper() + new[1:]
+
+
+def families(kind: str) -> tuple[int, int]:
+    """How many wordings of `kind` are for training and how many are held out: kinds of facts, questions and frames."""
+    lists: dict[str, list[Wordings]] = {"recall": [ASK, BEFORE, AFTER], "reading": [READ_FRAMES]}
+    held = {"recall": len(KINDS["held"]), "reading": sum(i % 5 == 3 for i in range(len(STORY)))}[kind]
+    total = {"recall": len(FACTS), "reading": len(STORY) + len(_CHANGES)}[kind]
+    train = total - held + sum(len(said.train) for said in lists[kind])
+    return train, held + sum(len(said.held) for said in lists[kind])
+
+
+GENERATORS: dict[str, tuple[Generator, float]] = {"recall": (long_recall, 0.7), "reading": (reading, 0.3)}
