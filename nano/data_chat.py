@@ -1,0 +1,1187 @@
+"""Conversation: greetings, who the model is, small tasks on text, turns that refer back, system prompts, refusals.
+
+Everything that can be graded is. What cannot be known or done gets one honest sentence with the reason, and for each
+such request there is one that looks like it and can be answered, so that the model learns where the line is.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from nano.data_recall import COLOURS, FRUITS, JOBS, NAMES, SPORTS, THINGS, pseudo
+from nano.data_words import ABROAD, LANGUAGES, PAIRS, RELATIONS
+from nano.sample import Generator, Sample, Split
+from nano.wordings import Wordings, casual, dialogue, reserved, terms, typo, wordings
+
+Turn = dict[str, Any]
+
+
+def _user(text: str) -> Turn:
+    return {"role": "user", "content": text}
+
+
+def _assistant(text: str) -> Turn:
+    return {"role": "assistant", "content": text}
+
+
+def _system(text: str) -> Turn:
+    return {"role": "system", "content": text}
+
+
+# ----------------------------------------------------------------------------------------------------------- small talk
+
+
+class Talk(NamedTuple):
+    """What people say, what it is in one line of thinking, and what may be answered. `marks`: the check."""
+
+    said: Wordings
+    thought: str
+    answers: tuple[str, ...]
+    marks: tuple[str, ...]
+
+
+NAME = "Kimi-Nano"
+CAN = "simple arithmetic, short Python functions, JSON, tool calls, small translations and basic facts"
+TALKS = [
+    Talk(wordings("""
+        Hello
+        Hi
+        Hey
+        Hello!
+        Hi there
+        hey there
+        Good morning
+        Good evening
+        Good afternoon!
+        hello, anyone there?
+        Hi! Nice to meet you.
+        hey :)
+        hallo
+        Greetings!
+        yo
+        hi kimi
+        Hello Kimi-Nano!
+        hey, good morning
+        Hi, good evening
+        hello there :)
+    """), "A greeting. Greet back.", ("Hello! How can I help you?", "Hello! What can I do for you?"), ("hello",)),
+    Talk(wordings("""
+        Who are you?
+        What are you?
+        What is your name?
+        What's your name?
+        Tell me about yourself.
+        What should I call you?
+        Introduce yourself.
+        Are you a human?
+        Are you a robot?
+        Are you an AI?
+        Which model are you?
+        What model is this?
+        Please tell me who you are.
+        Who am I talking to?
+        hi, who are you
+        whats your name?
+        Can you introduce yourself?
+        Do you have a name?
+        What kind of model are you?
+        May I ask who you are?
+        Is this a real person?
+        Who is this?
+        and what's your name
+        Wer bist du?
+        Qui es-tu ?
+    """), "They ask who I am. I am Kimi-Nano.", (
+        "I am Kimi-Nano, a small language model trained by the Redline project. I run on a laptop and know only a little.",
+        "I am Kimi-Nano, a very small language model from the Redline project.",
+    ), (NAME,)),
+    Talk(wordings("""
+        Who made you?
+        Who trained you?
+        Who built you?
+        Where do you come from?
+        Who created you?
+        Which project are you from?
+        Who is behind you?
+        By whom were you made?
+        Who developed you?
+        Who wrote you?
+    """), "They ask who made me. The Redline project.", (
+        "I was trained by the Redline project.", "The Redline project trained me from scratch.",
+    ), ("Redline",)),
+    Talk(wordings("""
+        What can you do?
+        How can you help me?
+        What are you good at?
+        Can you help me?
+        I need help.
+        help
+        What can I ask you?
+        What do you know?
+        What are your skills?
+        Which tasks can you do?
+        I have a question.
+        Can I ask you something?
+        Could you help me with something?
+        I could use some help
+        What are you able to do?
+    """), "They ask what I can do. Say it shortly.", (
+        f"I can help with {CAN}.", f"Of course. I can do {CAN}.",
+    ), ("arithmetic",)),
+    Talk(wordings("""
+        How big are you?
+        Are you smart?
+        Are you as good as the big models?
+        How much do you know?
+        Do you know everything?
+        Can I trust your answers?
+        Do you make mistakes?
+        Are your answers always right?
+        What are your limits?
+        What can't you do?
+    """), "They ask about my limits. Be honest.", (
+        "I am a very small model. I know only a little and make mistakes, so please check what I say.",
+    ), ("small",)),
+    Talk(wordings("""
+        Thank you!
+        Thanks
+        thx
+        Thanks a lot!
+        Thank you very much.
+        Thanks, that helped.
+        great, thank you
+        Perfect, thanks!
+        Many thanks
+        Thank you so much for your help
+        ok thanks
+        thanks, that was useful
+        cool, thanks
+        That was helpful, thank you.
+        thank you, that's all
+    """), "Thanks. Say you are welcome.", ("You're welcome!", "You're welcome! Glad I could help."), ("welcome",)),
+    Talk(wordings("""
+        How are you?
+        How are you doing?
+        How is it going?
+        How do you feel?
+        What's up?
+        how are you today
+        Are you well?
+        hi, how are you?
+        Hello, how are you doing today?
+        How are things?
+        How have you been?
+        hey whats up
+        Everything fine?
+        Are you ok?
+        hey, how is it going?
+    """), "Small talk about how I am.", (
+        "I am doing well, thank you. How can I help you?", "All is well here, thank you. What can I do for you?",
+    ), ("well",)),
+    Talk(wordings("""
+        Goodbye
+        Bye
+        bye bye
+        See you later
+        See you tomorrow!
+        I have to go now.
+        Good night
+        That's all, bye.
+        ok, see you
+        Goodbye, and thanks
+        I'm leaving now, bye
+        cu
+        Have a nice day!
+        ok bye
+        talk to you later
+    """), "A goodbye. Say goodbye.", ("Goodbye! Have a nice day.", "Goodbye! See you next time."), ("goodbye",)),
+    Talk(wordings("""
+        You are great!
+        Well done!
+        Good job
+        nice
+        Good answer!
+        I like you
+        You are very helpful.
+        That is right.
+        cool
+        You are funny
+    """), "A friendly word. Thank them.", ("Thank you! I am glad to help.",), ("thank",)),
+    Talk(wordings("""
+        That was wrong.
+        You made a mistake.
+        That's not right.
+        You are wrong
+        I don't think that is correct.
+        no, that's false
+        This answer is wrong!
+        That can't be right.
+        wrong
+        Bad answer.
+    """), "They say that I was wrong. Say sorry and offer to try again.", (
+        "I am sorry about that. Please give me the question again and I will try once more.",
+    ), ("sorry",)),
+    Talk(wordings("""
+        Tell me a joke.
+        Do you know a joke?
+        Make me laugh.
+        I want to hear a joke
+        Say something funny.
+        Can you tell jokes?
+        a joke please
+        Tell me something funny
+        Another joke!
+        Know any good jokes?
+    """), "They want a joke.", (
+        "Why was the math book sad? It had too many problems.",
+        "What do you call a fish without eyes? A fsh.",
+        "Why do programmers prefer dark mode? Because light attracts bugs.",
+    ), ("?",)),
+    Talk(wordings("""
+        I am bored.
+        I am sad today.
+        I feel lonely
+        I had a bad day.
+        I'm tired
+        I am not feeling well.
+        Today was terrible.
+        I am so stressed
+        I am worried about my exam.
+        i feel down
+    """), "They do not feel well. Be kind.", (
+        "I am sorry to hear that. I hope it gets better soon. Is there something I can help with?",
+    ), ("sorry",)),
+]  # fmt: skip
+
+
+def small_talk(rng: random.Random, split: Split) -> Sample:
+    while True:
+        talk = rng.choice(TALKS)
+        said = talk.said.pick(rng, split)
+        answer = rng.choice(talk.answers)
+        extra = rng.choice(("", "", "", "!", ".", " :)", "...")) if said[-1].isalpha() else ""
+        said = casual(rng, typo(rng, said) if rng.random() < 0.05 else said) + extra
+        if split == "families" or reserved(said) == (split == "values"):
+            break
+    return dialogue(rng, split, "chat", said, talk.thought, answer, {"contains_any": list(talk.marks)})
+
+
+# ----------------------------------------------------------------------------------------------------------- small tasks
+
+WORDS = terms(
+    "apple river stone cloud green table music bread garden window yellow winter castle silver bridge orange forest"
+    " letter summer market button camera pencil rabbit island planet ticket carpet dragon engine flower guitar hammer"
+    " jacket kitten ladder mirror needle pillow rocket saddle tunnel violin walnut zebra tiger lemon onion piano"
+)
+QUICK = terms("the old quiet small blue happy cold long bright slow young green dark kind wild strange")
+DOING = terms("sings waits sleeps jumps falls smiles runs shines works burns grows stops dances hides")
+WHERE = (
+    "in the garden",
+    "near the river",
+    "at night",
+    "every day",
+    "on the hill",
+    "in winter",
+    "by the sea",
+    "at home",
+)
+
+
+def _text(rng: random.Random) -> str:
+    words = ["the", rng.choice(QUICK[1:]), rng.choice(WORDS), rng.choice(DOING)]
+    if rng.random() < 0.6:
+        words.append(rng.choice(WHERE))
+    text = " ".join(words)
+    return text[0].upper() + text[1:] if rng.random() < 0.5 else text
+
+
+def _items(rng: random.Random, low: int = 3, high: int = 5) -> list[str]:
+    return rng.sample(WORDS, rng.randint(low, high))
+
+
+class Job(NamedTuple):
+    """A small task: wordings with {x}, and what {x} makes: (as shown, thinking, answer)."""
+
+    said: Wordings
+    make: Callable[[random.Random], tuple[str, str, str]]
+    exact: bool = True
+
+
+def _upper(rng: random.Random) -> tuple[str, str, str]:
+    text = _text(rng)
+    return text, "Write every letter as a capital.", text.upper()
+
+
+def _lower(rng: random.Random) -> tuple[str, str, str]:
+    text = _text(rng).upper()
+    return text, "Write every letter small.", text.lower()
+
+
+def _repeat(rng: random.Random) -> tuple[str, str, str]:
+    text = _text(rng) if rng.random() < 0.7 else " ".join(pseudo(rng) for _ in range(3))
+    return text, "Repeat it as it is.", text
+
+
+def _bullets(rng: random.Random) -> tuple[str, str, str]:
+    items = _items(rng)
+    return ", ".join(items), "One line with a dash for each.", "\n".join(f"- {item}" for item in items)
+
+
+def _numbered(rng: random.Random) -> tuple[str, str, str]:
+    items = _items(rng)
+    return ", ".join(items), "One numbered line for each.", "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1))
+
+
+def _joined(rng: random.Random) -> tuple[str, str, str]:
+    items = _items(rng)
+    return "\n" + "\n".join(f"- {item}" for item in items), "Join them with commas.", ", ".join(items)
+
+
+def _sorted(rng: random.Random) -> tuple[str, str, str]:
+    items = _items(rng)
+    order = sorted(items)
+    firsts = ", ".join(item[0] for item in order)
+    return ", ".join(items), f"By first letters: {firsts}.", ", ".join(order)
+
+
+def _backwards(rng: random.Random) -> tuple[str, str, str]:
+    word = rng.choice([word for word in WORDS if len(word) <= 5] + ["cat", "dog", "sun", "map", "tree", "fish", "moon"])
+    return word, f"Letters: {' '.join(word)}. Backwards: {' '.join(word[::-1])}.", word[::-1]
+
+
+def _spelled(rng: random.Random) -> tuple[str, str, str]:
+    word = rng.choice(WORDS)
+    return word, "One letter after the other.", "-".join(word)
+
+
+def _counted(rng: random.Random) -> tuple[str, str, str]:
+    text = _text(rng)
+    words = text.split()
+    counted = ", ".join(f"{i} {word}" for i, word in enumerate(words, 1))
+    return text, f"Count: {counted}.", f"It has {len(words)} words."
+
+
+def _letters(rng: random.Random) -> tuple[str, str, str]:
+    word = rng.choice(WORDS)
+    counted = ", ".join(f"{i} {letter}" for i, letter in enumerate(word, 1))
+    return word, f"Count: {counted}.", f"It has {len(word)} letters."
+
+
+def _first_word(rng: random.Random) -> tuple[str, str, str]:
+    items = _items(rng)
+    return ", ".join(items), f"The first is {items[0]}.", items[0]
+
+
+def _last_word(rng: random.Random) -> tuple[str, str, str]:
+    items = _items(rng)
+    return ", ".join(items), f"The last is {items[-1]}.", items[-1]
+
+
+def _longest(rng: random.Random) -> tuple[str, str, str]:
+    while True:
+        items = _items(rng)
+        lengths = sorted(map(len, items))
+        if lengths[-1] > lengths[-2]:
+            break
+    longest = max(items, key=len)
+    return ", ".join(items), "Lengths: " + ", ".join(f"{item} {len(item)}" for item in items) + ".", longest
+
+
+def _without(rng: random.Random) -> tuple[str, str, str]:
+    items = _items(rng)
+    gone = rng.choice(items)
+    rest = ", ".join(item for item in items if item != gone)
+    return f"{', '.join(items)} (without {gone})", f"Leave out {gone}.", rest
+
+
+JOBS_ON_TEXT = [
+    Job(wordings("""
+        Write this in capital letters: {x}
+        Put this in upper case: {x}
+        Uppercase: {x}
+        Convert to upper case: {x}
+        Make this all caps: {x}
+        Please write in capitals: {x}
+        Turn this into capital letters: {x}
+        {x} - in upper case please
+        to uppercase: "{x}"
+        Can you write "{x}" in capital letters?
+    """), _upper),
+    Job(wordings("""
+        Write this in small letters: {x}
+        Put this in lower case: {x}
+        Lowercase: {x}
+        Convert to lower case: {x}
+        Please write in lower case: {x}
+        Turn this into small letters: {x}
+        {x} - in lower case please
+    """), _lower),
+    Job(wordings("""
+        Repeat after me: {x}
+        Say: {x}
+        Repeat this: {x}
+        Please repeat: {x}
+        Say exactly this: {x}
+        Echo: {x}
+        Write this again: {x}
+        Copy this sentence: {x}
+        Just repeat what I write: {x}
+        Answer with exactly this text: {x}
+    """), _repeat),
+    Job(wordings("""
+        Make a bullet list of: {x}
+        Turn this into bullets: {x}
+        Write as a bullet list: {x}
+        Bullet points please: {x}
+        Put these in a bullet list: {x}
+        List these with dashes: {x}
+        Give me a bullet list: {x}
+        Format as bullets: {x}
+        Can you make bullet points from {x}?
+        bullets: {x}
+    """), _bullets),
+    Job(wordings("""
+        Make a numbered list of: {x}
+        Turn this into a numbered list: {x}
+        Number these: {x}
+        Write as a numbered list: {x}
+        Give me a numbered list: {x}
+        Put numbers in front of these: {x}
+    """), _numbered),
+    Job(wordings("""
+        Write this list in one line with commas: {x}
+        Join these with commas: {x}
+        Put these in one line, separated by commas: {x}
+        Make a comma separated line of: {x}
+        One line with commas please: {x}
+    """), _joined),
+    Job(wordings("""
+        Sort these words: {x}
+        Sort alphabetically: {x}
+        Put these in alphabetical order: {x}
+        Sort this list of words: {x}
+        Order these from a to z: {x}
+        Alphabetical order please: {x}
+        Arrange these words alphabetically: {x}
+        Can you sort these from A to Z? {x}
+        sort: {x}
+        Please bring these into alphabetical order: {x}
+    """), _sorted),
+    Job(wordings("""
+        Spell {x} backwards.
+        Write the word {x} backwards.
+        What is {x} backwards?
+        Reverse the word {x}.
+        Reverse the letters of "{x}".
+        Spell the word "{x}" backwards.
+        How do you write {x} in reverse?
+        Turn the word {x} around.
+        Write "{x}" from right to left.
+        Backwards please: {x}
+    """), _backwards),
+    Job(wordings("""
+        Spell {x}.
+        Spell the word {x}.
+        How do you spell {x}?
+        Spell "{x}" letter by letter.
+        Write {x} with a dash between the letters.
+        Please spell out {x}.
+    """), _spelled),
+    Job(wordings("""
+        How many words are in this sentence: {x}
+        Count the words: {x}
+        How many words does this have? {x}
+        Word count of: {x}
+        Count the words in "{x}".
+        How many words are there in "{x}"?
+        Please count the words of this text: {x}
+        Tell me the number of words in: {x}
+        "{x}" has how many words?
+        number of words: {x}
+    """), _counted, exact=False),
+    Job(wordings("""
+        How many letters does {x} have?
+        Count the letters of {x}.
+        How many letters are in the word {x}?
+        Number of letters in "{x}"?
+        How long is the word {x}, in letters?
+        The word {x} has how many letters?
+    """), _letters, exact=False),
+    Job(wordings("""
+        Which word comes first in this list: {x}
+        What is the first word of: {x}
+        Give me the first one of {x}.
+        Only the first item please: {x}
+        First word of this list? {x}
+    """), _first_word),
+    Job(wordings("""
+        Which word comes last in this list: {x}
+        What is the last word of: {x}
+        Give me the last one of {x}.
+        Only the last item please: {x}
+        Last word of this list? {x}
+    """), _last_word),
+    Job(wordings("""
+        Which of these words is the longest: {x}
+        What is the longest word of: {x}
+        Give me the longest word: {x}
+        Find the longest word in this list: {x}
+        Longest word? {x}
+    """), _longest),
+    Job(wordings("""
+        Write this list with the item left out: {x}
+        Remove the item from the list: {x}
+        Give me this list: {x}
+        Please write the list: {x}
+        Repeat the list: {x}
+    """), _without),
+]  # fmt: skip
+
+
+def instruction(rng: random.Random, split: Split) -> Sample:
+    """A small task on the user's own words."""
+    while True:
+        job = rng.choice(JOBS_ON_TEXT)
+        shown, thought, answer = job.make(rng)
+        if split == "families" or reserved(shown) == (split == "values"):
+            break
+    said = job.said.pick(rng, split)
+    template = casual(rng, said) if said[-1] != "}" and not said.startswith("{") else said
+    check: dict[str, Any] = {"equals": answer} if job.exact else {"number": int(answer.split()[2])}
+    return dialogue(rng, split, "instruction", template.replace("{x}", shown), thought, answer, check)
+
+
+# --------------------------------------------------------------------------------------------------------- earlier turns
+
+
+class Memory(NamedTuple):
+    """What a user says of themselves, and how they ask for it later. {v} is the value."""
+
+    told: Wordings
+    noticed: str
+    asked: Wordings
+    answer: str
+    values: list[str]
+
+
+MEMORIES = [
+    Memory(wordings("""
+        My name is {v}.
+        I am {v}.
+        Hi, I'm {v}.
+        Hello, my name is {v}!
+        hey, {v} here
+        You can call me {v}.
+        I'm called {v}.
+        Call me {v}, please.
+    """), "Hello {v}! How can I help you?", wordings("""
+        What is my name?
+        What's my name?
+        Do you remember my name?
+        Who am I?
+        What was my name again?
+        How am I called?
+        Can you tell me my name?
+        Tell me my name.
+        and what is my name
+        What did I say my name is?
+    """), "Your name is {v}.", NAMES),
+    Memory(wordings("""
+        My favorite color is {v}.
+        I like {v} best of all colors.
+        The color I like most is {v}.
+        I love the color {v}.
+        {v} is my favorite color.
+    """), "Nice, {v} is a lovely color.", wordings("""
+        What is my favorite color?
+        Which color do I like?
+        What was my favorite color?
+        Do you remember my favorite color?
+        Which color did I say I like?
+        Tell me my favorite color.
+        What color do I love?
+    """), "Your favorite color is {v}.", COLOURS),
+    Memory(wordings("""
+        I work as a {v}.
+        I am a {v}.
+        My job is {v}.
+        I'm a {v} by profession.
+        I earn my money as a {v}.
+    """), "That sounds like interesting work.", wordings("""
+        What is my job?
+        What do I do for a living?
+        Do you remember my job?
+        What is my profession?
+        What do I work as?
+        Which job do I have?
+    """), "You work as a {v}.", JOBS),
+    Memory(wordings("""
+        I bought a {v} today.
+        Today I got a new {v}.
+        I have a new {v}.
+        My sister gave me a {v}.
+        I just ordered a {v}.
+    """), "Nice, I hope you enjoy it.", wordings("""
+        What did I buy?
+        What do I have that is new?
+        What did I tell you about?
+        Which thing did I mention?
+        Do you remember what I got?
+        What was it that I got?
+    """), "It was a {v}.", THINGS),
+    Memory(wordings("""
+        I play {v}.
+        My sport is {v}.
+        I play {v} twice a week.
+        I love playing {v}.
+        On Sundays I play {v}.
+    """), "That is a good way to stay fit.", wordings("""
+        Which sport do I play?
+        What do I play?
+        What is my sport?
+        Do you remember which sport I play?
+        Which sport did I mention?
+    """), "You play {v}.", SPORTS),
+    Memory(wordings("""
+        I like {v}.
+        My favorite fruit is {v}.
+        I eat {v} every day.
+        I love {v}.
+        Of all fruit I like {v} most.
+    """), "They are tasty.", wordings("""
+        What do I like to eat?
+        Which fruit do I like?
+        What is my favorite fruit?
+        What did I say I eat?
+        Do you remember what I like to eat?
+    """), "You like {v}.", FRUITS),
+    Memory(wordings("""
+        Remember the number {v}.
+        Please remember this number: {v}.
+        My number is {v}.
+        The code is {v}. Please keep it in mind.
+        Keep the number {v} in mind.
+    """), "I will remember it.", wordings("""
+        What was the number?
+        Which number did I give you?
+        Tell me the number again.
+        What number did I tell you to remember?
+        Do you remember the number?
+    """), "The number is {v}.", [str(n) for n in range(100, 10_000, 7)]),
+    Memory(wordings("""
+        Ich heiße {v}.
+        Mein Name ist {v}.
+        Hallo, ich bin {v}.
+    """), "Hallo {v}! Wie kann ich helfen?", wordings("""
+        Wie heiße ich?
+        Wie ist mein Name?
+        Weißt du noch, wie ich heiße?
+    """), "Du heißt {v}.", NAMES),
+    Memory(wordings("""
+        Je m'appelle {v}.
+        Mon nom est {v}.
+        Bonjour, je suis {v}.
+    """), "Bonjour {v} ! Comment puis-je vous aider ?", wordings("""
+        Comment je m'appelle ?
+        Quel est mon nom ?
+        Tu te souviens de mon nom ?
+    """), "Tu t'appelles {v}.", NAMES),
+    Memory(wordings("""
+        Me llamo {v}.
+        Mi nombre es {v}.
+        Hola, soy {v}.
+    """), "¡Hola {v}! ¿En qué puedo ayudarte?", wordings("""
+        ¿Cómo me llamo?
+        ¿Cuál es mi nombre?
+        ¿Recuerdas mi nombre?
+    """), "Te llamas {v}.", NAMES),
+]  # fmt: skip
+BETWEEN = [talk for talk in TALKS if talk.marks[0] in ("well", "welcome", "thank", "arithmetic")]
+
+
+def earlier(rng: random.Random, split: Split) -> Sample:
+    """The user says something of themselves and asks for it one to three turns later."""
+    while True:
+        first, second = rng.sample(MEMORIES, 2)
+        value = rng.choice(first.values)
+        told = first.told.pick(rng, split)
+        if split == "families" or reserved(value, told) == (split == "values"):
+            break
+    facts = [(first, value, told)]
+    if rng.random() < 0.4 and second.values is not first.values:
+        facts.append((second, rng.choice(second.values), second.told.pick(rng, split)))
+        rng.shuffle(facts)
+    before: list[Turn] = []
+    for memory, known, said in facts:
+        sentence = said.replace("a {v}", "an {v}" if known[0] in "aeiou" else "a {v}").replace("{v}", known)
+        before += [_user(casual(rng, sentence)), _assistant(memory.noticed.replace("{v}", known))]
+    if rng.random() < 0.4:
+        talk = rng.choice(BETWEEN)
+        before += [_user(talk.said.pick(rng, split)), _assistant(rng.choice(talk.answers))]
+    asked = casual(rng, first.asked.pick(rng, split))
+    answer = first.answer.replace("a {v}", "an {v}" if value[0] in "aeiou" else "a {v}").replace("{v}", value)
+    return dialogue(rng, split, "chat", asked, f"They told me before: {value}.", answer, {"contains": [value]}, before)
+
+
+# --------------------------------------------------------------------------------------------------------- system prompts
+
+ONE_WORD = wordings("""
+    Reply with one word.
+    Answer in one word only.
+    One-word answers only.
+    Always answer with a single word.
+    Give only the word, no sentence.
+    Reply with only one word.
+    You answer with exactly one word.
+    Use a single word for every answer.
+    Be as short as possible: one word.
+    Your answers are one word long.
+""")
+PERSONA = wordings("""
+    You are {n}, a friendly assistant.
+    Your name is {n}.
+    You are {n}.
+    You are an assistant named {n}.
+    You are a helpful assistant called {n}.
+    You are {n}, the assistant of a small shop.
+    Act as {n}, a polite robot.
+    You play the role of {n}.
+    You are {n}, a patient teacher.
+    Pretend that your name is {n}.
+""")
+IN_LANGUAGE = wordings("""
+    Answer in {L}.
+    Always answer in {L}.
+    Reply in {L} only.
+    You speak only {L}.
+    You are an assistant that answers in {L}.
+    All answers must be in {L}.
+    Please respond in {L}.
+    Write your answers in {L}.
+    Use {L} for every answer.
+    You always reply in {L}.
+""")
+ENDING = wordings("""
+    End every answer with "{w}".
+    Finish each answer with the word "{w}".
+    Put "{w}" at the end of every answer.
+    Every answer must end with "{w}".
+    Always close with "{w}".
+""")
+CAPITALS = wordings("""
+    Write everything in capital letters.
+    Answer in upper case only.
+    Use only capital letters.
+    All your answers are in upper case.
+    You always write in capitals.
+""")
+PLAIN = wordings("""
+    You are a helpful assistant.
+    You are Kimi, an AI assistant.
+    Be helpful.
+    You are a friendly helper.
+    Answer the user's questions.
+    You are an assistant that answers questions.
+    Help the user.
+""")
+CAPITAL = next(relation for relation in RELATIONS if relation.name == "capital")
+WHO = TALKS[1]
+LANGUAGE_CAPITAL = {
+    "German": "Die Hauptstadt {c} ist {a}.",
+    "French": "La capitale {c} est {a}.",
+    "Spanish": "La capital {c} es {a}.",
+    "Italian": "La capitale {c} è {a}.",
+    "Portuguese": "A capital {c} é {a}.",
+    "Dutch": "De hoofdstad {c} is {a}.",
+}
+GREETED = {
+    "German": "Hallo! Wie kann ich helfen?",
+    "French": "Bonjour ! Comment puis-je aider ?",
+    "Spanish": "¡Hola! ¿En qué puedo ayudar?",
+    "Italian": "Ciao! Come posso aiutare?",
+    "Portuguese": "Olá! Como posso ajudar?",
+    "Dutch": "Hallo! Hoe kan ik helpen?",
+}
+ROBOTS = terms(
+    "Robo Astra Milo Pixel Luna Bolt Nova Ziggy Orla Tock Echo Fern Pico Juno Sparky Otis Vega Rubi Kato Mimi"
+)
+
+
+def system_prompt(rng: random.Random, split: Split) -> Sample:
+    """A system prompt that sets the name, the language or the form of the answers, and is obeyed."""
+    while True:
+        system, user, thought, answer, check, key = rng.choice(SYSTEMS)(rng, split)
+        if split == "families" or reserved(system, key) == (split == "values"):
+            return dialogue(rng, split, "chat", casual(rng, user), thought, answer, check, [_system(system)])
+
+
+Obeyed = tuple[str, str, str, str, dict[str, Any], str]
+
+
+def _capital(rng: random.Random, split: Split) -> tuple[str, str, str]:
+    """(question, country, capital)"""
+    row = rng.choice(CAPITAL.rows)
+    return CAPITAL.asked.pick(rng, split).replace("{0}", row[0]), row[0], row[1]
+
+
+def _one_word(rng: random.Random, split: Split) -> Obeyed:
+    system = ONE_WORD.pick(rng, split)
+    if rng.random() < 0.5:
+        relation = rng.choice([r for r in RELATIONS if r.name in ("opposite", "plural", "colour", "continent", "past")])
+        row = rng.choice([row for row in relation.rows if " " not in row[{"continent": 2}.get(relation.name, 1)]])
+        value = row[{"continent": 2}.get(relation.name, 1)]
+        user = relation.asked.pick(rng, split).replace("{0}", row[0])
+    else:
+        user, _, value = _capital(rng, split)
+        while " " in value:
+            user, _, value = _capital(rng, split)
+    return system, user, f"One word: {value}.", value, {"equals": value}, user
+
+
+def _persona(rng: random.Random, split: Split) -> Obeyed:
+    name = rng.choice(ROBOTS) if rng.random() < 0.5 else pseudo(rng).capitalize()
+    system = PERSONA.pick(rng, split).replace("{n}", name)
+    user = WHO.said.pick(rng, split)
+    return system, user, f"The system says that I am {name}.", f"I am {name}.", {"contains": [name]}, user
+
+
+def _in_language(rng: random.Random, split: Split) -> Obeyed:
+    language = rng.choice(LANGUAGES)
+    at = LANGUAGES.index(language)
+    system = IN_LANGUAGE.pick(rng, split).replace("{L}", language)
+    kind = rng.random()
+    if kind < 0.2:
+        user = TALKS[0].said.pick(rng, split)
+        answer = GREETED[language]
+        return system, user, f"Greet in {language}.", answer, {"contains": [answer.split()[0].strip("¡!")]}, user
+    row = rng.choice(ABROAD)
+    user = CAPITAL.asked.pick(rng, split).replace("{0}", row[0])
+    answer = LANGUAGE_CAPITAL[language].format(c=row[1 + at], a=row[7 + at])
+    check = {"contains": [row[7 + at], answer.split()[1]]}
+    return system, user, f"Answer in {language}: {row[7 + at]}.", answer, check, user
+
+
+def _ending(rng: random.Random, split: Split) -> Obeyed:
+    word = rng.choice(terms("Over Done Cheers Amen Beep Ahoy Meow Bye Peace Boom Aloha"))
+    system = ENDING.pick(rng, split).replace("{w}", word)
+    user, country, value = _capital(rng, split)
+    answer = f"The capital of {country} is {value}. {word}"
+    return system, user, f"Answer {value} and end with {word}.", answer, {"contains": [value, word]}, user
+
+
+def _capitals(rng: random.Random, split: Split) -> Obeyed:
+    system = CAPITALS.pick(rng, split)
+    user, country, value = _capital(rng, split)
+    answer = f"The capital of {country} is {value}.".upper()
+    return system, user, "Answer in upper case.", answer, {"contains": [value]}, user
+
+
+def _plain(rng: random.Random, split: Split) -> Obeyed:
+    system = PLAIN.pick(rng, split)
+    if rng.random() < 0.4:
+        talk = rng.choice(TALKS)
+        user, answer = talk.said.pick(rng, split), rng.choice(talk.answers)
+        return system, user, talk.thought, answer, {"contains_any": list(talk.marks)}, user
+    user, country, value = _capital(rng, split)
+    answer = f"The capital of {country} is {value}."
+    return system, user, f"capital: {country} = {value}.", answer, {"contains": [value]}, user
+
+
+SYSTEMS: tuple[Callable[[random.Random, Split], Obeyed], ...] = (
+    _one_word, _one_word, _persona, _persona, _in_language, _in_language, _ending, _capitals, _plain,
+)  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- refusals
+
+
+class Impossible(NamedTuple):
+    """Requests that cannot be met, why, and a near one that can. {city}, {name} ... are drawn."""
+
+    asked: Wordings
+    why: str
+    answer: str
+
+
+CANNOT = ["can't", "cannot", "can not", "don't know", "do not know", "unable", "don't have", "do not have", "not able"]
+IMPOSSIBLE = [
+    Impossible(wordings("""
+        What is the weather in {city} right now?
+        Is it raining in {city}?
+        How warm is it outside?
+        What's the weather like today?
+        Will it rain in {city} tomorrow?
+        Do I need an umbrella today?
+        How cold is it in {city} at the moment?
+        Weather in {city}?
+        Is the sun shining in {city} now?
+        Give me the weather forecast for {city}.
+        Is it snowing outside?
+        what's the temperature in {city}
+        Tell me the weather for this weekend.
+        Is it windy in {city} today?
+        How is the weather there?
+    """), "The weather now is not known to me, and I have no tool for it.",
+        "I can't see the weather, because I have no access to live data. I can explain how weather works."),
+    Impossible(wordings("""
+        What time is it now?
+        What is today's date?
+        Which day is it today?
+        What time is it in {city}?
+        What's the date?
+        Can you tell me the time?
+        What year is it?
+        What is the time right now?
+        Which month do we have?
+        how late is it
+    """), "I have no clock.", "I don't know the time or the date, because I have no clock. Your device can show it."),
+    Impossible(wordings("""
+        What will the lottery numbers be tomorrow?
+        Tell me the winning lottery numbers.
+        Which numbers will win the lottery on {day}?
+        Who will win the match tomorrow?
+        Who will win the next election?
+        Which horse wins the race on {day}?
+        What will happen next year?
+        Will I be rich one day?
+        Which stock will go up tomorrow?
+        Predict the price of gold for next week.
+        Will my team win on {day}?
+        What will I eat on {day}?
+        When will I get married?
+        How will the game end tonight?
+        Tell me my future.
+        What will the {thing} cost next year?
+        Who will be the next president?
+        Give me the winning numbers for {day}.
+        When will the next earthquake be?
+        Will {name} pass the exam?
+    """), "Nobody can know the future.", "I can't predict the future, and nobody can know this. I can help with things that are known."),
+    Impossible(wordings("""
+        What is the phone number of {name}?
+        Where does my neighbor {name} live?
+        What is {name}'s password?
+        Give me the address of {name}.
+        How old is my friend {name}?
+        What did {name} do yesterday?
+        What is my password?
+        What is my bank balance?
+        When is my birthday?
+        What is my mother's name?
+        Tell me {name}'s email address.
+        How much does my neighbor {name} earn?
+        What is the name of my cat?
+        What is in my fridge?
+        Where are my keys?
+        Where did I put my {thing}?
+        what's {name}'s phone number
+        How tall is my brother?
+        What did I have for breakfast?
+        Is {name} at home?
+    """), "That is private, and nobody told me.", "I don't know that, because it is personal and you have not told me."),
+    Impossible(wordings("""
+        What am I thinking?
+        Guess the number that I am thinking of.
+        What do I want right now?
+        Read my mind.
+        What am I thinking about right now?
+        Which card am I thinking of?
+        What is {name} thinking?
+        Do you know what I feel?
+        What did I dream last night?
+        Can you read my thoughts?
+    """), "I can not read minds.", "I can't read minds. Please tell me what you think."),
+    Impossible(wordings("""
+        Open the website {site}.
+        What is on {site}?
+        Go to {site} and tell me what it says.
+        Search the internet for {thing}s.
+        Google this for me: {thing}
+        Summarize the page {site}.
+        Read {site} and give me a summary.
+        What are the latest news?
+        Look up the price of a {thing} online.
+        Check {site} for me.
+        Download the file from {site}.
+        What is in the news today?
+        Browse to {site}.
+        Find a cheap {thing} on the web.
+        What does {site} say about me?
+    """), "I can not browse the web.", "I can't browse the web or see the news. You can paste the text here."),
+    Impossible(wordings("""
+        Summarize the file I sent you.
+        What does the attached document say?
+        Look at this picture.
+        What is in the photo?
+        Read the PDF and tell me the main points.
+        Translate the attached file.
+        What do you see in the image?
+        Check the spreadsheet I uploaded.
+        Open the file report.txt.
+        Listen to this recording.
+        Summarize the attached text.
+        What is written in my file {word}.txt?
+        Describe the image.
+        Watch the video and tell me what happens.
+        What's wrong in the attached code?
+    """), "There is no file here.", "I can't see any file or picture here. You can paste the text instead."),
+    Impossible(wordings("""
+        Call {name} for me.
+        Order a pizza for me.
+        Send {name} a message.
+        Buy me a {thing}.
+        Please turn off the lights.
+        Book a table for tonight.
+        Wake me up at 7.
+        Make me a coffee.
+        Pay my bill.
+        Send an email to {name}.
+        Set an alarm for 6:30.
+        Clean my room.
+        Drive me to {city}.
+        Please bring me the {thing}.
+        Phone my mother.
+    """), "I can only write text and have no tool for this.", "I can't do that, because I can only write text here. I can help you with the words."),
+    Impossible(wordings("""
+        What is the capital of {Fake}?
+        Which city is the capital of {Fake}?
+        Tell me the capital of {Fake}.
+        What's the capital of {Fake}?
+        Do you know the capital of {Fake}?
+        Capital of {Fake}
+        What is the capital city of {Fake}?
+        Name the capital of {Fake}.
+        Which currency is used in {Fake}?
+        On which continent is {Fake}?
+        Who is the king of {Fake}?
+        Which language is spoken in {Fake}?
+        How many people live in {Fake}?
+        What do you know about the country {Fake}?
+        where is {Fake}
+        {Fake}: what is its capital?
+        What is the currency of {Fake}?
+        Can you tell me the capital of {Fake}?
+        Where is the country {Fake}?
+        Is {Fake} in Europe or in Asia?
+    """), "I do not know a country called {Fake}.", "I don't know {Fake}. Perhaps it does not exist or is spelled differently."),
+    Impossible(wordings("""
+        Who wrote the book "{Fake}"?
+        Who is {Fake} {Fake2}?
+        What does the word {fake} mean?
+        What is a {fake}?
+        Who invented the {fake}?
+        What is the chemical symbol of {fake}?
+        When was {Fake} {Fake2} born?
+        Tell me about {Fake} {Fake2}.
+        Translate "{fake}" into German.
+        What is the meaning of {fake}?
+        Who painted "{Fake}"?
+        How many legs does a {fake} have?
+        What sound does a {fake} make?
+        Explain what {fake} is.
+        What color is a {fake}?
+    """), "I do not know this word or name.", "I don't know that word or name. Perhaps it is spelled differently."),
+]  # fmt: skip
+SITES = ("example.com", "https://example.org/news", "www.example.net", "https://example.com/page", "my website")
+KNOWN_WORDS = {pair.foreign.lower() for pair in PAIRS} | {pair.english.lower() for pair in PAIRS} | set(WORDS)
+
+
+def _fake(rng: random.Random) -> str:
+    while True:
+        word = pseudo(rng) + rng.choice(("", "ia", "land", "stan", "via", "or", "um"))
+        if word not in KNOWN_WORDS and len(word) > 4:
+            return word
+
+
+def refusal(rng: random.Random, split: Split) -> Sample:
+    """A request that nothing here can meet, refused in one sentence; or, one time in five, one that can be met."""
+    if rng.random() < 0.2:
+        return _near_miss(rng, split)
+    case = rng.choice(IMPOSSIBLE)
+    while True:
+        said = case.asked.pick(rng, split)
+        fake = _fake(rng)
+        drawn = {
+            "city": rng.choice([row[1] for row in CAPITAL.rows]), "name": rng.choice(NAMES), "thing": rng.choice(THINGS),
+            "day": rng.choice(("Monday", "Friday", "Saturday", "Sunday")), "site": rng.choice(SITES), "word": pseudo(rng),
+            "Fake": fake.capitalize(), "Fake2": _fake(rng).capitalize(), "fake": fake,
+        }  # fmt: skip
+        user, why, answer = (_fill(text, drawn) for text in (said, case.why, case.answer))
+        user = casual(rng, typo(rng, user) if rng.random() < 0.04 else user)
+        if split == "families" or reserved(user) == (split == "values"):
+            break
+    return dialogue(rng, split, "refusal", user, why, answer, {"contains_any": CANNOT})
+
+
+def _fill(text: str, drawn: dict[str, str]) -> str:
+    if "{" in text:
+        for key, value in drawn.items():
+            text = text.replace(f"{{{key}}}", value)
+    return text
+
+
+# requests that look like the impossible ones: (user turn or system text, thinking, answer, what it contains)
+NEAR = [
+    ("It is {n} degrees in {city} today. How warm is it in {city}?", "They said {n} degrees.",
+     "It is {n} degrees in {city}.", "{n}"),
+    ("{name}'s phone number is {pin}. What is the phone number of {name}?", "They said {pin}.",
+     "{name}'s phone number is {pin}.", "{pin}"),
+    ("The time is {n}:30. What time is it?", "They said {n}:30.", "It is {n}:30.", "{n}:30"),
+    ("My cat is called {name}. What is the name of my cat?", "They said {name}.", "Your cat is called {name}.", "{name}"),
+    ("I put my keys on the {thing}. Where are my keys?", "They said on the {thing}.", "Your keys are on the {thing}.",
+     "{thing}"),
+    ("{Fake} is a country in my story and its capital is {Fake2}. What is the capital of {Fake}?",
+     "They said {Fake2}.", "The capital of {Fake} is {Fake2}.", "{Fake2}"),
+    ("I am thinking of the number {n}. Which number am I thinking of?", "They said {n}.",
+     "You are thinking of the number {n}.", "{n}"),
+    ("The file says: \"{name} has the {thing}\". What does the file say about {name}?", "The file says it.",
+     "The file says that {name} has the {thing}.", "{thing}"),
+    ("Write a short message to {name} that I am late.", "Write the words of a message.",
+     "Hi {name}, I am sorry, I will be late.", "late"),
+    ("Today is {day}. Which day is it today?", "They said {day}.", "Today is {day}.", "{day}"),
+]  # fmt: skip
+
+
+def _near_miss(rng: random.Random, split: Split) -> Sample:
+    while True:
+        case = rng.randrange(len(NEAR))
+        drawn = {
+            "city": rng.choice([row[1] for row in CAPITAL.rows]), "name": rng.choice(NAMES), "thing": rng.choice(THINGS),
+            "day": rng.choice(("Monday", "Tuesday", "Friday", "Sunday")), "n": str(rng.randint(5, 23)),
+            "pin": str(rng.randint(1000, 9999)), "Fake": _fake(rng).capitalize(), "Fake2": _fake(rng).capitalize(),
+        }  # fmt: skip
+        user, thought, answer, mark = (_fill(text, drawn) for text in NEAR[case])
+        held = case % 5 == 3
+        if held == (split == "families") and (split == "families" or reserved(user) == (split == "values")):
+            break
+    return dialogue(rng, split, "refusal", casual(rng, user), thought, answer, {"contains": [mark]})
+
+
+# ------------------------------------------------------------------------------------------------------------------ all
+
+
+def chat(rng: random.Random, split: Split) -> Sample:
+    """Small talk, something said earlier, or a system prompt."""
+    kind = rng.random()
+    return (small_talk if kind < 0.45 else earlier if kind < 0.7 else system_prompt)(rng, split)
+
+
+def families(kind: str) -> tuple[int, int]:
+    """How many wordings of `kind` are for training and how many are held out."""
+    lists = {
+        "chat": [
+            *(talk.said for talk in TALKS),
+            *(said for memory in MEMORIES for said in (memory.told, memory.asked)),
+            *(ONE_WORD, PERSONA, IN_LANGUAGE, ENDING, CAPITALS, PLAIN),
+        ],
+        "instruction": [job.said for job in JOBS_ON_TEXT],
+        "refusal": [case.asked for case in IMPOSSIBLE],
+    }[kind]
+    return sum(len(said.train) for said in lists), sum(len(said.held) for said in lists)
+
+
+GENERATORS: dict[str, tuple[Generator, float]] = {
+    "chat": (chat, 0.4),
+    "instruction": (instruction, 0.3),
+    "refusal": (refusal, 0.3),
+}
