@@ -17,7 +17,7 @@ from torch import Tensor
 from redline.ops import native
 from redline.ops.add_norm import rms_norm
 from redline.ops.op import Case, Cost, Op
-from redline.ops.weights import Matrix
+from redline.ops.weights import PANEL, Matrix
 from redline.wire.job import PAGE_TOKENS
 
 
@@ -115,6 +115,10 @@ def _qkv_kernel(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: 
     return q
 
 
+def _qkv_fits(x_TD: Tensor, w: MlaWeights, *_: object) -> bool:
+    return w.w_q.outputs % PANEL == 0
+
+
 def _qkv_cost(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Cost:
     tokens, d = x_TD.shape
     n_a, n_q = w.w_a.outputs, w.w_q.outputs
@@ -185,6 +189,10 @@ def _decode_kernel(
     )
 
 
+def _decode_fits(q_THX: Tensor, w: MlaWeights, *_: object) -> bool:
+    return w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
+
+
 def _decode_cost(
     q_THX: Tensor,
     w: MlaWeights,
@@ -242,6 +250,10 @@ def _prefill_kernel(
         native.pointer(out_CHV),
         *(scale, *w.sizes),
     )
+
+
+def _prefill_fits(q_CHX: Tensor, w: MlaWeights, *_: object) -> bool:
+    return w.rank % PANEL == w.value % PANEL == 0
 
 
 def _prefill_cost(
@@ -336,6 +348,6 @@ def _prefill_cases() -> Iterator[Case]:
     yield Case("[0, 512) nano", make(0, 512, NANO, torch.bfloat16))
 
 
-mla_qkv = Op("mla_qkv", _qkv_reference, _qkv_kernel, _qkv_cost, _qkv_cases)
-mla_decode = Op("mla_decode", _decode_reference, _decode_kernel, _decode_cost, _decode_cases)
-mla_prefill = Op("mla_prefill", _prefill_reference, _prefill_kernel, _prefill_cost, _prefill_cases)
+mla_qkv = Op("mla_qkv", _qkv_reference, _qkv_kernel, _qkv_cost, _qkv_cases, fits=_qkv_fits)
+mla_decode = Op("mla_decode", _decode_reference, _decode_kernel, _decode_cost, _decode_cases, fits=_decode_fits)
+mla_prefill = Op("mla_prefill", _prefill_reference, _prefill_kernel, _prefill_cost, _prefill_cases, fits=_prefill_fits)

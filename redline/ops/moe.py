@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.ops import native
-from redline.ops.formats import quantize_int4
+from redline.ops.formats import Int4, quantize_int4
 from redline.ops.op import Case, Cost, Op
-from redline.ops.weights import Experts, Int4Panels, Matrix, expert_matrix, prepare_experts
+from redline.ops.weights import PANEL, Experts, Int4Panels, Matrix, expert_matrix, prepare_experts
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,15 @@ def kernel(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | No
     return y_TD
 
 
+def fits(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None, routed: Routed | None) -> bool:
+    downs = [shared_down] if shared_down is not None else []
+    if routed is not None:
+        if isinstance(routed.gate_up, Int4) or isinstance(routed.down, Int4):
+            return False
+        downs.append(routed.down)
+    return all(size % PANEL == 0 for down in downs for size in down.shape[-2:])
+
+
 def cost(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None, routed: Routed | None) -> Cost:
     """Bytes of the experts that are really chosen, once each."""
     total = Cost(2 * x_TD.nbytes)
@@ -116,4 +125,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=1 Kimi, 8 of 384", make(1, 7168, 2048, 384, 8, 2048, True), small=False)
 
 
-moe = Op("moe", reference, kernel, cost, cases)
+moe = Op("moe", reference, kernel, cost, cases, fits=fits)

@@ -1,8 +1,8 @@
 """An op: what it means (reference), how it is done here (kernel), what it must cost (cost), where it is tried (cases).
 
-One op, one file. A call takes the native kernel for tensors on a CPU, where the kernels were built and no input needs a
-gradient; everything else takes the reference, which is counted. Weights come as handles (`ops.weights`) that both
-understand, so the two have one signature and one test holds them equal.
+One op, one file. A call takes the native kernel for tensors on a CPU, where the kernels were built, the sizes fit them
+and no input needs a gradient; everything else takes the reference, which is counted. Weights come as handles
+(`ops.weights`) that both understand, so the two have one signature and one test holds them equal.
 """
 
 from collections import Counter
@@ -53,19 +53,26 @@ class Case:
     small: bool = True
 
 
+def _always(*_: object, **__: object) -> bool:
+    return True
+
+
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
+    """`fits`: whether the kernel takes these sizes; Kimi's always do."""
+
     name: str
     reference: Callable[P, R]
     kernel: Callable[P, R]
     cost: Callable[P, Cost]
     cases: Callable[[], Iterator[Case]]
     rtol: float = 2e-5
+    fits: Callable[P, bool] = _always
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x = args[0]
         assert isinstance(x, Tensor), f"{self.name}: the first argument decides the device, got {type(x)}"
-        if x.is_cuda or x.requires_grad or native.library() is None:
+        if x.is_cuda or x.requires_grad or native.library() is None or not self.fits(*args, **kwargs):
             reference_calls[self.name] += 1
             return self.reference(*args, **kwargs)
         return self.kernel(*args, **kwargs)

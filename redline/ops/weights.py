@@ -97,10 +97,10 @@ Experts = Matrix | Int4 | Int4Panels  # one projection of all experts, [E, N, K]
 
 
 def prepare_experts(weight: Tensor | Int4) -> Experts:
-    """weight [E, N, K], bf16 or INT4 -> panels on a CPU with kernels, else as it is."""
+    """weight [E, N, K], bf16 or INT4 -> panels on a CPU with kernels (INT4: of whole panels), else as it is."""
     if isinstance(weight, Tensor):
         return Matrix.prepare(weight)
-    if weight.packed.is_cuda or native.library() is None:
+    if weight.packed.is_cuda or native.library() is None or weight.shape[-2] % PANEL:
         return weight
     return Int4Panels.prepare(weight)
 

@@ -1,0 +1,41 @@
+"""Law 2: prefill in chunks = prefill at once, bit for bit on a CPU: every log probability and the answer."""
+
+import pytest
+
+from redline.model.k2 import K2
+from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_model
+
+PROMPT = prompt(seed=2, length=300)
+ASKED = {"max_tokens": 12, "prompt_logprobs": 3}
+
+
+@pytest.fixture(scope="module")
+def model() -> K2:
+    return tiny_model()
+
+
+@pytest.fixture(scope="module")
+def at_once(model: K2) -> Answer:
+    return run_alone(model, job("whole", PROMPT, **ASKED), step_tokens=512)
+
+
+@pytest.mark.parametrize("step_tokens", [7, 63, 64, 65, 100, 299])
+def test_a_prompt_in_chunks_is_the_prompt_at_once(model: K2, at_once: Answer, step_tokens: int):
+    assert len(at_once.prompt_logprobs) == len(PROMPT) - 1
+    engine = open_engine(model, step_tokens=step_tokens, max_running=1)
+    try:
+        assert run(engine, [job("chunked", PROMPT, **ASKED)])["chunked"] == at_once
+    finally:
+        engine.runner.close()
+    assert engine.planner.load().steps >= -(-len(PROMPT) // step_tokens) + ASKED["max_tokens"] - 1
+
+
+def test_several_prompts_in_one_step_are_each_their_own(model: K2):
+    jobs = [job(f"{length}", prompt(seed=length, length=length), **ASKED) for length in (1, 2, 64, 65, 130, 200)]
+    engine = open_engine(model, step_tokens=512)
+    try:
+        together = run(engine, jobs)
+    finally:
+        engine.runner.close()
+    for one in jobs:
+        assert together[one.id] == run_alone(model, one), one.id

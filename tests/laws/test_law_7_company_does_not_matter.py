@@ -1,0 +1,104 @@
+"""Law 7: a row alone = the row in a batch, bit for bit on a CPU; whatever runs beside it, in how many threads, and
+however often it is pre-empted."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from redline.ops import native
+from redline.wire.job import Job
+from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_model
+
+KINDS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0},
+    "narrow": {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
+    "penalised": {"temperature": 0.7, "presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2},
+}
+
+
+def mixed(count: int, max_tokens: int = 20) -> list[Job]:
+    """Jobs of every kind and of many lengths, each with its seed."""
+    lengths = (3, 70, 129, 200, 64, 31)
+    return [
+        job(
+            f"{n}",
+            prompt(seed=100 + n, length=lengths[n % len(lengths)]),
+            max_tokens=max_tokens + n % 5,
+            seed=n,
+            **list(KINDS.values())[n % len(KINDS)],
+        )
+        for n in range(count)
+    ]
+
+
+def digest(answers: Sequence[Answer]) -> str:
+    return hashlib.sha256(repr(answers).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("company", [2, 5, 16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_alone_is_the_row_in_a_batch(kind: str, company: int):
+    asked = job("asked", prompt(seed=1, length=150), max_tokens=40, seed=42, **KINDS[kind])
+    engine = open_engine(tiny_model(), step_tokens=48, pages=128)  # so prompts come in chunks beside running rows
+    others = mixed(company - 1)
+    half = len(others) // 2
+    try:
+        together = run(engine, others[:half], [asked], others[half:])
+    finally:
+        engine.runner.close()
+    assert together["asked"] == run_alone(tiny_model(), asked)
+
+
+def test_every_row_of_a_batch_is_what_it_is_alone():
+    jobs = mixed(16)
+    engine = open_engine(tiny_model(), step_tokens=40, pages=128)
+    try:
+        together = run(engine, jobs[:5], jobs[5:11], jobs[11:])
+    finally:
+        engine.runner.close()
+    for one in jobs:
+        assert together[one.id] == run_alone(tiny_model(), one), one.id
+
+
+def test_jobs_that_are_pre_empted_resume_as_if_nothing_had_been():
+    kinds = list(KINDS.values())
+    jobs = [
+        job(f"{n}", prompt(seed=n, length=40 + 20 * n), max_tokens=150, seed=n, **kinds[n % len(kinds)])
+        for n in range(6)
+    ]
+    engine = open_engine(tiny_model(), step_tokens=64, pages=10, max_model_len=384, max_running=8)
+    try:
+        crowded = run(engine, jobs)
+    finally:
+        engine.runner.close()
+    assert engine.planner.load().preemptions >= 3
+    for one in jobs:
+        assert crowded[one.id] == run_alone(tiny_model(), one, max_model_len=384), one.id
+
+
+def test_another_seed_is_another_answer():
+    one, other = (job("asked", prompt(seed=1, length=9), max_tokens=20, temperature=1.0, seed=seed) for seed in (1, 2))
+    assert run_alone(tiny_model(), one).tokens != run_alone(tiny_model(), other).tokens
+
+
+ON_ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from redline.ops import native
+from tests.laws.test_law_7_company_does_not_matter import digest, mixed
+from tests.tiny_model import run_alone, tiny_model
+assert native.threads() == 1 and native.library() is not None
+print(digest([run_alone(tiny_model(), one) for one in mixed(6)]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system cannot confine a process to a core")
+def test_one_thread_computes_what_many_do():
+    child = subprocess.run([sys.executable, "-c", ON_ONE_CORE], capture_output=True, text=True, check=True)
+    assert native.library() is not None
+    assert child.stdout.strip() == digest([run_alone(tiny_model(), one) for one in mixed(6)])

@@ -1,0 +1,124 @@
+"""Tiny random models in sizes that the CPU kernels take, and jobs run through the real planner and runner.
+
+A tiny model of 3 layers answers in milliseconds, and every position of it goes through every op.
+"""
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from redline.chat.hashing import make_job
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
+from redline.model.k2 import K2, load
+from redline.model.write import random_checkpoint, tiny_config
+from redline.run.fit import Layout
+from redline.wire.delta import Delta, Finish
+from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
+from redline.wire.step import TokenLogprobs
+from redline.worker.engine import Engine, EngineConfig
+from redline.worker.loop import Flight, turn
+
+FINGERPRINT = "tiny"
+VOCABULARY = 512
+CPU = torch.device("cpu")
+
+
+def kernel_config(**changes: Any) -> K2Config:
+    """`tiny_config`, its head widths multiples of 32 as in every Kimi."""
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    return tiny_config(**{**sizes, **changes})
+
+
+@functools.cache
+def tiny_model() -> K2:
+    """One random model for all tests; nobody changes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        random_checkpoint(folder, kernel_config())
+        return load(Checkpoint.open(folder), CPU)
+
+
+def load_folder(folder: Path, low_rank_norm_eps: float | None = None) -> K2:
+    return load(Checkpoint.open(folder), CPU, low_rank_norm_eps=low_rank_norm_eps)
+
+
+def open_engine(
+    model: K2,
+    *,
+    pages: int = 64,
+    step_tokens: int = 512,
+    max_running: int = 16,
+    max_model_len: int = 1024,
+    kv_dtype: torch.dtype = torch.bfloat16,
+) -> Engine:
+    """An engine over its own pages. Close its runner at the end."""
+    layout = Layout(pages, max_model_len, kv_dtype, model.config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS)
+    return Engine(model, layout, EngineConfig(max_running=max_running, step_tokens=step_tokens), FINGERPRINT)
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    """Random tokens; the same for the same seed, and a longer prompt continues a shorter one."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(VOCABULARY, (4096,), generator=generator)[:length].tolist())
+
+
+def job(name: str, tokens: Sequence[int], **sampling: Any) -> Job:
+    """Greedy, 8 tokens and their 3 best alternatives unless told otherwise."""
+    asked = Sampling(**{"max_tokens": 8, "temperature": 0.0, "logprobs": 3, **sampling})
+    return make_job(JobId(name), tuple(tokens), asked, FINGERPRINT)
+
+
+class Answer(NamedTuple):
+    """What a client has been told in all."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...]
+    finish: Finish
+    error: str | None
+    cached_tokens: int
+
+
+def run(engine: Engine, *waves: Sequence[Job], every: int = 3) -> dict[str, Answer]:
+    """All jobs to their ends; a wave of them arrives every so many turns of the loop."""
+    deltas: dict[str, list[Delta]] = {job.id: [] for wave in waves for job in wave}
+    arriving = list(waves)
+    flight: Flight | None = None
+    turns = 0
+    while arriving or flight or not engine.planner.idle:
+        told: list[Delta] = []
+        if arriving and turns % every == 0:
+            told = [delta for job in arriving.pop(0) for delta in engine.planner.submit(job)]
+        flight, settled = turn(engine.planner, engine.runner, flight)
+        for delta in told + settled:
+            deltas[delta.job].append(delta)
+        engine.planner.check()
+        turns += 1
+    return {name: _joined(parts) for name, parts in deltas.items()}
+
+
+def run_alone(model: K2, job: Job, **engine: Any) -> Answer:
+    """The job in an engine of its own."""
+    opened = open_engine(model, **engine)
+    try:
+        return run(opened, [job])[job.id]
+    finally:
+        opened.runner.close()
+
+
+def _joined(parts: list[Delta]) -> Answer:
+    last = parts[-1]
+    assert last.finish is not None
+    assert all(part.finish is None for part in parts[:-1])
+    return Answer(
+        tokens=tuple(token for part in parts for token in part.tokens),
+        logprobs=tuple(item for part in parts for item in part.logprobs),
+        prompt_logprobs=tuple(item for part in parts for item in part.prompt_logprobs),
+        finish=last.finish,
+        error=last.error,
+        cached_tokens=last.cached_tokens,
+    )
