@@ -209,7 +209,8 @@ class CompletionStream(_Stream):
         """What stands before a choice's own text: the prompt and its logprobs, where asked for."""
         choice, scored = batch.choice, batch.prompt_logprobs
         opening = Opening(self._ids[choice // self._n], scored, self._echo, self._token_bytes)
-        self._held[choice] += opening.scored
+        if self._logprobs:
+            self._held[choice] += opening.scored
         extra: dict[str, Any] = {"finish_reason": None}
         if scored is not None:
             extra["prompt_logprobs"] = vllm_prompt_logprobs(scored, self._token_bytes)

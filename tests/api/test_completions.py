@@ -98,6 +98,9 @@ async def test_echo_opens_the_answer_with_the_prompt_and_its_logprobs() -> None:
         whole = await complete(world, prompt="hello one", echo=True, logprobs=1)
         stream = await chunks(world, prompt="hello one", echo=True, logprobs=1)
         bare = await complete(world, prompt=ids("hello one"), echo=True)
+        scored_only = await chunks(world, prompt="hello one", echo=True, extra_body={"prompt_logprobs": 0})
+    assert len(scored_only[0].choices[0].prompt_logprobs) == len(ids("hello one"))
+    assert all(choice.logprobs is None for chunk in scored_only for choice in chunk.choices)
     prompt = [TOKENIZER.token_bytes(token).decode() for token in ids("hello one")]
     scored = whole.choices[0].logprobs
     assert whole.choices[0].text == "hello onexy"
