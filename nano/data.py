@@ -350,23 +350,15 @@ class Pool:
             worker.join()
 
 
-def evaluation(encoder: Encoder, split: Split, per_kind: int, seed: int) -> list[tuple[str, Sample]]:
-    """(kind, sample) for every kind of every module, recall near the end of a long row among them."""
-    samples: list[tuple[str, Sample]] = []
-    for name in MIXTURE:
-        module = importlib.import_module(f"nano.data_{name}")
-        for kind, (generator, _) in getattr(module, "GENERATORS", {}).items():
-            for number in range(per_kind):
-                samples.append((kind, generator(random.Random(f"{seed}/{split}/{kind}/{number}"), split)))
-    recall = importlib.import_module("nano.data_recall").recall
-    high = RECALL_CHARACTERS[LONG_ROW][1]
-    for number in range(per_kind):
-        sample = recall(random.Random(f"{seed}/{split}/recall/{number}"), split, int(high * 0.9))
-        while len(encoder.sample(sample)) > LONG_ROW:
-            high = int(high * 0.9)
-            sample = recall(random.Random(f"{seed}/{split}/recall/{number}"), split, int(high * 0.9))
-        samples.append(("recall-long", sample))
-    return samples
+def evaluation(split: Split, per_kind: int, seed: int) -> list[tuple[str, Sample]]:
+    """(kind, sample): `per_kind` of every kind of every module."""
+    modules = [importlib.import_module(f"nano.data_{name}") for name in MIXTURE if name != "python"]
+    return [
+        (kind, generator(random.Random(f"{seed}/{split}/{kind}/{number}"), split))
+        for module in modules
+        for kind, (generator, _) in module.GENERATORS.items()
+        for number in range(per_kind)
+    ]
 
 
 def measure(folder: Path, row: int, seconds: float = 10) -> str:

@@ -200,7 +200,7 @@ class Run:
         tokenizer = Tokenizer.open(self.tokenizer_folder)
         encoder = Encoder(tokenizer)
         per_kind = max(1, round(PER_KIND * self.scale))
-        samples = evaluation(encoder, "families", per_kind, self.seed)
+        samples = evaluation("families", per_kind, self.seed)
         evaluated = self._evaluate(encoder, tokenizer, samples)
         (self.out / "evaluation.json").write_text(json.dumps(evaluated, ensure_ascii=False, indent=1) + "\n")
         write_card(folder / "README.md", self.facts | {"trained_s": round(self.trained)}, self.log, evaluated)
