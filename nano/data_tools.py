@@ -28,7 +28,7 @@ from nano.data_tools_topics import (
     Param,
     Topic,
 )
-from nano.data_tools_values import KINDS, pick, pseudo, reserved
+from nano.data_tools_values import KINDS, is_open, pick, pseudo, reserved
 from nano.sample import Generator, Sample, Split
 
 
@@ -107,7 +107,7 @@ def _function_name(rng: random.Random, held: bool, words: Sequence[str]) -> str:
             name = _styled(rng, parts)
         if held_name(name) == held:
             return name
-        if rng.random() < 0.1:  # a short name may have no spelling on this side
+        if rng.random() < 0.03:  # a short name may have no spelling on this side
             words = [*words, pseudo(rng, "train")]
 
 
@@ -238,10 +238,15 @@ _TRAIN_KEYS, _ALL_KEYS, _HELD_KEYS = tuple(TOPICS), (*TOPICS, *HELD_TOPICS), tup
 
 
 def _target(rng: random.Random, split: Split) -> Function:
-    """A function that the user will need."""
-    if rng.random() < 0.5:
-        return _compose(rng, split)
-    return _from_topic(rng, split, pick(rng, _HELD_KEYS if split == "families" and rng.random() < 0.5 else _TRAIN_KEYS))
+    """A function that the user will need. One to evaluate with takes a value that can be new."""
+    while True:
+        if rng.random() < 0.5:
+            function = _compose(rng, split)
+        else:
+            held = split == "families" and rng.random() < 0.5
+            function = _from_topic(rng, split, pick(rng, _HELD_KEYS if held else _TRAIN_KEYS))
+        if split == "train" or any(slot.required and is_open(slot.param.kind) for slot in function.slots):
+            return function
 
 
 _TOO_GENERAL = frozenset({"search", "calculator"})  # could answer questions that are not about them
@@ -368,7 +373,21 @@ def _cut(topic: Topic) -> int:
 
 
 def _values(rng: random.Random, split: Split, function: Function) -> dict[str, Any]:
-    """Values for what the user will say: all that is required, some of the rest. No two are equal."""
+    """Values for what the user will say; together they are on this split's side, where they have sides."""
+    while True:
+        values = _any_values(rng, split, function)
+        divided = any(slot.key in values and is_open(slot.param.kind) for slot in function.slots)
+        if not divided or held_request(function.key, values) == (split != "train"):
+            return values
+
+
+def held_request(key: str, values: dict[str, Any]) -> bool:
+    """Whether training never asks for this with these values (one in ten)."""
+    return reserved("request", key, *sorted(map(str, values.items())))
+
+
+def _any_values(rng: random.Random, split: Split, function: Function) -> dict[str, Any]:
+    """All that is required, some of the rest. No two are equal."""
     values: dict[str, Any] = {}
     for slot in function.slots:
         if slot.required or rng.random() < 0.5:
@@ -529,10 +548,10 @@ def one_call(rng: random.Random, split: Split) -> Sample:
     return talk.sample("tool_call", _calls_check([call]))
 
 
-_JOIN = ("{0} {1}", "{0} Also: {1}", "{0} And: {1}", "{0} Then: {1}", "{0}\n{1}", "1. {0}\n2. {1}", "Two things: {0} {1}",
-         "- {0}\n- {1}", "{0} After that: {1}", "First: {0} Second: {1}")  # fmt: skip
+_JOIN = ("{0} {1}", "{0} Also: {1}", "{0} And: {1}", "{0} Then: {1}", "{0}\n{1}", "1. {0}\n2. {1}",
+         "Two things: {0} {1}", "- {0}\n- {1}", "{0} After that: {1}", "First: {0} Second: {1}")  # fmt: skip
 _HELD_JOIN = ("{0} In addition: {1}", "{0} Next: {1}", "Do two things. {0} {1}")
-_LISTED = frozenset({"city", "ticker", "country", "code", "pseudo", "path", "food", "full_name", "word", "expression"})
+_LISTED = frozenset({"city", "ticker", "code", "pseudo", "path", "full_name", "word", "expression"})
 
 
 def _several(rng: random.Random, split: Split) -> tuple[Talk, str, list[Call]]:
@@ -542,7 +561,8 @@ def _several(rng: random.Random, split: Split) -> tuple[Talk, str, list[Call]]:
         slot, seen = needed[0], []
         while len(seen) < (3 if rng.random() < 0.3 else 2):
             value = _draw(rng, split if not seen else "train", slot)
-            if value not in seen:
+            sided = held_request(target.key, {slot.key: value}) == (split != "train")
+            if value not in seen and (sided or (seen and split != "train")):
                 seen.append(value)
         calls = [Call(target, {slot.key: value}) for value in seen]
         ask = pick(rng, _asks(target.topic, split))
@@ -574,16 +594,19 @@ _CHAT = {
     "train": (
         ("Hello!", "Hello! How can I help you?"), ("Hi", "Hello! How can I help you?"),
         ("Hey there", "Hello! How can I help you?"), ("Good morning!", "Good morning! How can I help you?"),
-        ("Thanks!", "You're welcome!"), ("Thank you so much.", "You're welcome!"), ("Great, thanks.", "You're welcome!"),
-        ("Thank you, that is all.", "You're welcome!"), ("Who are you?", "I am Kimi, an AI assistant."),
+        ("Thanks!", "You're welcome!"), ("Thank you so much.", "You're welcome!"),
+        ("Great, thanks.", "You're welcome!"), ("Thank you, that is all.", "You're welcome!"),
+        ("Who are you?", "I am Kimi, an AI assistant."),
         ("What's your name?", "I am Kimi, an AI assistant."), ("Are you a robot?", "I am Kimi, an AI assistant."),
-        ("How are you?", "I am fine, thank you. How can I help you?"), ("Goodbye!", "Goodbye!"), ("Bye", "Goodbye!"),
-        ("See you tomorrow.", "Goodbye!"), ("Say hello.", "Hello!"), ("Tell me something nice.", "You are doing great."),
-        ("I am bored.", "How about reading a book or taking a walk?"), ("I am tired.", "Take a rest. You have earned it."),
+        ("How are you?", "I am fine, thank you. How can I help you?"),
+        ("Goodbye!", "Goodbye!"), ("Bye", "Goodbye!"),
+        ("See you tomorrow.", "Goodbye!"), ("Say hello.", "Hello!"),
+        ("Tell me something nice.", "You are doing great."), ("You are great!", "Thank you!"),
+        ("I am bored.", "How about reading a book?"), ("I am tired.", "Take a rest. You have earned it."),
         ("What is the capital of France?", "Paris."), ("What is the capital of Japan?", "Tokyo."),
         ("What color is the sky?", "Blue."), ("How many days are in a week?", "7."),
         ("How many legs does a cat have?", "4."), ("Is water wet?", "Yes."), ("Good night", "Good night!"),
-        ("Nice to meet you.", "Nice to meet you too!"), ("You are great!", "Thank you!"),
+        ("Nice to meet you.", "Nice to meet you too!"),
         ("Hallo!", "Hallo! Wie kann ich helfen?"), ("Bonjour !", "Bonjour ! Comment puis-je aider ?"),
         ("What can you do?", "I can answer questions and call functions."),
     ),
@@ -605,6 +628,7 @@ def no_call(rng: random.Random, split: Split) -> Sample:
     if which < 0.5:
         return _unfit(rng, split)
     talk = _talk(rng, split, [], pick(rng, (1, 1, 2, 2, 3, 4, 5)), general=False)
+    check: dict[str, Any] = {"no_tool_calls": True}
     if which < 0.75:
         ask, answer = pick(rng, _CHAT["families" if split == "families" else "train"])
         thought = "No function is needed."
@@ -614,9 +638,10 @@ def no_call(rng: random.Random, split: Split) -> Sample:
         answer = sum_.messages[-1]["content"]
         talk.thinking = sum_.thinking
         thought = "No function is needed.\n" + sum_.messages[-1].get("reasoning_content", "")
+        check |= sum_.check or {}
     talk.user(_dress(rng, ask) if rng.random() < 0.3 else ask)
     talk.assistant("\n".join([*talk.verdicts([]), thought]), answer)
-    return talk.sample("tool_none", {"no_tool_calls": True})
+    return talk.sample("tool_none", check)
 
 
 def _unfit(rng: random.Random, split: Split) -> Sample:

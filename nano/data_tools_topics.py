@@ -613,7 +613,7 @@ Search the internet: {query}
 What does the web say about {query}?
 Do a web search for {query}.
 Can you search the web for {query}?""",
-        {"title": "title", "url": "email"},
+        {"title": "title", "file": "path"},
         "The first result is {title}.",
         {"limit": LIMIT, "language": LANGUAGE},
     ),

@@ -331,3 +331,11 @@ KINDS: dict[str, tuple[str, Callable[[random.Random, Split], Any]]] = {
     "path": ("string", path),
     "word": ("string", WORDS.draw),
 }
+
+# Kinds with so few values that training has seen them all; a question with only such values cannot be new.
+CLOSED = frozenset({"flag", "small", "room", "food", "color", "language", "currency", "country"})
+
+
+def is_open(kind: str) -> bool:
+    """Whether values of this kind can be kept from training."""
+    return kind not in CLOSED and not kind.startswith("enum:")
