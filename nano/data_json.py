@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from nano.data_json_topics import FRAMES, HELD_FRAMES, HELD_RECORDS, RECORDS
 from nano.data_tools_topics import PARAMS, Param
-from nano.data_tools_values import KINDS, is_open, pick, pseudo, reserved
+from nano.data_tools_values import KINDS, is_open, pick, pseudo
 from nano.sample import Generator, Sample, Split
 
 
@@ -188,20 +188,7 @@ def _draw(rng: random.Random, split: Split, field: Field) -> Any:
 
 
 def _values(rng: random.Random, split: Split, record: Record) -> dict[str, Any]:
-    """The values that the text will tell; as a whole they are on this split's side."""
-    while True:
-        told = _any_values(rng, split, record)
-        if held_facts(told) == (split != "train"):
-            return told
-
-
-def held_facts(told: dict[str, Any]) -> bool:
-    """Whether training never tells these values of these fields together (one in ten)."""
-    return reserved("facts", *sorted(map(str, told.items())))
-
-
-def _any_values(rng: random.Random, split: Split, record: Record) -> dict[str, Any]:
-    """A nullable or an optional field may stay untold."""
+    """The values that the text will tell. A nullable or an optional field may stay untold."""
     told: dict[str, Any] = {}
     for field in record.fields:
         if rng.random() < (0.5 if field.nullable else 1.0 if field.required else 0.6):

@@ -373,21 +373,7 @@ def _cut(topic: Topic) -> int:
 
 
 def _values(rng: random.Random, split: Split, function: Function) -> dict[str, Any]:
-    """Values for what the user will say; together they are on this split's side, where they have sides."""
-    while True:
-        values = _any_values(rng, split, function)
-        divided = any(slot.key in values and is_open(slot.param.kind) for slot in function.slots)
-        if not divided or held_request(function.key, values) == (split != "train"):
-            return values
-
-
-def held_request(key: str, values: dict[str, Any]) -> bool:
-    """Whether training never asks for this with these values (one in ten)."""
-    return reserved("request", key, *sorted(map(str, values.items())))
-
-
-def _any_values(rng: random.Random, split: Split, function: Function) -> dict[str, Any]:
-    """All that is required, some of the rest. No two are equal."""
+    """Values for what the user will say: all that is required, some of the rest. No two are equal."""
     values: dict[str, Any] = {}
     for slot in function.slots:
         if slot.required or rng.random() < 0.5:
@@ -561,8 +547,7 @@ def _several(rng: random.Random, split: Split) -> tuple[Talk, str, list[Call]]:
         slot, seen = needed[0], []
         while len(seen) < (3 if rng.random() < 0.3 else 2):
             value = _draw(rng, split if not seen else "train", slot)
-            sided = held_request(target.key, {slot.key: value}) == (split != "train")
-            if value not in seen and (sided or (seen and split != "train")):
+            if value not in seen:
                 seen.append(value)
         calls = [Call(target, {slot.key: value}) for value in seen]
         ask = pick(rng, _asks(target.topic, split))
