@@ -53,10 +53,9 @@ def test_the_check_accepts_the_samples_own_answer(kind: str, split: Split) -> No
     for sample in draw(kind, split, 300):
         last = sample.messages[-1]
         made: list[Call] = [call["function"] for call in last.get("tool_calls", [])]
-        if sample.check is not None:
-            assert all(sample.check.values()), sample
-            assert grade(sample.check, last["content"], made).ok, sample
-        assert sample.check is not None
+        assert sample.check
+        assert all(value not in ([], "") for value in sample.check.values()), sample
+        assert grade(sample.check, last["content"], made).ok, sample
         assert bool(made) == (kind in ("tool_call", "tool_multi"))
         assert len(made) in {"tool_call": (1,), "tool_multi": (2, 3)}.get(kind, (0,))
 
