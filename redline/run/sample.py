@@ -6,6 +6,7 @@ whatever ran beside it, in whatever batches, and after any pre-emption.
 V vocabulary. All float32.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from redline.wire.step import TokenLogprobs
 
 _MASK = (1 << 64) - 1
 SHORTLIST = 256  # top_p looks at so many candidates first, and sorts the whole vocabulary only where they do not do
+COLDEST = 1e-5  # below this temperature the most likely token is all there is (and logits / temperature could overflow)
 
 
 def uniform(seed: int, position: int) -> float:
@@ -29,10 +31,15 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
+def is_greedy(sampling: Sampling) -> bool:
+    """Whether only the most likely token can be drawn; the first of them, where several are."""
+    return sampling.temperature < COLDEST or sampling.top_k == 1
+
+
 def is_plain_greedy(sampling: Sampling, generated: int) -> bool:
     """Whether argmax of the raw logits is the answer."""
     return (
-        sampling.temperature == 0
+        is_greedy(sampling)
         and sampling.presence_penalty == sampling.frequency_penalty == 0
         and sampling.repetition_penalty == 1
         and not sampling.logit_bias
@@ -45,7 +52,7 @@ def sample(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tens
     if is_plain_greedy(sampling, generated.shape[0]):
         return int(logits_V.argmax())
     logits_V = adjusted(logits_V, sampling, prompt, generated)
-    if sampling.temperature == 0:
+    if is_greedy(sampling):
         return int(logits_V.argmax())
     return draw(logits_V / sampling.temperature, sampling, uniform(sampling.seed, position))
 
@@ -69,34 +76,45 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
 
 
 def draw(logits_V: Tensor, sampling: Sampling, u: float) -> int:
-    """Top-k, then top-p of what is left, then min-p; then the token at which the cumulative probability passes u."""
-    vocabulary = logits_V.shape[0]
-    if sampling.top_k <= 0 and sampling.top_p >= 1 and sampling.min_p <= 0:
-        return _at(logits_V.softmax(-1), u)
-    probability = logits_V.softmax(-1)
-    count = min(sampling.top_k, vocabulary) if sampling.top_k > 0 else min(SHORTLIST, vocabulary)
-    best, tokens = probability.topk(count)
-    if sampling.top_k > 0:
-        best = best / best.sum()
-    # The shortlist serves if what top_p (or min_p) keeps is inside it.
-    enough = sampling.top_k > 0 or float(best.sum()) >= sampling.top_p
-    if sampling.min_p > 0 and float(best[-1]) < sampling.min_p * float(best[0]):
-        enough = True
-    if not enough:
-        best, tokens = probability.sort(descending=True, stable=True)
-    before = best.cumsum(0) - best
-    keep = before < sampling.top_p
-    keep[0] = True
-    keep &= best >= sampling.min_p * best[0]
-    best = torch.where(keep, best, 0.0)
-    return int(tokens[_at(best, u)])
+    """The first token, in the order of ids, at which the cumulative probability of those kept passes u of its total."""
+    probability_V = logits_V.softmax(-1)
+    least = least_kept(probability_V, sampling)
+    if least > 0:
+        probability_V = torch.where(probability_V >= least, probability_V, 0.0)
+    # In float64: float32 would lose the many tokens that are each less likely than 2^-24. And u <= 1 - 2^-53, so that
+    # u * total rounds to less than the total, and the search ends at a token that is possible.
+    mass = probability_V.cumsum(0, dtype=torch.float64)
+    return int(torch.searchsorted(mass, u * mass[-1], right=True))
 
 
-def _at(weight: Tensor, u: float) -> int:
-    """The first index at which the cumulative weight exceeds u of the total."""
-    cumulative = weight.cumsum(0)
-    index = int(torch.searchsorted(cumulative, u * cumulative[-1], right=True))
-    return min(index, int(weight.nonzero()[-1]))
+def least_kept(probability_V: Tensor, sampling: Sampling) -> float:
+    """Tokens at least as likely as this are kept: by top_k, by top_p of what top_k leaves, and by min_p; 0: all.
+
+    Tokens exactly as likely as the last one kept are kept too, so the choice does not depend on how ties are sorted.
+    """
+    vocabulary = probability_V.shape[0]
+    least = 0.0
+    if 0 < sampling.top_k < vocabulary or sampling.top_p < 1:
+        best = _most_likely(probability_V, sampling.top_k or SHORTLIST)
+        mass = best.cumsum(0, dtype=torch.float64)
+        wanted = sampling.top_p * (mass[-1] if sampling.top_k else probability_V.sum(dtype=torch.float64))
+        if mass[-1] < wanted:
+            best = _most_likely(probability_V, vocabulary)
+            mass = best.cumsum(0, dtype=torch.float64)
+        last = int(torch.searchsorted(mass, wanted)) if sampling.top_p < 1 else len(best) - 1
+        least = float(best[min(last, len(best) - 1)])
+    if sampling.min_p > 0:
+        least = max(least, sampling.min_p * float(probability_V.max()))
+    return least
+
+
+def _most_likely(probability_V: Tensor, count: int) -> Tensor:
+    """The `count` largest, or all, largest first."""
+    vocabulary = probability_V.shape[0]
+    if count <= vocabulary // 8 or probability_V.is_cuda:
+        return probability_V.topk(min(count, vocabulary)).values
+    ascending = np.sort(probability_V.numpy())  # on a CPU several times faster than torch's
+    return torch.from_numpy(ascending[::-1][:count].copy())
 
 
 def logprobs_of(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
