@@ -65,16 +65,15 @@ def held_out_loss(model: Model, encoder: Encoder, samples: Sequence[tuple[str, S
     device = model.bias.device
     losses: dict[str, float] = {}
     for kind, documents in kinds.items():
-        packer = Packer(LONG_ROW, encoder.pad, open_rows=0)
         fits = [tokens for tokens in documents if len(tokens) <= LONG_ROW]
-        # A document as long as a row closes whatever is open.
-        rows = [row for tokens in fits if (row := packer.add(tokens)) is not None] + packer.close()
+        row = -(-max(map(len, fits)) // ROW) * ROW
+        packer = Packer(row, encoder.pad)
+        rows = [full for tokens in fits if (full := packer.add(tokens)) is not None] + packer.close()
         total = weight = 0.0
         for first in range(0, len(rows), 16):
             part = np.stack(rows[first : first + 16])
             batch = unpack(torch.from_numpy(part.astype(np.int32)).to(device))
-            bound = len(part) * LONG_ROW // ROW * DOCUMENTS_PER_ROW
-            layout = layout_of(batch.starts, LONG_ROW, model.way, bound)
+            layout = layout_of(batch.starts, row, model.way, part.size // ROW * DOCUMENTS_PER_ROW)
             x_TD, _ = forward(model.config, model.weights, model.bias, batch.tokens, layout, Compiled())
             told = (batch.loss == ANSWER).float()
             loss, _ = mean_loss(x_TD, model.weights["head"], batch.targets, told, told, Compiled())
