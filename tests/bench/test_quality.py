@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from redline.bench.local.prompts import Answer, Prompt, Turn
-from redline.bench.local.quality import Comparison, Report, compare, evaluate, judge, table
+from redline.bench.local.quality import Comparison, Report, caption, compare, evaluate, judge, table
 from redline.errors import ConfigError
 
 DOUBLE = {"asserts": {"function": "double", "code": "assert double(3) == 6"}}
@@ -75,6 +75,7 @@ def test_a_table_has_a_row_per_set_and_kind_and_a_total_with_targets(tmp_path: P
     assert report.generated_tokens == 28
     console = Console(record=True, width=100)
     console.print(table(report))
+    console.print(caption(report))
     shown = console.export_text()
     assert "50.0" in shown
     assert "28 tokens generated" in shown

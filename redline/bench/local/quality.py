@@ -202,7 +202,7 @@ def compare(ours: Sequence[Verdict], theirs: Sequence[Verdict]) -> Comparison:
 
 
 def table(report: Report) -> Table:
-    """The report for a terminal."""
+    """The report for a terminal; `caption` says the rest."""
     shown = Table(title=f"{report.folder}  ({report.fingerprint})")
     for column in ("set", "kind"):
         shown.add_column(column)
@@ -214,7 +214,6 @@ def table(report: Report) -> Table:
         target = "" if row.target is None else f"{row.target:g}"
         total = row.kind == TOTAL
         shown.add_row(*cells, target, style=f"{style} bold" if total else style, end_section=total)
-    shown.caption = caption(report)
     return shown
 
 
