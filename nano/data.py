@@ -286,6 +286,7 @@ def rows(tokenizer: Tokenizer, seed: str, row: int) -> Iterator[Tokens]:
 
 
 _BATCH_TOKENS = 16_384  # cross the process border together
+PATIENCE_S = 0.02  # for new rows, before old ones are given again; a step takes 0.1 s
 _WAITING_BATCHES = 2_048  # of each row length: 34 M tokens, which are made while the trainer compiles
 
 
@@ -325,13 +326,13 @@ class Pool:
         fresh, seen = self._fresh[row], self._seen[row]
         while len(fresh) < count:
             try:
-                fresh.extend(self._queues[row].get_nowait())
+                # The pipe holds two batches only, so it is often empty for a moment while workers have many.
+                fresh.extend(self._queues[row].get(timeout=PATIENCE_S))
             except queue.Empty:
                 if fresh or seen:
                     break
                 if not all(worker.is_alive() for worker in self.workers):
                     raise RuntimeError("a data worker has ended; its error stands above") from None
-                time.sleep(0.01)
         new = [fresh.popleft() for _ in range(min(count, len(fresh)))]
         seen.extend(new)
         old = [self._rng.choice(seen) for _ in range(count - len(new))]
