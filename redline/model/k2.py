@@ -6,7 +6,7 @@ the next sublayer's norm (`add_norm`), across block borders, so that an all-redu
 T tokens of a step, D hidden, H heads, P rope, R rows whose next token is asked for, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,7 @@ from redline.ops.linear import linear
 from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv
 from redline.ops.moe import Routed, moe
 from redline.ops.route_experts import route_experts
-from redline.ops.weights import Experts, Matrix, prepare_experts
+from redline.ops.weights import Experts, Matrix, stack_experts
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class K2:
 
 
 def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: float | None = None) -> K2:
-    """Copies a checkpoint onto a device, tensor by tensor; anonymous memory at the peak is the model and one layer.
+    """Copies a checkpoint onto a device, tensor by tensor; anonymous memory at the peak is the model and one tensor.
 
     `low_rank_norm_eps` replaces the config's, to compare with libraries that fix it (kimi-format.md section 4).
     """
@@ -154,7 +154,8 @@ class _Reader:
 
     def matrix(self, *names: str) -> Matrix:
         """Weights over the same inputs, stacked."""
-        return Matrix.prepare(torch.cat([self.plain(name) for name in names]))
+        weights = [self.plain(name) for name in names]
+        return Matrix.prepare(weights[0] if len(weights) == 1 else torch.cat(weights))
 
     def block(self, layer: int) -> Block:
         at = f"layers.{layer}"
@@ -191,33 +192,14 @@ class _Reader:
 
     def experts(self, layer: int, *projections: Projection) -> Experts:
         """One layer's experts, their projections stacked along the outputs: [E, N, K]."""
+        count = self._checkpoint.config.n_routed_experts
+        return stack_experts((self.expert(layer, expert, projections) for expert in range(count)), count)
 
-        def stacked(part: Callable[[Int4 | Tensor], Tensor]) -> Tensor:
-            whole: Tensor | None = None
-            for expert in range(self._checkpoint.config.n_routed_experts):
-                one = torch.cat([part(self._checkpoint.expert(layer, expert, p)) for p in projections])
-                if whole is None:
-                    shape = (self._checkpoint.config.n_routed_experts, *one.shape)
-                    whole = torch.empty(shape, dtype=one.dtype, device=self._device)
-                whole[expert] = one
-            assert whole is not None
-            return whole
-
-        if isinstance(self._checkpoint.expert(layer, 0, projections[0]), Int4):
-            return prepare_experts(Int4(stacked(_packed), stacked(_scale)))
-        return prepare_experts(stacked(_bf16))
-
-
-def _packed(weight: Int4 | Tensor) -> Tensor:
-    assert isinstance(weight, Int4)
-    return weight.packed
-
-
-def _scale(weight: Int4 | Tensor) -> Tensor:
-    assert isinstance(weight, Int4)
-    return weight.scale
-
-
-def _bf16(weight: Int4 | Tensor) -> Tensor:
-    assert isinstance(weight, Tensor)
-    return weight.to(torch.bfloat16)
+    def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4:
+        """[N, K]"""
+        parts = [self._checkpoint.expert(layer, expert, projection) for projection in projections]
+        int4 = [part for part in parts if isinstance(part, Int4)]
+        if int4:
+            packed, scale = torch.cat([part.packed for part in int4]), torch.cat([part.scale for part in int4])
+            return Int4(packed.to(self._device), scale.to(self._device))
+        return torch.cat([part for part in parts if isinstance(part, Tensor)]).to(self._device, torch.bfloat16)

@@ -4,6 +4,7 @@
 N outputs, K inputs, E experts.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -29,12 +30,16 @@ class Matrix:
 
     @staticmethod
     def prepare(weight: Tensor) -> "Matrix":
-        """weight bf16 [..., N, K]. Panels on a CPU with kernels, else plain."""
+        """weight bf16 [..., N, K]. Panels, in new memory, on a CPU with kernels; else the weight itself."""
         if weight.is_cuda or native.library() is None:
             return Matrix(weight, weight.shape[-2], panels=False)
         *lead, n, k = weight.shape
-        padded = torch.nn.functional.pad(weight.to(torch.bfloat16), (0, 0, 0, -n % PANEL))
-        data = padded.view(*lead, -1, PANEL, k).transpose(-1, -2)[..., _INTERLEAVE].contiguous()
+        if n % PANEL:
+            weight = torch.nn.functional.pad(weight, (0, 0, 0, -n % PANEL))
+        data = torch.empty(*lead, weight.shape[-2] // PANEL, k, PANEL, dtype=torch.bfloat16)
+        outputs = weight.unflatten(-2, (-1, PANEL)).transpose(-1, -2)
+        data[..., 0::2] = outputs[..., :16]
+        data[..., 1::2] = outputs[..., 16:]
         return Matrix(data, n, panels=True)
 
     def dense(self) -> Tensor:
@@ -71,8 +76,9 @@ class Int4Panels:
         """weight [E, N, K], N divisible by 32."""
         e, n, k = weight.shape
         codes = torch.empty(e, n // PANEL, k, PANEL // 2, dtype=torch.uint8)
-        for i in range(e):  # one expert at a time: unpacked codes are eight times the packed ones
-            u = Int4(weight.packed[i], weight.scale[i]).codes().to(torch.uint8).view(-1, PANEL, k).transpose(-1, -2)
+        for i in range(e):  # one expert at a time: unpacked codes are twice the packed ones
+            pairs = weight.packed[i].view(torch.uint8)  # [N, K / 2]: the codes of two inputs in each byte
+            u = torch.stack([pairs & 15, pairs >> 4], -1).view(-1, PANEL, k).transpose(-1, -2)
             codes[i] = u[..., :16] | u[..., 16:] << 4
         scales = weight.scale.view(e, n // PANEL, PANEL, k // INT4_GROUP).transpose(-1, -2)[..., _INTERLEAVE]
         return Int4Panels(codes, scales.contiguous())
@@ -103,6 +109,49 @@ def prepare_experts(weight: Tensor | Int4) -> Experts:
     if weight.packed.is_cuda or native.library() is None or weight.shape[-2] % PANEL:
         return weight
     return Int4Panels.prepare(weight)
+
+
+def stack_experts(weights: Iterable[Tensor | Int4], count: int) -> Experts:
+    """`prepare_experts` of `count` weights [N, K] that come one by one: beside the result only one of them is held."""
+    whole: Experts | None = None
+    for index, weight in enumerate(weights):
+        one = prepare_experts(_lone(weight))
+        if whole is None:
+            whole = _room(one, count)
+        for place, part in zip(_parts(whole), _parts(one), strict=True):
+            place[index] = part[0]
+    assert whole is not None, "a layer has at least one expert"
+    return whole
+
+
+def _lone(weight: Tensor | Int4) -> Tensor | Int4:
+    """[N, K] -> [1, N, K]"""
+    return weight[None] if isinstance(weight, Tensor) else Int4(weight.packed[None], weight.scale[None])
+
+
+def _parts(experts: Experts) -> tuple[Tensor, ...]:
+    match experts:
+        case Matrix(data):
+            return (data,)
+        case Int4(packed, scale):
+            return packed, scale
+        case Int4Panels(codes, scales):
+            return codes, scales
+
+
+def _room(one: Experts, count: int) -> Experts:
+    """Unfilled memory for `count` experts like this one."""
+
+    def room(part: Tensor) -> Tensor:
+        return part.new_empty(count, *part.shape[1:])
+
+    match one:
+        case Matrix(data, outputs, panels):
+            return Matrix(room(data), outputs, panels)
+        case Int4(packed, scale):
+            return Int4(room(packed), room(scale))
+        case Int4Panels(codes, scales):
+            return Int4Panels(room(codes), room(scales))
 
 
 def expert_matrix(experts: Experts, expert: int) -> Tensor:
