@@ -70,7 +70,7 @@ def kernel(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | No
 
 
 def fits(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None, routed: Routed | None) -> bool:
-    downs = [shared_down] if shared_down is not None else []
+    downs: list[Matrix | Int4Panels] = [shared_down] if shared_down is not None else []
     if routed is not None:
         if isinstance(routed.gate_up, Int4) or isinstance(routed.down, Int4):
             return False

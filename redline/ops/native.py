@@ -25,8 +25,8 @@ SOURCES = (
     "moe.cpp",
     "mla_qkv.cpp",
     "mla_decode.cpp",
+    "mla_prefill.cpp",
 )
-SOURCES += ("mla_prefill.cpp",)
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 
 # p: a pointer, l: int64, i: int32, f: float; in the order of each function's parameters.

@@ -67,7 +67,7 @@ class Op(Generic[P, R]):
     cost: Callable[P, Cost]
     cases: Callable[[], Iterator[Case]]
     rtol: float = 2e-5
-    fits: Callable[P, bool] = _always
+    fits: Callable[..., bool] = _always
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x = args[0]

@@ -76,10 +76,13 @@ class Int4Panels:
         """weight [E, N, K], N divisible by 32."""
         e, n, k = weight.shape
         codes = torch.empty(e, n // PANEL, k, PANEL // 2, dtype=torch.uint8)
-        for i in range(e):  # one expert at a time: unpacked codes are twice the packed ones
-            pairs = weight.packed[i].view(torch.uint8)  # [N, K / 2]: the codes of two inputs in each byte
-            u = torch.stack([pairs & 15, pairs >> 4], -1).view(-1, PANEL, k).transpose(-1, -2)
-            codes[i] = u[..., :16] | u[..., 16:] << 4
+        for i in range(e):  # one expert at a time, so that the temporaries stay small
+            # [panel, half, output, K / 2]: a byte holds the codes of an even input and, above it, of the odd one after.
+            pairs = weight.packed[i].view(torch.uint8).view(-1, 2, PANEL // 2, k // 2)
+            first, second = pairs.unbind(1)
+            inputs = codes[i].view(-1, k // 2, 2, PANEL // 2)
+            inputs[:, :, 0] = (first & 15 | second << 4).transpose(-1, -2)
+            inputs[:, :, 1] = (first >> 4 | second & 240).transpose(-1, -2)
         scales = weight.scale.view(e, n // PANEL, PANEL, k // INT4_GROUP).transpose(-1, -2)[..., _INTERLEAVE]
         return Int4Panels(codes, scales.contiguous())
 
