@@ -77,8 +77,7 @@ class Run:
         self.masters = {name: w.to(self.device).requires_grad_() for name, w in initial_weights(NANO, seed).items()}
         self.bias = torch.zeros(NANO.moe_layers, NANO.n_routed_experts, device=self.device)
         self.optimizer = Optimizer(self.masters)
-        self.tokens_per_step = max(1, round(TOKENS_PER_STEP * scale / LONG_ROW)) * LONG_ROW
-        self.step = 0
+        self.step = self.tokens = 0
         self.trained = 0.0  # seconds
         self.log: list[dict[str, Any]] = []
         self.log_file = (out / "log.jsonl").open("w")
@@ -89,7 +88,7 @@ class Run:
             "torch": torch.__version__,
             "attention": f"{self.way} ({reason})",
             "parameters": parameters,
-            "tokens_per_step": self.tokens_per_step,
+            "tokens_per_step": round(TOKENS_PER_STEP * scale),
             "workers": len(pool.workers),
             "seed": seed,
             "scale": scale,
@@ -100,7 +99,7 @@ class Run:
         """Steps until `seconds` after the start of the process."""
         loss = self._first_step()
         begin, printed = _now(), _now()
-        printed_step, saved, waiting = self.step, False, deque[Any]()
+        printed_tokens, saved, waiting = self.tokens, False, deque[Any]()
         while (now := _now()) < seconds:
             progress = (now - begin) / (seconds - begin)
             loss = self._train_step(progress)
@@ -114,10 +113,9 @@ class Run:
                 saved = True
                 self._export()
             if _now() - printed >= 5:
-                steps, printed_step = self.step - printed_step, self.step
-                self._report(progress, loss, steps / (_now() - printed))
-                printed = _now()
-        self._report(1.0, loss, (self.step - printed_step) / max(_now() - printed, 1e-9))
+                self._report(progress, loss, (self.tokens - printed_tokens) / (_now() - printed))
+                printed_tokens, printed = self.tokens, _now()
+        self._report(1.0, loss, (self.tokens - printed_tokens) / max(_now() - printed, 1e-9))
         self.trained = _now() - begin
 
     def _first_step(self) -> dict[str, Tensor]:
@@ -141,33 +139,35 @@ class Run:
         rate = schedule(progress)
         row = LONG_ROW if progress >= LONG_FROM else ROW
         batch = self._batch(row)
-        bound = self.tokens_per_step // ROW * DOCUMENTS_PER_ROW
-        layout = layout_of(batch.starts, row, self.way, bound)
+        tokens = len(batch.tokens)
+        layout = layout_of(batch.starts, row, self.way, tokens // ROW * DOCUMENTS_PER_ROW)
         weights = effective(self.masters, progress >= INT4_FROM, self.dtype)
         x_TD, load_ME = forward(NANO, weights, self.bias, batch.tokens, layout, self.code)
         answer = (batch.loss == ANSWER).float()
         # Prompts teach words and shapes early on; late, only answers matter.
-        prompt = (batch.loss == PROMPT).float() * max(0.02, 0.2 * min(1.0, rate))
+        prompt = (batch.loss == PROMPT).float() * max(0.02, 0.2 * rate)
         loss, answer_loss = mean_loss(x_TD, weights["head"], batch.targets, answer + prompt, answer, self.code)
         loss.backward()
-        norm = self.optimizer.step(max(rate, 1e-3) if progress == 0 else rate)
+        norm = self.optimizer.step(rate)
         balance(self.bias, load_ME, BALANCE_RATE * rate)
         self.step += 1
+        self.tokens += tokens
         return {"loss": loss.detach(), "answer_loss": answer_loss, "norm": norm, "balance": entropy_of(load_ME).min()}
 
     def _batch(self, row: int) -> Unpacked:
-        rows = torch.from_numpy(self.pool.take(self.tokens_per_step // row, row).astype(np.int32))
+        count = max(1, round(TOKENS_PER_STEP * self.scale / row))
+        rows = torch.from_numpy(self.pool.take(count, row).astype(np.int32))
         if self.device.type == "cuda":
             rows = rows.pin_memory()
         return unpack(rows.to(self.device, non_blocking=True))
 
-    def _report(self, progress: float, values: dict[str, Tensor], steps_per_s: float) -> None:
+    def _report(self, progress: float, values: dict[str, Tensor], tokens_per_s: float) -> None:
         line = {
             "step": self.step,
             "seconds": round(_now(), 1),
-            "tokens": self.step * self.tokens_per_step,
+            "tokens": self.tokens,
             **{name: round(float(value), 4) for name, value in values.items()},
-            "tokens_per_s": round(steps_per_s * self.tokens_per_step),
+            "tokens_per_s": round(tokens_per_s),
             "rate": round(schedule(progress), 4),
             "phase": ("int4" if progress >= INT4_FROM else "bf16") + (" long" if progress >= LONG_FROM else ""),
             "repeated_rows": round(self.pool.repeated, 4),
