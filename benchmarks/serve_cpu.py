@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from redline.bench.local.decode import step_cost
 from redline.bench.local.machine import measure
 from redline.bench.local.record import provenance
 from redline.chat.hashing import make_job
+from redline.chat.tokenizer import RESERVED
 from redline.ops.op import Cost, Machine
 from redline.wire.delta import Delta
 from redline.wire.job import JobId, Sampling
@@ -120,19 +122,21 @@ class Peer:
 
 
 class Bench:
-    """Runs the cases; `draw` gives new random prompts each time."""
+    """Runs the cases, each a row of the result."""
 
-    def __init__(self, ours: Ours, peer: Peer, engine: Engine, machine: Machine, rounds: int) -> None:
-        self._ours = ours
+    def __init__(self, engine: LocalEngine, peer: Peer, machine: Machine, rounds: int) -> None:
+        self._ours = Ours(engine)
         self._peer = peer
-        self._engine = engine
+        self._engine = engine.engine
+        self._tokenizer = engine.tokenizer
         self._machine = machine
         self._rounds = rounds
         self._rng = random.Random(0)
 
-    def draw(self, case: Case, vocabulary: int = 3840) -> Prompts:
-        """Ordinary tokens: the ids behind them are control tokens."""
-        return [[self._rng.randrange(vocabulary) for _ in range(case.prompt)] for _ in range(case.batch)]
+    def draw(self, case: Case) -> Prompts:
+        """New prompts of ordinary tokens: the last ids of a vocabulary are control tokens."""
+        ordinary = self._tokenizer.vocab_size - RESERVED
+        return [[self._rng.randrange(ordinary) for _ in range(case.prompt)] for _ in range(case.batch)]
 
     def decode(self, name: str, case: Case, target: float) -> dict[str, Any]:
         """Tokens per second of all rows together."""
@@ -264,7 +268,7 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
         found = await asyncio.gather(*(one(client, prompt) for prompt in prompts), return_exceptions=True)
         seconds = time.perf_counter() - start
     rate = sorted(value for value in found if isinstance(value, float))
-    errors = [repr(value) for value in found if isinstance(value, BaseException)]
+    errors = Counter(repr(value) for value in found if isinstance(value, BaseException))
     fair = bool(rate) and rate[0] >= statistics.median(rate) / 2
     return {
         "name": f"{case.batch} streams at once over HTTP, {case.prompt} + {case.new} tokens each",
@@ -273,7 +277,7 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
             "slowest": round(rate[0], 2) if rate else 0.0,
             "median": round(statistics.median(rate), 2) if rate else 0.0,
         },
-        "errors": errors,
+        "errors": dict(errors),
         "target": "no error, slowest >= half the median",
         "met": not errors and fair,
     }
@@ -321,7 +325,7 @@ def main() -> None:
         print(json.dumps(case), flush=True)
 
     with Engine.open(folder, EngineConfig(max_model_len=CONTEXT)) as engine, Peer(folder) as peer:
-        bench = Bench(Ours(engine), peer, engine.engine, machine, arguments.rounds)
+        bench = Bench(engine, peer, machine, arguments.rounds)
         record(bench.decode("decode, batch 1", DECODE_1, 2))
         record(bench.decode("decode, batch 16", DECODE_16, 3))
         record(bench.prefill("prefill of 2,000 tokens", PREFILL, 1.5))
