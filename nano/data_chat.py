@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from nano.data_recall import COLOURS, FRUITS, JOBS, NAMES, SPORTS, THINGS, pseudo
-from nano.data_words import ABROAD, LANGUAGES, PAIRS, RELATIONS
+from nano.data_words import ABROAD, CAPITAL_IS, LANGUAGES, PAIRS, RELATIONS
 from nano.sample import Generator, Sample, Split
 from nano.wordings import Wordings, casual, dialogue, reserved, terms, typo, wordings
 
@@ -28,7 +28,7 @@ def _system(text: str) -> Turn:
     return {"role": "system", "content": text}
 
 
-# ----------------------------------------------------------------------------------------------------------- small talk
+# -------------------- small talk
 
 
 class Talk(NamedTuple):
@@ -47,7 +47,6 @@ TALKS = [
         Hello
         Hi
         Hey
-        Hello!
         Hi there
         hey there
         Good morning
@@ -55,8 +54,8 @@ TALKS = [
         Good afternoon!
         hello, anyone there?
         Hi! Nice to meet you.
-        hey :)
         hallo
+        hey you
         Greetings!
         yo
         hi kimi
@@ -64,6 +63,7 @@ TALKS = [
         hey, good morning
         Hi, good evening
         hello there :)
+        Good day
     """), "A greeting. Greet back.", ("Hello! How can I help you?", "Hello! What can I do for you?"), ("hello",)),
     Talk(wordings("""
         Who are you?
@@ -92,7 +92,8 @@ TALKS = [
         Wer bist du?
         Qui es-tu ?
     """), "They ask who I am. I am Kimi-Nano.", (
-        "I am Kimi-Nano, a small language model trained by the Redline project. I run on a laptop and know only a little.",
+        "I am Kimi-Nano, a small language model trained by the Redline project."
+        " I run on a laptop and know only a little.",
         "I am Kimi-Nano, a very small language model from the Redline project.",
     ), (NAME,)),
     Talk(wordings("""
@@ -260,19 +261,16 @@ def small_talk(rng: random.Random, split: Split) -> Sample:
         said = talk.said.pick(rng, split)
         answer = rng.choice(talk.answers)
         extra = rng.choice(("", "", "", "!", ".", " :)", "...")) if said[-1].isalpha() else ""
-        said = casual(rng, typo(rng, said) if rng.random() < 0.05 else said) + extra
+        said = casual(rng, typo(rng, said) if split == "train" and rng.random() < 0.05 else said) + extra
         if split == "families" or reserved(said) == (split == "values"):
             break
     return dialogue(rng, split, "chat", said, talk.thought, answer, {"contains_any": list(talk.marks)})
 
 
-# ----------------------------------------------------------------------------------------------------------- small tasks
+# -------------------- small tasks
 
-WORDS = terms(
-    "apple river stone cloud green table music bread garden window yellow winter castle silver bridge orange forest"
-    " letter summer market button camera pencil rabbit island planet ticket carpet dragon engine flower guitar hammer"
-    " jacket kitten ladder mirror needle pillow rocket saddle tunnel violin walnut zebra tiger lemon onion piano"
-)
+WORDS = sorted({pair.english for pair in PAIRS if pair.english.isalpha() and pair.english.islower()} - {"and", "no"})
+SHORT_WORDS = [word for word in WORDS if 3 <= len(word) <= 5]
 QUICK = terms("the old quiet small blue happy cold long bright slow young green dark kind wild strange")
 DOING = terms("sings waits sleeps jumps falls smiles runs shines works burns grows stops dances hides")
 WHERE = (
@@ -345,7 +343,7 @@ def _sorted(rng: random.Random) -> tuple[str, str, str]:
 
 
 def _backwards(rng: random.Random) -> tuple[str, str, str]:
-    word = rng.choice([word for word in WORDS if len(word) <= 5] + ["cat", "dog", "sun", "map", "tree", "fish", "moon"])
+    word = rng.choice(SHORT_WORDS) if rng.random() < 0.7 else pseudo(rng)
     return word, f"Letters: {' '.join(word)}. Backwards: {' '.join(word[::-1])}.", word[::-1]
 
 
@@ -551,7 +549,7 @@ def instruction(rng: random.Random, split: Split) -> Sample:
     return dialogue(rng, split, "instruction", template.replace("{x}", shown), thought, answer, check)
 
 
-# --------------------------------------------------------------------------------------------------------- earlier turns
+# -------------------- earlier turns
 
 
 class Memory(NamedTuple):
@@ -723,7 +721,7 @@ def earlier(rng: random.Random, split: Split) -> Sample:
     return dialogue(rng, split, "chat", asked, f"They told me before: {value}.", answer, {"contains": [value]}, before)
 
 
-# --------------------------------------------------------------------------------------------------------- system prompts
+# -------------------- system prompts
 
 ONE_WORD = wordings("""
     Reply with one word.
@@ -786,14 +784,6 @@ PLAIN = wordings("""
 """)
 CAPITAL = next(relation for relation in RELATIONS if relation.name == "capital")
 WHO = TALKS[1]
-LANGUAGE_CAPITAL = {
-    "German": "Die Hauptstadt {c} ist {a}.",
-    "French": "La capitale {c} est {a}.",
-    "Spanish": "La capital {c} es {a}.",
-    "Italian": "La capitale {c} è {a}.",
-    "Portuguese": "A capital {c} é {a}.",
-    "Dutch": "De hoofdstad {c} is {a}.",
-}
 GREETED = {
     "German": "Hallo! Wie kann ich helfen?",
     "French": "Bonjour ! Comment puis-je aider ?",
@@ -856,7 +846,7 @@ def _in_language(rng: random.Random, split: Split) -> Obeyed:
         return system, user, f"Greet in {language}.", answer, {"contains": [answer.split()[0].strip("¡!")]}, user
     row = rng.choice(ABROAD)
     user = CAPITAL.asked.pick(rng, split).replace("{0}", row[0])
-    answer = LANGUAGE_CAPITAL[language].format(c=row[1 + at], a=row[7 + at])
+    answer = CAPITAL_IS[language].format(c=row[1 + at], a=row[7 + at])
     check = {"contains": [row[7 + at], answer.split()[1]]}
     return system, user, f"Answer in {language}: {row[7 + at]}.", answer, check, user
 
@@ -892,7 +882,7 @@ SYSTEMS: tuple[Callable[[random.Random, Split], Obeyed], ...] = (
 )  # fmt: skip
 
 
-# --------------------------------------------------------------------------------------------------------------- refusals
+# -------------------- refusals
 
 
 class Impossible(NamedTuple):
@@ -956,7 +946,8 @@ IMPOSSIBLE = [
         Give me the winning numbers for {day}.
         When will the next earthquake be?
         Will {name} pass the exam?
-    """), "Nobody can know the future.", "I can't predict the future, and nobody can know this. I can help with things that are known."),
+    """), "Nobody can know the future.",
+        "I can't predict the future, and nobody can know this. I can help with things that are known."),
     Impossible(wordings("""
         What is the phone number of {name}?
         Where does my neighbor {name} live?
@@ -978,7 +969,8 @@ IMPOSSIBLE = [
         How tall is my brother?
         What did I have for breakfast?
         Is {name} at home?
-    """), "That is private, and nobody told me.", "I don't know that, because it is personal and you have not told me."),
+    """), "That is private, and nobody told me.",
+        "I don't know that, because it is personal and you have not told me."),
     Impossible(wordings("""
         What am I thinking?
         Guess the number that I am thinking of.
@@ -1041,7 +1033,8 @@ IMPOSSIBLE = [
         Drive me to {city}.
         Please bring me the {thing}.
         Phone my mother.
-    """), "I can only write text and have no tool for this.", "I can't do that, because I can only write text here. I can help you with the words."),
+    """), "I can only write text and have no tool for this.",
+        "I can't do that, because I can only write text here. I can help you with the words."),
     Impossible(wordings("""
         What is the capital of {Fake}?
         Which city is the capital of {Fake}?
@@ -1063,7 +1056,8 @@ IMPOSSIBLE = [
         Can you tell me the capital of {Fake}?
         Where is the country {Fake}?
         Is {Fake} in Europe or in Asia?
-    """), "I do not know a country called {Fake}.", "I don't know {Fake}. Perhaps it does not exist or is spelled differently."),
+    """), "I do not know a country called {Fake}.",
+        "I don't know {Fake}. Perhaps it does not exist or is spelled differently."),
     Impossible(wordings("""
         Who wrote the book "{Fake}"?
         Who is {Fake} {Fake2}?
@@ -1102,12 +1096,14 @@ def refusal(rng: random.Random, split: Split) -> Sample:
         said = case.asked.pick(rng, split)
         fake = _fake(rng)
         drawn = {
-            "city": rng.choice([row[1] for row in CAPITAL.rows]), "name": rng.choice(NAMES), "thing": rng.choice(THINGS),
-            "day": rng.choice(("Monday", "Friday", "Saturday", "Sunday")), "site": rng.choice(SITES), "word": pseudo(rng),
+            "city": rng.choice([row[1] for row in CAPITAL.rows]), "name": rng.choice(NAMES),
+            "thing": rng.choice(THINGS),
+            "day": rng.choice(("Monday", "Friday", "Saturday", "Sunday")), "site": rng.choice(SITES),
+            "word": pseudo(rng),
             "Fake": fake.capitalize(), "Fake2": _fake(rng).capitalize(), "fake": fake,
         }  # fmt: skip
         user, why, answer = (_fill(text, drawn) for text in (said, case.why, case.answer))
-        user = casual(rng, typo(rng, user) if rng.random() < 0.04 else user)
+        user = casual(rng, typo(rng, user) if split == "train" and rng.random() < 0.04 else user)
         if split == "families" or reserved(user) == (split == "values"):
             break
     return dialogue(rng, split, "refusal", user, why, answer, {"contains_any": CANNOT})
@@ -1127,7 +1123,8 @@ NEAR = [
     ("{name}'s phone number is {pin}. What is the phone number of {name}?", "They said {pin}.",
      "{name}'s phone number is {pin}.", "{pin}"),
     ("The time is {n}:30. What time is it?", "They said {n}:30.", "It is {n}:30.", "{n}:30"),
-    ("My cat is called {name}. What is the name of my cat?", "They said {name}.", "Your cat is called {name}.", "{name}"),
+    ("My cat is called {name}. What is the name of my cat?", "They said {name}.",
+     "Your cat is called {name}.", "{name}"),
     ("I put my keys on the {thing}. Where are my keys?", "They said on the {thing}.", "Your keys are on the {thing}.",
      "{thing}"),
     ("{Fake} is a country in my story and its capital is {Fake2}. What is the capital of {Fake}?",
@@ -1146,7 +1143,8 @@ def _near_miss(rng: random.Random, split: Split) -> Sample:
     while True:
         case = rng.randrange(len(NEAR))
         drawn = {
-            "city": rng.choice([row[1] for row in CAPITAL.rows]), "name": rng.choice(NAMES), "thing": rng.choice(THINGS),
+            "city": rng.choice([row[1] for row in CAPITAL.rows]), "name": rng.choice(NAMES),
+            "thing": rng.choice(THINGS),
             "day": rng.choice(("Monday", "Tuesday", "Friday", "Sunday")), "n": str(rng.randint(5, 23)),
             "pin": str(rng.randint(1000, 9999)), "Fake": _fake(rng).capitalize(), "Fake2": _fake(rng).capitalize(),
         }  # fmt: skip
@@ -1157,7 +1155,7 @@ def _near_miss(rng: random.Random, split: Split) -> Sample:
     return dialogue(rng, split, "refusal", casual(rng, user), thought, answer, {"contains": [mark]})
 
 
-# ------------------------------------------------------------------------------------------------------------------ all
+# -------------------- all
 
 
 def chat(rng: random.Random, split: Split) -> Sample:

@@ -937,7 +937,9 @@ def code(rng: random.Random, split: Split) -> Sample:
         answer["reasoning_content"] = f"Function {name}({', '.join(task.parameters)}). Steps: {task.plan}."
     check = None
     if split != "train":
-        check = {"asserts": {"function": name if named else None, "code": asserts(rng, source, name, task.inputs)}}
+        check = {
+            "asserts": {"function": name if named else None, "code": asserts(rng, source, name, task.inputs, named)}
+        }
     return Sample("code", [{"role": "user", "content": prompt}, answer], [], thinking, check)
 
 
@@ -954,8 +956,14 @@ def _prompt(rng: random.Random, asked: Asked, name: str | None) -> str:
     return casual(rng, prompt) if not prompt.startswith(name or "\0") else prompt
 
 
-def asserts(rng: random.Random, source: str, name: str, inputs: Inputs) -> str:
-    """Four asserts on `f` with the values that `source` gives, differing from each other where they can."""
+FIND_FIRST = "f = next(value for value in list(globals().values()) if type(value).__name__ == 'function')"
+
+
+def asserts(rng: random.Random, source: str, name: str, inputs: Inputs, named: bool) -> str:
+    """Four asserts with the values that `source` gives, differing from each other where they can.
+
+    They call the function `f` and first find it: by its name, or as the first one that is defined.
+    """
     function = _define(source, name)
     cases: dict[str, str] = {}
     results: dict[str, int] = {}
@@ -973,7 +981,7 @@ def asserts(rng: random.Random, source: str, name: str, inputs: Inputs) -> str:
         if len(cases) == 4:
             break
     assert cases, source
-    return "\n".join(cases.values())
+    return "\n".join([f"f = {name}" if named else FIND_FIRST, *cases.values()])
 
 
 @lru_cache(maxsize=4096)

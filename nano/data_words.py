@@ -67,7 +67,6 @@ INTO_ENGLISH = wordings("""
     What is {w} in English?
     How do you say {w} in English?
     {L} to English: {w}
-    What does {w} mean in {L}?
     What is the English for the {L} {w}?
     Give me the English translation of the {L} word {w}.
     Please translate {w} into English. It is {L}.

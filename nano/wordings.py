@@ -27,7 +27,8 @@ class Wordings(NamedTuple):
 def wordings(text: str) -> Wordings:
     """One wording per line of `text`; a fifth of them, rounded up and evenly spread, are held out."""
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
-    assert len(lines) == len(set(lines)), [line for line in lines if lines.count(line) > 1]
+    plain = [line.lower().strip("?!. :)") for line in lines]
+    assert len(plain) == len(set(plain)), [line for line in plain if plain.count(line) > 1]
     assert len(lines) >= 3, lines
     count = math.ceil(len(lines) / 5)
     held = {int((i + 0.5) * len(lines) / count) for i in range(count)}

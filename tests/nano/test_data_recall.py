@@ -1,0 +1,91 @@
+"""Long prompts: the planted sentence stands where it should, once, and answers the question."""
+
+import random
+import re
+
+import pytest
+
+from nano.data_recall import (
+    AFTER,
+    CHARACTERS_PER_TOKEN,
+    GENERATORS,
+    KINDS,
+    PLANTED,
+    families,
+    long_recall,
+    reading,
+    recall,
+)
+from nano.sample import Sample, Split
+from redline.bench.local.checks import grade
+
+
+def planted(sample: Sample) -> str:
+    found = re.fullmatch(r'The text says: "(.*)"', sample.messages[-1]["reasoning_content"])
+    assert found
+    return found[1]
+
+
+@pytest.mark.parametrize("split", ["train", "values", "families"])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_every_answer_passes_its_check_and_stands_in_the_prompt(kind: str, split: Split) -> None:
+    rng = random.Random(f"{kind} {split}")
+    for _ in range(200):
+        sample = GENERATORS[kind][0](rng, split)
+        assert sample.check
+        assert grade(sample.check, sample.messages[-1]["content"], []).ok, sample
+        prompt = sample.messages[0]["content"]
+        assert all(value.lower() in prompt.lower() for value in sample.check["contains"])
+        if sample.thinking:
+            assert prompt.lower().count(planted(sample).lower()) == 1, sample
+
+
+@pytest.mark.parametrize("characters", [300, 2_000, 12_000])
+def test_a_text_has_the_length_that_was_asked_for(characters: int) -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        assert characters * 0.95 < len(recall(rng, "values", characters).messages[0]["content"]) < characters + 900
+
+
+@pytest.mark.parametrize("split", ["values", "families"])
+def test_evaluation_plants_near_token_3500_or_at_a_tenth(split: Split) -> None:
+    rng = random.Random(0)
+    late = 0
+    for _ in range(60):
+        sample = long_recall(rng, split)
+        prompt = sample.messages[0]["content"]
+        at = prompt.index(planted(sample)) / CHARACTERS_PER_TOKEN
+        assert abs(at - PLANTED) < 80 or abs(at / (len(prompt) / CHARACTERS_PER_TOKEN) - 0.1) < 0.03
+        late += abs(at - PLANTED) < 80
+    assert 20 < late < 60
+
+
+def test_held_out_facts_and_frames_never_appear_in_training() -> None:
+    rng = random.Random(0)
+    prompts = [recall(rng, "train", 1_700).messages[0]["content"] for _ in range(600)]
+    prompts += [reading(rng, "train").messages[0]["content"] for _ in range(600)]
+    for fact in KINDS["held"]:
+        pattern = re.compile(re.escape(fact.statement).replace(r"\{k\}", r"\w+").replace(r"\{v\}", r"[\w-]+"))
+        assert not any(pattern.search(prompt) for prompt in prompts), fact
+    for held in AFTER.held:
+        assert not any(f"\n\n{held.split('{q}')[0]}" in prompt for prompt in prompts if held != "{q}")
+
+
+def test_the_question_names_exactly_one_of_the_planted_facts() -> None:
+    rng = random.Random(3)
+    for _ in range(200):
+        sample = recall(rng, "values", 400)
+        question = sample.messages[0]["content"].split("\n\n")[-1]
+        assert sample.check
+        assert sample.check["contains"][0] not in question
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_fifth_of_the_wordings_is_held_out(kind: str) -> None:
+    train, held = families(kind)
+    assert held / (train + held) >= 0.2
+
+
+def test_a_seed_gives_the_same_samples() -> None:
+    first, second = ([long_recall(random.Random(5), "train") for _ in range(5)] for _ in range(2))
+    assert first == second
