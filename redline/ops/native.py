@@ -57,19 +57,21 @@ def threads() -> int:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     global _reason
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    compiler = _compiler()
     if compiler is None:
-        _reason = "no C++ compiler on the PATH: the CPU runs the reference path, several times slower"
+        named = os.environ.get("CXX")
+        missing = f"CXX is {named}, which is no program" if named else "no C++ compiler on the PATH"
+        _reason = f"{missing}: the CPU runs the reference path, several times slower"
         return None
-    path = _cache() / f"kernels-{_key(compiler)}.so"
-    if not path.exists():
-        failure = _build(compiler, path)
-        if failure is not None:
-            _reason = (
-                f"the CPU kernels did not build ({failure}): the CPU runs the reference path, several times slower"
-            )
-            return None
-    loaded = ctypes.CDLL(str(path))
+    try:
+        path = _cache() / f"kernels-{_key(compiler)}.so"
+        failure = None if path.exists() else _build(compiler, path)
+        loaded = None if failure else ctypes.CDLL(str(path))
+    except OSError as error:  # no place to write to, or a file that cannot be loaded
+        failure, loaded = str(error), None
+    if loaded is None:
+        _reason = f"the CPU kernels did not build ({failure}): the CPU runs the reference path, several times slower"
+        return None
     for name, signature in _SIGNATURES.items():
         function = getattr(loaded, name)
         function.argtypes = [_TYPES[letter] for letter in signature]
@@ -80,7 +82,7 @@ def library() -> ctypes.CDLL | None:
 
 def is_built() -> bool:
     """Whether a call of `library` would load at once; a build takes about 15 s, and callers say so."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    compiler = _compiler()
     return compiler is not None and (_cache() / f"kernels-{_key(compiler)}.so").exists()
 
 
@@ -88,6 +90,11 @@ def pointer(x: torch.Tensor) -> int:
     """The address of a contiguous CPU tensor."""
     assert x.is_contiguous(), f"expected a contiguous tensor, got strides {x.stride()} for shape {tuple(x.shape)}"
     return x.data_ptr()
+
+
+def _compiler() -> str | None:
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
+    return next(filter(None, map(shutil.which, names)), None)
 
 
 def _cache() -> Path:

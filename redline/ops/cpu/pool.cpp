@@ -11,6 +11,7 @@ namespace {
 // Never destroyed: threads still wait on them while the process exits.
 std::mutex& mutex = *new std::mutex;
 std::condition_variable& wake = *new std::condition_variable;
+std::mutex& callers = *new std::mutex;  // one region at a time: two models may run in one process
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -63,6 +64,7 @@ void Pool::worker() {
 }
 
 void Pool::run(int tasks, Task task, void* context) {
+    std::lock_guard<std::mutex> region(callers);
     task_ = task;
     context_ = context;
     done_.store(0, std::memory_order_relaxed);

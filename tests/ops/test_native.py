@@ -1,0 +1,162 @@
+"""Without kernels there is one line that says why, and the reference path gives the same answers."""
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from redline.model.k2 import K2
+from redline.model.write import random_checkpoint, tiny_config
+from redline.ops import native
+from redline.ops.add_norm import add_norm
+from redline.ops.op import reference_calls
+from tests.tiny_model import job, kernel_config, load_folder, open_engine, prompt, run, run_alone, tiny_model
+
+SLOWER = "the CPU runs the reference path, several times slower"
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, and no reason yet; the real kernels are loaded before."""
+    assert native.library() is not None, native.why_not()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_reason", None)
+
+
+def look_for_library() -> bool:
+    """`library` without its memory of the first call."""
+    return native.library.__wrapped__() is not None
+
+
+def compiler(tmp_path: Path, body: str) -> str:
+    """A C++ compiler, as far as a build can tell."""
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def built_library() -> str:
+    library = native.library()
+    assert library is not None, native.why_not()
+    return library._name
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not look_for_library()
+    assert not native.is_built()
+    assert native.why_not() == f"no C++ compiler on the PATH: {SLOWER}"
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not look_for_library()
+    assert native.why_not() == f"CXX is no-such-compiler, which is no program: {SLOWER}"
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("CXX", compiler(tmp_path, "echo 'cannot find <vector>' >&2; echo more >&2; exit 1"))
+    assert not look_for_library()
+    assert native.why_not() == f"the CPU kernels did not build (cannot find <vector>): {SLOWER}"
+    assert not native.is_built()
+    assert not any((tmp_path / "cache" / "redline").iterdir())
+
+
+def test_a_compiler_that_makes_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    body = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo nonsense > "$2"; shift; done'
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    assert not look_for_library()
+    reason = native.why_not()
+    assert reason is not None
+    assert reason.endswith(SLOWER)
+    assert len(reason.splitlines()) == 1
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "cache").write_text("a file in its place")
+    assert not look_for_library()
+    reason = native.why_not()
+    assert reason is not None
+    assert "Not a directory" in reason
+    assert reason.endswith(SLOWER)
+
+
+def test_two_builds_at_once_end_with_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    body = f"""
+        case "$*" in *--version*) echo 1; exit;; esac
+        sleep 0.2
+        case "$*" in *-shared*) from={built_library()};; *) from=/dev/null;; esac
+        while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
+    """
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    assert not native.is_built()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda _: look_for_library(), range(2))) == [True, True]
+    assert native.is_built()
+    assert native.why_not() is None
+    left = [path.name for path in (tmp_path / "cache" / "redline").iterdir()]
+    assert [os.path.splitext(name)[1] for name in left] == [".so"]
+
+
+@pytest.mark.parametrize("quantization", ["int4", "bf16"])
+def test_the_reference_path_gives_the_tokens_of_the_kernels(
+    quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    random_checkpoint(tmp_path, kernel_config(), 4, quantization)  # type: ignore[arg-type]
+    asked = job("asked", prompt(seed=4, length=70), max_tokens=6)
+    with_kernels = run_alone(load_folder(tmp_path), asked, step_tokens=40)
+    monkeypatch.setattr(native, "library", lambda: None)
+    by_reference = run_alone(load_folder(tmp_path), asked, step_tokens=40)
+    assert by_reference.tokens == with_kernels.tokens
+    for ours, theirs in zip(by_reference.logprobs, with_kernels.logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-2)  # pages are bf16
+
+
+def test_calls_of_the_reference_are_counted(monkeypatch: pytest.MonkeyPatch):
+    x, weight = torch.randn(2, 8), torch.ones(8)
+
+    def calls() -> int:
+        before = reference_calls["add_norm"]
+        add_norm(x.clone(), None, weight, 1e-5)
+        return reference_calls["add_norm"] - before
+
+    assert calls() == 0
+    before = reference_calls["add_norm"]
+    add_norm(x.clone().requires_grad_(), None, weight, 1e-5)
+    assert reference_calls["add_norm"] == before + 1
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert calls() == 1
+
+
+def test_sizes_that_no_kernel_takes_run_the_reference(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config())
+    model = load_folder(tmp_path)
+    reference_calls.clear()
+    run_alone(model, job("asked", prompt(seed=4, length=5), max_tokens=2))
+    layers = model.config.num_hidden_layers
+    assert reference_calls == {"mla_prefill": layers, "mla_decode": layers}
+
+
+def test_two_models_run_at_once_in_one_process():
+    def answers(model: K2, seed: int) -> list[object]:
+        engine = open_engine(model)
+        try:
+            asked = [job(f"{n}", prompt(seed=seed + n, length=30 * n + 5), max_tokens=30) for n in range(6)]
+            return list(run(engine, asked).values())
+        finally:
+            engine.runner.close()
+
+    alone = [answers(tiny_model(), seed) for seed in (1, 2)]
+    barrier = threading.Barrier(2)
+
+    def beside(seed: int) -> list[object]:
+        barrier.wait()
+        return answers(tiny_model(), seed)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(beside, (1, 2))) == alone

@@ -1,0 +1,220 @@
+"""The engine as its users drive it: jobs in, deltas out, and every page back."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from redline.chat.hashing import make_job
+from redline.errors import CheckpointError, ConfigError
+from redline.model.write import random_checkpoint
+from redline.wire.delta import Delta
+from redline.wire.job import Job, JobId, Sampling
+from redline.worker.engine import Engine, EngineConfig, LocalEngine
+from tests.tiny_model import kernel_config, prompt
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+
+CONFIG = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=8, step_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine")
+    random_checkpoint(folder, kernel_config(vocab_size=TINY_VOCAB))
+    return write_tiny_tokenizer(folder)
+
+
+@pytest.fixture
+def engine(folder: Path) -> Iterator[LocalEngine]:
+    """At the end it must be idle, and every page free or remembered by the cache."""
+    with Engine.open(folder, CONFIG) as opened:
+        yield opened
+    planner = opened.engine.planner
+    planner.check()
+    assert planner.idle
+    assert planner.load().pages_used == 0
+
+
+def job(engine: LocalEngine, name: str, tokens: tuple[int, ...], **options: object) -> Job:
+    asked = Sampling(**{"max_tokens": 8, "temperature": 0.0, **options})  # type: ignore[arg-type]
+    return make_job(JobId(name), tokens, asked, engine.fingerprint)
+
+
+def answer(deltas: list[Delta]) -> tuple[int, ...]:
+    return tuple(token for delta in deltas for token in delta.tokens)
+
+
+def test_jobs_run_to_their_ends(engine: LocalEngine):
+    jobs = [job(engine, f"{n}", prompt(n, 10 * n + 1), max_tokens=n + 1) for n in range(12)]
+    told: list[Delta] = []
+    deltas = engine.generate(jobs, told.append)
+    for n, one in enumerate(jobs):
+        assert len(answer(deltas[one.id])) == n + 1
+        assert [delta.finish for delta in deltas[one.id]] == [None] * (len(deltas[one.id]) - 1) + ["length"]
+        assert [delta for delta in told if delta.job == one.id] == deltas[one.id]
+
+
+def test_a_stop_id_ends_an_answer(engine: LocalEngine):
+    whole = answer(engine.generate([job(engine, "whole", prompt(1, 20), max_tokens=20)])[JobId("whole")])
+    stop = whole[7]
+    asked = job(engine, "stopped", prompt(1, 20), max_tokens=20, stop_ids=(stop,))
+    deltas = engine.generate([asked])[asked.id]
+    assert answer(deltas) == whole[: whole.index(stop) + 1]
+    assert deltas[-1].finish == "stop"
+
+
+def test_an_exception_in_on_delta_aborts_the_jobs_and_goes_on(engine: LocalEngine):
+    def refuse(delta: Delta) -> None:
+        if delta.tokens:
+            raise KeyboardInterrupt
+
+    jobs = [job(engine, f"{n}", prompt(n, 40), max_tokens=400) for n in range(10)]
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(jobs, refuse)
+    after = engine.generate([job(engine, "after", prompt(1, 20))])
+    assert list(after) == ["after"]
+    assert len(answer(after[JobId("after")])) == 8
+    assert engine.engine.planner.load().generation_tokens < 1000  # of the 4,000 that were asked for
+
+
+def test_the_same_id_may_be_used_again_after_its_end(engine: LocalEngine):
+    asked = job(engine, "again", prompt(1, 20))
+    assert answer(engine.generate([asked])[asked.id]) == answer(engine.generate([asked])[asked.id])
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "reason"),
+    [
+        (0, 1, "the prompt is empty"),
+        (512, 1, "the prompt is 512 tokens; this model reads and writes 512 in all"),
+        (2000, 1, "the prompt is 2000 tokens; this model reads and writes 512 in all"),
+    ],
+)
+def test_a_job_that_can_never_run_ends_with_the_reason(engine: LocalEngine, length: int, max_tokens: int, reason: str):
+    good = job(engine, "good", prompt(1, 20))
+    bad = job(engine, "bad", prompt(1, length), max_tokens=max_tokens)
+    deltas = engine.generate([bad, good])
+    assert deltas[bad.id] == [Delta(job=bad.id, finish="error", error=reason)]
+    assert len(answer(deltas[good.id])) == 8
+
+
+def test_an_answer_ends_where_the_model_ends(engine: LocalEngine):
+    asked = job(engine, "long", prompt(1, 500), max_tokens=1000)
+    deltas = engine.generate([asked])[asked.id]
+    assert len(answer(deltas)) == 12
+    assert deltas[-1].finish == "length"
+
+
+def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch):
+    model, sound = engine.engine.model, engine.engine.model.logits
+    bad, good = job(engine, "bad", prompt(1, 30)), job(engine, "good", prompt(2, 30))
+    expected = answer(engine.generate([good])[good.id])
+
+    def broken(hidden_RD: Tensor) -> Tensor:
+        logits = sound(hidden_RD)
+        if len(logits) == 2:  # both jobs sample
+            logits[0, 5] = torch.nan
+        return logits
+
+    monkeypatch.setattr(model, "logits", broken)
+    deltas = engine.generate([bad, good])
+    assert deltas[bad.id][-1].finish == "error"
+    assert deltas[bad.id][-1].error is not None
+    assert "not finite" in deltas[bad.id][-1].error
+    assert answer(deltas[good.id]) == expected
+
+
+def test_a_step_that_fails_ends_its_jobs_and_the_next_ones_run(engine: LocalEngine):
+    asked = job(engine, "bad", (TINY_VOCAB + 5,))
+    deltas = engine.generate([asked])[asked.id]
+    assert deltas[-1].finish == "error"
+    assert "the step failed" in (deltas[-1].error or "")
+    assert len(answer(engine.generate([job(engine, "good", prompt(1, 9))])[JobId("good")])) == 8
+
+
+def test_prompt_logprobs_are_complete_although_the_prompt_came_in_chunks(engine: LocalEngine):
+    tokens = prompt(3, 300)  # steps have 64 tokens
+    asked = job(engine, "asked", tokens, prompt_logprobs=2, logprobs=0, max_tokens=3)
+    for name in ("cold", "warm"):  # also where all of it lies in the cache
+        deltas = engine.generate([make_job(JobId(name), tokens, asked.sampling, engine.fingerprint)])[JobId(name)]
+        first = next(delta for delta in deltas if delta.tokens)
+        assert tuple(item.token for item in first.prompt_logprobs) == tokens[1:]
+        assert all(len(item.top) == 2 for item in first.prompt_logprobs)
+        assert all(item.top[0][1] >= item.logprob for item in first.prompt_logprobs)
+        assert sum(len(delta.prompt_logprobs) for delta in deltas) == 299
+        assert tuple(item.token for delta in deltas for item in delta.logprobs) == answer(deltas)
+
+
+def test_jobs_with_the_same_prompt_share_its_pages(engine: LocalEngine):
+    tokens = prompt(4, 260)
+    engine.generate([job(engine, "first", tokens, max_tokens=1)])
+    jobs = [job(engine, f"{n}", tokens, temperature=1.0, seed=n, max_tokens=5) for n in range(8)]
+    most: list[int] = []
+    deltas = engine.generate(jobs, lambda _: most.append(engine.engine.planner.load().pages_used))
+    assert all(delta.cached_tokens == 256 for parts in deltas.values() for delta in parts)
+    assert max(most) <= 4 + 8  # the prompt's four full pages once, and one of its own for each
+    assert len({answer(parts) for parts in deltas.values()}) > 1
+
+
+def test_another_salt_shares_nothing(engine: LocalEngine):
+    tokens = prompt(5, 200)
+    for name, salt in (("mine", "a"), ("yours", "b")):
+        asked = make_job(JobId(name), tokens, Sampling(max_tokens=1), engine.fingerprint, salt)
+        assert engine.generate([asked])[asked.id][-1].cached_tokens == 0
+
+
+def test_many_threads_may_generate(engine: LocalEngine):
+    expected = answer(engine.generate([job(engine, "alone", prompt(6, 50))])[JobId("alone")])
+    given: list[tuple[int, ...]] = []
+
+    def ask(n: int) -> None:
+        given.append(answer(engine.generate([job(engine, f"{n}", prompt(6, 50))])[JobId(f"{n}")]))
+
+    threads = [threading.Thread(target=ask, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert given == [expected] * 6
+
+
+def test_loading_reports_every_byte(folder: Path):
+    seen: list[tuple[int, int]] = []
+    Engine.load(folder, CONFIG, progress=lambda done, total: seen.append((done, total))).runner.close()
+    done = [count for count, _ in seen]
+    assert done == sorted(done)
+    assert seen[-1] == (seen[0][1], seen[0][1])
+
+
+def test_the_summary_says_what_there_is(engine: LocalEngine):
+    ready = engine.engine.ready
+    assert ready.max_model_len == 512
+    assert ready.pages == 1_000_000 // engine.engine.layout.page_bytes
+    assert "cpu" in ready.summary
+    assert f"{ready.pages * 64:,} tokens" in ready.summary
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kv_memory": 1000}, "--kv-memory"),
+        ({"max_model_len": 65537}, "this model reads 65,536 tokens at most"),
+        ({"max_running": 65}, "a step needs a token for each running job"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, int], words: str):
+    config = msgspec.structs.replace(CONFIG, **change)
+    with pytest.raises(ConfigError) as caught:
+        Engine.load(folder, config)
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_folder_without_a_model_is_one_line(tmp_path: Path):
+    with pytest.raises(CheckpointError) as caught:
+        Engine.open(tmp_path, CONFIG)
+    assert len(str(caught.value).splitlines()) == 1
