@@ -14,8 +14,15 @@ from typing import NamedTuple
 from nano.sample import Generator, Sample, Split
 from nano.wordings import Wordings, casual, dialogue, reserved, terms, wordings
 
-CHARACTERS_PER_TOKEN = 3.2  # of this text, by the nano tokenizer
-TOKENS = (3_600, 3_900)  # length of a long evaluation prompt
+CHARACTERS_PER_TOKEN = 3.2  # on average
+DENSITY = {  # the same by style, measured with the nano tokenizer
+    "diary": 4.0,
+    "notes": 4.1,
+    "prose": 4.3,
+    "log": 2.5,
+    "documentation": 3.3,
+}
+TOKENS = (3_600, 3_820)  # length of a long evaluation prompt
 PLANTED = 3_500  # at this token its fact stands
 
 NAMES = terms(
@@ -262,14 +269,20 @@ POOLS = _pools()
 STYLES = tuple(POOLS)
 
 
-def filler(rng: random.Random, characters: int) -> list[str]:
-    """About `characters` of lines, in one style or several."""
+class Line(NamedTuple):
+    text: str
+    tokens: float  # about
+
+
+def filler(rng: random.Random, tokens: float) -> list[Line]:
+    """About `tokens` of lines, in one style or several."""
     styles = rng.sample(STYLES, rng.choice((1, 1, 2, 3)))
-    lines: list[str] = []
-    while characters > 0:
-        line = rng.choice(POOLS[styles[0] if len(styles) == 1 else rng.choice(styles)])
-        lines.append(line)
-        characters -= len(line) + 1
+    lines: list[Line] = []
+    while tokens > 0:
+        style = rng.choice(styles)
+        text = rng.choice(POOLS[style])
+        lines.append(Line(text, (len(text) + 1) / DENSITY[style]))
+        tokens -= lines[-1].tokens
     return lines
 
 
@@ -309,23 +322,27 @@ def plant(rng: random.Random, split: Split, facts: int) -> list[Planted]:
 
 
 def recall(rng: random.Random, split: Split, characters: int, depth: float | None = None) -> Sample:
-    """A text of about `characters` with planted facts; the one asked for starts at `depth` of it, or anywhere.
+    """A text with planted facts; the one asked for starts at `depth` of it, or anywhere.
 
-    In training a third of the shorter texts are passages with a question (`reading`) instead.
+    The text has about `characters` / 3.2 tokens, whatever its style: what is short in tokens gets more characters. In
+    training a third of the shorter texts are passages with a question (`reading`) instead.
     """
     if split == "train" and characters < 1_600 and rng.random() < 0.33:
         return reading(rng, split)
     first, *others = plant(rng, split, rng.choices((1, 2, 3, 4, 6), (3, 2, 2, 1, 1))[0])
-    lines = filler(rng, characters)
+    tokens = characters / CHARACTERS_PER_TOKEN
+    lines = filler(rng, tokens)
     for other in others:
-        lines.insert(rng.randint(0, len(lines)), other.sentence)
+        text = other.sentence
+        lines.insert(rng.randint(0, len(lines)), Line(text, len(text) / CHARACTERS_PER_TOKEN))
     joint = "\n" if rng.random() < 0.7 else " "
     before = BEFORE.pick(rng, split) + "\n\n" if rng.random() < 0.6 else ""
-    at = (rng.random() if depth is None else depth) * characters - len(before)
-    starts = list(accumulate((len(line) + 1 for line in lines), initial=0))
-    lines.insert(min(range(len(starts)), key=lambda i: abs(starts[i] - at)), first.sentence)
+    at = (rng.random() if depth is None else depth) * tokens - len(before) / CHARACTERS_PER_TOKEN
+    starts = list(accumulate((line.tokens for line in lines), initial=0.0))
+    place = min(range(len(starts)), key=lambda i: abs(starts[i] - at))
+    lines.insert(place, Line(first.sentence, 0.0))
     after = AFTER.pick(rng, split).replace("{q}", first.question(rng, split))
-    prompt = f"{before}{joint.join(lines)}\n\n{after}"
+    prompt = f"{before}{joint.join(line.text for line in lines)}\n\n{after}"
     thought = THINK.format(s=first.sentence)
     return dialogue(rng, split, "recall", prompt, thought, first.sentence, {"contains": [first.value]})
 
