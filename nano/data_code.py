@@ -871,7 +871,12 @@ def _read(block: str) -> Shelved:
     pairs = tuple(tuple(pair.split(": ")) for pair in parameters.split(", "))
     body = "\n".join(line for line in rest if not line.startswith("- "))
     taken = set(re.findall(r"\w+", body)) | {parameter for parameter, _ in pairs}
-    free = tuple(tuple(x for x in RENAMES.get(kind, ()) if x not in taken) for _, kind in pairs)
+    # among several parameters a number with a telling name (width, height) keeps it
+    fixed = {name for name, kind in pairs if len(pairs) > 1 and len(name) > 1 and RENAMES.get(kind) is NUMBER_NAMES}
+    free = tuple(
+        tuple(x for x in RENAMES.get(kind, ()) if x not in taken and parameter not in fixed)
+        for parameter, kind in pairs
+    )
     descriptions = wordings("\n".join(line[2:] for line in rest if line.startswith("- ")))
     return Shelved(name, pairs, plan[2:], body, descriptions, free)  # type: ignore[arg-type]
 
