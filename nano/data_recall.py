@@ -274,12 +274,7 @@ class Line(NamedTuple):
     tokens: float  # about
 
 
-def filler(rng: random.Random, characters: int) -> list[str]:
-    """Lines of about `characters` / 3.2 tokens: what is short in tokens gets more characters."""
-    return [line.text for line in _lines(rng, characters / CHARACTERS_PER_TOKEN)]
-
-
-def _lines(rng: random.Random, tokens: float) -> list[Line]:
+def filler(rng: random.Random, tokens: float) -> list[Line]:
     """About `tokens` of lines, in one style or several."""
     styles = rng.sample(STYLES, rng.choice((1, 1, 2, 3)))
     lines: list[Line] = []
@@ -336,7 +331,7 @@ def recall(rng: random.Random, split: Split, characters: int, depth: float | Non
         return reading(rng, split)
     first, *others = plant(rng, split, rng.choices((1, 2, 3, 4, 6), (3, 2, 2, 1, 1))[0])
     tokens = characters / CHARACTERS_PER_TOKEN
-    lines = _lines(rng, tokens)
+    lines = filler(rng, tokens)
     for other in others:
         text = other.sentence
         lines.insert(rng.randint(0, len(lines)), Line(text, len(text) / CHARACTERS_PER_TOKEN))
