@@ -251,7 +251,8 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
         }
         start, tokens, done = time.perf_counter(), 0, False
         async with client.stream("POST", "/v1/completions", json=body) as response:
-            response.raise_for_status()
+            if response.is_error:
+                raise RuntimeError((await response.aread()).decode())
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     done = True

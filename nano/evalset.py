@@ -1,13 +1,16 @@
 """Writes the evaluation sets of Kimi-Nano from the generators, with values or phrase families that training never sees.
 
-    python -m nano.evalset models/kimi-nano            eval/{values,families,hand}.jsonl and eval/targets.json
+    python -m nano.evalset models/kimi-nano            its folder eval: values, families, hand, and targets.json
     python -m nano.evalset --paired 1200 FOLDER        FOLDER/paired.jsonl, for what INT4 costs
 
 The same seed gives the same files on every machine. What keeps them apart from training is the generators' split.
+Recall has files of its own, compressed, since it is long: a few texts with several questions each.
 """
 
 import argparse
+import gzip
 import importlib
+import itertools
 import json
 import pkgutil
 import random
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import nano
+from nano.data_recall import AFTER, BEFORE, PLANTED, Line, Planted, filler, plant
 from nano.sample import Generator, Sample, Split
 from redline.bench.local.checks import Call, grade
 
@@ -25,8 +29,21 @@ SETS: tuple[Split, ...] = ("values", "families")
 PER_KIND = 130  # in each set, so that a kind has at least 250 in both
 HAND = Path(__file__).parent / "hand.jsonl"
 
+QUESTIONS = 5  # about each long text
+LONG = "recall"
+APART = 100  # tokens of other text between the first and the last fact asked for, on both sides of PLANTED
+TAIL = (50, 250)  # tokens behind them
+JOINTS = ("\n", "\n", " ")
+
 # Percent of right answers that the model is built for: on unseen families by kind, on the hand-written set in total.
-FAMILY_TARGETS = {"add": 90, "sub": 90, "mul": 90, "div": 90}
+FAMILY_TARGETS = {
+    **dict.fromkeys(("add", "sub", "mul", "div"), 90),
+    **dict.fromkeys(("tool_call", "tool_multi", "tool_none", "tool_followup"), 95),
+    "code": 60,
+    "json": 95,
+    "lexicon": 90,
+    "recall": 80,
+}
 TARGETS = {"families": FAMILY_TARGETS, "hand": {"all": 70}}
 
 
@@ -41,12 +58,13 @@ def main() -> None:
     sets = arguments.folder / "eval"
     for split in SETS:
         write(sets / f"{split}.jsonl", of_split(split))
+        write(sets / f"{split}.{LONG}.jsonl.gz", long_texts(split))
     write(sets / "hand.jsonl", map(json.loads, HAND.read_text(encoding="utf-8").splitlines()))
     (sets / "targets.json").write_text(json.dumps(TARGETS, indent=1) + "\n")
 
 
 def of_split(split: Split, per_kind: int = PER_KIND, seed: int = SEED) -> Iterator[dict[str, Any]]:
-    """`per_kind` different graded prompts of every kind, kind by kind; fewer where a kind has no more to say."""
+    """`per_kind` different graded prompts of every kind but recall; fewer where a kind has no more to say."""
     for kind, generator in graded_kinds().items():
         yield from draw(kind, generator, split, per_kind, seed)
 
@@ -70,8 +88,49 @@ def graded_kinds() -> dict[str, Generator]:
     return {
         kind: generator
         for kind, (generator, _) in sorted(generators.items())
-        if any(generator(random.Random(seed), "families").check for seed in range(8))
+        if kind != LONG and any(generator(random.Random(seed), "families").check for seed in range(8))
     }
+
+
+def long_texts(split: Split, count: int = PER_KIND, seed: int = SEED) -> Iterator[dict[str, Any]]:
+    """`count` prompts of about 3,700 tokens, QUESTIONS for each text; the facts asked for stand at token 3,500.
+
+    All questions about a text stand at its end, so the prefix cache reads the text once. Texts take turns in pairs:
+    the pages of one are settled while the other is read.
+    """
+    texts = [_questions(random.Random(f"{seed}/{split}/{LONG}/{n}"), split) for n in range(-(-count // QUESTIONS))]
+    pairs = (texts[n : n + 2] for n in range(0, len(texts), 2))
+    turns = (prompt for pair in pairs for turn in zip(*pair, strict=True) for prompt in turn)
+    yield from itertools.islice(turns, count)
+
+
+def _questions(rng: random.Random, split: Split) -> list[dict[str, Any]]:
+    """The prompts about one text."""
+    asked: list[Planted] = []
+    others: list[Planted] = []
+    said: set[tuple[str, str]] = set()
+    while len(asked) < QUESTIONS:
+        group = plant(rng, split, rng.choice((1, 1, 2, 3)))  # the first is this split's; the rest look like it
+        keys = {(planted.fact.statement, planted.key) for planted in group}
+        if said.isdisjoint(keys):
+            said |= keys
+            asked.append(group[0])
+            others += group[1:]
+    head = filler(rng, PLANTED - APART / 2)
+    for planted in others:
+        head.insert(rng.randrange(len(head)), Line(planted.sentence, 0))
+    lines = [line.text for line in head]
+    for planted in asked:
+        lines += [planted.sentence, *(line.text for line in filler(rng, APART / QUESTIONS))]
+    lines += [line.text for line in filler(rng, rng.uniform(*TAIL))]
+    text = f"{BEFORE.pick(rng, split)}\n\n{rng.choice(JOINTS).join(lines)}\n\n"
+
+    def prompt(planted: Planted) -> dict[str, Any]:
+        content = text + AFTER.pick(rng, split).replace("{q}", planted.question(rng, split))
+        check = {"contains": [planted.value]}
+        return {"kind": LONG, "messages": [{"role": "user", "content": content}], "check": check}
+
+    return [prompt(planted) for planted in rng.sample(asked, QUESTIONS)]
 
 
 def draw(kind: str, generator: Generator, split: Split, count: int, seed: int) -> Iterator[dict[str, Any]]:
@@ -110,11 +169,12 @@ def write(path: Path, prompts: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = list(prompts)
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)
-    path.write_text(text, encoding="utf-8")
+    data = text.encode()
+    if path.suffix == ".gz":
+        data = gzip.compress(data, mtime=0)  # no time of day in it: the same prompts are the same file
+    path.write_bytes(data)
     kinds = Counter(line["kind"] for line in lines)
-    print(
-        f"{path}: {len(lines)} prompts, {len(text.encode()):,} bytes:", *(f"{k} {n}" for k, n in sorted(kinds.items()))
-    )
+    print(f"{path}: {len(lines)} prompts, {len(data):,} bytes:", *(f"{k} {n}" for k, n in sorted(kinds.items())))
 
 
 if __name__ == "__main__":

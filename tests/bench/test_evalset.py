@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nano.evalset import as_prompt, draw, graded_kinds, of_split, paired, write
+from nano.evalset import QUESTIONS, as_prompt, draw, graded_kinds, long_texts, of_split, paired, write
 from nano.sample import Sample, Split
 from redline.bench.local.prompts import read_sets
 
@@ -42,8 +42,9 @@ def test_a_kind_with_little_to_say_gives_what_it_has() -> None:
 
 def test_what_is_written_is_read_by_the_evaluation(tmp_path: Path) -> None:
     write(tmp_path / "values.jsonl", of_split("values", 2))
+    write(tmp_path / "values.recall.jsonl.gz", long_texts("values", 2))
     prompts = read_sets(tmp_path)["values"]
-    assert {prompt.kind for prompt in prompts} == graded_kinds().keys()
+    assert {prompt.kind for prompt in prompts} == {"recall", *graded_kinds()}
     assert all(prompt.thinking for prompt in prompts)
 
 
@@ -51,3 +52,22 @@ def test_an_answer_that_fails_its_own_check_is_noticed() -> None:
     turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "3"}]
     with pytest.raises(AssertionError, match="3 instead of 2"):
         as_prompt(Sample("add", turns, check={"number": 2}))
+
+
+def shared(a: str, b: str) -> int:
+    """How many characters two texts begin with in common."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def test_questions_about_one_text_share_all_but_their_end() -> None:
+    first, other, second = [prompt["messages"][0]["content"] for prompt in long_texts("families", 2 * QUESTIONS)][:3]
+    assert shared(first, second) > 0.97 * len(first)
+    assert shared(first, other) < 0.1 * len(first)
+
+
+def test_a_planted_value_is_in_the_text_and_never_in_its_question() -> None:
+    for prompt in long_texts("values", 2 * QUESTIONS):
+        [value] = prompt["check"]["contains"]
+        text, question = prompt["messages"][0]["content"].rsplit("\n\n", 1)
+        assert value in text[-3000:]
+        assert value not in question

@@ -126,11 +126,12 @@ def test_more_pairs_narrow_the_interval() -> None:
     assert many[1] - many[0] < (few[1] - few[0]) / 2
 
 
-def test_compressed_sets_are_read_like_plain_ones(tmp_path: Path) -> None:
-    (tmp_path / "ours" / "eval").mkdir(parents=True)
-    line = json.dumps(ask("add", "1+1", {"number": 2})).encode()
-    (tmp_path / "ours" / "eval" / "values.jsonl.gz").write_bytes(gzip.compress(line))
-    assert evaluate(tmp_path / "ours", opener(ours={"1+1": "2"})).rows[0].right == 1
+def test_a_set_may_lie_in_parts_and_compressed(tmp_path: Path) -> None:
+    folder = write_sets(tmp_path / "ours", values=[ask("add", "1+1", {"number": 2})])
+    line = json.dumps(ask("add", "1+2", {"number": 3})).encode()
+    (folder / "eval" / "values.long.jsonl.gz").write_bytes(gzip.compress(line))
+    [row, _] = evaluate(folder, opener(ours={"1+1": "2", "1+2": "3"})).rows
+    assert (row.set, row.prompts, row.right) == ("values", 2, 2)
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:

@@ -65,11 +65,16 @@ class Answer(Record, frozen=True):
 
 
 def read_sets(folder: Path) -> dict[str, list[Prompt]]:
-    """{set: prompts} of every SET.jsonl and SET.jsonl.gz. Raises ConfigError, which names the file and the line."""
-    files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
-    if not files:
+    """{set: prompts} of every SET.jsonl, SET.PART.jsonl and the same with .gz.
+
+    Raises ConfigError, which names the file and the line.
+    """
+    sets: dict[str, list[Prompt]] = {}
+    for file in sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")]):
+        sets.setdefault(file.name.split(".")[0], []).extend(_read_set(file))
+    if not sets:
         raise ConfigError(f"{folder}: no evaluation sets (*.jsonl) here")
-    return {file.name.split(".")[0]: _read_set(file) for file in files}
+    return sets
 
 
 def _read_set(file: Path) -> list[Prompt]:
