@@ -99,7 +99,11 @@ class Runner:
             if is_plain_greedy(asked, position - prompt):
                 token = best[i]
             else:
-                token = sample(logits_RV[i], asked, tokens[:prompt], tokens[prompt:position], position)
+                try:
+                    token = sample(logits_RV[i], asked, tokens[:prompt], tokens[prompt:position], position)
+                except Exception as error:  # this row's alone
+                    results.append(RowResult(error=f"the next token could not be chosen: {error}"))
+                    continue
             tokens[position] = token
             logprobs = () if asked.logprobs is None else (logprobs_of(logits_RV[i], token, asked.logprobs),)
             results.append(RowResult(tokens=(token,), logprobs=logprobs))

@@ -144,31 +144,46 @@ class LocalEngine:
     ) -> dict[JobId, list[Delta]]:
         """Run jobs to their ends, batched continuously. Deltas of each job, in order; the last one has a finish.
 
-        Raises WorkerLost if the loop ends first. An exception from `on_delta` aborts the jobs and goes on.
+        Raises WorkerLost if the loop ends first. An exception from `on_delta` aborts the jobs, waits until they have
+        ended, and goes on.
         """
         deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
         assert len(deltas) == len(jobs), "two jobs have the same id"
-        with self._generating:
-            waiting, left = iter(jobs), len(jobs)
-            for job in itertools.islice(waiting, OUTSTANDING):
+        waiting, running = iter(jobs), set[JobId]()
+
+        def submit(count: int) -> None:
+            for job in itertools.islice(waiting, count):
+                running.add(job.id)
                 self._inbox.put(job)
+
+        def told() -> list[Delta]:
+            """New deltas of these jobs, once there are any."""
+            new: list[Delta] = []
+            while not new:
+                messages = self._outbox.drain(wait=True, timeout=5.0)
+                if not messages and not self._loop.is_alive():
+                    raise WorkerLost("the engine's loop has ended")
+                new = [message for message in messages if isinstance(message, Delta) and message.job in deltas]
+            for delta in new:
+                deltas[delta.job].append(delta)
+                if delta.finish is not None:
+                    running.discard(delta.job)
+            return new
+
+        with self._generating:
+            submit(OUTSTANDING)
             try:
-                while left:
-                    messages = self._outbox.drain(wait=True, timeout=5.0)
-                    if not messages and not self._loop.is_alive():
-                        raise WorkerLost("the engine's loop has ended")
-                    for message in messages:
-                        if isinstance(message, Delta) and message.job in deltas:
-                            deltas[message.job].append(message)
-                            if message.finish is not None:
-                                left -= 1
-                                for job in itertools.islice(waiting, 1):
-                                    self._inbox.put(job)
-                            if on_delta is not None:
-                                on_delta(message)
+                while running:
+                    new = told()
+                    submit(OUTSTANDING - len(running))
+                    for delta in new:
+                        if on_delta is not None:
+                            on_delta(delta)
             except BaseException:
-                for job in jobs:
-                    self._inbox.put(Abort(job=job.id))
+                for id in running:
+                    self._inbox.put(Abort(job=id))
+                while running and self._loop.is_alive():
+                    told()  # their last deltas are not to be taken for those of a later job
                 raise
         return deltas
 

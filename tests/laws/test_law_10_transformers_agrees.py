@@ -68,11 +68,14 @@ CASES = {
     "sizes that no kernel takes": Case(tiny_config()),
     "Kimi-Nano's sizes": Case(kernel_config(**K25_ROPE, **NANO)),
 }
+BUNDLED = Path(__file__).parents[2] / "models" / "kimi-nano"
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[*CASES, "the bundled Kimi-Nano"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[K2, Tensor]:
     """Our model, and transformers' logits of TOKENS."""
+    if request.param not in CASES:
+        return load_folder(BUNDLED), logits(transformers_model(BUNDLED), list(TOKENS))
     case = CASES[request.param]
     folder = tmp_path_factory.mktemp("law10")
     random_checkpoint(folder, case.config, 10, case.quantization, case.names)

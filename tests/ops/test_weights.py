@@ -94,5 +94,5 @@ def test_experts_one_by_one_are_the_experts_together(make: Any, kernels: bool, m
     for expert in range(5):
         single = singles[expert]
         given = single.dequantize() if isinstance(single, Int4) else single
-        assert same_bits(expert_matrix(stacked, expert), expert_matrix(together, expert))
-        assert torch.equal(expert_matrix(stacked, expert).nan_to_num(), given.nan_to_num())
+        for experts in (stacked, together):
+            assert torch.equal(expert_matrix(experts, expert).nan_to_num(), given.nan_to_num())

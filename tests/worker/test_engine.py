@@ -58,6 +58,15 @@ def test_jobs_run_to_their_ends(engine: LocalEngine):
         assert [delta for delta in told if delta.job == one.id] == deltas[one.id]
 
 
+def test_more_jobs_than_the_planner_sees_at_a_time(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.worker.engine.OUTSTANDING", 3)
+    seen: list[int] = []
+    jobs = [job(engine, f"{n}", prompt(n, 5), max_tokens=n % 4 + 1) for n in range(40)]
+    deltas = engine.generate(jobs, lambda _: seen.append(engine.engine.planner.load().running))
+    assert [len(answer(deltas[one.id])) for one in jobs] == [n % 4 + 1 for n in range(40)]
+    assert max(seen) <= 3
+
+
 def test_a_stop_id_ends_an_answer(engine: LocalEngine):
     whole = answer(engine.generate([job(engine, "whole", prompt(1, 20), max_tokens=20)])[JobId("whole")])
     stop = whole[7]
@@ -79,6 +88,18 @@ def test_an_exception_in_on_delta_aborts_the_jobs_and_goes_on(engine: LocalEngin
     assert list(after) == ["after"]
     assert len(answer(after[JobId("after")])) == 8
     assert engine.engine.planner.load().generation_tokens < 1000  # of the 4,000 that were asked for
+
+
+def test_an_aborted_jobs_id_may_be_used_again_at_once(engine: LocalEngine):
+    def refuse(delta: Delta) -> None:
+        raise KeyboardInterrupt
+
+    asked = job(engine, "asked", prompt(1, 20), max_tokens=400)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([asked], refuse)
+    again = engine.generate([asked])[asked.id]
+    assert len(answer(again)) == 400
+    assert again[-1].finish == "length"
 
 
 def test_the_same_id_may_be_used_again_after_its_end(engine: LocalEngine):
@@ -125,6 +146,15 @@ def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: LocalEngine, monk
     assert deltas[bad.id][-1].finish == "error"
     assert deltas[bad.id][-1].error is not None
     assert "not finite" in deltas[bad.id][-1].error
+    assert answer(deltas[good.id]) == expected
+
+
+def test_a_row_that_cannot_be_sampled_ends_its_job_alone(engine: LocalEngine):
+    bad = job(engine, "bad", prompt(1, 30), logit_bias=((10**6, 1.0),))
+    good = job(engine, "good", prompt(2, 30))
+    expected = answer(engine.generate([good])[good.id])
+    deltas = engine.generate([bad, good])
+    assert (deltas[bad.id][-1].error or "").startswith("the next token could not be chosen")
     assert answer(deltas[good.id]) == expected
 
 
