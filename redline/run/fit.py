@@ -50,9 +50,10 @@ def fit(config: K2Config, kv_bytes: int, kv_dtype: torch.dtype, max_model_len: i
     wanted = max_model_len or min(reads, pages * PAGE_TOKENS)
     needed = -(-wanted // PAGE_TOKENS)
     if pages < max(needed, 1):
+        enough = -(-max(needed, 1) * page_bytes // 10**7) / 100  # rounded up, so that the advice works
         raise ConfigError(
             f"kv-memory {kv_bytes / 1e9:.2f} GB holds {pages:,} pages of {page_bytes:,} bytes, {pages * PAGE_TOKENS:,} "
-            f"tokens; max-model-len {wanted:,} needs {max(needed, 1):,} pages: give --kv-memory "
-            f"{max(needed, 1) * page_bytes / 1e9:.2f}GB, or a smaller --max-model-len"
+            f"tokens; max-model-len {wanted:,} needs {max(needed, 1):,} pages: give --kv-memory {enough:.2f}GB, or a "
+            "smaller --max-model-len"
         )
     return Layout(pages, wanted, kv_dtype, page_bytes)
