@@ -1,0 +1,68 @@
+"""What a step gives for each of its rows."""
+
+from collections import Counter
+
+import pytest
+
+from redline.run.runner import Runner
+from redline.wire.job import PageId, Sampling
+from redline.wire.step import Begin, Row, RowResult, Step
+from tests.tiny_model import job, open_engine, prompt, run_alone, tiny_model
+
+PROMPT = prompt(seed=20, length=400)
+
+
+def test_penalties_count_what_was_generated_and_not_the_prompt():
+    asked = job("asked", PROMPT, max_tokens=30, logprobs=20, presence_penalty=1.0, frequency_penalty=1.5)
+    answer = run_alone(tiny_model(), asked)
+    assert set(answer.tokens) & set(PROMPT)
+    seen: Counter[int] = Counter()
+    for token, given in zip(answer.tokens, answer.logprobs, strict=True):
+        score = {other: logprob - (seen[other] and 1.0 + 1.5 * seen[other]) for other, logprob in given.top}
+        best = max(score, key=score.__getitem__)
+        assert score[best] > given.top[-1][1], "the best token may lie beyond the 20"
+        assert token == best
+        seen[token] += 1
+
+
+def test_repetition_counts_the_prompt_too():
+    plain = run_alone(tiny_model(), job("plain", PROMPT, max_tokens=1))
+    assert plain.tokens[0] in PROMPT
+    punished = run_alone(tiny_model(), job("punished", PROMPT, max_tokens=1, repetition_penalty=10.0))
+    assert punished.tokens[0] not in PROMPT
+
+
+def test_a_row_that_does_not_sample_gives_nothing():
+    engine = open_engine(tiny_model())
+    try:
+        assert step(engine.runner, Row(slot=0, start=0, count=9, new_pages=(PageId(3),), samples=False)) == RowResult()
+        sampled = engine.runner.run(Step(number=2, rows=(Row(slot=0, start=9, count=11),))).rows[0]
+        assert len(sampled.tokens) == len(sampled.logprobs) == 1
+    finally:
+        engine.runner.close()
+
+
+def test_a_step_without_rows_is_idle():
+    engine = open_engine(tiny_model())
+    try:
+        assert engine.runner.launch(Step(number=7)).wait().rows == ()
+    finally:
+        engine.runner.close()
+
+
+def test_what_a_step_raises_is_raised_where_it_is_awaited():
+    engine = open_engine(tiny_model())
+    try:
+        pending = engine.runner.launch(Step(number=1, rows=(Row(slot=99, start=0, count=1),)))
+        with pytest.raises(IndexError):
+            pending.wait()
+        assert engine.runner.launch(Step(number=2)).wait().number == 2
+    finally:
+        engine.runner.close()
+
+
+def step(runner: Runner, row: Row) -> RowResult:
+    """The row, as the first of a new job."""
+    asked = Sampling(max_tokens=4, logprobs=0)
+    begin = Begin(slot=0, tokens=PROMPT[:20], prompt=20, pages=(), sampling=asked)
+    return runner.run(Step(number=1, begins=(begin,), rows=(row,))).rows[0]
