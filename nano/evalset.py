@@ -20,13 +20,24 @@ from pathlib import Path
 from typing import Any
 
 import nano
-from nano.data_recall import AFTER, BEFORE, PLANTED, Line, Planted, filler, plant
+from nano.data_recall import AFTER, BEFORE, PLANTED, Planted, filler, plant
+from nano.data_recall import Line as TextLine
 from nano.sample import Generator, Sample, Split
 from redline.bench.local.checks import Call, grade
 
+Line = dict[str, Any]  # of an evaluation set: a `redline.bench.local.prompts.Prompt`
+
 SEED = 2026
 SETS: tuple[Split, ...] = ("values", "families")
-PER_KIND = 130  # in each set, so that a kind has at least 250 in both
+PER_ROW = 130  # least prompts of a row in each set, so that it has 250 in both
+PER_PART = 45  # prompts of each kind where several make a row
+
+# The rows of the table, as the hand-written set names them, and the generators' kinds in each. Others stand alone.
+ROWS = {
+    "arithmetic": ("add", "sub", "mul", "div"),
+    "tools": ("tool_call", "tool_multi", "tool_none", "tool_followup"),
+    "word_problem": ("word",),
+}
 HAND = Path(__file__).parent / "hand.jsonl"
 
 QUESTIONS = 5  # about each long text
@@ -36,14 +47,7 @@ TAIL = (50, 250)  # tokens behind them
 JOINTS = ("\n", "\n", " ")
 
 # Percent of right answers that the model is built for: on unseen families by kind, on the hand-written set in total.
-FAMILY_TARGETS = {
-    **dict.fromkeys(("add", "sub", "mul", "div"), 90),
-    **dict.fromkeys(("tool_call", "tool_multi", "tool_none", "tool_followup"), 95),
-    "code": 60,
-    "json": 95,
-    "lexicon": 90,
-    "recall": 80,
-}
+FAMILY_TARGETS = {"arithmetic": 90, "tools": 95, "code": 60, "json": 95, "lexicon": 90, "recall": 80}
 TARGETS = {"families": FAMILY_TARGETS, "hand": {"all": 70}}
 
 
@@ -63,17 +67,20 @@ def main() -> None:
     (sets / "targets.json").write_text(json.dumps(TARGETS, indent=1) + "\n")
 
 
-def of_split(split: Split, per_kind: int = PER_KIND, seed: int = SEED) -> Iterator[dict[str, Any]]:
-    """`per_kind` different graded prompts of every kind but recall; fewer where a kind has no more to say."""
+def of_split(split: Split, per_row: int = PER_ROW, per_part: int = PER_PART, seed: int = SEED) -> Iterator[Line]:
+    """Different graded prompts of every kind but recall, kind by kind; fewer where a kind has no more to say."""
+    rows = {kind: row for row, kinds in ROWS.items() for kind in kinds}
     for kind, generator in graded_kinds().items():
-        yield from draw(kind, generator, split, per_kind, seed)
+        row = rows.get(kind, kind)
+        count = per_part if len(ROWS.get(row, ())) > 1 else per_row
+        for prompt in draw(kind, generator, split, count, seed):
+            yield prompt | {"kind": row}
 
 
-def paired(count: int, seed: int = SEED + 1) -> list[dict[str, Any]]:
+def paired(count: int, seed: int = SEED + 1) -> list[Line]:
     """`count` prompts, evenly over kinds and both held-out splits, from another seed than the sets above."""
-    kinds = graded_kinds()
-    share = -(-count // (len(kinds) * len(SETS)))
-    prompts = [prompt for split in SETS for prompt in of_split(split, share, seed)]
+    share = -(-count // (len(graded_kinds()) * len(SETS)))
+    prompts = [prompt for split in SETS for prompt in of_split(split, share, share, seed)]
     random.Random(seed).shuffle(prompts)
     return prompts[:count]
 
@@ -92,7 +99,7 @@ def graded_kinds() -> dict[str, Generator]:
     }
 
 
-def long_texts(split: Split, count: int = PER_KIND, seed: int = SEED) -> Iterator[dict[str, Any]]:
+def long_texts(split: Split, count: int = PER_ROW, seed: int = SEED) -> Iterator[Line]:
     """`count` prompts of about 3,700 tokens, QUESTIONS for each text; the facts asked for stand at token 3,500.
 
     All questions about a text stand at its end, so the prefix cache reads the text once. Texts take turns in pairs:
@@ -104,7 +111,7 @@ def long_texts(split: Split, count: int = PER_KIND, seed: int = SEED) -> Iterato
     yield from itertools.islice(turns, count)
 
 
-def _questions(rng: random.Random, split: Split) -> list[dict[str, Any]]:
+def _questions(rng: random.Random, split: Split) -> list[Line]:
     """The prompts about one text."""
     asked: list[Planted] = []
     others: list[Planted] = []
@@ -118,14 +125,14 @@ def _questions(rng: random.Random, split: Split) -> list[dict[str, Any]]:
             others += group[1:]
     head = filler(rng, PLANTED - APART / 2)
     for planted in others:
-        head.insert(rng.randrange(len(head)), Line(planted.sentence, 0))
+        head.insert(rng.randrange(len(head)), TextLine(planted.sentence, 0))
     lines = [line.text for line in head]
     for planted in asked:
         lines += [planted.sentence, *(line.text for line in filler(rng, APART / QUESTIONS))]
     lines += [line.text for line in filler(rng, rng.uniform(*TAIL))]
     text = f"{BEFORE.pick(rng, split)}\n\n{rng.choice(JOINTS).join(lines)}\n\n"
 
-    def prompt(planted: Planted) -> dict[str, Any]:
+    def prompt(planted: Planted) -> Line:
         content = text + AFTER.pick(rng, split).replace("{q}", planted.question(rng, split))
         check = {"contains": [planted.value]}
         return {"kind": LONG, "messages": [{"role": "user", "content": content}], "check": check}
@@ -133,7 +140,7 @@ def _questions(rng: random.Random, split: Split) -> list[dict[str, Any]]:
     return [prompt(planted) for planted in rng.sample(asked, QUESTIONS)]
 
 
-def draw(kind: str, generator: Generator, split: Split, count: int, seed: int) -> Iterator[dict[str, Any]]:
+def draw(kind: str, generator: Generator, split: Split, count: int, seed: int) -> Iterator[Line]:
     """Up to `count` different prompts. Each depends on its number alone: a larger set begins with a smaller."""
     seen: set[str] = set()
     for number in range(20 * count):
@@ -150,7 +157,7 @@ def draw(kind: str, generator: Generator, split: Split, count: int, seed: int) -
             return
 
 
-def as_prompt(sample: Sample) -> dict[str, Any]:
+def as_prompt(sample: Sample) -> Line:
     """The line of an evaluation set: everything before the last answer, and its check. Always in thinking mode.
 
     The generator's own answer must pass its check, or the check is wrong; functions are not run here.
@@ -160,11 +167,11 @@ def as_prompt(sample: Sample) -> dict[str, Any]:
     calls: list[Call] = [call["function"] for call in answer.get("tool_calls") or []]
     verdict = grade(sample.check or {}, answer.get("content") or "", calls)
     assert verdict.ok is not False, (verdict.why, sample)
-    prompt: dict[str, Any] = {"kind": sample.kind, "messages": before, "check": sample.check}
+    prompt: Line = {"kind": sample.kind, "messages": before, "check": sample.check}
     return prompt | ({"tools": sample.tools} if sample.tools else {})
 
 
-def write(path: Path, prompts: Iterable[dict[str, Any]]) -> None:
+def write(path: Path, prompts: Iterable[Line]) -> None:
     """One compact JSON line per prompt; says how many of each kind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = list(prompts)
