@@ -31,16 +31,16 @@ LONG_ROW = 4_096
 
 # Share of tokens by module, in short rows and in long ones.
 MIXTURE = {
-    "numbers": 0.28,
-    "tools": 0.22,
-    "words": 0.14,
-    "code": 0.12,
-    "json": 0.07,
-    "recall": 0.07,
+    "numbers": 0.18,
+    "tools": 0.24,
+    "words": 0.16,
+    "recall": 0.15,
+    "code": 0.11,
+    "json": 0.08,
     "chat": 0.06,
-    "python": 0.04,
+    "python": 0.02,
 }
-LONG_MIXTURE = {name: share * (0.55 / 0.93) for name, share in MIXTURE.items()} | {"recall": 0.45}
+LONG_MIXTURE = {name: share * (0.55 / (1 - MIXTURE["recall"])) for name, share in MIXTURE.items()} | {"recall": 0.45}
 
 # Text of a recall document, in characters; one that does not fit its row after all is dropped.
 RECALL_CHARACTERS = {ROW: (300, 2_600), LONG_ROW: (2_000, 13_500)}
@@ -75,11 +75,11 @@ class Mixture:
         module = self._modules[name]
         if name == "python":
             return name, self._document(module)
-        if name == "recall":
-            low, high = RECALL_CHARACTERS[self._row]
-            return name, module.recall(self._rng, "train", self._rng.randint(low, high))
         generators = module.GENERATORS
         kind = self._rng.choices(list(generators), [weight for _, weight in generators.values()])[0]
+        if kind == "recall" or (name == "recall" and self._row == LONG_ROW):
+            low, high = RECALL_CHARACTERS[self._row]
+            return name, module.recall(self._rng, "train", self._rng.randint(low, high))
         return name, generators[kind][0](self._rng, "train")
 
     def spent(self, module: str, tokens: int) -> None:

@@ -1,8 +1,9 @@
 """Prompts that hold their own answer: a fact planted deep in a long text, and short passages with a question.
 
-`recall` makes a text of a given length from notes, diary lines, log lines, prose and documentation, plants one to six
-facts of which some look alike, and asks for one. The thinking quotes the sentence; the answer says it. Kinds of facts
-and the questions around them are held out, so a new kind must be found by what it says and not by its pattern.
+`recall` makes a text of a given length from notes, diary lines, log lines, prose and documentation and plants facts of
+which some look alike. The thinking copies what is asked for and quotes the sentence; the answer says it. Kinds of facts
+and the questions around them are held out, so a new kind must be found by what it says and not by its pattern; to that
+end training asks many questions of each text, invents kinds of facts, and drills plain copying (`copy`).
 """
 
 import random
@@ -104,16 +105,16 @@ class Fact(NamedTuple):
 
 # statement ; key ; value ; noun ; question ; question. Every fifth is held out.
 _FACTS = """
-The access code of the {k} is {v}. ; place ; pin ; the access code of the {k} ; Which code opens the {k}?
-{k}'s locker number is {v}. ; name ; small ; {k}'s locker number ; Which locker belongs to {k}?
-The password of {k} is {v}. ; word ; password ; the password of {k} ; With which password does one get into {k}?
+The access code of the {k} is {v}. ; place ; pin ; the access code of the {k} ; Which access code does the {k} have?
+{k}'s locker number is {v}. ; name ; small ; {k}'s locker number ; Which locker number does {k} have?
+The password of {k} is {v}. ; word ; password ; the password of {k} ; Which password does {k} have?
 {k} lives in {v}. ; name ; city ; the city where {k} lives ; Where does {k} live? ; In which city does {k} live?
 The magic number of {k} is {v}. ; word ; number ; the magic number of {k} ; Which magic number does {k} have?
-{k}'s favorite color is {v}. ; name ; colour ; {k}'s favorite color ; Which color does {k} like best?
-The {k} costs {v} euros. ; thing ; number ; the price of the {k} ; How much does the {k} cost?
-{k} works as a {v}. ; name ; job ; {k}'s job ; What does {k} do for a living? ; What is {k}'s profession?
+{k}'s favorite color is {v}. ; name ; colour ; {k}'s favorite color ; Which color is {k}'s favorite color?
+The {k} costs {v} euros. ; thing ; number ; the cost of the {k} ; How much does the {k} cost? ; How many euros does the {k} cost?
+{k} works as a {v}. ; name ; job ; the work of {k} ; As what does {k} work? ; What does {k} work as?
 The meeting about the {k} is on {v}. ; topic ; day ; the day of the meeting about the {k} ; When is the meeting about the {k}?
-The key to the {k} is with {v}. ; place ; name ; the person with the key to the {k} ; Who has the key to the {k}?
+The key to the {k} is with {v}. ; place ; name ; the person with the key to the {k} ; With whom is the key to the {k}? ; Who has the key to the {k}?
 The serial number of the {k} is {v}. ; thing ; serial ; the serial number of the {k} ; Which serial number is on the {k}?
 {k} was born in {v}. ; name ; year ; the year in which {k} was born ; In which year was {k} born? ; When was {k} born?
 The secret word of {k} is {v}. ; name ; word ; the secret word of {k} ; Which secret word does {k} use?
@@ -122,23 +123,23 @@ The {k} was built in {v}. ; place ; year ; the year in which the {k} was built ;
 {k} arrives at {v}. ; name ; time ; the time when {k} arrives ; At what time does {k} arrive? ; When does {k} arrive?
 The {k} is painted {v}. ; place ; colour ; the color of the {k} ; What color is the {k}? ; In which color is the {k} painted?
 {k} has a {v} at home. ; name ; animal ; the animal that {k} has at home ; Which animal does {k} have at home?
-The phone extension of the {k} is {v}. ; place ; number ; the phone extension of the {k} ; Which extension do I call for the {k}?
-The ticket number of {k} is {v}. ; name ; pin ; the ticket number of {k} ; Which number is on the ticket of {k}?
+The phone extension of the {k} is {v}. ; place ; number ; the phone extension of the {k} ; Which phone extension does the {k} have?
+The ticket number of {k} is {v}. ; name ; pin ; the ticket number of {k} ; Which ticket number does {k} have?
 The {k} is hidden in the {v}. ; thing ; place ; the place where the {k} is hidden ; Where is the {k} hidden?
 The parameter {k} is set to {v}. ; word ; number ; the value of the parameter {k} ; To what is the parameter {k} set?
 The capital of {k} is {v}. ; Word ; Word ; the capital of {k} ; Which city is the capital of {k}?
 {k}'s birthday is on {v}. ; name ; date ; {k}'s birthday ; When is {k}'s birthday? ; On which day is {k}'s birthday?
 {k}'s room number is {v}. ; name ; number ; {k}'s room number ; In which room is {k}? ; Which room does {k} have?
 {k} plays {v} on weekends. ; name ; sport ; the sport that {k} plays on weekends ; Which sport does {k} play? ; What does {k} play on weekends?
-The {k} belongs to {v}. ; thing ; name ; the owner of the {k} ; Who owns the {k}? ; To whom does the {k} belong?
+The {k} belongs to {v}. ; thing ; name ; the owner of the {k} ; To whom does the {k} belong? ; Who does the {k} belong to?
 The deadline for the {k} is {v}. ; topic ; date ; the deadline for the {k} ; When is the deadline for the {k}?
 {k} ordered {v} this week. ; name ; fruit ; what {k} ordered this week ; What did {k} order? ; What did {k} order this week?
 The {k} weighs {v} kilograms. ; thing ; small ; the weight of the {k} in kilograms ; How many kilograms does the {k} weigh?
 The {k} closes at {v}. ; place ; time ; the time when the {k} closes ; When does the {k} close? ; At what time does the {k} close?
 {k} comes to work by {v}. ; name ; vehicle ; how {k} comes to work ; How does {k} come to work?
-The code name of {k} is {v}. ; name ; Word ; the code name of {k} ; Under which code name is {k} known?
+The code name of {k} is {v}. ; name ; Word ; the code name of {k} ; Which code name does {k} have?
 The word {k} means {v} in our language. ; word ; thing ; the meaning of {k} ; What does {k} mean in our language?
-The {k} was sold to {v}. ; thing ; name ; the buyer of the {k} ; Who bought the {k}? ; To whom was the {k} sold?
+The {k} was sold to {v}. ; thing ; name ; the buyer of the {k} ; To whom was the {k} sold? ; Who was the {k} sold to?
 """  # noqa: E501
 
 
@@ -148,6 +149,39 @@ def _read(line: str) -> Fact:
 
 
 FACTS = [_read(line) for line in _FACTS.strip().splitlines()]
+# Kinds that training invents, so that no list of kinds can be learnt by heart. {a} is any noun, or no word at all.
+_SHAPES = """
+The {a} of {k} is {v}. ; the {a} of {k} ; What is the {a} of {k}? ; Which {a} does {k} have?
+{k}'s {a} is {v}. ; {k}'s {a} ; What is {k}'s {a}? ; Which {a} does {k} have?
+{k} has the {a} {v}. ; the {a} of {k} ; Which {a} does {k} have? ; What {a} has {k}?
+For {k} the {a} is {v}. ; the {a} for {k} ; What is the {a} for {k}? ; Which {a} is right for {k}?
+{a} of {k}: {v} ; the {a} of {k} ; What is the {a} of {k}? ; Which {a} does {k} have?
+Setting {a}.{k} = {v} ; the setting {a}.{k} ; What is {a}.{k} set to? ; To what is {a}.{k} set?
+The {a} from {k} went to {v}. ; the one to whom the {a} from {k} went ; To whom did the {a} from {k} go?
+{k} keeps the {a} in {v}. ; the place where {k} keeps the {a} ; Where does {k} keep the {a}?
+We gave {k} the {a} {v}. ; the {a} that we gave {k} ; Which {a} did we give {k}?
+It was {v} who found the {a} of {k}. ; the finder of the {a} of {k} ; Who found the {a} of {k}?
+"""
+SHAPES = [tuple(part.strip() for part in line.split(";")) for line in _SHAPES.strip().splitlines()]
+ATTRIBUTES = terms(
+    "title nickname score rank limit size height age weight symbol motto badge team group street station gate seat table"
+    " hotel song book dish drink flower tree number code tag version port model brand label level grade status rule"
+    " partner rival teacher owner guide driver winner hobby talent colour language bank ticket flight bus island river"
+)
+_KEYS = ("name", "Word", "word", "serial", "city")
+_VALUES = (
+    "name", "city", "word", "Word", "pin", "small", "number", "year", "time", "password", "serial", "colour", "thing",
+    "animal", "fruit", "month",
+)  # fmt: skip
+
+
+def invented(rng: random.Random) -> Fact:
+    statement, noun, *questions = rng.choice(SHAPES)
+    attribute = rng.choice(ATTRIBUTES) if rng.random() < 0.6 else pseudo(rng)
+    statement, noun, *questions = (text.replace("{a}", attribute) for text in (statement, noun, *questions))
+    return Fact(statement, rng.choice(_KEYS), rng.choice(_VALUES), noun, tuple(questions))
+
+
 KINDS: dict[str, list[Fact]] = {
     "train": [fact for i, fact in enumerate(FACTS) if i % 5 != 2],
     "held": [fact for i, fact in enumerate(FACTS) if i % 5 == 2],
@@ -189,7 +223,11 @@ AFTER = wordings("""
     One question about it: {q}
     So, {q}
 """)
-THINK = 'The text says: "{s}"'
+
+
+def thinking(asked: str, key: str, sentence: str) -> str:
+    """What is asked for, in the user's words; the key to look for; the sentence that has it."""
+    return f'Looking for: {asked}\nThe text says about {key}: "{sentence}"'
 
 
 # -------------------- filler
@@ -299,21 +337,43 @@ class Planted(NamedTuple):
         return self.fact.statement.replace("{k}", self.key).replace("{v}", self.value)
 
     def question(self, rng: random.Random, split: Split) -> str:
+        return self.ask(rng, split).question
+
+    def ask(self, rng: random.Random, split: Split) -> "Question":
         if rng.random() < 0.5:
-            return ASK.pick(rng, split).replace("{x}", self.fact.noun.replace("{k}", self.key))
-        return rng.choice(self.fact.questions).replace("{k}", self.key)
+            noun = self.fact.noun.replace("{k}", self.key)
+            question, asked = ASK.pick(rng, split).replace("{x}", noun), noun + "."
+        else:
+            question = asked = rng.choice(self.fact.questions).replace("{k}", self.key)
+        return Question(question, thinking(asked, self.key, self.sentence), self.sentence, self.value)
+
+
+class Question(NamedTuple):
+    question: str
+    thought: str
+    answer: str
+    value: str  # what the answer has to say
 
 
 def plant(rng: random.Random, split: Split, facts: int) -> list[Planted]:
-    """`facts` facts of which no two have the same key and kind; the first is the one to ask for."""
+    """`facts` facts of which no two have the same key and kind; the first is the one to ask for.
+
+    In training every one can be asked for, and about half of the kinds are invented.
+    """
     kinds = KINDS["held" if split == "families" else "train"]
+    training = split == "train"
     planted: list[Planted] = []
     keys: set[tuple[str, str]] = set()
-    alike = rng.random() < 0.5
+    alike = rng.choice((0.0, 0.5, 0.9)) if training else rng.choice((0.0, 1.0))
     while len(planted) < facts:
-        fact = planted[0].fact if alike and planted else rng.choice(kinds)
-        key, value = DRAW[fact.key](rng), DRAW[fact.value](rng)
-        asked = not planted and split != "families"
+        if planted and rng.random() < alike:
+            fact = rng.choice(planted).fact
+        else:
+            fact = invented(rng) if training and rng.random() < 0.5 else rng.choice(kinds)
+        same = [other.key for other in planted if other.fact.key == fact.key]
+        key = rng.choice(same) if training and same and rng.random() < 0.25 else DRAW[fact.key](rng)
+        value = DRAW[fact.value](rng)
+        asked = training or (not planted and split == "values")
         if key == value or (fact.statement, key) in keys or (asked and reserved(key, value) != (split == "values")):
             continue
         keys.add((fact.statement, key))
@@ -322,35 +382,69 @@ def plant(rng: random.Random, split: Split, facts: int) -> list[Planted]:
 
 
 def recall(rng: random.Random, split: Split, characters: int, depth: float | None = None) -> Sample:
-    """A text with planted facts; the one asked for starts at `depth` of it, or anywhere.
+    """A text with planted facts; the first one asked for starts at `depth` of it, or anywhere.
 
-    The text has about `characters` / 3.2 tokens, whatever its style: what is short in tokens gets more characters. In
-    training a third of the shorter texts are passages with a question (`reading`) instead.
+    The text has about `characters` / 3.2 tokens, whatever its style: what is short in tokens gets more characters.
+    Evaluation asks one question. Training asks several, of two to ten facts.
     """
-    if split == "train" and characters < 1_600 and rng.random() < 0.33:
-        return reading(rng, split)
-    first, *others = plant(rng, split, rng.choices((1, 2, 3, 4, 6), (3, 2, 2, 1, 1))[0])
     tokens = characters / CHARACTERS_PER_TOKEN
-    lines = filler(rng, tokens)
-    for other in others:
-        text = other.sentence
-        lines.insert(rng.randint(0, len(lines)), Line(text, len(text) / CHARACTERS_PER_TOKEN))
+    if split == "train":
+        facts = plant(rng, split, rng.randint(2, 5) if tokens < 300 else rng.randint(4, 10))
+    else:
+        facts = plant(rng, split, rng.choices((1, 2, 3, 4, 6), (3, 2, 2, 1, 1))[0])
+    first, *others = facts
+    planted = [Line(other.sentence, len(other.sentence) / CHARACTERS_PER_TOKEN) for other in others]
+    # the other facts of a short text are a part of its length
+    lines = filler(rng, tokens - (sum(line.tokens for line in planted) if split == "train" else 0))
+    for line in planted:
+        lines.insert(rng.randint(0, len(lines)), line)
     joint = "\n" if rng.random() < 0.7 else " "
     before = BEFORE.pick(rng, split) + "\n\n" if rng.random() < 0.6 else ""
     at = (rng.random() if depth is None else depth) * tokens - len(before) / CHARACTERS_PER_TOKEN
     starts = list(accumulate((line.tokens for line in lines), initial=0.0))
     place = min(range(len(starts)), key=lambda i: abs(starts[i] - at))
     lines.insert(place, Line(first.sentence, 0.0))
-    after = AFTER.pick(rng, split).replace("{q}", first.question(rng, split))
-    prompt = f"{before}{joint.join(line.text for line in lines)}\n\n{after}"
-    thought = THINK.format(s=first.sentence)
-    return dialogue(rng, split, "recall", prompt, thought, first.sentence, {"contains": [first.value]})
+    text = f"{before}{joint.join(line.text for line in lines)}\n\n"
+    asked = rng.sample(facts, len(facts)) if split == "train" else [first]
+    questions = [fact.ask(rng, split) for fact in asked]
+    return questioned(rng, split, "recall", questions, lambda q: text + AFTER.pick(rng, split).replace("{q}", q))
+
+
+def questioned(
+    rng: random.Random, split: Split, kind: str, questions: list[Question], framed: Callable[[str], str]
+) -> Sample:
+    """The first question framed with the text, and in training the others: as further turns, or in a list of all.
+
+    Only the last turn can be thought about, since the template drops what was thought before it.
+    """
+    first, *others = questions
+    form = rng.random() if split == "train" and others else 0.0
+    if form < 0.3:
+        return dialogue(
+            rng, split, kind, framed(first.question), first.thought, first.answer, {"contains": [first.value]}
+        )
+    if form < 0.65:
+        listed = "".join(f"\n{i}. {question.question}" for i, question in enumerate(questions, 1))
+        thought = "\n".join(question.thought for question in questions)
+        answer = "\n".join(f"{i}. {question.answer}" for i, question in enumerate(questions, 1))
+        check = {"contains": [question.value for question in questions]}
+        return dialogue(rng, split, kind, framed(rng.choice(SEVERAL) + listed), thought, answer, check)
+    before = [{"role": "user", "content": framed(first.question)}, {"role": "assistant", "content": first.answer}]
+    *middle, last = others
+    for question in middle:
+        before.append({"role": "user", "content": casual(rng, question.question)})
+        before.append({"role": "assistant", "content": question.answer})
+    check = {"contains": [last.value]}
+    return dialogue(rng, split, kind, casual(rng, last.question), last.thought, last.answer, check, before)
+
+
+SEVERAL = ("Answer these questions:", "Please answer all of these.", "Several questions:", "I want to know:")
 
 
 def long_recall(rng: random.Random, split: Split) -> Sample:
-    """For evaluation: the fact at token 3,500 of up to 3,900, or at a tenth of them. In training, anything."""
+    """For evaluation: the fact at token 3,500 of up to 3,900, or at a tenth of them. In training most are short."""
     if split == "train":
-        return recall(rng, split, rng.randint(300, 12_500))
+        return recall(rng, split, int(200 * 10 ** rng.random()))
     tokens = rng.randint(*TOKENS)
     depth = PLANTED / tokens if rng.random() < 0.67 else 0.1
     return recall(rng, split, int(tokens * CHARACTERS_PER_TOKEN), depth)
@@ -375,6 +469,31 @@ _STORY = """
 {who} waited at the {v}. ; place ; Where did {who} wait? ; Who waited at the {v}?
 {who} paid {v} euros. ; small ; How much did {who} pay? ; Who paid {v} euros?
 {who} is free on {v}. ; day ; On which day is {who} free? ; Who is free on {v}?
+{who} was born in {v}. ; year ; When was {who} born? ; Who was born in {v}?
+{who} found a {v}. ; thing ; What did {who} find? ; Who found the {v}?
+{who} sits at table {v}. ; small ; At which table does {who} sit? ; Who sits at table {v}?
+{who} speaks with {v}. ; name ; With whom does {who} speak? ; Who speaks with {v}?
+{who} works in the {v}. ; place ; Where does {who} work? ; Who works in the {v}?
+{who} flew to {v}. ; city ; Where did {who} fly? ; Who flew to {v}?
+{who} scored {v} points. ; small ; How many points did {who} score? ; Who scored {v} points?
+{who} likes {v}. ; fruit ; What does {who} like? ; Who likes {v}?
+{who} called {v}. ; name ; Whom did {who} call? ; Who called {v}?
+{who} repaired the {v}. ; thing ; What did {who} repair? ; Who repaired the {v}?
+{who} has the number {v}. ; pin ; Which number does {who} have? ; Who has the number {v}?
+{who} painted the door {v}. ; colour ; In which color did {who} paint the door? ; Who painted the door {v}?
+{who} sold a {v}. ; animal ; What did {who} sell? ; Who sold a {v}?
+{who} visited {v} last year. ; city ; Which city did {who} visit? ; Who visited {v}?
+{who} starts work at {v}. ; time ; When does {who} start work? ; Who starts work at {v}?
+{who} won the {v} game. ; sport ; Which game did {who} win? ; Who won the {v} game?
+{who} is married to {v}. ; name ; To whom is {who} married? ; Who is married to {v}?
+{who} hid the letter in the {v}. ; place ; Where did {who} hide the letter? ; Who hid the letter in the {v}?
+{who} ran {v} kilometers. ; small ; How many kilometers did {who} run? ; Who ran {v} kilometers?
+{who} comes from {v}. ; Word ; Where does {who} come from? ; Who comes from {v}?
+{who} invited {v}. ; name ; Whom did {who} invite? ; Who invited {v}?
+{who} lost a {v}. ; thing ; What did {who} lose? ; Who lost the {v}?
+{who} cooked the soup in {v}. ; Word ; Where did {who} cook the soup? ; Who cooked the soup in {v}?
+{who} needs {v} chairs. ; small ; How many chairs does {who} need? ; Who needs {v} chairs?
+{who} studies in {v}. ; city ; Where does {who} study? ; Who studies in {v}?
 """
 STORY = [tuple(part.strip() for part in line.split(";")) for line in _STORY.strip().splitlines()]
 _CHANGES = (
@@ -421,49 +540,50 @@ READ_FRAMES = wordings(r"""
 
 
 def reading(rng: random.Random, split: Split) -> Sample:
-    """A passage of three to six sentences about a few people, and a question about one of them."""
-    if rng.random() < 0.25:
-        sentence, question, value = _change(rng, split)
-        sentences = [sentence]
+    """A passage of three to nine sentences about a few people, and questions about them; in evaluation one."""
+    if rng.random() < 0.2:
+        sentence, question = _change(rng, split)
+        sentences, questions = [sentence], [question]
     else:
-        sentences, sentence, question, value = _people(rng, split)
+        sentences, questions = _people(rng, split)
     for _ in range(rng.randint(0, 2)):
         sentences.insert(rng.randint(0, len(sentences)), rng.choice(_SCENES))
     passage = " ".join(sentences)
-    prompt = (
-        READ_FRAMES.pick(rng, split).replace("\\n", "\n").replace("{p}", passage).replace("{q}", casual(rng, question))
-    )
-    thought = THINK.format(s=sentence)
-    return dialogue(rng, split, "reading", prompt, thought, f"{value}.", {"contains": [value]})
+    frame = READ_FRAMES.pick(rng, split).replace("\\n", "\n").replace("{p}", passage)
+    return questioned(rng, split, "reading", questions, lambda q: frame.replace("{q}", casual(rng, q)))
 
 
-def _people(rng: random.Random, split: Split) -> tuple[list[str], str, str, str]:
-    """(sentences, the one that answers, question, answer): each person does something else, or the same differently."""
+def _people(rng: random.Random, split: Split) -> tuple[list[str], list[Question]]:
+    """(sentences, questions): each person does something else, or the same differently."""
     stories = [story for i, story in enumerate(STORY) if (i % 5 == 3) == (split == "families")]
+    training = split == "train"
     while True:
-        names = rng.sample(NAMES, rng.randint(2, 4))
-        alike = rng.random() < 0.6
+        count = rng.randint(2, 6 if training else 4)
+        names = rng.sample(NAMES, count)
+        if training and rng.random() < 0.5:  # people of whom nobody has heard
+            names = [pseudo(rng).capitalize() for _ in names]
         story = rng.choice(stories)
-        chosen = [story] * len(names) if alike else [story, *rng.choices(stories, k=len(names) - 1)]
+        alike = rng.random() < 0.6
+        chosen = [story] * count if alike else [story, *rng.choices(stories, k=count - 1)]
         values = [DRAW[kind](rng) for _, kind, *_ in chosen]
-        if len(set(values)) == len(values):
+        if len({*values, *names}) == 2 * count:
             break
-    lines = [
-        statement.replace("{who}", name)
-        .replace("a {v}", "an {v}" if value[0] in "aeiou" else "a {v}")
-        .replace("{v}", value)
-        for (statement, *_), name, value in zip(chosen, names, values, strict=True)
-    ]
-    backwards = rng.random() < 0.4
-    question = story[3 if backwards else 2].replace("{who}", names[0]).replace("{v}", values[0])
-    answer = names[0] if backwards else values[0]
-    sentence = lines[0]
-    rng.shuffle(lines)
-    return lines, sentence, question, answer[0].upper() + answer[1:]
+    lines: list[str] = []
+    questions: list[Question] = []
+    for (statement, _, what, who), name, value in zip(chosen, names, values, strict=True):
+        line = statement.replace("{who}", name).replace("a {v}", "an {v}" if value[0] in "aeiou" else "a {v}")
+        line = line.replace("{v}", value)
+        backwards = rng.random() < 0.4
+        question = (who if backwards else what).replace("{who}", name).replace("{v}", value)
+        key, answer = (value, name) if backwards else (name, value)
+        lines.append(line)
+        questions.append(Question(question, thinking(question, key, line), line, answer))
+    sentences = rng.sample(lines, count)
+    return sentences, questions
 
 
-def _change(rng: random.Random, split: Split) -> tuple[str, str, str]:
-    """(sentence, question, answer) about something that was one way and is another way now."""
+def _change(rng: random.Random, split: Split) -> tuple[str, Question]:
+    """(sentence, question) about something that was one way and is another way now."""
     changes = [change for i, change in enumerate(_CHANGES) if (i == 3) == (split == "families")]
     while True:
         statement, question, kind = rng.choice(changes)
@@ -473,7 +593,77 @@ def _change(rng: random.Random, split: Split) -> tuple[str, str, str]:
     for part in ("topic", "thing", "name", "month"):
         drawn = DRAW[part](rng)
         statement, question = statement.replace(f"{{{part}}}", drawn), question.replace(f"{{{part}}}", drawn)
-    return statement.replace("{old}", old).replace("{new}", new), question, new[0].upper() + new[1:]
+    sentence = statement.replace("{old}", old).replace("{new}", new)
+    thought = f"{thinking(question, 'the change', sentence)}\nFirst {old}, then {new}."
+    return sentence, Question(question, thought, f"{new}.", new)
+
+
+# -------------------- copying, for training only
+
+
+def copy(rng: random.Random, split: Split) -> Sample:
+    """Something to find and repeat as it is: a text, a line by its place or its neighbour, a value by its key."""
+    form = rng.choice((_copy_text, _copy_line, _copy_next, _copy_value, _copy_value))
+    user, thought, answer = form(rng)
+    return dialogue(rng, split, "copy", user, thought, answer, None)
+
+
+def _phrase(rng: random.Random, low: int = 1, high: int = 4) -> str:
+    """Words that do not belong together, so that none can be guessed from those before it."""
+    kinds = ("word", "Word", "name", "thing", "pin", "small", "colour", "fruit", "serial", "city", "password")
+    return " ".join(DRAW[rng.choice(kinds)](rng) for _ in range(rng.randint(low, high)))
+
+
+def _copy_text(rng: random.Random) -> tuple[str, str, str]:
+    text = _phrase(rng, 3, 12)
+    said = rng.choice((
+        "Write this once more: {x}", "Please copy: {x}", "{x}\n\nRepeat the line above.", 'Say "{x}" again.',
+        "Copy the following text: {x}", "Type this out again: {x}", "Repeat this line.\n{x}", "Write down: {x}",
+    ))  # fmt: skip
+    return said.replace("{x}", text), "Copy the text as it is.", text
+
+
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+
+
+def _copy_line(rng: random.Random) -> tuple[str, str, str]:
+    lines = [_phrase(rng) for _ in range(rng.randint(3, 6))]
+    i = rng.randrange(len(lines))
+    said = rng.choice((
+        "What is the {o} line?", "Copy the {o} line.", "Give me line {n}.", "Which text is on line {n}?",
+        "Write only the {o} line.",
+    ))  # fmt: skip
+    counted = "\n".join(f"{n}: {line}" for n, line in enumerate(lines[: i + 1], 1))
+    question = said.replace("{o}", ORDINALS[i]).replace("{n}", str(i + 1))
+    return "\n".join(lines) + f"\n\n{question}", counted, lines[i]
+
+
+def _copy_next(rng: random.Random) -> tuple[str, str, str]:
+    lines = [_phrase(rng) for _ in range(rng.randint(3, 8))]
+    i = rng.randrange(len(lines) - 1)
+    said = rng.choice((
+        "Which line comes after {x}?", 'What follows "{x}"?', "Give me the line after {x}.",
+        "What is the line right behind {x}?",
+    ))  # fmt: skip
+    return (
+        "\n".join(lines) + f"\n\n{said.replace('{x}', lines[i])}",
+        f"{lines[i]}\n{lines[i + 1]}",
+        lines[i + 1],
+    )
+
+
+def _copy_value(rng: random.Random) -> tuple[str, str, str]:
+    """A small table and several of its keys."""
+    table = {_phrase(rng, 1, 2): _phrase(rng, 1, 2) for _ in range(rng.randint(3, 10))}
+    between = rng.choice((": ", " = ", " -> ", " | ", " is "))
+    keys = rng.sample(list(table), rng.randint(1, min(4, len(table))))
+    said = rng.choice(
+        ("What stands beside {x}?", "Look up: {x}", "Give me the value of {x}.", "Values of {x}, please.")
+    )
+    found = "\n".join(f"{key}{between}{table[key]}" for key in keys)
+    user = "\n".join(f"{key}{between}{value}" for key, value in table.items())
+    user += f"\n\n{said.replace('{x}', ', '.join(keys))}"
+    return user, found, "\n".join(table[key] for key in keys)
 
 
 def families(kind: str) -> tuple[int, int]:
@@ -485,4 +675,8 @@ def families(kind: str) -> tuple[int, int]:
     return train, held + sum(len(said.held) for said in lists[kind])
 
 
-GENERATORS: dict[str, tuple[Generator, float]] = {"recall": (long_recall, 0.7), "reading": (reading, 0.3)}
+GENERATORS: dict[str, tuple[Generator, float]] = {
+    "recall": (long_recall, 0.45),
+    "reading": (reading, 0.3),
+    "copy": (copy, 0.25),
+}

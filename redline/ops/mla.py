@@ -324,11 +324,14 @@ def _decode_cases() -> Iterator[Case]:
 
         return inputs
 
-    yield Case("1 token of context, nano", make((1,), NANO, torch.bfloat16))
-    yield Case("200, nano", make((200,), NANO, torch.bfloat16))
+    # Over bf16 pages a kernel may round queries and probabilities to bf16, as GPUs do: 2^-8 each.
+    bf16 = 1e-2
+    yield Case("1 token of context, nano", make((1,), NANO, torch.bfloat16), rtol=bf16)
+    yield Case("200, nano", make((200,), NANO, torch.bfloat16), rtol=bf16)
     yield Case("64, 65, 1000, 257, nano float32 pages", make((64, 65, 1000, 257), NANO, torch.float32))
-    yield Case("17 rows, tiny", make(tuple(range(1, 800, 47)), TINY, torch.bfloat16))
-    yield Case("8k, Kimi's heads", make((8192,), (7168, 1536, 64, 128, 64, 512, 128), torch.bfloat16), small=False)
+    yield Case("17 rows, tiny", make(tuple(range(1, 800, 47)), TINY, torch.bfloat16), rtol=bf16)
+    kimi = (7168, 1536, 64, 128, 64, 512, 128)
+    yield Case("8k, Kimi's heads", make((8192,), kimi, torch.bfloat16), small=False, rtol=bf16)
 
 
 def _prefill_cases() -> Iterator[Case]:

@@ -20,32 +20,144 @@ struct Item {
     int query, first_head, split;
 };
 
-// G heads of one query over tokens [begin, end) of its context. q [G][W] is in the order of load32.
-// Gives the running maximum, the sum, and the weighted latents [G][R] (same order) of this split.
-template <int G, class KV>
-void attend(const float* q, const KV* plane, const int32_t* pages, int begin, int end, Shape s, float* top, float* mass,
-            float* acc) {
-    const int W = s.width(), chunks = W / 32, latents = s.R / 32;
-    float score[G][PAGE];
-    for (int g = 0; g < G; g++) top[g] = -INFINITY, mass[g] = 0;
-    std::fill(acc, acc + (int64_t)G * s.R, 0.0f);
-    for (int first = begin; first < end; first += PAGE) {
-        const KV* page = plane + (int64_t)pages[first / PAGE] * PAGE * W;
-        const int n = std::min(PAGE, end - first);
-        for (int g = 0; g < G; g++)
-            for (int t = n; t < PAGE; t++) score[g][t] = -INFINITY;
+// How one page is multiplied: scores = q . rows, acc += p rows. `query` and `value` say where dimension i of 32 lies in the
+// prepared query and in the accumulators.
+//
+// float32 arithmetic, for any page format.
+template <class KV> struct Arithmetic {
+    typedef float Query;
+    static int query(int i) { return place((const KV*)nullptr, i); }
+    static int value(int i) { return place((const KV*)nullptr, i); }
+
+    // q [G][W], rows [n][W] -> score [G][PAGE]
+    template <int G> static void dots(const float* q, const KV* rows, int n, int W, float (&score)[G][PAGE]) {
         for (int t = 0; t < n; t++) {
             f32x16 a[G] = {}, b[G] = {};
-            for (int c = 0; c < chunks; c++) {
-                Pair k = load32(page + (int64_t)t * W + c * 32);
+            for (int c = 0; c < W; c += 32) {
+                Pair k = load32(rows + (int64_t)t * W + c);
 #pragma GCC unroll 4
                 for (int g = 0; g < G; g++) {
-                    a[g] += load<f32x16>(q + g * W + c * 32) * k.a;
-                    b[g] += load<f32x16>(q + g * W + c * 32 + 16) * k.b;
+                    a[g] += load<f32x16>(q + g * W + c) * k.a;
+                    b[g] += load<f32x16>(q + g * W + c + 16) * k.b;
                 }
             }
             for (int g = 0; g < G; g++) score[g][t] = sum(a[g] + b[g]);
         }
+    }
+
+    // acc [G][R] = acc * factor + p rows
+    template <int G>
+    static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const KV* rows, int n, int W, int R, float* acc) {
+        for (int c = 0; c < R; c += 32) {
+            f32x16 a[G], b[G];
+            for (int g = 0; g < G; g++) {
+                a[g] = load<f32x16>(acc + g * R + c) * factor[g];
+                b[g] = load<f32x16>(acc + g * R + c + 16) * factor[g];
+            }
+            for (int t = 0; t < n; t++) {
+                Pair v = load32(rows + (int64_t)t * W + c);
+#pragma GCC unroll 4
+                for (int g = 0; g < G; g++) {
+                    a[g] += p[g][t] * v.a;
+                    b[g] += p[g][t] * v.b;
+                }
+            }
+            for (int g = 0; g < G; g++) {
+                store(acc + g * R + c, a[g]);
+                store(acc + g * R + c + 16, b[g]);
+            }
+        }
+    }
+};
+
+#if defined(__AVX512BF16__)
+// bf16 products with float32 sums, two multiplications a lane: the query and the probabilities are rounded to bf16, as
+// they are on a GPU.
+template <> struct Arithmetic<bf16> {
+    typedef bf16 Query;
+    static int query(int i) { return i; }
+    // Interleaving two rows puts 4 of every 8 dimensions into each half.
+    static int value(int i) { return (i & 4) * 4 + (i >> 3) * 4 + (i & 3); }
+
+    static __m512bh row(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+    template <int G, int T> static void dots_of(const bf16* q, const bf16* rows, int W, float* score) {
+        __m512 sums[G][T];
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < T; t++) sums[g][t] = _mm512_setzero_ps();
+        for (int c = 0; c < W; c += 32) {
+            __m512bh k[T];
+#pragma GCC unroll 4
+            for (int t = 0; t < T; t++) k[t] = row(rows + (int64_t)t * W + c);
+#pragma GCC unroll 4
+            for (int g = 0; g < G; g++) {
+                __m512bh x = row(q + g * W + c);
+#pragma GCC unroll 4
+                for (int t = 0; t < T; t++) sums[g][t] = _mm512_dpbf16_ps(sums[g][t], x, k[t]);
+            }
+        }
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < T; t++) score[g * PAGE + t] = sum((f32x16)sums[g][t]);
+    }
+
+    template <int G> static void dots(const bf16* q, const bf16* rows, int n, int W, float (&score)[G][PAGE]) {
+        int t = 0;
+        for (; t + 4 <= n; t += 4) dots_of<G, 4>(q, rows + (int64_t)t * W, W, &score[0][t]);
+        for (; t < n; t++) dots_of<G, 1>(q, rows + (int64_t)t * W, W, &score[0][t]);
+    }
+
+    template <int G>
+    static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const bf16* rows, int n, int W, int R, float* acc) {
+        uint32_t pairs[G][PAGE / 2];
+        for (int g = 0; g < G; g++)
+            for (int t = 0; t < PAGE; t += 2) {
+                bf16 one, two;
+                from_float(p[g][t], one);
+                from_float(p[g][t + 1], two);
+                pairs[g][t / 2] = one.bits | (uint32_t)two.bits << 16;
+            }
+        for (int c = 0; c < R; c += 32) {
+            __m512 a[G], b[G];
+            for (int g = 0; g < G; g++) {
+                a[g] = (__m512)(load<f32x16>(acc + g * R + c) * factor[g]);
+                b[g] = (__m512)(load<f32x16>(acc + g * R + c + 16) * factor[g]);
+            }
+            for (int t = 0; t < n; t += 2) {
+                __m512i one = _mm512_loadu_si512(rows + (int64_t)t * W + c);
+                // Beyond the context a page holds anything; zero times that must be zero.
+                __m512i two = t + 1 < n ? _mm512_loadu_si512(rows + (int64_t)(t + 1) * W + c) : _mm512_setzero_si512();
+                __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two), high = (__m512bh)_mm512_unpackhi_epi16(one, two);
+#pragma GCC unroll 4
+                for (int g = 0; g < G; g++) {
+                    __m512bh x = (__m512bh)_mm512_set1_epi32((int)pairs[g][t / 2]);
+                    a[g] = _mm512_dpbf16_ps(a[g], low, x);
+                    b[g] = _mm512_dpbf16_ps(b[g], high, x);
+                }
+            }
+            for (int g = 0; g < G; g++) {
+                store(acc + g * R + c, (f32x16)a[g]);
+                store(acc + g * R + c + 16, (f32x16)b[g]);
+            }
+        }
+    }
+};
+#endif
+
+// G heads of one query over tokens [begin, end) of its context.
+// Gives the running maximum, the sum, and the weighted latents [G][R] of this split.
+template <int G, class KV>
+void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int32_t* pages, int begin, int end, Shape s,
+            float* top, float* mass, float* acc) {
+    const int W = s.width();
+    float score[G][PAGE];
+    for (int g = 0; g < G; g++) top[g] = -INFINITY, mass[g] = 0;
+    std::fill(acc, acc + (int64_t)G * s.R, 0.0f);
+    for (int first = begin; first < end; first += PAGE) {
+        const KV* rows = plane + (int64_t)pages[first / PAGE] * PAGE * W;
+        const int n = std::min(PAGE, end - first);
+        for (int g = 0; g < G; g++)
+            for (int t = n; t < PAGE; t++) score[g][t] = -INFINITY;
+        Arithmetic<KV>::template dots<G>(q, rows, n, W, score);
         float factor[G];
         for (int g = 0; g < G; g++) {
             f32x16 high = load<f32x16>(score[g]);
@@ -61,25 +173,7 @@ void attend(const float* q, const KV* plane, const int32_t* pages, int begin, in
             mass[g] = mass[g] * factor[g] + sum(total);
             top[g] = m;
         }
-        for (int c = 0; c < latents; c++) {
-            f32x16 a[G], b[G];
-            for (int g = 0; g < G; g++) {
-                a[g] = load<f32x16>(acc + g * s.R + c * 32) * factor[g];
-                b[g] = load<f32x16>(acc + g * s.R + c * 32 + 16) * factor[g];
-            }
-            for (int t = 0; t < n; t++) {
-                Pair v = load32(page + (int64_t)t * W + c * 32);
-#pragma GCC unroll 4
-                for (int g = 0; g < G; g++) {
-                    a[g] += score[g][t] * v.a;
-                    b[g] += score[g][t] * v.b;
-                }
-            }
-            for (int g = 0; g < G; g++) {
-                store(acc + g * s.R + c * 32, a[g]);
-                store(acc + g * s.R + c * 32 + 16, b[g]);
-            }
-        }
+        Arithmetic<KV>::template weigh<G>(score, factor, rows, n, W, s.R, acc);
     }
 }
 
@@ -88,21 +182,23 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
             int64_t table_width, const KV* plane, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int Q, Shape s) {
     // The caller's scratch; tasks on other threads reach it through these references.
     static thread_local struct {
-        std::vector<float> absorbed, partial, latent;
+        std::vector<typename Arithmetic<KV>::Query> absorbed;
+        std::vector<float> partial, latent;
         std::vector<Item> items;
         std::vector<int> first_item;
     } scratch;
-    std::vector<float>&absorbed = scratch.absorbed, &partial = scratch.partial, &latent = scratch.latent;
+    auto& absorbed = scratch.absorbed;
+    std::vector<float>&partial = scratch.partial, &latent = scratch.latent;
     std::vector<Item>& items = scratch.items;
     std::vector<int>& first_item = scratch.first_item;
     const int W = s.width(), group = s.H % 4 == 0 ? 4 : s.H % 2 == 0 ? 2 : 1, groups = s.H / group;
     const int record = group * (s.R + 2);  // maxima, sums, latents
 
-    // q' = scale * [W_UK^T q_nope | q_rope], each 32 in the order of load32.
+    // q' = scale * [W_UK^T q_nope | q_rope].
     if ((int64_t)absorbed.size() < (int64_t)Q * s.H * W) absorbed.resize((int64_t)Q * s.H * W);
-    float* qa = absorbed.data();
-    auto place_out = [&](float* to, const float* from) {
-        for (int i = 0; i < 32; i++) to[place((const KV*)nullptr, i)] = from[i] * scale;
+    auto* qa = absorbed.data();
+    auto place_out = [&](typename Arithmetic<KV>::Query* to, const float* from) {
+        for (int i = 0; i < 32; i++) from_float(from[i] * scale, to[Arithmetic<KV>::query(i)]);
     };
     const int per_head = s.R / PANEL, panel_tasks = std::min(per_head, Q <= 12 ? 4 : 2);
     parallel(s.H * panel_tasks, [&](int task) {
@@ -136,7 +232,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         Range r = share((int)items.size(), tasks, task);
         for (int i = r.begin; i < r.end; i++) {
             Item item = items[i];
-            const float* qh = qa + ((int64_t)item.query * s.H + item.first_head) * W;
+            const auto* qh = qa + ((int64_t)item.query * s.H + item.first_head) * W;
             const int32_t* pages = tables + slots[item.query] * table_width;
             int begin = item.split * SPLIT, end = std::min(begin + SPLIT, lengths[item.query]);
             float *top = parts + (int64_t)i * record, *mass = top + group, *acc = mass + group;
@@ -172,7 +268,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
             float inverse = 1.0f / mass;
             float* out = lat + (int64_t)i * s.R;
             for (int c = 0; c < s.R; c++)
-                out[c] = sums[(c & ~31) + place((const KV*)nullptr, c & 31)] * inverse;
+                out[c] = sums[(c & ~31) + Arithmetic<KV>::value(c & 31)] * inverse;
         }
     });
 

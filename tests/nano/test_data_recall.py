@@ -13,6 +13,7 @@ from nano.data_recall import (
     GENERATORS,
     KINDS,
     PLANTED,
+    copy,
     families,
     long_recall,
     reading,
@@ -25,14 +26,17 @@ from redline.chat.template import encode
 from redline.chat.tokenizer import Tokenizer
 
 
-def planted(sample: Sample) -> str:
-    found = re.fullmatch(r'The text says: "(.*)"', sample.messages[-1]["reasoning_content"])
+GRADED = ("recall", "reading")
+
+
+def planted(sample: Sample) -> list[str]:
+    found = re.findall(r'^The text says about .*?: "(.*)"$', sample.messages[-1]["reasoning_content"], re.M)
     assert found
-    return found[1]
+    return found
 
 
 @pytest.mark.parametrize("split", ["train", "values", "families"])
-@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("kind", GRADED)
 def test_every_answer_passes_its_check_and_stands_in_the_prompt(kind: str, split: Split) -> None:
     rng = random.Random(f"{kind} {split}")
     for _ in range(200):
@@ -42,7 +46,26 @@ def test_every_answer_passes_its_check_and_stands_in_the_prompt(kind: str, split
         prompt = sample.messages[0]["content"]
         assert all(value.lower() in prompt.lower() for value in sample.check["contains"])
         if sample.thinking:
-            assert prompt.lower().count(planted(sample).lower()) == 1, sample
+            assert all(sentence in prompt for sentence in planted(sample)), sample
+
+
+@pytest.mark.parametrize("kind", GRADED)
+def test_evaluation_asks_one_question_and_training_many(kind: str) -> None:
+    rng = random.Random(1)
+    train = [GENERATORS[kind][0](rng, "train") for _ in range(100)]
+    assert sum(len(sample.messages) > 4 for sample in train) > 15
+    assert sum(sample.thinking and len(planted(sample)) > 2 for sample in train) > 10
+    for sample in (GENERATORS[kind][0](rng, "families") for _ in range(20)):
+        assert len(sample.messages) == 2
+        assert len(planted(sample)) == 1
+
+
+def test_what_is_copied_stands_in_the_request() -> None:
+    rng = random.Random(2)
+    for _ in range(500):
+        sample = copy(rng, "train")
+        assert sample.check is None
+        assert all(line in sample.messages[0]["content"] for line in sample.messages[1]["content"].split("\n"))
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +90,7 @@ def test_evaluation_plants_near_token_3500_or_at_a_tenth(split: Split, count: Ca
         sample = long_recall(rng, split)
         prompt = sample.messages[0]["content"]
         assert count(prompt) < 4_096
-        at = count(prompt[: prompt.index(planted(sample))])
+        at = count(prompt[: prompt.index(planted(sample)[0])])
         assert abs(at - PLANTED) < 250 or 250 < at < 550, at
         late += abs(at - PLANTED) < 250
     assert 5 < late < 20
@@ -93,7 +116,7 @@ def test_the_question_names_exactly_one_of_the_planted_facts() -> None:
         assert sample.check["contains"][0] not in question
 
 
-@pytest.mark.parametrize("kind", GENERATORS)
+@pytest.mark.parametrize("kind", GRADED)
 def test_a_fifth_of_the_wordings_is_held_out(kind: str) -> None:
     train, held = families(kind)
     assert held / (train + held) >= 0.2

@@ -10,6 +10,7 @@
 
 typedef float f32x16 __attribute__((vector_size(64)));
 typedef float f32x8 __attribute__((vector_size(32)));
+typedef float f32x4 __attribute__((vector_size(16)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 
@@ -31,11 +32,9 @@ inline f32x16 vmax(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 // ((l + l+8) + ...+4) + ...: a fixed tree.
 inline float sum(f32x16 v) {
-    float x[16];
-    memcpy(x, &v, sizeof v);
-    for (int width = 8; width; width /= 2)
-        for (int i = 0; i < width; i++) x[i] += x[i + width];
-    return x[0];
+    f32x8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    f32x4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
 inline float largest(f32x16 v) {
