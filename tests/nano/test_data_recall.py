@@ -25,7 +25,6 @@ from redline.chat.conversation import Conversation, Message
 from redline.chat.template import encode
 from redline.chat.tokenizer import Tokenizer
 
-
 GRADED = ("recall", "reading")
 
 
