@@ -6,6 +6,7 @@ not matter.
 """
 
 import random
+import re
 from typing import Any, NamedTuple
 
 from nano.data_numbers_steps import WORK
@@ -14,8 +15,12 @@ from nano.data_numbers_stories import (
     HELD_DISTRACTORS,
     HELD_STORIES,
     HELD_TWO_STEP,
+    HELD_WOVEN,
+    HELD_WOVEN_TWO_STEP,
     STORIES,
     TWO_STEP,
+    WOVEN,
+    WOVEN_TWO_STEP,
 )
 from nano.data_numbers_wordings import (
     CORES,
@@ -182,6 +187,28 @@ def _story_text(rng: random.Random, split: Split, story: str, **numbers: int) ->
 PLAN_WORDS = {"add": "add {a} and {b}", "sub": "take {b} from {a}", "mul": "{a} times {b}", "div": "{a} divided by {b}"}
 
 
+def _as_told(operation: str, family: str, a: int, b: int) -> tuple[int, int]:
+    """The operands in the story's order where the operation allows it: reading is simpler than ranking."""
+    turned = operation in ("add", "mul") and family.index("{b}") < family.index("{a}")
+    return (b, a) if turned else (a, b)
+
+
+def _numbers(prompt: str) -> str:
+    """The numbers of a story, in its order: three of them announce two steps or one to leave out."""
+    return f"Numbers: {', '.join(re.findall('[0-9]+', prompt))}."
+
+
+def _as_told(operation: str, family: str, a: int, b: int) -> tuple[int, int]:
+    """The operands in the story's order where the operation allows it: reading is simpler than ranking."""
+    turned = operation in ("add", "mul") and family.index("{b}") < family.index("{a}")
+    return (b, a) if turned else (a, b)
+
+
+def _numbers(prompt: str) -> str:
+    """The numbers of a story, in its order: three of them announce two steps or one to leave out."""
+    return f"Numbers: {', '.join(re.findall('[0-9]+', prompt))}."
+
+
 def _say(operation: str, a: object, b: object) -> str:
     words = PLAN_WORDS[operation].format(a=a, b=b)
     return words[0].upper() + words[1:] + "."
@@ -194,15 +221,20 @@ def story(rng: random.Random, split: Split) -> Sample:
     operation = pick(rng, ("add", "sub", "mul", "div"))
     easy = split == "train" and rng.random() < 0.08
     a, b = _operands(rng, operation, split, easy or rng.random() < 0.3, story=True)
-    family = pick(rng, (HELD_STORIES if split == "families" else STORIES)[operation])
+    written, woven = (HELD_STORIES, HELD_WOVEN) if split == "families" else (STORIES, WOVEN)
+    family = pick(rng, (woven if rng.random() < 0.5 else written)[operation])
     prompt, unit = _story_text(rng, split, family, a=a, b=b)
+    a, b = _as_told(operation, family, a, b)
     work = WORK[operation](a, b)
     answer = f"{work.result} {unit}" if rng.random() < 0.8 else str(work.result)
-    return _finish(rng, "word", prompt, [_say(operation, a, b), *work.lines], answer, work.result, not easy)
+    lines = [_numbers(prompt), _say(operation, a, b), *work.lines]
+    lines = [_numbers(prompt), _say(operation, a, b), *work.lines]
+    return _finish(rng, "word", prompt, lines, answer, work.result, not easy)
 
 
 def _two_step(rng: random.Random, split: Split) -> Sample:
-    plan, family = pick(rng, HELD_TWO_STEP if split == "families" else TWO_STEP).split("|", 1)
+    written, woven = (HELD_TWO_STEP, HELD_WOVEN_TWO_STEP) if split == "families" else (TWO_STEP, WOVEN_TWO_STEP)
+    plan, family = pick(rng, pick(rng, woven) if rng.random() < 0.4 else written).split("|", 1)
     first, second = OPERATION[plan[1]], OPERATION[plan[3]]
     while True:
         a, b = _pick_operands(rng, first, split, easy=rng.random() < 0.3, story=True)
@@ -213,9 +245,11 @@ def _two_step(rng: random.Random, split: Split) -> Sample:
             break
     prompt, unit = _story_text(rng, split, family, a=a, b=b, c=c)
     if rng.random() < 0.15:
-        prompt, unit = _dress(rng, _chain(rng, split, plan)).format(a=a, b=b, c=c), ""
+        family = _chain(rng, split, plan)
+        prompt, unit = _dress(rng, family).format(a=a, b=b, c=c), ""
+    a, b = _as_told(first, family, a, b)
     one, two = WORK[first](a, b), WORK[second](before, c)
-    lines = [f"First {PLAN_WORDS[first].format(a=a, b=b)}.", *one.lines]
+    lines = [_numbers(prompt), f"First {PLAN_WORDS[first].format(a=a, b=b)}.", *one.lines]
     lines += [f"Then {PLAN_WORDS[second].format(a=before, b=c)}.", *two.lines]
     return _finish(rng, "word", prompt, lines, f"{two.result} {unit}".strip(), two.result, thinking=True)
 
@@ -257,6 +291,7 @@ GENERATORS: dict[str, tuple[Generator, float]] = {
 def families(kind: str) -> tuple[int, int]:
     """How many phrase families there are: (for training, held out)."""
     if kind == "word":
-        held = sum(map(len, HELD_STORIES.values())) + len(HELD_TWO_STEP)
-        return sum(map(len, STORIES.values())) + len(TWO_STEP), held
+        train = sum(len(STORIES[kind]) + len(WOVEN[kind]) for kind in STORIES)
+        held = sum(len(HELD_STORIES[kind]) + len(HELD_WOVEN[kind]) for kind in STORIES)
+        return train + len(TWO_STEP), held + len(HELD_TWO_STEP)
     return len(FRAMES) + len(CORES[kind]), len(HELD_FRAMES) + len(HELD_CORES[kind])

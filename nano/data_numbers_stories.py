@@ -1,10 +1,11 @@
 """Word problems. A story is a family; HELD stories are never trained on.
 
 Slots: {n} and {m} people, {o} things, {d} a weekday, {a} {b} {c} numbers. After the bar: what the answer counts.
-Two-step stories carry their plan: the operations in order, each applied to the result so far.
+Two-step stories carry their plan: the operations in order, each applied to the result so far. Besides the stories
+written out there are those woven from a situation, an event and a question; one in four woven ones is held out.
 """
 
-from nano.data_tools_values import lines
+from nano.data_tools_values import lines, reserved
 
 STORIES: dict[str, tuple[str, ...]] = {
     "add": lines("""\
@@ -197,6 +198,26 @@ A board of {a} cm is cut into {b} equal pieces. How long is one piece?|cm"""),
 
 # PLAN|STORY|UNIT. The plan's letters are operands: "a+b-c" is (a + b) - c.
 TWO_STEP: tuple[str, ...] = lines("""\
+a*b-c|There are {b} bags with {a} {o} in each. {m} eats {c} {o}. How many {o} are left?|{o}
+a*b-c|A shop has {b} crates with {a} {o} each. It sells {c} {o}. How many {o} remain?|{o}
+a*b-c|{n} fills {b} boxes with {a} {o} each, but {c} {o} break. How many good {o} are there?|{o}
+a*b+c|{n} has {b} bags of {a} {o} and {m} adds {c} {o}. How many {o} is that?|{o}
+a*b+c|{n} buys {b} boxes of {a} {o} and finds {c} more {o}. What is the total number of {o}?|{o}
+a*b+c|There are {b} tables with {a} chairs each and {c} chairs more. How many chairs are there in total?|chairs
+a-b+c|A train has {a} people. {b} people leave and {c} people get in. How many people are there now?|people
+a-b+c|{n} has {a} dollars, spends {b} dollars and earns {c} dollars. How many dollars does {n} have now?|dollars
+a+b-c|{n} found {a} {o}, made {b} more and sold {c}. How many {o} remain?|{o}
+a-b-c|A bus has {a} people. {b} get off, then {c} more get off. How many people are left?|people
+a*b-c|There are {b} bags with {a} {o} in each. {m} eats {c} {o}. How many {o} are left?|{o}
+a*b-c|A shop has {b} crates with {a} {o} each. It sells {c} {o}. How many {o} remain?|{o}
+a*b-c|{n} fills {b} boxes with {a} {o} each, but {c} {o} break. How many good {o} are there?|{o}
+a*b+c|{n} has {b} bags of {a} {o} and {m} adds {c} {o}. How many {o} is that?|{o}
+a*b+c|{n} buys {b} boxes of {a} {o} and finds {c} more {o}. What is the total number of {o}?|{o}
+a*b+c|There are {b} tables with {a} chairs each and {c} chairs more. How many chairs are there in total?|chairs
+a-b+c|A train has {a} people. {b} people leave and {c} people get in. How many people are there now?|people
+a-b+c|{n} has {a} dollars, spends {b} dollars and earns {c} dollars. How many dollars does {n} have now?|dollars
+a+b-c|{n} found {a} {o}, made {b} more and sold {c}. How many {o} remain?|{o}
+a-b-c|A bus has {a} people. {b} get off, then {c} more get off. How many people are left?|people
 a+b-c|{n} has {a} {o}, gets {b} more and gives {c} away. How many {o} does {n} have now?|{o}
 a+b-c|A train carries {a} people. {b} get on and {c} get off. How many people are on the train?|people
 a+b-c|{n} had {a} dollars, earned {b} dollars and spent {c} dollars. How much is left?|dollars
@@ -215,6 +236,8 @@ How many {o} does {m} have now?|{o}
 a/b-c|{a} {o} are shared equally by {b} people. {n} is one of them and loses {c}. How many {o} does {n} have left?|{o}
 a+b*c|A box has {a} red and {b} blue {o}. How many {o} are in {c} such boxes?|{o}""")  # fmt: skip
 HELD_TWO_STEP: tuple[str, ...] = lines("""\
+a-b-c|{n} had {a} dollars, spent {b} dollars on food and {c} dollars on a book. How many dollars are left?|dollars
+a-b-c|{n} had {a} dollars, spent {b} dollars on food and {c} dollars on a book. How many dollars are left?|dollars
 a+b-c|{n} had {a} {o}, bought {b} more and gave {c} to {m}. How many {o} does {n} have left?|{o}
 a-b+c|A bus carries {a} people. {b} get off and {c} get on. How many people are on the bus?|people
 a*b+c|{n} buys {b} packs of {a} {o} and {c} more {o}. How many {o} is that in total?|{o}
@@ -226,3 +249,375 @@ DISTRACTORS: tuple[str, ...] = (
     "The bus ride takes {k} minutes.", "{m} is {k} years younger.",
 )  # fmt: skip
 HELD_DISTRACTORS: tuple[str, ...] = ("{m} is {k} years old.", "{n} has {k} cousins.", "The ride takes {k} minutes.")
+
+
+def _woven(pairs: tuple[tuple[str, str, str], ...]) -> tuple[str, ...]:
+    """Every situation of a row with every event and every question of the row."""
+    return tuple(
+        f"{situation} {event} {question}"
+        for situations, events, questions in pairs
+        for situation in lines(situations)
+        for event in lines(events)
+        for question in lines(questions)
+    )
+
+
+_LEFT = """\
+How many {o} are left?|{o}
+How many {o} does {n} have left?|{o}
+How many {o} does {n} have now?|{o}
+How many {o} remain?|{o}
+How many {o} does {n} still have?|{o}
+What is the number of {o} now?|{o}"""
+_NOW = """\
+How many {o} does {n} have now?|{o}
+How many {o} does {n} have in total?|{o}
+How many {o} is that altogether?|{o}
+How many {o} are there in all?|{o}
+What is the total number of {o}?|{o}
+How many {o} does {n} have then?|{o}"""
+_COUNT = """\
+How many {o} are there in total?|{o}
+How many {o} is that?|{o}
+How many {o} are there altogether?|{o}
+How many {o} are there in all?|{o}
+What is the total number of {o}?|{o}"""
+_OWN = """\
+{n} has {a} {o}.
+{n} had {a} {o}.
+{n} owns {a} {o}.
+{n} starts with {a} {o}.
+On {d} {n} had {a} {o}.
+There are {a} {o} in {n}'s bag.
+{n} keeps {a} {o} in a box.
+{n} bought {a} {o}.
+{n} collected {a} {o}."""
+_MONEY = """\
+{n} has {a} dollars.
+{n} had {a} dollars.
+There are {a} dollars on {n}'s account.
+{n} saved {a} dollars."""
+_PLACE = """\
+There were {a} people in the room.
+A bus carries {a} people.
+A train has {a} people on board.
+{a} people were at a party.
+{a} people sat in a cafe.
+A ship has {a} people on it."""
+_PEOPLE_NOW = """\
+How many people are there now?|people
+How many people is that now?|people
+What is the number of people now?|people
+How many people are there after that?|people"""
+_DOLLARS = """\
+How much money does {n} have now?|dollars
+How many dollars does {n} have now?|dollars
+How many dollars is that?|dollars
+How much money is there now?|dollars"""
+_MORE = """\
+{n} gets {b} more.
+{n} buys {b} more.
+{n} finds {b} more {o}.
+Then {n} wins {b} more.
+{m} brings {b} more {o}.
+{n} receives {b} {o} from {m}.
+Later {n} collects {b} more.
+{m} adds {b} {o}.
+{n} picks up another {b}.
+{n} makes {b} more {o}."""
+_LESS = """\
+{n} gives {b} to {m}.
+{n} gives away {b}.
+{n} loses {b}.
+{n} sells {b} of them.
+{m} takes {b} of them.
+{b} of them break.
+{n} throws away {b}.
+{n} uses {b} {o}.
+{b} {o} get lost.
+{n} drops {b} of them.
+{n} sends {b} {o} to {m}."""
+_WEAVES: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "add": (
+        (_OWN, _MORE, _NOW),
+        (_MONEY, "{n} earns {b} more dollars.\n{n} gets {b} dollars from {m}.\n{n} finds {b} dollars.\n"
+         "{m} pays {n} {b} dollars.", _DOLLARS),
+        (_PLACE, "{b} more come.\nThen {b} more people get in.\n{b} people join them.\n"
+         "Another {b} arrive.", _PEOPLE_NOW),
+        ("{n} has {a} {o}.\n{n} made {a} {o}.\nOn one table are {a} {o}.", "{m} has {b} {o}.\n{m} made {b} {o}.\n"
+         "Another table has {b} {o}.", "How many {o} are there together?|{o}\n" + _COUNT),
+    ),
+    "sub": (
+        (_OWN, _LESS, _LEFT),
+        (_MONEY, "{n} spends {b} dollars.\n{n} pays {b} dollars for a ticket.\n{n} gives {m} {b} dollars.\n"
+         "{n} loses {b} dollars.", "How much money is left?|dollars\nHow many dollars are left?|dollars\n" + _DOLLARS),
+        (_PLACE, "{b} people leave.\n{b} of them go home.\nThen {b} leave.\n{b} people go out.",
+         "How many people are left?|people\nHow many people are still there?|people\n" + _PEOPLE_NOW),
+        ("{n} has {a} {o}.\n{n} found {a} {o}.", "{m} has {b} {o}.\n"
+         "{m} found only {b}.", "How many more {o} does {n} have than {m}?|"
+         "{o}\nWhat is the difference?|{o}"),
+    ),
+    "mul": (
+        ("{n} has {b} boxes.\nThere are {b} bags.\nA shop has {b} baskets.\n{m} packs {b} bags.\n{n} buys {b} packs.\n"
+         "There are {b} drawers.\nA truck brings {b} crates.", "Each one holds {a} {o}.\nThere are {a} {o} in each.\n"
+         "Every one contains {a} {o}.\nIn each of them are {a} {o}.\nEach has {a} {o} in it.", _COUNT),
+        ("{n} makes {a} {o} per day.\n{n} sells {a} {o} every day.\nA machine makes {a} {o} a day.\n"
+         "{n} needs {a} {o} each day.\n"
+         "A worker packs {a} {o} per day.", "This goes on for {b} days.\n{n} does this for {b} days.\n"
+         "It takes {b} days.",
+         _COUNT),
+        ("One ticket costs {a} dollars.\nA pen costs {a} dollars.\nEach chair costs {a} dollars.\n"
+         "The price of a book is {a} dollars.\n"
+         "A lamp costs {a} dollars.", "{n} buys {b} of them.\n{n} needs {b}.\n{n} takes {b}.\n{n} orders {b}.",
+         "How much does {n} pay?|dollars\nHow much is that?|dollars\nWhat does that cost in total?|dollars\n"
+         "How many dollars is that?|dollars"),
+        ("There are {b} rows of chairs.\nA hall has {b} rows of chairs.\nThere are {b} rooms with chairs.",
+         "Each has {a} chairs.\nThere are {a} chairs in every one.", "How many chairs are there?|chairs\n"
+         "How many chairs is that in total?|chairs\nHow many chairs are there altogether?|chairs"),
+    ),
+    "div": (
+        ("{n} has {a} {o}.\nThere are {a} {o}.\n{n} bought {a} {o}.\n{n} brings {a} {o}.\nA box has {a} {o} in it.",
+         "{b} children share them equally.\nThey are divided equally among {b} people.\n"
+         "{b} friends get the same number each.\n"
+         "{n} splits them equally between {b} people.\n{n} hands them out evenly to {b} people.",
+         "How many {o} does each get?|{o}\nHow many {o} does each person get?|{o}\n"
+         "How many {o} are there for each?|{o}\n"
+         "How many {o} does one of them get?|{o}"),
+        ("{n} has {a} {o}.\nThere are {a} {o}.\nA shop has {a} {o}.", "{n} puts them equally into {b} boxes.\n"
+         "They are put into {b} equal groups.\nThey are spread evenly over {b} shelves.\n"
+         "{m} sorts them into {b} equal piles.",
+         "How many {o} are in each?|{o}\nHow many {o} are in one of them?|{o}\nHow many {o} does each hold?|{o}"),
+        ("{n} has {a} {o}.\nThere are {a} {o}.\nA factory made {a} {o}.", "{b} of them fit into a box.\n"
+         "They are packed into boxes of {b}.\nA box holds {b} of them.\n{n} puts {b} into every box.",
+         "How many boxes are needed?|boxes\nHow many boxes is that?|boxes\nHow many boxes are full?|boxes"),
+        ("A rope is {a} meters long.\nA board is {a} meters long.\nA ribbon is {a} meters long.\n"
+         "A pipe is {a} meters long.",
+         "It is cut into {b} equal pieces.\n{n} cuts it into {b} equal parts.\nIt is divided into {b} equal pieces.",
+         "How long is each?|meters\nHow long is one of them?|meters\nHow many meters long is each?|meters"),
+        ("{b} tickets cost {a} dollars.\n{n} pays {a} dollars for {b} chairs.\nThe price of {b} lamps is {a} dollars.\n"
+         "{b} books cost {a} dollars.", "They all cost the same.\nEach has the same price.",
+         "How much does one cost?|dollars\nWhat is the price of one?|dollars\nHow much is one of them?|dollars"),
+    ),
+}  # fmt: skip
+_THEN_MORE = """\
+Then {n} gets {c} more.
+After that {n} buys {c} more.
+Later {m} brings {c} more."""
+_THEN_LESS = """\
+Then {n} gives {c} to {m}.
+After that {n} loses {c}.
+Later {m} takes {c} of them."""
+
+
+def _two_steps(plan: str, operation: str, then: str, questions: str) -> tuple[str, ...]:
+    """A woven story with a second event. Only rows about {o}, the first one of the operation."""
+    situations, events, _ = _WEAVES[operation][0]
+    woven = _woven(((situations, events, then),))
+    return tuple(f"{plan}|{story} {question}" for story in woven for question in lines(questions))
+
+
+def _keep(stories: tuple[str, ...], held: bool) -> tuple[str, ...]:
+    return tuple(story for story in stories if reserved("story", story, one_in=4) == held)
+
+
+_WOVEN = {operation: _woven(rows) for operation, rows in _WEAVES.items()}
+_WOVEN_TWO_STEP: tuple[tuple[str, ...], ...] = (
+    _two_steps("a+b-c", "add", _THEN_LESS, _LEFT),
+    _two_steps("a+b+c", "add", _THEN_MORE, _NOW),
+    _two_steps("a-b+c", "sub", _THEN_MORE, _NOW),
+    _two_steps("a-b-c", "sub", _THEN_LESS, _LEFT),
+    _two_steps("a*b+c", "mul", "{c} more {o} lie on the table.\nThen {c} {o} are added.\n"
+               "{m} brings {c} more {o}.", _COUNT),
+    _two_steps("a*b-c", "mul", "{c} {o} are broken.\nThen {m} takes {c} {o}.\n{c} {o} are sold.",
+               "How many {o} are left?|{o}\nHow many {o} remain?|{o}\nHow many {o} are still there?|{o}"),
+)  # fmt: skip
+WOVEN = {operation: _keep(stories, held=False) for operation, stories in _WOVEN.items()}
+HELD_WOVEN = {operation: _keep(stories, held=True) for operation, stories in _WOVEN.items()}
+WOVEN_TWO_STEP = tuple(_keep(stories, held=False) for stories in _WOVEN_TWO_STEP)
+HELD_WOVEN_TWO_STEP = tuple(_keep(stories, held=True) for stories in _WOVEN_TWO_STEP)
+
+
+def _woven(pairs: tuple[tuple[str, str, str], ...]) -> tuple[str, ...]:
+    """Every situation of a row with every event and every question of the row."""
+    return tuple(
+        f"{situation} {event} {question}"
+        for situations, events, questions in pairs
+        for situation in lines(situations)
+        for event in lines(events)
+        for question in lines(questions)
+    )
+
+
+_LEFT = """\
+How many {o} are left?|{o}
+How many {o} does {n} have left?|{o}
+How many {o} does {n} have now?|{o}
+How many {o} remain?|{o}
+How many {o} does {n} still have?|{o}
+What is the number of {o} now?|{o}"""
+_NOW = """\
+How many {o} does {n} have now?|{o}
+How many {o} does {n} have in total?|{o}
+How many {o} is that altogether?|{o}
+How many {o} are there in all?|{o}
+What is the total number of {o}?|{o}
+How many {o} does {n} have then?|{o}"""
+_COUNT = """\
+How many {o} are there in total?|{o}
+How many {o} is that?|{o}
+How many {o} are there altogether?|{o}
+How many {o} are there in all?|{o}
+What is the total number of {o}?|{o}"""
+_OWN = """\
+{n} has {a} {o}.
+{n} had {a} {o}.
+{n} owns {a} {o}.
+{n} starts with {a} {o}.
+On {d} {n} had {a} {o}.
+There are {a} {o} in {n}'s bag.
+{n} keeps {a} {o} in a box.
+{n} bought {a} {o}.
+{n} collected {a} {o}."""
+_MONEY = """\
+{n} has {a} dollars.
+{n} had {a} dollars.
+There are {a} dollars on {n}'s account.
+{n} saved {a} dollars."""
+_PLACE = """\
+There were {a} people in the room.
+A bus carries {a} people.
+A train has {a} people on board.
+{a} people were at a party.
+{a} people sat in a cafe.
+A ship has {a} people on it."""
+_PEOPLE_NOW = """\
+How many people are there now?|people
+How many people is that now?|people
+What is the number of people now?|people
+How many people are there after that?|people"""
+_DOLLARS = """\
+How much money does {n} have now?|dollars
+How many dollars does {n} have now?|dollars
+How many dollars is that?|dollars
+How much money is there now?|dollars"""
+_MORE = """\
+{n} gets {b} more.
+{n} buys {b} more.
+{n} finds {b} more {o}.
+Then {n} wins {b} more.
+{m} brings {b} more {o}.
+{n} receives {b} {o} from {m}.
+Later {n} collects {b} more.
+{m} adds {b} {o}.
+{n} picks up another {b}.
+{n} makes {b} more {o}."""
+_LESS = """\
+{n} gives {b} to {m}.
+{n} gives away {b}.
+{n} loses {b}.
+{n} sells {b} of them.
+{m} takes {b} of them.
+{b} of them break.
+{n} throws away {b}.
+{n} uses {b} {o}.
+{b} {o} get lost.
+{n} drops {b} of them.
+{n} sends {b} {o} to {m}."""
+_WEAVES: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "add": (
+        (_OWN, _MORE, _NOW),
+        (_MONEY, "{n} earns {b} more dollars.\n{n} gets {b} dollars from {m}.\n{n} finds {b} dollars.\n"
+         "{m} pays {n} {b} dollars.", _DOLLARS),
+        (_PLACE, "{b} more come.\nThen {b} more people get in.\n{b} people join them.\n"
+         "Another {b} arrive.", _PEOPLE_NOW),
+        ("{n} has {a} {o}.\n{n} made {a} {o}.\nOn one table are {a} {o}.", "{m} has {b} {o}.\n{m} made {b} {o}.\n"
+         "Another table has {b} {o}.", "How many {o} are there together?|{o}\n" + _COUNT),
+    ),
+    "sub": (
+        (_OWN, _LESS, _LEFT),
+        (_MONEY, "{n} spends {b} dollars.\n{n} pays {b} dollars for a ticket.\n{n} gives {m} {b} dollars.\n"
+         "{n} loses {b} dollars.", "How much money is left?|dollars\nHow many dollars are left?|dollars\n" + _DOLLARS),
+        (_PLACE, "{b} people leave.\n{b} of them go home.\nThen {b} leave.\n{b} people go out.",
+         "How many people are left?|people\nHow many people are still there?|people\n" + _PEOPLE_NOW),
+        ("{n} has {a} {o}.\n{n} found {a} {o}.", "{m} has {b} {o}.\n"
+         "{m} found only {b}.", "How many more {o} does {n} have than {m}?|"
+         "{o}\nWhat is the difference?|{o}"),
+    ),
+    "mul": (
+        ("{n} has {b} boxes.\nThere are {b} bags.\nA shop has {b} baskets.\n{m} packs {b} bags.\n{n} buys {b} packs.\n"
+         "There are {b} drawers.\nA truck brings {b} crates.", "Each one holds {a} {o}.\nThere are {a} {o} in each.\n"
+         "Every one contains {a} {o}.\nIn each of them are {a} {o}.\nEach has {a} {o} in it.", _COUNT),
+        ("{n} makes {a} {o} per day.\n{n} sells {a} {o} every day.\nA machine makes {a} {o} a day.\n"
+         "{n} needs {a} {o} each day.\n"
+         "A worker packs {a} {o} per day.", "This goes on for {b} days.\n{n} does this for {b} days.\n"
+         "It takes {b} days.",
+         _COUNT),
+        ("One ticket costs {a} dollars.\nA pen costs {a} dollars.\nEach chair costs {a} dollars.\n"
+         "The price of a book is {a} dollars.\n"
+         "A lamp costs {a} dollars.", "{n} buys {b} of them.\n{n} needs {b}.\n{n} takes {b}.\n{n} orders {b}.",
+         "How much does {n} pay?|dollars\nHow much is that?|dollars\nWhat does that cost in total?|dollars\n"
+         "How many dollars is that?|dollars"),
+        ("There are {b} rows of chairs.\nA hall has {b} rows of chairs.\nThere are {b} rooms with chairs.",
+         "Each has {a} chairs.\nThere are {a} chairs in every one.", "How many chairs are there?|chairs\n"
+         "How many chairs is that in total?|chairs\nHow many chairs are there altogether?|chairs"),
+    ),
+    "div": (
+        ("{n} has {a} {o}.\nThere are {a} {o}.\n{n} bought {a} {o}.\n{n} brings {a} {o}.\nA box has {a} {o} in it.",
+         "{b} children share them equally.\nThey are divided equally among {b} people.\n"
+         "{b} friends get the same number each.\n"
+         "{n} splits them equally between {b} people.\n{n} hands them out evenly to {b} people.",
+         "How many {o} does each get?|{o}\nHow many {o} does each person get?|{o}\n"
+         "How many {o} are there for each?|{o}\n"
+         "How many {o} does one of them get?|{o}"),
+        ("{n} has {a} {o}.\nThere are {a} {o}.\nA shop has {a} {o}.", "{n} puts them equally into {b} boxes.\n"
+         "They are put into {b} equal groups.\nThey are spread evenly over {b} shelves.\n"
+         "{m} sorts them into {b} equal piles.",
+         "How many {o} are in each?|{o}\nHow many {o} are in one of them?|{o}\nHow many {o} does each hold?|{o}"),
+        ("{n} has {a} {o}.\nThere are {a} {o}.\nA factory made {a} {o}.", "{b} of them fit into a box.\n"
+         "They are packed into boxes of {b}.\nA box holds {b} of them.\n{n} puts {b} into every box.",
+         "How many boxes are needed?|boxes\nHow many boxes is that?|boxes\nHow many boxes are full?|boxes"),
+        ("A rope is {a} meters long.\nA board is {a} meters long.\nA ribbon is {a} meters long.\n"
+         "A pipe is {a} meters long.",
+         "It is cut into {b} equal pieces.\n{n} cuts it into {b} equal parts.\nIt is divided into {b} equal pieces.",
+         "How long is each?|meters\nHow long is one of them?|meters\nHow many meters long is each?|meters"),
+        ("{b} tickets cost {a} dollars.\n{n} pays {a} dollars for {b} chairs.\nThe price of {b} lamps is {a} dollars.\n"
+         "{b} books cost {a} dollars.", "They all cost the same.\nEach has the same price.",
+         "How much does one cost?|dollars\nWhat is the price of one?|dollars\nHow much is one of them?|dollars"),
+    ),
+}  # fmt: skip
+_THEN_MORE = """\
+Then {n} gets {c} more.
+After that {n} buys {c} more.
+Later {m} brings {c} more."""
+_THEN_LESS = """\
+Then {n} gives {c} to {m}.
+After that {n} loses {c}.
+Later {m} takes {c} of them."""
+
+
+def _two_steps(plan: str, operation: str, then: str, questions: str) -> tuple[str, ...]:
+    """A woven story with a second event. Only rows about {o}, the first one of the operation."""
+    situations, events, _ = _WEAVES[operation][0]
+    woven = _woven(((situations, events, then),))
+    return tuple(f"{plan}|{story} {question}" for story in woven for question in lines(questions))
+
+
+def _keep(stories: tuple[str, ...], held: bool) -> tuple[str, ...]:
+    return tuple(story for story in stories if reserved("story", story, one_in=4) == held)
+
+
+_WOVEN = {operation: _woven(rows) for operation, rows in _WEAVES.items()}
+_WOVEN_TWO_STEP: tuple[tuple[str, ...], ...] = (
+    _two_steps("a+b-c", "add", _THEN_LESS, _LEFT),
+    _two_steps("a+b+c", "add", _THEN_MORE, _NOW),
+    _two_steps("a-b+c", "sub", _THEN_MORE, _NOW),
+    _two_steps("a-b-c", "sub", _THEN_LESS, _LEFT),
+    _two_steps("a*b+c", "mul", "{c} more {o} lie on the table.\nThen {c} {o} are added.\n"
+               "{m} brings {c} more {o}.", _COUNT),
+    _two_steps("a*b-c", "mul", "{c} {o} are broken.\nThen {m} takes {c} {o}.\n{c} {o} are sold.",
+               "How many {o} are left?|{o}\nHow many {o} remain?|{o}\nHow many {o} are still there?|{o}"),
+)  # fmt: skip
+WOVEN = {operation: _keep(stories, held=False) for operation, stories in _WOVEN.items()}
+HELD_WOVEN = {operation: _keep(stories, held=True) for operation, stories in _WOVEN.items()}
+WOVEN_TWO_STEP = tuple(_keep(stories, held=False) for stories in _WOVEN_TWO_STEP)
+HELD_WOVEN_TWO_STEP = tuple(_keep(stories, held=True) for stories in _WOVEN_TWO_STEP)

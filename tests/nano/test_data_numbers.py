@@ -7,7 +7,14 @@ import pytest
 
 from nano.data_numbers import GENERATORS, families, held_value
 from nano.data_numbers_steps import WORK
-from nano.data_numbers_stories import HELD_STORIES, HELD_TWO_STEP, STORIES, TWO_STEP
+from nano.data_numbers_stories import (
+    HELD_STORIES,
+    HELD_TWO_STEP,
+    HELD_WOVEN,
+    STORIES,
+    TWO_STEP,
+    WOVEN,
+)
 from nano.data_numbers_wordings import CORES, FRAMES, HELD_CORES, HELD_FRAMES
 from nano.sample import Sample, Split
 from redline.bench.local.checks import grade
@@ -137,7 +144,8 @@ def family_pattern(family: str) -> re.Pattern[str]:
 def test_held_out_wordings_never_reach_training() -> None:
     for kind in ("add", "sub", "mul", "div"):
         assert not set(FRAMES + CORES[kind]) & set(HELD_FRAMES + HELD_CORES[kind])
-        assert not set(STORIES[kind]) & set(HELD_STORIES[kind])
+        assert not set(STORIES[kind] + WOVEN[kind]) & set(HELD_STORIES[kind] + HELD_WOVEN[kind])
+        assert len(STORIES[kind] + WOVEN[kind]) > 100
         held = [family_pattern(family) for family in (*HELD_FRAMES, *HELD_CORES[kind])]
         for sample in draw(kind, "train", 1000):
             text = prompt(sample).lower()
@@ -150,7 +158,7 @@ def test_held_out_wordings_never_reach_training() -> None:
 
 
 def test_the_families_split_uses_only_held_out_wordings() -> None:
-    held = [family_pattern(family) for stories in HELD_STORIES.values() for family in stories]
+    held = [family_pattern(family) for stories in (*HELD_STORIES.values(), *HELD_WOVEN.values()) for family in stories]
     seen = 0
     for sample in draw("word", "families", 400):
         if "First" not in thought(sample) and not re.search(r"is \d+ years old|cousins|takes \d+ min", prompt(sample)):
