@@ -24,7 +24,7 @@ def kernel(x_TK: Tensor, weight: Matrix) -> Tensor:
     padded = (weight.outputs + PANEL - 1) // PANEL * PANEL
     y = torch.empty(tokens, padded)
     library.redline_linear(
-        native.pointer(x_TK), k, native.pointer(weight.data), y.data_ptr(), padded, tokens, padded, k
+        native.pointer(x_TK), k, weight.address, y.data_ptr(), padded, tokens, padded, k
     )
     return y if padded == weight.outputs else y[:, : weight.outputs]
 

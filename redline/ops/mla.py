@@ -8,6 +8,7 @@ A cache row is [latent after its norm (R) | rotated key (P)], shared by all head
 each op's bits depend on a token's own position and context alone; the two forms of attention agree to rounding.
 """
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -33,27 +34,29 @@ class MlaWeights:
     w_uv: Matrix
     eps: float  # of both low-rank norms
 
-    @property
+    # Read at every step, so worked out once: these objects never change.
+
+    @functools.cached_property
     def heads(self) -> int:
         return self.w_uk.shape[0]
 
-    @property
+    @functools.cached_property
     def rank(self) -> int:
         return self.w_uk.shape[1]
 
-    @property
+    @functools.cached_property
     def nope(self) -> int:
         return self.w_uk.shape[2]
 
-    @property
+    @functools.cached_property
     def value(self) -> int:
         return self.w_uv.shape[1]
 
-    @property
+    @functools.cached_property
     def rope(self) -> int:
         return self.w_q.shape[0] // self.heads - self.nope
 
-    @property
+    @functools.cached_property
     def sizes(self) -> tuple[int, int, int, int, int]:
         """(H, N, P, R, V)"""
         return self.heads, self.nope, self.rope, self.rank, self.value
@@ -100,10 +103,10 @@ def _qkv_kernel(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: 
     q = torch.empty(tokens, heads, nope + rope)
     library.redline_mla_qkv(
         native.pointer(x_TD),
-        native.pointer(w.w_a.data),
+        w.w_a.address,
         native.pointer(w.q_norm),
         native.pointer(w.kv_norm),
-        native.pointer(w.w_q.data),
+        w.w_q.address,
         native.pointer(cos),
         native.pointer(sin),
         native.pointer(slots_T),
@@ -182,8 +185,8 @@ def _decode_kernel(
         tables.shape[1],
         native.pointer(plane),
         _is_float32(plane),
-        native.pointer(w.w_uk.data),
-        native.pointer(w.w_uv.data),
+        w.w_uk.address,
+        w.w_uv.address,
         native.pointer(out_THV),
         *(scale, tokens_Q.shape[0], *w.sizes),
     )
@@ -245,8 +248,8 @@ def _prefill_kernel(
         native.pointer(table),
         native.pointer(plane),
         _is_float32(plane),
-        native.pointer(w.w_uk.data),
-        native.pointer(w.w_uv.data),
+        w.w_uk.address,
+        w.w_uv.address,
         native.pointer(out_CHV),
         *(scale, *w.sizes),
     )

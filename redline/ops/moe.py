@@ -47,9 +47,9 @@ def reference(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix |
 def _pointers(experts: Experts) -> tuple[int, int]:
     """(codes or weights, scales or null)."""
     if isinstance(experts, Int4Panels):
-        return native.pointer(experts.codes), native.pointer(experts.scales)
+        return experts.addresses
     assert isinstance(experts, Matrix), "INT4 experts reach the kernel as panels"
-    return native.pointer(experts.data), 0
+    return experts.address, 0
 
 
 def kernel(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None, routed: Routed | None) -> Tensor:
@@ -59,7 +59,7 @@ def kernel(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | No
     y_TD = torch.empty_like(x_TD)
     shared = (0, 0, 0)
     if shared_gate_up is not None and shared_down is not None:
-        shared = (native.pointer(shared_gate_up.data), native.pointer(shared_down.data), shared_gate_up.outputs // 2)
+        shared = (shared_gate_up.address, shared_down.address, shared_gate_up.outputs // 2)
     pointers, sizes = (0, 0, 0, 0, 0, 0), (0, 0, 0)
     if routed is not None:
         choice = native.pointer(routed.ids_TK), native.pointer(routed.weights_TK)

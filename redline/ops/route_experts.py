@@ -36,7 +36,7 @@ def kernel(
     weights = torch.empty(tokens, k)
     library.redline_route_experts(
         native.pointer(x_TD),
-        native.pointer(weight.data),
+        weight.address,
         native.pointer(bias_E),
         ids.data_ptr(),
         weights.data_ptr(),

@@ -5,6 +5,7 @@ N outputs, K inputs, E experts.
 """
 
 from collections.abc import Iterable
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +49,11 @@ class Matrix:
             return self.data
         return self.data[..., _DEINTERLEAVE].transpose(-1, -2).flatten(-3, -2)[..., : self.outputs, :]
 
-    @property
+    @functools.cached_property
+    def address(self) -> int:
+        return native.pointer(self.data)
+
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """[..., N, K]"""
         if self.panels:
@@ -92,7 +97,12 @@ class Int4Panels:
         packed = (u.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
         return Int4(packed, self.scales[..., _DEINTERLEAVE].transpose(-1, -2).flatten(1, 2).contiguous())
 
-    @property
+    @functools.cached_property
+    def addresses(self) -> tuple[int, int]:
+        """Of codes and scales."""
+        return native.pointer(self.codes), native.pointer(self.scales)
+
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         e, panels, k, _ = self.codes.shape
         return e, panels * PANEL, k
