@@ -1,0 +1,61 @@
+# Two commands: `make serve` and `make test`. Both make the environment (.venv) if it is missing or older than pyproject.toml.
+
+PYTHON ?= python3 python3.12 python3.11
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?= models/kimi-nano
+
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL = help
+.PHONY: help serve test check format lint types laws tests clean
+
+help:
+	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=)"
+	@echo "make test     everything: format, lint, types, import laws, tests"
+	@echo "make check    everything but the tests"
+	@echo "make format   write the format, mend what the linter can"
+	@echo "make clean    remove the environment and the caches"
+
+serve: .venv/.runtime
+	@exec .venv/bin/redline serve $(MODEL) --host $(HOST) --port $(PORT)
+
+test: check tests
+
+check: .venv/.test
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/basedpyright
+	.venv/bin/lint-imports
+
+# One thread each: the tests themselves run side by side.
+tests: .venv/.test
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --maxprocesses 4
+
+format: .venv/.test
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache redline.egg-info build
+
+# The environment. A stamp is younger than what it was made from; the test extra includes the run-time parts.
+
+.venv/.runtime: pyproject.toml | .venv/bin/pip
+	@echo "installing Redline and what it needs to run (minutes, once)"
+	@$(PIP) --editable .
+	@touch $@
+
+.venv/.test: pyproject.toml | .venv/bin/pip
+	@echo "installing Redline, what it needs to run, and its tests' tools (minutes, once)"
+	@$(PIP) --editable '.[test]'
+	@touch .venv/.runtime $@
+
+.venv/bin/pip:
+	@for python in $(PYTHON); do \
+	  if $$python -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2> /dev/null; then \
+	    echo "making .venv with $$($$python --version)"; exec $$python -m venv .venv; \
+	  fi; \
+	done; \
+	echo "Redline needs Python 3.11 or 3.12, and found neither as: $(PYTHON). Name one: make PYTHON=/path/to/python3.12" >&2; \
+	exit 1
