@@ -165,7 +165,7 @@ It was {v} who found the {a} of {k}. ; the finder of the {a} of {k} ; Who found 
 SHAPES = [tuple(part.strip() for part in line.split(";")) for line in _SHAPES.strip().splitlines()]
 ATTRIBUTES = terms(
     "title nickname score rank limit size height age weight symbol motto badge team group street station gate seat"
-    " table hotel song book dish drink flower tree number code tag version port model brand label level grade status rule"
+    " table hotel song book dish drink flower tree number code tag version port model brand label level grade rule"
     " partner rival teacher owner guide driver winner hobby talent colour language bank ticket flight bus island river"
 )
 _KEYS = ("name", "Word", "word", "serial", "city")

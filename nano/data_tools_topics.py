@@ -1,7 +1,7 @@
 """What tools can do: hand-written topics, and the parts that composed topics are made of.
 
-A topic knows how its function may be called and described, its parameters, how users ask for it, and how a result is
-told. The last fifth of its wordings, and every topic in HELD_TOPICS, stay out of training.
+A topic knows how its function may be called and described, its parameters, how users ask for it, and what a
+result holds. The last fifth of its wordings, and every topic in HELD_TOPICS, stay out of training.
 """
 
 from typing import NamedTuple
@@ -27,7 +27,7 @@ class Topic(NamedTuple):
     optional: dict[str, Param]
     asks: tuple[str, ...]
     fields: dict[str, str]  # what a result holds: field -> kind
-    tells: tuple[str, ...]  # how the result is told, with {field} and {parameter}
+    label: str  # what it is about, in a word that users say
     bare: tuple[str, ...] = ()  # asking without the first required parameter
 
 
@@ -44,7 +44,7 @@ def T(
     required: dict[str, Param],
     asks: str,
     fields: dict[str, str],
-    tells: str,
+    label: str,
     optional: dict[str, Param] | None = None,
     bare: str = "",
 ) -> Topic:
@@ -55,7 +55,7 @@ def T(
         optional or {},
         lines(asks.strip()),
         fields,
-        lines(tells.replace("|", "\n")),
+        label,
         tuple(bare.split("|")) if bare else (),
     )
 
@@ -106,7 +106,7 @@ What is the temperature in {city}?
 Can you look up the weather in {city}?
 Give me the weather report for {city}.""",
         {"temperature": "small", "condition": "enum:sunny,cloudy,rainy,windy,foggy,snowy"},
-        "It is {temperature} degrees and {condition} in {city}.",
+        "weather",
         {
             "unit": P(
                 "unit units temperature_unit scale",
@@ -141,7 +141,7 @@ I want to change {amount} {from} to {to}.
 {amount} {from} in {to}?
 Can you convert {amount} {from} to {to}?""",
         {"result": "decimal"},
-        "{amount} {from} is {result} {to}.",
+        "currency",
     ),
     "email": T(
         "send email|send mail|email|compose email|mail send|email sender|write email|deliver mail",
@@ -163,7 +163,7 @@ Send an email. To: {to}, subject: {subject}, message: {body}
 Can you send an email to {to}? The subject is {subject} and the message is "{body}".
 Compose an email to {to} with subject {subject} and body "{body}".""",
         {"status": "enum:sent,queued,delivered", "id": "code"},
-        "The email to {to} has the status {status}.|The email is {status} with id {id}.",
+        "email",
     ),
     "reminder": T(
         "set reminder|create reminder|remind|add reminder|reminder|remind me|new reminder",
@@ -184,7 +184,7 @@ Can you remind me at {time}? The text is "{text}".
 Reminder at {time}: {text}
 Make a reminder for {time} saying "{text}".""",
         {"id": "code"},
-        "The reminder is set. Its id is {id}.",
+        "reminder",
         {"day": DAY},
     ),
     "timer": T(
@@ -203,7 +203,7 @@ timer {minutes} min
 I need a timer for {minutes} minutes.
 Start a countdown of {minutes} minutes.""",
         {"id": "code"},
-        "The timer of {minutes} minutes is running. Its id is {id}.",
+        "timer",
         {
             "label": P(
                 "label name title", "title", "Name of the timer", " called {}| named {}", "Call it {}.|Name it {}."
@@ -230,7 +230,7 @@ Translate into {to}: {text}
 Say "{text}" in {to}.
 Can you translate "{text}" to {to}?""",
         {"translation": "title"},
-        'The translation is "{translation}".|In {to} it is "{translation}".',
+        "translate",
     ),
     "stock": T(
         "get stock price|stock price|stock quote|get quote|share price|ticker price|fetch stock",
@@ -248,7 +248,7 @@ What does one {ticker} share cost?
 Look up the stock quote for {ticker}.
 Tell me the current {ticker} share price.""",
         {"price": "decimal", "currency": "currency"},
-        "{ticker} is at {price} {currency}.",
+        "stock",
         {"currency": P("currency quote_currency", "currency", "Currency of the price", "", "Show it in {}.|Use {}.")},
         "What's the stock price?|How much is a share?",
     ),
@@ -268,7 +268,7 @@ Let me listen to {song}.
 Play me {song}.
 I would like to hear the song {song}.""",
         {"seconds": "medium"},
-        "{song} is playing. It takes {seconds} seconds.",
+        "music",
         {
             "artist": P(
                 "artist singer band performer", "full_name", "Who sings it", " by {}", "It is by {}.|The artist is {}."
@@ -299,7 +299,7 @@ Show me restaurants with {food} in {city}.
 Find me a place for {food} in {city}.
 Can you find a {food} restaurant in {city}?""",
         {"name": "title", "rating": "decimal"},
-        "I found {name} with a rating of {rating}.",
+        "restaurant",
         {
             "limit": LIMIT,
             "open": P(
@@ -330,7 +330,7 @@ Table for {people} at {time} in {restaurant}, please.
 Make a reservation at {restaurant} for {people} at {time}.
 Can you book {restaurant} for {people} people at {time}?""",
         {"code": "code"},
-        "The table is booked. The code is {code}.",
+        "table",
         {"day": DAY},
     ),
     "flight": T(
@@ -349,7 +349,7 @@ Look for a flight to {to} from {from} on {date}.
 Which flights go from {from} to {to} on {date}?
 Can you find flights to {to} on {date}, starting in {from}?""",
         {"flight": "code", "price": "medium"},
-        "Flight {flight} costs {price}.|I found flight {flight} for {price}.",
+        "flight",
         {
             "cabin": P(
                 "cabin class seat_class",
@@ -389,7 +389,7 @@ Hotel in {city}, {nights} nights
 Show me hotels for {nights} nights in {city}.
 Can you find us a hotel in {city} for {nights} nights?""",
         {"hotel": "title", "price": "medium"},
-        "I found the hotel {hotel} for {price}.",
+        "hotel",
         {
             "from": P(
                 "check_in arrival start_date from_date",
@@ -431,7 +431,7 @@ Set up a meeting {title} for {date} at {time}.
 Please add the event {title} on {date}, starting at {time}.
 Can you schedule the meeting {title} on {date} at {time}?""",
         {"id": "code"},
-        "{title} is in the calendar with id {id}.",
+        "calendar",
         {
             "guests": P("guests attendees participants people", "people", "Who comes", " with {}", "Invite {}."),
             "minutes": P(
@@ -457,7 +457,7 @@ I want the light in the {room} {state}.
 Can you turn the light in the {room} {state}?
 Switch the {room} lights {state}, please.""",
         {"power": "small"},
-        "The light in the {room} is {state}. It uses {power} watts.",
+        "light",
         {
             "brightness": P(
                 "brightness level dim percent",
@@ -485,7 +485,7 @@ I want {degrees} degrees in the {room}.
 Put the thermostat in the {room} on {degrees}.
 Please set the temperature of the {room} to {degrees} degrees.""",
         {"current": "small"},
-        "The {room} is set to {degrees} degrees. It is now at {current}.",
+        "temperature",
     ),
     "shopping": T(
         "add to shopping list|shopping list add|add item|add to cart|cart add|put in cart",
@@ -504,7 +504,7 @@ Write {count} {item} on my shopping list.
 Add {item} to the cart, quantity {count}.
 Can you put {count} {item} on the shopping list?""",
         {"total": "small"},
-        "{item} is on the list. There are {total} things on it now.",
+        "list",
     ),
     "order": T(
         "track order|order status|get order|check order|lookup order|where is order|shipment status",
@@ -522,7 +522,7 @@ I am waiting for order {order}. What is its status?
 Status of {order}, please. It is an order.
 Can you track my order {order}?""",
         {"status": "enum:shipped,pending,delivered,delayed,packed", "arrives": "iso_date"},
-        "Order {order} is {status} and arrives on {arrives}.",
+        "order",
         {},
         "Where is my order?|Can you track my order?",
     ),
@@ -541,7 +541,7 @@ I am looking for a new {product} to buy.
 Search products: {product}
 Can you find a {product} in the shop?""",
         {"name": "title", "price": "decimal"},
-        "There is {name} for {price}.",
+        "shop",
         {
             "price": P(
                 "max_price price_limit budget",
@@ -569,7 +569,7 @@ I am in {from} and want to go to {to}. Show me the way.
 Route {from} to {to}
 Can you plan the route from {from} to {to}?""",
         {"km": "medium", "hours": "small"},
-        "The route is {km} km and takes {hours} hours.",
+        "route",
         {
             "mode": P(
                 "mode transport vehicle by",
@@ -595,7 +595,7 @@ News: {topic}
 Give me the news on {topic}.
 Can you get the latest news about {topic}?""",
         {"headline": "message"},
-        'The latest headline is "{headline}".',
+        "news",
         {"limit": LIMIT, "language": LANGUAGE},
         "What's the latest news?",
     ),
@@ -614,7 +614,7 @@ What does the web say about {query}?
 Do a web search for {query}.
 Can you search the web for {query}?""",
         {"title": "title", "file": "path"},
-        "The first result is {title}.",
+        "web",
         {"limit": LIMIT, "language": LANGUAGE},
     ),
     "calculator": T(
@@ -633,7 +633,7 @@ Please calculate {expression} with the tool.
 Can you compute {expression}?
 Evaluate {expression} for me.""",
         {"result": "large"},
-        "The result is {result}.|{expression} = {result}",
+        "calculate",
     ),
     "clock": T(
         "get time|current time|time in city|world clock|local time|what time",
@@ -649,7 +649,7 @@ Give me the time in {city} right now.
 I need the local time for {city}.
 Do you know what time it is in {city}?""",
         {"time": "clock"},
-        "It is {time} in {city}.",
+        "time",
         {"style": P("format style clock", "enum:12h,24h", "Clock format", "", "Use the {} format.|Format {}.")},
         "What time is it there?|Tell me the local time there.",
     ),
@@ -668,7 +668,7 @@ How can I reach {name}?
 Show me the contact {name}.
 Can you find the number of {name} in my contacts?""",
         {"phone": "phone", "email": "email"},
-        "The number of {name} is {phone}.",
+        "contact",
     ),
     "sms": T(
         "send sms|send text message|text message|send message|message send|sms",
@@ -688,7 +688,7 @@ Please send an SMS to {to}: {text}
 Send a text to {to} with the message "{text}".
 Can you text {to} "{text}"?""",
         {"status": "enum:sent,delivered,queued"},
-        "The message to {to} has the status {status}.",
+        "message",
     ),
     "todo": T(
         "add task|create todo|todo add|new task|add todo|task create",
@@ -705,7 +705,7 @@ I have to do this, add it to my list: {task}
 My to-do list needs "{task}".
 Can you add "{task}" to my to-do list?""",
         {"id": "code", "open": "small"},
-        "The task has the id {id}. You have {open} open tasks.",
+        "task",
         {
             "priority": P(
                 "priority importance urgency",
@@ -730,7 +730,7 @@ Explain the word {word}.
 I do not know the word "{word}". Look it up.
 Can you look up {word} in the dictionary?""",
         {"meaning": "title"},
-        'It means "{meaning}".|{word} means "{meaning}".',
+        "define",
         {"language": LANGUAGE},
     ),
     "units": T(
@@ -751,7 +751,7 @@ I have {value} {from}. How much is that in {to}?
 Please convert {value} {from} into {to}.
 Can you convert {value} {from} to {to}?""",
         {"result": "decimal"},
-        "{value} {from} is {result} {to}.",
+        "units",
     ),
     "recipe": T(
         "find recipe|get recipe|recipe search|search recipes|recipes|how to cook",
@@ -768,7 +768,7 @@ What do I need to cook {dish}?
 Recipe for {dish}
 Can you find me a recipe for {dish}?""",
         {"name": "title", "minutes": "medium"},
-        "{name} takes {minutes} minutes.",
+        "recipe",
         {
             "servings": P(
                 "servings people portions", "small", "How many portions", " for {} people", "We are {} people."
@@ -800,7 +800,7 @@ We need an account {username}. The email is {email}.
 New user {username}, mail {email}
 Please create the account {username} with the email {email}.""",
         {"id": "large"},
-        "The account {username} has the id {id}.",
+        "account",
         {
             "admin": P(
                 "admin is_admin administrator",
@@ -830,7 +830,7 @@ Print {path}.
 Can you read {path} for me?
 Please open the file {path}.""",
         {"lines": "medium", "first": "title"},
-        'The file has {lines} lines. The first is "{first}".',
+        "file",
         {
             "lines": P(
                 "lines max_lines line_count", "medium", "How many lines", "", "Only the first {} lines.|Show {} lines."
@@ -850,7 +850,7 @@ Select from {table} in the database.
 Read the rows of table {table}.
 Give me the rows in the {table} table.""",
         {"rows": "medium"},
-        "The table {table} has {rows} rows.",
+        "table",
         {
             "limit": P("limit max_rows rows", "medium", "How many rows", "", "At most {} rows.|Limit {}."),
             "columns": P("columns fields select", "words", "Which columns", "", "Only the columns {}.|Columns: {}."),
@@ -869,7 +869,7 @@ How big is the population of {country}?
 Tell me the population of {country}.
 How many inhabitants does {country} have?""",
         {"population": "large"},
-        "{population} people live in {country}.",
+        "population",
         {"year": P("year in_year", "year", "Year of the count", " in {}", "For the year {}.")},
     ),
     "battery": T(
@@ -885,7 +885,7 @@ Show the battery status.
 Is my battery full?
 Tell me the battery level.""",
         {"percent": "small"},
-        "The battery is at {percent} percent.",
+        "battery",
     ),
     "location": T(
         "get location|current location|where am i|my location|gps|locate user",
@@ -900,7 +900,7 @@ Tell me where I am.
 Show my location.
 Find out where I am right now.""",
         {"city": "city"},
-        "You are in {city}.",
+        "location",
     ),
 }
 
@@ -915,7 +915,7 @@ What's the air quality in {city}?
 How clean is the air in {city}?
 Check the air quality for {city}.""",
         {"index": "medium"},
-        "The air quality in {city} is {index}.",
+        "air",
     ),
     "alarm": T(
         "set alarm|create alarm|alarm|alarm clock|add alarm",
@@ -927,7 +927,7 @@ Set an alarm at {time}.
 Please create an alarm for {time}.
 I need an alarm at {time}.""",
         {"id": "code"},
-        "The alarm is set. Its id is {id}.",
+        "alarm",
         {"label": P("label name title", "title", "Name of the alarm", " called {}", "Call it {}.")},
     ),
     "taxi": T(
@@ -943,7 +943,7 @@ I need a taxi from {from} to {to}.
 Get me a taxi from {from} to {to}.
 Book a taxi from {from} to {to}, please.""",
         {"minutes": "small", "price": "medium"},
-        "The taxi comes in {minutes} minutes and costs {price}.",
+        "taxi",
         {"passengers": P("passengers people seats", "small", "How many people", " for {} people", "We are {} people.")},
     ),
     "parcel": T(
@@ -959,7 +959,7 @@ Send a parcel to {to} in {city}. The weight is {weight} kg.
 Ship a parcel of {weight} kg to {to} in {city}.
 I want to send a parcel of {weight} kg to {to} in {city}.""",
         {"code": "code"},
-        "The parcel has the code {code}.",
+        "parcel",
     ),
     "holidays": T(
         "get holidays|public holidays|holiday list|list holidays|holidays",
@@ -974,7 +974,7 @@ List the holidays in {country} for {year}.
 Show me the public holidays of {country} in {year}.
 Which holidays does {country} have in {year}?""",
         {"count": "small"},
-        "{country} has {count} public holidays in {year}.",
+        "holidays",
     ),
     "random": T(
         "random number|get random number|random int|generate number",
@@ -988,7 +988,7 @@ Give me a random number between {low} and {high}.
 Generate a random number from {low} to {high}.
 Pick a random number between {low} and {high}.""",
         {"number": "medium"},
-        "The random number is {number}.",
+        "random number",
     ),
     "score": T(
         "get score|match score|game score|team score|sports result",
@@ -1000,7 +1000,7 @@ What was the score of the last game of {team}?
 Get me the score of the match of {team}.
 Show the last game score of the team {team}.""",
         {"score": "phone"},
-        "The score of {team} is {score}.",
+        "score",
     ),
     "note": T(
         "create note|save note|add note|note|new note|write note",
@@ -1015,7 +1015,7 @@ Create a note with the title {title}: {text}
 Make a note called {title} that says "{text}".
 Write a note. Title: {title}, text: {text}""",
         {"id": "code"},
-        "The note {title} has the id {id}.",
+        "note",
     ),
     "reset": T(
         "reset password|password reset|send password reset|new password",
@@ -1027,7 +1027,7 @@ Reset my password. My email is {email}.
 Please reset the password of the account {email}.
 I forgot my password. My account is {email}.""",
         {"status": "enum:sent,queued,delivered"},
-        "The password reset for {email} has the status {status}.",
+        "password",
     ),
 }
 
@@ -1216,5 +1216,14 @@ PARAMS: dict[str, Param] = {
 RESULT_FIELDS: dict[str, str] = {
     "id": "code", "status": "enum:open,closed,done,active,pending,confirmed", "total": "decimal", "count": "medium",
     "created": "iso_date", "owner": "person", "name": "title", "position": "small", "code": "code", "price": "decimal",
+    "city": "city", "room": "room", "color": "color", "score": "medium", "level": "small", "weight": "decimal",
+    "user": "person", "title": "title", "date": "iso_date", "start": "clock", "end": "clock", "length": "medium",
+    "phone": "phone", "email": "email", "author": "full_name", "language": "language", "file": "path", "size": "large",
+    "year": "year", "tax": "decimal", "queue": "small", "version": "decimal", "token": "pseudo", "group": "pseudo",
+    "balance": "decimal", "rank": "small", "speed": "medium", "product": "product", "reference": "code",
+    "message": "message", "unit": "word", "seat": "code", "floor": "small", "updated": "iso_date", "manager": "person",
 }  # fmt: skip
-HELD_RESULT_FIELDS: dict[str, str] = {"number": "large", "deadline": "iso_date", "contact": "person", "key": "code"}
+HELD_RESULT_FIELDS: dict[str, str] = {
+    "number": "large", "deadline": "iso_date", "contact": "person", "key": "code", "gate": "code", "depth": "medium",
+    "planet": "title", "driver": "full_name", "closing": "clock", "amount": "decimal", "station": "city",
+}  # fmt: skip

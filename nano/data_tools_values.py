@@ -164,30 +164,40 @@ def pseudo(rng: random.Random, split: Split) -> str:
 
 
 def person(rng: random.Random, split: Split) -> str:
-    if rng.random() < 0.1:
+    if rng.random() < 0.2:
         return pseudo(rng, split).capitalize()
-    first = FIRST.draw(rng, split)
-    return f"{first} {LAST.draw(rng, split)}" if rng.random() < 0.4 else first
+    return full_name(rng, split) if rng.random() < 0.4 else FIRST.draw(rng, split)
 
 
 def full_name(rng: random.Random, split: Split) -> str:
-    last = pseudo(rng, split).capitalize() if rng.random() < 0.2 else LAST.draw(rng, split)
-    return f"{FIRST.draw(rng, split)} {last}"
+    last = pseudo(rng, split).capitalize() if rng.random() < 0.45 else LAST.draw(rng, split)
+    first = pseudo(rng, split).capitalize() if rng.random() < 0.1 else FIRST.draw(rng, split)
+    return f"{first} {last}"
 
 
 def city(rng: random.Random, split: Split) -> str:
-    return pseudo(rng, split).capitalize() if rng.random() < 0.1 else CITIES.draw(rng, split)
+    return pseudo(rng, split).capitalize() if rng.random() < 0.2 else CITIES.draw(rng, split)
 
 
 def title(rng: random.Random, split: Split) -> str:
-    words = [pick(rng, WORDS.all) for _ in range(rng.randint(1, 3))]
+    words = [pick(rng, WORDS.all) for _ in range(pick(rng, (1, 2, 2, 3, 3, 4)))]
     words[-1] = pseudo(rng, split) if rng.random() < 0.25 else WORDS.draw(rng, split)
     text = " ".join(words)
     return text.title() if rng.random() < 0.7 else text
 
 
+_SMALL_WORDS = words_of("the a my your our we I you is are was to in on for with and of not at by it this will can see")
+
+
 def message(rng: random.Random, split: Split) -> str:
-    text = MESSAGES.draw(rng, split)
+    """A few words: ones that make sense, or any, so that copying them takes reading and no memory."""
+    if rng.random() < 0.4:
+        text = MESSAGES.draw(rng, split)
+    else:
+        parts = [pick(rng, _SMALL_WORDS if rng.random() < 0.4 else WORDS.all) for _ in range(rng.randint(1, 6))]
+        new = pseudo(rng, split) if rng.random() < 0.3 else WORDS.draw(rng, split)
+        parts.insert(rng.randint(0, len(parts)), new)
+        text = " ".join(parts)
     return text[0].upper() + text[1:] if rng.random() < 0.3 else text
 
 
@@ -227,8 +237,8 @@ def code(rng: random.Random, split: Split) -> str:
 
 
 def email(rng: random.Random, split: Split) -> str:
-    name = pseudo(rng, split) if rng.random() < 0.3 else FIRST.draw(rng, split).lower()
-    if rng.random() < 0.4:
+    name = pseudo(rng, split) if rng.random() < 0.45 else FIRST.draw(rng, split).lower()
+    if rng.random() < 0.3:
         name += "." + LAST.draw(rng, split).lower()
     return f"{name}@{pick(rng, ('example.com', 'mail.com', 'example.org', 'work.net', 'post.de'))}"
 

@@ -1,4 +1,4 @@
-"""The command line. Each verb is a module; those that compute import torch when they run, so that `--help` is instant."""
+"""The command line. Each verb is a module; those that compute import torch when they run: `--help` is instant."""
 
 import sys
 from pathlib import Path
@@ -48,7 +48,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory for the context of all requests: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB.",
+            help="Memory for all contexts: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB.",
         ),
     ] = None,
     keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,
@@ -56,7 +56,7 @@ def serve(
 ) -> None:
     """Serve a model over the OpenAI API.
 
-    Loads the checkpoint, then answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health and /metrics.
+    Loads the checkpoint, then answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics.
     Every flag is a key of deployment.toml; a flag wins over the file.
     """
     given = {

@@ -64,8 +64,8 @@ def _checkpoint(folder: Path, device: torch.device, machine: Machine, console: C
         read = _bytes_per_token(config)
         seconds = read / machine.bytes_per_s
         lines.append(
-            f"floor            a token reads {read / 1e6:.1f} MB of weights; over {machine.bytes_per_s / 1e9:.1f} GB/s: "
-            f"{seconds * 1e3:.2f} ms, {1 / seconds:,.0f} tokens/s at batch 1"
+            f"floor            a token reads {read / 1e6:.1f} MB of weights: {seconds * 1e3:.2f} ms at "
+            f"{machine.bytes_per_s / 1e9:.1f} GB/s, {1 / seconds:,.0f} tokens/s at batch 1"
         )
     else:
         lines.append(f"does not fit     {-left / 1e9:.2f} GB too little for the weights alone")

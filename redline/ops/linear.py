@@ -23,9 +23,7 @@ def kernel(x_TK: Tensor, weight: Matrix) -> Tensor:
     tokens, k = x_TK.shape
     padded = (weight.outputs + PANEL - 1) // PANEL * PANEL
     y = torch.empty(tokens, padded)
-    library.redline_linear(
-        native.pointer(x_TK), k, weight.address, y.data_ptr(), padded, tokens, padded, k
-    )
+    library.redline_linear(native.pointer(x_TK), k, weight.address, y.data_ptr(), padded, tokens, padded, k)
     return y if padded == weight.outputs else y[:, : weight.outputs]
 
 

@@ -4,8 +4,8 @@
 N outputs, K inputs, E experts.
 """
 
-from collections.abc import Iterable
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch

@@ -66,7 +66,7 @@ def test_a_request_that_cannot_be_met_is_refused_and_its_near_miss_is_not() -> N
     refused = [any(word in s.messages[-1]["content"] for word in CANNOT) for s in samples]
     asked_to = [s.check is not None and "contains_any" in s.check for s in samples]
     assert refused == asked_to
-    assert 0.1 < 1 - sum(refused) / len(refused) < 0.3
+    assert 0.2 < 1 - sum(refused) / len(refused) < 0.45
 
 
 def test_what_is_asked_for_was_said_in_an_earlier_turn() -> None:

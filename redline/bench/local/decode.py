@@ -37,7 +37,7 @@ class DecodeCase(Record, frozen=True):
 
 
 def step_cost(runner: Runner, batch: int, context: int) -> Cost:
-    """The weights that a step of `batch` rows reads (each expert once, as many as independent uniform routing chooses on
+    """The weights that a step of `batch` rows reads (each expert once, as many as independent routing chooses on
     average), the latents of every row, and its multiplications."""
     config = runner.model.config
     chosen = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** batch
