@@ -44,7 +44,6 @@ FROM_ENGLISH = wordings("""
     I need the {L} word for {w}.
     Say {w} in {L}.
     Tell me how to say {w} in {L}.
-    What does {w} mean in {L}?
     Translate the English {w} into {L}, please.
     In {L}, what is {w}?
     Do you know the {L} translation of {w}?
@@ -58,6 +57,24 @@ FROM_ENGLISH = wordings("""
     I want to say {w} in {L}. How do I do that?
     What would {w} be in {L}?
     I forgot how to say {w} in {L}. Can you help?
+    Translate {w}, an English word, into {L}.
+    Translate the word {w} into {L}.
+    Translate the English word {w} to {L}.
+    What is the {L} translation of {w}?
+    What is the English word {w} in {L}?
+    Translate from English to {L}: {w}
+    Translate into {L}: {w}
+    Translation of {w} into {L}?
+    Please say {w} in {L}.
+    Into {L}, please: {w}
+    How does one say {w} in {L}?
+    From English into {L}, what is {w}?
+    What is the word for {w} in {L}?
+    Write {w} in {L}.
+    {w}, in {L}, please
+    The English {w}, what is it in {L}?
+    Do you know {w} in {L}?
+    Can you say {w} in {L}?
 """)
 INTO_ENGLISH = wordings("""
     What does the {L} word {w} mean?
@@ -75,97 +92,156 @@ INTO_ENGLISH = wordings("""
     Tell me what {w} means in English.
     What is the meaning of the {L} word {w}?
     In {L}, what does {w} mean?
+    What does {w} mean in {L}?
     Which English word is {w} in {L}?
     {w} is {L}. What is it in English?
     I don't understand the {L} word {w}. What is it in English?
     What do they mean by {w} in {L}?
+    What is the {L} word {w} in English?
+    Translate the {L} word {w} into English.
+    Translate from {L} to English: {w}
+    Translate into English from {L}: {w}
+    What is the English translation of the {L} {w}?
+    What does {w}, a {L} word, mean in English?
+    The {L} word {w}, what is it in English?
+    What does the {L} {w} mean?
+    {w} is a {L} word. What does it mean?
+    {w} is a {L} word. What is it in English?
+    I saw {w} in a {L} book. What is it in English?
+    Tell me the English for the {L} word {w}.
+    Someone said {w} in {L}. What does it mean in English?
+    {w} from {L} to English, please
+    How do I translate the {L} word {w} into English?
+    Please tell me what the {L} word {w} means.
+    What do you call the {L} {w} in English?
+    Meaning of {w} in {L}?
+    From {L} into English, what is {w}?
+    Do you know what the {L} word {w} means?
+    English for the {L} {w}?
+    Give me the English for the {L} {w}.
 """)
-# asked in the language itself: (from English, into English)
-LOCAL: dict[str, tuple[Wordings, Wordings]] = {
-    "German": (
-        wordings("""
-            Was heißt {w} auf Deutsch?
-            Wie sagt man {w} auf Deutsch?
-            Übersetze {w} ins Deutsche.
-            Was bedeutet {w} auf Deutsch?
-        """),
-        wordings("""
-            Was heißt {w} auf Englisch?
-            Wie sagt man {w} auf Englisch?
-            Übersetze {w} ins Englische.
-            Was bedeutet {w} auf Englisch?
-        """),
-    ),
-    "French": (
-        wordings("""
-            Comment dit-on {w} en français ?
-            Que veut dire {w} en français ?
-            Traduis {w} en français.
-            Que signifie {w} en français ?
-        """),
-        wordings("""
-            Comment dit-on {w} en anglais ?
-            Que veut dire {w} en anglais ?
-            Traduis {w} en anglais.
-            Que signifie {w} en anglais ?
-        """),
-    ),
-    "Spanish": (
-        wordings("""
-            ¿Cómo se dice {w} en español?
-            ¿Qué significa {w} en español?
-            Traduce {w} al español.
-            ¿Qué quiere decir {w} en español?
-        """),
-        wordings("""
-            ¿Cómo se dice {w} en inglés?
-            ¿Qué significa {w} en inglés?
-            Traduce {w} al inglés.
-            ¿Qué quiere decir {w} en inglés?
-        """),
-    ),
-    "Italian": (
-        wordings("""
-            Come si dice {w} in italiano?
-            Cosa significa {w} in italiano?
-            Traduci {w} in italiano.
-            Che vuol dire {w} in italiano?
-        """),
-        wordings("""
-            Come si dice {w} in inglese?
-            Cosa significa {w} in inglese?
-            Traduci {w} in inglese.
-            Che vuol dire {w} in inglese?
-        """),
-    ),
-    "Portuguese": (
-        wordings("""
-            Como se diz {w} em português?
-            O que significa {w} em português?
-            Traduza {w} para o português.
-            O que quer dizer {w} em português?
-        """),
-        wordings("""
-            Como se diz {w} em inglês?
-            O que significa {w} em inglês?
-            Traduza {w} para o inglês.
-            O que quer dizer {w} em inglês?
-        """),
-    ),
-    "Dutch": (
-        wordings("""
-            Wat is {w} in het Nederlands?
-            Hoe zeg je {w} in het Nederlands?
-            Vertaal {w} naar het Nederlands.
-            Wat betekent {w} in het Nederlands?
-        """),
-        wordings("""
-            Wat is {w} in het Engels?
-            Hoe zeg je {w} in het Engels?
-            Vertaal {w} naar het Engels.
-            Wat betekent {w} in het Engels?
-        """),
-    ),
+# asked in the language itself; {T} is its own name, or what it calls English
+_LOCAL = {
+    "German": """
+        Was heißt {w} auf {T}?
+        Wie sagt man {w} auf {T}?
+        Übersetze {w} ins {T}e.
+        Was bedeutet {w} auf {T}?
+        Was ist {w} auf {T}?
+        Wie heißt {w} auf {T}?
+        Wie lautet {w} auf {T}?
+        Bitte übersetze {w} ins {T}e.
+        Kannst du {w} ins {T}e übersetzen?
+        Sag mir, was {w} auf {T} heißt.
+        Weißt du, was {w} auf {T} heißt?
+        Wie würde man {w} auf {T} sagen?
+        {w} auf {T}?
+        Ich möchte {w} auf {T} sagen.
+        Nenne mir {w} auf {T}.
+        Übersetz mal {w} ins {T}e.
+    """,
+    "French": """
+        Comment dit-on {w} en {T} ?
+        Que veut dire {w} en {T} ?
+        Traduis {w} en {T}.
+        Que signifie {w} en {T} ?
+        Comment est-ce qu'on dit {w} en {T} ?
+        Quel est le mot {T} pour {w} ?
+        Peux-tu traduire {w} en {T} ?
+        Traduis en {T} : {w}
+        Dis-moi comment on dit {w} en {T}.
+        Tu sais comment on dit {w} en {T} ?
+        Comment dire {w} en {T} ?
+        C'est quoi {w} en {T} ?
+        {w} en {T} ?
+        Traduisez {w} en {T}, s'il vous plaît.
+        Donne-moi {w} en {T}.
+        Je cherche le mot {T} pour {w}.
+    """,
+    "Spanish": """
+        ¿Cómo se dice {w} en {T}?
+        ¿Qué significa {w} en {T}?
+        Traduce {w} al {T}.
+        ¿Qué quiere decir {w} en {T}?
+        ¿Cómo digo {w} en {T}?
+        ¿Cuál es la palabra para {w} en {T}?
+        ¿Puedes traducir {w} al {T}?
+        Traduce al {T}: {w}
+        Dime cómo se dice {w} en {T}.
+        ¿Sabes cómo se dice {w} en {T}?
+        ¿Qué es {w} en {T}?
+        ¿{w} en {T}?
+        Por favor, traduce {w} al {T}.
+        Busco la palabra {w} en {T}.
+        Quiero decir {w} en {T}.
+        Dame {w} en {T}.
+    """,
+    "Italian": """
+        Come si dice {w} in {T}?
+        Cosa significa {w} in {T}?
+        Traduci {w} in {T}.
+        Che vuol dire {w} in {T}?
+        Come dico {w} in {T}?
+        Qual è la parola {T} per {w}?
+        Puoi tradurre {w} in {T}?
+        Traduci in {T}: {w}
+        Dimmi come si dice {w} in {T}.
+        Sai come si dice {w} in {T}?
+        Cos'è {w} in {T}?
+        {w} in {T}?
+        Per favore, traduci {w} in {T}.
+        Cerco la parola {w} in {T}.
+        Voglio dire {w} in {T}.
+        Dammi {w} in {T}.
+    """,
+    "Portuguese": """
+        Como se diz {w} em {T}?
+        O que significa {w} em {T}?
+        Traduza {w} para o {T}.
+        O que quer dizer {w} em {T}?
+        Como digo {w} em {T}?
+        Qual é a palavra para {w} em {T}?
+        Você pode traduzir {w} para o {T}?
+        Traduza para o {T}: {w}
+        Diga-me como se diz {w} em {T}.
+        Sabe como se diz {w} em {T}?
+        O que é {w} em {T}?
+        {w} em {T}?
+        Por favor, traduza {w} para o {T}.
+        Procuro a palavra {w} em {T}.
+        Quero dizer {w} em {T}.
+        Como é {w} em {T}?
+    """,
+    "Dutch": """
+        Wat is {w} in het {T}?
+        Hoe zeg je {w} in het {T}?
+        Vertaal {w} naar het {T}.
+        Wat betekent {w} in het {T}?
+        Hoe zeg ik {w} in het {T}?
+        Wat is het {T}e woord voor {w}?
+        Kun je {w} naar het {T} vertalen?
+        Vertaal naar het {T}: {w}
+        Zeg me hoe je {w} in het {T} zegt.
+        Weet je hoe je {w} in het {T} zegt?
+        Hoe heet {w} in het {T}?
+        {w} in het {T}?
+        Vertaal alsjeblieft {w} in het {T}.
+        Ik zoek {w} in het {T}.
+        Wat zegt men voor {w} in het {T}?
+        Geef mij {w} in het {T}.
+    """,
+}
+OWN_NAMES = {  # language: (its own name for itself, for English)
+    "German": ("Deutsch", "Englisch"),
+    "French": ("français", "anglais"),
+    "Spanish": ("español", "inglés"),
+    "Italian": ("italiano", "inglese"),
+    "Portuguese": ("português", "inglês"),
+    "Dutch": ("Nederlands", "Engels"),
+}
+LOCAL: dict[str, tuple[Wordings, Wordings]] = {  # (from English, into English)
+    language: (wordings(text.replace("{T}", own)), wordings(text.replace("{T}", english)))
+    for (language, text), (own, english) in zip(_LOCAL.items(), OWN_NAMES.values(), strict=True)
 }
 # how an answer in the language begins
 IS = {
@@ -175,14 +251,6 @@ IS = {
     "Italian": "{w} si dice {a} in {L}.",
     "Portuguese": "{w} se diz {a} em {L}.",
     "Dutch": "{w} is {a} in het {L}.",
-}
-OWN_NAMES = {  # language: (its own name for itself, for English)
-    "German": ("Deutsch", "Englisch"),
-    "French": ("français", "anglais"),
-    "Spanish": ("español", "inglés"),
-    "Italian": ("italiano", "inglese"),
-    "Portuguese": ("português", "inglês"),
-    "Dutch": ("Nederlands", "Engels"),
 }
 
 
@@ -217,8 +285,8 @@ def lexicon(rng: random.Random, split: Split) -> Sample:
     """A word or phrase translated from or into English."""
     while True:
         pair = rng.choice(PAIRS)
-        out = rng.random() < 0.55  # out of English
-        local = pair.language in LOCAL and rng.random() < 0.15
+        out = rng.random() < 0.5  # out of English
+        local = pair.language in LOCAL and rng.random() < 0.25
         said = (LOCAL[pair.language] if local else (FROM_ENGLISH, INTO_ENGLISH))[0 if out else 1].pick(rng, split)
         if not (out or local or "{L}" in said) and len(SPOKEN_IN[pair.foreign.lower()]) > 1:
             continue  # without the language's name the question would have two answers
@@ -239,7 +307,8 @@ def lexicon(rng: random.Random, split: Split) -> Sample:
         content = f'"{asked}" in {pair.language} is "{answer}".'
     else:
         content = f'The {pair.language} "{asked}" means "{answer}" in English.'
-    thought = f"{pair.language if not out else 'English'} {asked} = {target} {answer}."
+    source = "English" if out else pair.language
+    thought = f"{source} -> {target}: {asked} = {answer}"
     check = {"contains_any": [f'"{word}"' for word in answers]}  # in quotes, since "e" is in most sentences
     return dialogue(rng, split, "lexicon", prompt, thought, content, check)
 
@@ -726,4 +795,4 @@ def families(kind: str) -> tuple[int, int]:
     return sum(len(said.train) for said in lists), sum(len(said.held) for said in lists)
 
 
-GENERATORS: dict[str, tuple[Generator, float]] = {"lexicon": (lexicon, 0.5), "fact": (fact, 0.5)}
+GENERATORS: dict[str, tuple[Generator, float]] = {"lexicon": (lexicon, 0.6), "fact": (fact, 0.4)}
