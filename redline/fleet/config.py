@@ -61,9 +61,10 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         for table in tables:
             place = place.setdefault(table, {})
         place[last] = value
-    engine = values.get("engine")
-    if isinstance(engine, dict) and isinstance(engine.get("kv_memory"), str):
-        engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
+    if isinstance(values.get("engine"), dict):
+        engine: dict[str, Any] = values["engine"]
+        if isinstance(engine.get("kv_memory"), str):
+            engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
     try:
         config = msgspec.convert(values, ServeConfig)
     except msgspec.ValidationError as error:

@@ -4,11 +4,10 @@ Drives the runner itself: one step, run and awaited, over contexts of random tok
 figure is the step alone, without planner, HTTP or launch-ahead.
 """
 
+import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-
-import torch
 
 from redline.ops.op import Cost, Machine
 from redline.run.runner import Runner
@@ -54,15 +53,15 @@ def bench_decode(
     runner: Runner, machine: Machine, batches: Sequence[int], contexts: Sequence[int], repeats: int
 ) -> Iterator[DecodeCase]:
     """Yields a DecodeCase for each batch and context. The runner must be idle and hold batch x context tokens."""
-    generator = torch.Generator().manual_seed(0)
+    generator = random.Random(0)
     number = 0
     for context in contexts:
         for batch in batches:
             pages_each = -(-(context + repeats + 8) // PAGE_TOKENS)
             for slot in range(batch):
-                ids = torch.randint(0, runner.model.config.vocab_size, (context,), generator=generator)
+                ids = tuple(generator.randrange(runner.model.config.vocab_size) for _ in range(context))
                 pages = tuple(PageId(slot * pages_each + i) for i in range(pages_each))
-                begin = Begin(slot=slot, tokens=tuple(ids.tolist()), prompt=context, pages=(), sampling=_GREEDY)
+                begin = Begin(slot=slot, tokens=ids, prompt=context, pages=(), sampling=_GREEDY)
                 for start in range(0, context, CHUNK):
                     count = min(CHUNK, context - start)
                     first = start == 0
