@@ -1,14 +1,16 @@
 """Tool calling: one call, several calls, none, and the answer after the result.
 
 Names, parameters and descriptions are made up anew for every sample, so that a model must read the declaration. The
-thinking goes through the declared functions one by one (`NAME: yes` or `no`), then writes each call with every
-parameter in the order of the TypeScript declaration (required ones first, each group by alphabet), `none` where the
-user did not say. The call's JSON has the same order, compact, without the ones not said.
+thinking is work that copying can do. First what the user wants, in set words, and the pieces of the request that say
+with what values; then each declared function with its action in set words, `yes` where these are the wanted ones; then
+each call with every parameter in the order of the TypeScript declaration (required ones first, each group by alphabet),
+`none` where the user did not say. The call's JSON has the same order, compact, without the ones not said.
 """
 
 import json
 import operator
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -60,6 +62,15 @@ class Function:
     verbs: tuple[str, ...] = ()
     noun: str = ""
     group: tuple[str, frozenset[str]] | None = None  # a nested object and the slots in it
+
+    @property
+    def action(self) -> str:
+        """What it does in set words: one word for all that mean the same."""
+        return self.topic.label if self.topic else self.key
+
+    @property
+    def thing(self) -> str:
+        return self.topic.label if self.topic else self.noun
 
 
 def _styled(rng: random.Random, words: Sequence[str]) -> str:
@@ -173,7 +184,7 @@ def _declare(
     if required_names or rng.random() < 0.5:
         parameters["required"] = required_names
     function: dict[str, Any] = {"name": name, "parameters": parameters}
-    meaningful = any(word.lower() in name.lower() for word in words[-1:])
+    meaningful = (camel or "_" in name or "-" in name) and all(word.lower() in name.lower() for word in words)
     if not meaningful or rng.random() < 0.88:
         function["description"] = about + ("." if rng.random() < 0.3 else "")
     return name, {"type": "function", "function": function}, slots, group
@@ -222,7 +233,7 @@ def _compose(rng: random.Random, split: Split, verbs: tuple[str, ...] = (), noun
     if not noun:
         noun = pseudo(rng, split) if rng.random() < 0.15 else pick(rng, HELD_NOUNS if held else NOUNS)
     while True:
-        count = pick(rng, (1, 2, 2, 2, 3, 3, 4))
+        count = pick(rng, (1, 1, 2, 2, 2, 3, 3, 4))
         chosen = [(key, PARAMS[key], rng.random() < 0.6) for key in rng.sample(list(PARAMS), count)]
         shape = sorted(f"{param.kind}{required}" for _, param, required in chosen)
         if held == reserved("shape", *shape, one_in=5):
@@ -258,6 +269,8 @@ def _others(
     """Functions that the user does not need; a third share a word with one that is needed."""
     names = {target.name for target in targets}
     keys = {target.key for target in targets}
+    things = {target.thing for target in targets if target.topic}  # a "find contact" beside them would be the same
+    composed = {target.thing for target in targets if not target.topic}
     found: list[Function] = []
     while len(found) < count:
         like = pick(rng, targets) if targets else None
@@ -268,9 +281,11 @@ def _others(
             other = _compose(rng, split)
         else:
             other = _from_topic(rng, split, pick(rng, _ALL_KEYS if split == "families" else _TRAIN_KEYS))
-        if other.name not in names and other.key not in keys and (general or other.key not in _TOO_GENERAL):
+        unlike = other.thing not in (composed if other.topic else things)
+        if unlike and other.name not in names and other.key not in keys and (general or other.key not in _TOO_GENERAL):
             names.add(other.name)
             keys.add(other.key)
+            (things if other.topic else composed).add(other.thing)
             found.append(other)
     return found
 
@@ -336,21 +351,23 @@ def _named(slot: Slot) -> str:
     return slot.name if slot.explicit else slot.name.replace("_", " ")
 
 
-def _clause(rng: random.Random, slot: Slot, value: Any) -> tuple[str, bool]:
-    """How the user says an optional value, and whether it goes inside the sentence."""
+def _clause(rng: random.Random, slot: Slot, value: Any, short: bool) -> tuple[str, bool]:
+    """How the user says an optional value, and whether it goes inside the sentence. `short`: it must."""
     param = slot.param
     spoken = _spoken(rng, param.kind, value)
-    explicit = slot.explicit or rng.random() < 0.12 or not (param.inline or param.says)
-    if explicit:
+    inline = param.inline and not slot.explicit
+    if short and not inline:
+        return f" with {_named(slot)} {spoken}", True
+    if slot.explicit or rng.random() < 0.12 or not (param.inline or param.says):
         name = _named(slot)
         if param.kind == "flag":
             return pick(rng, ("Set {} to {}.", "{}: {}.", "The value of {} is {}.")).format(name, spoken), False
-        if rng.random() < 0.5:
-            return pick(rng, (" with {} {}", " with the {} {}", " and {} {}", " ({}: {})")).format(name, spoken), True
-        return pick(rng, ("The {} is {}.", "{}: {}.", "Set {} to {}.", "Use {} {}.")).format(name, spoken), False
+        if short or rng.random() < 0.5:
+            return pick(rng, (" with {} {}", " with the {} {}", " ({}: {})")).format(name, spoken), True
+        return pick(rng, ("The {} is {}.", "Set {} to {}.")).format(name, spoken), False
     if param.kind == "flag":
         return pick(rng, param.says if value else param.denies).replace("{name}", _named(slot)), False
-    if param.inline and (not param.says or rng.random() < 0.6):
+    if param.inline and (short or not param.says or rng.random() < 0.6):
         return pick(rng, param.inline).replace("{}", spoken), True
     return pick(rng, param.says).replace("{}", spoken), False
 
@@ -384,28 +401,52 @@ def _values(rng: random.Random, split: Split, function: Function) -> dict[str, A
     return values
 
 
-def _ask(rng: random.Random, split: Split, call: Call) -> str:
-    """The request that `call` answers, in one or more sentences."""
+class Request(NamedTuple):
+    text: str
+    pieces: list[str]  # of the text, in its order: what says a value
+
+
+_SLOT = re.compile(r"\{(\w+)\}")
+
+
+def _fill(rng: random.Random, ask: str, call: Call) -> Request:
+    """A topic's question with its values. A piece is a value with up to two words before it."""
+    kinds = {slot.key: slot.param.kind for slot in call.function.slots}
+    text, pieces, done = "", list[str](), 0
+    for slot in _SLOT.finditer(ask):
+        before = ask[done : slot.start()]
+        spoken = _spoken(rng, kinds[slot[1]], call.values[slot[1]])
+        quote = ask[slot.end() : slot.end() + 1] if ask[slot.end() : slot.end() + 1] in ("'", '"') else ""
+        lead = re.split(r"[\n.?!] ?", before)[-1].split(" ")[-3:]
+        pieces.append(" ".join(lead).lstrip(" ,") + spoken + quote)
+        text += before + spoken
+        done = slot.end()
+    return Request(text + ask[done:], pieces)
+
+
+def _ask(rng: random.Random, split: Split, call: Call, short: bool = False) -> Request:
+    """The request that `call` answers: one sentence or more; `short`: one."""
     function, values = call
     inside: list[str] = []
     after: list[str] = []
     for slot in function.slots:
         if slot.key not in values or (function.topic and slot.required):
             continue
-        clause, inline = _clause(rng, slot, values[slot.key])
+        clause, inline = _clause(rng, slot, values[slot.key], short)
         (inside if inline else after).append(clause)
     rng.shuffle(inside)
     rng.shuffle(after)
+    pieces = [piece.strip(" ()") for piece in inside] + [piece.removesuffix(".") for piece in after]
     if function.topic:
-        ask = pick(rng, _asks(function.topic, split))
-        for slot in function.slots:
-            if slot.required:
-                ask = ask.replace("{" + slot.key + "}", _spoken(rng, slot.param.kind, values[slot.key]))
+        ask, required = _fill(rng, pick(rng, _asks(function.topic, split)), call)
         end = ask[-1] if ask[-1] in ".?!" else ""
         text = ask[: len(ask) - len(end)] + "".join(inside) + end
         if inside and (ask[-1] == '"' or ": " in ask):  # a clause would become part of the quoted text
             text = ask if end else ask + "."
-            text += " " + " ".join([_sentence(clause) for clause in inside])
+            sentences = [_sentence(clause) for clause in inside]
+            text += " " + " ".join(sentences)
+            pieces[: len(inside)] = [sentence.removesuffix(".") for sentence in sentences]
+        pieces = required + pieces
     else:
         do = f"{pick(rng, function.verbs)} {pick(rng, (_article(function.noun), 'the', 'the', 'my', 'this', 'our'))} "
         do += function.noun + "".join(inside)
@@ -413,7 +454,7 @@ def _ask(rng: random.Random, split: Split, call: Call) -> str:
         text = frame.replace("{do}", do[0].upper() + do[1:] if frame.startswith("{do}") else do)
     if after:
         text += ("" if text[-1] in ".?!" else ".") + " " + " ".join(after)
-    return text
+    return Request(text, pieces)
 
 
 _GREETINGS = (
@@ -439,8 +480,8 @@ _THANKS = (
 )
 
 
-def _dress(rng: random.Random, text: str) -> str:
-    if rng.random() < 0.15:
+def _dress(rng: random.Random, text: str, pieces: Sequence[str] = ()) -> str:
+    if rng.random() < 0.15 and not text.startswith(tuple(pieces)):
         text = text[0].lower() + text[1:]
     if rng.random() < 0.18:
         text = pick(rng, _GREETINGS) + text
@@ -450,6 +491,10 @@ def _dress(rng: random.Random, text: str) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------- conversations
+
+
+def _want(function: Function, pieces: Sequence[str]) -> str:
+    return ": ".join([function.action, " | ".join(pieces)]) if pieces else function.action
 
 
 @dataclass(slots=True)
@@ -464,12 +509,20 @@ class Talk:
     def user(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
 
-    def verdicts(self, needed: Sequence[str]) -> list[str]:
-        return [f"{function.name}: {'yes' if function.name in needed else 'no'}" for function in self.functions]
+    def judged(self, wants: Sequence[str], needed: Sequence[Function]) -> list[str]:
+        """The wishes, and what each function does and whether it is wanted; of several wishes, for which."""
+        lines = [f"Want{f' {i}' if len(wants) > 1 else ''}: {want}" for i, want in enumerate(wants, 1)]
+        for function in self.functions:
+            which = [str(i) for i, other in enumerate(needed, 1) if other is function]
+            verdict = " ".join(["yes", *which]) if len(needed) > 1 and which else "yes" if which else "no"
+            lines.append(f"{function.name}: {function.action}: {verdict}")
+        return lines
 
-    def call(self, calls: Sequence[Call]) -> list[str]:
-        """The assistant calls; returns the ids."""
-        lines = [*self.verdicts([call.function.name for call in calls]), *(call.thought() for call in calls)]
+    def call(self, calls: Sequence[Call], pieces: Sequence[Sequence[str]]) -> list[str]:
+        """The assistant calls; `pieces` of the request for each. Returns the ids."""
+        wants = [_want(call.function, said) for call, said in zip(calls, pieces, strict=True)]
+        lines = self.judged(wants, [call.function for call in calls])
+        lines += [f"{i}. {call.thought()}" if len(calls) > 1 else call.thought() for i, call in enumerate(calls, 1)]
         made = [
             {
                 "id": f"functions.{call.function.name}:{self.calls + i}",
@@ -508,7 +561,7 @@ def _talk(
 ) -> Talk:
     """Declare the targets and some functions that are not needed, in any order."""
     if count is None:
-        count = max(0, pick(rng, (1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 6)) - len(targets))
+        count = max(0, pick(rng, (1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5)) - len(targets))
     functions = [*targets, *_others(rng, split, targets, count, general)]
     rng.shuffle(functions)
     talk = Talk(functions, split != "train" or rng.random() >= _INSTANT)
@@ -527,10 +580,13 @@ def one_call(rng: random.Random, split: Split) -> Sample:
     talk = _talk(rng, split, [target])
     if rng.random() < 0.12:
         earlier = pick(rng, talk.functions)
-        _loop(rng, split, talk, [Call(earlier, _values(rng, split, earlier))])
+        before = Call(earlier, _values(rng, split, earlier))
+        request = _ask(rng, split, before)
+        _loop(rng, split, Several(talk, request, [before], [request.pieces]))
     call = Call(target, _values(rng, split, target))
-    talk.user(_dress(rng, _ask(rng, split, call)))
-    talk.call([call])
+    request = _ask(rng, split, call)
+    talk.user(_dress(rng, request.text, request.pieces))
+    talk.call([call], [request.pieces])
     return talk.sample("tool_call", _calls_check([call]))
 
 
@@ -540,11 +596,18 @@ _HELD_JOIN = ("{0} In addition: {1}", "{0} Next: {1}", "Do two things. {0} {1}")
 _LISTED = frozenset({"city", "ticker", "code", "pseudo", "path", "full_name", "word", "expression"})
 
 
-def _several(rng: random.Random, split: Split) -> tuple[Talk, str, list[Call]]:
+class Several(NamedTuple):
+    talk: Talk
+    request: Request
+    calls: list[Call]
+    pieces: list[list[str]]  # of the request, for each call
+
+
+def _several(rng: random.Random, split: Split) -> Several:
     target = _target(rng, split)
     needed = [slot for slot in target.slots if slot.required]
     if target.topic and len(needed) == 1 and needed[0].param.kind in _LISTED and rng.random() < 0.7:
-        slot, seen = needed[0], []
+        slot, seen = needed[0], list[str]()
         while len(seen) < (3 if rng.random() < 0.3 else 2):
             value = _draw(rng, split if not seen else "train", slot)
             if value not in seen:
@@ -552,26 +615,31 @@ def _several(rng: random.Random, split: Split) -> tuple[Talk, str, list[Call]]:
         calls = [Call(target, {slot.key: value}) for value in seen]
         ask = pick(rng, _asks(target.topic, split))
         joined = _spoken(rng, "", seen) if len(seen) > 2 else " and ".join(seen)
-        return _talk(rng, split, [target]), ask.replace("{" + slot.key + "}", joined), calls
+        request = Request(ask.replace("{" + slot.key + "}", joined), seen)
+        return Several(_talk(rng, split, [target]), request, calls, [[value] for value in seen])
     targets = [target]
     if rng.random() < 0.65 or not target.slots:
-        targets += [other for other in [_target(rng, split)] if other.key != target.key and other.name != target.name]
+        other = _target(rng, split)
+        if other.key != target.key and other.name != target.name and other.thing != target.thing:
+            targets.append(other)
     both = targets if len(targets) == 2 else [target, target]
     calls = [Call(function, _values(rng, split, function)) for function in both]
     while calls[0] == calls[1]:
         other = _others(rng, split, targets, 1)
         targets += other
         calls[1] = Call(other[0], _values(rng, split, other[0]))
-    asks = [_ask(rng, split, call) for call in calls]
-    asks = [ask + ("" if ask[-1] in ".?!" else ".") for ask in asks]
-    return _talk(rng, split, targets), pick(rng, _HELD_JOIN if split == "families" else _JOIN).format(*asks), calls
+    requests = [_ask(rng, split, call, short=True) for call in calls]
+    asks = [ask + ("" if ask[-1] in ".?!" else ".") for ask, _ in requests]
+    text = pick(rng, _HELD_JOIN if split == "families" else _JOIN).format(*asks)
+    pieces = [each.pieces for each in requests]
+    return Several(_talk(rng, split, targets), Request(text, sum(pieces, list[str]())), calls, pieces)
 
 
 def several_calls(rng: random.Random, split: Split) -> Sample:
     """Two or three calls in one answer, of one function or of two."""
-    talk, ask, calls = _several(rng, split)
-    talk.user(_dress(rng, ask))
-    talk.call(calls)
+    talk, request, calls, pieces = _several(rng, split)
+    talk.user(_dress(rng, *request))
+    talk.call(calls, pieces)
     return talk.sample("tool_multi", _calls_check(calls))
 
 
@@ -616,16 +684,16 @@ def no_call(rng: random.Random, split: Split) -> Sample:
     check: dict[str, Any] = {"no_tool_calls": True}
     if which < 0.75:
         ask, answer = pick(rng, _CHAT["families" if split == "families" else "train"])
-        thought = "No function is needed."
+        want, thought = "talk", "No function is needed."
     else:
         sum_ = data_numbers.plain(rng, split, pick(rng, ("add", "sub", "mul", "div")))
         ask = sum_.messages[-2]["content"]
         answer = sum_.messages[-1]["content"]
         talk.thinking = sum_.thinking
-        thought = "No function is needed.\n" + sum_.messages[-1].get("reasoning_content", "")
+        want, thought = "number", "No function is needed.\n" + sum_.messages[-1].get("reasoning_content", "")
         check |= sum_.check or {}
     talk.user(_dress(rng, ask) if rng.random() < 0.3 else ask)
-    talk.assistant("\n".join([*talk.verdicts([]), thought]), answer)
+    talk.assistant("\n".join([*talk.judged([want], []), thought]), answer)
     return talk.sample("tool_none", check)
 
 
@@ -634,8 +702,9 @@ def _unfit(rng: random.Random, split: Split) -> Sample:
     wanted = _target(rng, split)
     talk = _talk(rng, split, [wanted], pick(rng, (1, 1, 2, 2, 3, 4)), general=False)
     talk.functions.remove(wanted)
-    talk.user(_dress(rng, _ask(rng, split, Call(wanted, _values(rng, split, wanted)))))
-    talk.assistant("\n".join([*talk.verdicts([]), "No function fits."]), _REFUSAL)
+    request = _ask(rng, split, Call(wanted, _values(rng, split, wanted)))
+    talk.user(_dress(rng, *request))
+    talk.assistant("\n".join([*talk.judged([_want(wanted, request.pieces)], []), "No function fits."]), _REFUSAL)
     return talk.sample("tool_none", {"no_tool_calls": True})
 
 
@@ -649,7 +718,7 @@ def _missing(rng: random.Random, split: Split) -> Sample:
     bare = TOPICS[key].bare
     talk.user(_dress(rng, bare[-1] if split == "families" else pick(rng, bare[:-1] or bare)))
     slot = next(slot for slot in target.slots if slot.required)
-    thought = [*talk.verdicts([target.name]), f"{target.name}({slot.name}: missing)"]
+    thought = [*talk.judged([target.action], [target]), f"{target.name}({slot.name}: missing)"]
     talk.assistant("\n".join(thought), f"Please tell me the {slot.name.replace('_', ' ')}.")
     return talk.sample("tool_none", {"no_tool_calls": True})
 
@@ -701,27 +770,22 @@ def _tell(rng: random.Random, split: Split, call: Call) -> Told:
         if "expression" in call.values:
             a, sign, b = call.values["expression"].split()
             result["result"] = _CALCULATE[sign](int(a), int(b))
-        tell = pick(rng, topic.tells)
-        told = [name for name in result if "{" + name + "}" in tell]
-        sure = [name for name in told if all("{" + name + "}" in other for other in topic.tells)]
-        answer = tell.format(**(call.values | result))
     else:
-        fields = RESULT_FIELDS if split != "families" else RESULT_FIELDS | HELD_RESULT_FIELDS
-        told = rng.sample(list(fields), pick(rng, (1, 1, 2)))
-        result = {name: _draw_field(rng, split, fields[name]) for name in told}
-        answer = "Done. The " + " and the ".join([f"{name} is {result[name]}" for name in told]) + "."
-        sure = told
-    thought = "Result: " + ", ".join([f"{name} {result[name]}" for name in told]) + "."
-    if topic and rng.random() < 0.3:
-        result = {slot.name: call.values[slot.key] for slot in call.function.slots if slot.key in call.values} | result
-    return Told(result, thought, answer, [str(result[name]) for name in sure])
+        fields = HELD_RESULT_FIELDS if split == "families" else RESULT_FIELDS
+        kinds = {name: fields[name] for name in rng.sample(list(fields), pick(rng, (1, 1, 2, 2, 3)))}
+        result = {pseudo(rng, split) if rng.random() < 0.12 else name: _draw_field(rng, split, kind)
+                  for name, kind in kinds.items()}  # fmt: skip
+    thought = "Result: " + ", ".join([f"{name} {value}" for name, value in result.items()]) + "."
+    answer = " and ".join([f"the {name} is {value}" for name, value in result.items()])
+    return Told(result, thought, f"{answer[0].upper()}{answer[1:]}.", [str(value) for value in result.values()])
 
 
-def _loop(rng: random.Random, split: Split, talk: Talk, calls: list[Call], ask: str = "") -> list[str]:
+def _loop(rng: random.Random, split: Split, several: Several) -> list[str]:
     """A whole loop: question, calls, results, answer. Returns what the answer must contain."""
-    talk.user(_dress(rng, ask or _ask(rng, split, calls[0])))
+    talk, request, calls, pieces = several
+    talk.user(_dress(rng, *request))
     told = [_tell(rng, split, call) for call in calls]
-    for call_id, each in zip(talk.call(calls), told, strict=True):
+    for call_id, each in zip(talk.call(calls, pieces), told, strict=True):
         talk.result(call_id, _encode(rng, each.result))
     talk.assistant("\n".join([each.thought for each in told]), " ".join([each.answer for each in told]))
     return [fact for each in told for fact in each.facts]
@@ -730,12 +794,13 @@ def _loop(rng: random.Random, split: Split, talk: Talk, calls: list[Call], ask: 
 def follow_up(rng: random.Random, split: Split) -> Sample:
     """After the result: say what it says."""
     if rng.random() < 0.15:
-        talk, ask, calls = _several(rng, split)
+        several = _several(rng, split)
     else:
         target = _target(rng, split)
-        talk, ask = _talk(rng, split, [target]), ""
-        calls = [Call(target, _values(rng, split, target))]
-    return talk.sample("tool_followup", {"contains": _loop(rng, split, talk, calls, ask)})
+        call = Call(target, _values(rng, split, target))
+        request = _ask(rng, split, call)
+        several = Several(_talk(rng, split, [target]), request, [call], [request.pieces])
+    return several.talk.sample("tool_followup", {"contains": _loop(rng, split, several)})
 
 
 GENERATORS: dict[str, tuple[Generator, float]] = {

@@ -850,7 +850,7 @@ Select from {table} in the database.
 Read the rows of table {table}.
 Give me the rows in the {table} table.""",
         {"rows": "medium"},
-        "table",
+        "database",
         {
             "limit": P("limit max_rows rows", "medium", "How many rows", "", "At most {} rows.|Limit {}."),
             "columns": P("columns fields select", "words", "Which columns", "", "Only the columns {}.|Columns: {}."),
@@ -1155,7 +1155,9 @@ PARAMS: dict[str, Param] = {
         ' with the note "{}"',
         'The note is "{}".|Note: "{}".',
     ),
-    "email": P("email mail email_address", "email", "E-mail address", " with email {}", "The email is {}.|Email: {}."),
+    "email": P(
+        "email mail email_address", "email", "E-mail address", " with email {}", "The email is {}.|Use the email {}."
+    ),
     "language": P("language lang", "language", "Language", " in {}", "The language is {}.|Use {}."),
     "format": P(
         "format file_type type output",

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -69,12 +70,30 @@ def test_the_thinking_judges_every_function_and_names_every_parameter(kind: str)
                 continue
             lines = message["reasoning_content"].split("\n")
             called = [call["function"]["name"] for call in message["tool_calls"]]
-            verdicts = [f"{name}: {'yes' if name in called else 'no'}" for name in declared(sample)]
-            assert lines[: len(verdicts)] == verdicts
-            for name, line in zip(called, lines[len(verdicts) :], strict=True):
-                assert line.startswith(name + "(")
+            wants, functions = lines[: len(called)], lines[len(called) : -len(called)]
+            assert all(want.startswith("Want") for want in wants), lines
+            assert [line.split(": ")[0] for line in functions] == list(declared(sample))
+            wanted = {want.split(": ")[1] for want in wants}
+            for line in functions:
+                name, action, verdict = line.split(": ")
+                assert verdict.startswith("yes") == (name in called) == (action in wanted), lines
+            for name, line in zip(called, lines[-len(called) :], strict=True):
+                assert re.match(rf"(\d\. )?{re.escape(name)}\(", line)
                 parameters = ordered(declared(sample)[name])
                 assert all(f"{parameter}: " in line for parameter in parameters), line
+
+
+@pytest.mark.parametrize("kind", ["tool_call", "tool_multi"])
+def test_the_pieces_of_the_wish_are_the_users_words_and_hold_every_value(kind: str) -> None:
+    for sample in draw(kind, "families", 400):
+        said, answer = sample.messages[-2]["content"], sample.messages[-1]
+        wants = [line for line in answer["reasoning_content"].split("\n") if line.startswith("Want")]
+        for want, call in zip(wants, answer["tool_calls"], strict=True):
+            pieces = want.split(": ", 2)[2] if want.count(": ") > 1 else ""
+            assert all(piece in said for piece in pieces.split(" | ")), (want, said)
+            for value in json.loads(call["function"]["arguments"]).values():
+                if isinstance(value, str):
+                    assert value in pieces or value.capitalize() in pieces, (value, want)
 
 
 def test_every_string_argument_is_in_the_users_words() -> None:
