@@ -1,7 +1,7 @@
 """JSON by schema: a text with facts and a schema in; the object alone out.
 
-The thinking takes the fields in the schema's order and quotes each value, `none` for an optional one that the text does
-not tell. The answer has the same order, compact.
+The thinking takes the fields in the schema's order. For each it copies the words of the text that tell it, then the
+value; `none` for an optional one that the text does not tell. The answer has the same order, compact.
 """
 
 import json
@@ -48,13 +48,14 @@ def _any_record(rng: random.Random, split: Split) -> Record:
     held = split == "families"
     if rng.random() < 0.35:
         what = pseudo(rng, split)
-        params = [PARAMS[key] for key in rng.sample(_INVENTED, rng.randint(2, 5))]
+        params = [PARAMS[key] for key in rng.sample(_INVENTED, pick(rng, (1, 2, 2, 3, 3, 4)))]
     else:
         records = HELD_RECORDS if held else RECORDS
         what = pick(rng, tuple(records))
-        params = rng.sample(records[what], rng.randint(2, min(5, len(records[what]))))
-        if rng.random() < 0.2:
-            params.append(PARAMS[pick(rng, _INVENTED)])
+        params = rng.sample(records[what], min(pick(rng, (1, 2, 2, 3, 3, 4, 5)), len(records[what])))
+        extra = PARAMS[pick(rng, _INVENTED)]
+        if rng.random() < 0.2 and all(extra.kind != param.kind for param in params):  # two cities would be a riddle
+            params.append(extra)
     plain_keys = rng.random() < 0.12
     camel = rng.random() < 0.15
     fields: list[Field] = []
@@ -207,14 +208,21 @@ def _spoken(rng: random.Random, value: Any) -> str:
     return str(value)
 
 
-def _text(rng: random.Random, record: Record, told: dict[str, Any]) -> str:
+class Text(NamedTuple):
+    text: str
+    words: dict[str, str]  # field -> the words of the text that tell it
+
+
+def _text(rng: random.Random, record: Record, told: dict[str, Any]) -> Text:
     """The facts, in any order: as `name: value`, or as sentences about the thing."""
     fields = [field for field in record.fields if field.name in told]
     rng.shuffle(fields)
+    words: dict[str, str] = {}
     if rng.random() < 0.22:
-        pairs = [f"{field.name.replace('_', ' ')}{{}}{_spoken(rng, told[field.name])}" for field in fields]
         colon = pick(rng, (": ", " = ", " is ", ": "))
-        return pick(rng, (", ", "; ", "\n", ", ")).join([pair.replace("{}", colon) for pair in pairs])
+        for field in fields:
+            words[field.name] = field.name.replace("_", " ") + colon + _spoken(rng, told[field.name])
+        return Text(pick(rng, (", ", "; ", "\n", ", ")).join(words.values()), words)
     inside: list[str] = []
     after: list[str] = []
     for field in fields:
@@ -222,17 +230,19 @@ def _text(rng: random.Random, record: Record, told: dict[str, Any]) -> str:
         says = param.denies if value is False else param.says
         if field.plain or not (param.inline or says):
             name = field.name if field.plain else field.name.replace("_", " ")
-            after.append(pick(rng, ("The {} is {}.", "{}: {}.", "Its {} is {}.")).format(name, _spoken(rng, value)))
+            clause = pick(rng, ("The {} is {}.", "{}: {}.", "Its {} is {}.")).format(name, _spoken(rng, value))
         elif param.inline and (not says or rng.random() < 0.4):
-            inside.append(pick(rng, param.inline).replace("{}", _spoken(rng, value)))
+            clause = pick(rng, param.inline).replace("{}", _spoken(rng, value))
         else:
-            after.append(pick(rng, says).replace("{}", _spoken(rng, value)))
+            clause = pick(rng, says).replace("{}", _spoken(rng, value))
+        (inside if clause[0] == " " else after).append(clause)
+        words[field.name] = clause.strip().removesuffix(".")
     article = "an" if record.what[0] in "aeio" else "a"
     opening = ""
     if inside or rng.random() < 0.3:
         opening = pick(rng, ("{A} {w}", "This is {a} {w}", "There is {a} {w}", "We have {a} {w}", "I have {a} {w}"))
         opening = opening.format(A=article.capitalize(), a=article, w=record.what) + "".join(inside) + "."
-    return " ".join([opening, *after]).strip()
+    return Text(" ".join([opening, *after]).strip(), words)
 
 
 def _object(record: Record, told: dict[str, Any]) -> dict[str, Any]:
@@ -251,12 +261,14 @@ def _compact(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _thought(record: Record, told: dict[str, Any]) -> str:
+def _thought(record: Record, told: dict[str, Any], words: dict[str, str]) -> str:
     lines: list[str] = []
     for field in record.fields:
         path = f"{record.outer}.{field.name}" if record.nested(field) else field.name
-        value = _compact(told[field.name]) if field.name in told else "null" if field.nullable else "none"
-        lines.append(f"{path}: {value}")
+        if field.name in told:
+            lines.append(f"{path}: {words[field.name]} -> {_compact(told[field.name])}")
+        else:
+            lines.append(f"{path}: {'null' if field.nullable else 'none'}")
     return "\n".join(lines)
 
 
@@ -279,13 +291,16 @@ def extract(rng: random.Random, split: Split) -> Sample:
             shown = f"{shown}\nReturn both under the key {key}."
         else:
             shown = f'{{"{key}": [...]}} where each entry is {shown.strip()}'
-        text = "First: {} Second: {}".format(*[_text(rng, record, told) for told in all_told])
-        thought = "\n".join([f"{i}.\n{_thought(record, told)}" for i, told in enumerate(all_told, 1)])
+        texts = [_text(rng, record, told) for told in all_told]
+        text = "First: {} Second: {}".format(*[each.text for each in texts])
+        thoughts = [_thought(record, told, each.words) for told, each in zip(all_told, texts, strict=True)]
+        thought = "\n".join([f"{i}.\n{each}" for i, each in enumerate(thoughts, 1)])
         value: dict[str, Any] = {key: [_object(record, told) for told in all_told]}
         schema = {"type": "object", "properties": {key: {"type": "array", "items": schema}}, "required": [key]}
     else:
         told = _values(rng, split, record)
-        text, thought, value = _text(rng, record, told), _thought(record, told), _object(record, told)
+        text, words = _text(rng, record, told)
+        thought, value = _thought(record, told, words), _object(record, told)
     frame = pick(rng, HELD_FRAMES if split == "families" else FRAMES)
     prompt = frame.replace("{record}", record.what).replace("{schema}", shown).replace("{text}", text)
     reply: dict[str, Any] = {"role": "assistant", "content": _compact(value)}

@@ -44,7 +44,7 @@ RECORDS: dict[str, tuple[Param, ...]] = {
             " who is a {}",
             "Job: {}.|Works as a {}.",
         ),
-        flag("married is_married", "Married.|Is married.", "Not married.|Is not married."),
+        flag("married is_married", "The person is married.|It is a married person.", "The person is not married."),
     ),
     "book": (
         TITLE,
@@ -179,7 +179,7 @@ HELD_RECORDS: dict[str, tuple[Param, ...]] = {
     "invoice": (
         P("invoice_number number invoice_id", "code", "Number", " {}", "The invoice number is {}.|Invoice number: {}."),
         P("client company payer", "full_name", "Client", " for {}", "The client is {}."),
-        P("total sum", "decimal", "Total", " over {}", "The total is {}."),
+        P("total sum", "decimal", "Total", " with a total of {}", "The total is {}."),
         DATE,
         flag("settled is_settled", "It is settled.", "It is not settled."),
     ),
@@ -195,7 +195,11 @@ HELD_RECORDS: dict[str, tuple[Param, ...]] = {
         AGE,
         P("ward room_number", "small", "Ward", " in ward {}", "The ward is {}."),
         P("symptoms complaints", "words", "Symptoms", "", "The symptoms are {}."),
-        flag("insured is_insured", "Insured.", "Not insured."),
+        flag(
+            "insured is_insured",
+            "The patient is insured.|It is insured.",
+            "The patient is not insured.|It is not insured.",
+        ),
     ),
     "house": (
         P("street address", "title", "Street", " in {}", "The street is {}."),

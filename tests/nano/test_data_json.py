@@ -59,6 +59,19 @@ def test_every_value_is_in_the_prompt_and_in_the_thinking() -> None:
                 assert str(leaf) in asked, (leaf, asked)
 
 
+def test_the_thinking_copies_the_words_of_the_text_for_every_value() -> None:
+    for sample in draw("families", 500):
+        asked, answer = sample.messages[-2]["content"], sample.messages[-1]
+        told = [
+            line.split(": ", 1)[1].split(" -> ") for line in answer["reasoning_content"].split("\n") if " -> " in line
+        ]
+        assert len(told) >= 1
+        for words, value in told:
+            assert words in asked
+            plain = json.loads(value)
+            assert isinstance(plain, bool | list) or str(plain) in words
+
+
 def test_keys_come_in_the_order_of_the_schema() -> None:
     for sample in draw("train", 500):
         assert sample.check
