@@ -2,7 +2,8 @@
 
 Two grammars make most of them: filter x map x aggregate over a list, and small formulas and conditions on one number.
 The rest is a shelf of classic little functions. The plan in the thinking names the function, its parameters and the
-steps in one canonical form, so that every wording leads to the same code. One composition in five is held out whole.
+steps in one canonical form, so that every wording leads to the same code. The classics are also asked for in a few
+words or by their names alone. One composition in five is held out whole.
 """
 
 import random
@@ -40,6 +41,7 @@ class Asked(NamedTuple):
     wording: Split  # which wordings the sentence around it is taken from
     canonical: tuple[str, ...]  # the parameters' names when the user gives none
     steps: bool = False
+    brief: str = ""  # "phrase": a short sentence says it all; "name": the name of the function does
 
 
 # -------------------- asking
@@ -113,6 +115,74 @@ STEPS_NAMELESS = wordings("""
     Python function: takes {p}, {s}.
     Give me a function that gets {p}, {s}.
     How do I write a function that takes {p}, {s}?
+""")
+
+# short requests for the shelf: {s} is a verb phrase such as "adds two numbers"
+BRIEF_NAMELESS = wordings("""
+    Write a Python function that {s}.
+    Write a function that {s}.
+    Please write a function that {s}.
+    Python function that {s}
+    a function that {s}
+    I need a Python function that {s}.
+    Give me a function that {s}.
+    Can you write a function that {s}?
+    Can you code a function that {s}?
+    Could you write a Python function which {s}?
+    Implement a function that {s}.
+    Create a Python function that {s}.
+    Show me a Python function that {s}.
+    How do I write a function that {s}?
+    Define a function which {s}.
+    Code in Python: a function that {s}
+    Make a function that {s}.
+    Python: write a function that {s}
+    I want a function that {s}.
+    python code that {s}
+""")
+BRIEF_NAMED = wordings("""
+    Write a Python function {f} that {s}.
+    Write a function {f} that {s}.
+    Please write a function called {f} that {s}.
+    Write a function named {f} that {s}.
+    I need a Python function {f} that {s}.
+    Give me a function {f} that {s}.
+    Can you write a function {f} that {s}?
+    Could you write {f}, which {s}?
+    Implement {f}. It {s}.
+    Create a Python function {f} that {s}.
+    Define a function {f} which {s}.
+    Make a function called {f} that {s}.
+    {f}: a function that {s}
+    Write {f} in Python. It {s}.
+    Python function {f} that {s}
+    The function {f} {s}. Write it.
+    Code {f}, a function that {s}.
+    Please implement {f} that {s}.
+    Help me with {f}: it {s}.
+    Show me {f}, a function that {s}.
+""")
+NAME_ONLY = wordings("""
+    Write a function {f}.
+    Write a Python function {f}.
+    function {f}
+    {f} in python
+    write {f}
+    Implement {f}.
+    Please write the function {f}.
+    Python function {f}
+    Code {f} in Python.
+    Can you write {f}?
+    I need {f} in Python.
+    Give me the Python function {f}.
+    Define {f}.
+    {f} please
+    def {f}
+    Write the function {f} in Python, please.
+    Show me how to write {f} in Python.
+    Create the function {f}.
+    How would you implement {f} in Python?
+    write code for {f}
 """)
 
 VERBS = terms(
@@ -910,13 +980,33 @@ def shelf(rng: random.Random, split: Split) -> Asked:
     return Asked(named, description, takes, first, again, split, tuple(names))
 
 
+def brief(rng: random.Random, split: Split) -> Asked:
+    """A classic asked for in a few words, or by its name alone."""
+    task = rng.choice(_SHELF)
+    phrases = PHRASES.get(task.name)
+    names = tuple(parameter for parameter, _ in task.parameters)
+    kinds = [DRAW[kind] for _, kind in task.parameters]
+    plain = Task(task.name, names, task.plan, task.body, lambda draw: tuple(kind(draw) for kind in kinds))
+    if phrases is None or rng.random() < 0.25:
+        return Asked(plain, "", "", "", "", split, names, brief="name")
+    return Asked(plain, phrases.pick(rng, split), "", "", "", split, names, brief="phrase")
+
+
+def _phrases() -> dict[str, Wordings]:
+    lines = Path(__file__).with_name("function_phrases.txt").read_text().splitlines()
+    named = (line.split(": ", 1) for line in lines)
+    return {name: wordings(text.replace(" | ", "\n")) for name, text in named}
+
+
 _SHELF = _shelf()
+PHRASES = _phrases()
+assert PHRASES.keys() <= {task.name for task in _SHELF}
 
 
 # -------------------- the sample
 
-_MAKERS: tuple[Callable[[random.Random, Split], Asked], ...] = (pipeline, shelf, condition, chain)
-_WEIGHTS = (0.42, 0.36, 0.12, 0.10)
+_MAKERS: tuple[Callable[[random.Random, Split], Asked], ...] = (pipeline, shelf, brief, condition, chain)
+_WEIGHTS = (0.36, 0.24, 0.20, 0.11, 0.09)
 
 
 def code(rng: random.Random, split: Split) -> Sample:
@@ -925,13 +1015,21 @@ def code(rng: random.Random, split: Split) -> Sample:
         maker = rng.choices(_MAKERS, _WEIGHTS)[0]
         asked = maker(rng, split)
         task = asked.task
-        named = split == "values" or rng.random() < 0.65
-        name = function_name(rng, task.name) if named else task.name
+        named = asked.brief == "name" or (split == "values" and not asked.brief) or rng.random() < 0.65
+        own = asked.brief == "name" or (asked.brief and rng.random() < 0.5)
+        name = function_name(rng, task.name) if named and not own else task.name
         if name in task.parameters:
             continue
-        if named and split != "families" and reserved(name, task.parameters, task.body) != (split == "values"):
+        if (
+            named
+            and not asked.brief
+            and split != "families"
+            and reserved(name, task.parameters, task.body) != (split == "values")
+        ):
             continue
         prompt = _prompt(rng, asked, name if named else None)
+        if asked.brief and split != "families" and reserved(prompt) != (split == "values"):
+            continue
         canonical = task.parameters == asked.canonical
         if canonical or all(re.search(rf"\b{parameter}\b", prompt) for parameter in task.parameters):
             break
@@ -949,7 +1047,14 @@ def code(rng: random.Random, split: Split) -> Sample:
 
 
 def _prompt(rng: random.Random, asked: Asked, name: str | None) -> str:
-    frames = (STEPS_NAMELESS if asked.steps else NAMELESS) if name is None else (STEPS_NAMED if asked.steps else NAMED)
+    if asked.brief == "name":
+        frames = NAME_ONLY
+    elif asked.brief:
+        frames = BRIEF_NAMELESS if name is None else BRIEF_NAMED
+    else:
+        frames = (
+            (STEPS_NAMELESS if asked.steps else NAMELESS) if name is None else (STEPS_NAMED if asked.steps else NAMED)
+        )
     frame = frames.pick(rng, asked.wording)
     description = asked.description.replace("{x}", asked.again if "{p}" in frame else asked.first)
     if name is not None:
@@ -1000,7 +1105,8 @@ def families(kind: str) -> tuple[int, int]:
     """How many wordings of `kind` are for training and how many are held out: sentence frames and descriptions."""
     assert kind == "code"
     parts = [*NUMBER_FILTERS, *NUMBER_MAPS, *NUMBER_AGGREGATES, *WORD_FILTERS, *WORD_MAPS, *WORD_AGGREGATES]
-    lists = [NAMED, NAMELESS, STEPS_NAMED, STEPS_NAMELESS, CHOICES, TRUTHS, *(task.descriptions for task in _SHELF)]
+    lists = [BRIEF_NAMED, BRIEF_NAMELESS, NAME_ONLY, *PHRASES.values()]
+    lists += [NAMED, NAMELESS, STEPS_NAMED, STEPS_NAMELESS, CHOICES, TRUTHS, *(task.descriptions for task in _SHELF)]
     lists += [said for part in parts for said in (part.noun, part.step)]
     lists += [said for _, _, said in _CHAIN] + [said for _, said in _CONDITIONS]
     return sum(len(said.train) for said in lists), sum(len(said.held) for said in lists)
