@@ -5,7 +5,7 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?= models/kimi-nano
 
-PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check
+PIP = .venv/bin/python -m pip install --disable-pip-version-check
 
 .DEFAULT_GOAL = help
 .PHONY: help serve test check format lint types laws tests clean
