@@ -951,19 +951,25 @@ def _read(block: str) -> Shelved:
     return Shelved(name, pairs, plan[2:], body, descriptions, free)  # type: ignore[arg-type]
 
 
-def shelf(rng: random.Random, split: Split) -> Asked:
-    """One of the classic little functions."""
-    task = rng.choice(_SHELF)
+def _renamed(rng: random.Random, task: Shelved) -> tuple[list[str], str, str]:
+    """(parameters, plan, body), at times with other names for the parameters."""
     names = [parameter for parameter, _ in task.parameters]
     renamed = list(names)
     for i, free in enumerate(task.free):
         if free and rng.random() < 0.3:
             renamed[i] = rng.choice([name for name in free if name not in renamed])
+    new = dict(zip(names, renamed, strict=True))
+    pattern = r"\b(" + "|".join(names) + r")\b"
+    plan, body = (re.sub(pattern, lambda match: new[match[0]], text) for text in (task.plan, task.body))
+    return renamed, plan, body
+
+
+def shelf(rng: random.Random, split: Split) -> Asked:
+    """One of the classic little functions."""
+    task = rng.choice(_SHELF)
+    names = [parameter for parameter, _ in task.parameters]
     description = task.descriptions.pick(rng, split)
-    plan, body = task.plan, task.body
-    if renamed != names:
-        new = dict(zip(names, renamed, strict=True))
-        body, plan = (re.sub(r"\b(" + "|".join(names) + r")\b", lambda match: new[match[0]], s) for s in (body, plan))
+    renamed, plan, body = _renamed(rng, task)
     marks = "`" if rng.random() < 0.3 else ""
     shown = [f"{marks}{name}{marks}" for name in renamed]
     takes = first = again = " and ".join(filter(None, (", ".join(shown[:-1]), shown[-1])))
@@ -988,7 +994,9 @@ def brief(rng: random.Random, split: Split) -> Asked:
     kinds = [DRAW[kind] for _, kind in task.parameters]
     plain = Task(task.name, names, task.plan, task.body, lambda draw: tuple(kind(draw) for kind in kinds))
     if phrases is None or rng.random() < 0.25:
-        return Asked(plain, "", "", "", "", split, names, brief="name")
+        renamed, plan, body = _renamed(rng, task)
+        named = plain._replace(parameters=tuple(renamed), plan=plan, body=body)
+        return Asked(named, "", "", "", "", split, names, brief="name")
     return Asked(plain, phrases.pick(rng, split), "", "", "", split, names, brief="phrase")
 
 

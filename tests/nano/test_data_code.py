@@ -96,6 +96,14 @@ KNOWN = {  # by hand: what the functions of the shelf give
     "dot_product": (([1, 2], [3, 4]), 11),
     "swap_ends": (([1, 2, 3],), [3, 2, 1]),
     "median": (([5, 1, 4, 2],), 3),
+    "min_of_three": ((3, 1, 2), 1),
+    "is_divisible": ((12, 5), False),
+    "remainder": ((17, 5), 2),
+    "average": (([1, 2, 6],), 3),
+    "sum_even": (([1, 2, 4],), 6),
+    "last_letter": (("stone",), "e"),
+    "square_all": (([1, -2],), [1, 4]),
+    "is_empty": (([],), True),
 }
 
 
@@ -124,6 +132,21 @@ def test_held_out_frames_never_ask_in_training() -> None:
         between = [piece.lower() for piece in re.split(r"\{\w\}", held) if len(piece) > 12]
         pattern = re.compile(".+".join(map(re.escape, between)) if between else r"\0")
         assert not any(pattern.match(prompt) for prompt in prompts), held
+
+
+def test_classics_are_asked_for_in_a_few_words_and_by_name_alone() -> None:
+    prompts = [sample.messages[0]["content"].lower().rstrip(".?") for sample in drawn("train", 12_000)]
+    assert any("function that adds two numbers" in prompt for prompt in prompts)
+    assert any(re.search(r"write `?reverse_string(\(\w+\))?`?$", prompt) for prompt in prompts)
+    for phrases in data_code.PHRASES.values():
+        for held in phrases.held:
+            # "returns ..." is also what other frames say with other descriptions
+            if not held.startswith("returns "):
+                assert not any(prompt.endswith(held.lower()) for prompt in prompts), held
+    names = {name.lower() for name in data_code.PHRASES}
+    for held in data_code.NAME_ONLY.held:
+        asked = {held.lower().rstrip(".?").replace("{f}", name) for name in names}
+        assert asked.isdisjoint(prompts), held
 
 
 def test_held_out_compositions_are_never_trained() -> None:
