@@ -25,10 +25,12 @@ from nano.data_tools_topics import (
     NOUNS,
     PARAMS,
     RESULT_FIELDS,
+    SHAPES,
     TOPICS,
     VERBS,
     Param,
     Topic,
+    invented,
 )
 from nano.data_tools_values import KINDS, is_open, pick, pseudo, reserved
 from nano.sample import Generator, Sample, Split
@@ -208,7 +210,16 @@ def _nest(
 
 
 def _from_topic(rng: random.Random, split: Split, key: str) -> Function:
-    topic = TOPICS.get(key) or HELD_TOPICS[key]
+    return _of_topic(rng, split, key, TOPICS.get(key) or HELD_TOPICS[key])
+
+
+def _invent(rng: random.Random, split: Split) -> Function:
+    """A function whose noun alone tells what it is for."""
+    noun = _noun(rng, split)
+    return _of_topic(rng, split, noun, invented(noun, int(rng.random() * SHAPES)))
+
+
+def _of_topic(rng: random.Random, split: Split, key: str, topic: Topic) -> Function:
     params = [(slot, param, True) for slot, param in topic.required.items()]
     params += [(slot, param, False) for slot, param in topic.optional.items() if rng.random() < 0.6]
     words, about = pick(rng, topic.names).split(), pick(rng, topic.about)
@@ -226,12 +237,16 @@ def _article(noun: str) -> str:
     return "an" if noun[0] in "aeio" else "a"
 
 
+def _noun(rng: random.Random, split: Split) -> str:
+    return pseudo(rng, split) if rng.random() < 0.15 else pick(rng, HELD_NOUNS if split == "families" else NOUNS)
+
+
 def _compose(rng: random.Random, split: Split, verbs: tuple[str, ...] = (), noun: str = "") -> Function:
     """A function made of a verb, a noun and one to four parameters."""
     held = split == "families"
     verbs = verbs or pick(rng, VERBS)
     if not noun:
-        noun = pseudo(rng, split) if rng.random() < 0.15 else pick(rng, HELD_NOUNS if held else NOUNS)
+        noun = _noun(rng, split)
     while True:
         count = pick(rng, (1, 1, 2, 2, 2, 3, 3, 4))
         chosen = [(key, PARAMS[key], rng.random() < 0.6) for key in rng.sample(list(PARAMS), count)]
@@ -251,8 +266,11 @@ _TRAIN_KEYS, _ALL_KEYS, _HELD_KEYS = tuple(TOPICS), (*TOPICS, *HELD_TOPICS), tup
 def _target(rng: random.Random, split: Split) -> Function:
     """A function that the user will need. One to evaluate with takes a value that can be new."""
     while True:
-        if rng.random() < 0.5:
+        which = rng.random()
+        if which < 0.45:
             function = _compose(rng, split)
+        elif which < 0.6:
+            function = _invent(rng, split)
         else:
             held = split == "families" and rng.random() < 0.5
             function = _from_topic(rng, split, pick(rng, _HELD_KEYS if held else _TRAIN_KEYS))
@@ -277,8 +295,10 @@ def _others(
         if like and like.noun and rng.random() < 0.35:
             same_noun = rng.random() < 0.6
             other = _compose(rng, split, pick(rng, VERBS) if same_noun else like.verbs, like.noun if same_noun else "")
-        elif rng.random() < 0.5:
+        elif (which := rng.random()) < 0.45:
             other = _compose(rng, split)
+        elif which < 0.6:
+            other = _invent(rng, split)
         else:
             other = _from_topic(rng, split, pick(rng, _ALL_KEYS if split == "families" else _TRAIN_KEYS))
         unlike = other.thing not in (composed if other.topic else things)
@@ -755,6 +775,9 @@ class Told(NamedTuple):
     facts: list[str]  # what the answer must contain
 
 
+_PLURAL = frozenset({"hours", "lines", "minutes", "rows", "seconds"})  # fields of results
+
+
 def _draw_field(rng: random.Random, split: Split, kind: str) -> Any:
     return pick(rng, kind[5:].split(",")) if kind.startswith("enum:") else KINDS[kind][1](rng, split)
 
@@ -776,7 +799,8 @@ def _tell(rng: random.Random, split: Split, call: Call) -> Told:
         result = {pseudo(rng, split) if rng.random() < 0.12 else name: _draw_field(rng, split, kind)
                   for name, kind in kinds.items()}  # fmt: skip
     thought = "Result: " + ", ".join([f"{name} {value}" for name, value in result.items()]) + "."
-    answer = " and ".join([f"the {name} is {value}" for name, value in result.items()])
+    said = [f"the {name} {'are' if name in _PLURAL else 'is'} {value}" for name, value in result.items()]
+    answer = " and ".join(said)
     return Told(result, thought, f"{answer[0].upper()}{answer[1:]}.", [str(value) for value in result.values()])
 
 
