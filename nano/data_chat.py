@@ -1176,7 +1176,7 @@ def _capitals(rng: random.Random, split: Split) -> Obeyed:
     system = CAPITALS.pick(rng, split)
     user, country, value = _capital(rng, split)
     answer = f"The capital of {country} is {value}.".upper()
-    return system, user, "Answer in upper case.", answer, {"contains": [value]}, user
+    return system, user, f"capital: {country} = {value}. Answer in upper case.", answer, {"contains": [value]}, user
 
 
 def _plain(rng: random.Random, split: Split) -> Obeyed:
