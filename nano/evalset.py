@@ -40,10 +40,11 @@ ROWS = {
 }
 HAND = Path(__file__).parent / "hand.jsonl"
 
-QUESTIONS = 5  # about each long text
+QUESTIONS = 10  # about each long text; reading the texts is most of what an evaluation costs
 LONG = "recall"
-APART = 100  # tokens of other text between the first and the last fact asked for, on both sides of PLANTED
-TAIL = (50, 250)  # tokens behind them
+FACT = 14  # tokens of one, about
+LEAD = 50  # the first fact asked for stands about so many tokens before PLANTED, the last behind it
+TAIL = (50, 180)  # tokens behind them
 JOINTS = ("\n", "\n", " ")
 
 # Percent of right answers that the model is built for: on unseen families by kind, on the hand-written set in total.
@@ -123,12 +124,12 @@ def _questions(rng: random.Random, split: Split) -> list[Line]:
             said |= keys
             asked.append(group[0])
             others += group[1:]
-    head = filler(rng, PLANTED - APART / 2)
+    head = filler(rng, PLANTED - LEAD - FACT * len(others))
     for planted in others:
         head.insert(rng.randrange(len(head)), TextLine(planted.sentence, 0))
     lines = [line.text for line in head]
-    for planted in asked:
-        lines += [planted.sentence, *(line.text for line in filler(rng, APART / QUESTIONS))]
+    for first, second in zip(asked[::2], asked[1::2], strict=True):
+        lines += [first.sentence, second.sentence, *(line.text for line in filler(rng, 1))]
     lines += [line.text for line in filler(rng, rng.uniform(*TAIL))]
     text = f"{BEFORE.pick(rng, split)}\n\n{rng.choice(JOINTS).join(lines)}\n\n"
 

@@ -203,7 +203,7 @@ def compare(ours: Sequence[Verdict], theirs: Sequence[Verdict]) -> Comparison:
 
 def table(report: Report) -> Table:
     """The report for a terminal; `caption` says the rest."""
-    shown = Table(title=f"{report.folder}  ({report.fingerprint})")
+    shown = Table(title=report.folder)
     for column in ("set", "kind"):
         shown.add_column(column)
     for column in ("prompts", "right", "%", "target"):
