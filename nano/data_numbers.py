@@ -198,17 +198,6 @@ def _numbers(prompt: str) -> str:
     return f"Numbers: {', '.join(re.findall('[0-9]+', prompt))}."
 
 
-def _as_told(operation: str, family: str, a: int, b: int) -> tuple[int, int]:
-    """The operands in the story's order where the operation allows it: reading is simpler than ranking."""
-    turned = operation in ("add", "mul") and family.index("{b}") < family.index("{a}")
-    return (b, a) if turned else (a, b)
-
-
-def _numbers(prompt: str) -> str:
-    """The numbers of a story, in its order: three of them announce two steps or one to leave out."""
-    return f"Numbers: {', '.join(re.findall('[0-9]+', prompt))}."
-
-
 def _say(operation: str, a: object, b: object) -> str:
     words = PLAN_WORDS[operation].format(a=a, b=b)
     return words[0].upper() + words[1:] + "."
@@ -227,7 +216,6 @@ def story(rng: random.Random, split: Split) -> Sample:
     a, b = _as_told(operation, family, a, b)
     work = WORK[operation](a, b)
     answer = f"{work.result} {unit}" if rng.random() < 0.8 else str(work.result)
-    lines = [_numbers(prompt), _say(operation, a, b), *work.lines]
     lines = [_numbers(prompt), _say(operation, a, b), *work.lines]
     return _finish(rng, "word", prompt, lines, answer, work.result, not easy)
 

@@ -553,7 +553,7 @@ class Talk:
         ]
         self.calls += len(calls)
         self.assistant("\n".join(lines), "", tool_calls=made)
-        return [call["id"] for call in made]
+        return [f"functions.{call.function.name}:{self.calls - len(calls) + i}" for i, call in enumerate(calls)]
 
     def result(self, call_id: str, content: str) -> None:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})

@@ -1072,7 +1072,7 @@ _TEXT = ("Keep a {noun} with a text|Write a {noun}", {
 }, """\
 Write a {noun} called {title} with the text "{text}".
 I need a {noun} titled {title} that says "{text}".
-Make a {noun} {title} with the words "{text}".
+There is a {noun} {title} to write: "{text}".
 Put "{text}" in a {noun} called {title}.
 Write a {noun} with the title {title}: {text}
 A {noun} please, title {title}, text "{text}".""")  # fmt: skip
