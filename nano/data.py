@@ -42,8 +42,8 @@ MIXTURE = {
 }
 LONG_MIXTURE = {name: share * (0.55 / (1 - MIXTURE["recall"])) for name, share in MIXTURE.items()} | {"recall": 0.45}
 
-# Text of a recall document, in characters; one that does not fit its row after all is dropped.
-RECALL_CHARACTERS = {ROW: (300, 2_600), LONG_ROW: (2_000, 13_500)}
+# Text of a recall document in a long row, in characters; one that does not fit its row after all is dropped.
+RECALL_CHARACTERS = (2_000, 13_500)
 
 # A packed token: id | loss << 12 | start << 14.
 LOSS_SHIFT, START_SHIFT = 12, 14
@@ -77,9 +77,8 @@ class Mixture:
             return name, self._document(module)
         generators = module.GENERATORS
         kind = self._rng.choices(list(generators), [weight for _, weight in generators.values()])[0]
-        if kind == "recall" or (name == "recall" and self._row == LONG_ROW):
-            low, high = RECALL_CHARACTERS[self._row]
-            return name, module.recall(self._rng, "train", self._rng.randint(low, high))
+        if name == "recall" and self._row == LONG_ROW:
+            return name, module.recall(self._rng, "train", self._rng.randint(*RECALL_CHARACTERS))
         return name, generators[kind][0](self._rng, "train")
 
     def spent(self, module: str, tokens: int) -> None:
