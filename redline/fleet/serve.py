@@ -33,6 +33,7 @@ from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Failed, Ready, Stop
 from redline.worker.config import WorkerConfig
 
+GRACE_S = 3.0  # for running answers to come to their ends; the others are told that it is over
 STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
 
 
@@ -82,6 +83,7 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
     with AsyncSocketInbox(from_worker) as inbox, SocketOutbox(to_worker) as outbox:
         process = _start_worker(config, to_worker, from_worker)
         ended = asyncio.create_task(asyncio.to_thread(process.wait))
+        ready: Ready | None = None
         try:
             ready = await _until_ready(inbox, ended, stop)
             if ready is None:
@@ -106,6 +108,8 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
                 console.print("stopping", style="dim")
             stopping.cancel()
             server.should_exit = True
+            await asyncio.wait({serving}, timeout=GRACE_S)
+            gateway.lose("the server is stopping")
             await serving
             following.cancel()
             with suppress(asyncio.CancelledError):
@@ -113,7 +117,7 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
             gateway.close()
             return int(lost)
         finally:
-            if process.poll() is None:
+            if ready is not None and process.poll() is None:
                 outbox.put(Stop())
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(asyncio.shield(ended), STOP_S)
@@ -125,7 +129,11 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
 
 
 def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.Popen[bytes]":
+    # Ctrl-C reaches the whole group, and a child inherits what is blocked: the worker is not interrupted even while it
+    # imports, before it can say so itself.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process = subprocess.Popen([sys.executable, "-m", "redline.worker.main"], stdin=subprocess.PIPE)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     told = WorkerConfig(weights=config.weights, engine=config.engine, inbox=inbox, outbox=outbox)
     assert process.stdin is not None
     process.stdin.write(msgspec.json.encode(told) + b"\n")
@@ -191,12 +199,14 @@ def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, consol
     # Plain prints: what is pasted must not be wrapped or coloured.
     print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
     print(
-        "from openai import OpenAI\n"
-        f'client = OpenAI(base_url="{url}/v1", api_key="none")\n'
-        f'stream = client.chat.completions.create(model="{name}", stream=True,\n'
-        '    messages=[{"role": "user", "content": "Write a Python function that adds two numbers."}])\n'
-        "for chunk in stream:\n"
-        "    if chunk.choices:\n"
-        '        print(chunk.choices[0].delta.content or "", end="", flush=True)\n',
+        "import json, urllib.request\n"
+        'question = "Write a Python function that adds two numbers."\n'
+        f'body = {{"model": "{name}", "stream": True, "messages": [{{"role": "user", "content": question}}]}}\n'
+        f'request = urllib.request.Request("{url}/v1/chat/completions", json.dumps(body).encode(),\n'
+        '    {"Content-Type": "application/json"})\n'
+        "for line in urllib.request.urlopen(request):\n"
+        '    if line.startswith(b"data: {"):\n'
+        '        delta = json.loads(line[6:])["choices"][0]["delta"]\n'
+        '        print(delta.get("reasoning") or delta.get("content") or "", end="", flush=True)\n',
         flush=True,
     )

@@ -1,0 +1,77 @@
+"""One request through the whole system, in one process: a checkpoint's folder, the engine, the gateway, the API, the
+official client. Read this first: every part stands here in the order in which a request meets it.
+"""
+
+import asyncio
+import threading
+from pathlib import Path
+
+import httpx2
+from openai import AsyncOpenAI
+
+from redline.api.app import create_app
+from redline.api.config import ApiConfig
+from redline.api.gateway import Gateway
+from redline.api.metrics import Metrics
+from redline.chat.template import style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.model.write import random_checkpoint
+from redline.wire.channel import MemoryChannel
+from redline.wire.news import Stop
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine
+from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+
+TOKENS = 40
+
+
+def test_one_request_through_the_whole_system(tmp_path: Path):
+    # What is on disk: weights in Kimi's format, here random ones, and a tokenizer in Kimi's format.
+    random_checkpoint(tmp_path, kernel_config(vocab_size=TINY_VOCAB))
+    write_tiny_tokenizer(tmp_path)
+
+    # The worker: model, pages, planner, runner, and a thread that runs the loop. `redline serve` gives it a process.
+    engine = Engine.load(tmp_path, EngineConfig(kv_memory=1_000_000, max_model_len=512))
+    to_worker, from_worker = MemoryChannel(), MemoryChannel()
+    worker = threading.Thread(target=engine.serve, args=(to_worker, from_worker))
+    worker.start()
+    try:
+        streamed, whole = asyncio.run(_ask(tmp_path, engine, to_worker, from_worker))
+    finally:
+        to_worker.put(Stop())
+        worker.join()
+
+    assert len(streamed) > 1, "the answer came in pieces"
+    assert "".join(streamed) == whole.choices[0].text
+    assert whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == TOKENS
+    assert whole.usage.prompt_tokens_details.cached_tokens == 64, "the second request began from the first one's page"
+    engine.planner.check()
+    assert engine.planner.load().pages_used == 0
+
+
+async def _ask(folder: Path, engine: Engine, to_worker: MemoryChannel, from_worker: MemoryChannel):
+    """The same greedy completion twice: as a stream, and whole."""
+    # The API's process: text and protocol on one side, messages on the other.
+    gateway = Gateway(Tokenizer.open(folder), style_of(folder), to_worker, Metrics("tiny"))
+    gateway.deliver(engine.ready)
+    following = asyncio.create_task(gateway.follow(from_worker))
+    app = create_app(gateway, ApiConfig(served_model_names=("tiny",)))
+
+    # The client.
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+    async with AsyncOpenAI(base_url="http://redline/v1", api_key="none", http_client=http) as client:
+        asked = {
+            "model": "tiny",
+            "prompt": "hello and the functions " * 12,
+            "max_tokens": TOKENS,
+            "temperature": 0,
+            "extra_body": {"ignore_eos": True},
+        }
+        chunks = [chunk async for chunk in await client.completions.create(stream=True, **asked)]
+        whole = await client.completions.create(**asked)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    gateway.close()
+    return [choice.text for chunk in chunks for choice in chunk.choices], whole
