@@ -33,6 +33,7 @@ from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Failed, Ready, Stop
 from redline.worker.config import WorkerConfig
 
+STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE_S = 3.0  # for running answers to come to their ends; the others are told that it is over
 STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
 
@@ -78,7 +79,7 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
     to_worker, from_worker = ipc_address(sockets, "jobs"), ipc_address(sockets, "deltas")
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with AsyncSocketInbox(from_worker) as inbox, SocketOutbox(to_worker) as outbox:
         process = _start_worker(config, to_worker, from_worker)
@@ -129,9 +130,9 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
 
 
 def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.Popen[bytes]":
-    # Ctrl-C reaches the whole group, and a child inherits what is blocked: the worker is not interrupted even while it
-    # imports, before it can say so itself.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Ctrl-C, and a supervisor's SIGTERM, reach the whole group, and a child inherits what is blocked: the worker is not
+    # interrupted even while it imports, before it can say so itself.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     process = subprocess.Popen([sys.executable, "-m", "redline.worker.main"], stdin=subprocess.PIPE)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     told = WorkerConfig(weights=config.weights, engine=config.engine, inbox=inbox, outbox=outbox)
