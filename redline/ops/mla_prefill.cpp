@@ -74,55 +74,131 @@ void rows(const float* q, int position, const float* keys, const float* values, 
     }
 }
 
-template <class KV>
-void prefill(const float* q, int start, int count, const int32_t* pages, const KV* plane, const bf16* w_uk,
-             const bf16* w_uv, float* y, float scale, Shape s) {
-    static thread_local std::vector<float> gathered, transposed, key_weights, key_panels, value_panels;
-    const int context = start + count, W = s.width();
-    const int64_t S = (context + BLOCK - 1) / BLOCK * BLOCK, panels = S / 32;
+// Unfolds one head's keys [S / 32][head][32] (rows [0, Nn)) and values [V / 32][S][32] out of the latents.
+//
+// float32 arithmetic, for any page format: latents as rows [S][R] and as panels [S / 32][R][32].
+template <class KV> struct Unfold {
+    typedef float Element;
+    static constexpr int STEP = 1;  // latent values in an element
 
-    // The latents twice: as rows [S][R] (to unfold values) and as panels [S / 32][R][32] (to unfold keys). Rows beyond
-    // the context are zero. The rotated keys are shared by all heads: rows [Nn, Nn + P) of every key panel.
-    gathered.resize(S * s.R);
-    transposed.resize(S * s.R);
-    key_panels.resize(S * s.head());
-    value_panels.resize(S * s.V);
-    key_weights.resize((int64_t)s.Nn * s.R);
-    float *rows_ = gathered.data(), *columns = transposed.data(), *keys = key_panels.data(), *values = value_panels.data();
-    parallel((int)panels, [&](int panel) {
-        for (int i = 0; i < 32; i++) {
-            int t = panel * 32 + i;
-            float* row = rows_ + (int64_t)t * s.R;
-            const KV* from = t < context ? plane + ((int64_t)pages[t / PAGE] * PAGE + t % PAGE) * W : nullptr;
-            for (int c = 0; c < s.R; c++) row[c] = from ? to_float(from[c]) : 0.0f;
-            for (int c = 0; c < s.P; c++)
-                keys[((int64_t)panel * s.head() + s.Nn + c) * 32 + i] = from ? to_float(from[s.R + c]) : 0.0f;
-        }
-        for (int c = 0; c < s.R; c++)
-            for (int i = 0; i < 32; i++)
-                columns[((int64_t)panel * s.R + c) * 32 + i] = rows_[(int64_t)(panel * 32 + i) * s.R + c];
-    });
+    static void gather(const KV* from, float* row, int R) {
+        for (int c = 0; c < R; c++) row[c] = from ? to_float(from[c]) : 0.0f;
+    }
 
-    for (int h = 0; h < s.H; h++) {
-        // W_UK of this head as rows [Nn][R], read back out of the panels of W_UK^T.
-        float* wk = key_weights.data();
-        const bf16* packed = w_uk + (int64_t)h * s.R * s.Nn;
+    // W_UK of one head as rows [Nn][R], read back out of the panels of W_UK^T.
+    static void key_rows(const bf16* packed, Shape s, float* rows) {
         for (int n = 0; n < s.R / 32; n++)
             for (int d = 0; d < s.Nn; d++)
                 for (int i = 0; i < 32; i++)
-                    wk[(int64_t)d * s.R + n * 32 + i] = to_float(packed[((int64_t)n * s.Nn + d) * 32 + slot_in_panel(i)]);
+                    rows[(int64_t)d * s.R + n * 32 + i] =
+                        to_float(packed[((int64_t)n * s.Nn + d) * 32 + slot_in_panel(i)]);
+    }
 
+    // Values are multiplied with the panels as they lie.
+    static void value_panels(const bf16*, Shape, float*) {}
+
+    static void keys(const float* rows, const float* columns, int first, int last, Shape s, float* keys) {
+        product([&](int m) { return rows + (int64_t)m * s.R; }, 0, s.Nn, s.R,
+                [&](int n) { return F32Panel{columns + (int64_t)n * s.R * 32}; }, first, last,
+                [&](int m, int n, Pair v) { store_pair(keys + ((int64_t)n * s.head() + m) * 32, v); });
+    }
+
+    static void values(const float* latents, const bf16* packed, const float*, int first, int last, int64_t S, Shape s,
+                       float* values) {
+        product([&](int m) { return latents + (int64_t)m * s.R; }, first, last, s.R,
+                [&](int n) { return Bf16Panel{packed + (int64_t)n * s.R * PANEL}; }, 0, s.V / 32,
+                [&](int m, int n, Pair v) { store_pair(values + (n * S + m) * 32, v); });
+    }
+};
+
+#if defined(REDLINE_BF16_PAIRS)
+// bf16 pages times bf16 weights: exact products of pairs, float32 sums.
+template <> struct Unfold<bf16> {
+    typedef uint32_t Element;
+    static constexpr int STEP = 2;
+
+    static void gather(const bf16* from, uint32_t* row, int R) {
+        if (from) memcpy(row, from, R * sizeof(bf16));
+        else memset(row, 0, R * sizeof(bf16));
+    }
+
+    static void key_rows(const bf16* packed, Shape s, uint32_t* rows) {
+        bf16* r = (bf16*)rows;
+        for (int n = 0; n < s.R / 32; n++)
+            for (int d = 0; d < s.Nn; d++)
+                for (int i = 0; i < 32; i++)
+                    r[(int64_t)d * s.R + n * 32 + i] = packed[((int64_t)n * s.Nn + d) * 32 + slot_in_panel(i)];
+    }
+
+    static void value_panels(const bf16* packed, Shape s, uint32_t* panels) {
+        for (int n = 0; n < s.V / 32; n++)
+            for (int k = 0; k < s.R / 2; k++)
+                for (int i = 0; i < 32; i++) {
+                    const bf16* w = packed + ((int64_t)n * s.R + 2 * k) * PANEL + slot_in_panel(i);
+                    panels[((int64_t)n * s.R / 2 + k) * 32 + i] = w[0].bits | (uint32_t)w[PANEL].bits << 16;
+                }
+    }
+
+    static void keys(const uint32_t* rows, const uint32_t* columns, int first, int last, Shape s, float* keys) {
+        const int K2 = s.R / 2;
+        pair_product([&](int m) { return rows + (int64_t)m * K2; }, 0, s.Nn, K2,
+                     [&](int n) { return columns + (int64_t)n * K2 * 32; }, first, last,
+                     [&](int m, int n, Pair v) { store_pair(keys + ((int64_t)n * s.head() + m) * 32, v); });
+    }
+
+    static void values(const uint32_t* latents, const bf16*, const uint32_t* panels, int first, int last, int64_t S,
+                       Shape s, float* values) {
+        const int K2 = s.R / 2;
+        pair_product([&](int m) { return latents + (int64_t)m * K2; }, first, last, K2,
+                     [&](int n) { return panels + (int64_t)n * K2 * 32; }, 0, s.V / 32,
+                     [&](int m, int n, Pair v) { store_pair(values + (n * S + m) * 32, v); });
+    }
+};
+#endif
+
+template <class KV>
+void prefill(const float* q, int start, int count, const int32_t* pages, const KV* plane, const bf16* w_uk,
+             const bf16* w_uv, float* y, float scale, Shape s) {
+    typedef typename Unfold<KV>::Element Element;
+    static thread_local std::vector<Element> gathered, transposed, key_weights, value_weights;
+    static thread_local std::vector<float> key_panels, value_panels;
+    const int context = start + count, W = s.width(), E = s.R / Unfold<KV>::STEP;  // elements of a latent row
+    const int64_t S = (context + BLOCK - 1) / BLOCK * BLOCK, panels = S / 32;
+
+    // The latents twice: as rows [S][E] (to unfold values) and as panels [S / 32][E][32] (to unfold keys). Rows beyond
+    // the context are zero. The rotated keys are shared by all heads: rows [Nn, Nn + P) of every key panel.
+    gathered.resize(S * E);
+    transposed.resize(S * E);
+    key_panels.resize(S * s.head());
+    value_panels.resize(S * s.V);
+    key_weights.resize((int64_t)s.Nn * E);
+    value_weights.resize((int64_t)s.V * E);
+    Element *rows_ = gathered.data(), *columns = transposed.data(), *wk = key_weights.data(), *wv = value_weights.data();
+    float *keys = key_panels.data(), *values = value_panels.data();
+    parallel((int)panels, [&](int panel) {
+        for (int i = 0; i < 32; i++) {
+            int t = panel * 32 + i;
+            const KV* from = t < context ? plane + ((int64_t)pages[t / PAGE] * PAGE + t % PAGE) * W : nullptr;
+            Unfold<KV>::gather(from, rows_ + (int64_t)t * E, s.R);
+            for (int c = 0; c < s.P; c++)
+                keys[((int64_t)panel * s.head() + s.Nn + c) * 32 + i] = from ? to_float(from[s.R + c]) : 0.0f;
+        }
+        for (int c = 0; c < E; c++)
+            for (int i = 0; i < 32; i++)
+                columns[((int64_t)panel * E + c) * 32 + i] = rows_[(int64_t)(panel * 32 + i) * E + c];
+    });
+
+    for (int h = 0; h < s.H; h++) {
+        const bf16* uv = w_uv + (int64_t)h * s.V * s.R;
+        Unfold<KV>::key_rows(w_uk + (int64_t)h * s.R * s.Nn, s, wk);
+        Unfold<KV>::value_panels(uv, s, wv);
         const int groups = (int)((panels + 7) / 8);
         parallel(2 * groups, [&](int task) {
             int first = task / 2 * 8, last = (int)std::min<int64_t>(panels, first + 8);
             if (task % 2 == 0)
-                product([&](int m) { return wk + (int64_t)m * s.R; }, 0, s.Nn, s.R,
-                        [&](int n) { return F32Panel{columns + (int64_t)n * s.R * 32}; }, first, last,
-                        [&](int m, int n, Pair v) { store_pair(keys + ((int64_t)n * s.head() + m) * 32, v); });
+                Unfold<KV>::keys(wk, columns, first, last, s, keys);
             else
-                product([&](int m) { return rows_ + (int64_t)m * s.R; }, first * 32, last * 32, s.R,
-                        [&](int n) { return Bf16Panel{w_uv + ((int64_t)h * (s.V / 32) + n) * s.R * PANEL}; }, 0, s.V / 32,
-                        [&](int m, int n, Pair v) { store_pair(values + (n * S + m) * 32, v); });
+                Unfold<KV>::values(rows_, uv, wv, first * 32, last * 32, S, s, values);
         });
 
         int blocks = (count + Q_ROWS - 1) / Q_ROWS;

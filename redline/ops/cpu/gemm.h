@@ -125,6 +125,44 @@ inline void product(const Row& row, int first, int last, int K, const Panels& pa
 #endif
 }
 
+#if defined(__AVX512BF16__)
+#define REDLINE_BF16_PAIRS 1
+// The same product where both sides are bf16 already: two multiplications a lane, summed in float32, so nothing is
+// rounded that was not. Elements 2k and 2k + 1 travel together: rows as [K / 2] pairs, panels as [K / 2][32] pairs.
+template <int M, class Row, class Panels, class Out>
+inline void pair_block(const Row& row, int first, int K2, const Panels& panels, int begin, int end, Out&& out) {
+    static thread_local std::vector<uint32_t> buffer;
+    if ((int)buffer.size() < M * K2) buffer.resize(M * K2);
+    for (int m = 0; m < M; m++) {
+        const uint32_t* r = row(first + m);
+        for (int k = 0; k < K2; k++) buffer[(size_t)k * M + m] = r[k];
+    }
+    for (int n = begin; n < end; n++) {
+        const uint32_t *x = buffer.data(), *w = panels(n);
+        __m512 a[M], b[M];
+        for (int m = 0; m < M; m++) a[m] = b[m] = _mm512_setzero_ps();
+        for (int k = 0; k < K2; k++, x += M, w += PANEL) {
+            __m512bh low = (__m512bh)_mm512_loadu_si512(w), high = (__m512bh)_mm512_loadu_si512(w + 16);
+#pragma GCC unroll 12
+            for (int m = 0; m < M; m++) {
+                __m512bh v = (__m512bh)_mm512_set1_epi32((int)x[m]);
+                a[m] = _mm512_dpbf16_ps(a[m], v, low);
+                b[m] = _mm512_dpbf16_ps(b[m], v, high);
+            }
+        }
+        for (int m = 0; m < M; m++) out(first + m, n, Pair{(f32x16)a[m], (f32x16)b[m]});
+    }
+}
+
+template <class Row, class Panels, class Out>
+inline void pair_product(const Row& row, int first, int last, int K2, const Panels& panels, int begin, int end, Out&& out) {
+    int m = first;
+    for (; last - m >= 12; m += 12) pair_block<12>(row, m, K2, panels, begin, end, out);
+    for (; last - m >= 4; m += 4) pair_block<4>(row, m, K2, panels, begin, end, out);
+    for (; m < last; m++) pair_block<1>(row, m, K2, panels, begin, end, out);
+}
+#endif
+
 // Splits M rows by N panels into tasks: few rows -> shares of the panels; many -> tiles of 96 rows by 8 panels.
 struct Grid {
     int rows, panels, row_tasks, panel_tasks;
