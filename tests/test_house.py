@@ -1,0 +1,233 @@
+"""What would go stale in silence: the list of what can be set, the docs, the dependencies, the laws of security.
+
+A list that is frozen here is a visible decision: whoever adds a flag or a key adds a line.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+import pytest
+import typer
+
+from redline.cli import app
+from redline.fleet.config import ServeConfig
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+ROOMS = sorted(path.name for path in (ROOT / "redline").iterdir() if (path / "__init__.py").exists())
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("models/*/README.md")])
+
+
+# ------------------------------------------------------------------------------------------------- what can be set
+
+
+FLAGS = {
+    "serve": "--host --port --served-model-name --max-model-len --kv-memory --keys-file --device",
+    "chat": "--url --model --instant --temperature --system --key",
+    "eval": "--sets --run-code --against --save",
+    "doctor": "",
+    "bench decode": "--batch --context --repeats --save",
+}
+
+KEYS = """
+    weights host port served_model_name keys_file
+    engine.kv_memory engine.max_model_len engine.max_running engine.step_tokens engine.kv_dtype engine.device
+"""
+
+
+@cache
+def flags() -> dict[str, set[str]]:
+    """verb -> its options, as typer has them."""
+    found: dict[str, set[str]] = {}
+
+    def visit(command: Any, name: str) -> None:
+        if hasattr(command, "commands"):
+            for verb, inner in command.commands.items():
+                visit(inner, f"{name} {verb}".strip())
+            return
+        options = (option for parameter in command.params for option in parameter.opts if option.startswith("--"))
+        found[name] = set(options) - {"--help"}
+
+    visit(typer.main.get_command(app), "")
+    return found
+
+
+def keys(record: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
+    """The leaves of a tree of records."""
+    for name, hint in get_type_hints(record).items():
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            yield from keys(hint, f"{prefix}{name}.")
+        else:
+            yield prefix + name
+
+
+def test_the_flags_are_those_that_we_decided_on():
+    assert flags() == {verb: set(options.split()) for verb, options in FLAGS.items()}
+
+
+def test_the_keys_of_a_deployment_are_those_that_we_decided_on():
+    assert set(keys(ServeConfig)) == set(KEYS.split())
+
+
+def test_every_flag_of_serve_is_the_spelling_of_a_key():
+    spellings = {key.rpartition(".")[2].replace("_", "-") for key in KEYS.split()}
+    assert {flag.removeprefix("--") for flag in flags()["serve"]} <= spellings
+
+
+def test_nothing_that_can_be_set_is_called_enable_or_disable():
+    everything = [*KEYS.split(), *(flag for options in flags().values() for flag in options)]
+    assert not [name for name in everything if re.search(r"enable|disable|use_|override|backend", name)]
+
+
+# ------------------------------------------------------------------------------------------------------------ docs
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_every_room_has_a_page_and_the_index_names_it(room: str):
+    page = ROOT / "docs" / f"{room}.md"
+    assert page.exists()
+    assert len(page.read_text().splitlines()) <= 200, "a page is read at one sitting"
+    assert f"({room}.md)" in (ROOT / "docs" / "README.md").read_text()
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages == set(re.findall(r"\(([\w-]+\.md)\)", index))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths_in_a_page_lead_somewhere(page: Path):
+    text = page.read_text()
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
+    assert not [link for link in links if not (page.parent / link).exists()]
+    paths = re.findall(r"`((?![A-Z]+/)(?:[\w.-]+/)+[\w.-]+\.(?:py|md|cpp|h|json|jsonl|toml|svg|png))`", text)
+    roots = (ROOT, ROOT / "redline", ROOT / "redline" / page.stem, page.parent)
+    assert not [path for path in paths if not any((root / path).exists() for root in roots)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_in_a_page_exist(page: Path):
+    text = page.read_text()
+    verbs = "|".join(sorted(FLAGS, key=len, reverse=True))
+    for verb, rest in re.findall(rf"\bredline ({verbs})\b([^`\n]*)", text):
+        given = set(re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest.split("#")[0].split("  ")[0]))
+        assert given <= flags()[verb], f"redline {verb}{rest}"
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z]+)", text)) <= targets
+    for module in re.findall(r"python -m ((?:redline|nano|benchmarks|tests)[\w.]*)", text):
+        place = ROOT / module.replace(".", "/")
+        assert place.with_suffix(".py").exists() or place.is_dir(), f"python -m {module}"
+
+
+def test_the_changelog_knows_this_version():
+    assert f"## {PROJECT['project']['version']}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+# ---------------------------------------------------------------------------------------------------- dependencies
+
+# DESIGN section 5. uvloop and httptools are what uvicorn runs on; httpx is `redline chat`'s client.
+RUN_TIME = {
+    "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "msgspec": "msgspec", "pyzmq": "zmq",
+    "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": None, "httptools": None,
+    "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer", "rich": "rich",
+}  # fmt: skip
+
+
+def test_the_run_time_parts_are_those_that_we_decided_on():
+    declared = {re.match(r"[\w-]+", line)[0] for line in PROJECT["project"]["dependencies"]}  # type: ignore[index]
+    assert declared == set(RUN_TIME)
+
+
+def test_the_package_imports_every_run_time_part_and_nothing_else():
+    known = {module for module in RUN_TIME.values() if module is not None}
+    found: set[str] = set()
+    for path in (ROOT / "redline").rglob("*.py"):
+        found |= {module.partition(".")[0] for module in imports(ast.parse(path.read_text()))}
+    assert found - set(sys.stdlib_module_names) - {"redline"} == known
+
+
+def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
+    """Its channel is a border between processes, and has pyzmq."""
+    core = [
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for room in ("ops", "model", "run", "plan", "wire")
+        for path in sorted((ROOT / "redline" / room).glob("*.py"))
+        if path.name not in ("__init__.py", "channel.py")
+    ]
+    allowed = {"torch", "numpy", "safetensors", "msgspec", None}
+    hidden = ["triton", *(module for module in RUN_TIME.values() if module not in allowed)]
+    program = f"import sys\nfor name in {hidden}: sys.modules[name] = None\nimport {', '.join(core)}"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
+
+
+# -------------------------------------------------------------------------------------------------------- security
+
+PROGRAMS = sorted(path for folder in ("redline", "nano", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+SHIPPED = [path for path in PROGRAMS if path.is_relative_to(ROOT / "redline")]
+
+FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
+FORBIDDEN_CALLS = {"eval", "torch.load", "torch.jit.load", "torch.hub.load", "os.system", "os.popen", "yaml.load"}
+EXECUTING_CALLS = {"exec", "compile", "__import__"}  # nano runs its own list of functions to know their results
+FORBIDDEN_KEYWORDS = {"trust_remote_code", "allow_pickle", "shell"}
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            yield node.module
+
+
+def offences(source: str, forbidden_calls: set[str]) -> list[str]:
+    """What DESIGN section 6 forbids, with its line."""
+    tree = ast.parse(source)
+    found = [module for module in imports(tree) if module.partition(".")[0] in FORBIDDEN_MODULES]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in forbidden_calls:
+                found.append(f"line {node.lineno}: {name}()")
+            found += [f"line {node.lineno}: {word.arg}=" for word in node.keywords if word.arg in FORBIDDEN_KEYWORDS]
+    return found
+
+
+def test_nothing_unpickles_evaluates_or_runs_a_checkpoints_code():
+    found = {str(path): offences(path.read_text(), FORBIDDEN_CALLS) for path in PROGRAMS}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+def test_nothing_that_we_ship_executes_text():
+    """One exception, a program in a string: `redline eval --run-code` runs it in a closed child (run_code.py)."""
+    found = {str(path): offences(path.read_text(), FORBIDDEN_CALLS | EXECUTING_CALLS) for path in SHIPPED}
+    assert not {path: lines for path, lines in found.items() if lines}
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "from pickle import loads", "eval('1')", "torch.load(path)", "f(x, trust_remote_code=True)"],
+)
+def test_the_search_for_offences_finds_them(source: str):
+    assert offences(source, FORBIDDEN_CALLS)
+
+
+@pytest.mark.parametrize("room", ["wire", "chat", "plan", "api"])
+def test_rooms_that_decide_know_no_gpu_even_where_the_checker_does_not_look(room: str):
+    """The import laws are import-linter's; this also sees imports within functions."""
+    for path in (ROOT / "redline" / room).rglob("*.py"):
+        assert not {"torch", "triton"} & {name.partition(".")[0] for name in imports(ast.parse(path.read_text()))}
+
+
+def test_the_import_laws_name_every_room():
+    layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    named = {room.strip() for layer in layers for room in layer.split("|")}
+    assert named == {*ROOMS, "errors"}
