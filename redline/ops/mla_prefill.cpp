@@ -216,10 +216,10 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
                 }
                 rows<M>(packed_q.data(), start + at, keys, values, S, s, out);
             };
-            if (first + Q_ROWS <= count)
-                run(std::integral_constant<int, Q_ROWS>{}, first);
-            else
-                for (int at = first; at < count; at++) run(std::integral_constant<int, 1>{}, at);
+            int at = first, last = std::min(first + Q_ROWS, count);
+            for (; at + Q_ROWS <= last; at += Q_ROWS) run(std::integral_constant<int, Q_ROWS>{}, at);
+            for (; at + Q_ROWS / 3 <= last; at += Q_ROWS / 3) run(std::integral_constant<int, Q_ROWS / 3>{}, at);
+            for (; at < last; at++) run(std::integral_constant<int, 1>{}, at);
         });
     }
 }
