@@ -51,8 +51,9 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
             values = tomllib.loads(source.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source}: not a TOML file: {error}") from None
-        if isinstance(values.get("weights"), str):
-            values["weights"] = str(source.parent / values["weights"])  # paths are relative to the file
+        for key in ("weights", "keys_file"):
+            if isinstance(values.get(key), str):
+                values[key] = str(source.parent / values[key])  # paths are relative to the file
     else:
         raise ConfigError(f"{source}: no such folder or file; expected a checkpoint's folder or a deployment.toml")
     for key, value in flags.items():
@@ -60,6 +61,8 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         place = values
         for table in tables:
             place = place.setdefault(table, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{source}: {table} is {place!r}; expected a table")
         place[last] = value
     if isinstance(values.get("engine"), dict):
         engine: dict[str, Any] = values["engine"]

@@ -1,0 +1,113 @@
+"""A deployment is read from a folder or a file, flags win, and a mistake names its place."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.errors import ConfigError
+from redline.fleet.config import ServeConfig, read, size
+
+WHOLE = """
+weights = "weights/kimi"
+host = "::1"
+port = 9000
+served_model_name = ["kimi", "k2"]
+keys_file = "keys.txt"
+
+[engine]
+kv_memory = "1.5GiB"
+max_model_len = 4096
+max_running = 8
+step_tokens = 256
+kv_dtype = "float32"
+device = "cpu"
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "deployment.toml"
+    path.write_text(text)
+    return path
+
+
+def test_a_folder_is_a_deployment_with_everything_derived(tmp_path: Path):
+    config = read(tmp_path, {})
+    assert config == ServeConfig(weights=str(tmp_path))
+    assert config.names == (tmp_path.name,)
+    assert (config.host, config.port) == ("127.0.0.1", 8000)
+
+
+def test_a_file_states_every_key_and_its_paths_are_relative_to_it(tmp_path: Path):
+    config = read(write(tmp_path, WHOLE), {})
+    assert config.weights == str(tmp_path / "weights/kimi")
+    assert config.keys_file == str(tmp_path / "keys.txt")
+    assert config.names == ("kimi", "k2")
+    assert (config.host, config.port) == ("::1", 9000)
+    engine = config.engine
+    assert (engine.kv_memory, engine.max_model_len) == (3 * 2**29, 4096)
+    assert (engine.max_running, engine.step_tokens, engine.kv_dtype, engine.device) == (8, 256, "float32", "cpu")
+
+
+def test_a_flag_wins_over_the_file(tmp_path: Path):
+    flags: dict[str, Any] = {"port": 1234, "engine.kv_memory": "64MB", "keys_file": "here.txt"}
+    config = read(write(tmp_path, WHOLE), flags)
+    assert (config.port, config.engine.kv_memory, config.engine.max_model_len) == (1234, 64_000_000, 4096)
+    assert config.keys_file == "here.txt", "a flag's path is relative to where it was typed"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port = 8000", r"missing required field `weights`"),
+        ('weights = "w"\nporrt = 1', r"unknown field `porrt`"),
+        ('weights = "w"\n[engine]\nkv = 1', r"unknown field `kv` - at `\$\.engine`"),
+        ('weights = "w"\nport = "x"', r"Expected `int`, got `str` - at `\$\.port`"),
+        ('weights = "w"\nport = 65536', r"port is 65536; expected 0 to 65535"),
+        ('weights = "w"\n[engine]\nkv_memory = "2 bags"', r"engine\.kv_memory is '2 bags'; expected a size"),
+        ('weights = "w"\nengine = 1', r"engine"),
+        ("weights = ", r"not a TOML file"),
+        ("\xff", r"not a TOML file"),
+    ],
+)
+def test_a_mistake_in_a_file_names_file_and_place(tmp_path: Path, text: str, words: str):
+    path = tmp_path / "deployment.toml"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=words) as caught:
+        read(path, {})
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_neither_folder_nor_file(tmp_path: Path):
+    with pytest.raises(ConfigError, match="no such folder or file"):
+        read(tmp_path / "nowhere", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "flags"), [('weights = "w"\nengine = 1', {"engine.device": "cpu"}), ('weights = "w"', {"port": -1})]
+)
+def test_flags_over_a_wrong_file_are_no_crash(tmp_path: Path, text: str, flags: dict[str, Any]):
+    with pytest.raises(ConfigError):
+        read(write(tmp_path, text), flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("500MB", 500_000_000),
+        ("2GB", 2 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        (" 1 tb ", 10**12),
+        ("8k", 8000),
+    ],
+)
+def test_sizes(text: str, expected: int):
+    assert size(text, "here") == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e9", "1 GB or so", "1XB"])
+def test_what_is_no_size(text: str):
+    with pytest.raises(ConfigError, match="here is"):
+        size(text, "here")
