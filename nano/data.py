@@ -31,16 +31,20 @@ LONG_ROW = 4_096
 
 # Share of tokens by module, in short rows and in long ones.
 MIXTURE = {
-    "numbers": 0.18,
-    "tools": 0.24,
-    "words": 0.16,
-    "recall": 0.15,
-    "code": 0.11,
-    "json": 0.08,
-    "chat": 0.06,
-    "python": 0.02,
+    "tools": 0.26,
+    "numbers": 0.20,
+    "words": 0.15,
+    "recall": 0.12,
+    "json": 0.10,
+    "code": 0.09,
+    "chat": 0.07,
+    "python": 0.01,
 }
 LONG_MIXTURE = {name: share * (0.55 / (1 - MIXTURE["recall"])) for name, share in MIXTURE.items()} | {"recall": 0.45}
+
+# A share of these samples comes after an exchange about something else. Earlier answers are rendered without their
+# thinking, so they are of modules whose answers need none.
+LAST, EARLIER, CHAINED = ("numbers", "words", "code", "chat", "json"), ("words", "chat"), 0.15
 
 # Text of a recall document in a long row, in characters; one that does not fit its row after all is dropped.
 RECALL_CHARACTERS = (2_000, 13_500)
@@ -79,7 +83,21 @@ class Mixture:
         kind = self._rng.choices(list(generators), [weight for _, weight in generators.values()])[0]
         if name == "recall" and self._row == LONG_ROW:
             return name, module.recall(self._rng, "train", self._rng.randint(*RECALL_CHARACTERS))
-        return name, generators[kind][0](self._rng, "train")
+        sample = generators[kind][0](self._rng, "train")
+        if name in LAST and self._rng.random() < CHAINED and _is_plain(sample):
+            sample.messages = self._before() + sample.messages
+        return name, sample
+
+    def _before(self) -> list[dict[str, Any]]:
+        """One or two earlier exchanges about something else: users change the subject."""
+        messages: list[dict[str, Any]] = []
+        for _ in range(self._rng.randint(1, 2)):
+            generators = self._modules[self._rng.choice(EARLIER)].GENERATORS
+            generator = self._rng.choice([generator for generator, _ in generators.values()])
+            earlier = generator(self._rng, "train")
+            if _is_plain(earlier):
+                messages += earlier.messages
+        return messages
 
     def spent(self, module: str, tokens: int) -> None:
         self._spent[module] += tokens
@@ -94,6 +112,11 @@ class Mixture:
             self._documents = iter(module.documents(self._rng))
             document = next(self._documents)
         return document
+
+
+def _is_plain(sample: Sample) -> bool:
+    """No tools, no system prompt: it can stand in the middle of a conversation."""
+    return not sample.tools and sample.messages[0]["role"] == "user"
 
 
 class Encoder:
