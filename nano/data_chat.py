@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from nano.data_recall import COLOURS, FRUITS, JOBS, NAMES, SPORTS, THINGS, pseudo
+from nano.data_recall import ANIMALS, ATTRIBUTES, COLOURS, DRAW, FRUITS, JOBS, NAMES, SPORTS, THINGS, pseudo
 from nano.data_words import ABROAD, CAPITAL_IS, LANGUAGES, PAIRS, RELATIONS
 from nano.sample import Generator, Sample, Split
 from nano.wordings import Wordings, casual, dialogue, reserved, terms, typo, wordings
@@ -975,36 +975,105 @@ MEMORIES = [
 BETWEEN = [talk for talk in TALKS if talk.marks[0] in ("well", "welcome", "thank", "arithmetic")]
 
 
-def earlier(rng: random.Random, split: Split) -> Sample:
-    """The user says something of themselves and asks for it one to three turns later."""
+# what can be said of oneself, whatever {a} is ; question ; question ; answer. For training only.
+_OWN = """
+My {a} is {v}. ; What is my {a}? ; Which {a} do I have? ; Your {a} is {v}.
+I have the {a} {v}. ; Which {a} do I have? ; What {a} did I say I have? ; You have the {a} {v}.
+The {a} I like most is {v}. ; Which {a} do I like most? ; What {a} do I like best? ; You like {v} most.
+My favorite {a} is {v}. ; What is my favorite {a}? ; Tell me my favorite {a}. ; Your favorite {a} is {v}.
+My {a} is called {v}. ; What is my {a} called? ; Tell me the name of my {a}. ; Your {a} is called {v}.
+I gave my {a} the name {v}. ; Which name did I give my {a}? ; How did I name my {a}? ; Your {a} has the name {v}.
+I keep my {a} in {v}. ; Where do I keep my {a}? ; Tell me where my {a} is. ; Your {a} is in {v}.
+Please remember that my {a} is {v}. ; Tell me my {a}. ; Do you remember my {a}? ; Your {a} is {v}.
+By the way, I call my {a} {v}. ; What do I call my {a}? ; How do I call my {a}? ; You call your {a} {v}.
+For my {a} I chose {v}. ; What did I choose for my {a}? ; Tell me what I chose for my {a}. ; You chose {v}.
+I lost my {a} in {v}. ; Where did I lose my {a}? ; In which place did I lose my {a}? ; You lost it in {v}.
+I paid {v} for my {a}. ; How much did I pay for my {a}? ; What did my {a} cost? ; You paid {v}.
+"""
+OWN = [tuple(part.strip() for part in line.split(" ; ")) for line in _OWN.strip().splitlines()]
+NOTICED = ("I see.", "Thank you for telling me.", "Good to know.", "I will remember it.", "All right.")
+
+
+class Told(NamedTuple):
+    said: str
+    noticed: str
+    asked: str
+    answer: str
+    value: str
+
+
+def _own(rng: random.Random) -> Told:
+    """Something of the user that nobody could guess: any noun, any value."""
     while True:
-        first, second = rng.sample(MEMORIES, 2)
-        value = rng.choice(first.values)
-        if first.values is NAMES and rng.random() < 0.4:
+        said, *questions, answer = rng.choice(OWN)
+        noun = pseudo(rng) if rng.random() < 0.3 else rng.choice(ATTRIBUTES + THINGS + ANIMALS)
+        draw = rng.choice(("name", "city", "word", "Word", "pin", "small", "number", "colour", "fruit", "password"))
+        value = DRAW[draw](rng)
+        parts = (text.replace("{a}", noun).replace("{v}", value) for text in (said, rng.choice(questions), answer))
+        said, asked, answer = parts
+        if value != noun and asked.lower().strip("?!. :)") not in HELD_MEMORIES:
+            return Told(said, rng.choice(NOTICED), asked, answer, value)
+
+
+HELD_MEMORIES = {said.lower().strip("?!. :)") for memory in MEMORIES for said in memory.asked.held}
+
+
+def _memory(rng: random.Random, split: Split, memory: Memory) -> Told:
+    while True:
+        value = rng.choice(memory.values)
+        if memory.values is NAMES and rng.random() < 0.4:
             value = pseudo(rng).capitalize()
-        told = first.told.pick(rng, split)
+        elif split == "train" and not value.isdigit() and rng.random() < 0.25:
+            value = pseudo(rng)
+        told = memory.told.pick(rng, split)
         if split == "families" or reserved(value, told) == (split == "values"):
             break
-    facts = [(first, value, told)]
-    quoted = ""
-    if rng.random() < 0.4 and second.values is not first.values:
-        facts.append((second, rng.choice(second.values), second.told.pick(rng, split)))
-        rng.shuffle(facts)
-    before: list[Turn] = []
-    for memory, known, said in facts:
-        sentence = said.replace("a {v}", "an {v}" if known[0] in "aeiou" else "a {v}").replace("{v}", known)
-        sentence = casual(rng, sentence)
-        if memory is first:
-            quoted = sentence
-        before += [_user(sentence), _assistant(memory.noticed.replace("{v}", known))]
-    if rng.random() < 0.4:
-        talk = rng.choice(BETWEEN)
-        before += [_user(talk.said.pick(rng, split)), _assistant(rng.choice(talk.answers))]
-    asked = casual(rng, first.asked.pick(rng, split))
-    answer = first.answer.replace("a {v}", "an {v}" if value[0] in "aeiou" else "a {v}").replace("{v}", value)
-    return dialogue(
-        rng, split, "chat", asked, f'They said: "{quoted}" So: {value}.', answer, {"contains": [value]}, before
+    said, answer = (
+        text.replace("a {v}", "an {v}" if value[0] in "aeiou" else "a {v}").replace("{v}", value)
+        for text in (told, memory.answer)
     )
+    noticed = memory.noticed.replace("{v}", value)
+    return Told(said, noticed, memory.asked.pick(rng, split), answer, value)
+
+
+def earlier(rng: random.Random, split: Split) -> Sample:
+    """The user says one to three things of themselves and asks for one of them, after up to three other turns."""
+    memories = rng.sample(MEMORIES, rng.choices((1, 2, 3), (5, 3, 2))[0])
+    while len({id(memory.values) for memory in memories}) < len(memories):
+        memories = rng.sample(MEMORIES, len(memories))
+    facts = [
+        _own(rng) if split == "train" and rng.random() < 0.45 else _memory(rng, split, memory) for memory in memories
+    ]
+    wanted = facts[0]
+    others = [fact for fact in facts[1:] if fact.value != wanted.value and fact.asked != wanted.asked]
+    facts = rng.sample([wanted, *others], len(others) + 1)
+    before: list[Turn] = []
+    quoted = ""
+    for fact in facts:
+        sentence = casual(rng, fact.said)
+        if fact is wanted:
+            quoted = sentence
+        before += [_user(sentence), _assistant(fact.noticed)]
+    for _ in range(rng.choices((0, 1, 2, 3), (5, 3, 1, 1))[0]):
+        at = 2 * rng.randint(0, len(before) // 2)
+        before[at:at] = _aside(rng, split)
+    thought = _quoted(wanted.asked, quoted, wanted.value)
+    return dialogue(
+        rng, split, "chat", casual(rng, wanted.asked), thought, wanted.answer, {"contains": [wanted.value]}, before
+    )
+
+
+def _quoted(asked: str, said: str, value: str) -> str:
+    return f'Looking for: {asked}\nThey said: "{said}" So: {value}.'
+
+
+def _aside(rng: random.Random, split: Split) -> list[Turn]:
+    """A turn about something else."""
+    if rng.random() < 0.5:
+        *_, asked, answered = instruction(rng, split).messages
+        return [_user(asked["content"]), _assistant(answered["content"])]
+    talk = rng.choice(BETWEEN)
+    return [_user(talk.said.pick(rng, split)), _assistant(rng.choice(talk.answers))]
 
 
 # -------------------- system prompts
@@ -1559,11 +1628,12 @@ def _near_miss(rng: random.Random, split: Split) -> Sample:
         if rng.random() < 0.4:
             drawn["name"] = pseudo(rng).capitalize()
         said, *questions, answer, mark = (_fill(text, drawn) for text in NEAR[case])
-        user = f"{said} {rng.choice(questions)}"
+        asked = rng.choice(questions)
+        user = f"{said} {asked}"
         held = case % 5 == 3
         if held == (split == "families") and (split == "families" or reserved(user) == (split == "values")):
             break
-    thought = f'They said: "{said}" So: {mark}.'
+    thought = _quoted(asked, said, mark)
     return dialogue(rng, split, "refusal", casual(rng, user), thought, answer, {"contains": [mark]})
 
 
@@ -1573,7 +1643,7 @@ def _near_miss(rng: random.Random, split: Split) -> Sample:
 def chat(rng: random.Random, split: Split) -> Sample:
     """Small talk, something said earlier, or a system prompt."""
     kind = rng.random()
-    return (small_talk if kind < 0.45 else earlier if kind < 0.7 else system_prompt)(rng, split)
+    return (small_talk if kind < 0.35 else earlier if kind < 0.78 else system_prompt)(rng, split)
 
 
 def families(kind: str) -> tuple[int, int]:
