@@ -15,7 +15,7 @@ max_model_len = 65536
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -57,13 +57,10 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     else:
         raise ConfigError(f"{source}: no such folder or file; expected a checkpoint's folder or a deployment.toml")
     for key, value in flags.items():
-        *tables, last = key.split(".")
-        place = values
-        for table in tables:
-            place = place.setdefault(table, {})
-            if not isinstance(place, dict):
-                raise ConfigError(f"{source}: {table} is {place!r}; expected a table")
-        place[last] = value
+        table, _, last = key.rpartition(".")
+        place = values.setdefault(table, {}) if table else values
+        if isinstance(place, dict):  # else the conversion below says so
+            cast("dict[str, Any]", place)[last] = value
     if isinstance(values.get("engine"), dict):
         engine: dict[str, Any] = values["engine"]
         if isinstance(engine.get("kv_memory"), str):

@@ -1,0 +1,226 @@
+"""The verbs, as typed: help that teaches, one line for a mistake, and what each prints."""
+
+import io
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from redline.cli import app
+from redline.cli.chat import Client, talk
+from redline.errors import ConfigError
+from redline.model.write import random_checkpoint
+from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+
+REDLINE = Path(sys.executable).with_name("redline")
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "tiny"
+    random_checkpoint(folder, kernel_config(vocab_size=TINY_VOCAB))
+    return write_tiny_tokenizer(folder)
+
+
+def typed(*words: str | Path) -> str:
+    """What is printed."""
+    done = CliRunner().invoke(app, [str(word) for word in words], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+# ----------------------------------------------------------------------------------------------------------- words
+
+
+def test_the_installed_command_without_a_verb_teaches_and_imports_no_torch():
+    done = subprocess.run([REDLINE], capture_output=True, text=True, timeout=60)
+    assert all(verb in done.stdout for verb in ("serve", "chat", "eval", "doctor", "bench"))
+    program = "import sys, redline.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("verb", ["serve", "chat", "eval", "doctor", "bench decode"])
+def test_every_verb_has_help_for_every_option(verb: str):
+    lines = typed(*verb.split(), "--help").splitlines()
+    options = [line for line in lines if "--" in line and "--help" not in line]
+    assert lines[1].strip().startswith("Usage:")
+    assert all(len(line.split()) > 4 for line in options), "an option that nobody explains"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["serve", "nowhere"], "nowhere: no such folder or file"),
+        (["eval", "nowhere"], "nowhere"),
+        (["doctor", "nowhere"], "nowhere"),
+        (["bench", "decode", "nowhere"], "nowhere"),
+        (["chat", "--url", "http://127.0.0.1:9", "hi"], "no server at http://127.0.0.1:9"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_1(words: list[str], says: str):
+    done = subprocess.run([REDLINE, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("error: ")
+    assert says in last
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------- doctor
+
+
+def test_doctor_prints_what_fits_with_its_arithmetic(tiny: Path):
+    said = typed("doctor", tiny)
+    for words in ("reads memory at", "multiplies at", "CPU kernels", "parameters", "a page ", "KV capacity", "floor "):
+        assert words in said
+    # 3 layers x (64 + 32) values x 2 bytes
+    assert "64 tokens x 576 bytes = 36,864 bytes" in said
+
+
+def test_doctor_without_a_folder_speaks_of_the_machine_alone():
+    said = typed("doctor")
+    assert "reads memory at" in said
+    assert "a page " not in said
+
+
+# ---------------------------------------------------------------------------------------------------- bench decode
+
+
+def test_bench_decode_prints_floor_and_ratio_and_keeps_where_the_numbers_come_from(tiny: Path, tmp_path: Path):
+    result = tmp_path / "decode.json"
+    said = typed("bench", "decode", tiny, "--batch", "2", "--context", "70", "--repeats", "3", "--save", result)
+    assert "floor/time" in said
+    record = json.loads(result.read_bytes())
+    assert {"machine", "commit", "date", "versions"} <= set(record)
+    (case,) = record["cases"]
+    assert (case["batch"], case["context"]) == (2, 70)
+    assert 0 < case["floor_ms"] < case["ms"]
+    assert case["p10_ms"] <= case["ms"] <= case["p90_ms"]
+
+
+# ------------------------------------------------------------------------------------------------------------ eval
+
+
+def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
+    sets = tmp_path / "sets"
+    sets.mkdir()
+    asked = {"kind": "add", "messages": [{"role": "user", "content": "1 + 1?"}], "check": {"number": 2}}
+    (sets / "values.jsonl").write_text(json.dumps(asked) + "\n")
+    (sets / "targets.json").write_text(json.dumps({"values": {"add": 90}}))
+    result = tmp_path / "report.json"
+    said = typed("eval", tiny, "--sets", sets, "--save", result)
+    assert "add" in said
+    assert "90" in said
+    assert json.loads(result.read_bytes())
+
+
+# ------------------------------------------------------------------------------------------------------------ chat
+
+CHUNKS = [
+    {"choices": [{"delta": {"role": "assistant", "reasoning": "Two "}}]},
+    {"choices": [{"delta": {"reasoning": "and two."}}]},
+    {"choices": [{"delta": {"content": "It is "}}]},
+    {"choices": [{"delta": {"content": "[4]."}}]},
+    {"choices": [], "usage": {"completion_tokens": 7}},
+]
+
+
+class Fake(BaseHTTPRequestHandler):
+    """Any OpenAI server: it says CHUNKS, and refuses whoever says no."""
+
+    asked: list[dict[str, Any]]
+
+    def do_GET(self) -> None:
+        self._answer(200, json.dumps({"data": [{"id": "fake"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.asked.append(body)
+        if body["messages"][-1]["content"] == "no":
+            self._answer(400, json.dumps({"error": {"message": "messages: not that"}}))
+            return
+        self._answer(200, "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in CHUNKS) + "data: [DONE]\n\n")
+
+    def _answer(self, status: int, text: str) -> None:
+        data = text.encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@contextmanager
+def fake_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    asked: list[dict[str, Any]] = []
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Server", (Fake,), {"asked": asked}))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def client(url: str, **changes: Any) -> Client:
+    return Client(
+        **{"url": url, "key": "k", "model": None, "thinking": True, "temperature": 0.6, "system": None, **changes}
+    )
+
+
+def test_a_question_is_answered_with_the_thinking_dimmed_and_the_rate_below():
+    with fake_server() as (url, asked):
+        screen = io.StringIO()
+        assert talk(client(url, system="Be brief."), "2 + 2?", Console(file=screen, force_terminal=True)) == 0
+    said = screen.getvalue()
+    assert "\x1b[2mTwo \x1b[0m" in said
+    assert "It is [4]." in said.replace("\x1b[0m", ""), "brackets are text, not markup"
+    assert "7 tokens" in said
+    assert "tokens/s" in said
+    assert asked[0]["model"] == "fake"
+    assert [message["role"] for message in asked[0]["messages"]] == ["system", "user"]
+    assert asked[0]["chat_template_kwargs"] == {"thinking": True}
+
+
+def test_a_conversation_remembers_what_was_said_but_not_the_thinking(monkeypatch: pytest.MonkeyPatch):
+    lines = iter(["2 + 2?", "And now?", ""])
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(console, "input", lambda _: next(lines))
+    with fake_server() as (url, asked):
+        assert talk(client(url, thinking=False), None, console) == 0
+    assert asked[1]["messages"] == [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "It is [4]."},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert asked[0]["chat_template_kwargs"] == {"thinking": False}
+
+
+def test_a_refused_question_is_said_and_forgotten(monkeypatch: pytest.MonkeyPatch):
+    lines = iter(["no", "2 + 2?", ""])
+    screen = io.StringIO()
+    console = Console(file=screen)
+    monkeypatch.setattr(console, "input", lambda _: next(lines))
+    with fake_server() as (url, asked):
+        talk(client(url), None, console)
+    assert "error: messages: not that" in screen.getvalue()
+    assert [message["content"] for message in asked[1]["messages"]] == ["2 + 2?"]
+
+
+def test_nobody_there():
+    with pytest.raises(ConfigError, match="start one with `redline serve FOLDER`"):
+        talk(client("http://127.0.0.1:9"), "hi", Console(file=io.StringIO()))
