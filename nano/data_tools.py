@@ -1,10 +1,11 @@
 """Tool calling: one call, several calls, none, and the answer after the result.
 
 Names, parameters and descriptions are made up anew for every sample, so that a model must read the declaration. The
-thinking is work that copying can do. First what the user wants, in set words, and the pieces of the request that say
-with what values; then each declared function with its action in set words, `yes` where these are the wanted ones; then
-each call with every parameter in the order of the TypeScript declaration (required ones first, each group by alphabet),
-`none` where the user did not say. The call's JSON has the same order, compact, without the ones not said.
+thinking is work that copying can do. First what the user wants, a noun of the request, and the pieces of the request
+that say with what values; then each declared function with its noun, `yes` where it is the wanted one. A set verb
+follows the noun only where functions with one noun differ in it. Then each call: its function, and a line for every
+parameter in the order of the TypeScript declaration (required ones first, each group by alphabet), with the piece that
+tells it and the value, or `none` where the user did not say. The call's JSON has this order, compact, without those.
 """
 
 import json
@@ -32,7 +33,7 @@ from nano.data_tools_topics import (
     Topic,
     invented,
 )
-from nano.data_tools_values import KINDS, is_open, pick, pseudo, reserved
+from nano.data_tools_values import KINDS, PRODUCTS, WORDS, is_open, pick, pseudo, reserved
 from nano.sample import Generator, Sample, Split
 
 
@@ -66,12 +67,8 @@ class Function:
     group: tuple[str, frozenset[str]] | None = None  # a nested object and the slots in it
 
     @property
-    def action(self) -> str:
-        """What it does in set words: one word for all that mean the same."""
-        return self.topic.label if self.topic else self.key
-
-    @property
     def thing(self) -> str:
+        """What it is about, in a word of the request."""
         return self.topic.label if self.topic else self.noun
 
 
@@ -221,7 +218,7 @@ def _invent(rng: random.Random, split: Split) -> Function:
 
 def _of_topic(rng: random.Random, split: Split, key: str, topic: Topic) -> Function:
     params = [(slot, param, True) for slot, param in topic.required.items()]
-    params += [(slot, param, False) for slot, param in topic.optional.items() if rng.random() < 0.6]
+    params += [(slot, param, False) for slot, param in topic.optional.items() if rng.random() < 0.45]
     words, about = pick(rng, topic.names).split(), pick(rng, topic.about)
     name, declaration, slots, group = _declare(rng, split == "families", words, about, params, composed=False)
     return Function(name, declaration, slots, topic, key, group=group)
@@ -237,8 +234,20 @@ def _article(noun: str) -> str:
     return "an" if noun[0] in "aeio" else "a"
 
 
+# Nouns that no function is about: for training, any word that is not kept for evaluation may name a thing to act on.
+_THINGS = tuple(
+    sorted({*WORDS.train, *PRODUCTS.train} - {*HELD_NOUNS, *(topic.label for topic in HELD_TOPICS.values())})
+)
+_THINGS = tuple(word for word in _THINGS if word.islower() and word.isalpha())
+
+
 def _noun(rng: random.Random, split: Split) -> str:
-    return pseudo(rng, split) if rng.random() < 0.15 else pick(rng, HELD_NOUNS if split == "families" else NOUNS)
+    which = rng.random()
+    if which < 0.2:
+        return pseudo(rng, split)
+    if split == "families":
+        return pick(rng, HELD_NOUNS)
+    return pick(rng, NOUNS if which < 0.55 else _THINGS)
 
 
 def _compose(rng: random.Random, split: Split, verbs: tuple[str, ...] = (), noun: str = "") -> Function:
@@ -248,7 +257,7 @@ def _compose(rng: random.Random, split: Split, verbs: tuple[str, ...] = (), noun
     if not noun:
         noun = _noun(rng, split)
     while True:
-        count = pick(rng, (1, 1, 2, 2, 2, 3, 3, 4))
+        count = pick(rng, (1, 1, 1, 2, 2, 2, 3, 3, 4))
         chosen = [(key, PARAMS[key], rng.random() < 0.6) for key in rng.sample(list(PARAMS), count)]
         shape = sorted(f"{param.kind}{required}" for _, param, required in chosen)
         if held == reserved("shape", *shape, one_in=5):
@@ -331,18 +340,24 @@ class Call(NamedTuple):
             entries.append((not needed, outer, inner))
         return {name: value for _, name, value in sorted(entries, key=lambda entry: entry[:2])}
 
-    def thought(self) -> str:
-        arguments = self.arguments
+    def thought(self, pieces: Sequence["Piece"]) -> str:
+        """The function and a line for each parameter: the piece that tells its value, and the value."""
         function = self.function
-        if not function.group:
-            said = [f"{slot.name}: {compact(arguments[slot.name]) if slot.name in arguments else 'none'}"
-                    for slot in function.slots]  # fmt: skip
-            return f"{function.name}({', '.join(said)})"
-        properties = function.declaration["function"]["parameters"]["properties"]
-        required = function.declaration["function"]["parameters"].get("required", [])
-        names = sorted(properties, key=lambda name: (name not in required, name))
-        said = [f"{name}: {compact(arguments[name]) if name in arguments else 'none'}" for name in names]
-        return f"{function.name}({', '.join(said)})"
+        told = {piece.key: piece.text for piece in pieces}
+        outer, inside = function.group or ("", frozenset[str]())
+        needed = any(slot.required for slot in function.slots if slot.name in inside)
+
+        def place(slot: Slot) -> tuple[bool, str, bool, str]:
+            if slot.name in inside:
+                return not needed, outer, not slot.required, slot.name
+            return not slot.required, slot.name, False, ""
+
+        lines = [function.name]
+        for slot in sorted(function.slots, key=place):
+            name = f"{outer}.{slot.name}" if slot.name in inside else slot.name
+            said = f"{told[slot.key]} -> {compact(self.values[slot.key])}" if slot.key in self.values else "none"
+            lines.append(f"{name}: {said}")
+        return "\n".join(lines)
 
 
 def _draw(rng: random.Random, split: Split, slot: Slot) -> Any:
@@ -421,9 +436,16 @@ def _values(rng: random.Random, split: Split, function: Function) -> dict[str, A
     return values
 
 
+class Piece(NamedTuple):
+    """Words of the request that say a value, and the topic's name for the parameter."""
+
+    key: str
+    text: str
+
+
 class Request(NamedTuple):
     text: str
-    pieces: list[str]  # of the text, in its order: what says a value
+    pieces: list[Piece]  # of the text, in its order
 
 
 _SLOT = re.compile(r"\{(\w+)\}")
@@ -432,13 +454,13 @@ _SLOT = re.compile(r"\{(\w+)\}")
 def _fill(rng: random.Random, ask: str, call: Call) -> Request:
     """A topic's question with its values. A piece is a value with up to two words before it."""
     kinds = {slot.key: slot.param.kind for slot in call.function.slots}
-    text, pieces, done = "", list[str](), 0
+    text, pieces, done = "", list[Piece](), 0
     for slot in _SLOT.finditer(ask):
         before = ask[done : slot.start()]
         spoken = _spoken(rng, kinds[slot[1]], call.values[slot[1]])
         quote = ask[slot.end() : slot.end() + 1] if ask[slot.end() : slot.end() + 1] in ("'", '"') else ""
         lead = re.split(r"[\n.?!] ?", before)[-1].split(" ")[-3:]
-        pieces.append(" ".join(lead).lstrip(" ,") + spoken + quote)
+        pieces.append(Piece(slot[1], " ".join(lead).lstrip(" ,") + spoken + quote))
         text += before + spoken
         done = slot.end()
     return Request(text + ask[done:], pieces)
@@ -447,33 +469,35 @@ def _fill(rng: random.Random, ask: str, call: Call) -> Request:
 def _ask(rng: random.Random, split: Split, call: Call, short: bool = False) -> Request:
     """The request that `call` answers: one sentence or more; `short`: one."""
     function, values = call
-    inside: list[str] = []
-    after: list[str] = []
+    inside: list[Piece] = []
+    after: list[Piece] = []
     for slot in function.slots:
         if slot.key not in values or (function.topic and slot.required):
             continue
         clause, inline = _clause(rng, slot, values[slot.key], short)
-        (inside if inline else after).append(clause)
+        (inside if inline else after).append(Piece(slot.key, clause))
     rng.shuffle(inside)
     rng.shuffle(after)
-    pieces = [piece.strip(" ()") for piece in inside] + [piece.removesuffix(".") for piece in after]
+    pieces = [Piece(key, clause.strip(" ()")) for key, clause in inside]
+    pieces += [Piece(key, clause.removesuffix(".")) for key, clause in after]
+    within = "".join([clause for _, clause in inside])
     if function.topic:
         ask, required = _fill(rng, pick(rng, _asks(function.topic, split)), call)
         end = ask[-1] if ask[-1] in ".?!" else ""
-        text = ask[: len(ask) - len(end)] + "".join(inside) + end
+        text = ask[: len(ask) - len(end)] + within + end
         if inside and (ask[-1] == '"' or ": " in ask):  # a clause would become part of the quoted text
             text = ask if end else ask + "."
-            sentences = [_sentence(clause) for clause in inside]
-            text += " " + " ".join(sentences)
-            pieces[: len(inside)] = [sentence.removesuffix(".") for sentence in sentences]
+            sentences = [Piece(key, _sentence(clause)) for key, clause in inside]
+            text += " " + " ".join([sentence for _, sentence in sentences])
+            pieces[: len(inside)] = [Piece(key, sentence.removesuffix(".")) for key, sentence in sentences]
         pieces = required + pieces
     else:
         do = f"{pick(rng, function.verbs)} {pick(rng, (_article(function.noun), 'the', 'the', 'my', 'this', 'our'))} "
-        do += function.noun + "".join(inside)
+        do += function.noun + within
         frame = pick(rng, HELD_FRAMES if split == "families" else FRAMES)
         text = frame.replace("{do}", do[0].upper() + do[1:] if frame.startswith("{do}") else do)
     if after:
-        text += ("" if text[-1] in ".?!" else ".") + " " + " ".join(after)
+        text += ("" if text[-1] in ".?!" else ".") + " " + " ".join([clause for _, clause in after])
     return Request(text, pieces)
 
 
@@ -500,8 +524,8 @@ _THANKS = (
 )
 
 
-def _dress(rng: random.Random, text: str, pieces: Sequence[str] = ()) -> str:
-    if rng.random() < 0.15 and not text.startswith(tuple(pieces)):
+def _dress(rng: random.Random, text: str, pieces: Sequence[Piece] = ()) -> str:
+    if rng.random() < 0.15 and not text.startswith(tuple(piece.text for piece in pieces)):
         text = text[0].lower() + text[1:]
     if rng.random() < 0.18:
         text = pick(rng, _GREETINGS) + text
@@ -513,10 +537,6 @@ def _dress(rng: random.Random, text: str, pieces: Sequence[str] = ()) -> str:
 # ---------------------------------------------------------------------------------------------------- conversations
 
 
-def _want(function: Function, pieces: Sequence[str]) -> str:
-    return ": ".join([function.action, " | ".join(pieces)]) if pieces else function.action
-
-
 @dataclass(slots=True)
 class Talk:
     """A conversation being written: the functions it declares and the calls counted so far."""
@@ -525,24 +545,34 @@ class Talk:
     thinking: bool
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     calls: int = 0
+    contested: frozenset[str] = frozenset()  # nouns of functions that only their verbs tell apart
+
+    def action(self, function: Function) -> str:
+        """The noun, and one verb for all that mean the same where the noun is not enough."""
+        return f"{function.noun} {function.verbs[0]}" if function.noun in self.contested else function.thing
+
+    def wish(self, function: Function, pieces: Sequence[Piece]) -> str:
+        action = self.action(function)
+        return f"{action}: {' | '.join([piece.text for piece in pieces])}" if pieces else action
 
     def user(self, text: str) -> None:
         self.messages.append({"role": "user", "content": text})
 
     def judged(self, wants: Sequence[str], needed: Sequence[Function]) -> list[str]:
         """The wishes, and what each function does and whether it is wanted; of several wishes, for which."""
-        lines = [f"Want{f' {i}' if len(wants) > 1 else ''}: {want}" for i, want in enumerate(wants, 1)]
+        lines = [f"{'Also' if i else 'Want'}: {want}" for i, want in enumerate(wants)]
         for function in self.functions:
             which = [str(i) for i, other in enumerate(needed, 1) if other is function]
             verdict = " ".join(["yes", *which]) if len(needed) > 1 and which else "yes" if which else "no"
-            lines.append(f"{function.name}: {function.action}: {verdict}")
+            lines.append(f"{function.name}: {self.action(function)}: {verdict}")
         return lines
 
-    def call(self, calls: Sequence[Call], pieces: Sequence[Sequence[str]]) -> list[str]:
+    def call(self, calls: Sequence[Call], pieces: Sequence[Sequence[Piece]]) -> list[str]:
         """The assistant calls; `pieces` of the request for each. Returns the ids."""
-        wants = [_want(call.function, said) for call, said in zip(calls, pieces, strict=True)]
+        wants = [self.wish(call.function, said) for call, said in zip(calls, pieces, strict=True)]
         lines = self.judged(wants, [call.function for call in calls])
-        lines += [f"{i}. {call.thought()}" if len(calls) > 1 else call.thought() for i, call in enumerate(calls, 1)]
+        for i, (call, said) in enumerate(zip(calls, pieces, strict=True), 1):
+            lines.append(f"{i}. {call.thought(said)}" if len(calls) > 1 else call.thought(said))
         made = [
             {
                 "id": f"functions.{call.function.name}:{self.calls + i}",
@@ -581,10 +611,12 @@ def _talk(
 ) -> Talk:
     """Declare the targets and some functions that are not needed, in any order."""
     if count is None:
-        count = max(0, pick(rng, (1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 5)) - len(targets))
+        count = max(0, pick(rng, (1, 1, 1, 2, 2, 2, 2, 3, 3, 4)) - len(targets))
     functions = [*targets, *_others(rng, split, targets, count, general)]
     rng.shuffle(functions)
     talk = Talk(functions, split != "train" or rng.random() >= _INSTANT)
+    nouns = [function.noun for function in functions if function.noun]
+    talk.contested = frozenset(noun for noun in nouns if nouns.count(noun) > 1)
     if rng.random() < 0.12:
         talk.messages.append({"role": "system", "content": pick(rng, _SYSTEM)})
     return talk
@@ -611,8 +643,14 @@ def one_call(rng: random.Random, split: Split) -> Sample:
 
 
 _JOIN = ("{0} {1}", "{0} Also: {1}", "{0} And: {1}", "{0} Then: {1}", "{0}\n{1}", "1. {0}\n2. {1}",
-         "Two things: {0} {1}", "- {0}\n- {1}", "{0} After that: {1}", "First: {0} Second: {1}")  # fmt: skip
-_HELD_JOIN = ("{0} In addition: {1}", "{0} Next: {1}", "Do two things. {0} {1}")
+         "Two things: {0} {1}", "- {0}\n- {1}", "{0} After that: {1}", "First: {0} Second: {1}",
+         "{0} Plus: {1}", "{0} I also have this: {1}", "{0} Second, {1}", "{0} Another one: {1}",
+         "{0} One more thing: {1}", "{0} Besides: {1}", "Please do both. {0} {1}",
+         "{0}\n\n{1}", "{0} And one more request: {1}", "{0} Further: {1}", "{0} Oh, and: {1}", "{0} When done: {1}",
+         "I need two things. {0} {1}", "{0} As well: {1}", "{0} In the second place: {1}", "{0} The next one: {1}",
+         "(1) {0} (2) {1}", "a) {0} b) {1}", "{0} Moreover: {1}", "{0} At the same time: {1}")  # fmt: skip
+_HELD_JOIN = ("{0} In addition: {1}", "{0} Next: {1}", "Do two things. {0} {1}", "{0} Additionally: {1}",
+              "A: {0} B: {1}", "{0} Finally: {1}", "* {0}\n* {1}", "There are two requests. {0} {1}")  # fmt: skip
 _LISTED = frozenset({"city", "ticker", "code", "pseudo", "path", "full_name", "word", "expression"})
 
 
@@ -620,7 +658,7 @@ class Several(NamedTuple):
     talk: Talk
     request: Request
     calls: list[Call]
-    pieces: list[list[str]]  # of the request, for each call
+    pieces: list[list[Piece]]  # of the request, for each call
 
 
 def _several(rng: random.Random, split: Split) -> Several:
@@ -635,8 +673,9 @@ def _several(rng: random.Random, split: Split) -> Several:
         calls = [Call(target, {slot.key: value}) for value in seen]
         ask = pick(rng, _asks(target.topic, split))
         joined = _spoken(rng, "", seen) if len(seen) > 2 else " and ".join(seen)
-        request = Request(ask.replace("{" + slot.key + "}", joined), seen)
-        return Several(_talk(rng, split, [target]), request, calls, [[value] for value in seen])
+        pieces = [Piece(slot.key, value) for value in seen]
+        request = Request(ask.replace("{" + slot.key + "}", joined), pieces)
+        return Several(_talk(rng, split, [target]), request, calls, [[piece] for piece in pieces])
     targets = [target]
     if rng.random() < 0.65 or not target.slots:
         other = _target(rng, split)
@@ -652,7 +691,7 @@ def _several(rng: random.Random, split: Split) -> Several:
     asks = [ask + ("" if ask[-1] in ".?!" else ".") for ask, _ in requests]
     text = pick(rng, _HELD_JOIN if split == "families" else _JOIN).format(*asks)
     pieces = [each.pieces for each in requests]
-    return Several(_talk(rng, split, targets), Request(text, sum(pieces, list[str]())), calls, pieces)
+    return Several(_talk(rng, split, targets), Request(text, sum(pieces, list[Piece]())), calls, pieces)
 
 
 def several_calls(rng: random.Random, split: Split) -> Sample:
@@ -696,7 +735,7 @@ _REFUSAL = "I have no function for that."
 def no_call(rng: random.Random, split: Split) -> Sample:
     """Tools are declared, but the answer needs none, or none of them fits, or a required value is missing."""
     which = rng.random()
-    if which < 0.12:
+    if which < 0.16:
         return _missing(rng, split)
     if which < 0.5:
         return _unfit(rng, split)
@@ -724,7 +763,7 @@ def _unfit(rng: random.Random, split: Split) -> Sample:
     talk.functions.remove(wanted)
     request = _ask(rng, split, Call(wanted, _values(rng, split, wanted)))
     talk.user(_dress(rng, *request))
-    talk.assistant("\n".join([*talk.judged([_want(wanted, request.pieces)], []), "No function fits."]), _REFUSAL)
+    talk.assistant("\n".join([*talk.judged([talk.wish(wanted, request.pieces)], []), "No function fits."]), _REFUSAL)
     return talk.sample("tool_none", {"no_tool_calls": True})
 
 
@@ -738,7 +777,7 @@ def _missing(rng: random.Random, split: Split) -> Sample:
     bare = TOPICS[key].bare
     talk.user(_dress(rng, bare[-1] if split == "families" else pick(rng, bare[:-1] or bare)))
     slot = next(slot for slot in target.slots if slot.required)
-    thought = [*talk.judged([target.action], [target]), f"{target.name}({slot.name}: missing)"]
+    thought = [*talk.judged([talk.action(target)], [target]), target.name, f"{slot.name}: missing"]
     talk.assistant("\n".join(thought), f"Please tell me the {slot.name.replace('_', ' ')}.")
     return talk.sample("tool_none", {"no_tool_calls": True})
 

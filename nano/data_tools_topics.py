@@ -906,8 +906,8 @@ Find out where I am right now.""",
 
 HELD_TOPICS: dict[str, Topic] = {
     "air": T(
-        "air quality|get air quality|check air|pollution level|air index",
-        "Get the air quality in a city|Air pollution of a place",
+        "air quality|get air quality|check air quality|air quality index",
+        "Get the air quality in a city|Air quality of a place",
         {"city": CITY},
         """\
 How is the air quality in {city}?
@@ -915,7 +915,7 @@ What's the air quality in {city}?
 How clean is the air in {city}?
 Check the air quality for {city}.""",
         {"index": "medium"},
-        "air",
+        "air quality",
     ),
     "alarm": T(
         "set alarm|create alarm|alarm|alarm clock|add alarm",
@@ -947,7 +947,7 @@ Book a taxi from {from} to {to}, please.""",
         {"passengers": P("passengers people seats", "small", "How many people", " for {} people", "We are {} people.")},
     ),
     "parcel": T(
-        "send parcel|ship parcel|parcel|create parcel|send package",
+        "send parcel|ship parcel|parcel|create parcel|deliver parcel",
         "Send a parcel to a person|Ship a parcel",
         {
             "to": P("recipient person receiver name", "full_name", "Who gets the parcel"),
@@ -977,7 +977,7 @@ Which holidays does {country} have in {year}?""",
         "holidays",
     ),
     "random": T(
-        "random number|get random number|random int|generate number",
+        "random number|get random number|generate random number",
         "Get a random number between two bounds|Generate a random number",
         {
             "low": P("min low lower minimum", "small", "Lowest number"),
@@ -991,14 +991,14 @@ Pick a random number between {low} and {high}.""",
         "random number",
     ),
     "score": T(
-        "get score|match score|game score|team score|sports result",
-        "Get the score of a team's last game|Score of a match of a team",
+        "get score|score|latest score|score info",
+        "Get the last score of a team|Score of a team",
         {"team": P("team club team_name", "title", "Name of the team")},
         """\
 What's the score of the team {team}?
-What was the score of the last game of {team}?
-Get me the score of the match of {team}.
-Show the last game score of the team {team}.""",
+What was the last score of {team}?
+Get me the score of {team}.
+Show the score of the team {team}.""",
         {"score": "phone"},
         "score",
     ),
@@ -1019,7 +1019,7 @@ Write a note. Title: {title}, text: {text}""",
     ),
     "reset": T(
         "reset password|password reset|send password reset|new password",
-        "Reset the password of an account|Send a password reset to an address",
+        "Reset the password of an account|Send a new password to an address",
         {"email": P("email address mail account", "email", "E-mail address of the account")},
         """\
 Reset the password for {email}.

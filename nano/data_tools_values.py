@@ -306,6 +306,11 @@ def path(rng: random.Random, split: Split) -> str:
     return f"{folder}{name}.{pick(rng, ('txt', 'md', 'csv', 'json', 'py', 'log'))}"
 
 
+def product(rng: random.Random, split: Split) -> str:
+    """A thing, or a made-up name, so that it must be read letter by letter."""
+    return pseudo(rng, split) if rng.random() < 0.3 else PRODUCTS.draw(rng, split)
+
+
 def _from(pool: Pool) -> Callable[[random.Random, Split], str]:
     return pool.draw
 
@@ -320,7 +325,7 @@ KINDS: dict[str, tuple[str, Callable[[random.Random, Split], Any]]] = {
     "language": ("string", _from(LANGUAGES)),
     "currency": ("string", _from(CURRENCIES)),
     "food": ("string", _from(FOODS)),
-    "product": ("string", _from(PRODUCTS)),
+    "product": ("string", product),
     "ticker": ("string", _from(TICKERS)),
     "room": ("string", _from(ROOMS)),
     "title": ("string", title),

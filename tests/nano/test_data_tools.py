@@ -2,7 +2,6 @@
 
 import json
 import random
-import re
 from typing import Any
 
 import jsonschema
@@ -70,24 +69,31 @@ def test_the_thinking_judges_every_function_and_names_every_parameter(kind: str)
                 continue
             lines = message["reasoning_content"].split("\n")
             called = [call["function"]["name"] for call in message["tool_calls"]]
-            wants, functions = lines[: len(called)], lines[len(called) : -len(called)]
-            assert all(want.startswith("Want") for want in wants), lines
-            assert [line.split(": ")[0] for line in functions] == list(declared(sample))
+            functions = declared(sample)
+            wants, judged = lines[: len(called)], lines[len(called) : len(called) + len(functions)]
+            assert [want.split(": ")[0] for want in wants] == ["Want", *["Also"] * (len(called) - 1)]
+            assert [line.split(": ")[0] for line in judged] == list(functions)
             wanted = {want.split(": ")[1] for want in wants}
-            for line in functions:
+            for line in judged:
                 name, action, verdict = line.split(": ")
                 assert verdict.startswith("yes") == (name in called) == (action in wanted), lines
-            for name, line in zip(called, lines[-len(called) :], strict=True):
-                assert re.match(rf"(\d\. )?{re.escape(name)}\(", line)
-                parameters = ordered(declared(sample)[name])
-                assert all(f"{parameter}: " in line for parameter in parameters), line
+            rest = lines[len(called) + len(functions) :]
+            for number, name in enumerate(called, 1):
+                assert rest.pop(0) in (name, f"{number}. {name}")
+                for parameter in ordered(functions[name]):
+                    inner = functions[name]["properties"][parameter].get("properties", ())
+                    for path in [f"{parameter}.{key}" for key in inner] or [parameter]:
+                        assert any(line.startswith(f"{path}: ") for line in rest), (path, lines)
+                count = sum(len(each.get("properties", (0,))) for each in functions[name]["properties"].values())
+                rest = rest[count:]
+            assert not rest
 
 
 @pytest.mark.parametrize("kind", ["tool_call", "tool_multi"])
 def test_the_pieces_of_the_wish_are_the_users_words_and_hold_every_value(kind: str) -> None:
     for sample in draw(kind, "families", 400):
         said, answer = sample.messages[-2]["content"], sample.messages[-1]
-        wants = [line for line in answer["reasoning_content"].split("\n") if line.startswith("Want")]
+        wants = [line for line in answer["reasoning_content"].split("\n") if line.startswith(("Want: ", "Also: "))]
         for want, call in zip(wants, answer["tool_calls"], strict=True):
             pieces = want.split(": ", 2)[2] if want.count(": ") > 1 else ""
             assert all(piece in said for piece in pieces.split(" | ")), (want, said)
