@@ -496,6 +496,75 @@ _STORY = """
 {who} studies in {v}. ; city ; Where does {who} study? ; Who studies in {v}?
 """
 STORY = [tuple(part.strip() for part in line.split(";")) for line in _STORY.strip().splitlines()]
+# Stories about any deed, for training only: {past}, {s} and {base} are forms of a verb, {o} is an object, {many} some
+# things. Verbs of the stories held out occur here too, but in other sentences.
+_DEEDS = """
+{who} {past} {v}. ; Word ; Whom did {who} {base}? ; Who {past} {v}?
+{who} {past} the {v}. ; word ; What did {who} {base}? ; Who {past} the {v}?
+{who} always {s} {v}. ; name ; Whom does {who} always {base}? ; Who always {s} {v}?
+{who} often {s} the {v}. ; word ; What does {who} often {base}? ; Who often {s} the {v}?
+{who} {past} the {o} in {v}. ; city ; Where did {who} {base} the {o}? ; Who {past} the {o} in {v}?
+{who} {past} a {o} on {v}. ; day ; When did {who} {base} the {o}? ; Who {past} a {o} on {v}?
+{who} {past} the {o} at {v}. ; time ; At what time did {who} {base} the {o}? ; Who {past} the {o} at {v}?
+{who} {past} the {o} of {v}. ; name ; Whose {o} did {who} {base}? ; Who {past} the {o} of {v}?
+{who} {past} {v} {many}. ; small ; How many {many} did {who} {base}? ; Who {past} {v} {many}?
+{who} {s} {v} {many}. ; small ; How many {many} does {who} {base}? ; Who {s} {v} {many}?
+{who} {past} the {v} {o}. ; colour ; Which {o} did {who} {base}? ; Who {past} the {v} {o}?
+{who} {past} the {o} in {v}. ; month ; In which month did {who} {base} the {o}? ; Who {past} the {o} in {v}?
+{who} {past} {v} in the garden. ; name ; Whom did {who} {base} in the garden? ; Who {past} {v} in the garden?
+{who} {past} a {v} near the river. ; thing ; What did {who} {base} near the river? ; Who {past} a {v} near the river?
+The {o} of {who} is {v}. ; colour ; What color is the {o} of {who}? ; Whose {o} is {v}?
+The {o} of {who} costs {v} euros. ; small ; How much does the {o} of {who} cost? ; Whose {o} costs {v} euros?
+{who} became a {v}. ; job ; Which job does {who} have now? ; Who became a {v}?
+{who} still {s} the {o} of {v}. ; name ; Whose {o} does {who} still {base}? ; Who still {s} the {o} of {v}?
+The job of {who} is {v}. ; job ; What is the job of {who}? ; Whose job is {v}?
+{who} gave the {o} to {v}. ; name ; To whom did {who} give the {o}? ; Who gave the {o} to {v}?
+{who} got the {o} from {v}. ; Word ; From whom did {who} get the {o}? ; Who got the {o} from {v}?
+{who} went to the {v}. ; place ; Where did {who} go? ; Who went to the {v}?
+{who} has {v} {many}. ; small ; How many {many} does {who} have? ; Who has {v} {many}?
+{who}'s {o} is in {v}. ; city ; Where is {who}'s {o}? ; Whose {o} is in {v}?
+{who} wants to {base} the {v}. ; word ; What does {who} want to {base}? ; Who wants to {base} the {v}?
+{who} will {base} {v} {many}. ; small ; How many {many} will {who} {base}? ; Who will {base} {v} {many}?
+"""
+DEEDS = [tuple(part.strip() for part in line.split(";")) for line in _DEEDS.strip().splitlines()]
+VERBS = [
+    tuple(line.split("/"))
+    for line in terms("""
+        see/saw/sees watch/watched/watches help/helped/helps follow/followed/follows miss/missed/misses
+        hear/heard/hears meet/met/meets draw/drew/draws clean/cleaned/cleans carry/carried/carries
+        want/wanted/wants borrow/borrowed/borrows open/opened/opens hide/hid/hides make/made/makes
+        teach/taught/teaches break/broke/breaks bring/brought/brings use/used/uses count/counted/counts
+        choose/chose/chooses steal/stole/steals move/moved/moves remember/remembered/remembers paint/painted/paints
+        collect/collected/collects ask/asked/asks throw/threw/throws build/built/builds wash/washed/washes
+        catch/caught/catches hold/held/holds admire/admired/admires fix/fixed/fixes
+    """)
+]
+HELD_VERBS = [
+    tuple(line.split("/"))
+    for line in terms("forget/forgot/forgets need/needed/needs visit/visited/visits call/called/calls lose/lost/loses")
+]
+MANY = terms("chairs tables cups books coins stamps eggs tickets boxes bottles plates stones letters pens keys lamps")
+
+
+def deed(rng: random.Random) -> tuple[str, ...]:
+    """(statement, kind, question, question) as in STORY, with a verb, often one that does not exist."""
+    while True:
+        story = rng.choice(DEEDS)
+        held = rng.random() < 0.15
+        if not held or "{o}" in story[0] or "near the" in story[0]:
+            break
+    base, past, third = rng.choice(HELD_VERBS if held else VERBS)
+    if not held and rng.random() < 0.25:
+        base = (
+            rng.choice(_CONSONANTS) + rng.choice(_VOWELS) + rng.choice(_CONSONANTS) + rng.choice(("ack", "olt", "isk"))
+        )
+        past, third = f"{base}ed", f"{base}s"
+    thing = pseudo(rng) if rng.random() < 0.3 else rng.choice(THINGS + ANIMALS)
+    many = pseudo(rng) + "s" if rng.random() < 0.3 else rng.choice(MANY)
+    drawn = {"{base}": base, "{past}": past, "{s}": third, "{o}": thing, "{many}": many}
+    return tuple(_filled(text, drawn) for text in story)
+
+
 _CHANGES = (
     (
         "The {topic} meeting was planned for {old}, but it was moved to {new}.",
@@ -510,7 +579,46 @@ _CHANGES = (
     ("We wanted to meet in {old}, but in the end we met in {new}.", "Where did we meet in the end?", "city"),
     ("The old code was {old}. Since {month} the code is {new}.", "What is the code now?", "pin"),
     ("{name} used to be a {old}. Today {name} is a {new}.", "What is {name}'s job today?", "job"),
+    (
+        "Until {month} the code of the {thing} was {old}. Now it is {new}.",
+        "Which code does the {thing} have now?",
+        "pin",
+    ),
+    ("{name} lived in {old} before. Now {name} lives in {new}.", "Where does {name} live now?", "city"),
+    ("{name} first wanted a {old}, but then {name} took a {new}.", "What did {name} take?", "thing"),
+    ("Yesterday the {thing} was in the {old}. Today it is in the {new}.", "Where is the {thing} today?", "place"),
+    (
+        "The train left at {old} last year. This year it leaves at {new}.",
+        "When does the train leave this year?",
+        "time",
+    ),
+    (
+        "The {topic} was {name}'s task. Since {month} the number is {new}; it was {old} before.",
+        "What is the number?",
+        "pin",
+    ),
+    ("The old name of the {thing} is {old}. The new name is {new}.", "What is the new name of the {thing}?", "Word"),
+    ("The {thing} was {old}. Then {name} painted it {new}.", "What color is the {thing} now?", "colour"),
+    ("{name} had {old} stamps in {month}. Now {name} has {new}.", "How many stamps does {name} have now?", "small"),
+    (
+        "In {month} {name} kept a {old}. These days it is a {new}.",
+        "Which animal does {name} keep these days?",
+        "animal",
+    ),
 )
+# {a}: any noun; the question asks for what is, or for what was
+_INVENTED_CHANGES = """
+The old {a} was {old}. The new {a} is {new}. ; What is the new {a}? ; What was the old {a}?
+The {a} was {old}. Now it is {new}. ; What is the {a} now? ; What was the {a} before?
+Until {month} the {a} was {old}. Since then it is {new}. ; What is the {a} today? ; What was the {a} first?
+{name}'s {a} used to be {old}, but today it is {new}. ; What is {name}'s {a} today? ; What did {name}'s {a} use to be?
+Before {month} {name} had the {a} {old}; after that {new}. ; Which {a} does {name} have now? ; Which {a} did {name} have before?
+At first we had the {a} {old}. In the end we took {new}. ; Which {a} did we take in the end? ; Which {a} did we have at first?
+The {a} {old} is no longer right. Since {month} the {a} {new} is. ; Which {a} is right now? ; Which {a} is no longer right?
+"""  # noqa: E501
+INVENTED_CHANGES = [
+    tuple(part.strip() for part in line.split(" ; ")) for line in _INVENTED_CHANGES.strip().splitlines()
+]
 _SCENES = (
     "It was a warm day.", "Nobody was in a hurry.", "The weather was fine.", "There was cake for everyone.",
     "It was quite late already.", "The music was loud.", "Some neighbours came too.",
@@ -536,6 +644,38 @@ READ_FRAMES = wordings(r"""
     Read the text and answer.\n\n{p}\n\n{q}
     {q} Here is the text: {p}
     Use this text: {p} {q}
+    Look at this: {p} {q}
+    I heard this: {p} {q}
+    This is what I know: {p} {q}
+    Here is a small note. {p} {q}
+    Note: {p}\n{q}
+    Somebody wrote: "{p}" {q}
+    A friend told me: {p} {q}
+    I wrote this down: {p} {q}
+    Story: {p}\n\nQuestion: {q}
+    Suppose this is true: {p} {q}
+    From a letter: "{p}"\n{q}
+    I know the following. {p} {q}
+    {p}\n\nQuestion: {q}
+    {p}\nPlease answer: {q}
+    Listen. {p} {q}
+    The newspaper says: {p} {q}
+    Answer in one sentence: {q}\n\n{p}
+    I have a question about this: "{p}" {q}
+    Facts: {p}\n{q}
+    Please look at my text.\n{p}\n{q}
+    I found this sentence: {p} {q}
+    Let me tell you something. {p} {q}
+    Context: {p}\n\n{q}
+    Given: {p} {q}
+    In a book I read: {p} {q}
+    {p} So, {q}
+    {p} My question is: {q}
+    My friend said this: {p} {q}
+    Message: "{p}"\nQuestion: {q}
+    Think about this text: {p} {q}
+    {p} What I want to know: {q}
+    The report: {p} {q}
 """)
 
 
@@ -557,14 +697,14 @@ def _people(rng: random.Random, split: Split) -> tuple[list[str], list[Question]
     """(sentences, questions): each person does something else, or the same differently."""
     stories = [story for i, story in enumerate(STORY) if (i % 5 == 3) == (split == "families")]
     training = split == "train"
+    count = rng.randint(1 if training else 2, 6 if training else 4)
     while True:
-        count = rng.randint(2, 6 if training else 4)
         names = rng.sample(NAMES, count)
         if training and rng.random() < 0.5:  # people of whom nobody has heard
             names = [pseudo(rng).capitalize() for _ in names]
-        story = rng.choice(stories)
+        drawn = [deed(rng) if training and rng.random() < 0.6 else rng.choice(stories) for _ in range(count)]
         alike = rng.random() < 0.6
-        chosen = [story] * count if alike else [story, *rng.choices(stories, k=count - 1)]
+        chosen = [drawn[0]] * count if alike else drawn
         values = [DRAW[kind](rng) for _, kind, *_ in chosen]
         if len({*values, *names}) == 2 * count:
             break
@@ -584,7 +724,9 @@ def _people(rng: random.Random, split: Split) -> tuple[list[str], list[Question]
 
 def _change(rng: random.Random, split: Split) -> tuple[str, Question]:
     """(sentence, question) about something that was one way and is another way now."""
-    changes = [change for i, change in enumerate(_CHANGES) if (i == 3) == (split == "families")]
+    if split == "train" and rng.random() < 0.5:
+        return _invented_change(rng)
+    changes = [change for i, change in enumerate(_CHANGES) if (i % 5 == 3) == (split == "families")]
     while True:
         statement, question, kind = rng.choice(changes)
         old, new = DRAW[kind](rng), DRAW[kind](rng)
@@ -596,6 +738,24 @@ def _change(rng: random.Random, split: Split) -> tuple[str, Question]:
     sentence = statement.replace("{old}", old).replace("{new}", new)
     thought = f"{thinking(question, 'the change', sentence)}\nFirst {old}, then {new}."
     return sentence, Question(question, thought, f"{new}.", new)
+
+
+def _invented_change(rng: random.Random) -> tuple[str, Question]:
+    kind = rng.choice(_VALUES)
+    while (old := DRAW[kind](rng)) == (new := DRAW[kind](rng)):
+        pass
+    noun = rng.choice(ATTRIBUTES) if rng.random() < 0.6 else pseudo(rng)
+    drawn = {"{a}": noun, "{old}": old, "{new}": new, "{month}": rng.choice(MONTHS), "{name}": rng.choice(NAMES)}
+    sentence, now, before = (_filled(text, drawn) for text in rng.choice(INVENTED_CHANGES))
+    question, value = rng.choice(((now, new), (before, old)))
+    thought = f"{thinking(question, 'the change', sentence)}\nFirst {old}, then {new}."
+    return sentence, Question(question, thought, f"{value}.", value)
+
+
+def _filled(text: str, drawn: dict[str, str]) -> str:
+    for mark, value in drawn.items():
+        text = text.replace(mark, value)
+    return text
 
 
 # -------------------- copying, for training only
@@ -669,14 +829,15 @@ def _copy_value(rng: random.Random) -> tuple[str, str, str]:
 def families(kind: str) -> tuple[int, int]:
     """How many wordings of `kind` are for training and how many are held out: kinds of facts, questions and frames."""
     lists: dict[str, list[Wordings]] = {"recall": [ASK, BEFORE, AFTER], "reading": [READ_FRAMES]}
-    held = {"recall": len(KINDS["held"]), "reading": sum(i % 5 == 3 for i in range(len(STORY))) + 1}[kind]
+    stories = sum(i % 5 == 3 for rows in (STORY, _CHANGES) for i in range(len(rows)))
+    held = {"recall": len(KINDS["held"]), "reading": stories}[kind]
     total = {"recall": len(FACTS), "reading": len(STORY) + len(_CHANGES)}[kind]
     train = total - held + sum(len(said.train) for said in lists[kind])
     return train, held + sum(len(said.held) for said in lists[kind])
 
 
 GENERATORS: dict[str, tuple[Generator, float]] = {
-    "recall": (long_recall, 0.45),
-    "reading": (reading, 0.3),
-    "copy": (copy, 0.25),
+    "recall": (long_recall, 0.3),
+    "reading": (reading, 0.5),
+    "copy": (copy, 0.2),
 }

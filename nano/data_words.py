@@ -119,6 +119,18 @@ INTO_ENGLISH = wordings("""
     Do you know what the {L} word {w} means?
     English for the {L} {w}?
     Give me the English for the {L} {w}.
+    Please tell me what {w} means in {L}.
+    I want to know what the {L} word {w} means.
+    Please tell me the meaning of {w} in {L}.
+    Say what the {L} {w} means.
+    Can you tell me what the {L} {w} means?
+    Explain what the {L} word {w} means in English.
+    Do you know what {w} means in {L}?
+    What would {w} be in English? It is {L}.
+    Please say in English what the {L} word {w} means.
+    Which meaning does the {L} word {w} have?
+    I wonder what {w} means in {L}.
+    The {L} {w} means what in English?
 """)
 # asked in the language itself; {T} is its own name, or what it calls English
 _LOCAL = {
@@ -285,7 +297,7 @@ def lexicon(rng: random.Random, split: Split) -> Sample:
     """A word or phrase translated from or into English."""
     while True:
         pair = rng.choice(PAIRS)
-        out = rng.random() < 0.5  # out of English
+        out = rng.random() < 0.43  # out of English, which is easier to learn than into it
         local = pair.language in LOCAL and rng.random() < 0.25
         said = (LOCAL[pair.language] if local else (FROM_ENGLISH, INTO_ENGLISH))[0 if out else 1].pick(rng, split)
         if not (out or local or "{L}" in said) and len(SPOKEN_IN[pair.foreign.lower()]) > 1:
@@ -795,4 +807,4 @@ def families(kind: str) -> tuple[int, int]:
     return sum(len(said.train) for said in lists), sum(len(said.held) for said in lists)
 
 
-GENERATORS: dict[str, tuple[Generator, float]] = {"lexicon": (lexicon, 0.6), "fact": (fact, 0.4)}
+GENERATORS: dict[str, tuple[Generator, float]] = {"lexicon": (lexicon, 0.68), "fact": (fact, 0.32)}

@@ -13,6 +13,7 @@ from nano.data_recall import (
     GENERATORS,
     KINDS,
     PLANTED,
+    STORY,
     copy,
     families,
     long_recall,
@@ -98,10 +99,14 @@ def test_evaluation_plants_near_token_3500_or_at_a_tenth(split: Split, count: Ca
 def test_held_out_facts_and_frames_never_appear_in_training() -> None:
     rng = random.Random(0)
     prompts = [recall(rng, "train", 1_700).messages[0]["content"] for _ in range(600)]
-    prompts += [reading(rng, "train").messages[0]["content"] for _ in range(600)]
+    prompts += [reading(rng, "train").messages[0]["content"] for _ in range(3_000)]
     for fact in KINDS["held"]:
         pattern = re.compile(re.escape(fact.statement).replace(r"\{k\}", r"\w+").replace(r"\{v\}", r"[\w-]+"))
         assert not any(pattern.search(prompt) for prompt in prompts), fact
+    for statement, *_ in STORY[3::5]:
+        pattern = re.compile(re.escape(statement).replace(r"\{who\}", r"\w+").replace(r"\{v\}", r"[\w:]+"))
+        sentences = (sentence for prompt in prompts for sentence in re.split(r"(?<=[.?!]) |\n", prompt))
+        assert not any(pattern.fullmatch(sentence) for sentence in sentences), statement
     for held in AFTER.held:
         assert not any(f"\n\n{held.split('{q}')[0]}" in prompt for prompt in prompts if held != "{q}")
 
