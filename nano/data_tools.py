@@ -213,6 +213,8 @@ def _from_topic(rng: random.Random, split: Split, key: str) -> Function:
 def _invent(rng: random.Random, split: Split) -> Function:
     """A function whose noun alone tells what it is for."""
     noun = _noun(rng, split)
+    if rng.random() < 0.2:  # the function's text tells how many words make the noun
+        noun = f"{_noun(rng, split)} {noun}"
     return _of_topic(rng, split, noun, invented(noun, int(rng.random() * SHAPES)))
 
 
@@ -276,9 +278,9 @@ def _target(rng: random.Random, split: Split) -> Function:
     """A function that the user will need. One to evaluate with takes a value that can be new."""
     while True:
         which = rng.random()
-        if which < 0.45:
+        if which < 0.4:
             function = _compose(rng, split)
-        elif which < 0.6:
+        elif which < 0.65:
             function = _invent(rng, split)
         else:
             held = split == "families" and rng.random() < 0.5

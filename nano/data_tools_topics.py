@@ -962,19 +962,19 @@ I want to send a parcel of {weight} kg to {to} in {city}.""",
         "parcel",
     ),
     "holidays": T(
-        "get holidays|public holidays|holiday list|list holidays|holidays",
-        "Get the public holidays of a country|List holidays in a year",
+        "get public holidays|public holidays|list public holidays|public holidays info",
+        "Get the public holidays of a country|List the public holidays in a year",
         {
             "country": P("country nation region", "country", "Name of the country"),
             "year": P("year in_year for_year", "year", "Which year"),
         },
         """\
 What are the public holidays in {country} in {year}?
-List the holidays in {country} for {year}.
+List the public holidays in {country} for {year}.
 Show me the public holidays of {country} in {year}.
-Which holidays does {country} have in {year}?""",
+Which public holidays does {country} have in {year}?""",
         {"count": "small"},
-        "holidays",
+        "public holidays",
     ),
     "random": T(
         "random number|get random number|generate random number",
@@ -1039,7 +1039,12 @@ Tell me about the {noun} in {city}.
 {Noun} in {city}, please.
 Is there a {noun} in {city}?
 Which {noun} does {city} have?
-How good is the {noun} in {city}?""")  # fmt: skip
+Check the {noun} for {city}.
+Show the {noun} of {city}.
+List the {noun} in {city}.
+What about the {noun} in {city}?
+How good is the {noun} in {city}?
+Can you see the {noun} of {city}?""")  # fmt: skip
 _CODE = ("{Noun} by its number|Look at the {noun} of an account", {"code": P("code id key", "code", "Code")}, """\
 What about the {noun} with the number {code}?
 I forgot my {noun}. My code is {code}.
@@ -1047,6 +1052,12 @@ Where is the {noun} {code}?
 Tell me about {noun} {code}.
 How is my {noun} {code} doing?
 I am waiting for the {noun} {code}.
+I lost my {noun}. It was {code}.
+Reset my {noun}. The code is {code}.
+Please reset the {noun} of the account {code}.
+My {noun} is gone, the code is {code}.
+Renew the {noun} for {code}.
+Is my {noun} {code} there?
 Is the {noun} {code} all right?""")  # fmt: skip
 _PERSON = ("{Noun} for a person|A new {noun} for somebody", {
     "name": P("name person recipient who", "full_name", "Name of the person"),
@@ -1056,6 +1067,12 @@ I need a {noun} for {name} on {day}.
 {name} needs a {noun} on {day}.
 Get me a {noun} for {name} on {day}.
 Set up a {noun} on {day} for {name}.
+Order a {noun} for {name} on {day}.
+Set a {noun} for {name}, {day}.
+Send a {noun} to {name} on {day}.
+Ship the {noun} to {name} on {day}.
+Book a {noun} on {day} for {name}.
+Please create a {noun} on {day} for {name}.
 We want a {noun} for {name}, on {day}.
 On {day} I want a {noun} for {name}.
 Can I have a {noun} for {name} on {day}?""")  # fmt: skip
@@ -1065,7 +1082,15 @@ Get a {noun} from {from} to {to}.
 Is there a {noun} from {from} to {to}?
 {Noun} from {from} to {to}
 We want a {noun} from {from} to {to}.
-Give me the {noun} between {from} and {to}.""")  # fmt: skip
+Order a {noun} from {from} to {to}.
+Book a {noun} from {from} to {to}, please.
+Get me a {noun} from {from} to {to}.
+What is the {noun} from {from} to {to}?
+Pick a {noun} between {from} and {to}.
+Find the {noun} from {from} to {to}.
+Show a {noun} between {from} and {to}.
+Give me the {noun} between {from} and {to}.
+Generate a {noun} from {from} to {to}.""")  # fmt: skip
 _TEXT = ("Keep a {noun} with a text|Write a {noun}", {
     "title": P("title name heading", "title", "Title"),
     "text": P("text content body words", "message", "Text"),
@@ -1074,6 +1099,11 @@ Write a {noun} called {title} with the text "{text}".
 I need a {noun} titled {title} that says "{text}".
 There is a {noun} {title} to write: "{text}".
 Put "{text}" in a {noun} called {title}.
+Save a {noun} titled {title} with the text "{text}".
+Create a {noun} with the title {title}: {text}
+Make a {noun} called {title} that says "{text}".
+A {noun}. Title: {title}, text: {text}
+Add a {noun} {title} with "{text}".
 Write a {noun} with the title {title}: {text}
 A {noun} please, title {title}, text "{text}".""")  # fmt: skip
 
@@ -1085,7 +1115,9 @@ def invented(noun: str, shape: int) -> Topic:
     def named(text: str) -> str:
         return text.replace("{noun}", noun).replace("{Noun}", noun.capitalize())
 
-    names = named("get {noun}|{noun}|{noun} info|new {noun}|{noun} data|{noun} service|my {noun}")
+    names = named(
+        "get {noun}|{noun}|{noun} info|new {noun}|{noun} data|{noun} service|my {noun}|create {noun}|send {noun}|book {noun}|set {noun}|check {noun}|reset {noun}"
+    )
     return T(names, named(about), required, named(asks), {"status": "enum:fine,ready,open,late", "id": "code"}, noun)
 
 
