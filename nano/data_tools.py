@@ -27,6 +27,7 @@ from nano.data_tools_topics import (
     PARAMS,
     RESULT_FIELDS,
     SHAPES,
+    SHAPES_OF_ONE,
     TOPICS,
     VERBS,
     Param,
@@ -237,10 +238,9 @@ def _article(noun: str) -> str:
 
 
 # Nouns that no function is about: for training, any word that is not kept for evaluation may name a thing to act on.
-_THINGS = tuple(
-    sorted({*WORDS.train, *PRODUCTS.train} - {*HELD_NOUNS, *(topic.label for topic in HELD_TOPICS.values())})
-)
-_THINGS = tuple(word for word in _THINGS if word.islower() and word.isalpha())
+_NO_THINGS = {"number", *HELD_NOUNS, *(verb for verbs in VERBS for verb in verbs)}
+_NO_THINGS |= {word for topic in (*TOPICS.values(), *HELD_TOPICS.values()) for word in topic.label.split()}
+_THINGS = tuple(sorted({word for word in (*WORDS.train, *PRODUCTS.train) if word.isalpha()} - _NO_THINGS))
 
 
 def _noun(rng: random.Random, split: Split) -> str:
@@ -312,7 +312,8 @@ def _others(
             other = _invent(rng, split)
         else:
             other = _from_topic(rng, split, pick(rng, _ALL_KEYS if split == "families" else _TRAIN_KEYS))
-        unlike = other.thing not in (composed if other.topic else things)
+        taken = composed | things if other.topic else things
+        unlike = not set(other.thing.split()) & {word for thing in taken for word in thing.split()}
         if unlike and other.name not in names and other.key not in keys and (general or other.key not in _TOO_GENERAL):
             names.add(other.name)
             keys.add(other.key)
@@ -772,12 +773,25 @@ def _unfit(rng: random.Random, split: Split) -> Sample:
 _BARE = tuple(key for key, topic in TOPICS.items() if topic.bare)
 
 
+_BARE_ASKS = ("Show me the {noun}.", "What about the {noun}?", "Check my {noun}.", "I need the {noun}.", "Get me the {noun}.",
+              "How is the {noun}?", "Where is my {noun}?", "Can you check the {noun}?", "Is there a {noun}?",
+              "I want to know the {noun}.", "Which {noun} is there?", "Look at the {noun}.")  # fmt: skip
+_HELD_BARE_ASKS = ("Tell me about the {noun}.", "Could you show the {noun}?", "What is the {noun}?")
+
+
 def _missing(rng: random.Random, split: Split) -> Sample:
-    key = pick(rng, _BARE)
-    target = _from_topic(rng, split, key)
+    """The one required value is not said, so the answer asks for it."""
+    if rng.random() < 0.5:
+        noun = _noun(rng, split)
+        target = _of_topic(rng, split, noun, invented(noun, rng.randrange(SHAPES_OF_ONE)))
+        ask = pick(rng, _HELD_BARE_ASKS if split == "families" else _BARE_ASKS).replace("{noun}", noun)
+    else:
+        key = pick(rng, _BARE)
+        target = _from_topic(rng, split, key)
+        bare = TOPICS[key].bare
+        ask = bare[-1] if split == "families" else pick(rng, bare[:-1] or bare)
     talk = _talk(rng, split, [target])
-    bare = TOPICS[key].bare
-    talk.user(_dress(rng, bare[-1] if split == "families" else pick(rng, bare[:-1] or bare)))
+    talk.user(_dress(rng, ask))
     slot = next(slot for slot in target.slots if slot.required)
     thought = [*talk.judged([talk.action(target)], [target]), target.name, f"{slot.name}: missing"]
     talk.assistant("\n".join(thought), f"Please tell me the {slot.name.replace('_', ' ')}.")

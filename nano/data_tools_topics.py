@@ -1115,13 +1115,13 @@ def invented(noun: str, shape: int) -> Topic:
     def named(text: str) -> str:
         return text.replace("{noun}", noun).replace("{Noun}", noun.capitalize())
 
-    names = named(
-        "get {noun}|{noun}|{noun} info|new {noun}|{noun} data|{noun} service|my {noun}|create {noun}|send {noun}|book {noun}|set {noun}|check {noun}|reset {noun}"
-    )
+    verbs = "get|new|my|create|send|book|set|check|reset|list|save|order"
+    names = "\n".join([noun, *(f"{verb} {noun}" for verb in verbs.split("|")), f"{noun} info", f"{noun} service"])
     return T(names, named(about), required, named(asks), {"status": "enum:fine,ready,open,late", "id": "code"}, noun)
 
 
 SHAPES = 5
+SHAPES_OF_ONE = 2  # the first ones, with one parameter
 
 # Composed topics: a verb, a noun and some parameters. The verbs of one line mean the same.
 VERBS: tuple[tuple[str, ...], ...] = (
