@@ -773,9 +773,10 @@ def _unfit(rng: random.Random, split: Split) -> Sample:
 _BARE = tuple(key for key, topic in TOPICS.items() if topic.bare)
 
 
-_BARE_ASKS = ("Show me the {noun}.", "What about the {noun}?", "Check my {noun}.", "I need the {noun}.", "Get me the {noun}.",
-              "How is the {noun}?", "Where is my {noun}?", "Can you check the {noun}?", "Is there a {noun}?",
-              "I want to know the {noun}.", "Which {noun} is there?", "Look at the {noun}.")  # fmt: skip
+_BARE_ASKS = ("Show me the {noun}.", "What about the {noun}?", "Check my {noun}.", "I need the {noun}.",
+              "Get me the {noun}.", "How is the {noun}?", "Where is my {noun}?", "Can you check the {noun}?",
+              "Is there a {noun}?", "I want to know the {noun}.", "Which {noun} is there?",
+              "Look at the {noun}.")  # fmt: skip
 _HELD_BARE_ASKS = ("Tell me about the {noun}.", "Could you show the {noun}?", "What is the {noun}?")
 
 
