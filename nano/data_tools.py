@@ -303,7 +303,7 @@ def _others(
     found: list[Function] = []
     while len(found) < count:
         like = pick(rng, targets) if targets else None
-        if like and like.noun and rng.random() < 0.35:
+        if like and like.noun and rng.random() < 0.5:
             same_noun = rng.random() < 0.6
             other = _compose(rng, split, pick(rng, VERBS) if same_noun else like.verbs, like.noun if same_noun else "")
         elif (which := rng.random()) < 0.45:
