@@ -6,6 +6,7 @@ value; `none` for an optional one that the text does not tell. The answer has th
 
 import json
 import random
+import re
 from typing import Any, NamedTuple
 
 from nano.data_json_topics import FRAMES, HELD_FRAMES, HELD_RECORDS, RECORDS
@@ -56,11 +57,11 @@ def _any_record(rng: random.Random, split: Split) -> Record:
         extra = PARAMS[pick(rng, _INVENTED)]
         if rng.random() < 0.2 and all(extra.kind != param.kind for param in params):  # two cities would be a riddle
             params.append(extra)
-    plain_keys = rng.random() < 0.12
+    plain_keys = rng.random() < 0.2
     camel = rng.random() < 0.15
     fields: list[Field] = []
     for param in params:
-        plain = plain_keys or rng.random() < 0.1
+        plain = plain_keys or rng.random() < 0.2
         name = pseudo(rng, split) if plain and rng.random() < 0.7 else pick(rng, param.names)
         if plain and rng.random() < 0.15:
             name = f"{name}_{pseudo(rng, split)}"
@@ -213,7 +214,43 @@ class Text(NamedTuple):
     words: dict[str, str]  # field -> the words of the text that tell it
 
 
-def _text(rng: random.Random, record: Record, told: dict[str, Any]) -> Text:
+def _key_words(name: str) -> str:
+    """`has_garden` and `hasGarden` as a text says them: `has garden`."""
+    return re.sub("([a-z])([A-Z])", r"\1 \2", name).replace("_", " ").lower()
+
+
+def _names(name: str, clause: str) -> bool:
+    """Whether the clause says a word of the key: only then can a reader who never saw the topic match the two."""
+    return any(word in clause.lower() for word in _key_words(name).split() if word not in ("is", "has"))
+
+
+def _told_by_topic(rng: random.Random, param: Param, value: Any) -> str:
+    says = param.denies if value is False else param.says
+    if param.inline and (not says or rng.random() < 0.4):
+        return pick(rng, param.inline).replace("{}", _spoken(rng, value))
+    return pick(rng, says).replace("{}", _spoken(rng, value)) if says else ""
+
+
+_BY_NAME = (
+    "The {} is {}.", "Its {} is {}.", "{}: {}.", "{} = {}.", "The {}: {}.", "It has the {} {}.", " with {} {}",
+    " with the {} {}", "{1} is the {0}.",
+)  # fmt: skip
+_YES = ("It has {}.", "It has a {}.", "It is {}.", "{}: yes.", "{}: true.", "With {}.")
+_NO = ("It has no {}.", "There is no {}.", "It is not {}.", "{}: no.", "{}: false.", "Without {}.")
+
+
+def _told_by_name(rng: random.Random, field: Field, value: Any) -> str:
+    """A fact in a shape that fits every key, so that finding the key in the text is enough."""
+    name = field.name if field.plain or rng.random() < 0.25 else _key_words(field.name)
+    if isinstance(value, bool):
+        name = name if field.plain else name.removeprefix("is ").removeprefix("has ")
+        return pick(rng, _YES if value else _NO).format(name)
+    if isinstance(value, list) and rng.random() < 0.5:
+        return f"The {name} are {_spoken(rng, value)}."
+    return pick(rng, _BY_NAME).format(name, _spoken(rng, value))
+
+
+def _text(rng: random.Random, record: Record, told: dict[str, Any], held: bool) -> Text:
     """The facts, in any order: as `name: value`, or as sentences about the thing."""
     fields = [field for field in record.fields if field.name in told]
     rng.shuffle(fields)
@@ -227,14 +264,9 @@ def _text(rng: random.Random, record: Record, told: dict[str, Any]) -> Text:
     after: list[str] = []
     for field in fields:
         param, value = field.param, told[field.name]
-        says = param.denies if value is False else param.says
-        if field.plain or not (param.inline or says):
-            name = field.name if field.plain else field.name.replace("_", " ")
-            clause = pick(rng, ("The {} is {}.", "{}: {}.", "Its {} is {}.")).format(name, _spoken(rng, value))
-        elif param.inline and (not says or rng.random() < 0.4):
-            clause = pick(rng, param.inline).replace("{}", _spoken(rng, value))
-        else:
-            clause = pick(rng, says).replace("{}", _spoken(rng, value))
+        clause = "" if field.plain or rng.random() < 0.4 else _told_by_topic(rng, param, value)
+        if not clause or (held and not _names(field.name, clause)):
+            clause = _told_by_name(rng, field, value)
         (inside if clause[0] == " " else after).append(clause)
         words[field.name] = clause.strip().removesuffix(".")
     article = "an" if record.what[0] in "aeio" else "a"
@@ -291,7 +323,7 @@ def extract(rng: random.Random, split: Split) -> Sample:
             shown = f"{shown}\nReturn both under the key {key}."
         else:
             shown = f'{{"{key}": [...]}} where each entry is {shown.strip()}'
-        texts = [_text(rng, record, told) for told in all_told]
+        texts = [_text(rng, record, told, split == "families") for told in all_told]
         text = "First: {} Second: {}".format(*[each.text for each in texts])
         thoughts = [_thought(record, told, each.words) for told, each in zip(all_told, texts, strict=True)]
         thought = "\n".join([f"{i}.\n{each}" for i, each in enumerate(thoughts, 1)])
@@ -299,7 +331,7 @@ def extract(rng: random.Random, split: Split) -> Sample:
         schema = {"type": "object", "properties": {key: {"type": "array", "items": schema}}, "required": [key]}
     else:
         told = _values(rng, split, record)
-        text, words = _text(rng, record, told)
+        text, words = _text(rng, record, told, split == "families")
         thought, value = _thought(record, told, words), _object(record, told)
     frame = pick(rng, HELD_FRAMES if split == "families" else FRAMES)
     prompt = frame.replace("{record}", record.what).replace("{schema}", shown).replace("{text}", text)
