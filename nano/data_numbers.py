@@ -268,11 +268,11 @@ def div(rng: random.Random, split: Split) -> Sample:
 
 # Weights follow difficulty: products and quotients have the most steps to get right.
 GENERATORS: dict[str, tuple[Generator, float]] = {
-    "add": (add, 0.16),
-    "sub": (sub, 0.17),
-    "mul": (mul, 0.22),
-    "div": (div, 0.22),
-    "word": (story, 0.23),
+    "add": (add, 0.14),
+    "sub": (sub, 0.14),
+    "mul": (mul, 0.20),
+    "div": (div, 0.30),
+    "word": (story, 0.22),
 }
 
 

@@ -81,10 +81,10 @@ def multiply(a: int, b: int) -> Worked:
 def divide(a: int, b: int) -> Worked:
     """Long division. First the multiples of b; then per digit: what is there, the largest multiple in it, the rest.
 
-    The rest is written units first, where each digit needs only the borrow behind it, then turned round. `left` are the
+    The rest is subtracted column by column, units first, as in `subtract`, then written in order. `left` are the
     digits still to bring down.
     """
-    width = len(str(9 * b))
+    width = len(str(10 * b - 1))  # the most that can be there: a rest below b and one digit more
     multiples = [f"{digit}:{digit * b:0{width}d}" for digit in range(10)]
     lines = [f"{a} / {b}", " ".join(multiples)]
     digits = str(a)
@@ -95,9 +95,14 @@ def divide(a: int, b: int) -> Worked:
             rest = rest * 10 + int(digits[position])
         quotient = rest // b
         left = f"{rest - quotient * b:0{width}d}"
+        columns, borrow = list[str](), 0
+        for x, y in zip(reversed(f"{rest:0{width}d}"), reversed(f"{quotient * b:0{width}d}"), strict=True):
+            below = int(x) - int(y) - borrow
+            columns.append(f"{x}-{y}-{borrow}={below} -> {below % 10}")
+            borrow = int(below < 0)
         done += str(quotient)
         lines.append(
-            f"{rest:0{width}d}: {multiples[quotient]}, rest {' '.join(reversed(left))} = {left} -> {done}"
+            f"{rest:0{width}d}: {multiples[quotient]}, rest {', '.join(columns)} = {left} -> {done}"
             f", left {digits[position + 1 :] or 'none'}"
         )
         rest -= quotient * b

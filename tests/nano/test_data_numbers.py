@@ -49,8 +49,15 @@ def wrong_line(line: str) -> str:
         x, y, product, carry_in, total, done, carry = (int(m[i]) if i != 6 else m[6] for i in range(1, 8))
         right = x * y == product and product + carry_in == total and carry == total // 10
         right = right and int(done[0]) == total % 10
-    elif m := re.fullmatch(r"(\d+): (\d):(\d+), rest ([\d ]+) = (\d+) -> (\d+), left (\d+|none)", line):
-        right = int(m[1]) - int(m[3]) == int(m[5]) and m[4].split() == list(reversed(m[5])) and m[6][-1] == m[2]
+    elif m := re.fullmatch(r"(\d+): (\d):(\d+), rest ([-\d=>, ]+) = (\d+) -> (\d+), left (\d+|none)", line):
+        columns = [re.fullmatch(r"(\d)-(\d)-(\d)=(-?\d+) -> (\d)", column) for column in m[4].split(", ")]
+        digits, borrow, right = "", 0, True
+        for column in columns:
+            assert column, line
+            x, y, borrow_in, below, digit = map(int, column.groups())
+            right = right and x - y - borrow_in == below and digit == below % 10 and borrow_in == borrow
+            digits, borrow = column[5] + digits, int(below < 0)
+        right = right and int(m[1]) - int(m[3]) == int(m[5]) and digits == m[5] and m[6][-1] == m[2]
     elif m := re.fullmatch(r"0:0+((?: \d:\d+){9})", line):
         multiples = [int(part.split(":")[1]) for part in m[1].split()]
         right = multiples == [multiples[0] * i for i in range(1, 10)]
