@@ -6,9 +6,10 @@ PORT ?= 8000
 MODEL ?= models/kimi-nano
 
 PIP = .venv/bin/python -m pip install --disable-pip-version-check
+KERNELS = .venv/bin/python -c 'from redline.ops import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test check format lint types laws tests clean
+.PHONY: help serve test check tests format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=)"
@@ -44,11 +45,13 @@ clean:
 .venv/.runtime: pyproject.toml | .venv/bin/pip
 	@echo "installing Redline and what it needs to run (minutes, once)"
 	@$(PIP) --editable .
+	@echo "building the CPU kernels for this machine" && $(KERNELS)
 	@touch $@
 
 .venv/.test: pyproject.toml | .venv/bin/pip
 	@echo "installing Redline, what it needs to run, and its tests' tools (minutes, once)"
 	@$(PIP) --editable '.[test]'
+	@echo "building the CPU kernels for this machine" && $(KERNELS)
 	@touch .venv/.runtime $@
 
 .venv/bin/pip:
