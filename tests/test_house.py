@@ -128,6 +128,14 @@ def test_commands_in_a_page_exist(page: Path):
         assert place.with_suffix(".py").exists() or place.is_dir(), f"python -m {module}"
 
 
+def test_every_flag_and_every_key_is_explained():
+    commands, deployment = ((ROOT / "docs" / page).read_text() for page in ("cli.md", "fleet.md"))
+    assert not [
+        flag for options in flags().values() for flag in options if f"{flag} " not in commands.replace("]", " ")
+    ]
+    assert not [key for key in KEYS.split() if f"{key.rpartition('.')[2]} = " not in deployment]
+
+
 def test_the_changelog_knows_this_version():
     assert f"## {PROJECT['project']['version']}" in (ROOT / "CHANGELOG.md").read_text()
 
