@@ -12,7 +12,7 @@ import queue
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nano.sample import Document, Sample, Split
+from nano.substitute import substitute, vocabulary_pieces
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.chat.template import render
-from redline.chat.tokenizer import Piece, Special, Tokenizer
+from redline.chat.tokenizer import RESERVED, Piece, Special, Tokenizer
 
 ROW = 1_024
 LONG_ROW = 4_096
@@ -46,6 +47,9 @@ LONG_MIXTURE = {name: share * (0.55 / (1 - MIXTURE["recall"])) for name, share i
 # thinking, so they are of modules whose answers need none.
 LAST, EARLIER, CHAINED = ("numbers", "words", "code", "chat", "json"), ("words", "chat"), 0.15
 
+# The share of a module's samples in which words are made up.
+MADE_UP = {"tools": 0.4, "json": 0.4, "recall": 0.3, "chat": 0.1}
+
 # Text of a recall document in a long row, in characters; one that does not fit its row after all is dropped.
 RECALL_CHARACTERS = (2_000, 13_500)
 
@@ -65,7 +69,9 @@ class Mixture:
     Whoever draws says how many tokens came of it (`spent`); the module that is furthest behind its share goes next.
     """
 
-    def __init__(self, seed: str, row: int, shares: dict[str, float] | None = None) -> None:
+    def __init__(self, seed: str, row: int, shares: dict[str, float] | None = None, pieces: Sequence[str] = ()) -> None:
+        """`pieces` of the vocabulary: what made-up words are put together from; without them there are none."""
+        self._pieces = pieces
         self._rng = random.Random(seed)
         self._row = row
         self._shares = shares or (MIXTURE if row == ROW else LONG_MIXTURE)
@@ -84,6 +90,8 @@ class Mixture:
         if name == "recall" and self._row == LONG_ROW:
             return name, module.recall(self._rng, "train", self._rng.randint(*RECALL_CHARACTERS))
         sample = generators[kind][0](self._rng, "train")
+        if self._pieces and self._rng.random() < MADE_UP.get(name, 0.0):
+            sample = substitute(self._rng, sample, self._pieces)
         if name in LAST and self._rng.random() < CHAINED and _is_plain(sample):
             sample.messages = self._before() + sample.messages
         return name, sample
@@ -292,7 +300,8 @@ def rows(tokenizer: Tokenizer, seed: str, row: int) -> Iterator[Tokens]:
     """An endless stream of rows of that length, the same for the same seed."""
     encoder = Encoder(tokenizer)
     packer = Packer(row, encoder.pad)
-    mixture = Mixture(f"{seed}/{row}", row)
+    tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size - RESERVED)]
+    mixture = Mixture(f"{seed}/{row}", row, pieces=vocabulary_pieces(tokens))
     while True:
         module, drawn = mixture.draw()
         if isinstance(drawn, Document):
