@@ -4,7 +4,7 @@ The thread takes a step's begins and rows, runs the model, samples, and leaves e
 next step finds it. Nothing is awaited between two steps.
 """
 
-import logging
+import itertools
 import queue
 import threading
 from collections.abc import Sequence
@@ -19,8 +19,6 @@ from redline.run.kv import KvPool
 from redline.run.sample import is_plain_greedy, logprobs_of, sample
 from redline.run.slots import Slots
 from redline.wire.step import Row, RowResult, Step, StepResult, TokenLogprobs
-
-_log = logging.getLogger(__name__)
 
 
 class Launched:
@@ -39,7 +37,7 @@ class Runner:
     def __init__(self, model: K2, layout: Layout, slots: int) -> None:
         self.model = model
         self.kv = KvPool(model.config, layout.pages, layout.kv_dtype, model.device)
-        self.slots = Slots(slots, layout.max_model_len, model.device)
+        self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device)
         self._steps: queue.SimpleQueue[tuple[Step, Future[StepResult]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
         self._thread.start()
@@ -64,26 +62,27 @@ class Runner:
                     future.set_exception(error)
 
     def run(self, step: Step) -> StepResult:
-        """The step, now, in this thread."""
+        """The step, now, in this thread. Rows of a slot that has an error get it, and do not run."""
         for begin in step.begins:
             self.slots.begin(begin)
         for row in step.rows:
             self.slots.add_pages(row.slot, row.new_pages)
-        if not step.rows:
-            return StepResult(number=step.number, rows=())
-        hidden = self.model.forward(self.slots.inputs(step.rows, self.model), self.kv.planes)
-        ends: list[int] = []
-        end = 0
-        for row in step.rows:
-            end += row.count
-            ends.append(end)
-        results = self._prompt_logprobs(step.rows, ends, hidden)
-        sampling = [i for i, row in enumerate(step.rows) if row.samples]
+        errors = [self.slots.errors[row.slot] for row in step.rows]
+        sound = [row for row, error in zip(step.rows, errors, strict=True) if error is None]
+        computed = iter(self._compute(sound) if sound else ())
+        results = tuple(next(computed) if error is None else RowResult(error=error) for error in errors)
+        return StepResult(number=step.number, rows=results)
+
+    def _compute(self, rows: Sequence[Row]) -> list[RowResult]:
+        hidden = self.model.forward(self.slots.inputs(rows, self.model), self.kv.planes)
+        ends = list(itertools.accumulate(row.count for row in rows))
+        results = self._prompt_logprobs(rows, ends, hidden)
+        sampling = [i for i, row in enumerate(rows) if row.samples]
         if sampling:
             logits_RV = self.model.logits(hidden[[ends[i] - 1 for i in sampling]])
-            for i, result in zip(sampling, self._sample([step.rows[i] for i in sampling], logits_RV), strict=True):
+            for i, result in zip(sampling, self._sample([rows[i] for i in sampling], logits_RV), strict=True):
                 results[i] = _merged(results[i], result)
-        return StepResult(number=step.number, rows=tuple(results))
+        return results
 
     def _sample(self, rows: Sequence[Row], logits_RV: Tensor) -> list[RowResult]:
         finite = logits_RV.isfinite().all(-1).tolist()

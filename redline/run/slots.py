@@ -15,18 +15,28 @@ from redline.wire.step import Begin, Row
 
 
 class Slots:
-    """tokens int64 [slots, max_model_len + 1]; tables int32 [slots, pages per slot]."""
+    """tokens int64 [slots, max_model_len + 1]; tables int32 [slots, pages per slot].
 
-    def __init__(self, slots: int, max_model_len: int, device: torch.device) -> None:
+    `errors` has a line for a slot whose job has ids that are no tokens: its rows must not run.
+    """
+
+    def __init__(self, slots: int, max_model_len: int, vocabulary: int, device: torch.device) -> None:
+        self._vocabulary = vocabulary
         self.tokens: Tensor = torch.zeros(slots, max_model_len + 1, dtype=torch.int64, device=device)
         self.tables: Tensor = torch.zeros(slots, -(-max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
         self.prompt = [0] * slots
         self.sampling: list[Sampling] = [Sampling(max_tokens=1)] * slots
+        self.errors: list[str | None] = [None] * slots
         self._pages = [0] * slots
 
     def begin(self, begin: Begin) -> None:
-        slot = begin.slot
-        self.tokens[slot, : len(begin.tokens)] = torch.tensor(begin.tokens, device=self.tokens.device)
+        slot, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
+        if least >= 0 and most < self._vocabulary:
+            self.errors[slot] = None
+            self.tokens[slot, : len(begin.tokens)] = torch.tensor(begin.tokens, device=self.tokens.device)
+        else:
+            wrong = least if least < 0 else most
+            self.errors[slot] = f"token ids go from 0 to {self._vocabulary - 1}; the prompt has {wrong}"
         self.prompt[slot] = begin.prompt
         self.sampling[slot] = begin.sampling
         self._pages[slot] = 0

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from redline.run.runner import Runner
-from redline.wire.job import PageId, Sampling
+from redline.wire.job import Job, JobId, PageId, Sampling
 from redline.wire.step import Begin, Row, RowResult, Step
-from tests.tiny_model import job, open_engine, prompt, run_alone, tiny_model
+from tests.tiny_model import VOCABULARY, job, open_engine, prompt, run, run_alone, tiny_model
 
 PROMPT = prompt(seed=20, length=400)
 
@@ -40,6 +40,36 @@ def test_a_row_that_does_not_sample_gives_nothing():
         assert len(sampled.tokens) == len(sampled.logprobs) == 1
     finally:
         engine.runner.close()
+
+
+@pytest.mark.parametrize("wrong", [-1, VOCABULARY, 1 << 63])
+def test_a_prompt_with_an_id_that_is_no_token_ends_its_own_job_only(wrong: int):
+    model = tiny_model()
+    good = [job("before", PROMPT[:50]), job("after", PROMPT[:70])]
+    bad = Job(id=JobId("bad"), tokens=(*PROMPT[:20], wrong), pages=(), sampling=Sampling(max_tokens=4))
+    engine = open_engine(model)
+    try:
+        answers = run(engine, [good[0], bad, good[1]])
+        again = run(engine, [bad], [job("later", PROMPT[:50])])  # its slot serves others
+    finally:
+        engine.runner.close()
+    assert answers["bad"].finish == "error"
+    assert answers["bad"].error == f"token ids go from 0 to {VOCABULARY - 1}; the prompt has {wrong}"
+    assert again["later"].tokens == answers["before"].tokens
+    assert [answers[each.id] for each in good] == [run_alone(model, each) for each in good]
+
+
+def test_rows_launched_before_the_error_was_read_touch_no_page():
+    """A prompt of several chunks: its second is launched while the first is found wrong."""
+    model = tiny_model()
+    good = job("good", PROMPT[:50], max_tokens=30)
+    engine = open_engine(model, step_tokens=64)
+    try:
+        answers = run(engine, [good, job("bad", (*PROMPT, VOCABULARY))])
+    finally:
+        engine.runner.close()
+    assert answers["bad"].finish == "error"
+    assert answers["good"] == run_alone(model, good)
 
 
 def test_a_step_without_rows_is_idle():
