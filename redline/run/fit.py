@@ -45,8 +45,10 @@ def fit(config: K2Config, kv_bytes: int, kv_dtype: torch.dtype, max_model_len: i
     page_bytes = config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS
     pages = kv_bytes // page_bytes
     reads = config.max_position_embeddings
-    if max_model_len is not None and max_model_len > reads:
-        raise ConfigError(f"max-model-len is {max_model_len:,}; this model reads {reads:,} tokens at most")
+    if max_model_len is not None and not 1 <= max_model_len <= reads:
+        raise ConfigError(
+            f"max-model-len is {max_model_len:,}; this model reads {reads:,} tokens at most, and 1 at least"
+        )
     wanted = max_model_len or min(reads, pages * PAGE_TOKENS)
     needed = -(-wanted // PAGE_TOKENS)
     if pages < max(needed, 1):

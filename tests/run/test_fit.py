@@ -30,6 +30,12 @@ def test_no_job_is_longer_than_the_model_reads():
         fit(CONFIG, 100 * PAGE, torch.bfloat16, 1001)
 
 
+@pytest.mark.parametrize("wanted", [0, -5])
+def test_a_job_has_room_for_a_token(wanted: int):
+    with pytest.raises(ConfigError, match=f"max-model-len is {wanted}; .* 1 at least"):
+        fit(CONFIG, 100 * PAGE, torch.bfloat16, wanted)
+
+
 def test_one_job_must_fit():
     assert fit(CONFIG, 4 * PAGE, torch.bfloat16, 256).pages == 4
     for kv_bytes, wanted in ((4 * PAGE, 257), (PAGE - 1, None), (0, None)):
