@@ -18,7 +18,7 @@ from redline.ops import native
 P = ParamSpec("P")
 R = TypeVar("R")
 
-reference_calls: Counter[str] = Counter()  # op name -> calls that took the reference; `redline doctor` prints it
+reference_calls: Counter[str] = Counter()  # op name -> calls of this process that took the reference
 
 
 @dataclass(frozen=True)
