@@ -116,11 +116,13 @@ def doctor(folder: Annotated[Path | None, typer.Argument(help="A checkpoint whos
 @bench.command(name="decode")
 def bench_decode(
     folder: Folder,
-    batch: Annotated[list[int] | None, typer.Option(help="Rows in a step (repeatable). Absent: 1, 4, 16.")] = None,
-    context: Annotated[
-        list[int] | None, typer.Option(help="Tokens already there (repeatable). Absent: 200, 4000.")
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Rows in a step (repeatable). Absent: 1, 4, 16.")
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Timed steps of each case.")] = 40,
+    context: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens already there (repeatable). Absent: 200, 4000.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each case.")] = 40,
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Milliseconds per decode step by batch and context, with floor and ratio."""
