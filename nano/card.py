@@ -84,7 +84,7 @@ scaled by 2.827; vocabulary 4,096 = 3,840 byte-pair ranks in which digits never 
 
 ## Training
 
-`python -m nano.train --out runs/nano --seconds 480 --seed {seed}{scale}`
+`python -m nano.train --out runs/nano --seconds 495 --seed {seed}{scale}`
 
 {seconds} s on {device} (torch {torch}; attention: {attention}): {steps:,} steps, {tokens:,.0f} million tokens.
 Muon for matrices, AdamW for the rest; level rate, then linear to zero over the second half. Experts are balanced by

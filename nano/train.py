@@ -1,6 +1,6 @@
 """Trains Kimi-Nano, whole, from nothing: one command, one GPU, under nine minutes.
 
-    python -m nano.train --out runs/nano --seconds 480                  on one H200
+    python -m nano.train --out runs/nano --seconds 495                  on one H200
     python -m nano.train --out runs/small --seconds 120 --scale 0.01    a rehearsal on a CPU
 
 Phases follow the clock, so a run always ends in time: the rate falls over the second half, routed experts are
@@ -46,7 +46,7 @@ PER_KIND = 64  # prompts that are asked at the end
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=480, help="from the start to the last step; then 40 s more")
+    parser.add_argument("--seconds", type=float, default=495, help="from the start to the last step; then 40 s more")
     parser.add_argument("--scale", type=float, default=1.0, help="of the tokens per step and the prompts at the end")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tokenizer", type=Path, default=Path("models/kimi-nano"))
