@@ -8,6 +8,7 @@ import torch
 from redline.errors import ConfigError
 from redline.model.write import tiny_config
 from redline.run.fit import fit
+from redline.run.kv import KvPool
 
 CONFIG = tiny_config(max_position_embeddings=1000)
 PAGE = 64 * 3 * (32 + 8) * 2  # tokens x layers x (latent + rotated key) x bf16
@@ -54,3 +55,8 @@ def test_the_explanation_multiplies_out():
         f"KV memory        10 pages x {PAGE:,} bytes = 0.00 GB",
         "KV capacity      640 tokens = 2.0 x the longest context of 320",
     ]
+
+
+def test_pages_that_no_machine_has_memory_for_are_one_line():
+    with pytest.raises(ConfigError, match=r"kv-memory: this machine does not give .* GB"):
+        KvPool(CONFIG, 1 << 40, torch.bfloat16, torch.device("cpu"))
