@@ -80,10 +80,10 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
-def is_built() -> bool:
-    """Whether a call of `library` would load at once; a build takes about 15 s, and callers say so."""
+def must_build() -> bool:
+    """Whether the first call of `library` would build, which takes a while: callers say so."""
     compiler = _compiler()
-    return compiler is not None and (_cache() / f"kernels-{_key(compiler)}.so").exists()
+    return compiler is not None and not os.path.exists(_cache() / f"kernels-{_key(compiler)}.so")
 
 
 def pointer(x: torch.Tensor) -> int:

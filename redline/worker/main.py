@@ -60,7 +60,7 @@ def _leave_with_parent() -> None:
 def _progress() -> Generator[Callable[[int, int], object]]:
     """A bar on standard error; it shows once loading has taken a while."""
     console = Console(stderr=True)
-    if not native.is_built():
+    if native.must_build():
         console.print("building the CPU kernels for this machine (once, about 20 s)", style="dim")
     columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

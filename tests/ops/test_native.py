@@ -49,7 +49,7 @@ def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not look_for_library()
-    assert not native.is_built()
+    assert not native.must_build()
     assert native.why_not() == f"no C++ compiler on the PATH: {SLOWER}"
 
 
@@ -63,7 +63,7 @@ def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("CXX", compiler(tmp_path, "echo 'cannot find <vector>' >&2; echo more >&2; exit 1"))
     assert not look_for_library()
     assert native.why_not() == f"the CPU kernels did not build (cannot find <vector>): {SLOWER}"
-    assert not native.is_built()
+    assert native.must_build()
     assert not any((tmp_path / "cache" / "redline").iterdir())
 
 
@@ -94,10 +94,10 @@ def test_two_builds_at_once_end_with_one_library(monkeypatch: pytest.MonkeyPatch
         while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
     """
     monkeypatch.setenv("CXX", compiler(tmp_path, body))
-    assert not native.is_built()
+    assert native.must_build()
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(lambda _: look_for_library(), range(2))) == [True, True]
-    assert native.is_built()
+    assert not native.must_build()
     assert native.why_not() is None
     left = [path.name for path in (tmp_path / "cache" / "redline").iterdir()]
     assert [os.path.splitext(name)[1] for name in left] == [".so"]
