@@ -11,25 +11,25 @@ from redline.bench.local.decode import DecodeCase
 from redline.bench.local.decode import bench_decode as measure_decode
 from redline.bench.local.machine import measure
 from redline.bench.local.record import provenance
+from redline.model.checkpoint import Checkpoint
 from redline.ops import native
+from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
-
-WARM_STEPS = 256
 
 
 def bench_decode(
     folder: Path, batches: list[int], contexts: list[int], repeats: int, save: Path | None, console: Console
 ) -> int:
     longest = max(contexts) + repeats + 128
-    tokens = max(batches) * longest
-    config = EngineConfig(max_model_len=longest, max_running=max(max(batches), 1), step_tokens=max(512, max(batches)))
-    probe = Engine.load(folder, msgspec.structs.replace(config, kv_memory=None))
-    need = (tokens // 64 + 2 * max(batches)) * probe.layout.page_bytes
-    if need > probe.layout.kv_bytes:
-        probe.runner.close()
-        probe = Engine.load(folder, msgspec.structs.replace(config, kv_memory=need))
-    runner = probe.runner
+    tokens = max(batches) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+    config = EngineConfig(
+        kv_memory=tokens * Checkpoint.open(folder).config.kv_bytes_per_token(torch.bfloat16),
+        max_model_len=longest,
+        max_running=max(batches),
+        step_tokens=max(512, *batches),
+    )
+    runner = Engine.load(folder, config).runner
     torch.set_num_threads(native.threads())
     machine = measure(runner.model.device, working_set_bytes=runner.model.config.weight_bytes)
     if runner.model.device.type == "cpu" and native.library() is not None:
