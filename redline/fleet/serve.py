@@ -100,11 +100,15 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             _announce(config, listener, ready, console)
             stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopping, ended, following, serving}, return_when=asyncio.FIRST_COMPLETED)
             lost = not stopping.done()
             if lost:
-                gateway.lose(f"the worker has ended with code {process.returncode}")
-                console.print(f"the worker has ended with code {process.returncode}; stopping", style="red")
+                # Whatever has ended, a server that answers nothing but errors must end too, so that it is restarted.
+                what = (
+                    f"the worker has ended with code {process.returncode}" if ended.done() else "the server has failed"
+                )
+                gateway.lose(what)
+                console.print(f"{what}; stopping", style="red")
             else:
                 console.print("stopping", style="dim")
             stopping.cancel()

@@ -167,9 +167,9 @@ inline void pair_product(const Row& row, int first, int last, int K2, const Pane
 struct Grid {
     int rows, panels, row_tasks, panel_tasks;
     Grid(int rows, int panels) : rows(rows), panels(panels) {
-        row_tasks = std::max(1, (rows + 95) / 96);
         int wanted = rows <= 12 ? 2 * Pool::get().threads() : (panels + 7) / 8;
         panel_tasks = std::max(1, std::min(wanted, (panels + 1) / 2));
+        row_tasks = std::max(1, std::min((rows + 95) / 96, 65535 / panel_tasks));  // the pool counts in 16 bits
     }
     int tasks() const { return row_tasks * panel_tasks; }
     Range row_range(int task) const { return share(rows, row_tasks, task / panel_tasks); }
