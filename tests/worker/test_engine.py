@@ -158,11 +158,16 @@ def test_a_row_that_cannot_be_sampled_ends_its_job_alone(engine: LocalEngine):
     assert answer(deltas[good.id]) == expected
 
 
-def test_a_step_that_fails_ends_its_jobs_and_the_next_ones_run(engine: LocalEngine):
-    asked = job(engine, "bad", (TINY_VOCAB + 5,))
-    deltas = engine.generate([asked])[asked.id]
+def test_a_step_that_fails_ends_its_jobs_and_the_next_ones_run(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("out of luck")
+
+    asked = job(engine, "bad", prompt(4, 9))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.engine.model, "forward", broken)
+        deltas = engine.generate([asked])[asked.id]
     assert deltas[-1].finish == "error"
-    assert "the step failed" in (deltas[-1].error or "")
+    assert "the step failed: out of luck" in (deltas[-1].error or "")
     assert len(answer(engine.generate([job(engine, "good", prompt(1, 9))])[JobId("good")])) == 8
 
 
