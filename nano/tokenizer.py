@@ -18,8 +18,7 @@ from pathlib import Path
 
 import regex
 
-from redline.chat.tokenizer import _SPLIT as SPLIT
-from redline.chat.tokenizer import RESERVED
+from redline.chat.tokenizer import RESERVED, SPLIT
 
 RANKS = 3_840
 SAMPLE_BYTES = 8_000_000

@@ -25,7 +25,7 @@ RESERVED = 256  # ids behind the ranks
 _WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_SPLIT = "|".join(
+SPLIT = "|".join(
     (
         r"[\p{Han}]+",
         rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD}*{_SMALL}+{_ENDING}",
@@ -69,7 +69,7 @@ class Tokenizer:
         self._bytes = [*ranks, *(name.encode() for name in self._names.values())]
         self._encoding = tiktoken.Encoding(
             "kimi",
-            pat_str=_SPLIT,
+            pat_str=SPLIT,
             mergeable_ranks=ranks,
             special_tokens=self.specials,
             explicit_n_vocab=first + RESERVED,
