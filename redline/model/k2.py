@@ -88,21 +88,34 @@ class K2:
         angle = positions_T.float()[:, None] * self._inv_freq
         return angle.cos(), angle.sin()
 
-    def forward(self, inputs: Inputs, planes: Tensor) -> Tensor:
-        """The normed last hidden state [T, D]. planes [layers, pages, 64, kv width]: read, and written at rows_T."""
+    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """The normed last hidden state [T, D], and the residual stream as it enters each of `layers`, [T, layers * D].
+
+        planes [layers, pages, 64, kv width]: read, and written at rows_T. Layer ids as in vLLM and SGLang: k is the
+        state that enters layer k (0: the embedding), and the number of layers is what enters the last norm.
+        """
         config = self.config
         heads, value = config.num_attention_heads, config.v_head_dim
         residual = self.embedding_VD[inputs.ids_T].to(self.dtype)
         partial: Tensor | None = None
-        for block, plane in zip(self.blocks, planes.unbind(0), strict=True):
+        features = residual.new_empty(residual.shape[0], len(layers), residual.shape[1]) if layers else None
+        wanted = {layer: place for place, layer in enumerate(layers)}
+        for layer, (block, plane) in enumerate(zip(self.blocks, planes.unbind(0), strict=True)):
             residual, x = add_norm(residual, partial, block.attention_norm, config.rms_norm_eps)
+            if features is not None and layer in wanted:
+                features[:, wanted[layer]] = residual  # a copy: the next sublayer adds to it in place
             q = mla_qkv(x, block.attention, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
             o = torch.empty(x.shape[0], heads, value, dtype=self.dtype, device=self.device)
             self._attend(q, block.attention, inputs, plane, o)
             partial = linear(o.flatten(1), block.o_proj)
             residual, x = add_norm(residual, partial, block.mlp_norm, config.rms_norm_eps)
             partial = moe(x, block.shared_gate_up, block.shared_down, self._route(x, block.experts))
-        return add_norm(residual, partial, self.norm, config.rms_norm_eps)[1]
+        residual, x = add_norm(residual, partial, self.norm, config.rms_norm_eps)
+        if features is None:
+            return x, None
+        if len(self.blocks) in wanted:
+            features[:, wanted[len(self.blocks)]] = residual
+        return x, features.flatten(1)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """float32 [R, V]"""

@@ -273,6 +273,7 @@ class Planner:
             prompt=job.prompt,
             pages=tuple(matched),
             sampling=job.job.sampling,
+            limit=job.limit,
         )
 
     def _match(self, job: ActiveJob) -> list[PageId]:

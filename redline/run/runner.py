@@ -74,7 +74,7 @@ class Runner:
         return StepResult(number=step.number, rows=results)
 
     def _compute(self, rows: Sequence[Row]) -> list[RowResult]:
-        hidden = self.model.forward(self.slots.inputs(rows, self.model), self.kv.planes)
+        hidden, _ = self.model.forward(self.slots.inputs(rows, self.model), self.kv.planes)
         ends = list(itertools.accumulate(row.count for row in rows))
         results = self._prompt_logprobs(rows, ends, hidden)
         sampling = [i for i, row in enumerate(rows) if row.samples]

@@ -18,4 +18,6 @@ class Delta(Message, frozen=True):
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; the same in every delta
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # complete, in the first delta that follows the prefill
+    proposed: int = 0  # drafts that the step behind this delta verified
+    accepted: int = 0  # of them
     error: str | None = None

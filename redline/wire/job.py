@@ -23,6 +23,7 @@ class Sampling(Record, frozen=True):
     frequency_penalty: float = 0.0  # over generated tokens
     repetition_penalty: float = 1.0  # over prompt and generated tokens
     seed: int = 0  # randomness is a function of (seed, position) alone
+    seeded: bool = False  # the client gave the seed: whatever was drafted, the answer is the one that it draws
     stop_ids: tuple[int, ...] = ()  # generation ends with one of these (the id is reported)
     min_tokens: int = 0  # stop_ids are masked before so many tokens
     logit_bias: tuple[tuple[int, float], ...] = ()

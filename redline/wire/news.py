@@ -31,6 +31,10 @@ class Load(Message, frozen=True):
     prompt_tokens: int
     prompt_tokens_cached: int
     generation_tokens: int
+    drafts: int = 0  # rows that verified drafts
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_pos: tuple[int, ...] = ()  # how often the first, second ... draft of a row was accepted
 
 
 class Stop(Message, frozen=True):

@@ -16,15 +16,23 @@ class Begin(Record, frozen=True):
     prompt: int  # how many of them are the prompt
     pages: tuple[PageId, ...]  # cached pages, computed already: they cover tokens [0, 64 * len)
     sampling: Sampling
+    limit: int  # tokens, prompt and answer, that the job comes to at most
+    drafting: bool = False  # the learned drafter follows the job, and `pages` carry its rows
 
 
 class Row(Record, frozen=True):
-    """Positions [start, start + count) of a slot go through the model in this step."""
+    """Positions [start, start + count) of a slot go through the model in this step.
+
+    A decode row goes on at the slot's last token, which only the device knows at launch: its start is None, and it
+    verifies the slot's drafts, as many as `drafts` at most, as there are, and as the job's limit leaves room for.
+    """
 
     slot: int
-    start: int
-    count: int  # prefill chunk > 1; plain decode 1; verify 1 + drafts
+    start: int | None  # None: a decode row
+    count: int  # of a decode row 1 + drafts, at most
     drafts: int = 0
+    propose: int = 0  # tokens to draft behind this row, at most, for the next one
+    drafting: bool = False  # the learned drafter reads the row; once it has not, it has lost the job
     new_pages: tuple[PageId, ...] = ()  # appended to the slot's page table before the step
     samples: bool = True  # false in every chunk of a prefill but the last
 
@@ -50,8 +58,8 @@ class RowResult(Record, frozen=True):
     """What a row gave. `error` ends the job that owns the row, and that job only."""
 
     tokens: tuple[int, ...] = ()  # none where the row does not sample
-    proposed: int = 0
-    accepted: int = 0
+    proposed: int = 0  # drafts that were verified
+    accepted: int = 0  # of them; a decode row gives one token more
     logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, start + count] that are prompt
     error: str | None = None

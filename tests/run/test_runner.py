@@ -94,5 +94,5 @@ def test_what_a_step_raises_is_raised_where_it_is_awaited():
 def step(runner: Runner, row: Row) -> RowResult:
     """The row, as the first of a new job."""
     asked = Sampling(max_tokens=4, logprobs=0)
-    begin = Begin(slot=0, tokens=PROMPT[:20], prompt=20, pages=(), sampling=asked)
+    begin = Begin(slot=0, tokens=PROMPT[:20], prompt=20, pages=(), sampling=asked, limit=64)
     return runner.run(Step(number=1, begins=(begin,), rows=(row,))).rows[0]
