@@ -116,14 +116,14 @@ class K2Config:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], place: str = "config.json") -> "K2Config":
         """Read a parsed config.json: K2.5's nested form or K2's flat one. `place` begins the error messages."""
-        top = _Section(values, place)
+        top = Section(values, place)
         text = _text_section(top)
         for key, supported, absent in _ONE_WAY:
             text.demand(key, supported, absent)
         heads = text.integer("num_attention_heads")
         text.demand("num_key_value_heads", heads, heads)
         eps = text.number("rms_norm_eps")
-        theta, yarn = _rope(text)
+        theta, yarn = read_rope(text)
         config = cls(
             hidden_size=text.integer("hidden_size"),
             num_hidden_layers=text.integer("num_hidden_layers"),
@@ -178,14 +178,7 @@ class K2Config:
 
     def inv_freq(self) -> Tensor:
         """Radians per position of each interleaved rope pair: float32 [qk_rope_head_dim / 2]."""
-        pairs = torch.arange(self.qk_rope_head_dim // 2, dtype=torch.float64)
-        freq = self.rope_theta ** (-2 * pairs / self.qk_rope_head_dim)
-        if self.yarn is not None:
-            low, high = self.yarn.correction_range(self.qk_rope_head_dim, self.rope_theta)
-            # Equal ends make a step; every YaRN implementation widens it by this much rather than divide by zero.
-            ramp = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
-            freq = freq * (1 - ramp) + freq / self.yarn.factor * ramp
-        return freq.float()
+        return inv_freq(self.qk_rope_head_dim, self.rope_theta, self.yarn)
 
     def is_moe(self, layer: int) -> bool:
         return layer >= self.first_k_dense_replace
@@ -290,6 +283,18 @@ class K2Config:
         return f"KV per token     {self.num_hidden_layers} layers x {row} x {dtype.itemsize} bytes = {total:,} bytes"
 
 
+def inv_freq(rope_dim: int, theta: float, yarn: Yarn | None) -> Tensor:
+    """Radians per position of each rope pair: float32 [rope_dim / 2]."""
+    pairs = torch.arange(rope_dim // 2, dtype=torch.float64)
+    freq = theta ** (-2 * pairs / rope_dim)
+    if yarn is not None:
+        low, high = yarn.correction_range(rope_dim, theta)
+        # Equal ends make a step; every YaRN implementation widens it by this much rather than divide by zero.
+        ramp = ((pairs - low) / max(high - low, 0.001)).clamp(0, 1)
+        freq = freq * (1 - ramp) + freq / yarn.factor * ramp
+    return freq.float()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A file that holds one JSON object. CheckpointError where it is missing or holds anything else."""
     try:
@@ -316,7 +321,7 @@ _ONE_WAY: tuple[tuple[str, Any, Any], ...] = (
 )
 
 
-def _text_section(top: "_Section") -> "_Section":
+def _text_section(top: "Section") -> "Section":
     if "text_config" not in top.values:
         top.one_of("model_type", ("kimi_k2", "deepseek_v3"))
         return top
@@ -326,8 +331,11 @@ def _text_section(top: "_Section") -> "_Section":
     return text
 
 
-def _rope(text: "_Section") -> tuple[float, Yarn | None]:
-    """(rope_theta, yarn), from `rope_scaling` or from newer exports' `rope_parameters`, which may hold theta too."""
+def read_rope(text: "Section", *, scaled_angles: bool = False) -> tuple[float, Yarn | None]:
+    """(rope_theta, yarn), from `rope_scaling` or from newer exports' `rope_parameters`, which may hold theta too.
+
+    `scaled_angles`: this body computes unequal mscale and mscale_all_dim, which scale cos and sin. K2's does not.
+    """
     key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
     if text.get(key) is None:
         return text.number("rope_theta", least=2.0), None
@@ -344,15 +352,15 @@ def _rope(text: "_Section") -> tuple[float, Yarn | None]:
         mscale_all_dim=rope.number("mscale_all_dim", default=0.0, least=0.0),
         original_max_position_embeddings=rope.integer("original_max_position_embeddings"),
     )
-    # Unequal values would scale cos and sin as well; no member of the family does.
-    if yarn.mscale != yarn.mscale_all_dim:
+    # Unequal values scale cos and sin as well; no target of the family does.
+    if yarn.mscale != yarn.mscale_all_dim and not scaled_angles:
         raise rope.refusal("mscale_all_dim", f"the value of mscale ({yarn.mscale:g})")
     rope.demand("attention_factor", None, None)
     rope.demand("truncate", True, True)
     return theta, yarn
 
 
-def _quantization(top: "_Section", text: "_Section") -> Quantization:
+def _quantization(top: "Section", text: "Section") -> Quantization:
     """Moonshot's K2.5 files keep quantization_config inside text_config, all others at the top."""
     sections = [s.section("quantization_config") for s in (text, top) if s.get("quantization_config") is not None]
     if not sections:
@@ -377,7 +385,7 @@ def _quantization(top: "_Section", text: "_Section") -> Quantization:
     raise CheckpointError(f"{quant.place}: unknown quantisation ({found or 'no quant_method'}); supported: {READABLE}")
 
 
-def _fp8(quant: "_Section") -> Fp8Blocks:
+def _fp8(quant: "Section") -> Fp8Blocks:
     quant.demand("fmt", "e4m3", "e4m3")
     match quant.get("weight_block_size"):
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
@@ -386,7 +394,7 @@ def _fp8(quant: "_Section") -> Fp8Blocks:
             raise quant.refusal("weight_block_size", "two positive integers, as in [128, 128]")
 
 
-def _int4(quant: "_Section") -> Int4Experts:
+def _int4(quant: "Section") -> Int4Experts:
     groups = quant.section("config_groups")
     if len(groups.values) != 1:
         raise CheckpointError(f"{groups.place}: {len(groups.values)} groups; supported: one, of INT4 weights")
@@ -402,7 +410,7 @@ def _int4(quant: "_Section") -> Int4Experts:
     return Int4Experts()
 
 
-def _check_sizes(config: K2Config, text: "_Section") -> None:
+def _check_sizes(config: K2Config, text: "Section") -> None:
     if config.qk_rope_head_dim % 2:
         raise text.refusal("qk_rope_head_dim", "an even number: rope turns pairs")
     if config.num_experts_per_tok > config.n_routed_experts:
@@ -413,7 +421,7 @@ def _check_sizes(config: K2Config, text: "_Section") -> None:
                 raise text.refusal(key, f"a multiple of INT4's group, {INT4_GROUP}")
 
 
-class _Section:
+class Section:
     """One JSON object and where it stands, so that every refusal names file, key, value and what is supported."""
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
@@ -427,10 +435,10 @@ class _Section:
         found = repr(self.values[key]) if key in self.values else "missing"
         return CheckpointError(f"{self.place}: {key} is {found}; supported: {supported}")
 
-    def section(self, key: str) -> "_Section":
+    def section(self, key: str) -> "Section":
         if not isinstance(self.get(key), dict):
             raise self.refusal(key, "an object")
-        return _Section(cast("dict[str, Any]", self.get(key)), f"{self.place}: {key}")
+        return Section(cast("dict[str, Any]", self.get(key)), f"{self.place}: {key}")
 
     def demand(self, key: str, supported: Any, absent: Any) -> None:
         """The value must be `supported`; a missing key counts as `absent`."""
@@ -463,18 +471,18 @@ class _Section:
             raise self.refusal(key, "true or false")
         return value
 
-    def token(self, key: str, outer: "_Section") -> int | None:
+    def token(self, key: str, outer: "Section") -> int | None:
         """An id that stands here or in the wrapper, or nowhere."""
         place = self if self.get(key) is not None else outer
         return place.integer(key, least=0) if place.get(key) is not None else None
 
-    def tokens(self, key: str, outer: "_Section") -> tuple[int, ...]:
+    def tokens(self, key: str, outer: "Section") -> tuple[int, ...]:
         place = self if self.get(key) is not None else outer
         value = place.get(key)
         if value is None:
             return ()
         several = cast("list[Any]", value) if isinstance(value, list) else [value]
-        return tuple(_Section({key: one}, place.place).integer(key, least=0) for one in several)
+        return tuple(Section({key: one}, place.place).integer(key, least=0) for one in several)
 
 
 def _count(parameters: int) -> str:

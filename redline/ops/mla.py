@@ -148,14 +148,16 @@ def _decode_reference(
     tables: Tensor,
     plane: Tensor,
     out_THV: Tensor,
+    skip: int = 0,
 ) -> None:
-    """Query i: token tokens_Q[i] of q, slot slots_Q[i], seeing lengths_Q[i] rows (its own the last). All int32.
+    """Query i: token tokens_Q[i] of q, slot slots_Q[i], seeing rows [skip, lengths_Q[i]), its own the last. All int32.
 
+    skip: 0, or 1 where the first row of a slot holds nothing (drafters.md); it is not read.
     tables int32 [slots, pages per slot]; plane [pages, 64, R + P]. Writes out_THV at the query tokens.
     """
     w_uk, w_uv = w.w_uk.dense().float(), w.w_uv.dense().float()
     for token, slot, length in zip(tokens_Q.tolist(), slots_Q.tolist(), lengths_Q.tolist(), strict=True):
-        rows_SW = _context(plane, tables[slot], length)
+        rows_SW = _context(plane, tables[slot], length)[skip:]
         nope, rope = q_THX[token].float().split([w.nope, w.rope], -1)
         absorbed = torch.einsum("hn,hrn->hr", nope, w_uk)
         scores = (torch.cat([absorbed, rope], -1) @ rows_SW.T) * scale
@@ -173,6 +175,7 @@ def _decode_kernel(
     tables: Tensor,
     plane: Tensor,
     out_THV: Tensor,
+    skip: int = 0,
 ) -> None:
     library = native.library()
     assert library is not None
@@ -188,7 +191,7 @@ def _decode_kernel(
         w.w_uk.address,
         w.w_uv.address,
         native.pointer(out_THV),
-        *(scale, tokens_Q.shape[0], *w.sizes),
+        *(scale, tokens_Q.shape[0], *w.sizes, skip),
     )
 
 
@@ -206,16 +209,17 @@ def _decode_cost(
     tables: Tensor,
     plane: Tensor,
     out_THV: Tensor,
+    skip: int = 0,
 ) -> Cost:
     """Each slot's context once, however many of its tokens ask."""
     heads, nope, rope, rank, value = w.sizes
     longest: dict[int, int] = {}
     for slot, length in zip(slots_Q.tolist(), lengths_Q.tolist(), strict=True):
         longest[slot] = max(length, longest.get(slot, 0))
-    rows = sum(longest.values()) * plane.shape[-1] * plane.element_size()
+    rows = (sum(longest.values()) - skip * len(longest)) * plane.shape[-1] * plane.element_size()
     queries = tokens_Q.shape[0]
     moved = rows + w.w_uk.nbytes + w.w_uv.nbytes + queries * heads * (nope + rope + value) * q_THX.element_size()
-    attention = 2 * heads * (2 * rank + rope) * int(lengths_Q.sum())
+    attention = 2 * heads * (2 * rank + rope) * (int(lengths_Q.sum()) - skip * queries)
     return Cost(moved, attention + 2 * queries * heads * rank * (nope + value))
 
 
@@ -223,22 +227,39 @@ def _decode_cost(
 
 
 def _prefill_reference(
-    q_CHX: Tensor, w: MlaWeights, scale: float, start: int, table: Tensor, plane: Tensor, out_CHV: Tensor
+    q_CHX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    start: int,
+    table: Tensor,
+    plane: Tensor,
+    out_CHV: Tensor,
+    skip: int = 0,
 ) -> None:
-    """q_CHX: C tokens of a slot at positions [start, start + C), whose rows are in their pages. Writes out_CHV."""
+    """q_CHX: C tokens of a slot at positions [start, start + C), whose rows are in their pages. Writes out_CHV.
+
+    skip: 0, or 1 (at most start) where the first row of a slot holds nothing; it is not read.
+    """
     count = q_CHX.shape[0]
-    rows_SW = _context(plane, table, start + count)
+    rows_SW = _context(plane, table, start + count)[skip:]
     latent, rope = rows_SW.split([w.rank, w.rope], -1)
     keys = torch.cat([torch.einsum("sr,hrn->hsn", latent, w.w_uk.dense().float()), rope.expand(w.heads, -1, -1)], -1)
     values = torch.einsum("sr,hvr->hsv", latent, w.w_uv.dense().float())
     scores = torch.einsum("chx,hsx->hcs", q_CHX.float(), keys) * scale
     position = torch.arange(start, start + count, device=q_CHX.device)
-    scores = scores.masked_fill(torch.arange(start + count, device=q_CHX.device) > position[:, None], -torch.inf)
+    scores = scores.masked_fill(torch.arange(skip, start + count, device=q_CHX.device) > position[:, None], -torch.inf)
     out_CHV.copy_(torch.einsum("hcs,hsv->chv", scores.softmax(-1), values))
 
 
 def _prefill_kernel(
-    q_CHX: Tensor, w: MlaWeights, scale: float, start: int, table: Tensor, plane: Tensor, out_CHV: Tensor
+    q_CHX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    start: int,
+    table: Tensor,
+    plane: Tensor,
+    out_CHV: Tensor,
+    skip: int = 0,
 ) -> None:
     library = native.library()
     assert library is not None
@@ -251,7 +272,7 @@ def _prefill_kernel(
         w.w_uk.address,
         w.w_uv.address,
         native.pointer(out_CHV),
-        *(scale, *w.sizes),
+        *(scale, *w.sizes, skip),
     )
 
 
@@ -260,12 +281,19 @@ def _prefill_fits(q_CHX: Tensor, w: MlaWeights, *_: object) -> bool:
 
 
 def _prefill_cost(
-    q_CHX: Tensor, w: MlaWeights, scale: float, start: int, table: Tensor, plane: Tensor, out_CHV: Tensor
+    q_CHX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    start: int,
+    table: Tensor,
+    plane: Tensor,
+    out_CHV: Tensor,
+    skip: int = 0,
 ) -> Cost:
     heads, nope, rope, rank, value = w.sizes
     count = q_CHX.shape[0]
-    context = start + count
-    pairs = count * start + count * (count + 1) // 2
+    context = start + count - skip
+    pairs = count * (start - skip) + count * (count + 1) // 2
     moved = context * plane.shape[-1] * plane.element_size() + q_CHX.nbytes + out_CHV.nbytes
     unfold = 2 * context * heads * rank * (nope + value)
     return Cost(moved + w.w_uk.nbytes + w.w_uv.nbytes, unfold + 2 * pairs * heads * (nope + rope + value))
@@ -313,17 +341,18 @@ def _pages(g: torch.Generator, w: MlaWeights, slots: int, tokens: int, dtype: to
 
 
 def _decode_cases() -> Iterator[Case]:
-    def make(lengths: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype):
+    def make(lengths: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype, skip: int = 0):
         def inputs(
             g: torch.Generator,
-        ) -> tuple[Tensor, MlaWeights, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        ) -> tuple[Tensor, MlaWeights, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
             w = random_weights(g, *sizes)
             tables, plane = _pages(g, w, len(lengths), max(lengths), dtype)
+            plane[tables[:, 0].long(), :skip] = torch.nan
             q = torch.randn(len(lengths) + 1, w.heads, w.nope + w.rope, generator=g)
             tokens = torch.arange(1, len(lengths) + 1, dtype=torch.int32)  # token 0 is a prompt's
             slots = torch.arange(len(lengths), dtype=torch.int32)
             out = torch.zeros(len(lengths) + 1, w.heads, w.value)
-            return q, w, 0.1, tokens, slots, torch.tensor(lengths, dtype=torch.int32), tables, plane, out
+            return q, w, 0.1, tokens, slots, torch.tensor(lengths, dtype=torch.int32), tables, plane, out, skip
 
         return inputs
 
@@ -333,17 +362,21 @@ def _decode_cases() -> Iterator[Case]:
     yield Case("200, nano", make((200,), NANO, torch.bfloat16), rtol=bf16)
     yield Case("64, 65, 1000, 257, nano float32 pages", make((64, 65, 1000, 257), NANO, torch.float32))
     yield Case("17 rows, tiny", make(tuple(range(1, 800, 47)), TINY, torch.bfloat16), rtol=bf16)
+    skipping = (2, 3, 64, 65, 257, 700)
+    yield Case("the first row not read, nano", make(skipping, NANO, torch.bfloat16, skip=1), rtol=bf16)
+    yield Case("the first row not read, tiny float32 pages", make(skipping, TINY, torch.float32, skip=1))
     kimi = (7168, 1536, 64, 128, 64, 512, 128)
     yield Case("8k, Kimi's heads", make((8192,), kimi, torch.bfloat16), small=False, rtol=bf16)
 
 
 def _prefill_cases() -> Iterator[Case]:
-    def make(start: int, count: int, sizes: tuple[int, ...], dtype: torch.dtype):
-        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights, float, int, Tensor, Tensor, Tensor]:
+    def make(start: int, count: int, sizes: tuple[int, ...], dtype: torch.dtype, skip: int = 0):
+        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights, float, int, Tensor, Tensor, Tensor, int]:
             w = random_weights(g, *sizes)
             tables, plane = _pages(g, w, 1, start + count, dtype)
+            plane[tables[0, 0], :skip] = torch.nan
             q = torch.randn(count, w.heads, w.nope + w.rope, generator=g)
-            return q, w, 0.1, start, tables[0], plane, torch.zeros(count, w.heads, w.value)
+            return q, w, 0.1, start, tables[0], plane, torch.zeros(count, w.heads, w.value), skip
 
         return inputs
 
@@ -352,6 +385,9 @@ def _prefill_cases() -> Iterator[Case]:
     yield Case("[64, 165) nano float32 pages", make(64, 101, NANO, torch.float32))
     yield Case("[301, 302) tiny", make(301, 1, TINY, torch.bfloat16))
     yield Case("[0, 512) nano", make(0, 512, NANO, torch.bfloat16))
+    yield Case("[1, 2) the first row not read, nano", make(1, 1, NANO, torch.bfloat16, skip=1))
+    yield Case("[1, 130) the first row not read, nano", make(1, 129, NANO, torch.bfloat16, skip=1))
+    yield Case("[70, 90) the first row not read, tiny float32 pages", make(70, 20, TINY, torch.float32, skip=1))
 
 
 mla_qkv = Op("mla_qkv", _qkv_reference, _qkv_kernel, _qkv_cost, _qkv_cases, fits=_qkv_fits)

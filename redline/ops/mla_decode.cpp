@@ -143,7 +143,7 @@ template <> struct Arithmetic<bf16> {
 };
 #endif
 
-// G heads of one query over tokens [begin, end) of its context.
+// G heads of one query over tokens [begin, end) of its context; only a `begin` after skipped tokens lies inside a page.
 // Gives the running maximum, the sum, and the weighted latents [G][R] of this split.
 template <int G, class KV>
 void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int32_t* pages, int begin, int end, Shape s,
@@ -152,9 +152,10 @@ void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int3
     float score[G][PAGE];
     for (int g = 0; g < G; g++) top[g] = -INFINITY, mass[g] = 0;
     std::fill(acc, acc + (int64_t)G * s.R, 0.0f);
-    for (int first = begin; first < end; first += PAGE) {
-        const KV* rows = plane + (int64_t)pages[first / PAGE] * PAGE * W;
-        const int n = std::min(PAGE, end - first);
+    for (int first = begin, next; first < end; first = next) {
+        next = (first / PAGE + 1) * PAGE;
+        const KV* rows = plane + ((int64_t)pages[first / PAGE] * PAGE + first % PAGE) * W;
+        const int n = std::min(next, end) - first;
         for (int g = 0; g < G; g++)
             for (int t = n; t < PAGE; t++) score[g][t] = -INFINITY;
         Arithmetic<KV>::template dots<G>(q, rows, n, W, score);
@@ -179,7 +180,8 @@ void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int3
 
 template <class KV>
 void decode(const float* q, const int32_t* tokens, const int32_t* slots, const int32_t* lengths, const int32_t* tables,
-            int64_t table_width, const KV* plane, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int Q, Shape s) {
+            int64_t table_width, const KV* plane, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int Q, int skip,
+            Shape s) {
     // The caller's scratch; tasks on other threads reach it through these references.
     static thread_local struct {
         std::vector<typename Arithmetic<KV>::Query> absorbed;
@@ -234,7 +236,8 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
             Item item = items[i];
             const auto* qh = qa + ((int64_t)item.query * s.H + item.first_head) * W;
             const int32_t* pages = tables + slots[item.query] * table_width;
-            int begin = item.split * SPLIT, end = std::min(begin + SPLIT, lengths[item.query]);
+            int first = item.split * SPLIT, begin = std::max(first, skip);
+            int end = std::min(first + SPLIT, lengths[item.query]);
             float *top = parts + (int64_t)i * record, *mass = top + group, *acc = mass + group;
             if (group == 4) attend<4>(qh, plane, pages, begin, end, s, top, mass, acc);
             else if (group == 2) attend<2>(qh, plane, pages, begin, end, s, top, mass, acc);
@@ -286,16 +289,17 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
 
 }  // namespace
 
-// Query i is token tokens[i] of q [T, H (Nn + P)], in slot slots[i], and sees lengths[i] context tokens (itself the last).
+// Query i is token tokens[i] of q [T, H (Nn + P)], in slot slots[i], and sees context tokens [skip, lengths[i]), itself the
+// last; skip is 0 or 1.
 // tables [slots, table_width]: page ids. w_uk: W_UK^T, panels over R outputs per head; w_uv over V outputs per head.
 // Writes y [T, H V] at the query tokens only.
 extern "C" void redline_mla_decode(const float* q, const int32_t* tokens, const int32_t* slots, const int32_t* lengths,
                                    const int32_t* tables, int64_t table_width, const void* plane, int kv_float32,
                                    const bf16* w_uk, const bf16* w_uv, float* y, float scale, int Q, int H, int Nn, int P,
-                                   int R, int V) {
+                                   int R, int V, int skip) {
     Shape s{H, Nn, P, R, V};
     if (kv_float32)
-        decode(q, tokens, slots, lengths, tables, table_width, (const float*)plane, w_uk, w_uv, y, scale, Q, s);
+        decode(q, tokens, slots, lengths, tables, table_width, (const float*)plane, w_uk, w_uv, y, scale, Q, skip, s);
     else
-        decode(q, tokens, slots, lengths, tables, table_width, (const bf16*)plane, w_uk, w_uv, y, scale, Q, s);
+        decode(q, tokens, slots, lengths, tables, table_width, (const bf16*)plane, w_uk, w_uv, y, scale, Q, skip, s);
 }

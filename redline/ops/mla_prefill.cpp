@@ -25,7 +25,8 @@ struct Shape {
 // M rows at positions [position, position + M) of one head: q packed [head][M], scaled.
 // keys [S / 32][head][32], values [V / 32][S][32]; S is a multiple of 64.
 template <int M>
-void rows(const float* q, int position, const float* keys, const float* values, int64_t S, Shape s, float* const* out) {
+void rows(const float* q, int position, int skip, const float* keys, const float* values, int64_t S, Shape s,
+          float* const* out) {
     static thread_local std::vector<float> accumulators;
     accumulators.assign((int64_t)M * s.V, 0.0f);
     float* acc = accumulators.data();
@@ -41,6 +42,7 @@ void rows(const float* q, int position, const float* keys, const float* values, 
         }
         float factor[M];
         for (int m = 0; m < M; m++) {
+            for (int t = first; t < skip; t++) score[m][t] = -INFINITY;
             for (int t = std::max(0, position + m + 1 - first); t < BLOCK; t++) score[m][t] = -INFINITY;
             f32x16 high = load<f32x16>(score[m]);
             for (int t = 16; t < BLOCK; t += 16) high = vmax(high, load<f32x16>(score[m] + t));
@@ -158,15 +160,15 @@ template <> struct Unfold<bf16> {
 
 template <class KV>
 void prefill(const float* q, int start, int count, const int32_t* pages, const KV* plane, const bf16* w_uk,
-             const bf16* w_uv, float* y, float scale, Shape s) {
+             const bf16* w_uv, float* y, float scale, int skip, Shape s) {
     typedef typename Unfold<KV>::Element Element;
     static thread_local std::vector<Element> gathered, transposed, key_weights, value_weights;
     static thread_local std::vector<float> key_panels, value_panels;
     const int context = start + count, W = s.width(), E = s.R / Unfold<KV>::STEP;  // elements of a latent row
     const int64_t S = (context + BLOCK - 1) / BLOCK * BLOCK, panels = S / 32;
 
-    // The latents twice: as rows [S][E] (to unfold values) and as panels [S / 32][E][32] (to unfold keys). Rows beyond
-    // the context are zero. The rotated keys are shared by all heads: rows [Nn, Nn + P) of every key panel.
+    // The latents twice: as rows [S][E] (to unfold values) and as panels [S / 32][E][32] (to unfold keys). Rows that are
+    // skipped or beyond the context are zero. The rotated keys are shared by all heads: rows [Nn, Nn + P) of every key panel.
     gathered.resize(S * E);
     transposed.resize(S * E);
     key_panels.resize(S * s.head());
@@ -178,7 +180,8 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
     parallel((int)panels, [&](int panel) {
         for (int i = 0; i < 32; i++) {
             int t = panel * 32 + i;
-            const KV* from = t < context ? plane + ((int64_t)pages[t / PAGE] * PAGE + t % PAGE) * W : nullptr;
+            bool read = t >= skip && t < context;
+            const KV* from = read ? plane + ((int64_t)pages[t / PAGE] * PAGE + t % PAGE) * W : nullptr;
             Unfold<KV>::gather(from, rows_ + (int64_t)t * E, s.R);
             for (int c = 0; c < s.P; c++)
                 keys[((int64_t)panel * s.head() + s.Nn + c) * 32 + i] = from ? to_float(from[s.R + c]) : 0.0f;
@@ -214,7 +217,7 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
                     for (int i = 0; i < s.head(); i++) packed_q[i * M + m] = from[i] * scale;
                     out[m] = y + ((int64_t)(at + m) * s.H + h) * s.V;
                 }
-                rows<M>(packed_q.data(), start + at, keys, values, S, s, out);
+                rows<M>(packed_q.data(), start + at, skip, keys, values, S, s, out);
             };
             int at = first, last = std::min(first + Q_ROWS, count);
             for (; at + Q_ROWS <= last; at += Q_ROWS) run(std::integral_constant<int, Q_ROWS>{}, at);
@@ -227,13 +230,13 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
 }  // namespace
 
 // Rows [0, count) of q [count, H (Nn + P)] are positions [start, start + count) of one slot, whose pages hold the latents
-// of every position below start + count. y [count, H V].
+// of every position below start + count; those below skip (0 or 1, at most start) are not read. y [count, H V].
 extern "C" void redline_mla_prefill(const float* q, int start, int count, const int32_t* pages, const void* plane,
                                     int kv_float32, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int H,
-                                    int Nn, int P, int R, int V) {
+                                    int Nn, int P, int R, int V, int skip) {
     Shape s{H, Nn, P, R, V};
     if (kv_float32)
-        prefill(q, start, count, pages, (const float*)plane, w_uk, w_uv, y, scale, s);
+        prefill(q, start, count, pages, (const float*)plane, w_uk, w_uv, y, scale, skip, s);
     else
-        prefill(q, start, count, pages, (const bf16*)plane, w_uk, w_uv, y, scale, s);
+        prefill(q, start, count, pages, (const bf16*)plane, w_uk, w_uv, y, scale, skip, s);
 }

@@ -37,8 +37,8 @@ _SIGNATURES = {
     "redline_route_experts": "pppppiiiiif",
     "redline_moe": "pppppppppp" + "iiiiii",
     "redline_mla_qkv": "ppppppppp" + "ip" + "fiiiiiii",
-    "redline_mla_decode": "ppppp" + "lpi" + "ppp" + "fiiiiii",
-    "redline_mla_prefill": "piippi" + "ppp" + "fiiiii",
+    "redline_mla_decode": "ppppp" + "lpi" + "ppp" + "fiiiiiii",
+    "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",
 }
 
 _reason: str | None = None
