@@ -25,6 +25,7 @@ from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.server import uvicorn_config
+from redline.chat.generation import generation_of
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
@@ -92,8 +93,9 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
             metrics = Metrics(config.names[0])
             gateway = Gateway(tokenizer, style, outbox, metrics)
             gateway.deliver(ready)
+            defaults = Defaults(**msgspec.structs.asdict(generation_of(folder)))
             api = ApiConfig(
-                served_model_names=config.names, keys_file=config.keys_file, defaults=_defaults(folder), limits=Limits()
+                served_model_names=config.names, keys_file=config.keys_file, defaults=defaults, limits=Limits()
             )
             server = _Server(uvicorn_config(create_app(gateway, api), api.limits, config.host, config.port))
             following = asyncio.create_task(gateway.follow(inbox))
@@ -178,19 +180,6 @@ async def _until_ready(inbox: AsyncSocketInbox, ended: "asyncio.Task[int]", stop
                 return message
             if isinstance(message, Failed):
                 raise ConfigError(message.reason)
-
-
-def _defaults(folder: Path) -> Defaults:
-    """Sampling where a request is silent: what the checkpoint's generation_config.json says."""
-    path = folder / "generation_config.json"
-    if not path.exists():
-        return Defaults()
-    try:
-        values = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-        known = {key: values[key] for key in ("temperature", "top_p", "top_k", "min_p") if values.get(key) is not None}
-        return msgspec.convert(known, Defaults)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, console: Console) -> None:

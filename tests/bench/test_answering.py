@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from redline.bench.local.answering import Greedy, conversation
-from redline.bench.local.prompts import CalledFunction, CallMade, DeclaredFunction, DeclaredTool, Prompt, Turn
+from redline.bench.local.answering import Greedy
+from redline.bench.local.prompts import Prompt
+from redline.chat.lines import CalledFunction, CallMade, DeclaredFunction, DeclaredTool, Turn, conversation
 from redline.chat.template import K2_6, encode
 from redline.chat.tokenizer import Tokenizer
 from redline.wire.delta import Delta

@@ -11,8 +11,9 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from redline.bench.local.prompts import Answer, Prompt, Turn
+from redline.bench.local.prompts import Answer, Prompt
 from redline.bench.local.quality import Comparison, Report, caption, compare, evaluate, judge, table
+from redline.chat.lines import Turn
 from redline.errors import ConfigError
 
 DOUBLE = {"asserts": {"function": "double", "code": "assert double(3) == 6"}}

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from redline.bench.local.prompts import Answer, Prompt
-from redline.chat.conversation import Conversation, Message, Tool, ToolCall
+from redline.chat.conversation import Conversation
 from redline.chat.decoder import Decoder
 from redline.chat.events import CallArguments, CallBegin, End, Event, Logprobs, Text, Thought
 from redline.chat.hashing import make_job
+from redline.chat.lines import conversation
 from redline.chat.template import Style, encode
 from redline.chat.tokenizer import Tokenizer
 from redline.wire.delta import Delta
@@ -72,27 +73,6 @@ class Greedy:
             parse=True,
         )
         return joined([event for delta in deltas for event in decoder.push(delta)])
-
-
-def conversation(prompt: Prompt) -> Conversation:
-    """The prompt as the template reads it."""
-    messages = tuple(
-        Message(
-            role=turn.role,
-            content=turn.content or "",
-            name=turn.name,
-            reasoning=turn.reasoning_content or "",
-            tool_calls=tuple(
-                ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-                for call in turn.tool_calls
-            ),
-            tool_call_id=turn.tool_call_id or "",
-        )
-        for turn in prompt.messages
-    )
-    declared = [tool.function for tool in prompt.tools]
-    tools = tuple(Tool(name=tool.name, description=tool.description, parameters=tool.parameters) for tool in declared)
-    return Conversation(messages=messages, tools=tools, thinking=prompt.thinking)
 
 
 def joined(events: Sequence[Event]) -> Answer:

@@ -2,56 +2,21 @@
 
 import gzip
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from redline.chat.lines import Chat
 from redline.errors import ConfigError
 from redline.wire.base import Record
 from redline.wire.delta import Finish
 
 
-class CalledFunction(Record, frozen=True):
-    name: str
-    arguments: str  # JSON text
-
-
-class CallMade(Record, frozen=True):
-    id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-
-
-class Turn(Record, frozen=True):
-    """One message in OpenAI's shape."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: tuple[CallMade, ...] = ()
-    tool_call_id: str | None = None
-
-
-class DeclaredFunction(Record, frozen=True):
-    name: str
-    description: str = ""
-    parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
-
-
-class DeclaredTool(Record, frozen=True):
-    function: DeclaredFunction
-    type: Literal["function"] = "function"
-
-
-class Prompt(Record, frozen=True):
-    """One line of a set; the model answers after the last message."""
+class Prompt(Chat, frozen=True, kw_only=True):
+    """One line of a set."""
 
     kind: str
-    messages: tuple[Turn, ...]
     check: dict[str, Any]  # see checks.py
-    tools: tuple[DeclaredTool, ...] = ()
-    thinking: bool = True
 
 
 class Answer(Record, frozen=True):

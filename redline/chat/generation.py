@@ -1,0 +1,30 @@
+"""How a checkpoint wants to be sampled: its generation_config.json."""
+
+from pathlib import Path
+
+import msgspec
+
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+
+class Generation(Record, frozen=True):
+    """Sampling where nobody says otherwise."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+
+
+def generation_of(folder: Path) -> Generation:
+    """What the checkpoint's folder says; a field that it leaves out, or null, has its default. Raises ConfigError."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return Generation()
+    try:
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        known = {key: values[key] for key in Generation.__struct_fields__ if values.get(key) is not None}
+        return msgspec.convert(known, Generation)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path}: {error}") from None
