@@ -24,6 +24,11 @@ def uniform(seed: int, position: int) -> float:
     return (x >> 11) * 2.0**-53
 
 
+def uniform_of(seed: int, stream: int, position: int) -> float:
+    """The same for other streams of random numbers, `stream` >= 0, each independent of `uniform` and of one another."""
+    return uniform(_mix((seed & _MASK) ^ _mix(_MASK - stream)), position)
+
+
 def _mix(x: int) -> int:
     x = (x + 0x9E3779B97F4A7C15) & _MASK
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -38,9 +43,13 @@ def is_greedy(sampling: Sampling) -> bool:
 
 def is_plain_greedy(sampling: Sampling, generated: int) -> bool:
     """Whether argmax of the raw logits is the answer."""
+    return is_greedy(sampling) and is_unadjusted(sampling, generated)
+
+
+def is_unadjusted(sampling: Sampling, generated: int) -> bool:
+    """Whether `adjusted` would change nothing, now and later in the answer."""
     return (
-        is_greedy(sampling)
-        and sampling.presence_penalty == sampling.frequency_penalty == 0
+        sampling.presence_penalty == sampling.frequency_penalty == 0
         and sampling.repetition_penalty == 1
         and not sampling.logit_bias
         and generated >= sampling.min_tokens
@@ -77,13 +86,20 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
 
 def draw(logits_V: Tensor, sampling: Sampling, u: float) -> int:
     """The first token, in the order of ids, at which the cumulative probability of those kept passes u of its total."""
-    probability_V = logits_V.softmax(-1)
+    return pick(kept(logits_V.softmax(-1), sampling), u)
+
+
+def kept(probability_V: Tensor, sampling: Sampling) -> Tensor:
+    """With 0 for the tokens that top_k, top_p and min_p leave out; what is left is not scaled to a sum of 1."""
     least = least_kept(probability_V, sampling)
-    if least > 0:
-        probability_V = torch.where(probability_V >= least, probability_V, 0.0)
+    return torch.where(probability_V >= least, probability_V, 0.0) if least > 0 else probability_V
+
+
+def pick(weight_V: Tensor, u: float) -> int:
+    """The first token, in the order of ids, at which the cumulative weight passes u of its total, which is not 0."""
     # In float64: float32 would lose the many tokens that are each less likely than 2^-24. And u <= 1 - 2^-53, so that
     # u * total rounds to less than the total, and the search ends at a token that is possible.
-    mass = probability_V.cumsum(0, dtype=torch.float64)
+    mass = weight_V.cumsum(0, dtype=torch.float64)
     return int(torch.searchsorted(mass, u * mass[-1], right=True))
 
 
