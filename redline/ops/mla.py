@@ -132,7 +132,7 @@ def _qkv_cost(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: Te
 # ------------------------------------------------------------------------------------------------------- mla_decode
 
 
-def _context(plane: Tensor, table: Tensor, length: int) -> Tensor:
+def context_rows(plane: Tensor, table: Tensor, length: int) -> Tensor:
     """The first `length` rows of a slot, float32 [length, R + P]."""
     pages = (length + PAGE_TOKENS - 1) // PAGE_TOKENS
     return plane[table[:pages].long()].flatten(0, 1)[:length].float()
@@ -157,7 +157,7 @@ def _decode_reference(
     """
     w_uk, w_uv = w.w_uk.dense().float(), w.w_uv.dense().float()
     for token, slot, length in zip(tokens_Q.tolist(), slots_Q.tolist(), lengths_Q.tolist(), strict=True):
-        rows_SW = _context(plane, tables[slot], length)[skip:]
+        rows_SW = context_rows(plane, tables[slot], length)[skip:]
         nope, rope = q_THX[token].float().split([w.nope, w.rope], -1)
         absorbed = torch.einsum("hn,hrn->hr", nope, w_uk)
         scores = (torch.cat([absorbed, rope], -1) @ rows_SW.T) * scale
@@ -241,7 +241,7 @@ def _prefill_reference(
     skip: 0, or 1 (at most start) where the first row of a slot holds nothing; it is not read.
     """
     count = q_CHX.shape[0]
-    rows_SW = _context(plane, table, start + count)[skip:]
+    rows_SW = context_rows(plane, table, start + count)[skip:]
     latent, rope = rows_SW.split([w.rank, w.rope], -1)
     keys = torch.cat([torch.einsum("sr,hrn->hsn", latent, w.w_uk.dense().float()), rope.expand(w.heads, -1, -1)], -1)
     values = torch.einsum("sr,hvr->hsv", latent, w.w_uv.dense().float())

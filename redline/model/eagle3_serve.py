@@ -1,0 +1,159 @@
+"""A drafter's weights as the ops take them, and its pass over pages: eight ops and a head for each draft.
+
+T rows of a pass, R of them that are finished, H heads, X query width, V value width, D hidden.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from redline.model.eagle3_config import Eagle3Config
+from redline.model.k2 import K2, Inputs
+from redline.ops.add_norm import add_norm
+from redline.ops.gqa import gqa_decode, gqa_prefill, rotate_halves
+from redline.ops.linear import linear
+from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv
+from redline.ops.moe import moe
+from redline.ops.weights import Matrix
+
+SKIP = 1  # place 0 of a job: row t lies at place t + 1
+
+
+class Served:
+    """Made from a drafter's state, which it copies where an op wants another layout, and the model that it drafts for."""
+
+    def __init__(self, config: Eagle3Config, state: Mapping[str, Tensor], model: K2) -> None:
+        reader = _Reader(state, model.device)
+        at = "layers.0"
+        self._config = config
+        self._dtype = model.dtype
+        self._embedding_VD = model.embedding_VD
+        self._fc = reader.matrix("fc.weight")
+        states = range(len(config.layer_ids)) if config.fc_norm else ()
+        self._fc_norms = [reader.vector(f"fc_norm.{i}.weight") for i in states]
+        self._input_norm = reader.vector(f"{at}.input_layernorm.weight")
+        self._hidden_norm = reader.vector(f"{at}.hidden_norm.weight")
+        attention = MlaAttention if config.architecture == "mla" else LlamaAttention
+        self._attention = attention(config, reader, f"{at}.self_attn")
+        self._o_proj = reader.matrix(f"{at}.self_attn.o_proj.weight")
+        self._mlp_norm = reader.vector(f"{at}.post_attention_layernorm.weight")
+        self._gate_up = reader.matrix(f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight")
+        self._down = reader.matrix(f"{at}.mlp.down_proj.weight")
+        self._norm = reader.vector("norm.weight")
+        self._head = model.head if config.draft_vocab_size is None else reader.matrix("lm_head.weight")
+        self.inv_freq = config.inv_freq().to(model.device)
+
+    def fuse(self, features_TF: Tensor) -> Tensor:
+        """[T, states * D] -> [T, D]"""
+        features_TF = features_TF.to(self._dtype)
+        if self._fc_norms:
+            states = features_TF.unflatten(-1, (len(self._fc_norms), -1)).unbind(-2)
+            eps = self._config.rms_norm_eps
+            normed = [add_norm(s.contiguous(), None, w, eps)[1] for s, w in zip(states, self._fc_norms, strict=True)]
+            features_TF = torch.cat(normed, -1)
+        return linear(features_TF, self._fc)
+
+    def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
+        eps = self._config.rms_norm_eps
+        embedding = self._embedding_VD[inputs.ids_T].to(self._dtype)
+        _, embedding = add_norm(embedding, None, self._input_norm, eps)
+        _, hidden = add_norm(feature_TD, None, self._hidden_norm, eps)
+        rows_R = _finished(inputs)
+        o_RHV = self._attention(torch.cat([embedding, hidden], -1), inputs, rows_R, plane)
+        source = hidden if self._config.norm_before_residual else feature_TD
+        residual = source.clone() if rows_R is None else source[rows_R]
+        if not residual.shape[0]:
+            return residual, residual
+        residual, x = add_norm(residual, linear(o_RHV.flatten(1), self._o_proj), self._mlp_norm, eps)
+        residual, normed = add_norm(residual, moe(x, self._gate_up, self._down, None), self._norm, eps)
+        return normed, normed if self._config.norm_output else residual
+
+    def logits(self, normed_RD: Tensor) -> Tensor:
+        """[R, draft vocabulary]"""
+        return linear(normed_RD, self._head)
+
+
+class MlaAttention:
+    def __init__(self, config: Eagle3Config, reader: "_Reader", at: str) -> None:
+        kv_b = reader.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
+        w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+        self._scale = config.softmax_scale
+        self._weights = MlaWeights(
+            w_a=reader.matrix(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
+            q_norm=reader.vector(f"{at}.q_a_layernorm.weight"),
+            kv_norm=reader.vector(f"{at}.kv_a_layernorm.weight"),
+            w_q=reader.matrix(f"{at}.q_b_proj.weight"),
+            w_uk=Matrix.prepare(w_uk.transpose(1, 2).contiguous()),
+            w_uv=Matrix.prepare(w_uv.contiguous()),
+            eps=config.rms_norm_eps,
+        )
+
+    def __call__(self, x: Tensor, inputs: Inputs, rows_R: Tensor | None, plane: Tensor) -> Tensor:
+        """[T, 2 D] -> [R, H, V]. Writes the plane."""
+        w = self._weights
+        q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
+        q = q if rows_R is None else q[rows_R]
+        o = q.new_empty(q.shape[0], w.heads, w.value)
+        first = 0
+        for chunk in inputs.chunks:
+            rows = slice(first, first := first + chunk.count)
+            mla_prefill(q[rows], w, self._scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows], SKIP)
+        if first < q.shape[0]:
+            queries = _from(first, q), inputs.slots_Q, inputs.lengths_Q
+            mla_decode(q, w, self._scale, *queries, inputs.tables, plane, o, SKIP)
+        return o
+
+
+class LlamaAttention:
+    def __init__(self, config: Eagle3Config, reader: "_Reader", at: str) -> None:
+        self._scale, self._width = config.softmax_scale, config.head_dim
+        self._heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        self._qkv = reader.matrix(*(f"{at}.{name}_proj.weight" for name in "qkv"))
+
+    def __call__(self, x: Tensor, inputs: Inputs, rows_R: Tensor | None, plane: Tensor) -> Tensor:
+        """[T, 2 D] -> [R, H, X]. Writes the plane."""
+        q, k, v = linear(x, self._qkv).unflatten(-1, (-1, self._width)).split(self._heads, -2)
+        cos, sin = inputs.cos_T[:, None], inputs.sin_T[:, None]
+        row = torch.cat([rotate_halves(k.float(), cos, sin), v.float()], -2).flatten(-2)
+        plane.view(-1, plane.shape[-1])[inputs.rows_T] = row.to(plane.dtype)
+        q = rotate_halves(q.float(), cos, sin).to(x.dtype)
+        q = q if rows_R is None else q[rows_R]
+        o = torch.empty_like(q)
+        first = 0
+        for chunk in inputs.chunks:
+            rows = slice(first, first := first + chunk.count)
+            gqa_prefill(q[rows], self._scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows], SKIP)
+        queries = _from(first, q), inputs.slots_Q, inputs.lengths_Q
+        gqa_decode(q, self._scale, *queries, inputs.tables, plane, o, SKIP)
+        return o
+
+
+class _Reader:
+    def __init__(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        self._state = state
+        self._device = device
+
+    def plain(self, name: str) -> Tensor:
+        return self._state[name].detach().to(self._device, torch.bfloat16)
+
+    def vector(self, name: str) -> Tensor:
+        """In float32, and its own memory: training goes on beside what is served."""
+        return self._state[name].detach().to(self._device, torch.float32, copy=True)
+
+    def matrix(self, *names: str) -> Matrix:
+        weights = [self.plain(name) for name in names]
+        return Matrix.prepare(weights[0] if len(weights) == 1 else torch.cat(weights))
+
+
+def _finished(inputs: Inputs) -> Tensor | None:
+    """int64 [R]: the tokens of the chunks, then the queries; None where that is every token in order."""
+    if not inputs.chunks:
+        return None if inputs.tokens_Q.shape[0] == inputs.ids_T.shape[0] else inputs.tokens_Q.long()
+    chunks = [torch.arange(c.first, c.first + c.count, device=inputs.tokens_Q.device) for c in inputs.chunks]
+    return torch.cat([*chunks, inputs.tokens_Q.long()])
+
+
+def _from(first: int, q_RHX: Tensor) -> Tensor:
+    """int32 [R - first]: the rows that decode."""
+    return torch.arange(first, q_RHX.shape[0], dtype=torch.int32, device=q_RHX.device)
