@@ -4,6 +4,7 @@ Two bodies: "mla" is `Eagle3DeepseekV2ForCausalLM`, latent attention as in its t
 `LlamaForCausalLMEagle3`. Which engine reads which key, and the traps: docs/drafters.md.
 """
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -29,10 +30,12 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 def default_layer_ids(layers: int) -> tuple[int, ...]:
     """What engines capture where no file says it: the states that enter layers 2, L // 2 and L - 3.
 
-    A target of fewer than 7 layers has no three such; then the first, middle and last that differ.
+    A target of fewer than 7 layers has no three such: there the embedding, one in the middle, and what the last layer
+    gives (never a first id of 1: see `_check_ids`).
     """
-    ids = (2, layers // 2, layers - 3)
-    return ids if layers >= 7 else tuple(sorted({0, layers // 2, layers - 1} - {1}))
+    if layers >= 7:
+        return 2, layers // 2, layers - 3
+    return tuple(sorted({0, min(layers, max(2, layers // 2)), layers}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,7 +333,7 @@ def _flag(top: Section, nested: Section, key: str) -> bool:
 
 
 def _layer_ids(top: Section, nested: Section, target: K2Config | None) -> tuple[int, ...]:
-    """The top level's are read raw by vLLM. SGLang reads the nested ones, and counts a list that begins with 1 from 0."""
+    """vLLM reads the top level's as they are. SGLang reads the nested ones, and adds 1 to all where the first is 1."""
     found = [section.tokens(_LAYER_IDS, section) for section in (top, nested) if section.get(_LAYER_IDS) is not None]
     if len(found) == 2 and found[0] != found[1]:
         raise CheckpointError(
@@ -353,7 +356,7 @@ def _layer_ids(top: Section, nested: Section, target: K2Config | None) -> tuple[
 
 
 def _check_ids(ids: tuple[int, ...], place: str) -> None:
-    if not ids or any(a >= b for a, b in zip(ids, ids[1:], strict=False)):
+    if not ids or any(a >= b for a, b in itertools.pairwise(ids)):
         raise CheckpointError(f"{place} is {list(ids)}; supported: ids that increase, for vLLM sorts them")
     if ids[0] == 1:
         raise CheckpointError(f"{place} is {list(ids)}; a first id of 1 means another layer to SGLang than to vLLM")

@@ -59,16 +59,14 @@ def read_tensors(folder: Path | str, config: Eagle3Config, wanted: Mapping[str, 
             if name not in names and name != "t2d":
                 raise CheckpointError(f"{path}: {name}: missing; expected {list(shape)}{_why_expected(name)}")
         read = {name: file.get_tensor(stored) for name, stored in names.items() if name != _EMBEDDING}
-    tensors = {
-        name: tensor.to(wanted[name].dtype) for name, tensor in read.items() if name in _DTYPES and name in wanted
-    }
-    tensors.update({name: tensor.to(torch.bfloat16) for name, tensor in read.items() if name not in _DTYPES})
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in read.items() if name not in _DTYPES}
     if "d2t" in read:
-        known = _known(path, read["d2t"].long(), config.vocab_size)
+        d2t = read["d2t"].long()
+        known = _known(path, d2t, config.vocab_size)
         if "t2d" in read and not torch.equal(read["t2d"], known):
             raise CheckpointError(f"{path}: t2d: marks other tokens than those that d2t points to")
         if "d2t" in wanted:
-            tensors["t2d"] = known
+            tensors.update(d2t=d2t, t2d=known)
     return tensors
 
 

@@ -21,7 +21,7 @@ SKIP = 1  # place 0 of a job: row t lies at place t + 1
 
 
 class Served:
-    """Made from a drafter's state, which it copies where an op wants another layout, and the model that it drafts for."""
+    """Made from a drafter's state, copied where an op wants another layout, and from the model that it drafts for."""
 
     def __init__(self, config: Eagle3Config, state: Mapping[str, Tensor], model: K2) -> None:
         reader = _Reader(state, model.device)
