@@ -14,6 +14,7 @@ import torch
 from redline.chat.hashing import make_job
 from redline.model.checkpoint import Checkpoint
 from redline.model.config import K2Config
+from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.k2 import K2, load
 from redline.model.write import random_checkpoint, tiny_config
 from redline.run.fit import Layout
@@ -42,6 +43,16 @@ def tiny_model() -> K2:
         return load(Checkpoint.open(folder), CPU)
 
 
+@functools.cache
+def tiny_drafter() -> Eagle3:
+    """One random drafter of `tiny_model`: it is hardly ever right."""
+    torch.manual_seed(0)
+    model = tiny_model()
+    drafter = Eagle3(Eagle3Config.for_target(model.config))
+    drafter.prepare(model)
+    return drafter
+
+
 def load_folder(folder: Path, low_rank_norm_eps: float | None = None) -> K2:
     return load(Checkpoint.open(folder), CPU, low_rank_norm_eps=low_rank_norm_eps)
 
@@ -54,10 +65,13 @@ def open_engine(
     max_running: int = 16,
     max_model_len: int = 1024,
     kv_dtype: torch.dtype = torch.bfloat16,
+    drafter: Eagle3 | None = None,
+    **config: Any,
 ) -> Engine:
-    """An engine over its own pages. Close its runner at the end."""
+    """An engine over its own pages; `config` as in EngineConfig. Close its runner at the end."""
     layout = Layout(pages, max_model_len, kv_dtype, model.config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS)
-    return Engine(model, layout, EngineConfig(max_running=max_running, step_tokens=step_tokens), FINGERPRINT)
+    asked = EngineConfig(max_running=max_running, step_tokens=step_tokens, **config)
+    return Engine(model, layout, asked, FINGERPRINT, drafter)
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -81,6 +95,8 @@ class Answer(NamedTuple):
     finish: Finish
     error: str | None
     cached_tokens: int
+    proposed: int = 0
+    accepted: int = 0
 
 
 def run(engine: Engine, *waves: Sequence[Job], every: int = 3) -> dict[str, Answer]:
@@ -121,4 +137,6 @@ def _joined(parts: list[Delta]) -> Answer:
         finish=last.finish,
         error=last.error,
         cached_tokens=last.cached_tokens,
+        proposed=sum(part.proposed for part in parts),
+        accepted=sum(part.accepted for part in parts),
     )

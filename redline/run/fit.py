@@ -6,17 +6,22 @@ import torch
 
 from redline.errors import ConfigError
 from redline.model.config import K2Config
+from redline.model.eagle3 import Eagle3Config
 from redline.wire.job import PAGE_TOKENS
 
 
 @dataclass(frozen=True)
 class Layout:
-    """pages: of PAGE_TOKENS tokens. max_model_len: tokens of one job, prompt and answer."""
+    """pages: of PAGE_TOKENS tokens. max_model_len: tokens of one job, prompt and answer.
+
+    draft_bytes: of page_bytes, the drafter's.
+    """
 
     pages: int
     max_model_len: int
     kv_dtype: torch.dtype
     page_bytes: int
+    draft_bytes: int = 0
 
     @property
     def tokens(self) -> int:
@@ -28,21 +33,31 @@ class Layout:
 
     def explain(self) -> list[str]:
         """Each number with its arithmetic."""
-        per_token = self.page_bytes // PAGE_TOKENS
+        per_token = (self.page_bytes - self.draft_bytes) // PAGE_TOKENS
+        drafter = f" + {self.draft_bytes:,} of the drafter" if self.draft_bytes else ""
         jobs = self.tokens / self.max_model_len
         return [
-            f"a page           {PAGE_TOKENS} tokens x {per_token:,} bytes = {self.page_bytes:,} bytes",
+            f"a page           {PAGE_TOKENS} tokens x {per_token:,} bytes{drafter} = {self.page_bytes:,} bytes",
             f"KV memory        {self.pages:,} pages x {self.page_bytes:,} bytes = {self.kv_bytes / 1e9:.2f} GB",
             f"KV capacity      {self.tokens:,} tokens = {jobs:.1f} x the longest context of {self.max_model_len:,}",
         ]
 
 
-def fit(config: K2Config, kv_bytes: int, kv_dtype: torch.dtype, max_model_len: int | None) -> Layout:
-    """As many pages as `kv_bytes` holds, and the longest job that they allow.
+def fit(
+    config: K2Config,
+    kv_bytes: int,
+    kv_dtype: torch.dtype,
+    max_model_len: int | None,
+    drafter: Eagle3Config | None = None,
+) -> Layout:
+    """As many pages as `kv_bytes` holds, and the longest job that they allow. A drafter's rows share the pages.
 
     ConfigError, with the arithmetic, where one job of `max_model_len` does not fit, or the model reads fewer tokens.
     """
-    page_bytes = config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS
+    draft_bytes = 0
+    if drafter is not None:  # its rows, and the page's last feature (kv.py)
+        draft_bytes = drafter.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS + 4 * drafter.hidden_size
+    page_bytes = config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS + draft_bytes
     pages = kv_bytes // page_bytes
     reads = config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= reads:
@@ -58,4 +73,4 @@ def fit(config: K2Config, kv_bytes: int, kv_dtype: torch.dtype, max_model_len: i
             f"tokens; max-model-len {wanted:,} needs {max(needed, 1):,} pages: give --kv-memory {enough:.2f}GB, or a "
             "smaller --max-model-len"
         )
-    return Layout(pages, wanted, kv_dtype, page_bytes)
+    return Layout(pages, wanted, kv_dtype, page_bytes, draft_bytes)

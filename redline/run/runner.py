@@ -1,7 +1,7 @@
 """Runs steps, one after another, in a thread of its own: the planner plans the next while one computes.
 
-The thread takes a step's begins and rows, runs the model, samples, and leaves each new token in its slot, where the
-next step finds it. Nothing is awaited between two steps.
+A step is: forward over all rows, then settle: verify each row's drafts, append what is certain to its slot, and draft
+what the slot's next row will verify. The next step finds it there; nothing is awaited between two steps.
 """
 
 import itertools
@@ -13,12 +13,15 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2
+from redline.run.draft import Drafting
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
-from redline.run.sample import is_plain_greedy, logprobs_of, sample
-from redline.run.slots import Slots
-from redline.wire.step import Row, RowResult, Step, StepResult, TokenLogprobs
+from redline.run.sample import is_plain_greedy, logprobs_of
+from redline.run.slots import Slots, Span
+from redline.run.verify import Verified, verify, verify_greedy
+from redline.wire.step import RowResult, Step, StepResult, TokenLogprobs
 
 
 class Launched:
@@ -32,12 +35,16 @@ class Launched:
 
 
 class Runner:
-    """One model, its pages and its slots."""
+    """One model, its pages and its slots; perhaps a drafter, prepared for the model, and suffix matches."""
 
-    def __init__(self, model: K2, layout: Layout, slots: int) -> None:
+    def __init__(
+        self, model: K2, layout: Layout, slots: int, drafter: Eagle3 | None = None, *, suffix: bool = False
+    ) -> None:
         self.model = model
-        self.kv = KvPool(model.config, layout.pages, layout.kv_dtype, model.device)
-        self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device)
+        self.kv = KvPool(model, layout, drafter)
+        self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=suffix)
+        self.drafting = Drafting(drafter, self.slots, self.kv)
+        self._layers = drafter.config.layer_ids if drafter is not None else ()
         self._steps: queue.SimpleQueue[tuple[Step, Future[StepResult]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
         self._thread.start()
@@ -65,60 +72,104 @@ class Runner:
         """The step, now, in this thread. Rows of a slot that has an error get it, and do not run."""
         for begin in step.begins:
             self.slots.begin(begin)
+        results: list[RowResult] = []
+        spans: list[Span] = []
+        places: list[int] = []
         for row in step.rows:
             self.slots.add_pages(row.slot, row.new_pages)
-        errors = [self.slots.errors[row.slot] for row in step.rows]
-        sound = [row for row, error in zip(step.rows, errors, strict=True) if error is None]
-        computed = iter(self._compute(sound) if sound else ())
-        results = tuple(next(computed) if error is None else RowResult(error=error) for error in errors)
-        return StepResult(number=step.number, rows=results)
+            error = self.slots.at[row.slot].error
+            results.append(RowResult(error=error))
+            if error is None and (span := self.slots.span(row)).count:
+                spans.append(span)
+                places.append(len(results) - 1)
+        if spans:
+            for place, result in zip(places, self._compute(spans), strict=True):
+                results[place] = result
+        return StepResult(number=step.number, rows=tuple(results))
 
-    def _compute(self, rows: Sequence[Row]) -> list[RowResult]:
-        hidden, _ = self.model.forward(self.slots.inputs(rows, self.model), self.kv.planes)
-        ends = list(itertools.accumulate(row.count for row in rows))
-        results = self._prompt_logprobs(rows, ends, hidden)
-        sampling = [i for i, row in enumerate(rows) if row.samples]
+    def _compute(self, spans: Sequence[Span]) -> list[RowResult]:
+        layers = self._layers if any(span.row.drafting for span in spans) else ()
+        hidden, features = self.model.forward(self.slots.inputs(spans, self.model), self.kv.planes, layers)
+        ends = list(itertools.accumulate(span.count for span in spans))
+        results = self._prompt_logprobs(spans, ends, hidden)
+        sampling = [i for i, span in enumerate(spans) if span.row.samples]
         if sampling:
-            logits_RV = self.model.logits(hidden[[ends[i] - 1 for i in sampling]])
-            for i, result in zip(sampling, self._sample([rows[i] for i in sampling], logits_RV), strict=True):
+            wanted = [
+                token
+                for i in sampling
+                for token in range(ends[i] - (spans[i].count if spans[i].decodes else 1), ends[i])
+            ]
+            logits_RV = self.model.logits(hidden if len(wanted) == hidden.shape[0] else hidden[wanted])
+            for i, result in zip(sampling, self._verify([spans[i] for i in sampling], logits_RV), strict=True):
                 results[i] = _merged(results[i], result)
+        sound = [i for i, result in enumerate(results) if result.error is None]
+        if any(spans[i].row.drafting or spans[i].row.propose for i in sound):
+            self.drafting.follow(
+                [spans[i] for i in sound],
+                [ends[i] - spans[i].count for i in sound],
+                [spans[i].count - len(spans[i].drafts.tokens) + results[i].accepted for i in sound],
+                features,
+            )
         return results
 
-    def _sample(self, rows: Sequence[Row], logits_RV: Tensor) -> list[RowResult]:
+    def _verify(self, spans: Sequence[Span], logits_RV: Tensor) -> list[RowResult]:
+        """What each row gives; logits: one row for each of a decode row's positions, one for any other row."""
         finite = logits_RV.isfinite().all(-1).tolist()
         best = logits_RV.argmax(-1).tolist()
         results: list[RowResult] = []
-        for i, row in enumerate(rows):
-            if not finite[i]:
-                results.append(RowResult(error=f"the model gave a logit that is not finite at position {row.start}"))
+        end = 0
+        for span in spans:
+            first, end = end, end + 1 + len(span.drafts.tokens)
+            slot, position = self.slots.at[span.slot], span.end - len(span.drafts.tokens)
+            if not all(finite[first:end]):
+                results.append(RowResult(error=f"the model gave a logit that is not finite at position {span.start}"))
                 continue
-            slot, position = row.slot, row.start + row.count
-            asked, prompt = self.slots.sampling[slot], self.slots.prompt[slot]
-            tokens = self.slots.tokens[slot]
-            if is_plain_greedy(asked, position - prompt):
-                token = best[i]
-            else:
-                try:
-                    token = sample(logits_RV[i], asked, tokens[:prompt], tokens[prompt:position], position)
-                except Exception as error:  # this row's alone
-                    results.append(RowResult(error=f"the next token could not be chosen: {error}"))
-                    continue
-            tokens[position] = token
-            logprobs = () if asked.logprobs is None else (logprobs_of(logits_RV[i], token, asked.logprobs),)
-            results.append(RowResult(tokens=(token,), logprobs=logprobs))
+            try:
+                if is_plain_greedy(slot.sampling, position - slot.prompt):
+                    given = verify_greedy(best[first:end], span.drafts.tokens)
+                else:
+                    given = self._verify_drawn(span, logits_RV[first:end], position)
+            except Exception as error:  # this row's alone
+                results.append(RowResult(error=f"the next token could not be chosen: {error}"))
+                continue
+            self.slots.append(span.slot, given.tokens, position)
+            asked = slot.sampling.logprobs
+            logprobs = (
+                ()
+                if asked is None
+                else tuple(
+                    logprobs_of(row_V, token, asked)
+                    for row_V, token in zip(logits_RV[first:end], given.tokens, strict=False)
+                )
+            )
+            results.append(
+                RowResult(
+                    tokens=tuple(given.tokens),
+                    proposed=len(span.drafts.tokens),
+                    accepted=given.accepted,
+                    logprobs=logprobs,
+                )
+            )
         return results
 
-    def _prompt_logprobs(self, rows: Sequence[Row], ends: Sequence[int], hidden: Tensor) -> list[RowResult]:
+    def _verify_drawn(self, span: Span, logits_NV: Tensor, position: int) -> Verified:
+        slot, tokens = self.slots.at[span.slot], self.slots.tokens[span.slot]
+        prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
+        drafts, q = span.drafts
+        return verify(logits_NV, drafts, q, slot.sampling, prompt, generated, position)
+
+    def _prompt_logprobs(self, spans: Sequence[Span], ends: Sequence[int], hidden: Tensor) -> list[RowResult]:
         """One result a row, with the log probabilities of the prompt tokens that the row predicts, where asked for."""
         results: list[RowResult] = []
-        for row, end in zip(rows, ends, strict=True):
-            asked, prompt = self.slots.sampling[row.slot].prompt_logprobs, self.slots.prompt[row.slot]
+        for span, end in zip(spans, ends, strict=True):
+            slot = self.slots.at[span.slot]
+            asked = slot.sampling.prompt_logprobs
             logprobs: tuple[TokenLogprobs, ...] = ()
-            count = min(row.start + row.count, prompt - 1) - row.start
+            count = min(span.end, slot.prompt - 1) - span.start
             if asked is not None and count > 0:
-                first = end - row.count
+                first = end - span.count
                 logits = self.model.logits(hidden[first : first + count])
-                tokens = self.slots.tokens[row.slot, row.start + 1 : row.start + 1 + count].tolist()
+                tokens = self.slots.tokens[span.slot, span.start + 1 : span.start + 1 + count].tolist()
                 logprobs = tuple(logprobs_of(row_V, token, asked) for row_V, token in zip(logits, tokens, strict=True))
             results.append(RowResult(prompt_logprobs=logprobs))
         return results
@@ -129,6 +180,8 @@ def _merged(prompt: RowResult, sampled: RowResult) -> RowResult:
         return sampled
     return RowResult(
         tokens=sampled.tokens,
+        proposed=sampled.proposed,
+        accepted=sampled.accepted,
         logprobs=sampled.logprobs,
         prompt_logprobs=prompt.prompt_logprobs,
         error=sampled.error,

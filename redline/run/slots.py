@@ -1,86 +1,167 @@
 """The running jobs as tensors: each slot's tokens, page table and sampling.
 
-Tokens live here, not in the steps: sampling appends to its slot, and the next step reads what it finds. On a CPU the
-tables are plain memory that the step thread alone touches.
+Tokens live here, not in the steps: sampling appends to its slot, and the next step reads what it finds. So does a
+drafter: what it proposes waits here for the row that verifies it. On a CPU the tables are plain memory that the step
+thread alone touches.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from redline.model.k2 import K2, Chunk, Inputs
+from redline.run.suffix import Suffix
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Begin, Row
 
 
-class Slots:
-    """tokens int64 [slots, max_model_len + 1]; tables int32 [slots, pages per slot].
+class Proposal(NamedTuple):
+    """Drafts of the tokens that follow a slot's last one.
 
-    `errors` has a line for a slot whose job has ids that are no tokens: its rows must not run.
+    q: float32 [drafts, V], what each was drawn from; None: they are certain of themselves (greedy, or a suffix match).
     """
 
-    def __init__(self, slots: int, max_model_len: int, vocabulary: int, device: torch.device) -> None:
+    tokens: list[int]
+    q: Tensor | None = None
+
+
+NOTHING = Proposal([])
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A row as its slot knows it: positions [start, start + count), whose last `drafts` tokens are proposals."""
+
+    row: Row
+    slot: int
+    start: int
+    count: int
+    drafts: Proposal = NOTHING
+
+    @property
+    def decodes(self) -> bool:
+        return self.row.start is None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass
+class Slot:
+    """What is not a tensor."""
+
+    prompt: int = 0
+    length: int = 0  # tokens, prompt and generated; drafts are behind them
+    limit: int = 0
+    pages: int = 0
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
+    proposal: Proposal = NOTHING
+    suffix: Suffix | None = None
+    behind: bool = False  # its pages are cached ones, and the drafter's first row needs the last one's feature
+    error: str | None = None  # its job has ids that are no tokens: its rows must not run
+
+
+class Slots:
+    """tokens int64 [slots, max_model_len + 1]; tables int32 [slots, pages per slot]. `at` holds each slot's facts."""
+
+    def __init__(
+        self, slots: int, max_model_len: int, vocabulary: int, device: torch.device, *, suffix: bool = False
+    ) -> None:
         self._vocabulary = vocabulary
+        self._suffix = suffix
         self.tokens: Tensor = torch.zeros(slots, max_model_len + 1, dtype=torch.int64, device=device)
         self.tables: Tensor = torch.zeros(slots, -(-max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
-        self.prompt = [0] * slots
-        self.sampling: list[Sampling] = [Sampling(max_tokens=1)] * slots
-        self.errors: list[str | None] = [None] * slots
-        self._pages = [0] * slots
+        self.at = [Slot() for _ in range(slots)]
 
     def begin(self, begin: Begin) -> None:
-        slot, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
+        number, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
+        slot = self.at[number] = Slot(begin.prompt, len(begin.tokens), begin.limit, sampling=begin.sampling)
+        slot.behind = begin.drafting and bool(begin.pages)
         if least >= 0 and most < self._vocabulary:
-            self.errors[slot] = None
-            self.tokens[slot, : len(begin.tokens)] = torch.tensor(begin.tokens, device=self.tokens.device)
+            self.tokens[number, : slot.length] = torch.tensor(begin.tokens, device=self.tokens.device)
+            if self._suffix:
+                slot.suffix = Suffix()
+                slot.suffix.extend(begin.tokens)
         else:
             wrong = least if least < 0 else most
-            self.errors[slot] = f"token ids go from 0 to {self._vocabulary - 1}; the prompt has {wrong}"
-        self.prompt[slot] = begin.prompt
-        self.sampling[slot] = begin.sampling
-        self._pages[slot] = 0
-        self.add_pages(slot, begin.pages)
+            slot.error = f"token ids go from 0 to {self._vocabulary - 1}; the prompt has {wrong}"
+        self.add_pages(number, begin.pages)
 
     def add_pages(self, slot: int, pages: Sequence[int]) -> None:
         if pages:
-            have = self._pages[slot]
+            have = self.at[slot].pages
             new = torch.tensor(pages, dtype=torch.int32, device=self.tables.device)
             self.tables[slot, have : have + len(pages)] = new
-            self._pages[slot] = have + len(pages)
+            self.at[slot].pages = have + len(pages)
 
-    def inputs(self, rows: Sequence[Row], model: K2) -> Inputs:
-        """The step's tokens in the order of its rows: prompt rows as chunks, generated ones as queries.
+    def span(self, row: Row) -> Span:
+        """The row where its slot has come to, the drafts that it verifies behind the slot's tokens.
+
+        A decode row that finds its job at its limit has no positions.
+        """
+        if row.start is not None:
+            return Span(row, row.slot, row.start, row.count)
+        slot = self.at[row.slot]
+        length, room = slot.length, slot.limit - slot.length
+        if room <= 0:
+            return Span(row, row.slot, length, 0)
+        count = min(row.drafts, room - 1)
+        tokens, q = slot.proposal
+        drafts = Proposal(tokens[:count], None if q is None else q[:count])
+        for place, token in enumerate(drafts.tokens, length):
+            self.tokens[row.slot, place] = token
+        return Span(row, row.slot, length - 1, 1 + len(drafts.tokens), drafts)
+
+    def append(self, number: int, tokens: Sequence[int], position: int) -> None:
+        """Tokens that are certain, from `position` on, which is where the slot's known ones end."""
+        slot = self.at[number]
+        for place, token in enumerate(tokens, position):
+            self.tokens[number, place] = token
+        slot.length = position + len(tokens)
+        slot.proposal = NOTHING
+        if slot.suffix is not None:
+            slot.suffix.extend(tokens)
+
+    def inputs(self, spans: Sequence[Span], model: K2) -> Inputs:
+        """The step's tokens in the order of its spans: prompt positions as chunks, generated ones as queries.
 
         Which form of attention computes a position depends on the position alone: below the prompt's length the
-        expanded one, from there on the absorbed one. So a pre-empted job that is computed again gets the same bits.
+        expanded one, from there on the absorbed one. So a pre-empted job that is computed again gets the same bits,
+        and a verified token those of one that was decoded alone.
         """
         device = self.tokens.device
         slots: list[int] = []
         positions: list[int] = []
         chunks: list[Chunk] = []
         queries: list[int] = []
-        for row in rows:
-            first = len(slots)
-            slots.extend([row.slot] * row.count)
-            positions.extend(range(row.start, row.start + row.count))
-            if row.start >= self.prompt[row.slot]:
-                queries.extend(range(first, first + row.count))
+        for span in spans:
+            first, prompt = len(slots), self.at[span.slot].prompt
+            slots.extend([span.slot] * span.count)
+            positions.extend(range(span.start, span.end))
+            if span.start >= prompt:
+                queries.extend(range(first, first + span.count))
             else:
-                assert row.start + row.count <= self.prompt[row.slot], f"{row} crosses the end of its prompt"
-                chunks.append(Chunk(first, row.count, row.start, row.slot))
+                assert span.end <= prompt, f"{span.row} crosses the end of its prompt"
+                chunks.append(Chunk(first, span.count, span.start, span.slot))
         slot_T = torch.tensor(slots, device=device)
         position_T = torch.tensor(positions, device=device)
         cos, sin = model.angles(position_T)
-        pages_T = self.tables[slot_T, position_T // PAGE_TOKENS].long()
         return Inputs(
             ids_T=self.tokens[slot_T, position_T],
             cos_T=cos,
             sin_T=sin,
-            rows_T=pages_T * PAGE_TOKENS + position_T % PAGE_TOKENS,
+            rows_T=self.places(slot_T, position_T),
             chunks=chunks,
             tokens_Q=torch.tensor(queries, dtype=torch.int32, device=device),
             slots_Q=torch.tensor([slots[i] for i in queries], dtype=torch.int32, device=device),
             lengths_Q=torch.tensor([positions[i] + 1 for i in queries], dtype=torch.int32, device=device),
             tables=self.tables,
         )
+
+    def places(self, slot_T: Tensor, place_T: Tensor) -> Tensor:
+        """Rows of a plane, int64: page * 64 + place in the page, of places counted from each slot's beginning."""
+        return self.tables[slot_T, place_T // PAGE_TOKENS].long() * PAGE_TOKENS + place_T % PAGE_TOKENS

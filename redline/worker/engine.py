@@ -19,6 +19,7 @@ from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
 from redline.model.checkpoint import Checkpoint
+from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2, load
 from redline.ops import native
 from redline.plan.planner import PlanConfig, Planner
@@ -28,12 +29,13 @@ from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
-from redline.worker.config import EngineConfig
+from redline.worker.config import SUFFIX, EngineConfig
 from redline.worker.loop import lead
 
 KV_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 KV_SHARE = 0.25  # of the memory that is free once the weights are there, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
+DRAFT_TOKENS = 3  # where nothing is said
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
 
 
@@ -46,14 +48,24 @@ class Engine:
         layout: Layout,
         config: EngineConfig,
         fingerprint: str,
+        drafter: Eagle3 | None = None,
     ) -> None:
+        """drafter: prepared for the model; its rows are in the layout."""
         self.model = model
         self.layout = layout
         self.fingerprint = fingerprint
-        self.runner = Runner(model, layout, config.max_running)
+        self.drafter = drafter
+        speculates = drafter is not None or config.draft == SUFFIX
+        suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
+        self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix)
         self.planner = Planner(
             layout.pages,
-            PlanConfig(step_tokens=config.step_tokens, max_running=config.max_running),
+            PlanConfig(
+                step_tokens=config.step_tokens,
+                max_running=config.max_running,
+                draft_tokens=(DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens) * speculates,
+                learned=drafter is not None,
+            ),
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=fingerprint),
         )
@@ -89,7 +101,8 @@ class Engine:
             raise ConfigError(f"kv_dtype is {config.kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
         dtype = KV_DTYPES[config.kv_dtype]
         kv_bytes = config.kv_memory or kv_budget(free_memory(device) - checkpoint.config.weight_bytes)
-        layout = fit(checkpoint.config, kv_bytes, dtype, config.max_model_len)
+        drafter = Eagle3.open(config.draft, checkpoint.config) if config.draft not in (None, SUFFIX) else None
+        layout = fit(checkpoint.config, kv_bytes, dtype, config.max_model_len, drafter and drafter.config)
         if progress is not None:
             done = 0
 
@@ -101,7 +114,10 @@ class Engine:
             checkpoint.progress = read
         if device.type == "cpu" and native.library() is not None:
             torch.set_num_threads(1)  # the kernels have threads of their own; torch does small things beside them
-        return cls(load(checkpoint, device), layout, config, f"{checkpoint.fingerprint} {config.kv_dtype}")
+        model = load(checkpoint, device)
+        if drafter is not None:
+            drafter.prepare(model)
+        return cls(model, layout, config, f"{checkpoint.fingerprint} {config.kv_dtype}", drafter)
 
     @property
     def ready(self) -> Ready:
@@ -109,7 +125,8 @@ class Engine:
         weights = f"{config.total_parameters / 1e6:,.1f} M parameters, {config.active_parameters / 1e6:,.1f} M active"
         kernels = f"{native.threads()} threads" if native.library() else f"reference path: {native.why_not()}"
         where = kernels if self.model.device.type == "cpu" else torch.cuda.get_device_name(self.model.device)
-        summary = f"{weights}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens"
+        drafts = f"; drafter {self.drafter.parameter_count / 1e6:,.1f} M" if self.drafter is not None else ""
+        summary = f"{weights}{drafts}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens"
         return Ready(
             max_model_len=self.layout.max_model_len,
             pages=self.layout.pages,

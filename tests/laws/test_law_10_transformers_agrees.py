@@ -113,7 +113,7 @@ def our_logits(model: K2, tokens: tuple[int, ...], splits: tuple[int, ...], prom
     with torch.inference_mode():
         runner.slots.begin(Begin(slot=0, tokens=tokens, prompt=prompt, pages=table, sampling=asked, limit=prompt))
         for start, end in itertools.pairwise((0, *splits, *range(prompt, len(tokens) + 1))):
-            inputs = runner.slots.inputs([Row(slot=0, start=start, count=end - start)], model)
+            inputs = runner.slots.inputs([runner.slots.span(Row(slot=0, start=start, count=end - start))], model)
             parts.append(model.logits(model.forward(inputs, runner.kv.planes)[0]))
     runner.close()
     return torch.cat(parts)

@@ -7,8 +7,9 @@ import torch
 
 from redline.errors import ConfigError
 from redline.model.write import tiny_config
-from redline.run.fit import fit
+from redline.run.fit import Layout, fit
 from redline.run.kv import KvPool
+from tests.tiny_model import tiny_model
 
 CONFIG = tiny_config(max_position_embeddings=1000)
 PAGE = 64 * 3 * (32 + 8) * 2  # tokens x layers x (latent + rotated key) x bf16
@@ -59,4 +60,4 @@ def test_the_explanation_multiplies_out():
 
 def test_pages_that_no_machine_has_memory_for_are_one_line():
     with pytest.raises(ConfigError, match=r"kv-memory: this machine does not give .* GB"):
-        KvPool(CONFIG, 1 << 40, torch.bfloat16, torch.device("cpu"))
+        KvPool(tiny_model(), Layout(1 << 40, 64, torch.bfloat16, PAGE))

@@ -1,0 +1,180 @@
+"""After a row is settled: the drafter reads what is certain, and proposes what the slot's next row will verify.
+
+A learned drafter (EAGLE-3) has one row for each token but the first: the token, and the target's features of the token
+before it. It reads every row of a job once those features are there. What it has read of its own drafts is written over
+by the true rows of the next step. It has one layer, so only the row that drafts from has to be computed to its end; of
+the others the latent is all that is ever needed.
+
+A suffix match costs nothing, and stands in for the drafter where the text repeats itself for long enough.
+
+T drafter rows, R slots that draft, D hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from redline.model.eagle3 import Eagle3
+from redline.model.k2 import Inputs
+from redline.run.kv import KvPool
+from redline.run.sample import is_greedy
+from redline.run.slots import Proposal, Slot, Slots, Span
+from redline.run.verify import draft_token
+from redline.wire.job import PAGE_TOKENS
+
+SURE = 8  # a suffix match of so many tokens is followed rather than the learned drafter
+
+
+class Drafting:
+    """The drafters of one runner."""
+
+    def __init__(self, drafter: Eagle3 | None, slots: Slots, kv: KvPool) -> None:
+        self._drafter = drafter
+        self._slots = slots
+        self._kv = kv
+
+    def follow(
+        self, spans: Sequence[Span], firsts: Sequence[int], counts: Sequence[int], features_TF: Tensor | None
+    ) -> None:
+        """Of each span, `counts` positions hold; they are tokens of the step from `firsts` on, whose features are
+        features_TF [tokens of the step, layers * D]. Leaves a proposal in each slot whose row asks for one."""
+        wanted = [self._wanted(span) for span in spans]
+        reading = [i for i, span in enumerate(spans) if span.row.drafting]
+        if not reading:
+            return
+        assert self._drafter is not None, "a row is for a drafter that is not there"
+        assert features_TF is not None, "a drafter reads what the model has not kept"
+        rows, normed, fed = self._read(
+            self._drafter,
+            [spans[i] for i in reading],
+            [firsts[i] for i in reading],
+            [counts[i] for i in reading],
+            [wanted[i] for i in reading],
+            features_TF,
+        )
+        if rows:
+            self._propose(self._drafter, rows, normed, fed)
+
+    def _wanted(self, span: Span) -> int:
+        """Tokens that the learned drafter is to propose. A suffix match is left in the slot at once."""
+        slot = self._slots.at[span.slot]
+        room = min(slot.limit - slot.length - 1, slot.pages * PAGE_TOKENS - slot.length + 1)
+        count = min(span.row.propose, room)
+        if count <= 0:
+            return 0
+        if slot.suffix is not None:
+            tokens, match = slot.suffix.propose(count)
+            if tokens and (match >= SURE or not span.row.drafting):
+                slot.proposal = Proposal(tokens)
+                return 0
+        return count if span.row.drafting else 0
+
+    def _read(
+        self,
+        drafter: Eagle3,
+        spans: Sequence[Span],
+        firsts: Sequence[int],
+        counts: Sequence[int],
+        wanted: Sequence[int],
+        features_TF: Tensor,
+    ) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
+        """Writes the drafter's rows of these spans. -> (slot, drafts wanted) of those that draft, and their last rows'
+        normed states and fed-back features, [R, D] each."""
+        slots: list[int] = []
+        positions: list[int] = []  # of the features; the row's token is the next one
+        sources: list[int] = []
+        queries: list[int] = []
+        drafting: list[tuple[int, int]] = []
+        for span, first, count, drafts in zip(spans, firsts, counts, wanted, strict=True):
+            count = min(count, self._slots.at[span.slot].length - 1 - span.start)
+            slots.extend([span.slot] * count)
+            positions.extend(range(span.start, span.start + count))
+            sources.extend(range(first, first + count))
+            if drafts and count:
+                queries.append(len(slots) - 1)
+                drafting.append((span.slot, drafts))
+        behind = [span for span in spans if self._slots.at[span.slot].behind]
+        if not positions and not behind:
+            return [], features_TF, features_TF
+        feature = drafter.fuse(features_TF if len(sources) == features_TF.shape[0] else features_TF[sources])
+        ends = [i for i, position in enumerate(positions) if position % PAGE_TOKENS == PAGE_TOKENS - 1]
+        if ends:
+            self._kv.tails[self._pages([slots[i] for i in ends], [positions[i] for i in ends])] = feature[ends]
+        if behind:
+            tails = self._pages([span.slot for span in behind], [span.start - 1 for span in behind])
+            feature = torch.cat([feature, self._kv.tails[tails]])
+            for span in behind:
+                slots.append(span.slot)
+                positions.append(span.start - 1)
+                self._slots.at[span.slot].behind = False
+        normed, fed = self._forward(drafter, slots, positions, None, feature, queries)
+        return drafting, normed, fed
+
+    def _propose(self, drafter: Eagle3, rows: Sequence[tuple[int, int]], normed: Tensor, fed: Tensor) -> None:
+        """Drafts one token for all, then one more for those that want one, and so on."""
+        at = self._slots.at
+        drafted: dict[int, tuple[list[int], list[Tensor]]] = {slot: ([], []) for slot, _ in rows}
+        done = 0
+        while True:
+            chosen = self._choose(drafter, [slot for slot, _ in rows], done, normed)
+            for (slot, _), (token, q) in zip(rows, chosen, strict=True):
+                drafted[slot][0].append(token)
+                if q is not None:
+                    drafted[slot][1].append(q)
+            done += 1
+            going = [i for i, (_, wanted) in enumerate(rows) if wanted > done]
+            if not going:
+                break
+            if len(going) < len(rows):
+                fed = fed[going]
+            rows, ids = [rows[i] for i in going], [chosen[i][0] for i in going]
+            slots = [slot for slot, _ in rows]
+            positions = [at[slot].length - 2 + done for slot in slots]
+            normed, fed = self._forward(drafter, slots, positions, ids, fed, range(len(rows)))
+        for slot, (tokens, q) in drafted.items():
+            at[slot].proposal = Proposal(tokens, torch.stack(q) if q else None)
+
+    def _choose(
+        self, drafter: Eagle3, slots: Sequence[int], done: int, normed: Tensor
+    ) -> list[tuple[int, Tensor | None]]:
+        logits_RV = drafter.logits(normed)
+        of = [self._slots.at[slot] for slot in slots]
+        if all(map(_drafts_the_best, of)):
+            return [(token, None) for token in logits_RV.argmax(-1).tolist()]
+        return [draft_token(row_V, slot.sampling, slot.length, done) for row_V, slot in zip(logits_RV, of, strict=True)]
+
+    def _forward(
+        self,
+        drafter: Eagle3,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        ids: Sequence[int] | None,
+        feature: Tensor,
+        queries: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of `positions`, whose tokens (None: those of the slots) are the next ones. Of the queries alone: the
+        normed states and the features to feed back."""
+        device = feature.device
+        slot_T, position_T = torch.tensor(slots, device=device), torch.tensor(positions, device=device)
+        place_T = position_T + 1
+        cos, sin = drafter.angles(position_T)
+        inputs = Inputs(
+            ids_T=self._slots.tokens[slot_T, place_T] if ids is None else torch.tensor(ids, device=device),
+            cos_T=cos,
+            sin_T=sin,
+            rows_T=self._slots.places(slot_T, place_T),
+            chunks=(),
+            tokens_Q=torch.tensor(queries, dtype=torch.int32, device=device),
+            slots_Q=torch.tensor([slots[i] for i in queries], dtype=torch.int32, device=device),
+            lengths_Q=torch.tensor([positions[i] + 2 for i in queries], dtype=torch.int32, device=device),
+            tables=self._slots.tables,
+        )
+        return drafter.forward(inputs, feature, self._kv.draft)
+
+    def _pages(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+        return self._slots.tables[slots, [position // PAGE_TOKENS for position in positions]].long()
+
+
+def _drafts_the_best(slot: Slot) -> bool:
+    return slot.sampling.seeded or is_greedy(slot.sampling)
