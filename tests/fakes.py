@@ -1,7 +1,7 @@
 """Stand-ins that are stricter than what they stand in for.
 
-`FakeRunner` keeps slots, page tables and page contents as the device would, and refuses any row that would read what
-is not there. `World` drives a planner against it and compares every answer with a pure function of the job.
+`FakeRunner` keeps slots, proposals, page tables and page contents as the device would, and refuses any row that would
+read what is not there. `World` drives a planner against it and compares every answer with a pure function of the job.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from redline.plan.planner import PlanConfig, Planner
+from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId, Sampling
 from redline.wire.step import Begin, Row, RowResult, Step, StepResult, TokenLogprobs
@@ -71,6 +72,13 @@ class _Slot:
     fingerprints: list[int]  # i: of tokens[: i + 1]
     table: list[PageId]
     computed: int
+    proposals: list[int] = field(default_factory=list)
+    drafting: bool = False  # the drafter follows
+    read: int = 1  # drafter rows at places [1, read) are there; place 0 of a job has none
+
+    @property
+    def limit(self) -> int:
+        return self.begin.limit
 
     def append(self, token: int) -> None:
         self.tokens.append(token)
@@ -79,9 +87,11 @@ class _Slot:
 
 @dataclass
 class _Page:
-    """Per position: which tokens it stands for, and the bits that were written, which depend on the form used."""
+    """Per position: which tokens it stands for, and the bits that were written, which depend on the form used; and
+    which tokens the drafter's row at this place stands for."""
 
     fingerprints: list[int] = field(default_factory=lambda: [0] * PAGE_TOKENS)
+    drafter: list[int] = field(default_factory=lambda: [0] * PAGE_TOKENS)
     bits: list[int] = field(default_factory=lambda: [0] * PAGE_TOKENS)
 
 
@@ -103,6 +113,10 @@ class FakeRunner:
         self.slots: dict[int, _Slot] = {}
         self.steps = 0
         self.computed_positions = 0
+        self.drafts = 0
+        self.accepted = 0
+        self.drafter_rows_from_cache = 0
+        self.lapses = 0  # jobs that the drafter has lost
         self.resumed = 0
         self.resumed_bits_compared = 0
         # By seed (one job each): the bits of each position the first time; None: it began from pages with other bits
@@ -129,6 +143,11 @@ class FakeRunner:
         assert slot.computed < len(slot.tokens), "nothing is left to sample from"
         self.slots[begin.slot] = slot
         self._verify_pages(slot, slot.computed)
+        if begin.drafting:
+            assert self.config.learned, "there is no drafter to follow the job"
+            slot.drafting, slot.read = True, max(1, slot.computed)
+            self._verify_drafter(slot)
+            self.drafter_rows_from_cache += slot.computed
         seed, bits = begin.sampling.seed, self._bits(slot, slot.computed)
         if len(begin.tokens) == begin.prompt:
             prefill = self._prefill_bits(begin.tokens[: slot.computed])
@@ -141,32 +160,131 @@ class FakeRunner:
 
     def _run(self, row: Row) -> RowResult:
         slot = self.slots[row.slot]
-        prompt, sampling = slot.begin.prompt, slot.begin.sampling
         slot.table += row.new_pages
-        end = row.start + row.count
         assert row.count > 0
-        assert row.start == slot.computed, f"row starts at {row.start}, {slot.computed} positions are computed"
+        assert 0 <= row.propose <= self.config.draft_tokens
+        assert row.samples or not row.propose, "drafts are asked for behind a token that is not known"
+        return self._known(slot, row, row.start) if row.start is not None else self._decode(slot, row)
+
+    def _known(self, slot: _Slot, row: Row, start: int) -> RowResult:
+        prompt, sampling = slot.begin.prompt, slot.begin.sampling
+        end = start + row.count
+        assert not row.drafts, "only a decode row verifies drafts"
+        assert start == slot.computed, f"row starts at {start}, {slot.computed} positions are computed"
         assert end <= len(slot.tokens), f"row ends at {end}, the slot holds {len(slot.tokens)} tokens"
-        assert row.start >= prompt or end <= prompt, f"row [{row.start}, {end}) straddles the prompt's end {prompt}"
-        assert end <= len(slot.table) * PAGE_TOKENS, "row writes behind its last page"
-        assert len(slot.table) == -(-end // PAGE_TOKENS), "a page was sent before it was needed"
+        assert start >= prompt or end <= prompt, f"row [{start}, {end}) straddles the prompt's end {prompt}"
         assert not row.samples or end == len(slot.tokens), "a row samples before its last position"
-        self._verify_pages(slot, row.start)
-        self._write(slot, row.start, end)
+        self._verify_table(slot, row, end)
+        self._verify_pages(slot, start)
+        self._write(slot, start, end)
         slot.computed = end
         self.computed_positions += row.count
-        if self.fails(sampling.seed, row.start):
-            if row.samples:
-                slot.append(0)  # garbage, for the rows that are launched before the error is known
+        failed = self.fails(sampling.seed, start)
+        if row.samples:
+            # 0 is garbage, for the rows that are launched before the error is known.
+            slot.append(0 if failed else next_token(slot.fingerprints[-1], sampling.seed))
+        self._draft(slot, row, start)
+        if failed:
             return RowResult(error="a fake fault")
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.prompt_logprobs is not None:
-            prompt_logprobs = tuple(_logprobs(slot.tokens, at) for at in range(row.start + 1, min(end + 1, prompt)))
+            prompt_logprobs = tuple(_logprobs(slot.tokens, at) for at in range(start + 1, min(end + 1, prompt)))
         if not row.samples:
             return RowResult(prompt_logprobs=prompt_logprobs)
-        slot.append(next_token(slot.fingerprints[-1], sampling.seed))
         logprobs = (_logprobs(slot.tokens, len(slot.tokens) - 1),) if sampling.logprobs is not None else ()
         return RowResult(tokens=(slot.tokens[-1],), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+
+    def _decode(self, slot: _Slot, row: Row) -> RowResult:
+        assert row.samples
+        assert row.count == 1 + row.drafts
+        assert row.drafts <= self.config.draft_tokens
+        start, sampling = len(slot.tokens) - 1, slot.begin.sampling
+        assert start == slot.computed, f"a decode row at {start}, {slot.computed} positions are computed"
+        assert start >= slot.begin.prompt, "a decode row in the prompt"
+        if len(slot.tokens) >= slot.limit:
+            return RowResult()
+        drafts = slot.proposals[: min(row.drafts, slot.limit - len(slot.tokens) - 1)]
+        end = start + 1 + len(drafts)
+        self._verify_table(slot, row, end)
+        self._verify_pages(slot, start)
+        accepted = 0
+        for draft in drafts:
+            if draft != next_token(slot.fingerprints[-1], sampling.seed):
+                break
+            slot.append(draft)
+            accepted += 1
+        self._write(slot, start, start + 1 + accepted)
+        for position in range(start + 1 + accepted, end):  # what a rejected draft leaves behind
+            self.pages[slot.table[position // PAGE_TOKENS]].fingerprints[position % PAGE_TOKENS] = -1
+        failed = self.fails(sampling.seed, start)
+        slot.append(0 if failed else next_token(slot.fingerprints[-1], sampling.seed))
+        slot.computed = start + 1 + accepted
+        self.computed_positions += 1 + accepted
+        self.drafts += len(drafts)
+        self.accepted += accepted
+        self._draft(slot, row, start)
+        if failed:
+            return RowResult(error="a fake fault")
+        first = start + 1
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if sampling.logprobs is not None:
+            logprobs = tuple(_logprobs(slot.tokens, at) for at in range(first, len(slot.tokens)))
+        return RowResult(tokens=tuple(slot.tokens[first:]), proposed=len(drafts), accepted=accepted, logprobs=logprobs)
+
+    def _draft(self, slot: _Slot, row: Row, start: int) -> None:
+        """The drafter reads what is certain, and the slot's next drafts are left for its next row.
+
+        The drafter's row at place p stands for token p, and needs the feature of position p - 1: of this row, or of a
+        page's last token, which is kept beside the page. A place that has no page yet waits for the next row.
+        """
+        paged = len(slot.table) * PAGE_TOKENS
+        if not row.drafting:
+            self.lapses += slot.drafting
+            slot.drafting = False
+        else:
+            assert slot.drafting, "the drafter has lost this job"
+            assert slot.read == start + 1 or (slot.read == max(1, start) and start % PAGE_TOKENS == 0), (
+                f"the drafter has read {slot.read} tokens and cannot go on at {start}"
+            )
+            self._verify_drafter(slot)
+            end = min(slot.computed + 1, len(slot.tokens), paged)
+            for place in range(slot.read, end):
+                page = self.pages[slot.table[place // PAGE_TOKENS]]
+                page.drafter[place % PAGE_TOKENS] = slot.fingerprints[place]
+            slot.read = end
+        slot.proposals = []
+        length = len(slot.tokens)
+        room = slot.limit - length - 1
+        if not row.samples or room <= 0 or not row.propose:
+            return
+        assert length - 2 + row.propose < paged or slot.limit - 1 <= paged, "no page for what is to be drafted"
+        assert not row.drafting or slot.read == length, "the drafter drafts from a token that it has not read"
+        fingerprint, seed = slot.fingerprints[-1], slot.begin.sampling.seed
+        asked = min(row.propose, room)
+        count = asked if row.drafting else min(asked, chain(fingerprint, "match") % 6)  # a suffix may match nothing
+        for number in range(count):
+            token = next_token(fingerprint, seed)
+            if chain(fingerprint, "draft") % 4 == 0:
+                token = (token + 1) % VOCABULARY
+            slot.proposals.append(token)
+            fingerprint = chain(fingerprint, token)
+            place = length - 1 + number
+            if row.drafting and number:  # rows of its own drafts, which are not true
+                self.pages[slot.table[place // PAGE_TOKENS]].drafter[place % PAGE_TOKENS] = -1
+
+    def _verify_table(self, slot: _Slot, row: Row, end: int) -> None:
+        assert end <= len(slot.table) * PAGE_TOKENS, "row writes behind its last page"
+        if not self.config.draft_tokens:
+            assert len(slot.table) == -(-end // PAGE_TOKENS), "a page was sent before it was needed"
+        assert len(slot.table) <= -(-max(slot.limit - 1, slot.begin.prompt) // PAGE_TOKENS), "a page beyond the limit"
+
+    def _verify_drafter(self, slot: _Slot) -> None:
+        """For every place in [1, read), the slot's pages hold the drafter's row of those tokens."""
+        pages = slot.table[: -(-slot.read // PAGE_TOKENS)]
+        held = [fingerprint for page in pages for fingerprint in self.pages[page].drafter]
+        assert held[1 : slot.read] == slot.fingerprints[1 : slot.read], (
+            f"the drafter's rows of slot {slot.begin.slot} below {slot.read} are not those of its tokens"
+        )
 
     def _write(self, slot: _Slot, start: int, end: int) -> None:
         first = self.first_bits[slot.begin.sampling.seed]
@@ -232,12 +350,16 @@ class World:
         pages: int = 16,
         max_model_len: int = 400,
         fails: Callable[[int, int], bool] = lambda *_: False,
+        costs: StepCosts | None = None,
+        seconds: Callable[[Step, StepResult], float] | None = None,
         **config: int,
     ) -> None:
+        """seconds: what the planner is told that a step took."""
         self.config = PlanConfig(**config)
         self.max_model_len = max_model_len
         self.pages = pages
-        self.planner = Planner(pages, self.config, max_model_len, hash_page)
+        self.planner = Planner(pages, self.config, max_model_len, hash_page, costs)
+        self._seconds = seconds
         self.runner = FakeRunner(pages, self.config, fails)
         self.stories: dict[JobId, Story] = {}  # in the order of submission
         self.flights: deque[tuple[Step, FakePending]] = deque()
@@ -263,7 +385,8 @@ class World:
 
     def settle(self) -> None:
         step, pending = self.flights.popleft()
-        self._tell(self.planner.settle(step, pending.wait()))
+        result = pending.wait()
+        self._tell(self.planner.settle(step, result, self._seconds(step, result) if self._seconds else None))
 
     def turn(self) -> None:
         """As the loop does: launch one, settle the one before."""
@@ -305,6 +428,8 @@ class World:
                 assert told == ([] if story.deltas else complete), "prompt logprobs come whole, in the first delta"
             if sampling.logprobs is not None:
                 assert tuple(item.token for item in delta.logprobs) == delta.tokens
+            assert 0 <= delta.accepted <= delta.proposed <= self.config.draft_tokens
+            assert delta.finish or len(delta.tokens) == delta.accepted + 1
             story.deltas.append(delta)
             story.tokens += delta.tokens
             assert tuple(story.tokens) == story.expected[: len(story.tokens)], f"{delta.job} went astray"
@@ -320,7 +445,7 @@ class World:
         advanced: list[Story] = []
         for row in step.rows:
             story = self._of_slot[row.slot]
-            story.planned = row.start + row.count
+            story.planned = self.runner.slots[row.slot].computed
             advanced.append(story)
         passed_over = oldest is not None and not any(story is oldest for story in advanced)
         self._passed_over = self._passed_over + 1 if passed_over else 0

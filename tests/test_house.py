@@ -228,7 +228,7 @@ def test_the_search_for_offences_finds_them(source: str):
     assert offences(source, FORBIDDEN_CALLS)
 
 
-@pytest.mark.parametrize("room", ["wire", "chat", "plan", "api"])
+@pytest.mark.parametrize("room", ["wire", "tune", "chat", "plan", "api"])
 def test_rooms_that_decide_know_no_gpu_even_where_the_checker_does_not_look(room: str):
     """The import laws are import-linter's; this also sees imports within functions."""
     for path in (ROOT / "redline" / room).rglob("*.py"):

@@ -1,9 +1,11 @@
 """A job in flight, as the planner sees it. Private to plan.
 
 The planner runs ahead of the results: `planned` and `length` say what has been launched, `generated` and `computed`
-what has been settled. Between the two lie the steps in flight.
+what has been settled. Between the two lie the steps in flight. Their drafts count as if all of them held, so `planned`
+and `length` are the most that it can come to; `slack` says by how much less it may be.
 """
 
+from redline.tune.acceptance import Acceptance
 from redline.wire.delta import Finish
 from redline.wire.job import PAGE_TOKENS, Job, PageHash, PageId
 from redline.wire.step import TokenLogprobs
@@ -13,10 +15,12 @@ class ActiveJob:
     """`limit` is the most tokens, prompt and generated, that the job may come to."""
 
     __slots__ = (
+        "acceptance",
         "arrival",
         "cached_tokens",
         "computed",
         "counted",
+        "drafting",
         "exact",
         "finish",
         "flights",
@@ -31,7 +35,10 @@ class ActiveJob:
         "planned",
         "prompt",
         "prompt_logprobs",
+        "proposed",
+        "read",
         "sent",
+        "slack",
         "slot",
         "stop_ids",
         "target",
@@ -50,11 +57,16 @@ class ActiveJob:
         self.pages: list[PageId] = []  # the page table, and behind it pages that no row has needed yet
         self.sent = 0  # pages that the slot's table on the device holds
         self.planned = 0  # positions [0, planned) are launched or cached
-        self.length = self.prompt  # tokens that the slot will hold when every launched step has run
+        self.length = self.prompt  # tokens that the slot will hold when every launched step has run, at most
+        self.slack = 0  # drafts in flight
+        self.proposed = 0  # drafts that the slot may hold for the next row
+        self.drafting = False  # the learned drafter has read all that was launched, and follows on
         self.flights = 0  # launched steps with a row of this job that are not settled
 
         self.generated: list[int] = []
         self.computed = 0  # positions [0, computed) are settled or cached
+        self.read = 0  # of them the learned drafter has read [0, read), where it followed the job from the beginning
+        self.acceptance = Acceptance()
         self.hashes: list[PageHash] = list(job.pages)
         # Whether the planner may hash pages behind the prompt's own. Their chain must carry the salt, which is in the
         # prompt's first hash, and every image, which only the prompt's own hashes know.
@@ -73,8 +85,18 @@ class ActiveJob:
         """Tokens that the host knows: prompt and generated."""
         return self.prompt + len(self.generated)
 
+    @property
+    def decodes(self) -> bool:
+        """All but the last token is launched: the next row goes on from there, wherever that is."""
+        return self.planned >= self.prompt and self.planned == self.length - 1
+
+    @property
+    def room(self) -> int:
+        """Tokens, at most, that rows yet to be launched can add before the job is at its limit."""
+        return self.limit - (self.length - self.slack)
+
     def next_count(self, budget: int) -> int:
-        """Positions of the next prefill row. It never crosses the end of the prompt: what lies behind was computed by
+        """Positions of the next known row. It never crosses the end of the prompt: what lies behind was computed by
         the decode form of attention, and is computed by it again when a pre-empted job resumes."""
         border = self.prompt if self.planned < self.prompt else self.length
         return min(budget, border - self.planned)
@@ -92,7 +114,8 @@ class ActiveJob:
         self.prompt_logprobs.clear()  # delivered, or gathered again
         self.slot = None
         self.pages = []
-        self.sent = self.planned = self.computed = self.kept = 0
+        self.sent = self.planned = self.computed = self.kept = self.read = self.proposed = 0
+        self.drafting = False
         self.length = self.known
 
 

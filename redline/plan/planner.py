@@ -1,13 +1,15 @@
 """Decides what runs next. Holds no tensor.
 
 A step is planned from what has been launched, not from what has been settled: a row continues where the last one will
-have ended. What only a result can tell (a stop id, an error) is learnt late, and the rows launched meanwhile are
-dropped when they settle.
+have ended, and drafts in flight count as if they held. What only a result can tell is learnt late: of a stop id or an
+error, and the rows launched meanwhile are dropped when they settle; of rejected drafts, and what they were counted for
+is taken back.
 
 No job starves. Jobs are admitted in the order in which they came; every step gives one row to each running job that
-generates, and what is left of the budget to prompts, the oldest first. There are at least as many tokens in a step as
-there are slots, so a prompt always gets something. When pages run out, the youngest running job is pre-empted and
-waits in front of all others. So the oldest job always advances, and every job becomes the oldest.
+generates. What is left of the budget goes to prompts, the oldest first, and to drafts, which leave half of it to the
+prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
+run out, the youngest running job is pre-empted and waits in front of all others. So the oldest job always advances, and
+every job becomes the oldest.
 """
 
 from collections import deque
@@ -20,6 +22,8 @@ from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import may_enter, refusal, token_limit
 from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import PrefixCache
+from redline.plan.speculate import Speculation
+from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
 from redline.wire.news import Load
@@ -37,6 +41,8 @@ class PlanConfig:
     max_running: int = 64  # slots
     max_waiting: int = 1024  # jobs beyond those that free slots can take
     ahead: int = 1  # steps that may be unsettled while the next is planned
+    draft_tokens: int = 0  # drafts of one row, at most; 0: no speculation
+    learned: bool = False  # a learned drafter is loaded; otherwise drafts are suffix matches
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_running <= self.step_tokens:
@@ -46,6 +52,21 @@ class PlanConfig:
             )
         if self.max_waiting < 0 or self.ahead < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
+        if not 0 <= self.draft_tokens <= PAGE_TOKENS:
+            raise ConfigError(f"draft_tokens is {self.draft_tokens}; a row drafts between 0 and {PAGE_TOKENS} tokens")
+
+
+class _Part(NamedTuple):
+    """A row to be: the next positions of a job; of a decode row, all but the first are drafts."""
+
+    job: ActiveJob
+    positions: int
+    decodes: bool
+
+    @property
+    def samples(self) -> bool:
+        job = self.job
+        return self.decodes or (job.planned + self.positions == job.length < job.limit)
 
 
 class _Flight(NamedTuple):
@@ -60,12 +81,21 @@ class Planner:
     be told; a job's last delta, and no other, has a finish.
     """
 
-    def __init__(self, pages: int, config: PlanConfig, max_model_len: int, hash_page: HashPage) -> None:
+    def __init__(
+        self,
+        pages: int,
+        config: PlanConfig,
+        max_model_len: int,
+        hash_page: HashPage,
+        costs: StepCosts | None = None,
+    ) -> None:
+        """costs: of steps on this machine; None: nothing was measured, and rows draft as much as they may."""
         self._config = config
         self._max_model_len = max_model_len
         self._hash_page = hash_page
         self._pool = PagePool(pages)
         self._cache = PrefixCache(self._pool)
+        self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
         self._waiting: deque[ActiveJob] = deque()
         self._running: list[ActiveJob] = []  # in the order of arrival, which is that of admission
@@ -116,31 +146,20 @@ class Planner:
         """
         if len(self._flights) > self._config.ahead:
             return None
-        rows: list[Row] = []
-        jobs: list[ActiveJob] = []
-        prompts: list[ActiveJob] = []
-        held_back: ActiveJob | None = None  # to be pre-empted once its steps in flight have settled
-        budget = self._config.step_tokens
-        for job in self._running:
-            planned = job.planned
-            if planned >= job.target or job is held_back:
-                continue
-            if planned < job.prompt or planned < job.length - 1:
-                prompts.append(job)
-                continue
-            if planned >= len(job.pages) * PAGE_TOKENS:
-                held_back = self._grow(job)
-                if planned >= len(job.pages) * PAGE_TOKENS:
-                    continue
-            rows.append(self._row(job, 1))
-            jobs.append(job)
-            budget -= 1
+        decoding, prompts = self._ready()
+        budget = self._config.step_tokens - len(decoding)
+        spare = budget // 2 if prompts or (self._waiting and self._free_slots) else budget
+        parts: list[_Part] = []
+        for job in decoding:
+            drafts = self._paged(job, job.planned + 1, min(job.proposed, job.room - 1, spare))
+            parts.append(_Part(job, 1 + drafts, decodes=True))
+            spare -= drafts
+            budget -= drafts
         for job in prompts:
             if not budget:
                 break
-            rows.append(self._row(job, job.next_count(budget)))
-            jobs.append(job)
-            budget -= rows[-1].count
+            parts.append(_Part(job, job.next_count(budget), decodes=False))
+            budget -= parts[-1].positions
         begins: list[Begin] = []
         while budget and self._waiting and self._free_slots:
             begin = self._admit(self._waiting[0])
@@ -148,19 +167,44 @@ class Planner:
                 break
             begins.append(begin)
             job = self._running[-1]
-            rows.append(self._row(job, job.next_count(budget)))
-            jobs.append(job)
-            budget -= rows[-1].count
-        if not rows:
+            parts.append(_Part(job, job.next_count(budget), decodes=False))
+            budget -= parts[-1].positions
+        if not parts:
             assert self._flights or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
             return None
         self._steps += 1
-        step = Step(number=self._steps, begins=tuple(begins), rows=tuple(rows))
-        self._flights.append(_Flight(step, jobs))
+        step = Step(number=self._steps, begins=tuple(begins), rows=self._rows(parts))
+        self._flights.append(_Flight(step, [part.job for part in parts]))
         return step
 
-    def settle(self, step: Step, result: StepResult) -> list[Delta]:
-        """Takes in what a step gave. Rows of jobs that have ended meanwhile are dropped."""
+    def _ready(self) -> tuple[list[ActiveJob], list[ActiveJob]]:
+        """Running jobs that can have a row now: those that decode, each with a page for its next position, and those
+        that have known tokens to compute."""
+        decoding: list[ActiveJob] = []
+        prompts: list[ActiveJob] = []
+        held_back: ActiveJob | None = None  # to be pre-empted once its steps in flight have settled
+        for job in self._running:
+            if job is held_back:
+                continue
+            if not job.decodes:
+                if job.planned < job.target:
+                    prompts.append(job)
+                continue
+            if job.room <= 0:
+                continue
+            end = min(job.planned + 1, job.target)
+            if end > len(job.pages) * PAGE_TOKENS:
+                held_back = self._grow(job)
+                if end > len(job.pages) * PAGE_TOKENS:
+                    continue
+            decoding.append(job)
+        return decoding, prompts
+
+    def settle(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Delta]:
+        """Takes in what a step gave. Rows of jobs that have ended meanwhile are dropped.
+
+        seconds: what the machine took for it; None: that is not known.
+        """
         flight = self._flights.popleft()
         assert step.number == flight.step.number == result.number, (
             f"step {step.number} is settled with the result of {result.number}; {flight.step.number} is next"
@@ -168,6 +212,7 @@ class Planner:
         deltas: list[Delta] = []
         for job, row, outcome in zip(flight.jobs, flight.step.rows, result.rows, strict=True):
             job.flights -= 1
+            job.slack -= row.drafts
             if job.finish is None:
                 delta = self._settle_row(job, row, outcome)
                 if delta is not None:
@@ -175,6 +220,8 @@ class Planner:
             elif not job.flights:
                 self._draining.remove(job)
                 self._release(job)
+        if seconds is not None:
+            self._speculation.took(step, result, seconds)
         return deltas
 
     def load(self) -> Load:
@@ -190,6 +237,10 @@ class Planner:
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,
             generation_tokens=self._generation_tokens,
+            drafts=self._speculation.drafts,
+            draft_tokens=self._speculation.draft_tokens,
+            accepted_tokens=self._speculation.accepted_tokens,
+            accepted_per_pos=tuple(self._speculation.accepted_per_pos),
         )
 
     def check(self) -> None:
@@ -204,6 +255,8 @@ class Planner:
         flights = [job for flight in self._flights for job in flight.jobs]
         for job in {*holding, *flights, *self._waiting}:
             assert job.flights == flights.count(job), f"job {job.job.id}: {job.flights} steps in flight counted"
+        for job in self._running:
+            self._check_lengths(job)
         assert all(job.finish and job.flights for job in self._draining), "a drained job still holds its pages"
         assert not any(job.pages or job.slot is not None for job in self._waiting), "a waiting job holds pages"
         alive = [*self._running, *self._waiting]
@@ -211,22 +264,74 @@ class Planner:
         arrivals = [job.arrival for job in alive]
         assert arrivals == sorted(arrivals), f"order of arrival {arrivals} is broken"
 
-    def _row(self, job: ActiveJob, count: int) -> Row:
-        """Plans the next `count` positions of a running job, for which it has pages."""
-        start = job.planned
-        end = job.planned = start + count
-        samples = end == job.length and end < job.limit
+    def _check_lengths(self, job: ActiveJob) -> None:
+        """What is planned of a running job is what is settled and what is in flight, and has its pages."""
+        rows = [
+            row for flight in self._flights for of, row in zip(flight.jobs, flight.step.rows, strict=True) if of is job
+        ]
+        name, decoding = f"job {job.job.id}", [row for row in rows if row.start is None]
+        drafts, new = sum(row.drafts for row in rows), sum(1 for row in rows if row.samples)
+        assert job.slack == drafts, f"{name}: {job.slack} drafts counted, {drafts} are in flight"
+        assert job.length == job.known + new + drafts, f"{name}: {job.length} tokens counted; {job.known} are known"
+        assert job.planned == job.computed + sum(row.count for row in rows), f"{name}: {job.planned} positions planned"
+        assert not decoding or job.decodes, f"{name} decodes with known tokens that are not computed"
+        assert job.sent <= len(job.pages), f"{name}: {job.sent} of {len(job.pages)} pages are sent"
+        assert min(job.planned, job.target) <= job.sent * PAGE_TOKENS, f"{name}: planned beyond its pages"
+        assert job.read <= job.computed, f"{name}: drafts are read of what is not computed"
+
+    def _rows(self, parts: Sequence[_Part]) -> tuple[Row, ...]:
+        """Plans these rows. Nothing is proposed that the next step would have no place for."""
+        lengths = iter(self._speculation.lengths([part.job for part in parts if part.samples]))
+        spare = self._config.step_tokens - len(self._running)
+        rows: list[Row] = []
+        for part in parts:
+            propose = 0
+            if part.samples:
+                propose = self._paged(part.job, part.job.planned + part.positions, min(next(lengths), spare))
+                spare -= propose
+            rows.append(self._row(part, propose))
+        return tuple(rows)
+
+    def _row(self, part: _Part, propose: int) -> Row:
+        job, count, decodes = part
+        samples, drafts = part.samples, count - 1 if decodes else 0
+        start, end = job.planned, job.planned + count
+        job.planned = end
         if samples:
-            job.length += 1
+            job.length += 1 + drafts
+        job.slack += drafts
         job.flights += 1
+        job.proposed = propose
+        job.drafting = job.drafting and self._speculation.follows
         slot = job.slot
         assert slot is not None
-        if end <= job.sent * PAGE_TOKENS:
-            return Row(slot=slot, start=start, count=count, samples=samples)
-        needed = pages_for(end)
-        new_pages = tuple(job.pages[job.sent : needed])
-        job.sent = needed
-        return Row(slot=slot, start=start, count=count, new_pages=new_pages, samples=samples)
+        new_pages: tuple[PageId, ...] = ()
+        end = min(end + propose, job.target)
+        if end > job.sent * PAGE_TOKENS:
+            needed = pages_for(end)
+            new_pages = tuple(job.pages[job.sent : needed])
+            job.sent = needed
+        return Row(
+            slot=slot,
+            start=None if decodes else start,
+            count=count,
+            drafts=drafts,
+            propose=propose,
+            drafting=job.drafting,
+            new_pages=new_pages,
+            samples=samples,
+        )
+
+    def _paged(self, job: ActiveJob, end: int, extra: int) -> int:
+        """How many of `extra` positions behind [0, end), which has pages, have pages too. Takes pages that are free or
+        idle; nobody is pre-empted for a draft."""
+        if extra <= 0:
+            return 0
+        wanted = min(end + extra, job.target)
+        while wanted > len(job.pages) * PAGE_TOKENS and self._pool.free + self._pool.idle:
+            job.pages += self._take(1)
+        paged = len(job.pages) * PAGE_TOKENS
+        return extra if wanted <= paged else max(0, paged - end)
 
     def _grow(self, job: ActiveJob) -> ActiveJob | None:
         """Gives the job one page more. When there is none, the youngest running job, perhaps this one, is pre-empted;
@@ -258,6 +363,8 @@ class Planner:
         job.slot = self._free_slots.pop()
         job.sent = job.kept = len(matched)
         job.planned = job.computed = len(matched) * PAGE_TOKENS
+        job.drafting = self._speculation.follows and all(self._cache.is_drafted(page) for page in matched)
+        job.read = job.planned if job.drafting else 0
         if not job.generated:
             job.exact = all(self._cache.is_exact(page) for page in matched)
             job.cached_tokens = job.planned
@@ -274,6 +381,7 @@ class Planner:
             pages=tuple(matched),
             sampling=job.job.sampling,
             limit=job.limit,
+            drafting=job.drafting,
         )
 
     def _match(self, job: ActiveJob) -> list[PageId]:
@@ -282,11 +390,20 @@ class Planner:
         Behind the prompt nothing is taken from the cache: a job that resumes must find what it had, and only computing
         those positions again in the same form is sure to give the same bits. For the same reason it takes pages that
         are not those of a prefill only if it began from such pages.
+
+        Pages that the learned drafter has not read lose it for the job. Where one step is enough to compute them again,
+        that is done, and the cache has the better pages from then on.
         """
         if job.job.sampling.prompt_logprobs is not None:
             return []  # every prompt position must be computed
         usable = min((job.known - 1) // PAGE_TOKENS, len(job.job.pages))
-        return self._cache.match(job.hashes[:usable], exact=bool(job.generated) and job.exact)
+        hashes, exact = job.hashes[:usable], bool(job.generated) and job.exact
+        matched = self._cache.match(hashes, exact=exact)
+        if self._speculation.follows:
+            drafted = self._cache.match(hashes, exact=exact, drafted=True)
+            if (len(matched) - len(drafted)) * PAGE_TOKENS <= self._config.step_tokens:
+                return drafted
+        return matched
 
     def _preempt(self, job: ActiveJob) -> None:
         assert self._running.pop() is job, f"job {job.job.id} is not the youngest"
@@ -309,11 +426,22 @@ class Planner:
             return Delta(job=job.job.id, finish="error", cached_tokens=job.cached_tokens, error=outcome.error)
         if outcome.prompt_logprobs and not job.generated:
             job.prompt_logprobs += outcome.prompt_logprobs
-        computed = job.computed = row.start + row.count - row.drafts + outcome.accepted
+        if row.start is None:
+            rejected = row.count - len(outcome.tokens)
+            job.planned -= rejected
+            job.length -= rejected
+            job.computed += len(outcome.tokens)
+            self._speculation.settled(job, row, outcome)
+        else:
+            job.computed = row.start + row.count
+        computed = job.computed
+        if row.drafting:
+            job.read = computed
         tokens, finish = self._accept(job, outcome.tokens)
         if computed >= (job.kept + 1) * PAGE_TOKENS:
             self._remember(job)
-        if finish is None and computed >= job.prompt and job.known >= job.limit:
+        at_limit = computed >= job.prompt and job.known >= job.limit
+        if finish is None and (at_limit or (row.start is None and not tokens)):
             finish = "length"
         if not tokens and finish is None:
             return None
@@ -330,6 +458,8 @@ class Planner:
             cached_tokens=job.cached_tokens,
             logprobs=outcome.logprobs[: len(tokens)],
             prompt_logprobs=prompt_logprobs,
+            proposed=outcome.proposed,
+            accepted=outcome.accepted,
         )
 
     def _accept(self, job: ActiveJob, tokens: Sequence[int]) -> tuple[tuple[int, ...], Finish | None]:
@@ -354,7 +484,8 @@ class Planner:
                 if not job.hashable:
                     return
                 hashes.append(self._hash_page(previous, job.tokens(end - PAGE_TOKENS, end)))
-            self._cache.insert(hashes[index], job.pages[index], previous, exact=job.exact and end <= job.prompt)
+            exact, drafted = job.exact and end <= job.prompt, end <= job.read
+            self._cache.insert(hashes[index], job.pages[index], previous, exact=exact, drafted=drafted)
             job.kept = index + 1
 
     def _end(self, job: ActiveJob, finish: Finish) -> None:

@@ -17,13 +17,16 @@ from redline.wire.job import PAGE_TOKENS, PageHash, PageId
 
 
 class _Node:
-    __slots__ = ("exact", "hash", "page", "previous", "queued", "used")
+    __slots__ = ("drafted", "exact", "hash", "page", "previous", "queued", "used")
 
-    def __init__(self, hash: PageHash, page: PageId, previous: PageHash | None, exact: bool, used: int) -> None:
+    def __init__(
+        self, hash: PageHash, page: PageId, previous: PageHash | None, exact: bool, drafted: bool, used: int
+    ) -> None:
         self.hash = hash
         self.page = page
         self.previous = previous
         self.exact = exact
+        self.drafted = drafted
         self.used = used  # time of last use, in uses of the cache
         self.queued = False  # has an entry in the heap of candidates for eviction
 
@@ -52,21 +55,25 @@ class PrefixCache:
     def pages(self) -> Iterable[PageId]:
         return self._by_page
 
-    def match(self, hashes: Iterable[PageHash], *, exact: bool = False) -> list[PageId]:
+    def match(self, hashes: Iterable[PageHash], *, exact: bool = False, drafted: bool = False) -> list[PageId]:
         """Pages of the longest cached prefix of `hashes`; changes nothing.
 
-        `exact` stops at the first page that is not bit-equal to what a prefill computes.
+        `exact` stops at the first page that is not bit-equal to what a prefill computes, `drafted` at the first that
+        the learned drafter has not read.
         """
         pages: list[PageId] = []
         for hash in hashes:
             node = self._nodes.get(hash)
-            if node is None or (exact and not node.exact):
+            if node is None or (exact and not node.exact) or (drafted and not node.drafted):
                 break
             pages.append(node.page)
         return pages
 
     def is_exact(self, page: PageId) -> bool:
         return self._by_page[page].exact
+
+    def is_drafted(self, page: PageId) -> bool:
+        return self._by_page[page].drafted
 
     def use(self, pages: Sequence[PageId], *, of_tokens: int) -> None:
         """A job of `of_tokens` tokens takes matched pages: they are held by it, and recently used."""
@@ -77,12 +84,18 @@ class PrefixCache:
             self._pool.share(page, Holder.JOBS)
             self._by_page[page].used = self._uses
 
-    def insert(self, hash: PageHash, page: PageId, previous: PageHash | None, *, exact: bool) -> None:
-        """Remembers a full page that a job holds. A hash that is known already keeps the page that it has."""
-        if hash in self._nodes:
+    def insert(
+        self, hash: PageHash, page: PageId, previous: PageHash | None, *, exact: bool, drafted: bool = False
+    ) -> None:
+        """Remembers a full page that a job holds. A hash that is known already keeps the page that it has, unless the
+        learned drafter has read the new one alone, and the new one is no less exact."""
+        node = self._nodes.get(hash)
+        if node is not None:
+            if drafted > node.drafted and exact >= node.exact:
+                self._replace(node, page, exact)
             return
         self._uses += 1
-        node = _Node(hash, page, previous, exact, self._uses)
+        node = _Node(hash, page, previous, exact, drafted, self._uses)
         self._nodes[hash] = node
         self._by_page[page] = node
         if previous is not None:
@@ -114,6 +127,13 @@ class PrefixCache:
         for node in self._nodes.values():
             if self._pool.is_idle(node.page) and not self._children[node.hash]:
                 assert node.queued, f"page {node.page} could be evicted and would never be"
+
+    def _replace(self, node: _Node, page: PageId, exact: bool) -> None:
+        self._pool.give(node.page, Holder.CACHE)
+        del self._by_page[node.page]
+        self._pool.share(page, Holder.CACHE)
+        self._by_page[page] = node
+        node.page, node.exact, node.drafted = page, exact, True
 
     def _enqueue(self, node: _Node) -> None:
         if not node.queued:

@@ -10,10 +10,12 @@ from typing import NamedTuple, Protocol
 
 from redline.plan.planner import Planner
 from redline.wire.channel import Inbox, Outbox
+from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job
 from redline.wire.news import Load, Stop
 from redline.wire.step import RowResult, Step, StepResult
+from redline.worker.trace import Trace
 
 LOAD_INTERVAL_S = 0.2
 
@@ -39,20 +41,35 @@ class Runner(Protocol):
 class Flight(NamedTuple):
     step: Step
     pending: Pending
+    begun: float  # the machine's clock could start: the step was launched, and the one before had ended
+
+
+class Landing(NamedTuple):
+    result: StepResult
+    at: float
+    failed: bool
 
 
 def turn(planner: Planner, runner: Runner, last: Flight | None) -> tuple[Flight | None, list[Delta]]:
     """Launches the next step, then settles the last one while the machine works."""
     step = planner.next_step()
-    flight = Flight(step, _launch(runner, step)) if step else None
-    return flight, planner.settle(last.step, _wait(last)) if last else []
+    flight = Flight(step, _launch(runner, step), time.monotonic()) if step else None
+    if last is None:
+        return flight, []
+    landing = _wait(last)
+    seconds = None if landing.failed else landing.at - last.begun
+    deltas = planner.settle(last.step, landing.result, seconds)
+    return flight and flight._replace(begun=landing.at), deltas
 
 
-def lead(planner: Planner, runner: Runner, inbox: Inbox, outbox: Outbox) -> None:
+def lead(planner: Planner, runner: Runner, inbox: Inbox, outbox: Outbox, trace: Trace | None = None) -> None:
     """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
 
-    Sends deltas as they come, and a Load when one differs from the last, at most every LOAD_INTERVAL_S.
+    Sends deltas as they come, and a Load when one differs from the last, at most every LOAD_INTERVAL_S. A trace is told
+    of every job and delta.
     """
+    if trace is not None:
+        outbox = _Traced(outbox, trace)
     last: Flight | None = None
     loads = _Loads(planner, outbox, time.monotonic)
     while True:
@@ -62,6 +79,8 @@ def lead(planner: Planner, runner: Runner, inbox: Inbox, outbox: Outbox) -> None
         for message in inbox.drain(wait=idle, timeout=loads.due_in() if idle else None):
             match message:
                 case Job():
+                    if trace is not None:
+                        trace.submit(message)
                     deltas = _submit(planner, message)
                 case Abort():
                     deltas = planner.abort(message.job)
@@ -76,6 +95,18 @@ def lead(planner: Planner, runner: Runner, inbox: Inbox, outbox: Outbox) -> None
         _put_all(outbox, deltas)
         if loads.due_in() == 0:
             loads.send()
+
+
+class _Traced(NamedTuple):
+    """An outbox whose deltas a trace hears too."""
+
+    outbox: Outbox
+    trace: Trace
+
+    def put(self, message: Wire) -> None:
+        if isinstance(message, Delta):
+            self.trace.told(message)
+        self.outbox.put(message)
 
 
 class _Loads:
@@ -103,14 +134,17 @@ class _Loads:
         self._next = self._clock() + LOAD_INTERVAL_S
 
 
-class _Broken(NamedTuple):
-    """A step that could not be launched: it takes its turn in the order of settling, and gives an error to each row."""
+class _NotLaunched(Exception):
+    """The launch failed; said when the step's turn to be settled has come."""
 
-    step: Step
+
+class _Broken(NamedTuple):
+    """A step that could not be launched: it takes its turn in the order of settling."""
+
     reason: str
 
     def wait(self) -> StepResult:
-        return _all_rows_failed(self.step, self.reason)
+        raise _NotLaunched(self.reason)
 
 
 def _launch(runner: Runner, step: Step) -> Pending:
@@ -118,19 +152,20 @@ def _launch(runner: Runner, step: Step) -> Pending:
         return runner.launch(step)
     except Exception as error:
         _log.exception("step %d could not be launched", step.number)
-        return _Broken(step, f"the step could not be launched: {error}")
+        return _Broken(f"the step could not be launched: {error}")
 
 
-def _wait(flight: Flight) -> StepResult:
+def _wait(flight: Flight) -> Landing:
+    """A step that failed gives an error to each of its rows."""
     try:
-        return flight.pending.wait()
+        return Landing(flight.pending.wait(), time.monotonic(), failed=False)
+    except _NotLaunched as error:
+        reason = str(error)
     except Exception as error:
         _log.exception("step %d failed", flight.step.number)
-        return _all_rows_failed(flight.step, f"the step failed: {error}")
-
-
-def _all_rows_failed(step: Step, reason: str) -> StepResult:
-    return StepResult(number=step.number, rows=(RowResult(error=reason),) * len(step.rows))
+        reason = f"the step failed: {error}"
+    rows = (RowResult(error=reason),) * len(flight.step.rows)
+    return Landing(StepResult(number=flight.step.number, rows=rows), time.monotonic(), failed=True)
 
 
 def _submit(planner: Planner, job: Job) -> list[Delta]:
@@ -144,7 +179,7 @@ def _submit(planner: Planner, job: Job) -> list[Delta]:
 def _stop(planner: Planner, last: Flight | None, outbox: Outbox) -> None:
     _put_all(outbox, planner.abort_all())
     if last is not None:
-        _put_all(outbox, planner.settle(last.step, _wait(last)))
+        _put_all(outbox, planner.settle(last.step, _wait(last).result))
     planner.check()
 
 

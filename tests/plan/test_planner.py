@@ -16,7 +16,7 @@ def prompt(length: int, first: int = 1) -> tuple[int, ...]:
     return tuple((first + at * at) % 89 for at in range(length))
 
 
-def spans(step) -> list[tuple[int, int, int]]:
+def spans(step) -> list[tuple[int, int | None, int]]:
     return [(row.slot, row.start, row.count) for row in step.rows]
 
 
@@ -52,17 +52,17 @@ def test_rows_that_decode_come_before_prompts_and_several_prompts_share_a_step()
     world.submit(prompt(30, 2))
     world.submit(prompt(100, 3))
     world.settle()
-    assert spans(world.plan()) == [(0, 10, 1), (1, 0, 30), (2, 0, 33)]
+    assert spans(world.plan()) == [(0, None, 1), (1, 0, 30), (2, 0, 33)]
     world.finish()
 
 
 def test_a_step_is_planned_before_the_last_one_is_settled_and_no_further_than_asked():
     world = World(ahead=2)
     world.submit(prompt(5), max_tokens=20)
-    assert [spans(world.plan()) for _ in range(3)] == [[(0, 0, 5)], [(0, 5, 1)], [(0, 6, 1)]]
+    assert [spans(world.plan()) for _ in range(3)] == [[(0, 0, 5)], [(0, None, 1)], [(0, None, 1)]]
     assert world.plan() is None
     world.settle()
-    assert spans(world.plan()) == [(0, 7, 1)]
+    assert spans(world.plan()) == [(0, None, 1)]
     world.finish()
 
 

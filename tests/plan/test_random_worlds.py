@@ -8,22 +8,32 @@ import random
 
 import pytest
 
+from redline.tune.choose import Worth
+from redline.tune.costs import StepCosts
 from tests.fakes import VOCABULARY, World, chain
+
+COSTS = StepCosts(rows=(1, 8), counts=(1, 4, 8), target_ms=((5, 6, 9), (9, 20, 38)), draft_ms=(0.5, 1.5))
 
 
 def random_tokens(random_: random.Random, count: int) -> tuple[int, ...]:
     return tuple(random_.randrange(VOCABULARY) for _ in range(count))
 
 
-def live(seed: int) -> World:
-    """A world of its own geometry: arrivals that share prefixes, follow-up turns, aborts, faults, late settling."""
+def live(seed: int, draft_tokens: int = 0, learned: bool = False) -> World:
+    """A world of its own geometry: arrivals that share prefixes, follow-up turns, aborts, faults, late settling; where
+    there are drafts, steps of any cost, and a learned drafter that is left and taken up again."""
     random_ = random.Random(seed)
+    measured = draft_tokens and seed % 3
     world = World(
         pages=random_.choice([7, 8, 9, 12, 24]),  # a job needs 7 at most
         ahead=seed % 4,
         step_tokens=random_.choice([8, 64, 100, 512]),
         max_running=random_.randrange(1, 8),
         max_waiting=random_.choice([3, 100]),
+        draft_tokens=draft_tokens,
+        learned=learned,
+        costs=COSTS if measured else None,
+        seconds=(lambda step, _: 1e-3 * (1 + chain(step.number, seed) % 40)) if measured else None,
         fails=(lambda seed_, position: chain(seed_, position, seed) % 997 == 0) if seed % 5 == 0 else lambda *_: False,
     )
     roots = [random_tokens(random_, random_.randrange(1, 200)) for _ in range(3)]
@@ -48,6 +58,8 @@ def live(seed: int) -> World:
             )
         elif chance < 0.15 and stories:
             world.abort(random_.choice(stories))
+        elif chance < 0.18 and learned:
+            world.planner._speculation._worth = Worth(pays=random_.random() < 0.6)
         elif random_.random() < hurry:
             world.plan()
         elif world.flights:
@@ -57,12 +69,29 @@ def live(seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("first_seed", range(0, 300, 50))
-def test_every_answer_is_what_the_job_would_get_alone(first_seed: int):
-    worlds = [live(seed) for seed in range(first_seed, first_seed + 50)]
+@pytest.mark.parametrize(
+    ("draft_tokens", "learned", "seeds"),
+    [
+        (0, False, range(100)),
+        (0, False, range(100, 200)),
+        (3, False, range(50)),
+        (1, True, range(50)),
+        (7, True, range(50, 120)),
+    ],
+)
+def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned: bool, seeds: range):
+    worlds = [live(seed, draft_tokens, learned) for seed in seeds]
     finishes = [story.finish for world in worlds for story in world.stories.values()]
     assert {"stop", "length", "aborted", "error"} == set(finishes)
     assert len(finishes) > 500
-    assert sum(world.planner.load().preemptions for world in worlds) > 5, "too few pre-emptions to learn from"
-    assert sum(world.planner.load().prompt_tokens_cached for world in worlds) > 5000
+    loads = [world.planner.load() for world in worlds]
+    assert sum(load.preemptions for load in loads) > 5, "too few pre-emptions to learn from"
+    assert sum(load.prompt_tokens_cached for load in loads) > 5000
     assert sum(world.runner.resumed_bits_compared for world in worlds) > 1000
+    if not draft_tokens:
+        return
+    assert sum(load.accepted_tokens for load in loads) > 500
+    assert sum(load.draft_tokens - load.accepted_tokens for load in loads) > 500
+    if learned:
+        assert sum(world.runner.drafter_rows_from_cache for world in worlds) > 5000
+        assert sum(world.runner.lapses for world in worlds) > 10

@@ -1,0 +1,54 @@
+"""How many drafts will hold: an estimate from what came of earlier ones.
+
+Draft j of a row is reached when every draft before it held. Of the reached ones we count, the past fading, how many
+held. A job's counts are drawn to those of all jobs, and those to a constant: so a new job begins as others do, and one
+that has not been offered drafts for a while is given the benefit of the doubt again.
+"""
+
+from dataclasses import dataclass
+
+UNSEEN = 0.7  # of drafts that nobody has been offered yet, this share is taken to hold
+JOB_KEEPS = 0.9  # of a job's counts, a row later
+ALL_KEEP = 0.998
+JOB_WEIGHT = 2.0  # what all jobs say counts like so many rows of the job
+ALL_WEIGHT = 8.0
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Fading counts, by position in the row: drafts that were reached, and those of them that held."""
+
+    reached: tuple[float, ...] = ()
+    held: tuple[float, ...] = ()
+
+    def seen(self, proposed: int, accepted: int, keeps: float) -> "Acceptance":
+        """After one more row that verified `proposed` drafts, of which the first `accepted` held; `keeps` is the share
+        of the old counts that stays."""
+        reached = [count * keeps for count in self.reached]
+        held = [count * keeps for count in self.held]
+        missing = proposed - len(reached)
+        if missing > 0:
+            reached += [0.0] * missing
+            held += [0.0] * missing
+        for place in range(min(accepted + 1, proposed)):
+            reached[place] += 1
+        for place in range(accepted):
+            held[place] += 1
+        return Acceptance(tuple(reached), tuple(held))
+
+
+def survival(job: Acceptance, everyone: Acceptance, most: int) -> list[float]:
+    """The probability that the first 1, 2 ... `most` drafts of the job's next row all hold."""
+    alive = 1.0
+    chances: list[float] = []
+    for place in range(most):
+        reached, held = _at(everyone, place)
+        common = (held + ALL_WEIGHT * UNSEEN) / (reached + ALL_WEIGHT)
+        reached, held = _at(job, place)
+        alive *= (held + JOB_WEIGHT * common) / (reached + JOB_WEIGHT)
+        chances.append(alive)
+    return chances
+
+
+def _at(counts: Acceptance, place: int) -> tuple[float, float]:
+    return (counts.reached[place], counts.held[place]) if place < len(counts.reached) else (0.0, 0.0)
