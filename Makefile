@@ -4,6 +4,8 @@ PYTHON ?= python3 python3.12 python3.11
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?= models/kimi-nano
+# The drafter beside the model, where there is one.
+DRAFT ?= $(patsubst %/config.json,%,$(wildcard $(MODEL:/=)-eagle3/config.json))
 
 PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.ops import native; native.library() or print(native.why_not())'
@@ -12,14 +14,14 @@ KERNELS = .venv/bin/python -c 'from redline.ops import native; native.library() 
 .PHONY: help serve test check tests format clean
 
 help:
-	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=)"
+	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
 	@echo "make test     everything: format, lint, types, import laws, tests"
 	@echo "make check    everything but the tests"
 	@echo "make format   write the format, mend what the linter can"
 	@echo "make clean    remove the environment and the caches"
 
 serve: .venv/.runtime
-	@exec .venv/bin/redline serve $(MODEL) --host $(HOST) --port $(PORT)
+	@exec .venv/bin/redline serve $(MODEL) --host $(HOST) --port $(PORT) $(if $(DRAFT),--draft $(DRAFT))
 
 test: check tests
 

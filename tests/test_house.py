@@ -30,7 +30,8 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("mode
 
 
 FLAGS = {
-    "serve": "--host --port --served-model-name --max-model-len --kv-memory --keys-file --device",
+    "serve": "--host --port --served-model-name --max-model-len --kv-memory --keys-file --device "
+    "--draft --draft-tokens --draft-trace",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --run-code --against --save",
     "doctor": "",
@@ -40,6 +41,7 @@ FLAGS = {
 KEYS = """
     weights host port served_model_name keys_file
     engine.kv_memory engine.max_model_len engine.max_running engine.step_tokens engine.kv_dtype engine.device
+    engine.draft engine.draft_tokens engine.draft_trace engine.draft_adaptive engine.suffix
 """
 
 
@@ -85,6 +87,25 @@ def test_every_flag_of_serve_is_the_spelling_of_a_key():
 def test_nothing_that_can_be_set_is_called_enable_or_disable():
     everything = [*KEYS.split(), *(flag for options in flags().values() for flag in options)]
     assert not [name for name in everything if re.search(r"enable|disable|use_|override|backend", name)]
+
+
+def test_make_serve_speculates_where_a_drafter_lies_beside_the_model(tmp_path: Path):
+    def command(**variables: Any) -> str:
+        words = [f"{name}={value}" for name, value in variables.items()]
+        done = subprocess.run(
+            ["make", "--dry-run", "serve", *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+        )
+        return done.stdout.splitlines()[-1]
+
+    model, drafter = tmp_path / "model", tmp_path / "model-eagle3"
+    assert "--draft" not in command(MODEL=model)
+    drafter.mkdir()
+    assert "--draft" not in command(MODEL=model), "an empty folder is no drafter"
+    (drafter / "config.json").write_text("{}")
+    assert f"--draft {drafter}" in command(MODEL=model)
+    assert f"--draft {drafter}" in command(MODEL=f"{model}/")
+    assert "--draft" not in command(MODEL=model, DRAFT="")
+    assert "--draft suffix" in command(MODEL=model, DRAFT="suffix")
 
 
 # ------------------------------------------------------------------------------------------------------------ docs

@@ -116,16 +116,25 @@ def usage_of(ends: Sequence[End], n: int) -> Json:
         completion=sum(end.completion_tokens for end in ends),
         cached=cached,
         reasoning=sum(end.reasoning_tokens for end in ends),
+        accepted=sum(end.accepted_tokens for end in ends),
+        rejected=sum(end.rejected_tokens for end in ends),
     )
 
 
-def usage(prompt: int, completion: int, cached: int = 0, reasoning: int = 0) -> Json:
+def usage(
+    prompt: int, completion: int, cached: int = 0, reasoning: int = 0, accepted: int = 0, rejected: int = 0
+) -> Json:
+    """OpenAI's shape; its prediction tokens are drafts: those accepted are part of `completion`."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": reasoning},
+        "completion_tokens_details": {
+            "reasoning_tokens": reasoning,
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": rejected,
+        },
     }
 
 

@@ -12,7 +12,7 @@ Prompt = Conversation | str | tuple[int, ...]  # a chat, raw text, or token ids
 class Ask(Record, frozen=True):
     """Prompts to answer, each `n` times; choice index = prompt * n + k.
 
-    Of `sampling`, the gateway settles `seed` and `stop_ids` (it adds the model's own), and resolves `max_tokens`:
+    Of `sampling`, the gateway settles `seed`, `seeded` and `stop_ids` (it adds the model's own), and `max_tokens`:
     WHAT_IS_LEFT, or 0 to score the prompt and generate nothing.
     """
 

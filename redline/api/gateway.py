@@ -282,7 +282,7 @@ def _copies(job: Job, ask: Ask) -> list[Job]:
         msgspec.structs.replace(
             job,
             id=JobId(f"{job.id}-{k}"),
-            sampling=msgspec.structs.replace(job.sampling, seed=derived_seed(seed, k)),
+            sampling=msgspec.structs.replace(job.sampling, seed=derived_seed(seed, k), seeded=ask.seed is not None),
         )
         for k in range(ask.n)
     ]

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -83,6 +83,15 @@ class Metrics:
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._preemptions = counter("num_preemptions", "Jobs that lost their pages and started again")
+        self._drafts = counter("spec_decode_num_drafts", "Steps of a job that verified drafts")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified")
+        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
+        self._accepted_per_pos = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by their place among a step's drafts",
+            (*label, "position"),
+            registry=self.registry,
+        )
         self._model_name = model_name
         self._last: Load | None = None  # what the counters already hold
 
@@ -98,6 +107,12 @@ class Metrics:
         self._prefix_queries.inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
         self._prefix_hits.inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
         self._preemptions.inc(load.preemptions - (last.preemptions if last else 0))
+        self._drafts.inc(load.drafts - (last.drafts if last else 0))
+        self._draft_tokens.inc(load.draft_tokens - (last.draft_tokens if last else 0))
+        self._accepted_tokens.inc(load.accepted_tokens - (last.accepted_tokens if last else 0))
+        before = last.accepted_per_pos if last else ()
+        for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, before, fillvalue=0)):
+            self._accepted_per_pos.labels(self._model_name, str(place)).inc(now - then)
         self._last = load
 
     def expose(self) -> bytes:

@@ -48,6 +48,8 @@ class Decoder:
         self._include_stop = include_stop_str
         self._prompt_tokens = prompt_tokens
         self._completion_tokens = 0
+        self._accepted_tokens = 0
+        self._rejected_tokens = 0
         self._ended = False
         self.stopped = False
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -78,7 +80,10 @@ class Decoder:
         if delta.logprobs and read:
             pairs = zip(delta.logprobs[:read], visible, strict=False)
             events.append(Logprobs(items=tuple((one, self._tokenizer.token_bytes(token)) for one, token in pairs)))
-        self._completion_tokens += len(tokens) if found is None else read
+        counted = len(tokens) if found is None else read
+        self._completion_tokens += counted
+        self._accepted_tokens += min(delta.accepted, counted)  # a stop may cut the accepted ones short
+        self._rejected_tokens += delta.proposed - delta.accepted
         if found is not None:
             self.stopped = True
             events.append(self._end("stop", delta, found))
@@ -94,6 +99,8 @@ class Decoder:
             completion_tokens=self._completion_tokens,
             cached_tokens=delta.cached_tokens,
             reasoning_tokens=self._reader.reasoning_tokens,
+            accepted_tokens=self._accepted_tokens,
+            rejected_tokens=self._rejected_tokens,
             tool_calls=self._reader.calls,
             stop=stop,
             error=delta.error,

@@ -46,6 +46,8 @@ class End(Record, frozen=True):
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int = 0
+    accepted_tokens: int = 0  # drafts that became part of the answer
+    rejected_tokens: int = 0  # drafts that the model would not have said
     tool_calls: int = 0  # > 0: the API's finish reason is "tool_calls"
     stop: str | int | None = None  # the stop string or id that ended it, where one did
     error: str | None = None

@@ -53,6 +53,27 @@ def serve(
     ] = None,
     keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER|suffix",
+            help="Speculate: the folder of an EAGLE-3 drafter of this model, or `suffix`, which repeats what the text "
+            "has said before. The answers are the same, sooner. Absent: no speculation.",
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="Tokens drafted per step and request, 0 to 15 at most; fewer where they do not pay. Absent: 3.",
+        ),
+    ] = None,
+    draft_trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Write what was accepted where, for `redline draft mine`. The file holds users' text."
+        ),
+    ] = None,
 ) -> None:
     """Serve a model over the OpenAI API.
 
@@ -67,6 +88,9 @@ def serve(
         "engine.max_model_len": max_model_len,
         "engine.kv_memory": kv_memory,
         "engine.device": device,
+        "engine.draft": draft,
+        "engine.draft_tokens": draft_tokens,
+        "engine.draft_trace": draft_trace,
     }
     flags = {key: value for key, value in given.items() if value is not None}
     raise typer.Exit(run_server(deployment.read(source, flags), Console()))

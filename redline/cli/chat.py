@@ -120,9 +120,16 @@ def _answer(client: Client, text: str, console: Console) -> None:
     if first is not None and usage is not None:
         tokens, seconds = usage["completion_tokens"], time.monotonic() - first
         rate = f"{(tokens - 1) / seconds:.0f} tokens/s" if tokens > 1 and seconds > 0 else "one token"
-        console.print(
-            f"{tokens} tokens, {rate}, first after {(first - start) * 1000:.0f} ms", style="dim", highlight=False
-        )
+        told = f"{tokens} tokens, {rate}, first after {(first - start) * 1000:.0f} ms{_drafts(usage)}"
+        console.print(told, style="dim", highlight=False)
+
+
+def _drafts(usage: dict[str, Any]) -> str:
+    """How the server's drafter did, where the server has one and says so."""
+    details: dict[str, int | None] = usage.get("completion_tokens_details") or {}
+    accepted = details.get("accepted_prediction_tokens") or 0
+    drafts = accepted + (details.get("rejected_prediction_tokens") or 0)
+    return f", {accepted} of {drafts} drafts accepted ({accepted / drafts:.0%})" if drafts else ""
 
 
 def _message(body: str) -> str:

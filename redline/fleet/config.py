@@ -10,10 +10,12 @@ keys_file = "keys.txt"                 # API keys, one per line; absent: everyon
 [engine]
 kv_memory = "8GB"
 max_model_len = 65536
+draft = "weights/kimi-k2.6-eagle3"     # a drafter's folder, or "suffix"; absent: no speculation
 """
 
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +23,9 @@ import msgspec
 
 from redline.errors import ConfigError
 from redline.wire.base import Record
-from redline.worker.config import EngineConfig
+from redline.worker.config import SUFFIX, EngineConfig
+
+MOST_DRAFTS = 15  # of a row in a step; more never pay
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -51,9 +55,9 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
             values = tomllib.loads(source.read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{source}: not a TOML file: {error}") from None
-        for key in ("weights", "keys_file"):
-            if isinstance(values.get(key), str):
-                values[key] = str(source.parent / values[key])  # paths are relative to the file
+        _resolve(values, ("weights", "keys_file"), source.parent)
+        if isinstance(values.get("engine"), dict):
+            _resolve(values["engine"], ("draft", "draft_trace"), source.parent)
     else:
         raise ConfigError(f"{source}: no such folder or file; expected a checkpoint's folder or a deployment.toml")
     for key, value in flags.items():
@@ -71,7 +75,27 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         raise ConfigError(f"{source}: {error}") from None
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"{source}: port is {config.port}; expected 0 to 65535 (0: any free one)")
+    _check_drafting(config.engine, source)
     return config
+
+
+def _resolve(values: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
+    """Paths in a file are relative to it."""
+    for key in keys:
+        if isinstance(values.get(key), str) and values[key] != SUFFIX:
+            values[key] = str(folder / values[key])
+
+
+def _check_drafting(engine: EngineConfig, source: Path) -> None:
+    tokens = engine.draft_tokens
+    if tokens is not None and not 0 <= tokens <= MOST_DRAFTS:
+        raise ConfigError(f"{source}: engine.draft_tokens is {tokens}; expected 0 to {MOST_DRAFTS} (0: drafts nothing)")
+    for key in ("draft_tokens", "draft_trace"):
+        if engine.draft is None and getattr(engine, key) is not None:
+            raise ConfigError(
+                f"{source}: engine.{key} is set, but nothing drafts: "
+                f'set engine.draft to a drafter\'s folder or "{SUFFIX}"'
+            )
 
 
 def size(text: str, place: str) -> int:

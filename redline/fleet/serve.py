@@ -32,7 +32,7 @@ from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import ServeConfig
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Failed, Ready, Stop
-from redline.worker.config import WorkerConfig
+from redline.worker.config import SUFFIX, EngineConfig, WorkerConfig
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE_S = 3.0  # for running answers to come to their ends; the others are told that it is over
@@ -44,6 +44,7 @@ def serve(config: ServeConfig, console: Console) -> int:
     folder = Path(config.weights)
     if not folder.is_dir():
         raise ConfigError(f"weights: {folder}: no such folder")
+    _check_drafting(config.engine)
     listener = _listen(config.host, config.port)
     if config.host not in ("127.0.0.1", "::1", "localhost") and config.keys_file is None:
         console.print(
@@ -51,12 +52,22 @@ def serve(config: ServeConfig, console: Console) -> int:
             "everyone who reaches the port is served",
             style="yellow",
         )
+    if config.engine.draft_trace is not None:
+        console.print(f"warning: users' text is written to {config.engine.draft_trace} (draft_trace)", style="yellow")
     sockets = Path(tempfile.mkdtemp(prefix="redline-"))  # mode 0700
     try:
         return asyncio.run(_serve(config, folder, listener, sockets, console))
     finally:
         listener.close()
         shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _check_drafting(engine: EngineConfig) -> None:
+    """Before a model is loaded for minutes."""
+    if engine.draft is not None and engine.draft != SUFFIX and not Path(engine.draft).is_dir():
+        raise ConfigError(f'draft: {engine.draft}: no such folder; expected a drafter\'s folder, or "{SUFFIX}"')
+    if engine.draft_trace is not None and not Path(engine.draft_trace).resolve().parent.is_dir():
+        raise ConfigError(f"draft_trace: {engine.draft_trace}: its folder does not exist")
 
 
 def _listen(host: str, port: int) -> socket.socket:

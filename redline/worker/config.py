@@ -2,6 +2,8 @@
 
 from redline.wire.base import Record
 
+SUFFIX = "suffix"  # in the place of a drafter's folder: what followed when the text's last tokens stood there before
+
 
 class EngineConfig(Record, frozen=True):
     """What is absent is derived from the machine, and printed by `redline doctor`."""
@@ -13,7 +15,7 @@ class EngineConfig(Record, frozen=True):
     kv_dtype: str = "bf16"  # of the pages: bf16 or float32
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
     draft: str | None = None  # a drafter's folder, or "suffix"; absent: no speculation
-    draft_tokens: int | None = None  # drafts that a step verifies per row, at most; absent: 3
+    draft_tokens: int | None = None  # drafts that a step verifies per row, at most 15; absent: 3
     draft_trace: str | None = None  # a file for what was accepted where; it holds users' text
     draft_adaptive: bool = True  # fewer drafts where they do not pay; false: always draft_tokens
     suffix: bool = True  # under a learned drafter, matches of the text's own past where they are long

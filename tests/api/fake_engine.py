@@ -53,8 +53,11 @@ class FakeEngine:
             self.sent += 1
 
 
-def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cached: int = 0) -> Script:
-    """The same tokens to everyone, never more than were asked for; logprobs of -0.5 where asked for."""
+def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cached: int = 0, drafts: int = 0) -> Script:
+    """The same tokens to everyone, never more than were asked for; logprobs of -0.5 where asked for.
+
+    drafts: verified for each delta, all accepted that it has room for.
+    """
 
     def script(job: Job) -> Iterator[Delta]:
         most = job.sampling.max_tokens
@@ -67,6 +70,8 @@ def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cach
                 tokens=piece,
                 finish=end if start + per_delta >= len(said) else None,
                 cached_tokens=cached,
+                proposed=drafts,
+                accepted=min(drafts, len(piece) - 1),
                 logprobs=tuple(_score(token, job.sampling.logprobs) for token in piece)
                 if job.sampling.logprobs is not None
                 else (),

@@ -223,9 +223,9 @@ async def test_tokenize_and_detokenize_have_vllms_shapes() -> None:
         assert unknown.status_code == 404
 
 
-def load(**values: int) -> Load:
+def load(**values: Any) -> Load:
     names = Load.__struct_fields__
-    return Load(**{**dict.fromkeys(names, 0), **values})
+    return Load(**{**dict.fromkeys(names, 0), "accepted_per_pos": (), **values})
 
 
 async def test_metrics_carry_vllms_names_and_the_counts() -> None:
@@ -257,6 +257,29 @@ async def test_metrics_carry_vllms_names_and_the_counts() -> None:
         'vllm:request_success_total{finished_reason="length",model_name="kimi-nano"} 1.0',
     ):
         assert line.replace("{M}", '{model_name="kimi-nano"}') in text
+
+
+async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
+    async with World(answer("a")) as world:
+        assert "vllm:spec_decode_num_drafts_total{M} 0.0".replace("{M}", '{model_name="kimi-nano"}') in (
+            world.metrics.expose().decode()
+        )
+        for news in (
+            load(steps=5, drafts=10, draft_tokens=30, accepted_tokens=12, accepted_per_pos=(8, 4, 0)),
+            load(steps=9, drafts=14, draft_tokens=40, accepted_tokens=16, accepted_per_pos=(10, 5, 1)),
+            load(steps=1, drafts=1, draft_tokens=3, accepted_tokens=1, accepted_per_pos=(1, 0, 0)),  # a new worker
+        ):
+            world.gateway.deliver(news)
+        text = (await world.http.get("/metrics")).text
+    for line in (
+        "vllm:spec_decode_num_drafts_total{M} 15.0",
+        "vllm:spec_decode_num_draft_tokens_total{M} 43.0",
+        "vllm:spec_decode_num_accepted_tokens_total{M} 17.0",
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="0"} 11.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="1"} 5.0',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="2"} 1.0',
+    ):
+        assert line.replace("M", 'model_name="kimi-nano"', 1) in text
 
 
 async def test_the_gateway_follows_a_channel_and_its_loss_ends_the_answers() -> None:

@@ -92,6 +92,22 @@ async def test_usage_stands_in_a_last_chunk_or_in_every_one() -> None:
     assert counts[-1] == last[-1].usage.completion_tokens
 
 
+async def test_drafts_are_told_in_the_usage_streamed_or_not() -> None:
+    tokens = len(ids("</think>abcdef<|im_end|>"))
+    assert tokens == 8
+    async with World(answer("abcdef", per_delta=3, drafts=3)) as world:
+        whole = await ask(world, n=2)
+        stream = await chunks(world, n=2, stream_options={"include_usage": True})
+    async with World(answer("abcdef")) as world:
+        plain = await ask(world)
+    details = whole.usage.completion_tokens_details
+    # Per choice, deltas of 3, 3 and 2 tokens, each the end of 3 drafts that were verified.
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (2 * 5, 2 * 4)
+    assert stream[-1].usage == whole.usage
+    details = plain.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (0, 0)
+
+
 async def test_tool_calls_come_whole_with_the_models_own_ids() -> None:
     async with World(answer(CALLS, thought="two cities")) as world:
         whole = await ask(world, tools=[{"type": "function", "function": {"name": "get", "parameters": {}}}])
@@ -180,6 +196,7 @@ async def test_choices_run_as_jobs_with_seeds_of_their_own() -> None:
     assert len(set(seeds[:3])) == 3
     assert seeds[6] == seeds[0] == 7
     assert seeds[7] != seeds[8]
+    assert [job.sampling.seeded for job in world.engine.jobs] == [True] * 7 + [False] * 2
     texts = [choice.message.content for choice in whole.choices]
     assert texts == [str(seed % 97) for seed in seeds[:3]]
     assert [joined(stream, "content", choice) for choice in range(3)] == texts

@@ -61,6 +61,15 @@ async def test_usage_counts_each_prompt_once_and_each_choice() -> None:
     assert stream[-1].usage == whole.usage
 
 
+async def test_drafts_are_told_in_the_usage_streamed_or_not() -> None:
+    async with World(say([*ids("abcd"), END], per_delta=5, drafts=6)) as world:
+        whole = await complete(world, prompt=["one", "two"])
+        stream = await chunks(world, prompt=["one", "two"], stream_options={"include_usage": True})
+    details = whole.usage.completion_tokens_details
+    assert (details.accepted_prediction_tokens, details.rejected_prediction_tokens) == (8, 4)
+    assert stream[-1].usage == whole.usage
+
+
 async def test_raw_text_is_not_parsed_as_a_chat() -> None:
     async with World(say([*ids("<think>a</think>b"), END])) as world:
         whole = await complete(world)

@@ -146,6 +146,15 @@ def test_counts_are_those_of_the_job(tiny: Tokenizer):
     )
 
 
+def test_drafts_are_counted_as_far_as_the_answer_goes(tiny: Tokenizer):
+    reader = decoder(tiny, "STOP")
+    reader.push(Delta(job=JOB, tokens=tuple(b"abc"), proposed=3, accepted=2))
+    reader.push(Delta(job=JOB, tokens=tuple(b"d"), proposed=3, accepted=0))
+    reader.push(Delta(job=JOB, tokens=tuple(b"e")))
+    last = end(reader.push(Delta(job=JOB, tokens=tuple(b"STOP of it"), proposed=12, accepted=9)))
+    assert (last.completion_tokens, last.accepted_tokens, last.rejected_tokens) == (9, 2 + 4, 1 + 3 + 3)
+
+
 def test_an_error_ends_the_answer_with_its_reason(tiny: Tokenizer):
     events = decoder(tiny).push(Delta(job=JOB, tokens=(97,), finish="error", error="the worker ended"))
     assert (text(events), end(events).finish, end(events).error) == ("a", "error", "the worker ended")

@@ -196,6 +196,28 @@ def test_a_question_is_answered_with_the_thinking_dimmed_and_the_rate_below():
     assert asked[0]["chat_template_kwargs"] == {"thinking": True}
 
 
+@pytest.mark.parametrize(
+    ("details", "says"),
+    [
+        ({"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2}, "6 of 8 drafts accepted (75%)"),
+        ({"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}, None),
+        ({"reasoning_tokens": 1, "accepted_prediction_tokens": None}, None),
+        (None, None),
+    ],
+)
+def test_acceptance_stands_below_an_answer_where_the_server_tells_it(
+    monkeypatch: pytest.MonkeyPatch, details: dict[str, int | None] | None, says: str | None
+):
+    usage = {"choices": [], "usage": {"completion_tokens": 7, "completion_tokens_details": details}}
+    monkeypatch.setitem(globals(), "CHUNKS", [*CHUNKS[:-1], usage])
+    screen = io.StringIO()
+    with fake_server() as (url, _):
+        talk(client(url), "2 + 2?", Console(file=screen, width=200))
+    said = screen.getvalue()
+    assert "7 tokens" in said
+    assert says in said if says else "drafts" not in said
+
+
 def test_a_conversation_remembers_what_was_said_but_not_the_thinking(monkeypatch: pytest.MonkeyPatch):
     lines = iter(["2 + 2?", "And now?", ""])
     console = Console(file=io.StringIO())

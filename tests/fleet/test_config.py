@@ -22,6 +22,11 @@ max_running = 8
 step_tokens = 256
 kv_dtype = "float32"
 device = "cpu"
+draft = "weights/kimi-eagle3"
+draft_tokens = 5
+draft_trace = "accepted.jsonl"
+draft_adaptive = false
+suffix = false
 """
 
 
@@ -47,6 +52,15 @@ def test_a_file_states_every_key_and_its_paths_are_relative_to_it(tmp_path: Path
     engine = config.engine
     assert (engine.kv_memory, engine.max_model_len) == (3 * 2**29, 4096)
     assert (engine.max_running, engine.step_tokens, engine.kv_dtype, engine.device) == (8, 256, "float32", "cpu")
+    assert (engine.draft, engine.draft_tokens) == (str(tmp_path / "weights/kimi-eagle3"), 5)
+    assert engine.draft_trace == str(tmp_path / "accepted.jsonl")
+    assert (engine.draft_adaptive, engine.suffix) == (False, False)
+
+
+def test_suffix_is_a_drafter_without_a_folder(tmp_path: Path):
+    config = read(write(tmp_path, 'weights = "w"\n[engine]\ndraft = "suffix"\ndraft_tokens = 0'), {})
+    assert (config.engine.draft, config.engine.draft_tokens) == ("suffix", 0)
+    assert read(tmp_path, {"engine.draft": "suffix"}).engine.draft == "suffix"
 
 
 def test_a_flag_wins_over_the_file(tmp_path: Path):
@@ -66,6 +80,11 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
         ('weights = "w"\nport = 65536', r"port is 65536; expected 0 to 65535"),
         ('weights = "w"\n[engine]\nkv_memory = "2 bags"', r"engine\.kv_memory is '2 bags'; expected a size"),
         ('weights = "w"\nengine = 1', r"engine"),
+        ('weights = "w"\n[engine]\ndraft = "d"\ndraft_tokens = 16', r"engine\.draft_tokens is 16; expected 0 to 15"),
+        ('weights = "w"\n[engine]\ndraft = "d"\ndraft_tokens = -1', r"engine\.draft_tokens is -1; expected 0 to 15"),
+        ('weights = "w"\n[engine]\ndraft = 3', r"Expected `str \| null`, got `int` - at `\$\.engine\.draft`"),
+        ('weights = "w"\n[engine]\ndraft_tokens = 3', r"engine\.draft_tokens is set, but nothing drafts"),
+        ('weights = "w"\n[engine]\ndraft_trace = "t"', r"engine\.draft_trace is set, but nothing drafts"),
         ("weights = ", r"not a TOML file"),
         ("\xff", r"not a TOML file"),
     ],

@@ -269,6 +269,12 @@ def test_a_broken_checkpoint_is_one_line(start: Callable[..., Server], tiny: Pat
         (["{tiny}", "--max-model-len", "100000"], "this model reads 65,536 tokens at most"),
         (["{tiny}", "--kv-memory", "much"], "expected a size such as 500MB"),
         (["{tiny}", "--keys-file", "{tiny}/no-keys"], "the file of API keys cannot be read"),
+        (["{tiny}", "--draft", "{tiny}/nowhere"], "draft: .*/nowhere: no such folder; expected a drafter's folder"),
+        (["{tiny}", "--draft", "suffix", "--draft-tokens", "16"], "draft_tokens is 16; expected 0 to 15"),
+        (
+            ["{tiny}", "--draft", "suffix", "--draft-trace", "{tiny}/no/file"],
+            "draft_trace: .*: its folder does not exist",
+        ),
     ],
 )
 def test_a_mistake_of_the_operator_is_one_line(
