@@ -41,6 +41,7 @@ class Runner:
         self, model: K2, layout: Layout, slots: int, drafter: Eagle3 | None = None, *, suffix: bool = False
     ) -> None:
         self.model = model
+        self.drafter = drafter
         self.kv = KvPool(model, layout, drafter)
         self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=suffix)
         self.drafting = Drafting(drafter, self.slots, self.kv)

@@ -29,6 +29,7 @@ from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
+from redline.worker.calibrate import calibrate
 from redline.worker.config import SUFFIX, EngineConfig
 from redline.worker.loop import lead
 
@@ -57,17 +58,19 @@ class Engine:
         self.drafter = drafter
         speculates = drafter is not None or config.draft == SUFFIX
         suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
+        drafts = (DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens) * speculates
         self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix)
         self.planner = Planner(
             layout.pages,
             PlanConfig(
                 step_tokens=config.step_tokens,
                 max_running=config.max_running,
-                draft_tokens=(DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens) * speculates,
+                draft_tokens=drafts,
                 learned=drafter is not None,
             ),
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=fingerprint),
+            calibrate(self.runner, drafts) if drafts and config.draft_adaptive else None,
         )
 
     @classmethod

@@ -1,0 +1,74 @@
+"""What a step costs on this machine, measured once, before the first job: a second or so, less on a GPU.
+
+The steps are real ones over made-up tokens and pages that nobody owns yet. What they leave behind in the slots and
+pages, every job writes over before it reads it.
+"""
+
+import time
+
+from redline.run.runner import Runner
+from redline.run.slots import Proposal
+from redline.tune.costs import StepCosts
+from redline.wire.job import PAGE_TOKENS, PageId, Sampling
+from redline.wire.step import Begin, Row, Step
+
+ROWS = 1, 4, 16
+COUNTS = 1, 2, 4, 8
+REPEATS = 4
+PROMPT = 8
+
+
+def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
+    """Milliseconds of decode steps by rows and positions per row, and of a pass of the learned drafter, if there is one.
+
+    The runner must be idle and fresh.
+    """
+    rows = tuple(count for count in ROWS if count <= min(len(runner.slots.at), runner.kv.planes.shape[1]))
+    counts = tuple(sorted({1, 1 + draft_tokens, *(count for count in COUNTS if count <= 1 + draft_tokens)}))
+    for slot in range(rows[-1]):
+        begin = Begin(
+            slot=slot,
+            tokens=_tokens(runner, slot, PROMPT),
+            prompt=PROMPT,
+            pages=(),
+            sampling=Sampling(max_tokens=PAGE_TOKENS, temperature=0),
+            limit=PAGE_TOKENS,
+            drafting=runner.drafter is not None,
+        )
+        known = Row(slot=slot, start=0, count=PROMPT, new_pages=(PageId(slot),), drafting=begin.drafting)
+        runner.launch(Step(number=0, begins=(begin,), rows=(known,))).wait()
+        runner.slots.at[slot].suffix = None  # its matches cost nothing, and would stand in for the drafter
+    target = tuple(tuple(_step_ms(runner, r, c) for c in counts) for r in rows)
+    if runner.drafter is None:
+        return StepCosts(rows, counts, target)
+    passes = tuple(max(_step_ms(runner, r, 1, propose=3) - _step_ms(runner, r, 1, propose=1), 0.02) / 2 for r in rows)
+    return StepCosts(rows, counts, target, passes)
+
+
+def _step_ms(runner: Runner, rows: int, count: int, propose: int = 0) -> float:
+    """The best of some: what else the machine does must not count."""
+    return min(_step(runner, rows, count, propose) for _ in range(REPEATS))
+
+
+def _step(runner: Runner, rows: int, count: int, propose: int) -> float:
+    """Milliseconds of one step of decode rows that verify count - 1 drafts each, and draft `propose` tokens."""
+    for slot in range(rows):
+        facts = runner.slots.at[slot]
+        facts.length = PROMPT + 1
+        facts.proposal = Proposal(list(_tokens(runner, slot + 1, count - 1)))
+    step = Step(
+        number=0,
+        rows=tuple(
+            Row(slot=slot, start=None, count=count, drafts=count - 1, propose=propose, drafting=propose > 0)
+            for slot in range(rows)
+        ),
+    )
+    start = time.perf_counter()
+    runner.launch(step).wait()
+    return (time.perf_counter() - start) * 1000
+
+
+def _tokens(runner: Runner, seed: int, count: int) -> tuple[int, ...]:
+    """Ids as different as those of a text: they decide which experts a step reads."""
+    vocabulary = runner.model.config.vocab_size
+    return tuple((seed * 7919 + place * 104729) % vocabulary for place in range(count))
