@@ -23,6 +23,7 @@ _SPELLINGS = (
 )
 _DTYPES = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}
 _FLOATS = ("BF16", "F16", "F32")
+_COMPUTED = "rotary_emb.inv_freq"  # some files hold what the config says already
 _EMBEDDING = "embed_tokens.weight"
 
 
@@ -32,6 +33,8 @@ def stored_tensors(folder: Path | str) -> dict[str, str]:
         names: dict[str, str] = {}
         for stored in file.keys():  # noqa: SIM118 (not a dict)
             name = _name(stored)
+            if name.endswith(_COMPUTED):
+                continue
             if name in names:
                 raise CheckpointError(f"{path}: {stored}: a second tensor of that name; expected one")
             names[name] = stored

@@ -236,9 +236,10 @@ def test_the_v3_alias_is_the_same_body(mla: Path):
     assert Eagle3.open(mla, TINY).config == CONFIGS["mla"]
 
 
-def test_t2d_may_be_missing_and_an_embedding_may_be_there(reduced: Path):
+def test_t2d_may_be_missing_and_what_nobody_reads_may_be_there(reduced: Path):
     t2d = Eagle3.open(reduced, TINY).t2d
     change(reduced, t2d=..., embed_tokens__weight=torch.zeros(TINY.vocab_size, TINY.hidden_size))
+    change(reduced, midlayer__self_attn__rotary_emb__inv_freq=torch.zeros(16))
     opened = Eagle3.open(reduced, TINY)
     assert torch.equal(opened.t2d, t2d)
     assert "embed_tokens.weight" not in opened.state_dict()
