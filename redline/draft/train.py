@@ -1,0 +1,342 @@
+"""Trains an EAGLE-3 drafter on a capture of its target: `redline draft train`.
+
+Leaves `out` as a drafter's folder (config.json, model.safetensors: the moving average) and `out/training` with
+log.jsonl, loss.png, config.json, result.json. Interrupted, it keeps its state there, and the same call goes on from it.
+"""
+
+import signal
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor
+
+from redline.draft import train_state
+from redline.draft.batches import Source, is_held_out
+from redline.draft.curve import write_curve
+from redline.draft.disk import is_full
+from redline.draft.trainer import Line, Recipe, Trainer
+from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
+from redline.model.eagle3 import Eagle3, Eagle3Config
+from redline.model.eagle3_config import Architecture
+from redline.wire.base import Record
+
+
+class Sizes(Record, frozen=True):
+    """A new drafter. None: as the target's."""
+
+    architecture: Architecture = "mla"
+    draft_vocab_size: int | None = None
+    """Tokens that its own head knows: the most frequent of the capture's answers. None: all; 0: no head of its own."""
+    intermediate_size: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    fc_norm: bool = True
+    norm_output: bool = True
+
+
+class TrainConfig(Record, frozen=True):
+    """`capture` names a stored capture; without it `corpus` names files of examples, and the target runs beside.
+
+    start  a drafter's folder to begin with; None: a new one of these sizes
+    """
+
+    target: str
+    out: str
+    recipe: Recipe
+    capture: str | None = None
+    corpus: tuple[str, ...] = ()
+    start: str | None = None
+    drafter: Sizes = Sizes()
+
+
+def run(config: TrainConfig, console: Console) -> int:
+    """0 when the drafter is exported; 130 when it was interrupted and can go on. Raises ConfigError."""
+    needs("accelerate", "matplotlib")
+    check(config)
+    source, layer_ids = open_source(config)
+    return train(config, source, layer_ids, console)
+
+
+def needs(*modules: str) -> None:
+    """ConfigError where a part of the `draft` extra is not installed."""
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise ConfigError(f"training needs {' and '.join(missing)}: pip install 'redline[draft]'")
+
+
+def check(config: TrainConfig) -> None:
+    """ConfigError naming the field."""
+    recipe, budget = config.recipe, config.recipe.budget
+    if budget.steps is None and budget.tokens is None and budget.seconds is None:
+        raise ConfigError("recipe.budget is empty; expected steps, tokens or seconds")
+    positive = {f"recipe.budget.{key}": getattr(budget, key) for key in ("steps", "tokens", "seconds")}
+    names = (
+        "tokens_per_batch accumulate max_length pool lr clip steps_ahead step_decay log_every measure_every keep_every"
+    )
+    positive |= {f"recipe.{key}": getattr(recipe, key) for key in names.split()}
+    for key, value in positive.items():
+        if value is not None and value <= 0:
+            raise ConfigError(f"{key} is {value}; expected more than 0")
+    for key in ("warmup", "ema", "held_out"):
+        value = getattr(recipe, key)
+        if not 0 <= value < 1:
+            raise ConfigError(f"recipe.{key} is {value}; expected 0 <= {key} < 1")
+    for key in ("weight_decay", "l2_sp", "focus", "lk_decay"):
+        if getattr(recipe, key) < 0:
+            raise ConfigError(f"recipe.{key} is {getattr(recipe, key)}; expected 0 or more")
+    if recipe.tokens_per_batch < recipe.max_length * recipe.accumulate:
+        raise ConfigError(
+            f"recipe.tokens_per_batch is {recipe.tokens_per_batch}; expected at least max_length x accumulate "
+            f"({recipe.max_length * recipe.accumulate}), so that a long sequence fits"
+        )
+    if (config.capture is None) == (not config.corpus):
+        raise ConfigError(
+            "expected one of `capture` (a stored capture) and `corpus` (examples, with the target beside)"
+        )
+
+
+def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], console: Console) -> int:
+    """`run`, of sequences that are there. layer_ids: of the states in them."""
+    from accelerate import Accelerator  # pyright: ignore[reportMissingTypeStubs]
+    from accelerate.utils import set_seed  # pyright: ignore[reportMissingTypeStubs]
+
+    out, folder = Path(config.out), Path(config.out) / "training"
+    cuda = torch.cuda.is_available()
+    accelerator = Accelerator(
+        mixed_precision="bf16" if cuda else "no", gradient_accumulation_steps=config.recipe.accumulate
+    )
+    main = accelerator.is_main_process
+    if _is_done(folder, config):
+        if main:
+            console.print(f"{out}: already trained")
+        return 0
+    set_seed(config.recipe.seed)
+    drafter, head_VD = open_drafter(config, source, layer_ids, accelerator.device)
+    trainer = Trainer(accelerator, drafter, head_VD, source, config.recipe)
+    state = train_state.latest(folder)
+    if state is not None:
+        trainer.resume(*train_state.load(state))
+    journal = Journal(folder, trainer.step, main)
+    if main:
+        _write(folder / "config.json", msgspec.json.format(msgspec.json.encode(config), indent=2))
+        console.print(
+            f"drafter of {drafter.parameter_count / 1e6:.1f} M parameters on {accelerator.num_processes} x "
+            f"{accelerator.device.type}; attention {trainer.way} ({trainer.why})"
+            + (f"; goes on from step {trainer.step}" if state is not None else "")
+        )
+
+    def keep() -> None:
+        facts, tensors = trainer.state()
+        if main:
+            train_state.save(folder, facts, tensors)
+        accelerator.wait_for_everyone()
+
+    with _interrupts(trainer), _bar(console, main) as show:
+
+        def log(line: Line) -> None:
+            journal.write(line)
+            show(trainer.reached.share(trainer.step, config.recipe.budget), line)
+
+        trainer.train(log, keep)
+        if trainer.stopped:
+            keep()
+            if main:
+                console.print(f"stopped after step {trainer.step}; the same call goes on from there")
+            return 130
+        result: Line = {"step": trainer.step, "tokens": round(trainer.reached.tokens)}
+        result["seconds"] = round(trainer.reached.seconds, 2)
+        result |= trainer.measure() if trainer.held_out else {}
+        journal.write(result)
+    _export(out, drafter.config, drafter, trainer.averaged(), main)
+    if main:
+        write_curve(folder / "loss.png", journal.lines)
+        _write(folder / "result.json", msgspec.json.format(msgspec.json.encode(result), indent=2))
+        for path in folder.glob("step-*"):
+            train_state.remove(path)
+        if "held_out" in result:
+            console.print(f"held out: acceptance length {result['held_out']['length']:.3f} (simulated, greedy)")
+    accelerator.wait_for_everyone()
+    return 0
+
+
+# What it begins with.
+
+
+def open_source(config: TrainConfig) -> tuple[Source, tuple[int, ...]]:
+    """The capture, or the target beside its corpus; and the ids of the layers whose states it gives."""
+    from redline.draft.capture import Stored, Streamed
+    from redline.draft.corpus import read_examples
+    from redline.draft.target import Target
+
+    if config.capture is not None:
+        stored = Stored(Path(config.capture), Checkpoint.open(config.target).fingerprint)
+        return stored, stored.layer_ids
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = Target.open(Path(config.target), device)
+    return Streamed(target, read_examples(*map(Path, config.corpus)).examples), target.layer_ids
+
+
+def open_drafter(
+    config: TrainConfig, source: Source, layer_ids: tuple[int, ...], device: torch.device
+) -> tuple[Eagle3, Tensor]:
+    """(drafter in float32 with the target's embedding and head attached, head) on the device."""
+    checkpoint = Checkpoint.open(config.target)
+    target = K2Config.from_folder(config.target)
+    embedding = checkpoint.plain("embed_tokens.weight").to(torch.bfloat16)
+    head = embedding if target.tie_word_embeddings else checkpoint.plain("lm_head.weight").to(torch.bfloat16)
+    if config.start is not None:
+        drafter = Eagle3.open(config.start, target).float()
+        if drafter.config.layer_ids != layer_ids:
+            raise ConfigError(
+                f"{config.start}: reads the target's layers {drafter.config.layer_ids}; the capture has {layer_ids}"
+            )
+    else:
+        drafter = new_drafter(config, target, source, layer_ids)
+        drafter.initialise(embedding, head)
+    drafter = drafter.to(device)
+    head = head.to(device)
+    drafter.attach(embedding.to(device), head)
+    return drafter, head
+
+
+def new_drafter(config: TrainConfig, target: K2Config, source: Source, layer_ids: tuple[int, ...]) -> Eagle3:
+    sizes = msgspec.structs.asdict(config.drafter)
+    wanted = sizes.pop("draft_vocab_size")
+    sizes["draft_vocab_size"] = {None: -1, 0: None}.get(wanted, wanted)
+    if wanted and wanted > target.vocab_size:
+        raise ConfigError(f"drafter.draft_vocab_size is {wanted}; the target has {target.vocab_size} tokens")
+    drafter = Eagle3(Eagle3Config.for_target(target, layer_ids=layer_ids, **sizes))
+    if wanted and wanted < target.vocab_size:
+        drafter.keep(frequent(source, wanted, target.vocab_size, config.recipe))
+    return drafter
+
+
+def frequent(source: Source, count: int, vocabulary: int, recipe: Recipe) -> Tensor:
+    """The tokens most frequent in answers that are trained on; of equals, the lower id first."""
+    found: Counter[int] = Counter()
+    for sequence in source.sequences(0, recipe.seed):
+        if not is_held_out(sequence.id, recipe.held_out):
+            found.update(sequence.tokens[sequence.loss].tolist())
+    return torch.tensor(sorted(range(vocabulary), key=lambda token: (-found[token], token))[:count])
+
+
+# What it leaves.
+
+
+def _is_done(folder: Path, config: TrainConfig) -> bool:
+    """Whether this very training has ended. ConfigError where the folder has another's."""
+    try:
+        written = (folder / "config.json").read_bytes()
+    except FileNotFoundError:
+        return False
+    try:
+        before = msgspec.json.decode(written, type=TrainConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{folder / 'config.json'}: damaged ({error}): remove {folder} to begin again") from None
+    for place, old, new in ((("recipe."), before.recipe, config.recipe), ("drafter.", before.drafter, config.drafter)):
+        for key in old.__struct_fields__:
+            if getattr(old, key) != getattr(new, key):
+                raise ConfigError(
+                    f"{folder.parent}: holds a training with {place}{key} {getattr(old, key)!r}, not "
+                    f"{getattr(new, key)!r}: take another folder, or remove this one"
+                )
+    return (folder / "result.json").exists()
+
+
+def _export(out: Path, config: Eagle3Config, like: Eagle3, tensors: dict[str, Tensor], main: bool) -> None:
+    if not main:
+        return
+    drafter = Eagle3(config)
+    tables = {name: buffer.cpu() for name, buffer in like.named_buffers()}
+    drafter.load_state_dict({**{name: value.cpu() for name, value in tensors.items()}, **tables})
+    try:
+        drafter.save(out)
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise train_state.full(out, error, train_state.latest(out / "training")) from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data + b"\n")
+    except OSError as error:
+        raise train_state.full(path.parent, error, train_state.latest(path.parent)) from None
+
+
+class Journal:
+    """log.jsonl: a line for each thing that happened, in order. Lines after `step`, of a run that was lost, go."""
+
+    def __init__(self, folder: Path, step: int, main: bool) -> None:
+        self._path, self._main = folder / "log.jsonl", main
+        self.lines: list[Line] = []
+        if main and self._path.exists():
+            for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
+                if line.endswith("\n"):
+                    self.lines.append(msgspec.json.decode(line))
+            self.lines = [line for line in self.lines if line["step"] <= step]
+        if main:
+            _write(self._path, b"\n".join(msgspec.json.encode(line) for line in self.lines))
+            if not self.lines:
+                self._path.write_bytes(b"")
+
+    def write(self, line: Line) -> None:
+        if not self._main:
+            return
+        self.lines.append(line)
+        try:
+            with open(self._path, "ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            raise train_state.full(self._path.parent, error, train_state.latest(self._path.parent)) from None
+
+
+@contextmanager
+def _interrupts(trainer: Trainer) -> Generator[None]:
+    """The first Ctrl-C ends the training in order; the second at once."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if trainer.asked:
+            raise KeyboardInterrupt
+        trainer.asked = True
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(kind, ask) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
+
+
+@contextmanager
+def _bar(console: Console, main: bool) -> Generator[Any]:
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn()
+    with Progress(*columns, console=console, disable=not main, transient=True) as progress:
+        task = progress.add_task("training", total=1.0)
+
+        def show(share: float, line: Line) -> None:
+            if "loss" in line:
+                progress.update(
+                    task,
+                    completed=min(share, 1.0),
+                    description=f"step {line['step']}  loss {line['loss']:.3f}  length {line['length']:.2f}  "
+                    f"{line['tokens_per_s']:,} tokens/s",
+                )
+
+        yield show

@@ -1,0 +1,159 @@
+"""A training that can go on: weights, averages, the optimiser's moments and the place in the data, without pickle.
+
+A state is a folder `step-N` of two files, state.safetensors and state.json. It appears whole, and only then does the
+one before it go. Every kind of sharding writes the same files: tensors whole, named after the drafter's parameters.
+"""
+
+import errno
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from redline.draft.budget import Reached
+from redline.draft.disk import sync
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Facts(Record, frozen=True):
+    """What is no tensor."""
+
+    step: int
+    reached: Reached
+    drawn: int  # batches that each rank has taken
+    optimizer_step: int
+    tokens: int = 0  # trained on, all ranks
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All of it, on every rank: a collective call where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def put(into: Tensor, value: Tensor) -> None:
+    """This rank's part of `value`."""
+    if isinstance(into, DTensor):
+        value = distribute_tensor(value.to(into.device), into.device_mesh, into.placements, src_data_rank=None)
+    into.copy_(value)
+
+
+class Moments:
+    """AdamW's state by parameter, wherever the optimiser keeps it."""
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self._names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._optimizer = optimizer
+        # ZeRO keeps moments by flat partitions, and finds each parameter's again itself.
+        self._zero = any(hasattr(parameter, "_hp_mapping") for parameter in self._names.values())
+
+    def read(self) -> tuple[int, dict[str, Tensor]]:
+        """(steps taken, name -> tensor), whole."""
+        steps = 0
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._names.items():
+            for moment in MOMENTS:
+                value = self._get(parameter, moment)
+                if value is not None:
+                    found[f"{moment}.{name}"] = value
+        for entry in self._optimizer.state.values():
+            if "step" in entry:
+                steps = int(entry["step"])
+        return steps, found
+
+    def _get(self, parameter: Tensor, moment: str) -> Tensor | None:
+        if self._zero:
+            from deepspeed.utils import safe_get_full_optimizer_state  # pyright: ignore[reportMissingImports]
+
+            return safe_get_full_optimizer_state(parameter, moment)
+        entry = self._optimizer.state.get(parameter, {})
+        return whole(entry[moment]) if moment in entry else None
+
+    def write(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
+        for name, parameter in self._names.items():
+            for moment in MOMENTS:
+                value = tensors.get(f"{moment}.{name}")
+                if value is not None:
+                    self._set(parameter, moment, value)
+        if self._zero:
+            for entry in self._optimizer.state.values():
+                entry["step"] = torch.tensor(float(steps))
+        else:
+            for parameter in self._names.values():
+                if parameter in self._optimizer.state:
+                    self._optimizer.state[parameter]["step"] = torch.tensor(float(steps))
+
+    def _set(self, parameter: Tensor, moment: str, value: Tensor) -> None:
+        if self._zero:
+            from deepspeed.utils import safe_set_full_optimizer_state  # pyright: ignore[reportMissingImports]
+
+            safe_set_full_optimizer_state(parameter, value, moment)
+            return
+        entry = self._optimizer.state[parameter]
+        entry[moment] = torch.zeros_like(parameter)
+        put(entry[moment], value)
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole state."""
+    found = [path for path in folder.glob("step-*") if (path / "state.json").is_file()]
+    return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
+
+
+def save(folder: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Path:
+    """Raises ConfigError, and leaves the state before as it was, where the disk is full."""
+    path = folder / f"step-{facts.step}"
+    building = folder / ".writing"
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        building.mkdir(parents=True)
+        flat = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        save_file(flat, building / "state.safetensors")
+        (building / "state.json").write_bytes(msgspec.json.encode(facts))
+        for file in building.iterdir():
+            sync(file)
+        shutil.rmtree(path, ignore_errors=True)
+        building.rename(path)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(building, ignore_errors=True)
+        raise full(folder, error, latest(folder)) from None
+    for other in folder.glob("step-*"):
+        if other != path:
+            shutil.rmtree(other)
+    return path
+
+
+def full(folder: Path, error: Exception, state: Path | None) -> ConfigError:
+    """What a person is told whose disk took no more."""
+    reason = error.strerror if isinstance(error, OSError) and error.errno != errno.ENOSPC else "no space left"
+    after = f"goes on from step {state.name.removeprefix('step-')}" if state is not None else "begins again"
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    return ConfigError(
+        f"{folder}: cannot be written ({reason}; {free / 1e6:.0f} MB free): make room and run again; training {after}"
+    )
+
+
+def load(path: Path) -> tuple[Facts, dict[str, Tensor]]:
+    """Raises ConfigError where the files are damaged."""
+    try:
+        facts = msgspec.json.decode((path / "state.json").read_bytes(), type=Facts)
+        with safe_open(path / "state.safetensors", framework="pt") as file:
+            return facts, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+        raise ConfigError(f"{path}: damaged ({error}): remove this folder to begin again") from None
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path)
