@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from redline.worker.engine import Engine
-from tests.tiny_model import job, open_engine, prompt, run, run_alone, tiny_model
+from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
 
 @pytest.fixture
@@ -76,3 +76,28 @@ def test_a_conversation_goes_on_from_pages_that_its_answer_filled():
     a, b = dict(warm.logprobs[0].top), dict(cold.logprobs[0].top)
     assert a.keys() == b.keys()
     assert max(abs(a[token] - b[token]) for token in a) < 1e-4
+
+
+def drafter_rows(engine: Engine, slot: int, count: int) -> torch.Tensor:
+    """Places [1, count) of a slot: place 0 of a job holds nothing."""
+    table = engine.runner.slots.tables[slot].long()
+    return engine.runner.kv.draft[table].flatten(0, 1)[1:count].clone()
+
+
+@pytest.mark.parametrize("shared", [64, 100, 192])
+def test_with_a_drafter_its_rows_are_the_same_too(shared: int):
+    """Whatever followed the shared pages when they were computed, and whoever shares them: nothing of it is left."""
+    asked = job("after", prompt(seed=3, length=shared) + prompt(seed=4, length=170), max_tokens=16)
+    answers: list[Answer] = []
+    rows: list[torch.Tensor] = []
+    for before in ([], [job("before", prompt(seed=3, length=250)), job("again", prompt(seed=3, length=191))]):
+        engine = open_engine(tiny_model(), drafter=tiny_drafter(), draft_adaptive=False, max_running=1)
+        try:
+            run(engine, before)
+            answers.append(run(engine, [asked])["after"])
+            rows.append(drafter_rows(engine, 0, len(asked.tokens) + 10))
+        finally:
+            engine.runner.close()
+    assert [answer.cached_tokens for answer in answers] == [0, shared // 64 * 64]
+    assert torch.equal(rows[0], rows[1])
+    assert answers[1]._replace(cached_tokens=0) == answers[0]
