@@ -169,6 +169,7 @@ RUN_TIME = {
     "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": None, "httptools": None,
     "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer", "rich": "rich",
 }  # fmt: skip
+EXTRAS = {"matplotlib", "accelerate", "deepspeed"}  # plots and training: `bench`, `draft`, `train`
 
 
 def test_the_run_time_parts_are_those_that_we_decided_on():
@@ -181,7 +182,16 @@ def test_the_package_imports_every_run_time_part_and_nothing_else():
     found: set[str] = set()
     for path in (ROOT / "redline").rglob("*.py"):
         found |= {module.partition(".")[0] for module in imports(ast.parse(path.read_text()))}
-    assert found - set(sys.stdlib_module_names) - {"redline"} == known
+    assert found - set(sys.stdlib_module_names) - {"redline"} - EXTRAS == known
+
+
+def test_what_an_extra_brings_is_imported_in_the_function_that_needs_it():
+    extras = " ".join(line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines)
+    assert all(module in extras for module in EXTRAS)
+    for path in (ROOT / "redline").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        tree.body = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+        assert not EXTRAS & {module.partition(".")[0] for module in imports(tree)}, path
 
 
 def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
