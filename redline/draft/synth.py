@@ -1,0 +1,314 @@
+"""`redline draft synth`: the target answers prompts, as it is served, and each answer becomes an example.
+
+Examples are appended as they end. What is in the file is not asked again, so the same command goes on after a kill, a
+Ctrl-C or a full disk.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from redline.chat.generation import generation_of
+from redline.chat.hashing import make_job
+from redline.chat.lines import conversation
+from redline.chat.template import Style, encode
+from redline.chat.tokenizer import Tokenizer
+from redline.draft.corpus import Example, Reader, Writer, mend
+from redline.draft.disk import is_full, write_whole
+from redline.draft.prompts import LONG_CHARACTERS, Prompt, prompts, read_prompts
+from redline.errors import ConfigError
+from redline.wire.base import Record
+from redline.wire.delta import Delta
+from redline.wire.job import Job, JobId, Sampling
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine
+
+WAVE = 8  # jobs that the engine is given at a time, in multiples of those that it runs at once
+NAMED = 20  # skipped prompts that are printed one by one
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
+
+
+class SynthConfig(Record, frozen=True):
+    weights: str  # the target's folder
+    out: str  # the corpus
+    prompts: tuple[str, ...] = ()  # users' files
+    domains: tuple[str, ...] = ()  # of our own templates
+    count: int = 1000  # prompts of each domain
+    samples: int = 1  # answers to each prompt
+    max_tokens: int = 2048  # of an answer
+    temperature: float | None = None  # absent: as the checkpoint is served
+    top_p: float | None = None
+    seed: int = 0
+    shard: str = "1/1"  # i/n: this process answers the i-th n-th of the prompts
+    long_characters: tuple[int, int] = LONG_CHARACTERS  # of a document in the domain long
+    engine: EngineConfig = EngineConfig()  # batch: max_running; draft: speculation
+
+
+class About(Record, frozen=True):
+    """Beside a corpus: whose answers it holds, and how they were drawn. One corpus has one."""
+
+    fingerprint: str
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+
+
+class Target(Protocol):
+    """What has to be known of `worker.engine.LocalEngine` to ask it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def style(self) -> Style: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def generate(
+        self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
+    ) -> Mapping[JobId, Sequence[Delta]]: ...
+
+
+Open = Callable[[SynthConfig], AbstractContextManager[Target]]
+
+
+class Done(Record, frozen=True):
+    """What a run of `synth` did."""
+
+    answers: int
+    tokens: int  # of answers
+    seconds: float
+    skipped: tuple[str, ...]  # prompts that the engine refused: "id: reason"
+
+
+def run(config: SynthConfig, console: Console) -> int:
+    """0; 1 where the disk is full; 130 after Ctrl-C. Raises ConfigError, CheckpointError."""
+    asked = wanted(config)
+    _name(console, asked.skipped, "lines", "are no prompts")
+    before = len(existing(Path(config.out)))
+    columns = TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
+    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
+    start = time.monotonic()
+    tokens = 0
+
+    def show(answers: int, total: int, new: int) -> None:
+        nonlocal tokens
+        tokens += new
+        rate = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
+        bar.update(task, completed=answers, total=total, rate=rate)
+
+    try:
+        with bar:
+            task = bar.add_task("answers", total=None, rate="")
+            done = synth(config, asked.prompts, open_engine, show)
+    except KeyboardInterrupt:
+        console.print(_kept(config, before, "stopped"))
+        return INTERRUPTED
+    except OSError as error:
+        if not is_full(error):
+            raise
+        console.print(_kept(config, before, "the disk is full"), style="red")
+        return 1
+    rate = done.tokens / max(done.seconds, 1e-9)
+    console.print(
+        f"{done.answers:,} new answers, {done.tokens:,} tokens ({rate:,.0f} tokens/s); {config.out} holds "
+        f"{before + done.answers:,}",
+        highlight=False,
+    )
+    _name(console, done.skipped, "prompts", "were refused")
+    return 0
+
+
+def wanted(config: SynthConfig) -> "_Asked":
+    """This shard's prompts, each as often as it has samples. Raises ConfigError."""
+    if not config.prompts and not config.domains:
+        raise ConfigError("prompts: nothing to ask: name a file of prompts, or domains")
+    for name, least in (("count", 1), ("samples", 1), ("max_tokens", 1)):
+        if getattr(config, name) < least:
+            raise ConfigError(f"{name} is {getattr(config, name)}; expected at least {least}")
+    index, shards = _shard(config.shard)
+    found, skipped = read_prompts(*map(Path, config.prompts))
+    every = {prompt.id: prompt for prompt in found}
+    made = prompts(config.domains, config.count, config.seed, config.long_characters)
+    every.update({prompt.id: prompt for prompt in made})
+    asked = [
+        msgspec.structs.replace(prompt, id=prompt.id if config.samples == 1 else f"{prompt.id}#{sample}")
+        for prompt in every.values()
+        if _number(prompt.id) % shards == index
+        for sample in range(config.samples)
+    ]
+    return _Asked(prompts=asked, skipped=tuple(skipped))
+
+
+class _Asked(Record, frozen=True):
+    prompts: list[Prompt]
+    skipped: tuple[str, ...]
+
+
+def existing(out: Path) -> set[str]:
+    """The ids that the corpus holds, once mended."""
+    if not out.exists():
+        return set()
+    mend(out)
+    return {example.id for example in Reader(out)}
+
+
+def synth(
+    config: SynthConfig,
+    asked: Sequence[Prompt],
+    open_target: Open,
+    progress: Callable[[int, int, int], None] = lambda answers, total, tokens: None,
+) -> Done:
+    """Answers what the corpus does not hold yet, and appends. Whatever is raised, what was appended stays.
+
+    progress(answers there, answers in all, new tokens) is called with every step of an answer. Raises ConfigError where
+    the corpus is of another target or sampling, OSError where the disk is full.
+    """
+    out = Path(config.out)
+    there = existing(out)
+    waiting = [prompt for prompt in asked if prompt.id not in there]
+    ended, total, tokens = len(asked) - len(waiting), len(asked), 0
+    skipped: list[str] = []
+    if not waiting:
+        progress(ended, total, 0)
+        return Done(answers=0, tokens=0, seconds=0.0, skipped=())
+    with open_target(config) as target, Writer(out) as writer:
+        about = about_of(config, target.fingerprint)
+        claim(out, about)
+        start = time.monotonic()
+        size = WAVE * config.engine.max_running
+        for first in range(0, len(waiting), size):
+            wave = waiting[first : first + size]
+            jobs = [_job(config, about, target, prompt) for prompt in wave]
+            answers = {job.id: _Answer(prompt, job) for prompt, job in zip(wave, jobs, strict=True)}
+
+            def take(delta: Delta, answers: dict[JobId, _Answer] = answers) -> None:
+                nonlocal ended, tokens
+                answer = answers[delta.job]
+                answer.add(delta)
+                tokens += len(delta.tokens)
+                if delta.finish in ("stop", "length"):
+                    writer.append(answer.example(delta.finish))
+                    ended += 1
+                elif delta.finish is not None:
+                    skipped.append(f"{delta.job}: {delta.error or delta.finish}")
+                progress(ended, total, len(delta.tokens))
+
+            target.generate(jobs, take)
+    answered = ended - (len(asked) - len(waiting))
+    return Done(answers=answered, tokens=tokens, seconds=time.monotonic() - start, skipped=tuple(skipped))
+
+
+def open_engine(config: SynthConfig) -> AbstractContextManager[Target]:
+    return Engine.open(config.weights, config.engine)
+
+
+def about_of(config: SynthConfig, fingerprint: str) -> About:
+    """Sampling as the checkpoint is served, but for what the config says."""
+    served = generation_of(Path(config.weights))
+    return About(
+        fingerprint=fingerprint,
+        temperature=served.temperature if config.temperature is None else config.temperature,
+        top_p=served.top_p if config.top_p is None else config.top_p,
+        top_k=served.top_k,
+        min_p=served.min_p,
+    )
+
+
+def claim(out: Path, about: About) -> None:
+    """Writes whose answers the corpus holds; ConfigError where it says otherwise already."""
+    path = out.with_name(f"{out.name}.about.json")
+    if not path.exists():
+        write_whole(path, msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+        return
+    try:
+        before = msgspec.json.decode(path.read_bytes(), type=About)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for field in About.__struct_fields__:
+        was, now = getattr(before, field), getattr(about, field)
+        if was != now:
+            raise ConfigError(
+                f"{path}: the corpus was answered with {field} {was}, this run has {now}: write to another file"
+            )
+
+
+class _Answer:
+    """One job's tokens so far."""
+
+    def __init__(self, prompt: Prompt, job: Job) -> None:
+        self._prompt = prompt
+        self._start = len(job.tokens)
+        self._tokens = list(job.tokens)
+        self._rounds: list[tuple[int, int, int]] = []
+
+    def add(self, delta: Delta) -> None:
+        if delta.proposed:
+            self._rounds.append((len(self._tokens), delta.proposed, delta.accepted))
+        self._tokens += delta.tokens
+
+    def example(self, finish: str) -> Example:
+        return Example(
+            id=self._prompt.id,
+            domain=self._prompt.domain,
+            language=self._prompt.language,
+            kind=self._prompt.kind,
+            tokens=tuple(self._tokens),
+            prompt=self._start,
+            finish=finish,
+            rounds=tuple(self._rounds),
+        )
+
+
+def _job(config: SynthConfig, about: About, target: Target, prompt: Prompt) -> Job:
+    """The prompt in the target's template. Its randomness is its own, and the same in every run."""
+    tokens = tuple(encode(conversation(prompt), target.tokenizer, target.style))
+    sampling = Sampling(
+        max_tokens=config.max_tokens,
+        temperature=about.temperature,
+        top_p=about.top_p,
+        top_k=about.top_k,
+        min_p=about.min_p,
+        seed=_number(f"{config.seed}/{prompt.id}"),
+        stop_ids=target.tokenizer.stop_ids,
+    )
+    return make_job(JobId(prompt.id), tokens, sampling, target.fingerprint)
+
+
+def _number(text: str) -> int:
+    """In [0, 2^63), the same everywhere."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """i/n as (i - 1, n)."""
+    i, slash, n = text.partition("/")
+    if not (slash and i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
+        raise ConfigError(f"shard is {text!r}; expected i/n with i from 1 to n, such as 2/8")
+    return int(i) - 1, int(n)
+
+
+def _kept(config: SynthConfig, before: int, why: str) -> str:
+    there = len(existing(Path(config.out)))
+    return f"{why}: {there - before:,} new answers are kept, {there:,} in {config.out}; the same command goes on"
+
+
+def _name(console: Console, messages: Sequence[str], what: str, why: str) -> None:
+    """Says what was skipped: each by name as long as they are few, and how many."""
+    if not messages:
+        return
+    for message in messages[:NAMED]:
+        console.print(f"skipped {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    reasons = Counter(message.rpartition(": ")[2] for message in messages[NAMED:])
+    for reason, count in reasons.most_common(3):
+        console.print(
+            f"... and {count:,} more: {reason}", style="yellow", highlight=False, markup=False, soft_wrap=True
+        )
+    console.print(f"{len(messages):,} {what} {why}", style="yellow", highlight=False)
