@@ -1,0 +1,128 @@
+"""Stages that are done once: a chain of steps, each with a stamp of all that its result depends on.
+
+A stage's stamp is a hash over its name, its configuration, the contents of the files that it reads from outside, and
+the stamps of the stages before it. It is written twice to OUT/stamps/NAME.json: before the stage runs, and when it is
+done. So a stage that is done with the same stamp is passed over; one that was killed runs again and finds what it had
+made (every verb resumes on its own); and one whose stamp has changed begins from nothing, in an empty place.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from rich.console import Console
+
+from redline.draft.disk import write_whole
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+STAMPS = "stamps"
+
+
+class Run(Protocol):
+    """What every verb is."""
+
+    def __call__(self, config: Any, console: Console) -> int: ...
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step. `makes`: files and folders under OUT that are its own, and go when it begins from nothing."""
+
+    name: str
+    config: Record
+    run: Run
+    makes: tuple[Path, ...]
+    reads: tuple[Path, ...] = ()  # from outside: files, by content
+    facts: tuple[str, ...] = ()  # what else decides, such as the target's fingerprint
+
+
+class _Stamp(Record, frozen=True):
+    stamp: str
+    done: bool
+
+
+def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
+    """Runs what is not done, in order; the first status that is not 0 ends it. Raises ConfigError."""
+    (out / STAMPS).mkdir(parents=True, exist_ok=True)
+    before = ""
+    for number, stage in enumerate(stages, 1):
+        stamp = before = stamp_of(stage, before)
+        path = out / STAMPS / f"{stage.name}.json"
+        found = _read(path)
+        title = f"{number}/{len(stages)} {stage.name}"
+        if found == _Stamp(stamp=stamp, done=True) and all(made.exists() for made in stage.makes):
+            console.print(f"[dim]{title}: done[/dim]")
+            continue
+        if found is None or found.stamp != stamp:
+            for made in stage.makes:
+                _remove(made, out)
+            write_whole(path, msgspec.json.encode(_Stamp(stamp=stamp, done=False)))
+        console.rule(title)
+        status = stage.run(stage.config, console)
+        if status:
+            return status
+        missing = [str(made) for made in stage.makes if not made.exists()]
+        assert not missing, f"stage {stage.name} has not made {', '.join(missing)}"
+        write_whole(path, msgspec.json.encode(_Stamp(stamp=stamp, done=True)))
+    return 0
+
+
+def stamp_of(stage: Stage, before: str) -> str:
+    """Hex. Raises ConfigError where a file that the stage reads is not there."""
+    parts = blake2b(digest_size=16)
+    for fact in (stage.name, before, *stage.facts):
+        parts.update(_framed(fact.encode()))
+    parts.update(_framed(msgspec.json.encode(stage.config, order="deterministic")))
+    for path in stage.reads:
+        try:
+            with open(path, "rb") as file:
+                content = blake2b(digest_size=16)
+                while piece := file.read(1 << 20):
+                    content.update(piece)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); stage {stage.name} needs it") from None
+        parts.update(_framed(content.digest()))
+    return parts.hexdigest()
+
+
+def fill(kind: type[Record], place: str, table: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
+    """A configuration from a recipe's table and what the recipe itself decides (`paths`, which no table may set).
+
+    place: "FILE: table" as messages begin. Raises ConfigError naming table.key.
+    """
+    known = set(kind.__struct_fields__)
+    for key in table:
+        if key in paths:
+            raise ConfigError(f"{place}.{key}: the recipe decides it; leave it out")
+        if key not in known:
+            settable = ", ".join(sorted(known - set(paths)))
+            raise ConfigError(f"{place}.{key}: no such key; expected one of {settable}")
+    try:
+        return msgspec.convert({**table, **paths}, kind)
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at `$")
+        raise ConfigError(f"{place}{at.rstrip('`')}: {message}") from None
+
+
+def _read(path: Path) -> _Stamp | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Stamp)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def _remove(path: Path, out: Path) -> None:
+    assert path.resolve().is_relative_to(out.resolve()), f"{path} is not in {out}"
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data
