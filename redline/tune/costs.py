@@ -1,8 +1,8 @@
 """What a step costs: milliseconds by rows, positions and drafter passes.
 
 A small grid is measured once (rows x positions per row, and a drafter pass by its positions) and read by linear
-interpolation. What steps then really take corrects it: a common scale quickly, since contexts grow and machines slow
-down as a whole; each point of the grid slowly, and it drifts back to what was measured while nobody visits it.
+interpolation. What steps then really take corrects it: a common scale, since contexts grow and machines slow down as a
+whole; and the points around the step, which drift back to what was measured while nobody visits them.
 """
 
 import bisect
@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-SCALE_RATE = 0.1  # share of a step's surprise, in logarithms, that the common scale takes over
-POINT_RATE = 0.02  # that the points around the step take over
+SCALE_RATE = 0.05  # share of a step's surprise, in logarithms, that the common scale takes over
+POINT_RATE = 0.05  # that the points around the step take over
 POINT_KEEPS = 0.999  # of a point's correction, a step later
-MOST = math.log(2)  # of one surprise, and of a point's correction
+MOST_SURPRISE = math.log(2)  # a longer step was disturbed by something else
+MOST_POINT = math.log(4)
 
 _Weights = list[tuple[int, float]]  # of the points on an axis, as interpolation mixes them
 
@@ -57,20 +58,22 @@ class StepCosts:
         if not self.known:
             return self
         target, draft = self._target_ms(rows, positions), sum(self._draft_ms(count) for count in passes)
-        surprise = max(-MOST, min(MOST, math.log(max(ms, 1e-6) / (target + draft))))
+        surprise = _bounded(math.log(max(ms, 1e-6) / (target + draft)), MOST_SURPRISE)
         share = POINT_RATE * surprise
         target_points = [[point * POINT_KEEPS for point in line] for line in self.target_points]
         columns = _mix(self.counts, positions / rows)
         for row, row_weight in _mix(self.rows, rows):
             line = target_points[row]
             for column, weight in columns:
-                line[column] = _bounded(line[column] + share * row_weight * weight * target / (target + draft))
+                line[column] = _bounded(
+                    line[column] + share * row_weight * weight * target / (target + draft), MOST_POINT
+                )
         draft_points = [point * POINT_KEEPS for point in self.draft_points]
         if draft:
             for count in passes:
                 for row, weight in _mix(self.rows, count):
                     part = weight / len(passes) * draft / (target + draft)
-                    draft_points[row] = _bounded(draft_points[row] + share * part)
+                    draft_points[row] = _bounded(draft_points[row] + share * part, MOST_POINT)
         return replace(
             self,
             scale=self.scale + SCALE_RATE * surprise,
@@ -116,5 +119,5 @@ def _mix(axis: Sequence[int], value: float) -> _Weights:
     return [(above - 1, 1 - weight), (above, weight)]
 
 
-def _bounded(point: float) -> float:
-    return max(-MOST, min(MOST, point))
+def _bounded(value: float, most: float) -> float:
+    return max(-most, min(most, value))

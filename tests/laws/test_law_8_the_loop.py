@@ -17,9 +17,10 @@ MAX_MODEL_LEN = 320
 PAGES = 9  # too few for all at once: some are pre-empted on the way
 
 
+@pytest.mark.parametrize("draft_tokens", [0, 3])
 @pytest.mark.parametrize("through", ["memory", "sockets"])
-def test_the_deltas_joined_are_the_answer(through: str, tmp_path: Path):
-    config = PlanConfig(max_running=6, step_tokens=64)
+def test_the_deltas_joined_are_the_answer(through: str, draft_tokens: int, tmp_path: Path):
+    config = PlanConfig(max_running=6, step_tokens=64, draft_tokens=draft_tokens, learned=draft_tokens > 0)
     planner, runner = Planner(PAGES, config, MAX_MODEL_LEN, hash_page), FakeRunner(PAGES, config)
     jobs = [
         make_job(
@@ -63,6 +64,7 @@ def test_the_deltas_joined_are_the_answer(through: str, tmp_path: Path):
         assert [delta.finish for delta in told[:-1]] == [None] * (len(told) - 1)
         assert told[-1].finish == ("stop" if answer and answer[-1] in job.sampling.stop_ids else "length")
     assert planner.load().preemptions > 0
+    assert (planner.load().accepted_tokens > 0) == (draft_tokens > 0)
     planner.check()
     if through == "sockets":
         to_worker.close()

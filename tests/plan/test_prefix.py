@@ -53,6 +53,26 @@ def test_a_second_page_with_a_known_hash_is_not_kept():
     assert (pool.free, pool.idle) == (6, 2)
 
 
+def test_a_page_that_the_drafter_has_read_takes_the_place_of_one_that_it_has_not():
+    pool = PagePool(8)
+    cache = PrefixCache(pool)
+    remember(cache, pool, "a")
+    (read,) = pool.take(1)
+    cache.insert(name("a"), read, None, exact=False, drafted=True)
+    assert cache.match(prefixes("a"), drafted=True) == [], "it is less exact"
+    cache.insert(name("a"), read, None, exact=True, drafted=True)
+    assert cache.match(prefixes("a"), exact=True, drafted=True) == [read]
+    (later,) = pool.take(1)
+    cache.insert(name("a"), later, None, exact=True, drafted=False)
+    assert cache.match(prefixes("a")) == [read]
+    cache.release(later)
+    cache.release(read)
+    cache.check()
+    assert (pool.free, pool.idle) == (7, 1)
+    cache.evict(1)
+    assert pool.free == 8
+
+
 def test_the_least_recently_used_leaf_goes_first():
     pool = PagePool(4)
     cache = PrefixCache(pool)

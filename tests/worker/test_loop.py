@@ -1,10 +1,12 @@
 """The one loop: it launches ahead, survives what goes wrong, says what changed, and ends clean."""
 
 import itertools
+import json
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,7 @@ from redline.wire.news import Load, Stop
 from redline.wire.step import Step, StepResult
 from redline.worker import loop
 from redline.worker.loop import Flight, lead, turn
+from redline.worker.trace import Trace
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
 
 MAX_MODEL_LEN = 400
@@ -182,6 +185,69 @@ def test_a_failed_launch_is_settled_in_its_turn():
     assert [len(delta.tokens) for delta in deltas] == [1]
     _last, deltas = turn(planner, runner, second)
     assert [delta.finish for delta in deltas] == ["error"]
+
+
+def test_a_steps_time_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch):
+    """The machine is given work early; waiting for its turn is no part of a step's time."""
+    now = itertools.count()
+    told: list[float | None] = []
+    settle = Planner.settle
+
+    def listen(self: Planner, step: Step, result: StepResult, seconds: float | None = None) -> list[Delta]:
+        told.append(seconds)
+        return settle(self, step, result, seconds)
+
+    monkeypatch.setattr(time, "monotonic", lambda: float(next(now)))
+    monkeypatch.setattr(Planner, "settle", listen)
+    planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+    planner.submit(make_job("a", PROMPT, max_tokens=3))
+    runner, last = FakeRunner(32, CONFIG), None
+    for _ in range(4):
+        last, _ = turn(planner, runner, last)
+    # launch 0, launch 1, end 2, launch 3, end 4, end 5
+    assert told == [2.0, 2.0, 1.0]
+
+
+def test_the_time_of_a_failed_step_is_not_told(monkeypatch: pytest.MonkeyPatch):
+    class Fragile(FakeRunner):
+        def launch(self, step: Step) -> FakePending:
+            raise RuntimeError("no")
+
+    planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+    monkeypatch.setattr(planner._speculation, "took", None)  # it would be called
+    planner.submit(make_job("a", PROMPT, max_tokens=3))
+    last, _ = turn(planner, Fragile(32, CONFIG), None)
+    _, (delta,) = turn(planner, Fragile(32, CONFIG), last)
+    assert delta.error == "the step could not be launched: no"
+
+
+def test_a_trace_has_a_line_for_each_job_that_ended(tmp_path: Path):
+    config = PlanConfig(max_running=4, draft_tokens=3, learned=True)
+    trace = Trace(tmp_path / "trace.jsonl")
+    jobs = [make_job(name, PROMPT, max_tokens=40, seed=seed) for seed, name in enumerate("abc")]
+    inbox, outbox = MemoryChannel(), MemoryChannel()
+    for job in jobs:
+        inbox.put(job)
+    planner = Planner(32, config, MAX_MODEL_LEN, hash_page)
+    thread = threading.Thread(target=lead, args=[planner, FakeRunner(32, config), inbox, outbox, trace])
+    thread.start()
+    ended = 0
+    while ended < 3:
+        ended += sum(1 for message in outbox.drain(wait=True) if isinstance(message, Delta) and message.finish)
+    inbox.put(Stop())
+    thread.join(10)
+    lines = {line["id"]: line for line in map(json.loads, (tmp_path / "trace.jsonl").read_text().splitlines())}
+    assert set(lines) == set("abc")
+    for job in jobs:
+        line = lines[job.id]
+        assert tuple(line["tokens"]) == PROMPT + whole_answer(job, MAX_MODEL_LEN)
+        assert (line["prompt"], line["finish"]) == (len(PROMPT), "length")
+        rounds = line["rounds"]
+        assert all(0 <= accepted <= proposed <= 3 for _, proposed, accepted in rounds)
+        assert [position for position, _, _ in rounds] == sorted({position for position, _, _ in rounds})
+    load = planner.load()
+    assert sum(accepted for line in lines.values() for _, _, accepted in line["rounds"]) == load.accepted_tokens > 0
+    trace.close()
 
 
 def test_loads_are_sent_when_something_changed_and_not_too_often():
