@@ -147,6 +147,7 @@ class Trainer:
             self._trainee.figures = torch.compile(losses.figures, dynamic=False)
         self.step = self.tokens = self._drawn = 0
         self.reached = Reached()
+        self._window: Stats | None = None  # since the last line of the log
         self.asked = self.stopped = False
         self.held_out = batches.held_out(
             source, recipe.held_out, recipe.held_out_tokens, recipe.max_length, recipe.seed
@@ -159,7 +160,6 @@ class Trainer:
         recipe = self.recipe
         ahead = Ahead(self._batches())
         began = time.monotonic() - self.reached.seconds
-        window: Stats | None = None
         since = (self.tokens, time.monotonic())
         try:
             while not self._is_over() and not self.stopped:
@@ -169,13 +169,13 @@ class Trainer:
                 self.average.update(self.step)
                 self._drawn += recipe.accumulate
                 self.tokens += sum(batch.positions for batch in group)
-                window = found if window is None else _added(window, found)
+                self._window = found if self._window is None else _added(self._window, found)
                 self._agree(began)
                 if self.step % recipe.log_every == 0:
-                    line = self._line(self._summed(window), norm)
+                    line = self._line(self._summed(self._window), norm)
                     passed = time.monotonic() - since[1]
                     log({**line, "tokens_per_s": round((self.reached.tokens - since[0]) / max(passed, 1e-9))})
-                    window, since = None, (round(self.reached.tokens), time.monotonic())
+                    self._window, since = None, (round(self.reached.tokens), time.monotonic())
                 if self.held_out and self.step % recipe.measure_every == 0 and not self._is_over():
                     log({"step": self.step, "tokens": round(self.reached.tokens), **self.measure()})
                 if self.step % recipe.keep_every == 0:
@@ -325,6 +325,9 @@ class Trainer:
             f"model.{name}": train_state.whole(parameter)
             for name, parameter in zip(self._names, parameters, strict=True)
         }
+        if self._window is not None:
+            tensors["window.stats"] = self.accelerator.reduce(torch.stack(list(self._window)), "sum")
+        tensors["random.cpu"] = torch.get_rng_state()
         tensors |= {f"begin.{name}": value for name, value in zip(self._names, self._trainee.begin, strict=False)}
         facts = train_state.Facts(
             step=self.step,
@@ -346,8 +349,12 @@ class Trainer:
         train_state.Moments(model, self._optimizer).write(facts.optimizer_step, tensors)
         for name, value in zip(self._names, self._trainee.begin, strict=False):
             value.copy_(tensors[f"begin.{name}"])
+        torch.set_rng_state(tensors["random.cpu"])
         self.step, self.reached, self._drawn = facts.step, facts.reached, facts.drawn
-        self.tokens = facts.tokens if self.accelerator.is_main_process else 0
+        window = tensors.get("window.stats")
+        if self.accelerator.is_main_process:  # whose sums stand for all ranks'
+            self.tokens = facts.tokens
+            self._window = None if window is None else Stats(*window.to(self.device).unbind(0))
 
 
 def _added(a: Stats, b: Stats) -> Stats:
