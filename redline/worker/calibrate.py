@@ -19,7 +19,7 @@ PROMPT = 8
 
 
 def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
-    """Milliseconds of decode steps by rows and positions per row, and of a pass of the learned drafter, if there is one.
+    """Milliseconds of decode steps by rows and positions per row, and of a pass of the learned drafter if there is one.
 
     The runner must be idle and fresh.
     """

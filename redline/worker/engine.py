@@ -32,6 +32,7 @@ from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
 from redline.worker.config import SUFFIX, EngineConfig
 from redline.worker.loop import lead
+from redline.worker.trace import Trace
 
 KV_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 KV_SHARE = 0.25  # of the memory that is free once the weights are there, where nothing is said; at most KV_MOST
@@ -56,6 +57,7 @@ class Engine:
         self.layout = layout
         self.fingerprint = fingerprint
         self.drafter = drafter
+        self.trace = Trace(Path(config.draft_trace)) if config.draft_trace else None
         speculates = drafter is not None or config.draft == SUFFIX
         suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
         drafts = (DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens) * speculates
@@ -140,9 +142,11 @@ class Engine:
     def serve(self, inbox: Inbox, outbox: Outbox) -> None:
         """The loop, in this thread, until a Stop comes."""
         try:
-            lead(self.planner, self.runner, inbox, outbox)
+            lead(self.planner, self.runner, inbox, outbox, self.trace)
         finally:
             self.runner.close()
+            if self.trace is not None:
+                self.trace.close()
 
 
 class LocalEngine:
