@@ -33,7 +33,7 @@ def length(accept: float) -> float:
 def test_lengths_and_the_share_of_the_gap_are_those_of_the_drafters() -> None:
     domain = compare(drafters(0.7, 0.8, 0.75), SEEDS)
     assert domain.ceiling == 4
-    assert domain.rounds == 4000
+    assert domain.rounds == 4000  # of every drafter
     assert domain.lengths["base"].mean == pytest.approx(length(0.7), abs=0.05)
     assert domain.change.mean == pytest.approx(length(0.8) - length(0.75), abs=0.04)
     closed = (length(0.8) - length(0.75)) / (4 - length(0.75))
@@ -57,13 +57,19 @@ def test_seeds_that_disagree_widen_the_interval() -> None:
     assert wide.high - wide.low > 3 * (narrow.high - narrow.low)
 
 
-def test_another_answer_or_a_missing_prompt_is_no_comparison() -> None:
+def test_a_drafter_that_has_not_answered_all_is_no_comparison() -> None:
     found = drafters(0.7, 0.7, 0.7)
     with pytest.raises(ValueError, match="control-2 has not answered"):
         compare(found | {"control-2": found["control-2"][1:]}, SEEDS)
-    other = [Answered("0", "code", "else", 1, 1, 1, 1), *found["mined-3"][1:]]
-    with pytest.raises(ValueError, match="0 has another answer under mined-3 than under base"):
-        compare(found | {"mined-3": other}, SEEDS)
+
+
+def test_prompts_with_other_answers_are_left_out_and_many_of_them_are_refused() -> None:
+    found = drafters(0.7, 0.7, 0.7)
+    odd = [Answered(f"{number}", "code", "else", 1, 4, 1, 4) for number in range(5)]
+    few = compare(found | {"mined-3": [*odd[:2], *found["mined-3"][2:]]}, SEEDS)
+    assert (few.prompts, few.other) == (398, 2)
+    with pytest.raises(ValueError, match="5 of 400 prompts have another answer"):
+        compare(found | {"mined-3": [*odd, *found["mined-3"][5:]]}, SEEDS)
 
 
 @pytest.fixture

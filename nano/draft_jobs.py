@@ -1,0 +1,71 @@
+"""Many commands on the cores of one machine: each in a slot of its own, until a time, resumable."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+GRACE_S = 20.0  # to write down what is there, once told to end
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    command: tuple[str, ...]
+
+
+Slot = tuple[int, ...]  # cores
+
+
+def slots(each: int) -> list[Slot]:
+    """The cores that this process may use, so many to a slot; cores left over are the last slot's."""
+    cores = sorted(os.sched_getaffinity(0))
+    count = max(1, len(cores) // each)
+    return [tuple(cores[i * each : (i + 1) * each if i < count - 1 else None]) for i in range(count)]
+
+
+def run_all(jobs: Sequence[Job], places: Sequence[Slot], seconds: float, folder: Path) -> list[str]:
+    """Runs the jobs in order, one to a slot at a time; gives the names of those that are not done.
+
+    A job's output is appended to FOLDER/NAME.log. FOLDER/NAME.done marks one that ended well, which is not run again.
+    When time is up, jobs that run are told to end (SIGINT), and killed if they do not within GRACE_S.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + seconds
+    waiting = deque(job for job in jobs if not (folder / f"{job.name}.done").exists())
+
+    def work(slot: Slot) -> None:
+        while time.monotonic() < until:
+            try:
+                job = waiting.popleft()
+            except IndexError:
+                return
+            if _run(job, slot, until, folder) == 0:
+                (folder / f"{job.name}.done").touch()
+
+    threads = [threading.Thread(target=work, args=(slot,)) for slot in places]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [job.name for job in jobs if not (folder / f"{job.name}.done").exists()]
+
+
+def _run(job: Job, slot: Slot, until: float, folder: Path) -> int:
+    with (folder / f"{job.name}.log").open("ab") as log:
+        process = subprocess.Popen(job.command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        os.sched_setaffinity(process.pid, slot)  # long before it counts its cores
+        try:
+            return process.wait(max(0.0, until - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+        try:
+            return process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()

@@ -1,0 +1,82 @@
+"""Answers in a small file, and many commands on the cores of one machine."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from nano.draft_jobs import Job, run_all, slots
+from nano.draft_prompts import main
+from nano.draft_store import pack, unpack
+from redline.chat.lines import conversation
+from redline.chat.template import encode
+from redline.chat.tokenizer import Tokenizer
+from redline.draft.corpus import Example
+from redline.draft.prompts import read_prompts
+
+FOLDER = Path(__file__).parents[2] / "models/kimi-nano"
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nano.draft_prompts.WAVE", 1)
+        main(["--out", str(path), "--count", "40", "--tokenizer", str(FOLDER), "--processes", "1"])
+    return path
+
+
+def test_the_corpus_comes_back_as_it_was(prompts: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(FOLDER)
+    corpus: list[Example] = []
+    for number, line in enumerate(read_prompts(prompts).prompts):
+        ids = encode(conversation(line), tokenizer)
+        answer = tuple(range(number, 2 * number))  # the first prompt has none
+        finish = "length" if number % 3 == 0 else "stop"
+        corpus.append(
+            Example(
+                id=line.id, domain=line.domain, language=line.language, tokens=(*ids, *answer), prompt=len(ids),
+                finish=finish, kind=line.kind,
+            )
+        )  # fmt: skip
+    stranger = Example(id="stranger", domain="code", tokens=(1, 2), prompt=1, finish="stop")
+    assert pack([*reversed(corpus), stranger], prompts, tmp_path / "answers.xz") == 39
+    assert list(unpack(tmp_path / "answers.xz", prompts, FOLDER)) == corpus[1:]
+
+
+def test_answers_to_other_prompts_are_refused(prompts: Path, tmp_path: Path) -> None:
+    pack([], prompts, tmp_path / "answers.xz")
+    (tmp_path / "other.jsonl").write_bytes(prompts.read_bytes().splitlines(keepends=True)[0])
+    with pytest.raises(ValueError, match=r"other prompts than those of .*other.jsonl"):
+        list(unpack(tmp_path / "answers.xz", tmp_path / "other.jsonl", FOLDER))
+
+
+def python(text: str) -> tuple[str, ...]:
+    return sys.executable, "-c", text
+
+
+def test_jobs_run_in_their_slots_and_a_second_time_only_those_that_failed(tmp_path: Path) -> None:
+    core = min(os.sched_getaffinity(0))
+    told = "import os, time; time.sleep(0.2); print(sorted(os.sched_getaffinity(0)))"
+    jobs = [Job("well", python(told)), Job("badly", python("print('why'); raise SystemExit(1)"))]
+    assert run_all(jobs, [(core,)], 30, tmp_path) == ["badly"]
+    assert json.loads((tmp_path / "well.log").read_text()) == [core]
+    assert run_all(jobs, [(core,)], 30, tmp_path) == ["badly"]
+    assert (tmp_path / "well.log").read_text().count("\n") == 1
+    assert (tmp_path / "badly.log").read_text() == "why\nwhy\n"
+
+
+def test_a_job_is_told_when_time_is_up_and_those_behind_it_wait_for_the_next_run(tmp_path: Path) -> None:
+    patient = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('kept')"
+    jobs = [Job("long", python(patient)), Job("next", python("print(1)"))]
+    assert run_all(jobs, [tuple(os.sched_getaffinity(0))], 1, tmp_path) == ["next"]
+    assert (tmp_path / "long.log").read_text() == "kept\n"
+    assert not (tmp_path / "next.log").exists()
+
+
+def test_slots_share_all_cores() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    assert [core for slot in slots(1) for core in slot] == cores
+    assert slots(1_000) == [tuple(cores)]
