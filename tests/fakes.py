@@ -73,6 +73,7 @@ class _Slot:
     table: list[PageId]
     computed: int
     proposals: list[int] = field(default_factory=list)
+    asked: int = 0  # proposals that the last row asked for
     drafting: bool = False  # the drafter follows
     read: int = 1  # drafter rows at places [1, read) are there; place 0 of a job has none
 
@@ -164,7 +165,9 @@ class FakeRunner:
         assert row.count > 0
         assert 0 <= row.propose <= self.config.draft_tokens
         assert row.samples or not row.propose, "drafts are asked for behind a token that is not known"
-        return self._known(slot, row, row.start) if row.start is not None else self._decode(slot, row)
+        result = self._known(slot, row, row.start) if row.start is not None else self._decode(slot, row)
+        slot.asked = row.propose
+        return result
 
     def _known(self, slot: _Slot, row: Row, start: int) -> RowResult:
         prompt, sampling = slot.begin.prompt, slot.begin.sampling
@@ -197,7 +200,7 @@ class FakeRunner:
     def _decode(self, slot: _Slot, row: Row) -> RowResult:
         assert row.samples
         assert row.count == 1 + row.drafts
-        assert row.drafts <= self.config.draft_tokens
+        assert row.drafts <= slot.asked, "more drafts than were asked for"
         start, sampling = len(slot.tokens) - 1, slot.begin.sampling
         assert start == slot.computed, f"a decode row at {start}, {slot.computed} positions are computed"
         assert start >= slot.begin.prompt, "a decode row in the prompt"
@@ -261,10 +264,10 @@ class FakeRunner:
         assert not row.drafting or slot.read == length, "the drafter drafts from a token that it has not read"
         fingerprint, seed = slot.fingerprints[-1], slot.begin.sampling.seed
         asked = min(row.propose, room)
-        count = asked if row.drafting else min(asked, chain(fingerprint, "match") % 6)  # a suffix may match nothing
+        count = asked if row.drafting else min(asked, chain(fingerprint, 1) % 6)  # a suffix may match nothing
         for number in range(count):
             token = next_token(fingerprint, seed)
-            if chain(fingerprint, "draft") % 4 == 0:
+            if chain(fingerprint, 2) % 4 == 0:
                 token = (token + 1) % VOCABULARY
             slot.proposals.append(token)
             fingerprint = chain(fingerprint, token)

@@ -65,7 +65,7 @@ class ActiveJob:
 
         self.generated: list[int] = []
         self.computed = 0  # positions [0, computed) are settled or cached
-        self.read = 0  # of them the learned drafter has read [0, read), where it followed the job from the beginning
+        self.read = 0  # where the last row ended that the learned drafter has read
         self.acceptance = Acceptance()
         self.hashes: list[PageHash] = list(job.pages)
         # Whether the planner may hash pages behind the prompt's own. Their chain must carry the salt, which is in the

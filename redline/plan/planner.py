@@ -151,7 +151,9 @@ class Planner:
         spare = budget // 2 if prompts or (self._waiting and self._free_slots) else budget
         parts: list[_Part] = []
         for job in decoding:
-            drafts = self._paged(job, job.planned + 1, min(job.proposed, job.room - 1, spare))
+            drafts = min(job.proposed, spare)
+            if drafts:
+                drafts = self._paged(job, job.planned + 1, drafts)
             parts.append(_Part(job, 1 + drafts, decodes=True))
             spare -= drafts
             budget -= drafts
@@ -281,13 +283,14 @@ class Planner:
 
     def _rows(self, parts: Sequence[_Part]) -> tuple[Row, ...]:
         """Plans these rows. Nothing is proposed that the next step would have no place for."""
-        lengths = iter(self._speculation.lengths([part.job for part in parts if part.samples]))
+        sampling = [part.job for part in parts if part.samples]
+        lengths = iter(self._speculation.lengths(sampling))
         spare = self._config.step_tokens - len(self._running)
         rows: list[Row] = []
         for part in parts:
-            propose = 0
-            if part.samples:
-                propose = self._paged(part.job, part.job.planned + part.positions, min(next(lengths), spare))
+            propose = min(next(lengths), spare) if part.samples else 0
+            if propose:
+                propose = self._paged(part.job, part.job.planned + part.positions, propose)
                 spare -= propose
             rows.append(self._row(part, propose))
         return tuple(rows)
@@ -325,8 +328,6 @@ class Planner:
     def _paged(self, job: ActiveJob, end: int, extra: int) -> int:
         """How many of `extra` positions behind [0, end), which has pages, have pages too. Takes pages that are free or
         idle; nobody is pre-empted for a draft."""
-        if extra <= 0:
-            return 0
         wanted = min(end + extra, job.target)
         while wanted > len(job.pages) * PAGE_TOKENS and self._pool.free + self._pool.idle:
             job.pages += self._take(1)
@@ -364,7 +365,6 @@ class Planner:
         job.sent = job.kept = len(matched)
         job.planned = job.computed = len(matched) * PAGE_TOKENS
         job.drafting = self._speculation.follows and all(self._cache.is_drafted(page) for page in matched)
-        job.read = job.planned if job.drafting else 0
         if not job.generated:
             job.exact = all(self._cache.is_exact(page) for page in matched)
             job.cached_tokens = job.planned

@@ -6,7 +6,7 @@ Private to plan. The choosing itself is in tune; here is what it is told.
 from collections.abc import Sequence
 
 from redline.plan.active import ActiveJob
-from redline.tune.acceptance import ALL_KEEP, JOB_KEEPS, Acceptance, survival
+from redline.tune.acceptance import ALL_KEEP, JOB_KEEPS, Acceptance, rates, survival
 from redline.tune.choose import Worth, choose, gain
 from redline.tune.costs import StepCosts
 from redline.wire.step import Row, RowResult, Step, StepResult
@@ -37,16 +37,15 @@ class Speculation:
         if not self._most or not jobs:
             return [0] * len(jobs)
         if self._learned and self.costs.known:
-            chances = survival(Acceptance(), self._by_learned, self._most)
+            chances = survival(Acceptance(), rates(self._by_learned, self._most))
             self._worth = self._worth.seen(gain(chances, len(jobs), self.costs))
             if not self._worth.pays:
                 # Nothing is learnt of a drafter that does not run: what was learnt fades, so that it is tried again.
                 self._by_learned = self._by_learned.seen(0, 0, ALL_KEEP)
         drafting = [job.drafting and self.follows for job in jobs]
+        by_learned, by_suffix = rates(self._by_learned, self._most), rates(self._by_suffix, self._most)
         survivals = [
-            survival(job.acceptance, self._by_learned if learned else self._by_suffix, self._most)[
-                : max(0, job.room - 2)
-            ]
+            survival(job.acceptance, (by_learned if learned else by_suffix)[: max(0, job.room - 2)])
             for job, learned in zip(jobs, drafting, strict=True)
         ]
         return choose(survivals, drafting, self.costs)

@@ -5,6 +5,7 @@ held. A job's counts are drawn to those of all jobs, and those to a constant: so
 that has not been offered drafts for a while is given the benefit of the doubt again.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 UNSEEN = 0.7  # of drafts that nobody has been offered yet, this share is taken to hold
@@ -37,18 +38,23 @@ class Acceptance:
         return Acceptance(tuple(reached), tuple(held))
 
 
-def survival(job: Acceptance, everyone: Acceptance, most: int) -> list[float]:
-    """The probability that the first 1, 2 ... `most` drafts of the job's next row all hold."""
-    alive = 1.0
-    chances: list[float] = []
-    for place in range(most):
-        reached, held = _at(everyone, place)
-        common = (held + ALL_WEIGHT * UNSEEN) / (reached + ALL_WEIGHT)
-        reached, held = _at(job, place)
-        alive *= (held + JOB_WEIGHT * common) / (reached + JOB_WEIGHT)
+def rates(everyone: Acceptance, most: int) -> list[float]:
+    """The share of the first, second ... reached drafts that hold, over all jobs."""
+    seen = len(everyone.reached)
+    return [
+        (everyone.held[place] + ALL_WEIGHT * UNSEEN) / (everyone.reached[place] + ALL_WEIGHT)
+        if place < seen
+        else UNSEEN
+        for place in range(most)
+    ]
+
+
+def survival(job: Acceptance, common: Sequence[float]) -> list[float]:
+    """The probability that the first 1, 2 ... drafts of the job's next row all hold, given the rates of all jobs."""
+    alive, chances, seen = 1.0, list[float](), len(job.reached)
+    for place, rate in enumerate(common):
+        if place < seen:
+            rate = (job.held[place] + JOB_WEIGHT * rate) / (job.reached[place] + JOB_WEIGHT)
+        alive *= rate
         chances.append(alive)
     return chances
-
-
-def _at(counts: Acceptance, place: int) -> tuple[float, float]:
-    return (counts.reached[place], counts.held[place]) if place < len(counts.reached) else (0.0, 0.0)

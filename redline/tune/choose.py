@@ -5,6 +5,7 @@ as hold. First the best length that is the same for all rows; at the rate that i
 place when the chance that it holds, over what its position costs, is above that rate. The better of the two is taken.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,18 +25,21 @@ def choose(survivals: Sequence[Sequence[float]], drafting: Sequence[bool], costs
     best, rate = [0] * rows, 0.0
     if not deepest:
         return best
+    if not costs.known:
+        return [len(chances) for chances in survivals]
+    gains = [list(itertools.accumulate(chances, initial=1.0)) for chances in survivals]  # [row][drafts]: tokens
     for depth in range(deepest + 1):
         lengths = [min(depth, len(chances)) for chances in survivals]
-        found = tokens_per_ms(survivals, drafting, lengths, costs)
+        found = _rate(gains, drafting, lengths, costs)
         if found >= rate:
             best, rate = lengths, found
-    if not costs.known or rows == 1:
+    if rows == 1:
         return best
     price = rate * _position_ms(rows, sum(best), costs)
     paying = [sum(1 for chance in chances if chance > price) for chances in survivals]
     for depth in range(deepest + 1):  # a pass more of the learned drafter is paid for by all
         lengths = [min(depth, most) if learned else most for most, learned in zip(paying, drafting, strict=True)]
-        found = tokens_per_ms(survivals, drafting, lengths, costs)
+        found = _rate(gains, drafting, lengths, costs)
         if found > rate:
             best, rate = lengths, found
     return best
@@ -45,14 +49,20 @@ def tokens_per_ms(
     survivals: Sequence[Sequence[float]], drafting: Sequence[bool], lengths: Sequence[int], costs: StepCosts
 ) -> float:
     """What steps with these lengths come to, if each step is like the one before."""
-    gains = [1 + sum(chances[:length]) for chances, length in zip(survivals, lengths, strict=True)]
-    followed = [length for length, learned in zip(lengths, drafting, strict=True) if learned]
+    return _rate([list(itertools.accumulate(chances, initial=1.0)) for chances in survivals], drafting, lengths, costs)
+
+
+def _rate(
+    gains: Sequence[Sequence[float]], drafting: Sequence[bool], lengths: Sequence[int], costs: StepCosts
+) -> float:
+    given = [gain[length] for gain, length in zip(gains, lengths, strict=True)]
+    followed = list(itertools.compress(lengths, drafting))
     passes: list[float] = []
     if followed:
         # The first pass reads what has become certain, and drafts one token.
-        passes.append(sum(gain for gain, learned in zip(gains, drafting, strict=True) if learned))
+        passes.append(sum(itertools.compress(given, drafting)))
         passes += [sum(1 for length in followed if length > done) for done in range(1, max(followed))]
-    return sum(gains) / costs.step_ms(len(lengths), len(lengths) + sum(lengths), passes)
+    return sum(given) / costs.step_ms(len(lengths), len(lengths) + sum(lengths), passes)
 
 
 def gain(survival: Sequence[float], rows: int, costs: StepCosts) -> float:

@@ -2,7 +2,8 @@
 
 import pytest
 
-from redline.tune.acceptance import ALL_KEEP, JOB_KEEPS, UNSEEN, Acceptance, survival
+from redline.tune.acceptance import ALL_KEEP, JOB_KEEPS, UNSEEN, Acceptance, rates
+from redline.tune.acceptance import survival as chances_of
 
 NOBODY = Acceptance()
 
@@ -12,6 +13,10 @@ def after(rounds: list[tuple[int, int]], keeps: float = JOB_KEEPS) -> Acceptance
     for proposed, accepted in rounds:
         counts = counts.seen(proposed, accepted, keeps)
     return counts
+
+
+def survival(job: Acceptance, everyone: Acceptance, most: int) -> list[float]:
+    return chances_of(job, rates(everyone, most))
 
 
 def test_before_anything_was_seen_each_draft_has_the_same_chance():
