@@ -117,33 +117,32 @@ class Target:
             if (reason := self.refusal(tokens)) is not None:
                 raise ConfigError(f"sequence {number}: {reason}")
         found: list[States] = []
-        with torch.inference_mode():
-            for group in _groups(sequences, self._call_tokens):
-                found += self._compute(group)
+        for group in _groups(sequences, self._call_tokens):
+            states = [self._room(len(tokens)) for tokens in group]  # ordinary tensors: training may need gradients
+            with torch.inference_mode():
+                self._compute(group, states)
+            found += states
         return found
 
-    def _compute(self, group: Sequence[Sequence[int]]) -> list[States]:
-        """Sequences that share calls. Their pages stay until all of them are done."""
-        device, hidden = self.model.device, self.config.hidden_size
+    def _room(self, tokens: int) -> States:
+        shape, device = (tokens, len(self.layer_ids), self.config.hidden_size), self.model.device
+        features = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return States(features, features.new_empty(tokens, self.config.hidden_size))
+
+    def _compute(self, group: Sequence[Sequence[int]], states: Sequence[States]) -> None:
+        """Fills the states of sequences that share calls. Their pages stay until all of them are done."""
         tables = self._tables([len(tokens) for tokens in group])
         ids = [torch.tensor(tokens, dtype=torch.int64) for tokens in group]
-        states = [
-            States(
-                torch.empty(len(tokens), len(self.layer_ids), hidden, dtype=torch.bfloat16, device=device),
-                torch.empty(len(tokens), hidden, dtype=torch.bfloat16, device=device),
-            )
-            for tokens in group
-        ]
         for call in self._calls(group):
             last_TD, features_TF = self.model.forward(self._inputs(call, ids, tables), self._planes, self.layer_ids)
             assert features_TF is not None
+            features_TLD = features_TF.unflatten(1, (len(self.layer_ids), -1))
             end = 0
             for piece in call:
                 first, end = end, end + piece.count
                 rows = slice(piece.start, piece.start + piece.count)
-                states[piece.sequence].features[rows] = features_TF[first:end].unflatten(1, (-1, hidden)).bfloat16()
+                states[piece.sequence].features[rows] = features_TLD[first:end].bfloat16()
                 states[piece.sequence].last[rows] = last_TD[first:end].bfloat16()
-        return states
 
     def _calls(self, group: Sequence[Sequence[int]]) -> Iterator[list[_Piece]]:
         """All positions of the group, in order, at most `call_tokens` in a call."""

@@ -56,6 +56,7 @@ def test_features_are_the_states_that_enter_the_named_layers():
     assert torch.equal(some, every[:, [0, 2, 3]])
     assert torch.equal(every[:, 0], target().embedding[tokens])
     assert not torch.equal(every[:, 1], every[:, 2])
+    assert not every.is_inference()  # a drafter is trained on them
 
 
 def test_long_contexts_are_cut_where_scores_would_take_too_much(monkeypatch: pytest.MonkeyPatch):
