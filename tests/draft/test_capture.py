@@ -282,3 +282,15 @@ def test_sources_without_a_sequence_are_refused(tmp_path: Path, target: Target):
         Stored(tmp_path)
     with pytest.raises(ConfigError, match="no example that the target can read"):
         Streamed(target, [])
+
+
+def test_what_no_index_names_is_removed_before_the_folder_grows(config: CaptureConfig, target: Target):
+    folder = Path(config.out)
+    folder.mkdir()
+    for name in ("shard-00099.safetensors", ".shard-00000.safetensors.writing", "notes.txt"):
+        (folder / name).write_bytes(b"left")
+    capture(config, target)
+    assert {path.name for path in folder.iterdir()} - {shard.file for shard in read_index(folder).shards} == {
+        "index.json",
+        "notes.txt",
+    }
