@@ -36,6 +36,17 @@ FLAGS = {
     "eval": "--sets --run-code --against --save",
     "doctor": "",
     "bench decode": "--batch --context --repeats --save",
+    "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --context --repeats --save",
+    "draft synth": "--out --prompts --domain --count --samples --max-tokens --temperature --top-p --shard --batch "
+    "--draft --seed --device",
+    "draft capture": "--corpus --out --disk --max-tokens --layer --device",
+    "draft train": "--out --capture --corpus --start --settings --steps --tokens --seconds --lr --loss --steps-ahead "
+    "--architecture --draft-vocab-size --seed",
+    "draft mine": "--draft --corpus --out --traces --k --proposals --temperature --top-p --examples --traffic --budget "
+    "--replay --cap --equal-domains --choose --answers --windows --window-tokens --max-tokens --batch --seed --device",
+    "draft eval": "--draft --prompts --corpus --domain --count --k --mode --rounds --temperature --top-p --max-tokens "
+    "--batch --suffix --offline --seed --save --device",
+    "draft run": "--out",
 }
 
 KEYS = """

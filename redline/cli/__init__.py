@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from redline.cli.draft import app as draft
 from redline.errors import RedlineError
 from redline.fleet import config as deployment
 from redline.fleet.serve import serve as run_server
@@ -22,6 +23,7 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Speed, each number beside the least time that the hardware allows.")
 app.add_typer(bench, name="bench")
+app.add_typer(draft, name="draft")
 
 Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder: config.json, *.safetensors, tiktoken.model.")]
 
@@ -153,6 +155,46 @@ def bench_decode(
     from redline.cli.decode import bench_decode as run
 
     raise typer.Exit(run(folder, batch or [1, 4, 16], context or [200, 4000], repeats, save, Console()))
+
+
+@bench.command(name="speculate")
+def bench_speculate(
+    folder: Folder,
+    draft: Annotated[Path, typer.Option(help="The drafter's folder.")],
+    prompts: Annotated[
+        list[Path] | None, typer.Option(help="A file of prompts, JSONL (repeatable). Absent: FOLDER/eval.")
+    ] = None,
+    k: Annotated[
+        list[int] | None, typer.Option("--k", min=1, help="Drafts of a round (repeatable). Absent: 1 to 7.")
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="Answers at once (repeatable). Absent: 1, 16.")] = None,
+    questions: Annotated[int, typer.Option(min=1, help="Prompts of each domain, at most.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that every variant takes in each domain.")] = 3,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 128,
+    context: Annotated[
+        int, typer.Option(min=1, help="Tokens already there, where the parts of a step are timed.")
+    ] = 512,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each part.")] = 40,
+    save: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+) -> None:
+    """Acceptance and tokens/s by domain for k = 0..7 and suffix matches, what verifying and drafting cost."""
+    from redline.cli.speculate import SpeculateConfig
+    from redline.cli.speculate import run as measure
+
+    config = SpeculateConfig(
+        folder=str(folder),
+        draft=str(draft),
+        prompts=tuple(map(str, prompts or ())),
+        k=tuple(k or range(1, 8)),
+        batch=tuple(batch or (1, 16)),
+        questions=questions,
+        rounds=rounds,
+        max_tokens=max_tokens,
+        context=context,
+        repeats=repeats,
+        save=None if save is None else str(save),
+    )
+    raise typer.Exit(measure(config, Console()))
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from redline.draft.buckets import DIMENSIONS, Bucket
 
-_COLOURS = dict(zip(DIMENSIONS, ("#1f4e79", "#5b8c5a", "#9db7d1", "#c97b3d", "#8d6a9f"), strict=True))
+_COLOURS: dict[str, str] = dict(zip(DIMENSIONS, ("#1f4e79", "#5b8c5a", "#9db7d1", "#c97b3d", "#8d6a9f"), strict=True))
 _LINES = ("#1f4e79", "#c97b3d", "#5b8c5a", "#8d6a9f", "#b03a48", "#6b6b6b", "#2a9d8f", "#d4a017")
 
 
@@ -20,8 +20,8 @@ def bucket_table(found: Sequence[Bucket], rows: int) -> Table:
         caption="lost: tokens per round below the ceiling; cost: share x lost",
     )
     for name in ("bucket", ""):
-        table.add_column(name)
-    for name in ("positions", "share", "acceptance", "gap", "length", "ceiling", "lost", "cost"):
+        table.add_column(name, no_wrap=True)
+    for name in ("positions", "share", "accepted", "gap", "length", "ceiling", "lost", "cost"):
         table.add_column(name, justify="right")
     for bucket in found[:rows]:
         table.add_row(

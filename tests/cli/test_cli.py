@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 from redline.cli import app
 from redline.cli.chat import Client, talk
 from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.write import random_checkpoint
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
@@ -49,7 +51,11 @@ def test_the_installed_command_without_a_verb_teaches_and_imports_no_torch():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("verb", ["serve", "chat", "eval", "doctor", "bench decode"])
+VERBS = ["serve", "chat", "eval", "doctor", "bench decode", "bench speculate"]
+DRAFT_VERBS = [f"draft {verb}" for verb in ("synth", "capture", "train", "mine", "eval", "run")]
+
+
+@pytest.mark.parametrize("verb", [*VERBS, *DRAFT_VERBS])
 def test_every_verb_has_help_for_every_option(verb: str):
     lines = typed(*verb.split(), "--help").splitlines()
     options = [line for line in lines if "--" in line and "--help" not in line]
@@ -64,6 +70,9 @@ def test_every_verb_has_help_for_every_option(verb: str):
         (["eval", "nowhere"], "nowhere"),
         (["doctor", "nowhere"], "nowhere"),
         (["bench", "decode", "nowhere"], "nowhere"),
+        (["bench", "speculate", "nowhere", "--draft", "nobody"], "nowhere"),
+        (["draft", "run", "nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["draft", "eval", "nowhere", "--draft", "nobody"], "give one of --prompts, --corpus and --domain"),
         (["chat", "--url", "http://127.0.0.1:9", "hi"], "no server at http://127.0.0.1:9"),
     ],
 )
@@ -106,6 +115,60 @@ def test_bench_decode_prints_floor_and_ratio_and_keeps_where_the_numbers_come_fr
     assert (case["batch"], case["context"]) == (2, 70)
     assert 0 < case["floor_ms"] < case["ms"]
     assert case["p10_ms"] <= case["ms"] <= case["p90_ms"]
+
+
+# ------------------------------------------------------------------------------------------------- bench speculate
+
+
+def test_bench_speculate_compares_every_variant_with_no_drafts_and_times_the_parts(tiny: Path, tmp_path: Path):
+    drafter, prompts, result = tmp_path / "drafter", tmp_path / "prompts.jsonl", tmp_path / "speculate.json"
+    Eagle3(Eagle3Config.for_target(Checkpoint.open(tiny).config)).save(drafter)
+    lines = [{"domain": name, "messages": [{"role": "user", "content": "hello"}]} for name in ("code", "math")]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    shape = ["--k", "2", "--batch", "2", "--rounds", "1", "--max-tokens", "8", "--repeats", "2", "--context", "70"]
+    said = typed("bench", "speculate", tiny, "--draft", drafter, "--prompts", prompts, *shape, "--save", result)
+    assert "mean over domains" in said
+    record = json.loads(result.read_bytes())
+    assert {"machine", "commit", "date", "versions"} <= set(record)
+    by_variant = {(rate["domain"], rate["variant"]): rate for rate in record["rates"]}
+    assert set(by_variant) == {(name, how) for name in ("code", "math") for how in ("off", "k2", "suffix", "auto")}
+    assert by_variant["code", "off"]["times"] == 1
+    assert by_variant["code", "off"]["length"] is None
+    assert by_variant["code", "k2"]["rounds"] > 0
+    assert 1 <= by_variant["code", "k2"]["length"] <= 3
+    parts = {part["name"]: part["ms"] for part in record["parts"]}
+    assert set(parts) == {"verify 1", "verify 2", "verify 4", "verify 8", "drafter pass"}
+    assert all(ms > 0 for ms in parts.values())
+
+
+# ----------------------------------------------------------------------------------------------------------- draft
+
+
+def test_the_verbs_of_the_factory_follow_one_another(tiny: Path, tmp_path: Path):
+    corpus, states, drafter, mined = (tmp_path / name for name in ("corpus.jsonl", "states", "drafter", "mined"))
+    prompts, report = tmp_path / "prompts.jsonl", tmp_path / "eval.json"
+    lines = [{"domain": "code", "messages": [{"role": "user", "content": f"{i}"}]} for i in range(3)]
+    prompts.write_text("\n".join(map(json.dumps, lines)))
+    typed("draft", "synth", tiny, "--out", corpus, "--prompts", prompts, "--max-tokens", "12")
+    typed("draft", "capture", tiny, "--corpus", corpus, "--out", states, "--disk", "10MB")
+    (tmp_path / "t.toml").write_text("[recipe]\nmax_length = 256\ntokens_per_batch = 512\nheld_out = 0.0\n")
+    learn = ["--capture", states, "--settings", tmp_path / "t.toml", "--steps", "1", "--steps-ahead", "2"]
+    typed("draft", "train", tiny, "--out", drafter, *learn)
+    budget = ["--budget", "40", "--answers", "1", "--max-tokens", "12", "--traffic", "code=1"]
+    typed("draft", "mine", tiny, "--draft", drafter, "--corpus", corpus, "--out", mined, *budget)
+    assert (mined / "mixed.jsonl").stat().st_size > 0
+    shape = ["--k", "1", "--mode", "greedy", "--rounds", "0", "--max-tokens", "8"]
+    said = typed("draft", "eval", tiny, "--draft", drafter, "--prompts", prompts, *shape, "--save", report)
+    assert "first draft, greedy: the engine accepts" in said
+    assert json.loads(report.read_bytes())["measured"][0]["rounds"] > 0
+
+
+def test_a_share_that_is_none_is_refused():
+    done = CliRunner().invoke(
+        app, ["draft", "mine", "t", "--draft", "d", "--corpus", "c", "--out", "o", "--traffic", "code"]
+    )
+    assert done.exit_code == 2
+    assert "expected DOMAIN=SHARE" in done.output
 
 
 # ------------------------------------------------------------------------------------------------------------ eval

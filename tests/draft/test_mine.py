@@ -61,13 +61,13 @@ def test_top_p_keeps_the_fewest_likeliest_tokens_that_reach_it_and_temperature_0
 V, PROMPT = 16, 3
 
 
-def scored_sequence(tokens: list[int], steps: list[torch.Tensor], serving: Serving = Serving(own=True)) -> Scores:
+def scored_sequence(tokens: list[int], steps: list[torch.Tensor]) -> Scores:
     """States are logits here; the target is sure of every token that follows."""
     ids = torch.tensor(tokens)
     last = torch.nn.functional.one_hot(ids.roll(-1), V).float() * 20
     return score(
         ids, torch.arange(len(ids)) >= PROMPT, last, steps,
-        target=lambda x: x, drafter=lambda x: x, vocabulary=V, serving=serving,
+        target=lambda x: x, drafter=lambda x: x, vocabulary=V, serving=Serving(own=True),
     )  # fmt: skip
 
 

@@ -1,0 +1,222 @@
+"""`redline draft run recipe.toml`: the whole factory from one file, resumable, ending in a folder that serves.
+
+    OUT/corpus.jsonl        synth       the target's answers to prompts
+    OUT/capture             capture     its states over them
+    OUT/base                train       the first drafter
+    OUT/mine                mine        what it struggles with; OUT/mine/mixed.jsonl: fresh answers and replay
+    OUT/mine-capture        capture
+    OUT/mined               train       the first drafter, trained on
+    OUT/eval.json           eval        in the engine; it ends the run where the engine and the trainer disagree
+    OUT/drafter             export      what `redline serve --draft` takes
+
+A recipe's tables have the keys of the verbs' configurations; what the recipe itself decides (folders, target) cannot be
+set there. Without [mine] the first drafter is evaluated and exported. recipe_example.toml, beside this module, is one.
+"""
+
+import shutil
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from redline.draft import capture, evaluate, mine, synth, train
+from redline.draft.capture import CaptureConfig
+from redline.draft.evaluate import EvalConfig
+from redline.draft.mine import MineConfig
+from redline.draft.stages import Stage, fill, run_stages
+from redline.draft.synth import SynthConfig
+from redline.draft.train import TrainConfig
+from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.eagle3 import Eagle3
+from redline.wire.base import Record
+
+TABLES = ("synth", "capture", "train", "mine", "retrain", "eval")
+EXPORTED = ("config.json", "model.safetensors")
+
+
+class RunConfig(Record, frozen=True):
+    """What `redline draft run` is told."""
+
+    recipe: str
+    out: str | None = None  # wins over the recipe's
+
+
+class ExportConfig(Record, frozen=True):
+    target: str
+    drafter: str  # the folder that is copied
+    out: str
+
+
+class _Top(Record, frozen=True):
+    target: str
+    out: str | None = None
+    corpus: tuple[str, ...] = ()  # the base set, where there is one; then there is no [synth]
+    synth: dict[str, Any] | None = None
+    capture: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    train: dict[str, Any] | None = None
+    mine: dict[str, Any] | None = None
+    retrain: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    eval: dict[str, Any] | None = None
+
+
+def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
+    """0 when the drafter is exported, else the status of the stage that ended it. Raises ConfigError."""
+    stages, out = stages_of(Path(config.recipe), None if config.out is None else Path(config.out), origin)
+    status = run_stages(stages, out, console)
+    if not status:
+        console.print(f"redline serve TARGET --draft {out / 'drafter'}", highlight=False, markup=False)
+    return status
+
+
+def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = None) -> tuple[list[Stage], Path]:
+    """The stages of a recipe, and the folder of all that they make. Raises ConfigError naming file and table.key."""
+    top = _read(path)
+    here = path.parent
+    if out is None:
+        if top.out is None:
+            raise ConfigError(f"{path}: out: the folder of everything; give it here or with --out")
+        out = here / top.out
+    target = str(here / top.target)
+    facts = (Checkpoint.open(target).fingerprint,)
+    if (top.synth is None) == (not top.corpus):
+        raise ConfigError(f"{path}: expected [synth], or corpus = [files], and not both")
+    stages: list[Stage] = []
+
+    def table(name: str, kind: type[Record], given: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
+        return fill(kind, f"{path}: {name}", given, paths)
+
+    corpus = tuple(str(here / name) for name in top.corpus)
+    outside = tuple(map(Path, corpus))
+    if top.synth is not None:
+        values, reads = _beside(here, top.synth, ("prompts",))
+        corpus = (str(out / "corpus.jsonl"),)
+        config = table("synth", SynthConfig, values, {"weights": target, "out": corpus[0]})
+        made = (out / "corpus.jsonl", out / "corpus.jsonl.about.json")
+        stages.append(Stage("synth", config, synth.run, made, reads, facts))
+
+    def captured(name: str, source: tuple[str, ...], reads: tuple[Path, ...]) -> str:
+        folder = out / name
+        paths = {"target": target, "corpus": source, "out": str(folder)}
+        config = table("capture", CaptureConfig, top.capture, paths)
+        stages.append(Stage(name, config, capture.run, (folder,), reads, facts))
+        return str(folder)
+
+    def trained(name: str, title: str, values: Mapping[str, Any], states: str, start: str | None) -> str:
+        folder = out / name
+        paths = {"target": target, "out": str(folder), "capture": states, "corpus": ()}
+        if start is not None:
+            paths["start"] = start
+        stages.append(Stage(name, table(title, TrainConfig, values, paths), train.run, (folder,)))
+        return str(folder)
+
+    if top.train is None:
+        raise ConfigError(f"{path}: [train]: missing; a budget at least: [train.recipe.budget] steps = 1000")
+    drafter = trained("base", "train", top.train, captured("capture", corpus, outside), None)
+    if top.mine is not None:
+        values, reads = _beside(here, top.mine, ("traces",))
+        folder = out / "mine"
+        paths = {"target": target, "draft": drafter, "corpus": corpus, "out": str(folder)}
+        stages.append(Stage("mine", table("mine", MineConfig, values, paths), mine.run, (folder,), reads))
+        states = captured("mine-capture", (str(folder / "mixed.jsonl"),), ())
+        drafter = trained("mined", "retrain", _merged(top.train, top.retrain), states, drafter)
+    if top.eval is not None:
+        values, reads = _beside(here, top.eval, ("prompts", "corpus"))
+        save = out / "eval.json"
+        config = table("eval", EvalConfig, values, {"target": target, "draft": drafter, "save": str(save)})
+
+        def evaluated(config: EvalConfig, console: Console) -> int:
+            return evaluate.run(config, console, origin)
+
+        stages.append(Stage("eval", config, evaluated, (save,), reads))
+    final = out / "drafter"
+    stages.append(Stage("export", ExportConfig(target=target, drafter=drafter, out=str(final)), export, (final,)))
+    return stages, out
+
+
+def export(config: ExportConfig, console: Console) -> int:
+    """Copies a trained drafter's two files, once they have been opened as the engine opens them."""
+    drafter = Eagle3.open(Path(config.drafter), Checkpoint.open(config.target).config)
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in EXPORTED:
+        shutil.copyfile(Path(config.drafter) / name, out / name)
+    size = sum((out / name).stat().st_size for name in EXPORTED)
+    console.print(f"{out}: {drafter.parameter_count / 1e6:.2f} M parameters, {size / 1e6:.1f} MB", highlight=False)
+    return 0
+
+
+def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
+    """A training's configuration from a TOML file (the keys of a recipe's [train]) and flags, which win.
+
+    flags: dotted keys, such as recipe.budget.steps. Raises ConfigError naming file and key.
+    """
+    values: dict[str, Any] = {} if path is None else _toml(path)
+    for key, value in flags.items():
+        *tables, last = key.split(".")
+        place = values
+        for name in tables:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{path}: {name}: expected a table")
+        place[last] = value
+    values.setdefault("recipe", {}).setdefault("budget", {})
+    return fill(TrainConfig, str(path) if path is not None else "train", values, {})
+
+
+def mine_config(values: Mapping[str, Any]) -> MineConfig:
+    """Raises ConfigError naming the key."""
+    return fill(MineConfig, "mine", values, {})
+
+
+def eval_config(values: Mapping[str, Any]) -> EvalConfig:
+    """Raises ConfigError naming the key."""
+    return fill(EvalConfig, "eval", values, {})
+
+
+def _read(path: Path) -> _Top:
+    values = _toml(path)
+    unknown = sorted(set(values) - set(_Top.__struct_fields__))
+    if unknown:
+        raise ConfigError(f"{path}: {unknown[0]}: no such key; expected {', '.join(_Top.__struct_fields__)}")
+    try:
+        return msgspec.convert(values, _Top)
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at `$.")
+        raise ConfigError(f"{path}: {at.rstrip('`') or 'recipe'}: {message}") from None
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from None
+
+
+def _beside(here: Path, table: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """The table with the paths under `keys`, which are relative to the recipe, made whole; and these paths."""
+    values, paths = dict(table), list[Path]()
+    for key in keys:
+        given = values.get(key)
+        if isinstance(given, str):
+            values[key] = str(here / given)
+            paths.append(here / given)
+        elif isinstance(given, list):
+            names = [name for name in given if isinstance(name, str)]
+            values[key] = [str(here / name) for name in names]
+            paths += [here / name for name in names]
+    return values, tuple(paths)
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """The second's values over the first's, table by table."""
+    merged = dict(first)
+    for key, value in second.items():
+        before = merged.get(key)
+        merged[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged

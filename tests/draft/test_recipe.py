@@ -1,0 +1,208 @@
+"""The factory from one file: stages that are done once, in order, and a recipe whose mistakes are named."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from redline.draft import recipe as module
+from redline.draft.mine import MineConfig
+from redline.draft.recipe import RunConfig, read_train, run, stages_of
+from redline.draft.stages import Stage, fill, run_stages
+from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.eagle3 import Eagle3
+from redline.model.write import random_checkpoint
+from redline.wire.base import Record
+from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+
+QUIET = Console(file=io.StringIO())
+
+
+class Cook(Record, frozen=True):
+    out: str
+    salt: int = 0
+
+
+# ---------------------------------------------------------------------------------------------------------- stages
+
+
+@pytest.fixture
+def kitchen(tmp_path: Path) -> tuple[Callable[..., int], list[str]]:
+    """Two stages, the second after the first; what ran, in order."""
+    ran: list[str] = []
+
+    def cook(config: Cook, console: Console) -> int:
+        place = Path(config.out)
+        ran.append(f"{place.name} {'again' if place.exists() else 'new'}")
+        place.write_text("done")
+        return 7 if config.salt == 13 else 0
+
+    def serve(first: int = 0, second: int = 0) -> int:
+        stages = [
+            Stage(name, Cook(out=str(tmp_path / name), salt=salt), cook, (tmp_path / name,), (tmp_path / "shop",))
+            for name, salt in (("soup", first), ("cake", second))
+        ]
+        return run_stages(stages, tmp_path, QUIET)
+
+    (tmp_path / "shop").write_text("flour")
+    return serve, ran
+
+
+def test_what_is_done_is_not_done_again(kitchen: tuple[Callable[..., int], list[str]]):
+    serve, ran = kitchen
+    assert serve() == serve() == 0
+    assert ran == ["soup new", "cake new"]
+
+
+def test_a_changed_stage_and_all_behind_it_begin_from_nothing(kitchen: tuple[Callable[..., int], list[str]]):
+    serve, ran = kitchen
+    serve()
+    serve(second=1)
+    assert ran[2:] == ["cake new"]
+    serve(first=1, second=1)
+    assert ran[3:] == ["soup new", "cake new"]
+
+
+def test_a_stage_that_failed_goes_on_where_it_was(kitchen: tuple[Callable[..., int], list[str]]):
+    serve, ran = kitchen
+    assert serve(second=13) == 7
+    assert serve(second=13) == 7
+    assert ran == ["soup new", "cake new", "cake again"]
+
+
+def test_a_file_from_outside_counts_by_its_content(kitchen: tuple[Callable[..., int], list[str]], tmp_path: Path):
+    serve, ran = kitchen
+    serve()
+    (tmp_path / "shop").write_text("sugar")
+    serve()
+    assert ran[2:] == ["soup new", "cake new"]
+
+
+def test_what_somebody_has_removed_is_made_again(kitchen: tuple[Callable[..., int], list[str]], tmp_path: Path):
+    serve, ran = kitchen
+    serve()
+    (tmp_path / "cake").unlink()
+    serve()
+    assert ran[2:] == ["cake new"]
+
+
+# -------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("table", "says"),
+    [
+        ({"budgett": 1}, r"r\.toml: mine\.budgett: no such key; expected one of answers, "),
+        ({"budget": "much"}, r"r\.toml: mine\.budget: Expected `int`, got `str`"),
+        ({"traffic": {"code": "all"}}, r"r\.toml: mine\.traffic.*Expected `float`"),
+        ({"out": "x"}, r"r\.toml: mine\.out: the recipe decides it"),
+        ({"choose": "luck"}, r"r\.toml: mine\.choose: Invalid enum value 'luck'"),
+    ],
+)
+def test_a_wrong_key_is_named_with_its_table(table: dict[str, Any], says: str):
+    with pytest.raises(ConfigError, match=says):
+        fill(MineConfig, "r.toml: mine", table, {"target": "t", "draft": "d", "out": "o", "corpus": ("c",)})
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe") / "tiny"
+    random_checkpoint(folder, kernel_config(vocab_size=TINY_VOCAB))
+    return write_tiny_tokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[mine]", "target"),
+        ('target = "{}"\nsinth = 1', "sinth: no such key"),
+        ('target = "{}"\nsynth = 1', "synth: Expected `object"),
+        ('target = "{}"\n[synth]\ncount = 1', "out: the folder of everything"),
+        ('target = "{}"\nout = "o"', r"expected \[synth\], or corpus"),
+        ('target = "{}"\nout = "o"\n[synth]\ncuont = 1', r"synth\.cuont: no such key"),
+        ('target = "{}"\nout = "o"\n[synth]\ncount = 1', r"\[train\]: missing"),
+        ('target = "{}"\nout = "o"\n[synth]\n[train.recipe]\nlr = "fast"', r"train\.recipe\.lr: Expected `float`"),
+        ("target =", "not a TOML file"),
+    ],
+)
+def test_a_recipe_that_is_wrong_is_one_line(tiny: Path, tmp_path: Path, text: str, says: str):
+    path = tmp_path / "r.toml"
+    path.write_text(text.replace("{}", str(tiny)))
+    with pytest.raises(ConfigError, match=says) as error:
+        stages_of(path, None)
+    assert str(error.value).startswith(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_the_example_is_a_recipe_of_every_stage():
+    stages, _ = stages_of(Path(module.__file__).with_name("recipe_example.toml"), None)
+    assert [stage.name for stage in stages] == [
+        "synth", "capture", "base", "mine", "mine-capture", "mined", "eval", "export"
+    ]  # fmt: skip
+    base, mined = (stage.config for stage in stages if stage.name in ("base", "mined"))
+    assert mined.start == base.out
+    assert (mined.recipe.lr, mined.recipe.budget.tokens, mined.recipe.steps_ahead) == (1e-4, 5_000_000, 5)
+
+
+def test_flags_win_over_the_file_in_training(tmp_path: Path):
+    path = tmp_path / "train.toml"
+    path.write_text("[recipe]\nlr = 1e-3\nema = 0.5\n[recipe.budget]\nsteps = 3\n")
+    config = read_train(path, {"target": "t", "out": "o", "capture": "c", "recipe.lr": 2e-3})
+    assert (config.recipe.lr, config.recipe.ema, config.recipe.budget.steps) == (2e-3, 0.5, 3)
+    with pytest.raises(ConfigError, match=r"train\.toml\.recipe\.lr"):
+        read_train(path, {"target": "t", "out": "o", "recipe.lr": "fast"})
+
+
+# ------------------------------------------------------------------------------------------------------------- all
+
+
+def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Path):
+    lines = [{"id": f"{i}", "domain": "ab"[i % 2], "messages": [{"role": "user", "content": f"{i}"}]} for i in range(8)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "r.toml").write_text(f"""
+        target = "{tiny}"
+        out = "out"
+        [synth]
+        prompts = ["asked.jsonl"]
+        max_tokens = 24
+        [train.recipe]
+        tokens_per_batch = 512
+        max_length = 256
+        steps_ahead = 2
+        held_out = 0.0
+        [train.recipe.budget]
+        steps = 2
+        [mine]
+        steps = 2
+        budget = 200
+        answers = 1
+        max_tokens = 24
+        [eval]
+        prompts = "asked.jsonl"
+        k = [2]
+        modes = ["greedy"]
+        rounds = 0
+        max_tokens = 16
+    """)
+    config = RunConfig(recipe=str(tmp_path / "r.toml"))
+    screen = io.StringIO()
+    assert run(config, Console(file=screen, width=200), {"machine": "here"}) == 0
+    out = tmp_path / "out"
+    Eagle3.open(out / "drafter", Checkpoint.open(tiny).config)
+    assert sorted(path.name for path in (out / "drafter").iterdir()) == ["config.json", "model.safetensors"]
+    report = json.loads((out / "eval.json").read_bytes())
+    assert report["machine"] == "here"
+    assert {one["domain"] for one in report["measured"]} == {"a", "b"}
+    for one in report["measured"]:
+        assert one["engine_first"] == pytest.approx(one["offline_first"])
+    mined = json.loads((out / "mine" / "report.json").read_bytes())
+    assert mined["positions"] > 0
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    assert run(config, QUIET) == 0
+    assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
