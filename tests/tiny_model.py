@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from redline.chat.hashing import make_job
 from redline.model.checkpoint import Checkpoint
@@ -84,6 +85,12 @@ def job(name: str, tokens: Sequence[int], **sampling: Any) -> Job:
     """Greedy, 8 tokens and their 3 best alternatives unless told otherwise."""
     asked = Sampling(**{"max_tokens": 8, "temperature": 0.0, "logprobs": 3, **sampling})
     return make_job(JobId(name), tuple(tokens), asked, FINGERPRINT)
+
+
+def drafter_rows(engine: Engine, slot: int, count: int) -> Tensor:
+    """Places [1, count) of a slot: place 0 of a job holds nothing."""
+    table = engine.runner.slots.tables[slot].long()
+    return engine.runner.kv.draft[table].flatten(0, 1)[1:count].clone()
 
 
 class Answer(NamedTuple):

@@ -80,34 +80,47 @@ class Drafting:
         features_TF: Tensor,
     ) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
         """Writes the drafter's rows of these spans. -> (slot, drafts wanted) of those that draft, and their last rows'
-        normed states and fed-back features, [R, D] each."""
+        normed states and fed-back features, [R, D] each.
+
+        A row whose place is the first of a page that the slot does not have yet is late: it comes with the slot's next
+        row, by way of `tails`, as after a cached page.
+        """
         slots: list[int] = []
         positions: list[int] = []  # of the features; the row's token is the next one
         sources: list[int] = []
         queries: list[int] = []
         drafting: list[tuple[int, int]] = []
+        late: list[int] = []
+        behind = [span for span in spans if self._slots.at[span.slot].behind]
         for span, first, count, drafts in zip(spans, firsts, counts, wanted, strict=True):
-            count = min(count, self._slots.at[span.slot].length - 1 - span.start)
+            slot = self._slots.at[span.slot]
+            count = min(count, slot.length - 1 - span.start)
+            slot.behind = span.start + count == slot.pages * PAGE_TOKENS
+            if slot.behind:
+                late.append(len(slots) + count - 1)
             slots.extend([span.slot] * count)
             positions.extend(range(span.start, span.start + count))
             sources.extend(range(first, first + count))
             if drafts and count:
                 queries.append(len(slots) - 1)
                 drafting.append((span.slot, drafts))
-        behind = [span for span in spans if self._slots.at[span.slot].behind]
         if not positions and not behind:
             return [], features_TF, features_TF
         feature = drafter.fuse(features_TF if len(sources) == features_TF.shape[0] else features_TF[sources])
         ends = [i for i, position in enumerate(positions) if position % PAGE_TOKENS == PAGE_TOKENS - 1]
         if ends:
             self._kv.tails[self._pages([slots[i] for i in ends], [positions[i] for i in ends])] = feature[ends]
+        if late:
+            kept = [i for i in range(len(slots)) if i not in late]
+            feature, slots, positions = feature[kept], [slots[i] for i in kept], [positions[i] for i in kept]
+            queries = [kept.index(i) for i in queries]
         if behind:
             tails = self._pages([span.slot for span in behind], [span.start - 1 for span in behind])
             feature = torch.cat([feature, self._kv.tails[tails]])
-            for span in behind:
-                slots.append(span.slot)
-                positions.append(span.start - 1)
-                self._slots.at[span.slot].behind = False
+            slots += [span.slot for span in behind]
+            positions += [span.start - 1 for span in behind]
+        if not slots:
+            return [], feature, feature
         normed, fed = self._forward(drafter, slots, positions, None, feature, queries)
         return drafting, normed, fed
 

@@ -61,7 +61,7 @@ class Slot:
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
     proposal: Proposal = NOTHING
     suffix: Suffix | None = None
-    behind: bool = False  # its pages are cached ones, and the drafter's first row needs the last one's feature
+    behind: bool = False  # the drafter's row of the next position is to come, with the feature that its last page keeps
     error: str | None = None  # its job has ids that are no tokens: its rows must not run
 
 

@@ -1,9 +1,10 @@
 """Law 2: prefill in chunks = prefill at once, bit for bit on a CPU: every log probability and the answer."""
 
 import pytest
+import torch
 
 from redline.model.k2 import K2
-from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_model
+from tests.tiny_model import Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
 PROMPT = prompt(seed=2, length=300)
 ASKED = {"max_tokens": 12, "prompt_logprobs": 3}
@@ -39,3 +40,19 @@ def test_several_prompts_in_one_step_are_each_their_own(model: K2):
         engine.runner.close()
     for one in jobs:
         assert together[one.id] == run_alone(model, one), one.id
+
+
+@pytest.mark.parametrize("step_tokens", [32, 64, 100])
+def test_the_rows_of_a_drafter_are_the_same_too(model: K2, step_tokens: int):
+    """Also where a chunk ends with a page: the row of the token behind it waits for the next page."""
+    jobs = [job(f"{length}", prompt(seed=length, length=length), max_tokens=40) for length in (90, 127, 128, 129, 200)]
+    rows: list[list[torch.Tensor]] = []
+    for tokens in (512, step_tokens):
+        engine = open_engine(model, drafter=tiny_drafter(), draft_adaptive=False, step_tokens=tokens, max_running=5)
+        try:
+            run(engine, jobs)
+            rows.append([drafter_rows(engine, slot, len(one.tokens) + 35) for slot, one in enumerate(jobs)])
+        finally:
+            engine.runner.close()
+    for one, at_once, in_chunks in zip(jobs, *rows, strict=True):
+        assert torch.equal(at_once, in_chunks), one.id

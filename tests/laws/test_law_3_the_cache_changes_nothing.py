@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from redline.worker.engine import Engine
-from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
+from tests.tiny_model import Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
 
 @pytest.fixture
@@ -76,12 +76,6 @@ def test_a_conversation_goes_on_from_pages_that_its_answer_filled():
     a, b = dict(warm.logprobs[0].top), dict(cold.logprobs[0].top)
     assert a.keys() == b.keys()
     assert max(abs(a[token] - b[token]) for token in a) < 1e-4
-
-
-def drafter_rows(engine: Engine, slot: int, count: int) -> torch.Tensor:
-    """Places [1, count) of a slot: place 0 of a job holds nothing."""
-    table = engine.runner.slots.tables[slot].long()
-    return engine.runner.kv.draft[table].flatten(0, 1)[1:count].clone()
 
 
 @pytest.mark.parametrize("shared", [64, 100, 192])
