@@ -4,9 +4,9 @@ A state is a folder `step-N` of two files, state.safetensors and state.json. It 
 one before it go. Every kind of sharding writes the same files: tensors whole, named after the drafter's parameters.
 """
 
-import errno
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from redline.draft.budget import Reached
-from redline.draft.disk import sync
+from redline.draft.disk import is_full, sync
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
@@ -48,59 +48,59 @@ def put(into: Tensor, value: Tensor) -> None:
 
 
 class Moments:
-    """AdamW's state by parameter, wherever the optimiser keeps it."""
+    """The weights and AdamW's state by parameter, wherever the optimiser keeps them. Every rank calls these.
 
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self._names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    names  of the parameters of `model` that learn, in its order
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any, names: Sequence[str]) -> None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = dict(zip(names, parameters, strict=True))
         self._optimizer = optimizer
-        # ZeRO keeps moments by flat partitions, and finds each parameter's again itself.
-        self._zero = any(hasattr(parameter, "_hp_mapping") for parameter in self._names.values())
+        # ZeRO keeps its weights and moments in flat partitions, and finds each parameter's again itself.
+        self._zero: Any = None
+        if any(hasattr(parameter, "_hp_mapping") for parameter in parameters):
+            self._zero = import_module("deepspeed.utils")
 
     def read(self) -> tuple[int, dict[str, Tensor]]:
         """(steps taken, name -> tensor), whole."""
-        steps = 0
         found: dict[str, Tensor] = {}
-        for name, parameter in self._names.items():
+        for name, parameter in self._parameters.items():
+            if self._zero is not None:
+                found[f"model.{name}"] = self._zero.safe_get_full_fp32_param(parameter)
+                for moment in MOMENTS:
+                    found[f"{moment}.{name}"] = self._zero.safe_get_full_optimizer_state(parameter, moment)
+                continue
+            found[f"model.{name}"] = whole(parameter.detach())
+            entry = self._optimizer.state[parameter]
             for moment in MOMENTS:
-                value = self._get(parameter, moment)
-                if value is not None:
-                    found[f"{moment}.{name}"] = value
-        for entry in self._optimizer.state.values():
-            if "step" in entry:
-                steps = int(entry["step"])
-        return steps, found
-
-    def _get(self, parameter: Tensor, moment: str) -> Tensor | None:
-        if self._zero:
-            from deepspeed.utils import safe_get_full_optimizer_state  # pyright: ignore[reportMissingImports]
-
-            return safe_get_full_optimizer_state(parameter, moment)
-        entry = self._optimizer.state.get(parameter, {})
-        return whole(entry[moment]) if moment in entry else None
+                found[f"{moment}.{name}"] = whole(entry[moment])
+        return max(int(entry["step"]) for entry in self._optimizer.state.values()), found
 
     def write(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
-        for name, parameter in self._names.items():
+        if self._zero is not None:
+            self._make_flat_state(steps)
+        for name, parameter in self._parameters.items():
+            put(parameter.data, tensors[f"model.{name}"])
+            if self._zero is not None:
+                self._zero.safe_set_full_fp32_param(parameter, tensors[f"model.{name}"])
+                for moment in MOMENTS:
+                    self._zero.safe_set_full_optimizer_state(parameter, tensors[f"{moment}.{name}"], moment)
+                continue
+            entry = self._optimizer.state[parameter]
+            entry["step"] = torch.tensor(float(steps))
             for moment in MOMENTS:
-                value = tensors.get(f"{moment}.{name}")
-                if value is not None:
-                    self._set(parameter, moment, value)
-        if self._zero:
-            for entry in self._optimizer.state.values():
-                entry["step"] = torch.tensor(float(steps))
-        else:
-            for parameter in self._names.values():
-                if parameter in self._optimizer.state:
-                    self._optimizer.state[parameter]["step"] = torch.tensor(float(steps))
+                entry[moment] = torch.zeros_like(parameter)
+                put(entry[moment], tensors[f"{moment}.{name}"])
 
-    def _set(self, parameter: Tensor, moment: str, value: Tensor) -> None:
-        if self._zero:
-            from deepspeed.utils import safe_set_full_optimizer_state  # pyright: ignore[reportMissingImports]
-
-            safe_set_full_optimizer_state(parameter, value, moment)
-            return
-        entry = self._optimizer.state[parameter]
-        entry[moment] = torch.zeros_like(parameter)
-        put(entry[moment], value)
+    def _make_flat_state(self, steps: int) -> None:
+        """What ZeRO makes in its first step, for there is none before."""
+        zero = self._optimizer.optimizer
+        for group in zero.optimizer.param_groups:
+            for flat in group["params"]:
+                moments = {moment: torch.zeros_like(flat) for moment in MOMENTS}
+                zero.optimizer.state[flat] = {"step": torch.tensor(float(steps)), **moments}
+        zero._lazy_init_hp_params_optimizer_state()
 
 
 def latest(folder: Path) -> Path | None:
@@ -125,6 +125,8 @@ def save(folder: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Path:
         building.rename(path)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(building, ignore_errors=True)
+        if isinstance(error, SafetensorError) and not is_full(error):
+            raise
         raise full(folder, error, latest(folder)) from None
     for other in folder.glob("step-*"):
         if other != path:
@@ -134,7 +136,7 @@ def save(folder: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Path:
 
 def full(folder: Path, error: Exception, state: Path | None) -> ConfigError:
     """What a person is told whose disk took no more."""
-    reason = error.strerror if isinstance(error, OSError) and error.errno != errno.ENOSPC else "no space left"
+    reason = "no space left" if is_full(error) else str(error)
     after = f"goes on from step {state.name.removeprefix('step-')}" if state is not None else "begins again"
     place = folder
     while not place.exists():

@@ -317,14 +317,8 @@ class Trainer:
         return {name: train_state.whole(value) for name, value in zip(self._names, self.average.values, strict=True)}
 
     def state(self) -> tuple[train_state.Facts, dict[str, Tensor]]:
-        model = self.accelerator.unwrap_model(self._model)
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        steps, tensors = train_state.Moments(model, self._optimizer).read()
+        steps, tensors = self._moments().read()
         tensors |= {f"ema.{name}": value for name, value in self.averaged().items()}
-        tensors |= {
-            f"model.{name}": train_state.whole(parameter)
-            for name, parameter in zip(self._names, parameters, strict=True)
-        }
         if self._window is not None:
             tensors["window.stats"] = self.accelerator.reduce(torch.stack(list(self._window)), "sum")
         tensors["random.cpu"] = torch.get_rng_state()
@@ -341,12 +335,9 @@ class Trainer:
     @torch.no_grad()
     def resume(self, facts: train_state.Facts, tensors: Mapping[str, Tensor]) -> None:
         """The same step, weights and place in the data: what follows is what would have followed."""
-        model = self.accelerator.unwrap_model(self._model)
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        for name, parameter, value in zip(self._names, parameters, self.average.values, strict=True):
-            train_state.put(parameter, tensors[f"model.{name}"])
+        self._moments().write(facts.optimizer_step, tensors)
+        for name, value in zip(self._names, self.average.values, strict=True):
             train_state.put(value, tensors[f"ema.{name}"])
-        train_state.Moments(model, self._optimizer).write(facts.optimizer_step, tensors)
         for name, value in zip(self._names, self._trainee.begin, strict=False):
             value.copy_(tensors[f"begin.{name}"])
         torch.set_rng_state(tensors["random.cpu"])
@@ -355,6 +346,9 @@ class Trainer:
         if self.accelerator.is_main_process:  # whose sums stand for all ranks'
             self.tokens = facts.tokens
             self._window = None if window is None else Stats(*window.to(self.device).unbind(0))
+
+    def _moments(self) -> train_state.Moments:
+        return train_state.Moments(self.accelerator.unwrap_model(self._model), self._optimizer, self._names)
 
 
 def _added(a: Stats, b: Stats) -> Stats:

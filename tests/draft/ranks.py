@@ -99,6 +99,8 @@ def fork(target: str, out: Path, kind: str) -> list[int]:
 if __name__ == "__main__":
     target, out, *kinds = sys.argv[1:]
     if not kinds:
+        # accelerate looks for DeepSpeed's ranks on accelerators alone, unless it is told how they talk.
+        accelerate.PartialState(backend="nccl" if torch.cuda.is_available() else "gloo")
         rank(target, out)
         accelerate.PartialState().destroy_process_group()
         raise SystemExit
