@@ -11,11 +11,12 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.ops import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test check tests format clean
+.PHONY: help serve test test-train check tests format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
 	@echo "make test     everything: format, lint, types, import laws, tests"
+	@echo "make test-train  training drafters on two ranks under DeepSpeed (installs it: minutes, once)"
 	@echo "make check    everything but the tests"
 	@echo "make format   write the format, mend what the linter can"
 	@echo "make clean    remove the environment and the caches"
@@ -34,6 +35,9 @@ check: .venv/.test
 # One thread each: the tests themselves run side by side.
 tests: .venv/.test
 	OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --maxprocesses 4
+
+test-train: .venv/.train
+	OMP_NUM_THREADS=1 .venv/bin/pytest tests_train -v -rP
 
 format: .venv/.test
 	.venv/bin/ruff format .
@@ -55,6 +59,12 @@ clean:
 	@$(PIP) --editable '.[test]'
 	@echo "building the CPU kernels for this machine" && $(KERNELS)
 	@touch .venv/.runtime $@
+
+# DeepSpeed's build looks for the torch that is here.
+.venv/.train: pyproject.toml | .venv/.test
+	@echo "installing DeepSpeed (minutes, once)"
+	@$(PIP) wheel 'setuptools<81' && $(PIP) --no-build-isolation --editable '.[train]'
+	@touch $@
 
 .venv/bin/pip:
 	@for python in $(PYTHON); do \
