@@ -11,8 +11,9 @@ Ceilings, on the same answers:
     one-hot   sampled, where drafts are the drafter's best guess: one and the sum of the products of max p
 """
 
+import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from hashlib import blake2b
@@ -34,7 +35,9 @@ from redline.draft.prompts import prompts, read_prompts
 from redline.draft.report import drawn, length_plot, tell_skipped
 from redline.draft.score import Scores, Serving, walk
 from redline.draft.scorer import Scorer
+from redline.draft.target import Target
 from redline.errors import ConfigError
+from redline.model.eagle3 import Eagle3
 from redline.wire.base import Record
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
@@ -120,10 +123,13 @@ def evaluate(
     open_engine: Open,
     asked: Sequence[Asked],
     config: EvalConfig,
-    offline: Offline | None = None,
+    offline: Callable[[LocalEngine], Offline] | None = None,
     done: Callable[[str, int], object] = lambda what, rounds: None,
 ) -> Evaluation:
-    """Asks, counts and scores. `done` is told after every batch: what is measured, and its rounds so far."""
+    """Asks, counts and scores. `done` is told after every batch: what is measured, and its rounds so far.
+
+    offline: what scores beside an engine, with the engine's own copy of the target; None: nothing is scored.
+    """
     measured: list[Measured] = []
     short: list[str] = []
     for k in config.k:
@@ -131,12 +137,13 @@ def evaluate(
             said: dict[Mode, dict[str, list[Spoken]]] = {
                 mode: _ask_all(engine, asked, config, k, mode, done) for mode in config.modes
             }
-        for mode, answers in said.items():
-            for domain, of_domain in sorted(answers.items()):
-                one = _measure(domain, of_domain, k, mode, config, offline)
-                measured.append(one)
-                if config.rounds > one.rounds:
-                    short.append(f"{domain}, k = {k}, {mode}: {one.rounds:,} rounds of {config.rounds:,}")
+            beside = None if offline is None else offline(engine)
+            for mode, answers in said.items():
+                for domain, of_domain in sorted(answers.items()):
+                    one = _measure(domain, of_domain, k, mode, config, beside)
+                    measured.append(one)
+                    if config.rounds > one.rounds:
+                        short.append(f"{domain}, k = {k}, {mode}: {one.rounds:,} rounds of {config.rounds:,}")
     return Evaluation(target=config.target, draft=config.draft, measured=tuple(measured), short=tuple(short))
 
 
@@ -196,9 +203,13 @@ def _ask_all(
     """
     found: dict[str, list[Spoken]] = defaultdict(list)
     rounds: dict[str, int] = defaultdict(int)
+    prompts_of = Counter(one.domain for one in asked)
 
     def missing(domain: str) -> bool:
-        return not config.rounds or rounds[domain] < config.rounds
+        if not config.rounds:
+            return True
+        hopeless = len(found[domain]) >= prompts_of[domain] and not rounds[domain]  # nothing is ever proposed here
+        return rounds[domain] < config.rounds and not hopeless
 
     for turn, batch in _batches(asked, again=mode == "sampled" and config.rounds > 0, missing=missing):
         jobs = jobs_of(engine, batch, config, mode, turn)
@@ -210,8 +221,6 @@ def _ask_all(
             found[one.domain].append(answer)
             rounds[one.domain] += len(answer.rounds)
         done(f"k = {k}, {mode}", sum(rounds.values()))
-        if not any(rounds.values()) and turn > 0:
-            break  # nothing is ever proposed here; asking once more would not change it
     return found
 
 
@@ -292,6 +301,10 @@ def _mean(parts: Sequence["np.ndarray"]) -> float:
     return float(joined.mean()) if len(joined) else math.nan
 
 
+def _mean_of(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else math.nan
+
+
 def table(evaluation: Evaluation, mode: Mode) -> Table:
     """A row for each domain and k; the mean over domains below."""
     shown = Table(title=f"acceptance length, {mode}", caption="tokens per round, the target's own included")
@@ -314,8 +327,8 @@ def table(evaluation: Evaluation, mode: Mode) -> Table:
                 f"{one.rounds:,}",
                 " ".join(f"{share:.2f}" for share in one.positions),
             )
-        lengths, ceilings = [one.length for one in here], [one.ceiling for one in here]
-        mean, most = float(np.mean(lengths)), float(np.mean(ceilings))
+        sound = [one for one in here if one.rounds]
+        mean, most = _mean_of([one.length for one in sound]), _mean_of([one.ceiling for one in sound])
         cells = (f"{mean:.3f}", "", f"{most:.2f}", f"{most - mean:.2f}", "", f"{sum(one.rounds for one in here):,}", "")
         shown.add_row(str(k), "mean over domains", *cells, style="bold", end_section=True)
     return shown
@@ -331,7 +344,7 @@ def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None =
     if not config.k or min(config.k) < 1:
         raise ConfigError(f"redline draft eval: --k is {config.k}; expected drafts per round, each at least 1")
     asked = _asked(config, console)
-    offline = _offline(config) if config.offline else None
+    offline = functools.partial(_offline, config) if config.offline else None
 
     def open_engine(k: int) -> LocalEngine:
         return Engine.open(
@@ -407,9 +420,11 @@ def _asked(config: EvalConfig, console: Console) -> list[Asked]:
     return asked
 
 
-def _offline(config: EvalConfig) -> Offline:
-    """Teacher forcing with the target and the drafter loaded, as `mine` scores."""
-    scorer = Scorer.open(config.target, config.draft, config.device)
+def _offline(config: EvalConfig, engine: LocalEngine) -> Offline:
+    """Teacher forcing as `mine` scores, with the target that the engine has loaded. It is idle meanwhile."""
+    model = engine.engine.model
+    drafter = Eagle3.open(config.draft, model.config)
+    scorer = Scorer(Target(model, engine.fingerprint, drafter.config.layer_ids), drafter)
 
     def offline(answers: Sequence[Spoken], serving: Serving, k: int) -> list[Scores]:
         examples = [

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
@@ -112,6 +113,9 @@ def run(config: MineConfig, console: Console) -> int:
     replayed = [one for one in base.examples if one.id not in refused]
     candidates = _some([*replayed, *(one for one in traced.examples if one.id not in refused)], config.examples)
     marked = _score(candidates, scorer, config, Serving(config.proposals, temperature, top_p), console)
+    del scorer  # the engine that answers loads the target again
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     found = buckets(marked, config.traffic or None)
     positions = sum(len(one.scores.position_R) for one in marked)
     report = Mined(examples=len(marked), positions=positions, skipped=len(skipped), buckets=tuple(found))

@@ -118,6 +118,14 @@ def test_sampled_prompts_are_asked_again_with_other_seeds_until_there_are_rounds
     assert len({job.sampling.seed for job in engine.asked}) == len(engine.asked)
 
 
+def test_a_domain_in_which_nothing_is_proposed_is_asked_once():
+    engine = FakeEngine(rounds=0)
+    config = EvalConfig(target="t", draft="d", k=(3,), modes=("sampled",), rounds=100, offline=0)
+    found = evaluate(lambda k: engine, asked("code", 3), config)  # type: ignore[arg-type]
+    assert len(engine.asked) == 3
+    assert found.measured[0].rounds == 0
+
+
 def test_a_domain_that_has_its_rounds_is_not_asked_further(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "BATCH", 2)
     engine = FakeEngine()
@@ -135,7 +143,7 @@ def foretold(hit: bool) -> Any:
             found.append(Scores(positions, values, np.ones_like(values), values > 0, values >= 0))
         return found
 
-    return offline
+    return lambda engine: offline
 
 
 @pytest.mark.parametrize(("hit", "agreed"), [(True, True), (False, False)])
