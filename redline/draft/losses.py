@@ -79,8 +79,8 @@ def compare(
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """A power of two, so that a compiled chunk has one shape; from 512, below which products are slow."""
-    return max(512, 1 << (CHUNK_BYTES // (4 * vocabulary)).bit_length() - 1)
+    """A power of two; from 512, below which products are slow, to 16,384, as batches are filled up to whole ones."""
+    return min(max(512, 1 << (CHUNK_BYTES // (4 * vocabulary)).bit_length() - 1), 16384)
 
 
 def figures(
