@@ -67,6 +67,7 @@ def length_plot(path: Path, lengths: Mapping[str, Mapping[int, tuple[float, floa
         axes.plot(ks, [by_k[k][0] for k in ks], label=domain, color=colour, marker="o", markersize=3)
         axes.fill_between(ks, [by_k[k][1] for k in ks], [by_k[k][2] for k in ks], alpha=0.15, color=colour)
     axes.set(xlabel="drafts per round, k", ylabel="tokens per round", title=title)
+    axes.set_xticks(sorted({k for by_k in lengths.values() for k in by_k}))
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
