@@ -26,7 +26,7 @@ from torch import Tensor
 
 from redline.draft.corpus import Example, Reader
 from redline.draft.disk import is_full, sync, write_whole
-from redline.draft.target import CALL_TOKENS, Target
+from redline.draft.target import Target
 from redline.errors import ConfigError
 from redline.wire.base import Record
 from redline.worker.engine import pick_device
@@ -172,7 +172,9 @@ def capture(
     reader = Reader(*map(Path, config.corpus))
     skipped: list[str] = []
     try:
-        for batch in _batches(_captured(reader, target, config.max_tokens, folder.index.ids, skipped)):
+        for batch in _batches(
+            _captured(reader, target, config.max_tokens, folder.index.ids, skipped), target.call_tokens
+        ):
             fitting = folder.fitting(batch)
             for example, cut, states in _states(target, batch[:fitting]):
                 folder.add(example, cut, *states)
@@ -401,7 +403,7 @@ class Streamed:
     def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[Sequence_]:
         """As `Stored.sequences`."""
         order = shuffled([example.id for example, _ in self._examples], epoch, seed)[rank::world]
-        for batch in _batches(self._examples[place] for place in order):
+        for batch in _batches((self._examples[place] for place in order), self._target.call_tokens):
             for example, cut, states in _states(self._target, batch):
                 yield from _windows(example, cut, *states)
 
@@ -445,12 +447,14 @@ def windows(example: Example, max_tokens: int | None) -> list[range]:
     return [window for window in cut if window.stop > example.prompt]
 
 
-def _batches(examples: "Iterator[tuple[Example, list[range]]]") -> Iterator[list[tuple[Example, list[range]]]]:
+def _batches(
+    examples: "Iterator[tuple[Example, list[range]]]", tokens: int
+) -> Iterator[list[tuple[Example, list[range]]]]:
     """As many at a time as the target computes in one call."""
     batch: list[tuple[Example, list[range]]] = []
     total = 0
     for example, cut in examples:
-        if batch and total + len(example.tokens) > CALL_TOKENS:
+        if batch and total + len(example.tokens) > tokens:
             yield batch
             batch, total = [], 0
         batch.append((example, cut))

@@ -24,6 +24,7 @@ from redline.wire.job import PAGE_TOKENS
 from redline.worker.engine import pick_device
 
 CALL_TOKENS = 8192
+CALL_TOKENS_GPU = 65536  # a call is hundreds of launches, whatever its size
 SCORES = 1 << 28  # entries of heads x chunk x context in attention by the reference: 1 GiB of float32
 
 
@@ -51,7 +52,7 @@ class Target:
     """
 
     def __init__(
-        self, model: K2, fingerprint: str, layer_ids: Sequence[int] | None = None, call_tokens: int = CALL_TOKENS
+        self, model: K2, fingerprint: str, layer_ids: Sequence[int] | None = None, call_tokens: int | None = None
     ) -> None:
         """Raises ConfigError where the model has no such layers."""
         layers = model.config.num_hidden_layers
@@ -62,7 +63,7 @@ class Target:
             raise ConfigError(
                 f"layer_ids is {list(self.layer_ids)}; expected ascending ids from 0 (the embedding) to {layers}"
             )
-        self._call_tokens = call_tokens
+        self.call_tokens = call_tokens or (CALL_TOKENS_GPU if model.device.type == "cuda" else CALL_TOKENS)
         self._planes = torch.empty(0)
 
     @classmethod
@@ -117,11 +118,12 @@ class Target:
             if (reason := self.refusal(tokens)) is not None:
                 raise ConfigError(f"sequence {number}: {reason}")
         found: list[States] = []
-        for group in _groups(sequences, self._call_tokens):
-            states = [self._room(len(tokens)) for tokens in group]  # ordinary tensors: training may need gradients
+        for group in _groups(sequences, self.call_tokens):
+            states = self._room(sum(map(len, group)))  # ordinary tensors: training may need gradients
             with torch.inference_mode():
                 self._compute(group, states)
-            found += states
+            lengths = [len(tokens) for tokens in group]
+            found += map(States, states.features.split(lengths), states.last.split(lengths))
         return found
 
     def _room(self, tokens: int) -> States:
@@ -129,31 +131,29 @@ class Target:
         features = torch.empty(shape, dtype=torch.bfloat16, device=device)
         return States(features, features.new_empty(tokens, self.config.hidden_size))
 
-    def _compute(self, group: Sequence[Sequence[int]], states: Sequence[States]) -> None:
-        """Fills the states of sequences that share calls. Their pages stay until all of them are done."""
+    def _compute(self, group: Sequence[Sequence[int]], states: States) -> None:
+        """Fills the states of sequences that share calls, which lie one behind another. Their pages stay until all of
+        them are done."""
         tables = self._tables([len(tokens) for tokens in group])
         ids = [torch.tensor(tokens, dtype=torch.int64) for tokens in group]
+        end = 0
         for call in self._calls(group):
             last_TD, features_TF = self.model.forward(self._inputs(call, ids, tables), self._planes, self.layer_ids)
             assert features_TF is not None
-            features_TLD = features_TF.unflatten(1, (len(self.layer_ids), -1))
-            end = 0
-            for piece in call:
-                first, end = end, end + piece.count
-                rows = slice(piece.start, piece.start + piece.count)
-                states[piece.sequence].features[rows] = features_TLD[first:end].bfloat16()
-                states[piece.sequence].last[rows] = last_TD[first:end].bfloat16()
+            first, end = end, end + last_TD.shape[0]
+            states.features[first:end] = features_TF.unflatten(1, (len(self.layer_ids), -1))
+            states.last[first:end] = last_TD
 
     def _calls(self, group: Sequence[Sequence[int]]) -> Iterator[list[_Piece]]:
         """All positions of the group, in order, at most `call_tokens` in a call."""
         call: list[_Piece] = []
-        room = self._call_tokens
+        room = self.call_tokens
         for number, tokens in enumerate(group):
             start = 0
             while start < len(tokens):
                 if room == 0:
                     yield call
-                    call, room = [], self._call_tokens
+                    call, room = [], self.call_tokens
                 longest = max(PAGE_TOKENS, SCORES // (self.config.num_attention_heads * len(tokens)))
                 count = min(len(tokens) - start, room, longest)
                 call.append(_Piece(number, start, count))

@@ -17,7 +17,7 @@ from redline.model.config import K2Config
 from redline.ops.add_norm import add_norm
 from redline.ops.formats import Int4
 from redline.ops.linear import linear
-from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv
+from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv, prefill_whole
 from redline.ops.moe import Routed, moe
 from redline.ops.route_experts import route_experts
 from redline.ops.weights import Experts, Matrix, stack_experts
@@ -123,7 +123,11 @@ class K2:
 
     def _attend(self, q: Tensor, weights: MlaWeights, inputs: Inputs, plane: Tensor, o: Tensor) -> None:
         scale = self.config.softmax_scale
-        for chunk in inputs.chunks:
+        chunks = inputs.chunks
+        if q.is_cuda and (whole := [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]):
+            prefill_whole(q, weights, scale, whole, inputs.rows_T, plane, o)
+            chunks = [chunk for chunk in chunks if chunk.start]
+        for chunk in chunks:
             rows = slice(chunk.first, chunk.first + chunk.count)
             mla_prefill(q[rows], weights, scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows])
         if inputs.tokens_Q.shape[0]:

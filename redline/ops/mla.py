@@ -9,10 +9,12 @@ each op's bits depend on a token's own position and context alone; the two forms
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from redline.ops import native
@@ -297,6 +299,44 @@ def _prefill_cost(
     moved = context * plane.shape[-1] * plane.element_size() + q_CHX.nbytes + out_CHV.nbytes
     unfold = 2 * context * heads * rank * (nope + value)
     return Cost(moved + w.w_uk.nbytes + w.w_uv.nbytes, unfold + 2 * pairs * heads * (nope + rope + value))
+
+
+def prefill_whole(
+    q_THX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    spans: Sequence[tuple[int, int]],
+    rows_T: Tensor,
+    plane: Tensor,
+    out_THV: Tensor,
+) -> None:
+    """Chunks that are the beginnings of their slots, all at once, by the library's attention: for GPUs, where one
+    reference call per chunk is hundreds of launches per sequence. Writes out_THV at the chunks' tokens.
+
+    spans: (first token, tokens) of each chunk; rows_T as in `mla_qkv`, whose rows are in their pages.
+    """
+    index = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(rows_T.device)
+    rows = plane.view(-1, plane.shape[-1])[rows_T[index]].to(q_THX.dtype)
+    latent, rope = rows.split([w.rank, w.rope], -1)
+    keys = torch.einsum("nr,hrx->nhx", latent, w.w_uk.dense().to(latent.dtype))
+    keys = torch.cat([keys, rope[:, None].expand(-1, w.heads, -1)], -1)
+    values = torch.einsum("nr,hvr->nhv", latent, w.w_uv.dense().to(latent.dtype))
+    places = list(accumulate((count for _, count in spans), initial=0))
+    by_size: dict[int, list[int]] = {}
+    for number, (_, count) in enumerate(spans):
+        by_size.setdefault(count.bit_length(), []).append(number)
+    for numbers in by_size.values():  # of like lengths, so that at most half is filling
+        longest = max(spans[number][1] for number in numbers)
+        place_CS = torch.zeros(len(numbers), longest, dtype=torch.int64)
+        real_CS = torch.zeros(len(numbers), longest, dtype=torch.bool)
+        for line, number in enumerate(numbers):
+            count = spans[number][1]
+            place_CS[line, :count] = torch.arange(places[number], places[number] + count)
+            real_CS[line, :count] = True
+        place_CS, real_CS = place_CS.to(rows.device), real_CS.to(rows.device)
+        q, k, v = (x[place_CS].transpose(1, 2) for x in (q_THX[index], keys, values))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # filling stands behind, unseen
+        out_THV[index[place_CS[real_CS]]] = o.transpose(1, 2)[real_CS]
 
 
 # ------------------------------------------------------------------------------------------------------------ cases

@@ -185,7 +185,7 @@ def test_a_kill_at_any_step_loses_and_doubles_nothing(
 def test_ctrl_c_keeps_what_is_computed_and_the_next_run_goes_on(
     config: CaptureConfig, target: Target, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(room, "CALL_TOKENS", 100)
+    monkeypatch.setattr(target, "call_tokens", 100)
 
     def interrupt(done: int, size: int, tokens: int) -> None:
         if tokens > 150:
