@@ -61,7 +61,9 @@ def bench_decode(
             for slot in range(batch):
                 ids = tuple(generator.randrange(runner.model.config.vocab_size) for _ in range(context))
                 pages = tuple(PageId(slot * pages_each + i) for i in range(pages_each))
-                begin = Begin(slot=slot, tokens=ids, prompt=context, pages=(), sampling=_GREEDY, limit=context + repeats + 9)
+                begin = Begin(
+                    slot=slot, tokens=ids, prompt=context, pages=(), sampling=_GREEDY, limit=context + repeats + 9
+                )
                 for start in range(0, context, CHUNK):
                     count = min(CHUNK, context - start)
                     first = start == 0
