@@ -18,13 +18,18 @@ class Generation(Record, frozen=True):
 
 
 def generation_of(folder: Path) -> Generation:
-    """What the checkpoint's folder says; a field that it leaves out, or null, has its default. Raises ConfigError."""
+    """What the checkpoint's folder says; a field that it leaves out, or null, has its default. Raises ConfigError.
+
+    `do_sample: false` is greedy, whatever temperature stands beside it, as in transformers.
+    """
     path = folder / "generation_config.json"
     if not path.exists():
         return Generation()
     try:
         values = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
         known = {key: values[key] for key in Generation.__struct_fields__ if values.get(key) is not None}
+        if values.get("do_sample") is False:
+            known["temperature"] = 0.0
         return msgspec.convert(known, Generation)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -1,0 +1,37 @@
+"""How a checkpoint wants to be sampled."""
+
+from pathlib import Path
+
+import pytest
+
+from redline.chat.generation import Generation, generation_of
+from redline.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "meant"),
+    [
+        ("{}", Generation()),
+        ('{"temperature": 0.6, "top_p": 0.95, "top_k": null}', Generation(temperature=0.6, top_p=0.95)),
+        ('{"do_sample": false}', Generation(temperature=0.0)),
+        ('{"do_sample": false, "temperature": 0.6}', Generation(temperature=0.0)),
+        ('{"do_sample": true, "temperature": 0.6}', Generation(temperature=0.6)),
+    ],
+)
+def test_what_the_file_says(tmp_path: Path, text: str, meant: Generation):
+    (tmp_path / "generation_config.json").write_text(text)
+    assert generation_of(tmp_path) == meant
+
+
+def test_a_checkpoint_without_the_file(tmp_path: Path):
+    assert generation_of(tmp_path) == Generation()
+
+
+def test_a_wrong_value_names_the_file_and_the_field(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text('{"temperature": "warm"}')
+    with pytest.raises(ConfigError, match=r"generation_config\.json.*temperature"):
+        generation_of(tmp_path)
+
+
+def test_nano_is_greedy():
+    assert generation_of(Path("models/kimi-nano")).temperature == 0
