@@ -1,26 +1,30 @@
 """Makes Kimi-Nano's drafter with the factory, and measures what mining is worth. Four commands, each under 9 minutes.
 
     python -m nano.draft_experiment synth      prompts; the model answers them, greedily, as it is served
-    python -m nano.draft_experiment base       trains on most of the answers
+    python -m nano.draft_experiment base       trains on half of the answers, and on the generators' own text
     python -m nano.draft_experiment arms       goes on from there, thrice on mined examples and thrice on random ones
     python -m nano.draft_experiment measure    all seven drafters in the engine, on prompts that no training had
 
 Each is resumable: the same command again goes on where it was ended. WORK holds everything, OUT what is small and worth
 keeping; `--restore FOLDER` begins on another machine with what earlier commands left in their OUT.
 
-The arms differ in one thing. Both take half of their answer tokens from a pool that the base has not seen, the same
-number in every domain, and the rest from the base's own examples; both go on from the base for the same number of
-answer tokens, with the same schedule and seed. `mined` draws from the pool by the reducible gap of each example under
-the base (`redline.draft.choose`), `control` at random.
+The base's data: half of the examples that the model has answered, and as many more as fit of the generators' own
+conversations, on which the model itself was trained. There the prefix is not the model's own; the teacher is, at every
+position.
 
-On one H200 with 16 cores (estimates; the log has what it took):
+The arms differ in one thing. Both take half of their answer tokens from the pool (the other half of the answers, which
+the base has not seen), the same number in every domain, and the rest from the base's own examples; both go on from the
+base for the same number of answer tokens, with the same schedule and seed. `mined` draws from the pool by the reducible
+gap of each example under the base (`redline.draft.choose`), `control` at random.
+
+On one H200 with 16 cores (what docs/nano.md's log does not tell is an estimate):
 
 | stage | time | what it leaves in OUT |
 |---|---|---|
-| synth | 30 s for 190,000 prompts, 450 s of answers in eight processes | answers.xz, about 5 MB for 9 M tokens |
-| base | 30 s to encode and split, 400 s of training | base.tar, at most 7 MB; base.log |
-| arms | 60 s to score the pool, 200 s for six trainings at once | six tars, at most 7 MB each |
-| measure | 300 s: 4.4 M answer tokens in eight processes | measure.json, .md, .png; answers.tsv.xz, about 2 MB |
+| synth | 30 s for 200,000 prompts, 450 s of answers in eight processes | answers.xz, 0.9 MB for 1.9 M tokens |
+| base | 60 s for the corpus, 100 s to capture, the rest to train | corpus.tar, about 12 MB; base.tar, 7 MB; base.log |
+| arms | 60 s to score the pool, 60 s to capture, 300 s for six trainings, three at once | six tars of 7 MB; arms.json |
+| measure | 1,000 s in all: two commands | answers.tar; then measure.json, .md, .png, agreement.json |
 """
 
 import argparse
@@ -29,14 +33,16 @@ import lzma
 import shutil
 import sys
 import tarfile
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from rich.console import Console
 
@@ -48,56 +54,71 @@ from nano.draft_store import pack, unpack
 from redline.chat.lines import conversation
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.draft import capture as draft_capture
+from redline.draft import evaluate as draft_evaluate
 from redline.draft import synth as draft_synth
 from redline.draft import train as draft_train
 from redline.draft.buckets import buckets
 from redline.draft.budget import Budget
+from redline.draft.capture import CaptureConfig, Stored
 from redline.draft.choose import Choose, answer_tokens, choose, mix, uniform, weights
 from redline.draft.corpus import Example, mend, read_examples
 from redline.draft.disk import write_whole
 from redline.draft.evaluate import Asked, EvalConfig, jobs_of
 from redline.draft.mine import scored
 from redline.draft.prompts import read_prompts
-from redline.draft.score import Serving
+from redline.draft.score import Scores, Serving
 from redline.draft.scorer import Scorer
 from redline.draft.synth import SynthConfig
 from redline.draft.train import Sizes, TrainConfig
 from redline.draft.trainer import Recipe
+from redline.model.checkpoint import Checkpoint
 from redline.wire.base import Record
 from redline.worker.acceptance import Spoken, perfect, spoken
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 
-# Prompts, in expected answer tokens of each domain; more of training's than the time allows to answer.
-ANSWER_TOKENS, HELD_TOKENS = 1_500_000, 90_000
-TRAIN_SEED, HELD_SEED = 1, 2
+# In expected answer tokens of each domain: prompts, more of training's than the time allows to answer; own text.
+ANSWER_TOKENS, HELD_TOKENS, OWN_TOKENS = 1_500_000, 100_000, 400_000
+TRAIN_SEED, HELD_SEED, OWN_SEED = 1, 2, 3
+BASE_TOKENS = 13_000_000  # of the base's examples, prompts included: 33 GB of states
 
-POOL = 0.15  # of the examples: what arms draw from
-MIX = 0.1  # of the base's answer tokens: what an arm trains on
-REPLAY = 0.5  # of that: the base's own
-EPOCHS = 2.0  # of an arm
+POOL = 0.5  # of the answered examples: what arms draw from
+FRESH = 0.25  # of the pool's answer tokens: what an arm takes of it
+REPLAY = 0.5  # of an arm's answer tokens: the base's own
+EPOCHS = 3.0  # of an arm
 SEEDS = (1, 2, 3)
 ARMS: dict[str, Choose] = {"mined": "gap", "control": "uniform"}
 K = 3  # drafts a round
 
-DRAFTER = Sizes(intermediate_size=640)  # 6.95 MB; as wide as the target's dense layer it would be 7.2
-# Held-out states are computed before the first step, over 1 / held_out as many positions.
-RECIPE = Recipe(budget=Budget(), compile=True, held_out=0.01, held_out_tokens=16_384)
-ARM_LR, ARM_WARMUP = 2e-4, 0.05
+DRAFTER = Sizes(intermediate_size=1_024, q_lora_rank=128, kv_lora_rank=128)  # 3.2 M parameters, 6.4 MB
+# Held-out states are read before the first step, over 1 / held_out as many positions.
+RECIPE = Recipe(budget=Budget(), held_out=0.01, held_out_tokens=16_384, measure_every=250)
+ARM_LR, ARM_WARMUP = 2.5e-4, 0.05
 MAX_TOKENS = 1_024  # of an answer
 
-CORES = 2  # of a process that serves
-BATCH = 64  # answers that it gives at once
+CORES = 2  # of a process that serves or scores
+ARM_CORES = 5  # of an arm's training: three at once on 16 cores
+BATCH = 64  # answers that a process gives at once
 ASK_AT_ONCE = 512
+ROUNDS = 22_000  # of the base in each domain, which the arms then answer too
+AGREEMENT_ROUNDS = 1_500  # of each domain: first drafts in the engine beside teacher forcing
+SHARD_BYTES = 2 << 30  # few enough shards that a reader keeps all of them open
 PACK_S, EXPORT_S = 40.0, 15.0  # kept of a command's time for what comes last
-BASE_TIME = 0.72  # of a command's time for steps of the base; the rest is the corpus, start and export
+START_S = 45.0  # from a training's command to its first step, and from its last to its export
+PRESET = 2  # of xz, where much is packed
+LEAST_TRAINING = 0.4  # of a command's time; with less of it left, the base trains in the next command
 SHOWN = 3  # logs of jobs that failed
+BEGAN = time.monotonic()
 
 COMMAND = (sys.executable, "-m", "nano.draft_experiment")
 VERBS: dict[str, tuple[type[Any], Callable[[Any, Console], int]]] = {
     "synth": (SynthConfig, draft_synth.run),
+    "capture": (CaptureConfig, draft_capture.run),
     "train": (TrainConfig, draft_train.run),
+    "eval": (EvalConfig, draft_evaluate.run),
 }
+TRAININGS = ("train", "arm")
 
 
 @dataclass(frozen=True)
@@ -116,6 +137,11 @@ class Setup:
         return self.work / "prompts/train.jsonl"
 
     @property
+    def own(self) -> Path:
+        """What the generators answer themselves, as prompts."""
+        return self.work / "prompts/own.jsonl"
+
+    @property
     def held(self) -> Path:
         return self.work / "prompts/held.jsonl"
 
@@ -124,25 +150,38 @@ class Setup:
         return self.work / "answers.xz"
 
     def corpus(self, name: str) -> Path:
-        """base or pool"""
+        """answered, own, base, pool, those of the arms, or "arms": all of these together"""
         return self.work / f"corpus/{name}.jsonl"
 
     def drafter(self, name: str) -> Path:
         """base, mined-S or control-S"""
         return self.work / f"drafters/{name}"
 
+    def captured(self, name: str) -> Path:
+        """base or arms"""
+        return self.work / f"capture/{name}"
+
+    def config(self, name: str) -> Path:
+        return self.work / f"configs/{name}.json"
+
     def verb(self, name: str, verb: str, config: Record) -> Job:
-        """A verb of the factory as a process of its own."""
-        path = self.work / f"configs/{name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
-        return Job(name, (*COMMAND, "verb", verb, str(path)))
+        """A verb of the factory as a process of its own. A training keeps the budget that it once began with."""
+        path = self.config(name)
+        if verb not in TRAININGS or not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
+        journal = self.drafter(name) / "training/log.jsonl" if verb in TRAININGS else None
+        return Job(name, (*COMMAND, "verb", verb, str(path)), journal)
+
+    @property
+    def left(self) -> float:
+        """Seconds of this command's."""
+        return self.seconds - (time.monotonic() - BEGAN)
 
 
 def synth(setup: Setup) -> None:
     """Prompts, then answers until the time is up."""
-    began = time.monotonic()
-    make_prompts(setup)
+    make_prompts(setup, setup.train)
     places = slots(CORES)
     shards = [setup.work / f"synth/{number}.jsonl" for number in range(len(places))]
     jobs = [
@@ -162,95 +201,204 @@ def synth(setup: Setup) -> None:
         )
         for number, shard in enumerate(shards)
     ]
-    unfinished = run_all(jobs, places, setup.seconds - (time.monotonic() - began) - PACK_S, setup.work / "jobs")
+    unfinished = run_all(jobs, places, setup.left - PACK_S, setup.work / "jobs", say)
     examples = read_examples(*(shard for shard in shards if shard.exists())).examples
     answered = pack(examples, setup.train, setup.packed)
     keep(setup, "synth", [setup.packed], examples)
-    print(f"{answered:,} prompts answered; {len(unfinished)} of {len(jobs)} processes have more to do")
+    say(f"{answered:,} prompts answered; {len(unfinished)} of {len(jobs)} processes have more to do")
 
 
-def make_prompts(setup: Setup) -> None:
-    """Those for training, and those that are held out; both are the same on every machine."""
-    for path, tokens, seed, more in (
-        (setup.train, ANSWER_TOKENS, TRAIN_SEED, ()),
-        (setup.held, HELD_TOKENS, HELD_SEED, ("--split", "families", "values", "--avoid", str(setup.train))),
-    ):
-        if not path.exists():
-            building = path.with_suffix(".building")
-            size = str(round(tokens * setup.scale))
-            seeds, where = str(seed), str(setup.target)
-            draft_prompts.main(
-                ["--out", str(building), "--answer-tokens", size, "--seed", seeds, "--tokenizer", where, *more]
-            )
-            building.replace(path)
+def make_prompts(setup: Setup, path: Path) -> None:
+    """Training's, the generators' own conversations, or those held out, none of which stands in two of these files."""
+    if path.exists():
+        return
+    tokens, seed, more = {
+        setup.train: (ANSWER_TOKENS, TRAIN_SEED, []),
+        setup.own: (OWN_TOKENS, OWN_SEED, ["--short", "--avoid", setup.train, "--own", setup.corpus("own")]),
+        setup.held: (
+            HELD_TOKENS,
+            HELD_SEED,
+            ["--split", "families", "values", "--avoid", setup.train, setup.own],
+        ),
+    }[path]
+    building = path.with_suffix(".building")
+    setup.corpus("own").parent.mkdir(parents=True, exist_ok=True)
+    size = ("--answer-tokens", round(tokens * setup.scale), "--seed", seed, "--tokenizer", setup.target)
+    draft_prompts.main([str(word) for word in ("--out", building, *size, *more)])
+    building.replace(path)
+    say(f"{path} is made")
 
 
 def base(setup: Setup) -> None:
-    """Base set and pool, then the base drafter."""
-    began = time.monotonic()
+    """Base set and pool, the base's capture, then the base drafter."""
     split(setup)
-    config = TrainConfig(
-        target=str(setup.target),
-        out=str(setup.drafter("base")),
-        corpus=(str(setup.corpus("base")),),
-        drafter=DRAFTER,
-        recipe=recipe(setup, Budget(seconds=round(BASE_TIME * setup.seconds))),
-    )
-    finish(setup, [setup.verb("base", "train", config)], slots(1_000), began)
+    packing = threading.Thread(target=pack_corpus, args=(setup,))
+    packing.start()
+    try:
+        train_base(setup)
+    finally:
+        packing.join()
+        keep(setup, "base", [setup.work / "corpus.tar"])
+    show_training(setup, "base")
+    shutil.rmtree(setup.captured("base"), ignore_errors=True)
     keep(setup, "base", [archive(setup, "base"), setup.work / "jobs/base.log"])
 
 
+def train_base(setup: Setup) -> None:
+    everywhere = slots(1_000)
+    if not setup.drafter("base").exists():
+        finish(setup, [capture_of(setup, "base")], everywhere)
+    if not setup.config("base").exists() and setup.left < LEAST_TRAINING * setup.seconds:
+        raise SystemExit(f"{setup.left:.0f} s are too few to train in; the same command goes on with that")
+    config = TrainConfig(
+        target=str(setup.target),
+        out=str(setup.drafter("base")),
+        capture=str(setup.captured("base")),
+        drafter=DRAFTER,
+        recipe=recipe(setup, Budget(seconds=round(setup.left - START_S - EXPORT_S))),
+    )
+    finish(setup, [setup.verb("base", "train", config)], everywhere)
+
+
+def capture_of(setup: Setup, name: str) -> Job:
+    """The states over corpus `name`."""
+    config = CaptureConfig(
+        target=str(setup.target),
+        corpus=(str(setup.corpus(name)),),
+        out=str(setup.captured(name)),
+        disk=3_000 * BASE_TOKENS,
+        shard_bytes=SHARD_BYTES,
+    )
+    return setup.verb(f"capture-{name}", "capture", config)
+
+
 def split(setup: Setup) -> None:
-    """Writes base and pool, both with equal answer tokens in all domains."""
-    if setup.corpus("pool").exists():
+    """Writes base and pool, both with equal answer tokens in all domains, and the held-out prompts."""
+    if setup.corpus("pool").exists() and setup.corpus("base").exists() and setup.held.exists():
         return
-    make_prompts(setup)
+    make_prompts(setup, setup.train)
+    make_prompts(setup, setup.own)
+    make_prompts(setup, setup.held)
     parts: dict[str, list[Example]] = {"base": [], "pool": []}
     for example in unpack(setup.packed, setup.train, setup.target):
         parts["pool" if uniform(example.id, TRAIN_SEED) < POOL else "base"].append(example)
+    say("answers are read")
     for name, examples in parts.items():
         least = min(tokens_of(examples)[domain] for domain in DOMAINS)
-        write(setup.corpus(name), mix(examples, [], least * len(DOMAINS), replay=1.0, equal_domains=True, seed=0))
+        parts[name] = mix(examples, [], least * len(DOMAINS), replay=1.0, equal_domains=True, seed=0)
+        say(f"answered, for {name}: {summary(parts[name])}")
+    room = BASE_TOKENS - sum(len(example.tokens) for example in parts["base"])
+    own: list[Example] = []
+    for example in read_examples(setup.corpus("own")).examples:  # domains are equal wherever this ends
+        room -= len(example.tokens)
+        if room < 0:
+            break
+        own.append(example)
+    say(f"own text, for base: {summary(own)}")
+    say(f"base in all: {summary([*parts['base'], *own])}")
+    write(setup.corpus("base"), [*parts["base"], *own])
+    write(setup.corpus("pool"), parts["pool"])
+
+
+def pack_corpus(setup: Setup) -> None:
+    """What other machines would have to make again, and might make otherwise."""
+    path = setup.work / "corpus.tar"
+    if not path.exists():
+        building = path.with_suffix(".building")
+        with lzma.open(building, "w", preset=PRESET) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+            for file in (setup.corpus("base"), setup.corpus("pool"), setup.held):
+                tar.add(file, arcname=str(file.relative_to(setup.work)))
+        building.replace(path)
 
 
 def arms(setup: Setup) -> None:
-    """Six corpora and six drafters."""
-    began = time.monotonic()
+    """Six corpora, one capture of all of them, and six drafters."""
+    split(setup)
     names = [f"{arm}-{seed}" for seed in SEEDS for arm in ARMS]
-    if not all(setup.corpus(name).exists() for name in names):
-        split(setup)
-        choose_all(setup)
-    jobs = [setup.verb(name, "train", arm_config(setup, name)) for name in names]
-    places = slots(max(2, len(slots(1)) // len(jobs)))
-    finish(setup, jobs, places, began)
-    keep(setup, "arms", [setup.work / "arms.json", *(archive(setup, name) for name in names)])
+    if not all(setup.corpus(name).exists() for name in (*names, "arms")):
+        score_pool(setup)
+        choose_all(setup, names)
+    finish(setup, [capture_of(setup, "arms")], slots(1_000))
+    jobs = [setup.verb(name, "arm", arm_config(setup, name)) for name in names]
+    try:
+        finish(setup, jobs, slots(ARM_CORES))
+    finally:
+        done = [name for name in names if (setup.drafter(name) / "config.json").exists()]
+        keep(setup, "arms", [setup.work / "arms.json", *(archive(setup, name) for name in done)])
 
 
-def choose_all(setup: Setup) -> None:
-    """Scores the pool under the base, and draws what every arm trains on."""
+def score_pool(setup: Setup) -> None:
+    """Each example under the base, in as many processes as there are places."""
+    places = slots(CORES)
+    jobs = [
+        Job(
+            f"score-{number}-{len(places)}",
+            (*COMMAND, "score", setup.device, str(setup.target), str(setup.drafter("base")), str(setup.corpus("pool")),
+             f"{number}/{len(places)}", str(setup.work / f"scores/{number}-{len(places)}.npz")),
+        )
+        for number in range(len(places))
+    ]  # fmt: skip
+    finish(setup, jobs, places)
+
+
+def score(device: str, target: str, draft: str, corpus: str, shard: str, out: str) -> None:
+    """Scores of every so-manieth example, in a file: rows of all, one behind the other, and where each begins."""
+    number, count = map(int, shard.split("/"))
+    examples = read_examples(Path(corpus)).examples[number::count]
+    # Near ties of the target are nothing that a drafter could learn, though the engine is greedy: temperature 1.
+    found = list(Scorer.open(target, draft, device).scores(examples, K, Serving("onehot", 1.0)))
+    rows = {field.name: np.concatenate([getattr(one, field.name) for one in found]) for field in fields(Scores)}
+    ends = np.cumsum([len(one.position_R) for one in found])
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, allow_pickle=False, ends=ends, **rows)
+    say(f"{len(found):,} examples scored")
+
+
+def scores_of(setup: Setup, count: int) -> list[Scores]:
+    """Of the pool's `count` examples, in their order."""
+    found: dict[int, Scores] = {}
+    files = list((setup.work / "scores").glob("*.npz"))
+    for path in files:
+        number, shards = map(int, path.stem.split("-"))
+        with np.load(path, allow_pickle=False) as rows:
+            read = {name: rows[name] for name in rows.files}
+        ends = read.pop("ends")[:-1]
+        parts = {name: np.split(values, ends) for name, values in read.items()}
+        for place, one in enumerate(zip(*parts.values(), strict=True)):
+            found[number + place * shards] = Scores(**dict(zip(parts, one, strict=True)))
+    return [found[place] for place in range(count)]
+
+
+def choose_all(setup: Setup, names: Sequence[str]) -> None:
+    """Draws what every arm trains on."""
     replayed = read_examples(setup.corpus("base")).examples
     pool = read_examples(setup.corpus("pool")).examples
-    # Near ties of the target are nothing that a drafter could learn, though the engine is greedy: temperature 1.
-    scorer = Scorer.open(str(setup.target), str(setup.drafter("base")), setup.device)
-    found = scorer.scores(pool, K, Serving("onehot", 1.0))
     first = Tokenizer.open(setup.target).vocab_size - RESERVED
     controls = frozenset(range(first, first + RESERVED))
+    found = scores_of(setup, len(pool))
     marked = [scored(example, scores, controls) for example, scores in zip(pool, found, strict=True)]
-    budget = round(MIX * sum(tokens_of(replayed).values()))
+    fresh_tokens = round(FRESH * sum(tokens_of(pool).values()))
+    budget = round(fresh_tokens / (1 - REPLAY))
     told: dict[str, Any] = {"buckets": buckets(marked), "pool": tokens_of(pool), "budget": budget}
-    for seed in SEEDS:
-        for arm, by in ARMS.items():
-            weight = weights(marked, None, by)
-            places = choose(marked, weight, int(budget * (1 - REPLAY)), equal_domains=True, seed=seed)
-            fresh = [pool[place] for place in places]
-            mixed = mix(replayed, fresh, budget, replay=REPLAY, equal_domains=True, seed=seed)
-            write(setup.corpus(f"{arm}-{seed}"), mixed)
-            told[f"{arm}-{seed}"] = {
-                "answer_tokens": tokens_of(mixed),
-                "fresh_answer_tokens": tokens_of(fresh),
-                "mean_gap": sum(marked[place].hardness for place in places) / max(1, len(places)),
-            }
+    together: dict[str, Example] = {}
+    for name in names:
+        arm, _, seed = name.rpartition("-")
+        weight = weights(marked, None, ARMS[arm])
+        places = choose(marked, weight, fresh_tokens, equal_domains=True, seed=int(seed))
+        fresh = [pool[place] for place in places]
+        mixed = mix(replayed, fresh, budget, replay=REPLAY, equal_domains=True, seed=int(seed))
+        write(setup.corpus(name), mixed)
+        together |= {example.id: example for example in mixed}
+        told[name] = {
+            "answer_tokens": tokens_of(mixed),
+            "fresh_answer_tokens": tokens_of(fresh),
+            "mean_gap": sum(marked[place].hardness for place in places) / max(1, len(places)),
+        }
+        say(f"{name}: {summary(mixed)}; mean gap {told[name]['mean_gap']:.4f}")
     (setup.work / "arms.json").write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1))
+    write(setup.corpus("arms"), together.values())
+    say(f"arms together: {summary(list(together.values()))}")
 
 
 def arm_config(setup: Setup, name: str) -> TrainConfig:
@@ -262,72 +410,134 @@ def arm_config(setup: Setup, name: str) -> TrainConfig:
     return TrainConfig(
         target=str(setup.target),
         out=str(setup.drafter(name)),
-        corpus=(str(setup.corpus(name)),),
+        capture=str(setup.captured("arms")),
         start=str(setup.drafter("base")),
         recipe=recipe(setup, budget, lr=ARM_LR, warmup=ARM_WARMUP, held_out=0.0, seed=seed),
     )
 
 
+def train_arm(config: TrainConfig, console: Console) -> int:
+    """`draft train` on those examples of the capture that the arm's own corpus has."""
+    draft_train.check(config)
+    out = Path(config.out)
+    mine = {example.id for example in read_examples(out.parents[1] / f"corpus/{out.name}.jsonl").examples}
+    stored = Stored(Path(config.capture or ""), Checkpoint.open(config.target).fingerprint, mine)
+    return draft_train.train(config, stored, stored.layer_ids, console)
+
+
 def recipe(setup: Setup, budget: Budget, **change: Any) -> Recipe:
     """RECIPE with another budget; on a CPU with small batches, for a rehearsal."""
     if setup.device == "cpu":
-        change |= {"tokens_per_batch": RECIPE.max_length, "steps_ahead": 3, "compile": False, "held_out": 0.0}
+        change |= {"tokens_per_batch": RECIPE.max_length, "steps_ahead": 3, "held_out": 0.0}
     return msgspec.structs.replace(RECIPE, budget=budget, **change)
 
 
 def measure(setup: Setup) -> None:
-    """Every drafter answers the held-out prompts in the engine; then the figures."""
-    began = time.monotonic()
-    make_prompts(setup)
+    """Every drafter answers the held-out prompts in the engine; then the figures.
+
+    The base answers all of them, the others those that gave the base ROUNDS rounds in each domain.
+    """
+    split(setup)
     names = ["base", *(f"{arm}-{seed}" for seed in SEEDS for arm in ARMS)]
     places = slots(CORES)
-    shards = [setup.work / f"held/{number}.jsonl" for number in range(len(places))]
-    lines = setup.held.read_bytes().splitlines(keepends=True)
-    for number, shard in enumerate(shards):
-        shard.parent.mkdir(parents=True, exist_ok=True)
-        shard.write_bytes(b"".join(lines[number :: len(shards)]))
-    jobs = [
-        Job(
-            f"ask-{name}-{number}",
-            (
-                *COMMAND,
-                "ask",
-                str(setup.target),
-                str(setup.drafter(name)),
-                str(shard),
-                str(answers(setup, name, number)),
-            ),
-        )
-        for number, shard in enumerate(shards)  # shard by shard: drafters stay abreast
-        for name in names
-    ]
-    finish(setup, jobs, places, began)
+    (setup.work / "answers").mkdir(exist_ok=True)
+    shards = dealt(setup, "all", setup.held.read_bytes().splitlines(keepends=True), len(places))
+    try:
+        finish(setup, asks(setup, "base", shards), places)
+        show_lengths(setup, "base")
+        enough = prompts_of(answered_by(setup, "base"))
+        lines = [line for line in setup.held.read_bytes().splitlines(keepends=True) if id_of(line) in enough]
+        shards = dealt(setup, "enough", lines, len(places))
+        first, others = names[1:3], names[3:]
+        jobs = [job for name in first for job in asks(setup, name, shards)]
+        jobs += [agreement(setup), *(job for name in others for job in asks(setup, name, shards))]
+        finish(setup, jobs, places)
+    finally:
+        done = [name for name in names if answered_by(setup, name)]
+        for name in done[1:]:
+            show_lengths(setup, name)
+        with tarfile.open(setup.work / "answers.tar", "w:xz") as tar:
+            tar.add(setup.work / "answers", arcname="answers")
+        made = [setup.work / name for name in ("answers.tar", "agreement.json") if (setup.work / name).exists()]
+        keep(setup, "measure", made)
     found: dict[str, dict[str, list[Answered]]] = defaultdict(dict)
-    everything: list[bytes] = []
     for name in names:
-        raw = [line for n in range(len(shards)) for line in answers(setup, name, n).read_bytes().splitlines()]
-        everything += [msgspec.json.encode(name) + b"\t" + line for line in raw]
-        for line in raw:
-            one = msgspec.json.decode(line, type=Answered)
-            found[one.domain].setdefault(name, []).append(one)
+        for one in answered_by(setup, name):
+            if one.id in enough:
+                found[one.domain].setdefault(name, []).append(one)
     domains = {domain: compare(found[domain], SEEDS) for domain in DOMAINS}
     figures = report(domains)
     (setup.work / "measure.json").write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
     (setup.work / "measure.md").write_text(table(domains) + "\n")
     plot(setup.work / "measure.png", domains)
-    (setup.work / "answers.tsv.xz").write_bytes(lzma.compress(b"\n".join(everything)))
-    keep(
-        setup,
-        "measure",
-        [setup.work / name for name in ("measure.json", "measure.md", "measure.png", "answers.tsv.xz")],
-    )
+    keep(setup, "measure", [setup.work / name for name in ("measure.json", "measure.md", "measure.png")])
     print(table(domains))
     for condition, met in figures["met"].items():
         print(f"{'yes' if met else 'NO '}  {condition}")
 
 
-def answers(setup: Setup, name: str, number: int) -> Path:
-    return setup.work / f"answers/{name}-{number}.jsonl"
+def dealt(setup: Setup, name: str, lines: Sequence[bytes], count: int) -> list[Path]:
+    """The prompts in so many files."""
+    shards = [setup.work / f"held/{name}-{number}.jsonl" for number in range(count)]
+    for number, shard in enumerate(shards):
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        shard.write_bytes(b"".join(lines[number::count]))
+    return shards
+
+
+def asks(setup: Setup, name: str, shards: Sequence[Path]) -> list[Job]:
+    """The drafter's processes, one for each file of prompts."""
+    told = setup.target, setup.drafter(name)
+    return [
+        Job(
+            f"ask-{name}-{number}-{len(shards)}",
+            (*COMMAND, "ask", *map(str, (*told, shard, setup.work / f"answers/{name}-{number}.jsonl"))),
+        )
+        for number, shard in enumerate(shards)
+    ]
+
+
+def answered_by(setup: Setup, name: str) -> list[Answered]:
+    """What the drafter has answered, each prompt once: another number of processes may have begun."""
+    found: dict[str, Answered] = {}
+    for path in sorted((setup.work / "answers").glob(f"{name}-*.jsonl")):
+        mend(path)
+        for line in path.read_bytes().splitlines():
+            one = msgspec.json.decode(line, type=Answered)
+            found[one.id] = one
+    return list(found.values())
+
+
+def prompts_of(answers: Sequence[Answered]) -> set[str]:
+    """Ids, those drawn first, until there are ROUNDS rounds in each domain; all of a domain that has fewer."""
+    rounds: Counter[str] = Counter()
+    found: set[str] = set()
+    for one in sorted(answers, key=lambda one: int(one.id.rpartition("-")[2])):
+        if rounds[one.domain] < ROUNDS:
+            rounds[one.domain] += one.rounds
+            found.add(one.id)
+    return found
+
+
+def id_of(line: bytes) -> str:
+    return msgspec.json.decode(line)["id"]
+
+
+def agreement(setup: Setup) -> Job:
+    """First drafts of the base: the engine's beside what teacher forcing says. It fails where they disagree."""
+    config = EvalConfig(
+        target=str(setup.target),
+        draft=str(setup.drafter("base")),
+        prompts=str(setup.held),
+        k=(K,),
+        modes=("greedy",),
+        rounds=max(1, round(AGREEMENT_ROUNDS * setup.scale)),
+        max_tokens=MAX_TOKENS,
+        batch=BATCH,
+        save=str(setup.work / "agreement.json"),
+        device="cpu",
+    )
+    return setup.verb("agreement", "eval", config)
 
 
 def ask(target: Path, draft: Path, prompts: Path, out: Path) -> None:
@@ -347,6 +557,7 @@ def ask(target: Path, draft: Path, prompts: Path, out: Path) -> None:
     engine_config = EngineConfig(
         max_running=BATCH, device="cpu", draft=str(draft), draft_tokens=K, draft_adaptive=False, suffix=False
     )
+    say(f"{len(asked):,} prompts")
     with Engine.open(str(target), engine_config) as engine, out.open("ab") as file:
         for first in range(0, len(asked), ASK_AT_ONCE):
             part = asked[first : first + ASK_AT_ONCE]
@@ -356,6 +567,7 @@ def ask(target: Path, draft: Path, prompts: Path, out: Path) -> None:
                 answer = spoken(one.id, one.domain, one.tokens, deltas[job.id])
                 file.write(msgspec.json.encode(counted(answer)) + b"\n")
             file.flush()
+            say(f"{first + len(part):,} of {len(asked):,} answered")
 
 
 def counted(answer: Spoken) -> Answered:
@@ -371,7 +583,39 @@ def counted(answer: Spoken) -> Answered:
     )
 
 
-# Files.
+# Files, and what is said.
+
+
+def say(text: str) -> None:
+    """A line with the seconds since this process began."""
+    print(f"{time.monotonic() - BEGAN:6.1f} s  {text}", flush=True)
+
+
+def summary(examples: Sequence[Example]) -> str:
+    tokens = tokens_of(examples)
+    whole, answers = sum(len(example.tokens) for example in examples), sum(tokens.values())
+    return f"{len(examples):,} examples, {whole:,} tokens, {answers:,} of answers {dict(sorted(tokens.items()))}"
+
+
+def show_training(setup: Setup, name: str) -> None:
+    """Held-out measures as they came, a line each."""
+    for raw in (setup.drafter(name) / "training/log.jsonl").read_bytes().splitlines():
+        line = msgspec.json.decode(raw)
+        if "held_out" in line:
+            domains = {domain: found["lengths"][K - 1] for domain, found in line["domains"].items()}
+            length = line["held_out"]["lengths"][K - 1]
+            print(f"{name} step {line['step']}, {line.get('tokens', 0):,} tokens: {length} {domains}")
+
+
+def show_lengths(setup: Setup, name: str) -> None:
+    """Acceptance length and rounds by domain, as far as they are known."""
+    rounds: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for one in answered_by(setup, name):
+        rounds[one.domain] += one.rounds
+        tokens[one.domain] += one.tokens
+    told = (f"{one} {tokens[one] / rounds[one]:.3f} ({rounds[one]:,})" for one in DOMAINS if rounds[one])
+    say(f"{name}: {', '.join(told)}")
 
 
 def write(path: Path, examples: Iterable[Example]) -> None:
@@ -399,7 +643,7 @@ def archive(setup: Setup, name: str) -> Path:
 def restore(setup: Setup, folder: Path) -> None:
     """What earlier commands left in their OUT, into WORK."""
     for path in sorted(folder.iterdir()):
-        if path.suffix == ".tar":
+        if path.suffix == ".tar":  # packed or not
             with tarfile.open(path) as tar:
                 tar.extractall(setup.work, filter="data")
         else:
@@ -412,18 +656,18 @@ def keep(setup: Setup, stage: str, files: Sequence[Path], examples: Sequence[Exa
     for path in files:
         if path.resolve() != (setup.out / path.name).resolve():
             shutil.copy(path, setup.out)
-        print(f"{setup.out / path.name}: {path.stat().st_size:,} bytes")
+        say(f"{setup.out / path.name}: {path.stat().st_size:,} bytes")
     if examples:
-        print(f"{stage}: {len(examples):,} examples; answer tokens {dict(sorted(tokens_of(examples).items()))}")
+        say(f"{stage}: {summary(examples)}")
 
 
-def finish(setup: Setup, jobs: Sequence[Job], places: Sequence[Slot], began: float) -> None:
+def finish(setup: Setup, jobs: Sequence[Job], places: Sequence[Slot]) -> None:
     """Runs the jobs in what is left of the time; where some are not done, ends the command with what they said."""
     folder = setup.work / "jobs"
-    unfinished = run_all(jobs, places, setup.seconds - (time.monotonic() - began) - EXPORT_S, folder)
+    unfinished = run_all(jobs, places, setup.left - EXPORT_S, folder, say)
     for name in unfinished[:SHOWN]:
         log = folder / f"{name}.log"
-        print(f"--- {log}\n{log.read_text()[-1_500:] if log.exists() else 'not begun'}")
+        print(f"--- {log}\n{log.read_text()[-1_500:] if log.exists() else 'not begun'}", flush=True)
     if unfinished:
         raise SystemExit(f"not done: {', '.join(unfinished)}; the same command goes on with them")
 
@@ -433,8 +677,9 @@ STAGES: dict[str, Callable[[Setup], None]] = {"synth": synth, "base": base, "arm
 
 def main() -> None:
     if len(sys.argv) > 1 and sys.argv[1] == "ask":
-        ask(*map(Path, sys.argv[2:]))
-        return
+        return ask(*map(Path, sys.argv[2:]))
+    if len(sys.argv) > 1 and sys.argv[1] == "score":
+        return score(*sys.argv[2:])
     if len(sys.argv) > 1 and sys.argv[1] == "verb":
         raise SystemExit(run_verb(*sys.argv[2:]))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -444,21 +689,20 @@ def main() -> None:
     parser.add_argument("--target", type=Path, default=Path("models/kimi-nano"))
     parser.add_argument("--seconds", type=float, default=520, help="for the whole command")
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of prompts; less is a rehearsal")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--restore", type=Path, metavar="FOLDER", help="what earlier commands left in their OUT")
     given = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    setup = Setup(given.work, given.out, given.target, given.seconds, given.scale, device)
+    setup = Setup(given.work, given.out, given.target, given.seconds, given.scale, given.device)
     setup.work.mkdir(parents=True, exist_ok=True)
     if given.restore:
         restore(setup, given.restore)
-    began = time.monotonic()
     STAGES[given.stage](setup)
-    print(f"{given.stage}: {time.monotonic() - began:.0f} s")
+    say(f"{given.stage} is done")
 
 
 def run_verb(verb: str, path: str) -> int:
     """A verb of the factory with its configuration in a file."""
-    config, run = VERBS[verb]
+    config, run = VERBS[verb] if verb != "arm" else (TrainConfig, train_arm)
     return run(msgspec.json.decode(Path(path).read_bytes(), type=config), Console())
 
 

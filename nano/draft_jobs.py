@@ -6,17 +6,20 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 GRACE_S = 20.0  # to write down what is there, once told to end
+BEAT_S = 30.0  # between two words of what runs
+SAID = 150  # characters of a line
 
 
 @dataclass(frozen=True)
 class Job:
     name: str
     command: tuple[str, ...]
+    journal: Path | None = None  # what it writes of its progress; None: its output
 
 
 Slot = tuple[int, ...]  # cores
@@ -29,15 +32,19 @@ def slots(each: int) -> list[Slot]:
     return [tuple(cores[i * each : (i + 1) * each if i < count - 1 else None]) for i in range(count)]
 
 
-def run_all(jobs: Sequence[Job], places: Sequence[Slot], seconds: float, folder: Path) -> list[str]:
+def run_all(
+    jobs: Sequence[Job], places: Sequence[Slot], seconds: float, folder: Path, tell: Callable[[str], object] = print
+) -> list[str]:
     """Runs the jobs in order, one to a slot at a time; gives the names of those that are not done.
 
     A job's output is appended to FOLDER/NAME.log. FOLDER/NAME.done marks one that ended well, which is not run again.
-    When time is up, jobs that run are told to end (SIGINT), and killed if they do not within GRACE_S.
+    When time is up, jobs that run are told to end (SIGINT), and killed if they do not within GRACE_S. `tell` hears of
+    each job's end, and every BEAT_S what the running ones say.
     """
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + seconds
     waiting = deque(job for job in jobs if not (folder / f"{job.name}.done").exists())
+    running: dict[str, Job] = {}
 
     def work(slot: Slot) -> None:
         while time.monotonic() < until:
@@ -45,15 +52,32 @@ def run_all(jobs: Sequence[Job], places: Sequence[Slot], seconds: float, folder:
                 job = waiting.popleft()
             except IndexError:
                 return
-            if _run(job, slot, until, folder) == 0:
+            running[job.name] = job
+            began = time.monotonic()
+            status = _run(job, slot, until, folder)
+            del running[job.name]
+            if status == 0:
                 (folder / f"{job.name}.done").touch()
+            said = f"status {status}, {time.monotonic() - began:.0f} s"
+            tell(f"{job.name}: {said}; {_last(folder / f'{job.name}.log')}")
 
     threads = [threading.Thread(target=work, args=(slot,)) for slot in places]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    beat = time.monotonic()
+    while alive := [thread for thread in threads if thread.is_alive()]:
+        alive[0].join(1.0)
+        if time.monotonic() - beat > BEAT_S:
+            beat = time.monotonic()
+            for job in list(running.values()):
+                tell(f"{job.name} runs: {_last(job.journal or folder / f'{job.name}.log')}")
     return [job.name for job in jobs if not (folder / f"{job.name}.done").exists()]
+
+
+def _last(path: Path) -> str:
+    """The last line of a file, or nothing."""
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
+    return next((line for line in reversed(lines) if line.strip()), "")[:SAID]
 
 
 def _run(job: Job, slot: Slot, until: float, folder: Path) -> int:

@@ -7,7 +7,10 @@
 One JSON line per prompt: id, domain, language, kind, messages (all but the last answer), tools, thinking. A domain is a
 `nano.data_*` module. The domain whose expected answers have the fewest tokens goes next, so domains are equal in
 answer tokens, not in prompts, and that holds for the first lines of a file as well as for all of it. Expected is what
-the generator itself would answer. The same arguments give the same file, whatever the number of processes.
+the generator itself would answer. The same arguments give the same file, whatever the number of processes, with the
+same release of Python: recall's texts quote its documentation.
+
+`--own FILE` writes the generators' own answers too, as examples that a drafter can be trained on.
 
 Split "train" is drawn as training is: earlier exchanges before a question, made-up words. Held-out splits have neither.
 No prompt stands in a file twice, and none that a file of `--avoid` has, there as a whole or as the end of a chain.
@@ -21,6 +24,7 @@ import os
 import random
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
@@ -30,19 +34,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
-from nano.data import EARLIER, ROW, Encoder, Mixture
+from nano.data import EARLIER, LOSS_SHIFT, ROW, Encoder, Mixture
 from nano.data_recall import CHARACTERS_PER_TOKEN, recall
 from nano.data_words import LANGUAGES, SCRIPTS
 from nano.sample import Sample, Split
 from nano.substitute import vocabulary_pieces
 from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.draft.corpus import Example
 
 DOMAINS = ("numbers", "code", "words", "recall", "json", "tools", "chat")
 SPLITS: tuple[Split, ...] = ("train", "values", "families")
 
 # Tokens of a recall document: a third of them short, a third middle, a third long.
 LENGTHS = ((200, 800), (800, 2_000), (2_000, 3_500))
+SHORT = ((200, 600), (600, 1_000), (1_000, 3_500))  # with --short: two thirds below 1,000
 
 BLOCK = 32  # prompts that one random stream gives
 WAVE = 64  # blocks of a domain under way
@@ -62,6 +69,7 @@ class Source(NamedTuple):
     domain: str
     splits: Sequence[Split]
     seed: int
+    lengths: Sequence[tuple[int, int]] = LENGTHS
 
 
 class Drawn(NamedTuple):
@@ -71,6 +79,7 @@ class Drawn(NamedTuple):
     digest: bytes  # of what is asked
     prompt: int  # tokens
     answer: int  # tokens of the generator's own answer
+    tokens: bytes  # uint16: the prompt and that answer
 
 
 @dataclass
@@ -97,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--split", nargs="+", choices=SPLITS, default=["train"], help="several take turns")
     parser.add_argument("--domains", nargs="+", choices=DOMAINS, default=list(DOMAINS))
     parser.add_argument("--avoid", nargs="+", type=Path, default=[], metavar="FILE", help="prompts that may not return")
+    parser.add_argument("--short", action="store_true", help="shorter texts of recall")
+    parser.add_argument("--own", type=Path, metavar="FILE", help="examples with the generators' own answers")
     parser.add_argument("--tokenizer", type=Path, default=Path("models/kimi-nano"))
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     given = parser.parse_args(arguments)
@@ -105,13 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     shares = {domain: Share() for domain in given.domains}
     context = multiprocessing.get_context("fork")
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    with context.Pool(given.processes) as pool, given.out.open("wb") as file:
+    own = nullcontext() if given.own is None else given.own.open("wb")
+    with context.Pool(given.processes) as pool, given.out.open("wb") as file, own as answers:
+        lengths = SHORT if given.short else LENGTHS
         streams = {
-            domain: distinct(pool, Source(given.tokenizer, domain, given.split, given.seed), shares[domain], seen)
+            domain: distinct(
+                pool, Source(given.tokenizer, domain, given.split, given.seed, lengths), shares[domain], seen
+            )
             for domain in given.domains
         }
-        for line in interleave(streams, shares, given.count, given.answer_tokens):
-            file.write(msgspec.json.encode(line) + b"\n")
+        for drawn in interleave(streams, shares, given.count, given.answer_tokens):
+            file.write(msgspec.json.encode(drawn.line) + b"\n")
+            if answers is not None:
+                answers.write(msgspec.json.encode(example(drawn)) + b"\n")
     for domain, share in shares.items():
         print(
             f"{domain:8} {share.prompts:7,} prompts, {share.prompt_tokens:11,} tokens; {share.answer_tokens:10,} "
@@ -123,8 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def interleave(
     streams: dict[str, Iterator[Drawn]], shares: dict[str, Share], prompts: int | None, answer_tokens: int | None
-) -> Iterator[Line]:
-    """Lines of all domains, each time of the one that is furthest behind in answer tokens.
+) -> Iterator[Drawn]:
+    """Prompts of all domains, each time of the one that is furthest behind in answer tokens.
 
     Ends after so many `prompts`, or when every domain has `answer_tokens`. Raises Exhausted.
     """
@@ -137,7 +154,21 @@ def interleave(
         share.prompts += 1
         share.prompt_tokens += drawn.prompt
         share.answer_tokens += drawn.answer
-        yield drawn.line | {"id": f"{drawn.line['id']}-{number}"}
+        yield drawn._replace(line=drawn.line | {"id": f"{drawn.line['id']}-{number}"})
+
+
+def example(drawn: Drawn) -> Example:
+    """The prompt with the generator's own answer, ended as the model would end it."""
+    line = drawn.line
+    return Example(
+        id=line["id"],
+        domain=line["domain"],
+        language=line["language"],
+        tokens=tuple(np.frombuffer(drawn.tokens, np.uint16).tolist()),
+        prompt=drawn.prompt,
+        finish="stop",
+        kind=line["kind"],
+    )
 
 
 def distinct(pool: Pool, source: Source, share: Share, seen: set[bytes]) -> Iterator[Drawn]:
@@ -162,7 +193,7 @@ def block(source: Source, number: int) -> list[Drawn]:
     encoder, pieces = opened(source.tokenizer)
     split = source.splits[number % len(source.splits)]
     name = f"{split}-{source.seed}-{source.domain}"
-    made = samples(source.domain, split, f"{source.seed}/{split}/{source.domain}/{number}", pieces)
+    made = samples(source.domain, split, f"{source.seed}/{split}/{source.domain}/{number}", pieces, source.lengths)
     return [as_drawn(encoder, name, source.domain, sample) for sample in made]
 
 
@@ -174,8 +205,10 @@ def opened(tokenizer: Path) -> tuple[Encoder, list[str]]:
     return Encoder(read), vocabulary_pieces([read.token_bytes(token) for token in plain])
 
 
-def samples(domain: str, split: Split, key: str, pieces: Sequence[str]) -> Iterator[Sample]:
-    """`BLOCK` samples of a domain; documents of recall are as long as LENGTHS says."""
+def samples(
+    domain: str, split: Split, key: str, pieces: Sequence[str], lengths: Sequence[tuple[int, int]] = LENGTHS
+) -> Iterator[Sample]:
+    """`BLOCK` samples of a domain; documents of recall are as long as `lengths` says."""
     rng = random.Random(f"{key}/held")
     generators = importlib.import_module(f"nano.data_{domain}").GENERATORS
     weights = [weight for _, weight in generators.values()]
@@ -184,7 +217,7 @@ def samples(domain: str, split: Split, key: str, pieces: Sequence[str]) -> Itera
     for _ in range(BLOCK):
         kind = rng.choices(list(generators), weights)[0]
         if kind == "recall":
-            yield recall(rng, split, int(rng.randint(*rng.choice(LENGTHS)) * CHARACTERS_PER_TOKEN))
+            yield recall(rng, split, int(rng.randint(*rng.choice(lengths)) * CHARACTERS_PER_TOKEN))
         elif split != "train":
             yield generators[kind][0](rng, split)
         else:
@@ -212,7 +245,8 @@ def as_drawn(encoder: Encoder, name: str, domain: str, sample: Sample) -> Drawn:
         "thinking": sample.thinking,
     }
     prompt = len(encoder.prompt(sample))
-    return Drawn(line, digest(messages, sample.tools), prompt, len(encoder.sample(sample)) - prompt)
+    whole = encoder.sample(sample) & np.uint16((1 << LOSS_SHIFT) - 1)
+    return Drawn(line, digest(messages, sample.tools), prompt, len(whole) - prompt, whole.tobytes())
 
 
 def _asked(message: dict[str, Any], thinking: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ S sequences of a shard, N their tokens, L captured layers, D hidden.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -328,9 +328,9 @@ class _Folder:
 
 
 class Stored:
-    """A capture on disk."""
+    """A capture on disk. With `only` those of its examples that have one of these ids."""
 
-    def __init__(self, folder: Path, fingerprint: str | None = None) -> None:
+    def __init__(self, folder: Path, fingerprint: str | None = None, only: Collection[str] | None = None) -> None:
         """Raises ConfigError where the capture is broken, empty, or of another target than `fingerprint`."""
         self.index = read_index(folder)
         if not self.index.shards:
@@ -347,7 +347,8 @@ class Stored:
             first = 0
             for id, same in groupby(shard.examples):
                 end = first + len(list(same))
-                self._examples.append((id, number, first, end))
+                if only is None or id in only:
+                    self._examples.append((id, number, first, end))
                 first = end
 
     @property
