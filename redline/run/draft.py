@@ -83,7 +83,8 @@ class Drafting:
         normed states and fed-back features, [R, D] each.
 
         A row whose place is the first of a page that the slot does not have yet is late: it comes with the slot's next
-        row, by way of `tails`, as after a cached page.
+        row, by way of `tails`, as after a cached page. So is one whose token is not known, behind a prompt that is only
+        read: it may come with another job, which begins from the cached pages.
         """
         slots: list[int] = []
         positions: list[int] = []  # of the features; the row's token is the next one
@@ -94,14 +95,14 @@ class Drafting:
         behind = [span for span in spans if self._slots.at[span.slot].behind]
         for span, first, count, drafts in zip(spans, firsts, counts, wanted, strict=True):
             slot = self._slots.at[span.slot]
-            count = min(count, slot.length - 1 - span.start)
-            slot.behind = span.start + count == slot.pages * PAGE_TOKENS
-            if slot.behind:
+            place = span.start + count  # of the last row
+            slot.behind = place == slot.pages * PAGE_TOKENS
+            if slot.behind or place == slot.length:
                 late.append(len(slots) + count - 1)
             slots.extend([span.slot] * count)
             positions.extend(range(span.start, span.start + count))
             sources.extend(range(first, first + count))
-            if drafts and count:
+            if drafts:
                 queries.append(len(slots) - 1)
                 drafting.append((span.slot, drafts))
         if not positions and not behind:

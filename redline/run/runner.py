@@ -19,7 +19,7 @@ from redline.run.draft import Drafting
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
 from redline.run.sample import is_plain_greedy, logprobs_of
-from redline.run.slots import Slots, Span
+from redline.run.slots import Proposal, Slots, Span
 from redline.run.verify import Verified, verify, verify_greedy
 from redline.wire.step import RowResult, Step, StepResult, TokenLogprobs
 
@@ -122,14 +122,17 @@ class Runner:
         for span in spans:
             first, end = end, end + 1 + len(span.drafts.tokens)
             slot, position = self.slots.at[span.slot], span.end - len(span.drafts.tokens)
-            if not all(finite[first:end]):
-                results.append(RowResult(error=f"the model gave a logit that is not finite at position {span.start}"))
+            sound = finite[first:end].index(False) if False in finite[first:end] else end - first
+            if not sound:
+                results.append(RowResult(error=f"the model gave a logit that is not finite at position {position - 1}"))
                 continue
+            # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
+            drafts = span.drafts.until(sound - 1)
             try:
                 if is_plain_greedy(slot.sampling, position - slot.prompt):
-                    given = verify_greedy(best[first:end], span.drafts.tokens)
+                    given = verify_greedy(best[first : first + sound], drafts.tokens)
                 else:
-                    given = self._verify_drawn(span, logits_RV[first:end], position)
+                    given = self._verify_drawn(span.slot, drafts, logits_RV[first : first + sound], position)
             except Exception as error:  # this row's alone
                 results.append(RowResult(error=f"the next token could not be chosen: {error}"))
                 continue
@@ -153,11 +156,10 @@ class Runner:
             )
         return results
 
-    def _verify_drawn(self, span: Span, logits_NV: Tensor, position: int) -> Verified:
-        slot, tokens = self.slots.at[span.slot], self.slots.tokens[span.slot]
+    def _verify_drawn(self, number: int, drafts: Proposal, logits_NV: Tensor, position: int) -> Verified:
+        slot, tokens = self.slots.at[number], self.slots.tokens[number]
         prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
-        drafts, q = span.drafts
-        return verify(logits_NV, drafts, q, slot.sampling, prompt, generated, position)
+        return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
 
     def _prompt_logprobs(self, spans: Sequence[Span], ends: Sequence[int], hidden: Tensor) -> list[RowResult]:
         """One result a row, with the log probabilities of the prompt tokens that the row predicts, where asked for."""

@@ -27,6 +27,14 @@ class Proposal(NamedTuple):
     tokens: list[int]
     q: Tensor | None = None
 
+    def until(self, count: int) -> "Proposal":
+        """The first `count` of them."""
+        return (
+            self
+            if count >= len(self.tokens)
+            else Proposal(self.tokens[:count], None if self.q is None else self.q[:count])
+        )
+
 
 NOTHING = Proposal([])
 
@@ -110,8 +118,7 @@ class Slots:
         if room <= 0:
             return Span(row, row.slot, length, 0)
         count = min(row.drafts, room - 1)
-        tokens, q = slot.proposal
-        drafts = Proposal(tokens[:count], None if q is None else q[:count])
+        drafts = slot.proposal.until(count)
         for place, token in enumerate(drafts.tokens, length):
             self.tokens[row.slot, place] = token
         return Span(row, row.slot, length - 1, 1 + len(drafts.tokens), drafts)

@@ -22,6 +22,8 @@ from redline.wire.job import Sampling
 _DRAFT, _ACCEPT, _LAST = range(3)
 _STREAMS = 3
 
+_HUGE = 1e30  # a logit that any temperature leaves finite
+
 
 class Verified(NamedTuple):
     """`tokens`: the accepted drafts and one token more."""
@@ -68,12 +70,14 @@ def verify_greedy(best: list[int], drafts: Sequence[int]) -> Verified:
 def draft_token(logits_V: Tensor, sampling: Sampling, position: int, index: int) -> tuple[int, Tensor | None]:
     """A drafter's proposal from its logits, and the distribution that it was drawn from (None: it is the likeliest).
 
-    - logits_V: float32; -inf for what a reduced vocabulary has not.
+    - logits_V: float32; -inf for what a reduced vocabulary has not. One that is no number, or too large for one, is as
+      bad a guess as another: drafts need not be right, but they are tokens.
     - position: of the first token of the row that will verify it. index: among that row's drafts.
     """
     if sampling.seeded or is_greedy(sampling):
         return int(logits_V.argmax()), None
-    q_V = (logits_V / sampling.temperature).softmax(-1)
+    sound_V = logits_V.nan_to_num(nan=-_HUGE, posinf=_HUGE, neginf=-torch.inf)
+    q_V = (sound_V / sampling.temperature).softmax(-1)
     return pick(q_V, uniform_of(sampling.seed, _DRAFT + _STREAMS * index, position)), q_V
 
 

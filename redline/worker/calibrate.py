@@ -21,8 +21,10 @@ PROMPT = 8
 def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
     """Milliseconds of decode steps by rows and positions per row, and of a pass of the learned drafter if there is one.
 
-    The runner must be idle and fresh.
+    The runner must be idle and fresh. Where no job can come to a page of tokens, nothing is measured.
     """
+    if runner.slots.tokens.shape[1] <= PAGE_TOKENS:
+        return StepCosts()
     rows = tuple(count for count in ROWS if count <= min(len(runner.slots.at), runner.kv.planes.shape[1]))
     counts = tuple(sorted({1, 1 + draft_tokens, *(count for count in COUNTS if count <= 1 + draft_tokens)}))
     for slot in range(rows[-1]):

@@ -1,5 +1,7 @@
 """What steps cost is measured before the first job, and leaves nothing behind."""
 
+import pytest
+
 from redline.worker.calibrate import calibrate
 from tests.tiny_model import job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
@@ -29,3 +31,15 @@ def test_an_engine_that_was_calibrated_answers_as_one_that_was_not():
         engine.runner.close()
     for one in asked:
         assert answers[one.id].tokens == run_alone(tiny_model(), one).tokens
+
+
+@pytest.mark.parametrize(("longest", "drafts"), [(8, 3), (16, 15), (64, 15)])
+def test_jobs_too_short_to_measure_with_are_served(longest: int, drafts: int):
+    engine = open_engine(tiny_model(), drafter=tiny_drafter(), max_model_len=longest, pages=4, draft_tokens=drafts)
+    asked = job("asked", prompt(seed=1, length=longest - 5), max_tokens=20)
+    try:
+        answer = run(engine, [asked])["asked"]
+    finally:
+        engine.runner.close()
+    assert answer.tokens == run_alone(tiny_model(), asked, max_model_len=longest, pages=4).tokens
+    assert len(answer.tokens) == 5
