@@ -1,14 +1,29 @@
 """The experiment's own arithmetic: what is counted, what is split and drawn, what another machine begins with."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from nano.draft_experiment import Setup, archive, counted, restore, split, tokens_of
+from nano.draft_experiment import (
+    Setup,
+    archive,
+    counted,
+    prompts_of,
+    restore,
+    score,
+    scores_of,
+    split,
+    tokens_of,
+    write,
+)
+from nano.draft_measure import Answered
 from nano.draft_prompts import DOMAINS, main
 from nano.draft_store import pack
 from redline.draft.corpus import Example, read_examples
 from redline.draft.prompts import read_prompts
+from redline.draft.score import Scores
 from redline.worker.acceptance import Round, Spoken
 
 FOLDER = Path(__file__).parents[2] / "models/kimi-nano"
@@ -33,22 +48,58 @@ def test_base_and_pool_share_no_prompt_and_hold_as_much_of_every_domain(
 ) -> None:
     monkeypatch.setattr("nano.draft_prompts.WAVE", 1)
     setup = setup_in(tmp_path)
-    for path, count in ((setup.train, "300"), (setup.held, "7")):
-        main(["--out", str(path), "--count", count, "--tokenizer", str(FOLDER), "--processes", "1"])
+    setup.corpus("own").parent.mkdir()
+    own = ["--own", str(setup.corpus("own")), "--seed", "3"]
+    for path, count, more in ((setup.train, "300", []), (setup.own, "60", own), (setup.held, "7", [])):
+        main(["--out", str(path), "--count", count, "--tokenizer", str(FOLDER), "--processes", "1", *more])
     answer = tuple(range(10))
     examples = (
         Example(id=prompt.id, domain=prompt.domain, tokens=(1, *answer), prompt=1, finish="stop")
         for prompt in read_prompts(setup.train).prompts
     )
     pack(examples, setup.train, setup.packed)
+    own = read_examples(setup.corpus("own")).examples
+    monkeypatch.setattr("nano.draft_experiment.BASE_TOKENS", 9_000)
     split(setup)
     base, pool = (read_examples(setup.corpus(name)).examples for name in ("base", "pool"))
     assert not {example.id for example in base} & {example.id for example in pool}
-    for examples in (base, pool):
+    answered = [example for example in base if not example.id.startswith("train-3")]
+    for examples in (answered, pool):
         tokens = tokens_of(examples)
         assert set(tokens) == set(DOMAINS)
         assert len(set(tokens.values())) == 1
-    assert len(base) > 3 * len(pool)
+    added = len(base) - len(answered)
+    assert base[-added:] == own[:added]
+    assert 0 < added < len(own)
+    assert sum(len(example.tokens) for example in base) <= 9_000
+
+
+def test_scores_come_back_in_the_order_of_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = setup_in(tmp_path)
+    pool = [Example(id=f"{n}", domain="code", tokens=tuple(range(n + 4)), prompt=1, finish="stop") for n in range(5)]
+    write(setup.corpus("pool"), pool)
+
+    def found(example: Example) -> Scores:
+        rows = len(example.tokens) - 2
+        ones = np.full((rows, 3), len(example.tokens), np.float32)
+        return Scores(np.arange(rows), ones / 2, ones, ones > 0, ones > 0)
+
+    scorer = SimpleNamespace(scores=lambda examples, steps, serving: map(found, examples))
+    monkeypatch.setattr("nano.draft_experiment.Scorer.open", lambda *given: scorer)
+    for number in (1, 0):
+        score("cpu", "", "", str(setup.corpus("pool")), f"{number}/2", str(tmp_path / f"scores/{number}-2.npz"))
+    back = scores_of(setup, 5)
+    assert [float(one.gap_R[0]) for one in back] == [2.0, 2.5, 3.0, 3.5, 4.0]
+    assert [len(one.position_R) for one in back] == [2, 3, 4, 5, 6]
+
+
+def test_arms_answer_the_first_prompts_that_gave_the_base_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nano.draft_experiment.ROUNDS", 25)
+    domains = ["code", "chat"] * 10
+    answers = [Answered(f"values-2-{d}-{n}", d, "", 5 if d == "code" else 1, 9, 1, 4) for n, d in enumerate(domains)]
+    found = prompts_of(answers[::-1])
+    assert {one for one in found if "code" in one} == {f"values-2-code-{n}" for n in range(0, 10, 2)}
+    assert sum("chat" in one for one in found) == 10
 
 
 def test_another_machine_begins_with_what_the_first_has_kept(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from nano.draft_prompts import DOMAINS, Exhausted, as_drawn, digest, digests_of,
 from redline.chat.conversation import Conversation
 from redline.chat.template import encode
 from redline.chat.tokenizer import Tokenizer
+from redline.draft.corpus import read_examples
 
 FOLDER = Path(__file__).parents[2] / "models/kimi-nano"
 
@@ -115,3 +116,15 @@ def test_a_domain_that_has_no_more_to_say_is_named(folder: Path, monkeypatch: py
             folder / "none.jsonl", "--count", "64", "--domains", "chat", "--split", "values", "--seed", "5",
             "--avoid", str(folder / "few.jsonl"),
         )  # fmt: skip
+
+
+def test_the_generators_own_answers_are_examples_that_end_as_the_model_ends(folder: Path) -> None:
+    lines = made(folder / "short.jsonl", "--count", "70", "--seed", "3", "--short", "--own", str(folder / "own.jsonl"))
+    tokenizer = Tokenizer.open(FOLDER)
+    own = read_examples(folder / "own.jsonl")
+    assert not own.skipped
+    for line, example in zip(lines, own.examples, strict=True):
+        assert (example.id, example.domain, example.kind) == (line["id"], line["domain"], line["kind"])
+        assert list(example.tokens[: example.prompt]) == encode(conversation(line), tokenizer)
+        assert tokenizer.special("<|im_end|>") == example.tokens[-1]
+        assert tokenizer.special("<|im_end|>") not in example.tokens[example.prompt : -1]
