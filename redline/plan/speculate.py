@@ -3,6 +3,7 @@
 Private to plan. The choosing itself is in tune; here is what it is told.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from redline.plan.active import ActiveJob
@@ -39,16 +40,19 @@ class Speculation:
         if self._learned and self.costs.known:
             chances = survival(Acceptance(), rates(self._by_learned, self._most))
             self._worth = self._worth.seen(gain(chances, len(jobs), self.costs))
-            if not self._worth.pays:
-                # Nothing is learnt of a drafter that does not run: what was learnt fades, so that it is tried again.
-                self._by_learned = self._by_learned.seen(0, 0, ALL_KEEP)
         drafting = [job.drafting and self.follows for job in jobs]
         by_learned, by_suffix = rates(self._by_learned, self._most), rates(self._by_suffix, self._most)
         survivals = [
             survival(job.acceptance, (by_learned if learned else by_suffix)[: max(0, job.room - 2)])
             for job, learned in zip(jobs, drafting, strict=True)
         ]
-        return choose(survivals, drafting, self.costs)
+        asked = choose(survivals, drafting, self.costs)
+        # Nothing is learnt of drafts that are not asked for: what was learnt fades, so that they are tried again.
+        if not any(itertools.compress(asked, drafting)):
+            self._by_learned = self._by_learned.seen(0, 0, ALL_KEEP)
+        if not any(length for length, learned in zip(asked, drafting, strict=True) if not learned):
+            self._by_suffix = self._by_suffix.seen(0, 0, ALL_KEEP)
+        return asked
 
     def settled(self, job: ActiveJob, row: Row, outcome: RowResult) -> None:
         """A decode row of a running job has come to its end."""

@@ -8,7 +8,7 @@ that has not been offered drafts for a while is given the benefit of the doubt a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-UNSEEN = 0.7  # of drafts that nobody has been offered yet, this share is taken to hold
+UNSEEN = 0.9  # of drafts that nobody was offered, this share is taken to hold: hope, or good ones would never be tried
 JOB_KEEPS = 0.9  # of a job's counts, a row later
 ALL_KEEP = 0.998
 JOB_WEIGHT = 2.0  # what all jobs say counts like so many rows of the job

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from redline.tune.acceptance import JOB_KEEPS, Acceptance, rates, survival
+from redline.tune.acceptance import JOB_KEEPS, Acceptance, survival
 from redline.tune.choose import PATIENCE, Worth, choose, gain, tokens_per_ms
 from redline.tune.costs import StepCosts
 
@@ -55,7 +55,7 @@ def test_a_row_that_accepts_nothing_drafts_nothing_beside_one_that_does():
 def test_a_row_that_accepts_nothing_is_tried_again_now_and_then():
     job, offered = Acceptance(), []
     for _ in range(200):
-        (length,) = choose([survival(job, rates(Acceptance(), 3))], [False], costs(3.0))
+        (length,) = choose([survival(job, [0.7] * 3)], [False], costs(3.0))
         offered.append(length)
         job = job.seen(length, 0, JOB_KEEPS)
     probes = sum(1 for length in offered[50:] if length)
