@@ -16,6 +16,7 @@ from urllib.request import urlopen
 import pytest
 from openai import APIError, OpenAI
 
+from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.write import random_checkpoint
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
@@ -283,6 +284,13 @@ def test_a_mistake_of_the_operator_is_one_line(
     server = start(*(argument.format(tiny=tiny) for argument in arguments))
     assert server.ends() == 1
     assert re.fullmatch(rf"error: .*{words}.*\n", server.said)
+
+
+def test_a_drafter_of_another_model_is_one_line(start: Callable[..., Server], tiny: Path, tmp_path: Path):
+    Eagle3(Eagle3Config.for_target(kernel_config(hidden_size=128))).save(tmp_path)
+    server = start(tiny, "--draft", tmp_path)
+    assert server.ends() == 1
+    assert re.fullmatch(r"error: .*/config\.json: \w*hidden_size is 128; this target needs \d+\n", server.said)
 
 
 def test_every_network_without_keys_is_warned_about(start: Callable[..., Server], tiny: Path):

@@ -7,6 +7,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from redline.tune.choose import Worth
 from redline.wire.job import PAGE_TOKENS
 from tests.fakes import World
 
@@ -17,11 +18,24 @@ class Life(RuleBasedStateMachine):
     world: World
 
     @initialize(
-        pages=st.integers(5, 12), ahead=st.integers(0, 3), slots=st.integers(1, 5), step=st.sampled_from([8, 64, 200])
+        pages=st.integers(5, 12),
+        ahead=st.integers(0, 3),
+        slots=st.integers(1, 5),
+        step=st.sampled_from([8, 64, 200]),
+        drafts=st.sampled_from([0, 1, 3, 15]),
+        learned=st.booleans(),
     )
-    def begin(self, pages: int, ahead: int, slots: int, step: int) -> None:
+    def begin(self, pages: int, ahead: int, slots: int, step: int, drafts: int, learned: bool) -> None:
         # A job needs five pages at most.
-        self.world = World(pages=pages, max_model_len=5 * PAGE_TOKENS, ahead=ahead, max_running=slots, step_tokens=step)
+        self.world = World(
+            pages=pages,
+            max_model_len=5 * PAGE_TOKENS,
+            ahead=ahead,
+            max_running=slots,
+            step_tokens=step,
+            draft_tokens=drafts,
+            learned=learned and drafts > 0,
+        )
 
     @rule(length=LENGTHS, root=st.integers(0, 1), max_tokens=st.sampled_from([0, 1, 2, 64, 200]), stop=st.booleans())
     def submit(self, length: int, root: int, max_tokens: int, stop: bool) -> None:
@@ -39,6 +53,10 @@ class Life(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.world.abort(data.draw(st.sampled_from(list(self.world.stories.values()))))
+
+    @rule(pays=st.booleans())
+    def the_drafter_is_left_or_taken_up(self, pays: bool) -> None:
+        self.world.planner._speculation._worth = Worth(pays)
 
     @rule()
     def plan(self) -> None:

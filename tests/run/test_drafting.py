@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from redline.wire.job import Job
 from redline.worker.engine import Engine
 from redline.worker.loop import turn
 from tests.tiny_model import (
+    VOCABULARY,
     Answer,
     job,
     kernel_config,
@@ -212,3 +214,57 @@ def test_as_many_drafts_hold_after_a_cache_hit_as_without(shared: int):
     assert (cold.cached_tokens, warm.cached_tokens) == (0, shared)
     assert 0 < cold.accepted < cold.proposed
     assert warm._replace(cached_tokens=0) == cold
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"architecture": "llama", "draft_vocab_size": 100},
+        {"architecture": "llama", "draft_vocab_size": None},
+        {"architecture": "mla", "draft_vocab_size": 100},
+    ],
+)
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float32])
+def test_other_peoples_drafters_change_nothing_either(kind: dict[str, Any], kv_dtype: torch.dtype):
+    """Llama's body, and a vocabulary of every fifth token: in chunks, over page ends, drawn and greedy side by side."""
+    torch.manual_seed(1)
+    drafter = Eagle3(Eagle3Config.for_target(tiny_model().config, **kind))
+    if kind["draft_vocab_size"] is not None:
+        drafter.keep(torch.arange(0, 500, 5))
+    drafter.prepare(tiny_model())
+    greedy = [job(f"{n}", prompt(n, 50 + 30 * n), max_tokens=70) for n in range(3)]
+    drawn = job("drawn", prompt(9, 60), max_tokens=70, temperature=2.0, seed=2)
+    engine = open_engine(
+        tiny_model(), drafter=drafter, draft_adaptive=False, suffix=False, kv_dtype=kv_dtype, step_tokens=90, pages=9
+    )
+    answers = answers_of(engine, [*greedy, drawn], [job("again", prompt(1, 80), max_tokens=70)], every=30)
+    assert answers["drawn"].accepted > 0
+    assert len(answers["drawn"].tokens) == 70
+    assert answers["again"].tokens == answers["1"].tokens
+    for asked in greedy:
+        assert answers[asked.id].tokens == run_alone(tiny_model(), asked, kv_dtype=kv_dtype).tokens
+
+
+@pytest.mark.parametrize("way", [{"suffix": False}, {}])
+def test_every_kind_of_end_is_the_same(way: dict[str, bool]):
+    """At max_tokens 0 and 1, at the longest context, below and at min_tokens: tokens, reason and log probabilities."""
+    words = (5, 6, 7, 8) * 12
+    asked = [
+        job("nothing", words[:30], max_tokens=0, prompt_logprobs=2),
+        job("one", words, max_tokens=1, prompt_logprobs=2),
+        job("two", words, max_tokens=2),
+        job("longest", prompt(2, 120), max_tokens=500),
+        job("full", prompt(3, 127), max_tokens=500),
+        job("least", prompt(4, 40), max_tokens=60, min_tokens=25, stop_ids=tuple(range(0, VOCABULARY, 2))),
+        job(
+            "punished", words, max_tokens=50, frequency_penalty=0.6, repetition_penalty=1.2, min_tokens=9, stop_ids=(3,)
+        ),
+    ]
+    sizes = {"max_model_len": 128, "step_tokens": 50}
+    engine = open_engine(tiny_model(), drafter=tiny_drafter(), draft_adaptive=False, draft_tokens=5, **sizes, **way)
+    answers = answers_of(engine, asked)
+    for one in asked:
+        alone = run_alone(tiny_model(), one, **sizes)
+        assert answers[one.id]._replace(proposed=0, accepted=0) == alone, one.id
+    assert (len(answers["longest"].tokens), len(answers["full"].tokens)) == (8, 1)
+    assert len(answers["least"].tokens) >= 25
