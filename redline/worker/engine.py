@@ -68,7 +68,7 @@ class Engine:
                 step_tokens=config.step_tokens,
                 max_running=config.max_running,
                 draft_tokens=drafts,
-                learned=drafter is not None,
+                learned=drafter is not None and drafts > 0,
             ),
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=fingerprint),

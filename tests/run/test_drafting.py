@@ -268,3 +268,12 @@ def test_every_kind_of_end_is_the_same(way: dict[str, bool]):
         assert answers[one.id]._replace(proposed=0, accepted=0) == alone, one.id
     assert (len(answers["longest"].tokens), len(answers["full"].tokens)) == (8, 1)
     assert len(answers["least"].tokens) >= 25
+
+
+def test_a_drafter_that_may_draft_nothing_reads_nothing():
+    engine = open_engine(tiny_model(), drafter=tiny_drafter(), draft_tokens=0)
+    passes: list[object] = []
+    engine.runner.drafting.follow = lambda *spans: passes.append(spans)
+    asked = job("asked", prompt(1, 70), max_tokens=5)
+    assert answers_of(engine, [asked])["asked"] == run_alone(tiny_model(), asked)
+    assert not passes
