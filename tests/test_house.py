@@ -37,11 +37,11 @@ FLAGS = {
     "doctor": "",
     "bench decode": "--batch --context --repeats --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --context --repeats --save",
-    "draft synth": "--out --prompts --domain --count --samples --max-tokens --temperature --top-p --shard --batch "
-    "--draft --seed --device",
-    "draft capture": "--corpus --out --disk --max-tokens --layer --device",
-    "draft train": "--out --capture --corpus --start --settings --steps --tokens --seconds --lr --loss --steps-ahead "
-    "--architecture --draft-vocab-size --seed",
+    "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
+    "--batch --draft --seed --device",
+    "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",
+    "draft train": "--out --capture --corpus --start --settings --steps --tokens --seconds --lr "
+    "--tokens-per-batch --max-length --loss --steps-ahead --l2-sp --architecture --draft-vocab-size --seed",
     "draft mine": "--draft --corpus --out --traces --k --proposals --temperature --top-p --examples --traffic --budget "
     "--replay --cap --equal-domains --choose --answers --windows --window-tokens --max-tokens --batch --seed --device",
     "draft eval": "--draft --prompts --corpus --domain --count --k --mode --rounds --temperature --top-p --max-tokens "
@@ -151,7 +151,7 @@ def test_commands_in_a_page_exist(page: Path):
     text = page.read_text()
     verbs = "|".join(sorted(FLAGS, key=len, reverse=True))
     for verb, rest in re.findall(rf"\bredline ({verbs})\b([^`\n]*)", text):
-        given = set(re.findall(r"(?<!\S)\[?(--[a-z-]+)", rest.split("#")[0].split("  ")[0]))
+        given = set(re.findall(r"(?<!\S)\[?(--[a-z0-9-]+)", rest.split("#")[0].split("  ")[0]))
         assert given <= flags()[verb], f"redline {verb}{rest}"
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"`make ([a-z]+)", text)) <= targets

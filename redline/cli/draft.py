@@ -11,7 +11,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="""Drafters for speculative decoding, from the target's own hidden states.
 
-    synth -> capture -> train -> mine -> capture -> train -> eval; [bold]run[/bold] does all of it from a recipe.""",
+    synth -> capture -> train -> mine -> capture -> train -> eval; [bold]run[/bold] does all of it from a recipe.
+
+    Every verb goes on where it was stopped, by the same command. The story is in docs/draft.md.""",
 )
 
 Target = Annotated[Path, typer.Argument(help="The target's checkpoint folder.")]
@@ -20,6 +22,12 @@ Seed = Annotated[int, typer.Option(help="The same seed, the same result.")]
 Draft = Annotated[Path, typer.Option(help="The drafter's folder.")]
 Temperature = Annotated[float | None, typer.Option(help="Absent: what the checkpoint asks for.")]
 TopP = Annotated[float | None, typer.Option("--top-p", help="Absent: what the checkpoint asks for.")]
+Domains = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A domain of our own templates (repeatable): code, math, agent, science, multilingual, chat, long."
+    ),
+]
 Corpus = Annotated[list[Path], typer.Option(help="A corpus that synth has written (repeatable).")]
 
 
@@ -27,8 +35,16 @@ Corpus = Annotated[list[Path], typer.Option(help="A corpus that synth has writte
 def synth(
     target: Target,
     out: Annotated[Path, typer.Option(help="The corpus, one example a line. What it holds is not asked again.")],
-    prompts: Annotated[list[Path] | None, typer.Option(help="A file of prompts, JSONL (repeatable).")] = None,
-    domain: Annotated[list[str] | None, typer.Option(help="A domain of our own templates (repeatable).")] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help='A file of prompts (repeatable), a line each: {"domain": "law", "messages": [{"role": "user", ...}]}.'
+        ),
+    ] = None,
+    turns: Annotated[
+        str, typer.Option(help="Of conversations in files: all, so that each answer in them is asked for, or last.")
+    ] = "all",
+    domain: Domains = None,
     count: Annotated[int, typer.Option(help="Prompts of each domain.")] = 1000,
     samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 2048,
@@ -41,24 +57,26 @@ def synth(
     device: Device = None,
 ) -> None:
     """Prompts answered by the target itself, as it is served: a corpus."""
+    from redline.draft.stages import fill
     from redline.draft.synth import SynthConfig, run
     from redline.worker.config import EngineConfig
 
-    config = SynthConfig(
-        weights=str(target),
-        out=str(out),
-        prompts=_names(prompts),
-        domains=tuple(domain or ()),
-        count=count,
-        samples=samples,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        seed=seed,
-        shard=shard,
-        engine=EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, draft=draft),
-    )
-    raise typer.Exit(run(config, Console()))
+    values = {
+        "weights": str(target),
+        "out": str(out),
+        "prompts": _names(prompts),
+        "turns": turns,
+        "domains": tuple(domain or ()),
+        "count": count,
+        "samples": samples,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "shard": shard,
+    }
+    engine = EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, draft=draft)
+    raise typer.Exit(run(fill(SynthConfig, "synth", values, {"engine": engine}), _console()))
 
 
 @app.command()
@@ -71,6 +89,9 @@ def capture(
     layer_ids: Annotated[
         list[int] | None, typer.Option("--layer", help="Layer whose input is kept (repeatable). Absent: as engines do.")
     ] = None,
+    other_answers: Annotated[
+        bool, typer.Option("--other-answers", help="Also a corpus that another target has answered.")
+    ] = False,
     device: Device = None,
 ) -> None:
     """The target's states over a corpus, stored for training."""
@@ -84,9 +105,10 @@ def capture(
         disk=None if disk is None else size(disk, "--disk"),
         max_tokens=max_tokens,
         layer_ids=None if layer_ids is None else tuple(layer_ids),
+        other_answers=other_answers,
         device=device,
     )
-    raise typer.Exit(run(config, Console()))
+    raise typer.Exit(run(config, _console()))
 
 
 @app.command()
@@ -97,19 +119,28 @@ def train(
     corpus: Annotated[list[Path] | None, typer.Option(help="Or a corpus, the target beside (repeatable).")] = None,
     start: Annotated[Path | None, typer.Option(help="A drafter to begin with. Absent: a new one.")] = None,
     settings: Annotated[
-        Path | None, typer.Option(help="A TOML file: the [train] table of a recipe. Flags win over it.")
+        Path | None,
+        typer.Option(help="A TOML file: a recipe, or the keys of its table 'train' alone. Flags win over it."),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Ends after so many optimiser steps.")] = None,
     tokens: Annotated[int | None, typer.Option(help="Ends after so many tokens.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Ends after so many seconds.")] = None,
-    lr: Annotated[float | None, typer.Option(help="The highest learning rate.")] = None,
-    loss: Annotated[str | None, typer.Option(help="kl or lk.")] = None,
-    steps_ahead: Annotated[int | None, typer.Option(help="Steps of training-time test.")] = None,
-    architecture: Annotated[str | None, typer.Option(help="mla or llama.")] = None,
-    draft_vocab_size: Annotated[int | None, typer.Option(help="Tokens that it knows. Absent: all.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same result.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Ends after so many seconds. The first that is spent.")] = None,
+    lr: Annotated[float | None, typer.Option(help="The highest learning rate. \\[default: 0.001]")] = None,
+    tokens_per_batch: Annotated[int | None, typer.Option(help="Of an optimiser step. \\[default: 32768]")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Longer sequences are cut. \\[default: 4096]")] = None,
+    loss: Annotated[str | None, typer.Option(help="kl, or lk: the hybrid. \\[default: kl]")] = None,
+    steps_ahead: Annotated[int | None, typer.Option(help="Steps of training-time test. \\[default: 7]")] = None,
+    l2_sp: Annotated[float | None, typer.Option("--l2-sp", help="Holds it near --start. \\[default: 0]")] = None,
+    architecture: Annotated[str | None, typer.Option(help="mla or llama. \\[default: mla]")] = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="Tokens that it knows. Absent: all; 0: no head of its own, the target's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same result. \\[default: 1]")] = None,
 ) -> None:
-    """A drafter from the target's states: EAGLE-3 with training-time test. Several GPUs: under `accelerate launch`."""
+    """A drafter from the target's states: EAGLE-3 with training-time test. Several GPUs: under `accelerate launch`.
+
+    Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/draft_training.md has every key.
+    """
     from redline.draft.recipe import read_train
     from redline.draft.train import run
 
@@ -121,15 +152,18 @@ def train(
         "recipe.budget.tokens": tokens,
         "recipe.budget.seconds": seconds,
         "recipe.lr": lr,
+        "recipe.tokens_per_batch": tokens_per_batch,
+        "recipe.max_length": max_length,
         "recipe.loss": loss,
         "recipe.steps_ahead": steps_ahead,
+        "recipe.l2_sp": l2_sp,
         "recipe.seed": seed,
         "drafter.architecture": architecture,
         "drafter.draft_vocab_size": draft_vocab_size,
     }
     given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     config = read_train(settings, {"target": str(target), "out": str(out), **given})
-    raise typer.Exit(run(config, Console()))
+    raise typer.Exit(run(config, _console()))
 
 
 @app.command()
@@ -138,7 +172,12 @@ def mine(
     draft: Draft,
     corpus: Corpus,
     out: Annotated[Path, typer.Option(help="A folder for report, picture and corpora. mixed.jsonl is to train on.")],
-    traces: Annotated[list[Path] | None, typer.Option(help="Acceptance traces of a server (repeatable).")] = None,
+    traces: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[DOMAIN=]FILE", help="Acceptance traces of a server, `serve --draft-trace` (repeatable)."
+        ),
+    ] = None,
     k: Annotated[int, typer.Option("--k", help="Drafts of a round.")] = 3,
     proposals: Annotated[str, typer.Option(help="onehot or sampled: how drafts are proposed.")] = "onehot",
     temperature: Temperature = None,
@@ -169,7 +208,7 @@ def mine(
         "draft": str(draft),
         "out": str(out),
         "corpus": _names(corpus),
-        "traces": _names(traces),
+        "traces": tuple(traces or ()),
         "steps": k,
         "proposals": proposals,
         "temperature": temperature,
@@ -189,7 +228,7 @@ def mine(
         "seed": seed,
         "device": device,
     }
-    raise typer.Exit(run(mine_config(values), Console()))
+    raise typer.Exit(run(mine_config(values), _console()))
 
 
 @app.command(name="eval")
@@ -198,7 +237,7 @@ def evaluate(
     draft: Draft,
     prompts: Annotated[Path | None, typer.Option(help="A file of prompts, JSONL.")] = None,
     corpus: Annotated[Path | None, typer.Option(help="Or a corpus, whose prompts are asked again.")] = None,
-    domain: Annotated[list[str] | None, typer.Option(help="Or a domain of our own templates (repeatable).")] = None,
+    domain: Domains = None,
     count: Annotated[int, typer.Option(help="Prompts of each such domain.")] = 200,
     k: Annotated[list[int] | None, typer.Option("--k", help="Drafts of a round (repeatable). Absent: 1 to 7.")] = None,
     mode: Annotated[list[str] | None, typer.Option(help="greedy or sampled (repeatable). Absent: both.")] = None,
@@ -238,12 +277,14 @@ def evaluate(
         "save": save and str(save),
         "device": device,
     }
-    raise typer.Exit(run(eval_config(values), Console(), provenance("torch")))
+    raise typer.Exit(run(eval_config(values), _console(), provenance("torch")))
 
 
 @app.command(name="run")
 def run_recipe(
-    recipe: Annotated[Path, typer.Argument(metavar="recipe.toml", help="See docs/draft_mining.md.")],
+    recipe: Annotated[
+        Path, typer.Argument(metavar="recipe.toml", help="Such as redline/draft/recipe_example.toml; docs/draft.md.")
+    ],
     out: Annotated[Path | None, typer.Option(help="The folder of everything. Absent: what the recipe says.")] = None,
 ) -> None:
     """The whole factory from one file. What is done is passed over; OUT/drafter is what `serve --draft` takes."""
@@ -251,7 +292,13 @@ def run_recipe(
     from redline.draft.recipe import RunConfig, run
 
     config = RunConfig(recipe=str(recipe), out=None if out is None else str(out))
-    raise typer.Exit(run(config, Console(), provenance("torch")))
+    raise typer.Exit(run(config, _console(), provenance("torch")))
+
+
+def _console() -> Console:
+    """A terminal as wide as it is; in a file no line is broken and no table cut."""
+    console = Console()
+    return console if console.is_terminal else Console(width=160)
 
 
 def _names(paths: list[Path] | None) -> tuple[str, ...]:

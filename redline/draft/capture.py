@@ -24,8 +24,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from redline.draft.corpus import Example, Reader
-from redline.draft.disk import is_full, sync, write_whole
+from redline.draft.corpus import Example, Reader, read_about
+from redline.draft.disk import alone, human, is_full, sync, write_whole
 from redline.draft.target import Target
 from redline.errors import ConfigError
 from redline.wire.base import Record
@@ -47,6 +47,7 @@ class CaptureConfig(Record, frozen=True, kw_only=True):
     max_tokens: int | None = None  # longer sequences are stored in windows of so many; absent: whole
     shard_bytes: int = SHARD_BYTES
     layer_ids: tuple[int, ...] | None = None  # absent: what engines capture by default
+    other_answers: bool = False  # also a corpus that another target has answered
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
 
 
@@ -111,6 +112,11 @@ class Captured(Record, frozen=True):
 def run(config: CaptureConfig, console: Console) -> int:
     """0, also where `disk` is reached; 1 where the disk is full; 130 after Ctrl-C. Raises ConfigError."""
     _check(config)
+    with alone(Path(config.out)):
+        return _run(config, console)
+
+
+def _run(config: CaptureConfig, console: Console) -> int:
     out = Path(config.out)
     columns = TextColumn("capture"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}")
     bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
@@ -129,6 +135,8 @@ def run(config: CaptureConfig, console: Console) -> int:
                 rate = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
                 bar.update(task, completed=done, total=total, rate=rate)
 
+            if not config.other_answers:
+                taught_by(config.corpus, target.fingerprint)
             console.print(explain(index_of(config, target)), highlight=False)
             done = capture(config, target, show)
     except KeyboardInterrupt:
@@ -148,11 +156,12 @@ def run(config: CaptureConfig, console: Console) -> int:
     console.print(f"{done.tokens:,} tokens captured ({rate:,.0f} tokens/s); {_holds(out)}", highlight=False)
     if done.full:
         console.print(
-            f"stopped at --disk {(config.disk or 0) / 1e9:,.2f} GB before the corpus ended; "
-            "the same command with more goes on",
+            f"stopped at --disk {human(config.disk or 0)} before the corpus ended; the same command with more goes on",
             style="yellow",
             highlight=False,
         )
+    elif not done.index.shards:
+        raise ConfigError(f"{', '.join(config.corpus)}: no example in it; `redline draft synth` makes a corpus")
     return 0
 
 
@@ -206,6 +215,17 @@ def index_of(config: CaptureConfig, target: Target) -> Index:
         max_tokens=config.max_tokens,
         bytes_per_token=(layers + 1) * hidden * 2 + 4 + 1,
     )
+
+
+def taught_by(corpus: Sequence[str], fingerprint: str) -> None:
+    """ConfigError where a corpus says that another target has answered it."""
+    for path in corpus:
+        about = read_about(Path(path))
+        if about is not None and about.fingerprint.split()[0] != fingerprint:
+            raise ConfigError(
+                f"{path}: answered by a target with fingerprint {about.fingerprint.split()[0]}, this one has "
+                f"{fingerprint}: a drafter learns its own target's answers (capture takes others with --other-answers)"
+            )
 
 
 def explain(index: Index) -> str:
@@ -504,6 +524,6 @@ def _holds(out: Path) -> str:
         return f"{out} holds nothing yet"
     index = read_index(out)
     return (
-        f"{out} holds {len(index.ids):,} examples, {index.tokens:,} tokens, {index.bytes / 1e9:,.2f} GB in "
-        f"{len(index.shards):,} shards"
+        f"{out} holds {len(index.ids):,} examples, {index.tokens:,} tokens, {human(index.bytes)} in "
+        f"{len(index.shards):,} shard{'s' * (len(index.shards) != 1)}"
     )

@@ -12,6 +12,7 @@ from typing import NamedTuple, Self
 
 import msgspec
 
+from redline.draft.disk import hold, write_whole
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
@@ -30,6 +31,16 @@ class Example(Record, frozen=True, kw_only=True):
     kind: str = ""
     rounds: tuple[tuple[int, int, int], ...] = ()
     """(position of the first token, drafts verified, drafts accepted) of each step that had drafts."""
+
+
+class About(Record, frozen=True):
+    """Beside a corpus: whose answers it holds, and how they were drawn. One corpus has one."""
+
+    fingerprint: str
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
 
 
 class Corpus(NamedTuple):
@@ -96,7 +107,8 @@ class Writer:
     """Appends examples to a file, each whole or not at all. Use as a context manager.
 
     Opening makes the file if there is none, and mends it where a kill has cut it; `cut` counts the bytes that were no
-    line. Raises ConfigError where the file cannot be written, OSError where the disk is full: what was appended stays.
+    line. Raises ConfigError where the file cannot be written or another process writes it, OSError where the disk is
+    full: what was appended stays.
     """
 
     def __init__(self, path: Path) -> None:
@@ -106,6 +118,12 @@ class Writer:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
+        try:
+            hold(self._file, path)
+        except ConfigError:
+            os.close(self._file)
+            raise
+        self._path = path
         self._unsynced = 0
 
     def append(self, example: Example) -> None:
@@ -139,14 +157,21 @@ class Writer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        empty = os.fstat(self._file).st_size == 0
         self.close()
+        if kind is not None and empty:  # what failed before its first example leaves no file
+            self._path.unlink(missing_ok=True)
 
 
 def mend(path: Path) -> int:
-    """Ends the file's last line, or cuts it off where it is no whole JSON value. Gives the bytes cut off."""
+    """Ends the file's last line, or cuts it off where it is no whole JSON value. Gives the bytes cut off.
+
+    ConfigError where another process is writing the file: its last line may be in the making.
+    """
     if not path.exists():
         return 0
     with open(path, "rb+") as file:
+        hold(file.fileno(), path)
         end = file.seek(0, os.SEEK_END)
         start = end
         while start > 0:  # backwards to the line's beginning
@@ -167,3 +192,28 @@ def mend(path: Path) -> int:
             return end - start
         file.write(b"\n")
         return 0
+
+
+def read_about(corpus: Path) -> About | None:
+    """What lies beside a corpus; None where nothing does. Raises ConfigError where it is damaged."""
+    path = corpus.with_name(f"{corpus.name}.about.json")
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=About)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def claim(corpus: Path, about: About) -> None:
+    """Writes whose answers the corpus holds; ConfigError where it says otherwise already."""
+    path, before = corpus.with_name(f"{corpus.name}.about.json"), read_about(corpus)
+    if before is None:
+        write_whole(path, msgspec.json.format(msgspec.json.encode(about)) + b"\n")
+        return
+    for field in About.__struct_fields__:
+        was, now = getattr(before, field), getattr(about, field)
+        if was != now:
+            raise ConfigError(
+                f"{path}: the corpus was answered with {field} {was}, this run has {now}: write to another file"
+            )

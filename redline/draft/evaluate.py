@@ -32,7 +32,7 @@ from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.draft.corpus import Example, read_examples
 from redline.draft.prompts import prompts, read_prompts
-from redline.draft.report import drawn, length_plot, tell_skipped
+from redline.draft.report import drawn, length_plot, narrow, tell_skipped
 from redline.draft.score import Scores, Serving, walk
 from redline.draft.scorer import Scorer
 from redline.draft.target import Target
@@ -307,7 +307,7 @@ def _mean_of(values: Sequence[float]) -> float:
 
 def table(evaluation: Evaluation, mode: Mode) -> Table:
     """A row for each domain and k; the mean over domains below."""
-    shown = Table(title=f"acceptance length, {mode}", caption="tokens per round, the target's own included")
+    shown = narrow(f"acceptance length, {mode}", "tokens per round, the target's own included")
     for name in ("k", "domain"):
         shown.add_column(name, no_wrap=True)
     for name in ("length", "95 %", "ceiling", "gap", "offline", "rounds", "by position"):
@@ -330,7 +330,7 @@ def table(evaluation: Evaluation, mode: Mode) -> Table:
         sound = [one for one in here if one.rounds]
         mean, most = _mean_of([one.length for one in sound]), _mean_of([one.ceiling for one in sound])
         cells = (f"{mean:.3f}", "", f"{most:.2f}", f"{most - mean:.2f}", "", f"{sum(one.rounds for one in here):,}", "")
-        shown.add_row(str(k), "mean over domains", *cells, style="bold", end_section=True)
+        shown.add_row(str(k), "mean", *cells, style="bold", end_section=True)
     return shown
 
 
@@ -341,6 +341,8 @@ def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None =
     """
     if sum(map(bool, (config.prompts, config.corpus, config.domains))) != 1:
         raise ConfigError("redline draft eval: give one of --prompts, --corpus and --domain")
+    if min(config.count, config.max_tokens, config.batch) < 1:
+        raise ConfigError("redline draft eval: --count, --max-tokens and --batch are at least 1")
     if not config.k or min(config.k) < 1:
         raise ConfigError(f"redline draft eval: --k is {config.k}; expected drafts per round, each at least 1")
     asked = _asked(config, console)
@@ -359,7 +361,7 @@ def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None =
             ),
         )
 
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         domains = len({one.domain for one in asked})
         total = domains * config.rounds * len(config.k) * len(config.modes) or None
         task = bar.add_task("measuring", total=total)

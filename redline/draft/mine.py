@@ -24,12 +24,12 @@ from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.draft.again import answer_afresh
 from redline.draft.buckets import Bucket, Scored, buckets, rejections, since_control
 from redline.draft.choose import Choose, answer_tokens, choose, mix, weights, window
-from redline.draft.corpus import Example, Writer, read_examples
-from redline.draft.disk import write_whole
+from redline.draft.corpus import About, Example, Writer, claim, read_examples
+from redline.draft.disk import alone, write_whole
 from redline.draft.report import bucket_plot, bucket_table, drawn, tell_skipped
 from redline.draft.score import Proposals, Scores, Serving
 from redline.draft.scorer import Scorer
-from redline.draft.synth import About, claim, existing
+from redline.draft.synth import existing, sampling_check
 from redline.draft.traces import read_traces
 from redline.errors import ConfigError
 from redline.wire.base import Record
@@ -38,6 +38,7 @@ from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
 
 TABLE_ROWS = 20
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
 class MineConfig(Record, frozen=True):
@@ -47,7 +48,7 @@ class MineConfig(Record, frozen=True):
     draft: str
     out: str
     corpus: tuple[str, ...]  # the base set: it is scored, chosen from and replayed
-    traces: tuple[str, ...] = ()  # what serving engines wrote down: scored and chosen from, not replayed
+    traces: tuple[str, ...] = ()  # [DOMAIN=]FILE of serving engines: scored and chosen from, not replayed
     steps: int = 3  # drafts of a round
     proposals: Proposals = "onehot"
     temperature: float | None = None
@@ -95,18 +96,35 @@ def scored(example: Example, scores: Scores, controls: frozenset[int]) -> Scored
 
 
 def run(config: MineConfig, console: Console) -> int:
-    """All of it. Raises ConfigError."""
+    """All of it: 0, or 130 after Ctrl-C. Raises ConfigError."""
     _check(config)
+    try:
+        with alone(Path(config.out)):
+            return _run(config, console)
+    except KeyboardInterrupt:
+        console.print(f"stopped: the answers in {Path(config.out) / 'hard.jsonl'} are kept; the same command goes on")
+        return INTERRUPTED
+
+
+def _run(config: MineConfig, console: Console) -> int:
     out = Path(config.out)
-    _claim(out, config)
-    base, traced = read_examples(*map(Path, config.corpus)), read_traces(*map(Path, config.traces))
+    _check_folder(out, config)
+    base, traced = read_examples(*map(Path, config.corpus)), read_traces(*config.traces)
     if not base.examples:
         raise ConfigError(f"{', '.join(config.corpus)}: no example in it; `redline draft synth` makes a corpus")
+    unknown = sorted(set(config.traffic) - {one.domain for one in (*base.examples, *traced.examples)})
+    if unknown:
+        raise ConfigError(f"traffic names the domain {unknown[0]!r}, which no example has")
     generation = generation_of(Path(config.target))
     temperature = generation.temperature if config.temperature is None else config.temperature
     top_p = generation.top_p if config.top_p is None else config.top_p
+    answers = config.answers
+    if temperature == 0 and answers > 1:
+        answers = 1
+        console.print("temperature is 0: one answer to each chosen prompt, since others would be the same", style="dim")
 
     scorer = Scorer.open(config.target, config.draft, config.device)
+    write_whole(out / "config.json", msgspec.json.format(msgspec.json.encode(config), indent=1))
     refused = {one.id: reason for one in (*base.examples, *traced.examples) if (reason := scorer.refusal(one))}
     skipped = [*base.skipped, *traced.skipped, *(f"{id}: {reason}" for id, reason in refused.items())]
     tell_skipped(skipped, console)
@@ -133,7 +151,7 @@ def run(config: MineConfig, console: Console) -> int:
         budget,
         cap=config.cap,
         equal_domains=config.equal_domains,
-        times=max(1, config.answers),
+        times=max(1, answers),
         seed=config.seed,
     )
     chosen = [candidates[place] for place in places]
@@ -151,7 +169,7 @@ def run(config: MineConfig, console: Console) -> int:
         top_k=generation.top_k,
         min_p=generation.min_p,
     )
-    fresh = _answer(chosen, config, sampling, out / "hard.jsonl", console) if config.answers else []
+    fresh = _answer(chosen, answers, config, sampling, out / "hard.jsonl", console) if answers else []
     equal, seed = config.equal_domains, config.seed
     if fresh:
         windows = mix([], windows, int(budget * config.windows), replay=0.0, equal_domains=equal, seed=seed)
@@ -169,18 +187,26 @@ def _check(config: MineConfig) -> None:
     for name in ("steps", "budget", "window_tokens", "max_tokens", "batch"):
         if getattr(config, name) < 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; expected at least 1")
+    sampling_check(config.temperature, config.top_p)
     if min(config.examples, config.answers) < 0 or any(share < 0 for share in config.traffic.values()):
         raise ConfigError("examples, answers and the shares of traffic cannot be negative")
 
 
-def _claim(out: Path, config: MineConfig) -> None:
-    """Makes the folder; ConfigError where it holds what other settings made."""
-    out.mkdir(parents=True, exist_ok=True)
-    settings = msgspec.json.format(msgspec.json.encode(config), indent=1)
+def _check_folder(out: Path, config: MineConfig) -> None:
+    """ConfigError where it holds what other settings made."""
     path = out / "config.json"
-    if path.exists() and path.read_bytes() != settings:
-        raise ConfigError(f"{path}: made with other settings; name another --out, or remove the folder")
-    write_whole(path, settings)
+    try:
+        before = msgspec.json.decode(path.read_bytes(), type=MineConfig)
+    except FileNotFoundError:
+        before = config
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: {error}; name another --out, or remove the folder") from None
+    for field in set(MineConfig.__struct_fields__) - {"out", "batch", "device"}:
+        was, now = getattr(before, field), getattr(config, field)
+        if was != now:
+            raise ConfigError(
+                f"{path}: made with {field} {was!r}, not {now!r}; name another --out, or remove the folder"
+            )
 
 
 def _some(examples: Sequence[Example], most: int) -> list[Example]:
@@ -199,23 +225,23 @@ def _score(
 ) -> list[Scored]:
     first = Tokenizer.open(Path(config.target)).vocab_size - RESERVED
     controls = frozenset(range(first, first + RESERVED))
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
         found = bar.track(scorer.scores(examples, config.steps, serving), len(examples), description="scoring")
         return [scored(example, scores, controls) for example, scores in zip(examples, found, strict=True)]
 
 
 def _answer(
-    chosen: Sequence[Example], config: MineConfig, sampling: Sampling, path: Path, console: Console
+    chosen: Sequence[Example], answers: int, config: MineConfig, sampling: Sampling, path: Path, console: Console
 ) -> list[Example]:
     """Appends to `path` what is not there yet, and gives all answers to the chosen prompts."""
-    wanted = {f"{example.id} again {number}" for example in chosen for number in range(1, config.answers + 1)}
+    wanted = {f"{example.id} again {number}" for example in chosen for number in range(1, answers + 1)}
     have = existing(path)
     if wanted - have:
         engine_config = EngineConfig(max_running=config.batch, device=config.device)
         with (
             Engine.open(config.target, engine_config) as engine,
             Writer(path) as writer,
-            Progress(console=console, transient=True) as bar,
+            Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
         ):
             claim(
                 path,
@@ -232,7 +258,7 @@ def _answer(
             def done(asked: int) -> None:
                 bar.update(task, completed=asked)
 
-            for example in answer_afresh(engine, chosen, sampling, config.answers, config.seed, have, done):
+            for example in answer_afresh(engine, chosen, sampling, answers, config.seed, have, done):
                 writer.append(example)
     return [example for example in read_examples(path).examples if example.id in wanted]
 

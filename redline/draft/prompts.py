@@ -12,12 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from redline.chat.lines import CalledFunction, CallMade, Chat, DeclaredFunction, DeclaredTool, Turn
 from redline.errors import ConfigError
+
+Turns = Literal["all", "last"]
 
 DOMAINS = ("code", "math", "agent", "science", "multilingual", "chat", "long")
 LONG_CHARACTERS = (4_000, 40_000)  # of a document, drawn evenly over the logarithm
@@ -44,11 +46,11 @@ class Prompts(NamedTuple):
     skipped: list[str]  # "file, line n: reason"
 
 
-def read_prompts(*paths: Path) -> Prompts:
+def read_prompts(*paths: Path, turns: Turns = "last") -> Prompts:
     """The prompts of users' files, in order, each with an id. What is no prompt is skipped and named.
 
-    An answer at the end of a conversation is dropped: the target gives its own. Raises ConfigError where a file cannot
-    be read.
+    An answer at the end of a conversation is dropped: the target gives its own. With `turns` all, it is asked for each
+    earlier answer too, before the conversation itself (`earlier`). Raises ConfigError where a file cannot be read.
     """
     decoder = msgspec.json.Decoder(Prompt)
     found = Prompts([], [])
@@ -65,10 +67,25 @@ def read_prompts(*paths: Path) -> Prompts:
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 prompt, reason = None, str(error) if line.strip() else "the line is empty"
             if prompt is not None and reason is None:
-                seen.add(prompt.id)
-                found.prompts.append(prompt)
+                new = [turn for turn in earlier(prompt) if turn.id not in seen] if turns == "all" else []
+                found.prompts.extend([*new, prompt])
+                seen.update(turn.id for turn in (*new, prompt))
             else:
                 found.skipped.append(f"{path}, line {number}: {reason}")
+    return found
+
+
+def earlier(prompt: Prompt) -> list[Prompt]:
+    """What each earlier answer of the conversation was given to: all that stands before it.
+
+    A turn of a prompt with a content id has one too, so a log in which each request repeats the last is asked once.
+    """
+    made_id = named(msgspec.structs.replace(prompt, id="")).id
+    found: list[Prompt] = []
+    for place, turn in enumerate(prompt.messages):
+        if turn.role == "assistant" and place and prompt.messages[place - 1].role in ("user", "tool"):
+            id = "" if prompt.id == made_id else f"{prompt.id}/{len(found) + 1}"
+            found.append(named(msgspec.structs.replace(prompt, id=id, messages=prompt.messages[:place])))
     return found
 
 

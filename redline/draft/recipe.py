@@ -15,7 +15,7 @@ set there. Without [mine] the first drafter is evaluated and exported. recipe_ex
 
 import shutil
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,12 @@ from rich.console import Console
 
 from redline.draft import capture, evaluate, mine, synth, train
 from redline.draft.capture import CaptureConfig
+from redline.draft.disk import alone
 from redline.draft.evaluate import EvalConfig
 from redline.draft.mine import MineConfig
 from redline.draft.stages import Stage, fill, run_stages
 from redline.draft.synth import SynthConfig
+from redline.draft.traces import trace_file
 from redline.draft.train import TrainConfig
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
@@ -56,6 +58,7 @@ class _Top(Record, frozen=True):
     out: str | None = None
     corpus: tuple[str, ...] = ()  # the base set, where there is one; then there is no [synth]
     synth: dict[str, Any] | None = None
+    stream: bool = False  # the trainer computes the states as it needs them; nothing is captured
     capture: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
     train: dict[str, Any] | None = None
     mine: dict[str, Any] | None = None
@@ -66,7 +69,8 @@ class _Top(Record, frozen=True):
 def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
     """0 when the drafter is exported, else the status of the stage that ended it. Raises ConfigError."""
     stages, out = stages_of(Path(config.recipe), None if config.out is None else Path(config.out), origin)
-    status = run_stages(stages, out, console)
+    with alone(out):
+        status = run_stages(stages, out, console)
     if not status:
         console.print(f"redline serve TARGET --draft {out / 'drafter'}", highlight=False, markup=False)
     return status
@@ -75,7 +79,8 @@ def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = 
 def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = None) -> tuple[list[Stage], Path]:
     """The stages of a recipe, and the folder of all that they make. Raises ConfigError naming file and table.key."""
     top = _read(path)
-    here = path.parent
+    here = path.resolve().parent
+    out = None if out is None else out.resolve()
     if out is None:
         if top.out is None:
             raise ConfigError(f"{path}: out: the folder of everything; give it here or with --out")
@@ -84,6 +89,8 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
     facts = (Checkpoint.open(target).fingerprint,)
     if (top.synth is None) == (not top.corpus):
         raise ConfigError(f"{path}: expected [synth], or corpus = [files], and not both")
+    if top.stream and top.capture:
+        raise ConfigError(f"{path}: capture: nothing is stored with stream = true; leave one out")
     stages: list[Stage] = []
 
     def table(name: str, kind: type[Record], given: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
@@ -94,46 +101,55 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
     if top.synth is not None:
         values, reads = _beside(here, top.synth, ("prompts",))
         corpus = (str(out / "corpus.jsonl"),)
-        config = table("synth", SynthConfig, values, {"weights": target, "out": corpus[0]})
+        paths = {"weights": target, "out": corpus[0]}
+        config = table("synth", SynthConfig, values, paths)
         made = (out / "corpus.jsonl", out / "corpus.jsonl.about.json")
-        stages.append(Stage("synth", config, synth.run, made, reads, facts))
+        stages.append(Stage("synth", config, synth.run, made, reads, facts, (*paths, "engine"), ("count",)))
 
-    def captured(name: str, source: tuple[str, ...], reads: tuple[Path, ...]) -> str:
+    def captured(name: str, source: tuple[str, ...], reads: tuple[Path, ...]) -> dict[str, Any]:
+        """The trainer's source: a capture, or, streamed, the corpus itself."""
+        if top.stream:
+            return {"capture": None, "corpus": source}
         folder = out / name
         paths = {"target": target, "corpus": source, "out": str(folder)}
         config = table("capture", CaptureConfig, top.capture, paths)
-        stages.append(Stage(name, config, capture.run, (folder,), reads, facts))
-        return str(folder)
+        idle = (*paths, "device", "shard_bytes")
+        stages.append(Stage(name, config, capture.run, (folder,), reads, facts, idle, ("disk",)))
+        return {"capture": str(folder), "corpus": ()}
 
-    def trained(name: str, title: str, values: Mapping[str, Any], states: str, start: str | None) -> str:
+    def trained(name: str, title: str, values: Mapping[str, Any], source: Mapping[str, Any], start: str | None) -> str:
         folder = out / name
-        paths = {"target": target, "out": str(folder), "capture": states, "corpus": ()}
+        paths = {"target": target, "out": str(folder), **source}
         if start is not None:
             paths["start"] = start
-        stages.append(Stage(name, table(title, TrainConfig, values, paths), train.run, (folder,)))
+        config, reads = table(title, TrainConfig, values, paths), outside if top.stream else ()
+        stages.append(Stage(name, config, train.run, (folder,), reads, facts, tuple(paths)))
         return str(folder)
 
     if top.train is None:
         raise ConfigError(f"{path}: [train]: missing; a budget at least: [train.recipe.budget] steps = 1000")
     drafter = trained("base", "train", top.train, captured("capture", corpus, outside), None)
     if top.mine is not None:
-        values, reads = _beside(here, top.mine, ("traces",))
+        values, reads = _beside(here, top.mine, ("traces",), lambda name: trace_file(name)[1])
         folder = out / "mine"
         paths = {"target": target, "draft": drafter, "corpus": corpus, "out": str(folder)}
-        stages.append(Stage("mine", table("mine", MineConfig, values, paths), mine.run, (folder,), reads))
-        states = captured("mine-capture", (str(folder / "mixed.jsonl"),), ())
-        drafter = trained("mined", "retrain", _merged(top.train, top.retrain), states, drafter)
+        config = table("mine", MineConfig, values, paths)
+        stages.append(Stage("mine", config, mine.run, (folder,), reads, idle=(*paths, "device", "batch")))
+        source = captured("mine-capture", (str(folder / "mixed.jsonl"),), ())
+        drafter = trained("mined", "retrain", _merged(top.train, top.retrain), source, drafter)
     if top.eval is not None:
         values, reads = _beside(here, top.eval, ("prompts", "corpus"))
         save = out / "eval.json"
-        config = table("eval", EvalConfig, values, {"target": target, "draft": drafter, "save": str(save)})
+        paths = {"target": target, "draft": drafter, "save": str(save)}
+        config = table("eval", EvalConfig, values, paths)
 
         def evaluated(config: EvalConfig, console: Console) -> int:
             return evaluate.run(config, console, origin)
 
-        stages.append(Stage("eval", config, evaluated, (save,), reads))
+        stages.append(Stage("eval", config, evaluated, (save,), reads, idle=(*paths, "device")))
     final = out / "drafter"
-    stages.append(Stage("export", ExportConfig(target=target, drafter=drafter, out=str(final)), export, (final,)))
+    config = ExportConfig(target=target, drafter=drafter, out=str(final))
+    stages.append(Stage("export", config, export, (final,), idle=config.__struct_fields__))
     return stages, out
 
 
@@ -150,11 +166,13 @@ def export(config: ExportConfig, console: Console) -> int:
 
 
 def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
-    """A training's configuration from a TOML file (the keys of a recipe's [train]) and flags, which win.
+    """A training's configuration from a TOML file (a recipe's [train], or its keys alone) and flags, which win.
 
     flags: dotted keys, such as recipe.budget.steps. Raises ConfigError naming file and key.
     """
     values: dict[str, Any] = {} if path is None else _toml(path)
+    if isinstance(values.get("train"), dict):
+        values = values["train"]
     for key, value in flags.items():
         *tables, last = key.split(".")
         place = values
@@ -198,18 +216,28 @@ def _toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None
 
 
-def _beside(here: Path, table: Mapping[str, Any], keys: tuple[str, ...]) -> tuple[dict[str, Any], tuple[Path, ...]]:
-    """The table with the paths under `keys`, which are relative to the recipe, made whole; and these paths."""
+def _beside(
+    here: Path, table: Mapping[str, Any], keys: tuple[str, ...], file: Callable[[str], Path] = Path
+) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """The table with the paths under `keys`, which are relative to the recipe, made whole; and these paths.
+
+    file: the path in what is named, which may have something before it.
+    """
+
+    def whole(name: str) -> str:
+        path = str(file(name))
+        return name.removesuffix(path) + str(here / path)
+
     values, paths = dict(table), list[Path]()
     for key in keys:
         given = values.get(key)
         if isinstance(given, str):
-            values[key] = str(here / given)
-            paths.append(here / given)
+            values[key] = whole(given)
+            paths.append(here / file(given))
         elif isinstance(given, list):
             names = [name for name in given if isinstance(name, str)]
-            values[key] = [str(here / name) for name in names]
-            paths += [here / name for name in names]
+            values[key] = list(map(whole, names))
+            paths += [here / file(name) for name in names]
     return values, tuple(paths)
 
 

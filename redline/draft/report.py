@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -15,13 +16,12 @@ _LINES = ("#1f4e79", "#c97b3d", "#5b8c5a", "#8d6a9f", "#b03a48", "#6b6b6b", "#2a
 
 def bucket_table(found: Sequence[Bucket], rows: int) -> Table:
     """The dearest buckets."""
-    table = Table(
-        title="where acceptance length is lost",
-        caption="lost: tokens per round below the ceiling; cost: share x lost",
+    table = narrow(
+        "where acceptance length is lost", "cost: share x (ceiling - length), tokens of the average round that are lost"
     )
     for name in ("bucket", ""):
         table.add_column(name, no_wrap=True)
-    for name in ("positions", "share", "accepted", "gap", "length", "ceiling", "lost", "cost"):
+    for name in ("positions", "share", "accepted", "gap", "length", "ceiling", "cost"):
         table.add_column(name, justify="right")
     for bucket in found[:rows]:
         table.add_row(
@@ -33,10 +33,14 @@ def bucket_table(found: Sequence[Bucket], rows: int) -> Table:
             f"{bucket.gap:.1%}",
             f"{bucket.length:.2f}",
             f"{bucket.longest:.2f}",
-            f"{bucket.lost:.2f}",
             f"{bucket.cost:.3f}",
         )
     return table
+
+
+def narrow(title: str, caption: str) -> Table:
+    """A table that wastes no column of a terminal of 80."""
+    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def bucket_plot(path: Path, found: Sequence[Bucket], rows: int = 24) -> None:

@@ -1,9 +1,11 @@
 """Stages that are done once: a chain of steps, each with a stamp of all that its result depends on.
 
 A stage's stamp is a hash over its name, its configuration, the contents of the files that it reads from outside, and
-the stamps of the stages before it. It is written twice to OUT/stamps/NAME.json: before the stage runs, and when it is
-done. So a stage that is done with the same stamp is passed over; one that was killed runs again and finds what it had
-made (every verb resumes on its own); and one whose stamp has changed begins from nothing, in an empty place.
+the stamps of the stages before it; not over where things lie, nor over what changes no result (`idle`). It is written
+twice to OUT/stamps/NAME.json: before the stage runs, and when it is done. So a stage that is done with the same stamp
+is passed over; one that was killed runs again and finds what it had made (every verb resumes on its own); so does one
+of which only what makes it larger has changed (`grows`); and any other whose stamp has changed begins from nothing, in
+an empty place.
 """
 
 import shutil
@@ -11,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 
 import msgspec
 from rich.console import Console
@@ -39,11 +41,14 @@ class Stage:
     makes: tuple[Path, ...]
     reads: tuple[Path, ...] = ()  # from outside: files, by content
     facts: tuple[str, ...] = ()  # what else decides, such as the target's fingerprint
+    idle: tuple[str, ...] = ()  # keys of the configuration that change no result: paths, batches, devices
+    grows: tuple[str, ...] = ()  # keys that only add to what is there
 
 
 class _Stamp(Record, frozen=True):
     stamp: str
     done: bool
+    ground: str = ""  # the stamp without what grows
 
 
 def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
@@ -51,33 +56,38 @@ def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
     (out / STAMPS).mkdir(parents=True, exist_ok=True)
     before = ""
     for number, stage in enumerate(stages, 1):
+        ground = stamp_of(stage, before, stage.grows)
         stamp = before = stamp_of(stage, before)
         path = out / STAMPS / f"{stage.name}.json"
         found = _read(path)
         title = f"{number}/{len(stages)} {stage.name}"
-        if found == _Stamp(stamp=stamp, done=True) and all(made.exists() for made in stage.makes):
+        if found is not None and found.done and found.stamp == stamp and all(made.exists() for made in stage.makes):
             console.print(f"[dim]{title}: done[/dim]")
             continue
         if found is None or found.stamp != stamp:
-            for made in stage.makes:
-                _remove(made, out)
-            write_whole(path, msgspec.json.encode(_Stamp(stamp=stamp, done=False)))
+            if found is None or found.ground != ground:
+                _empty(stage, out, console)
+            write_whole(path, msgspec.json.encode(_Stamp(stamp=stamp, done=False, ground=ground)))
         console.rule(title)
         status = stage.run(stage.config, console)
         if status:
             return status
         missing = [str(made) for made in stage.makes if not made.exists()]
         assert not missing, f"stage {stage.name} has not made {', '.join(missing)}"
-        write_whole(path, msgspec.json.encode(_Stamp(stamp=stamp, done=True)))
+        write_whole(path, msgspec.json.encode(_Stamp(stamp=stamp, done=True, ground=ground)))
     return 0
 
 
-def stamp_of(stage: Stage, before: str) -> str:
-    """Hex. Raises ConfigError where a file that the stage reads is not there."""
+def stamp_of(stage: Stage, before: str, without: tuple[str, ...] = ()) -> str:
+    """Hex, of all but the keys `without` and those that are idle.
+
+    Raises ConfigError where a file that the stage reads is not there.
+    """
     parts = blake2b(digest_size=16)
     for fact in (stage.name, before, *stage.facts):
         parts.update(_framed(fact.encode()))
-    parts.update(_framed(msgspec.json.encode(stage.config, order="deterministic")))
+    values = {key: value for key, value in msgspec.to_builtins(stage.config).items() if key not in stage.idle + without}
+    parts.update(_framed(msgspec.json.encode(values, order="deterministic")))
     for path in stage.reads:
         try:
             with open(path, "rb") as file:
@@ -106,7 +116,28 @@ def fill(kind: type[Record], place: str, table: Mapping[str, Any], paths: Mappin
         return msgspec.convert({**table, **paths}, kind)
     except msgspec.ValidationError as error:
         message, _, at = str(error).partition(" - at `$")
-        raise ConfigError(f"{place}{at.rstrip('`')}: {message}") from None
+        at = at.rstrip("`")
+        choices = _choices(kind, at.removeprefix("."))
+        if message.startswith("Invalid enum value") and choices:
+            message += f"; expected {' or '.join(choices)}"
+        raise ConfigError(f"{place}{at}: {message}") from None
+
+
+def _choices(kind: Any, dotted: str) -> list[str]:
+    """What a field of Records within Records may say, where that is a Literal; [] for any other."""
+    for key in dotted.partition("[")[0].split("."):
+        kind = get_type_hints(kind).get(key) if isinstance(kind, type) else None
+    while kind is not None and get_origin(kind) is not Literal and get_args(kind):
+        kind = get_args(kind)[0]
+    return [repr(value) for value in get_args(kind)]
+
+
+def _empty(stage: Stage, out: Path, console: Console) -> None:
+    """Removes what the stage has made with another stamp."""
+    for made in stage.makes:
+        if made.exists():
+            console.print(f"{made}: made with other settings; begins from nothing", style="yellow", highlight=False)
+        _remove(made, out)
 
 
 def _read(path: Path) -> _Stamp | None:

@@ -21,9 +21,9 @@ from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import Style, encode
 from redline.chat.tokenizer import Tokenizer
-from redline.draft.corpus import Example, Reader, Writer, mend
-from redline.draft.disk import is_full, write_whole
-from redline.draft.prompts import LONG_CHARACTERS, Prompt, prompts, read_prompts
+from redline.draft.corpus import About, Example, Reader, Writer, claim, mend
+from redline.draft.disk import is_full
+from redline.draft.prompts import LONG_CHARACTERS, Prompt, Turns, prompts, read_prompts
 from redline.errors import ConfigError
 from redline.wire.base import Record
 from redline.wire.delta import Delta
@@ -40,6 +40,7 @@ class SynthConfig(Record, frozen=True):
     weights: str  # the target's folder
     out: str  # the corpus
     prompts: tuple[str, ...] = ()  # users' files
+    turns: Turns = "all"  # of users' conversations: each answer is asked for, or the last
     domains: tuple[str, ...] = ()  # of our own templates
     count: int = 1000  # prompts of each domain
     samples: int = 1  # answers to each prompt
@@ -50,16 +51,6 @@ class SynthConfig(Record, frozen=True):
     shard: str = "1/1"  # i/n: this process answers the i-th n-th of the prompts
     long_characters: tuple[int, int] = LONG_CHARACTERS  # of a document in the domain long
     engine: EngineConfig = EngineConfig()  # batch: max_running; draft: speculation
-
-
-class About(Record, frozen=True):
-    """Beside a corpus: whose answers it holds, and how they were drawn. One corpus has one."""
-
-    fingerprint: str
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
 
 
 class Target(Protocol):
@@ -133,8 +124,9 @@ def wanted(config: SynthConfig) -> "_Asked":
     for name, least in (("count", 1), ("samples", 1), ("max_tokens", 1)):
         if getattr(config, name) < least:
             raise ConfigError(f"{name} is {getattr(config, name)}; expected at least {least}")
+    sampling_check(config.temperature, config.top_p)
     index, shards = _shard(config.shard)
-    found, skipped = read_prompts(*map(Path, config.prompts))
+    found, skipped = read_prompts(*map(Path, config.prompts), turns=config.turns)
     every = {prompt.id: prompt for prompt in found}
     made = prompts(config.domains, config.count, config.seed, config.long_characters)
     every.update({prompt.id: prompt for prompt in made})
@@ -179,8 +171,13 @@ def synth(
     if not waiting:
         progress(ended, total, 0)
         return Done(answers=0, tokens=0, seconds=0.0, skipped=())
-    with open_target(config) as target, Writer(out) as writer:
+    with Writer(out) as writer, open_target(config) as target:
         about = about_of(config, target.fingerprint)
+        if config.samples > 1 and about.temperature == 0:
+            raise ConfigError(
+                f"samples is {config.samples}, but at temperature 0 all answers to a prompt are the same: give a "
+                "temperature (the checkpoint asks for 0)"
+            )
         claim(out, about)
         start = time.monotonic()
         size = WAVE * config.engine.max_running
@@ -222,22 +219,12 @@ def about_of(config: SynthConfig, fingerprint: str) -> About:
     )
 
 
-def claim(out: Path, about: About) -> None:
-    """Writes whose answers the corpus holds; ConfigError where it says otherwise already."""
-    path = out.with_name(f"{out.name}.about.json")
-    if not path.exists():
-        write_whole(path, msgspec.json.format(msgspec.json.encode(about)) + b"\n")
-        return
-    try:
-        before = msgspec.json.decode(path.read_bytes(), type=About)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    for field in About.__struct_fields__:
-        was, now = getattr(before, field), getattr(about, field)
-        if was != now:
-            raise ConfigError(
-                f"{path}: the corpus was answered with {field} {was}, this run has {now}: write to another file"
-            )
+def sampling_check(temperature: float | None, top_p: float | None) -> None:
+    """ConfigError for what no engine samples with. None: what the checkpoint asks for."""
+    if temperature is not None and not 0 <= temperature <= 2:
+        raise ConfigError(f"temperature is {temperature}; expected 0 to 2")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top_p is {top_p}; expected more than 0, and at most 1")
 
 
 class _Answer:

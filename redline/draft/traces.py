@@ -23,20 +23,27 @@ class _Trace(msgspec.Struct, frozen=True, kw_only=True):
     prompt: int
     finish: str
     rounds: tuple[tuple[int, int, int], ...]
-    domain: str = TRAFFIC
+    domain: str | None = None
     language: str = "en"
 
 
-def read_traces(*paths: Path) -> Corpus:
+def trace_file(named: str) -> tuple[str, Path]:
+    """DOMAIN=FILE, or FILE, as (domain, file). A file whose own name has a = is one, if it is there."""
+    domain, sign, path = named.partition("=")
+    return (domain, Path(path)) if sign and domain and not Path(named).exists() else (TRAFFIC, Path(named))
+
+
+def read_traces(*files: str) -> Corpus:
     """The traces as examples, and a message naming file and line for each line that is none.
 
+    files: each with the domain of those of its lines that name none, or without (`trace_file`).
     Answers without a token, and those that ended in an error or were aborted before it, are left out in silence.
     Raises ConfigError where a file cannot be read.
     """
     examples: list[Example] = []
     skipped: list[str] = []
     decoder = msgspec.json.Decoder(_Trace)
-    for path in paths:
+    for domain, path in map(trace_file, files):
         try:
             lines = path.read_bytes().splitlines()
         except OSError as error:
@@ -52,7 +59,7 @@ def read_traces(*paths: Path) -> Corpus:
                 examples.append(
                     Example(
                         id=f"{path.stem} {number} {trace.id}",  # ids of requests may come back after a restart
-                        domain=trace.domain,
+                        domain=trace.domain or domain,
                         language=trace.language,
                         tokens=trace.tokens,
                         prompt=trace.prompt,

@@ -4,10 +4,11 @@ Leaves `out` as a drafter's folder (config.json, model.safetensors: the moving a
 log.jsonl, loss.png, config.json, result.json. Interrupted, it keeps its state there, and the same call goes on from it.
 """
 
+import os
 import signal
 from collections import Counter
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -22,7 +23,8 @@ from torch import Tensor
 from redline.draft import train_state
 from redline.draft.batches import Source, is_held_out
 from redline.draft.curve import write_curve
-from redline.draft.disk import is_full
+from redline.draft.disk import alone, is_full
+from redline.draft.report import tell_skipped
 from redline.draft.trainer import Line, Recipe, Trainer
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
@@ -67,7 +69,17 @@ def run(config: TrainConfig, console: Console) -> int:
     """0 when the drafter is exported; 130 when it was interrupted and can go on. Raises ConfigError."""
     needs("accelerate", "matplotlib")
     check(config)
-    source, layer_ids = open_source(config)
+    with alone(Path(config.out) / "training") if is_main() else nullcontext():
+        return _run(config, console)
+
+
+def is_main() -> bool:
+    """Whether this process is the first of those that a launcher has started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _run(config: TrainConfig, console: Console) -> int:
+    source, layer_ids = open_source(config, console)
     return train(config, source, layer_ids, console)
 
 
@@ -82,7 +94,7 @@ def check(config: TrainConfig) -> None:
     """ConfigError naming the field."""
     recipe, budget = config.recipe, config.recipe.budget
     if budget.steps is None and budget.tokens is None and budget.seconds is None:
-        raise ConfigError("recipe.budget is empty; expected steps, tokens or seconds")
+        raise ConfigError("recipe.budget is empty; expected steps, tokens or seconds (--steps, --tokens, --seconds)")
     positive = {f"recipe.budget.{key}": getattr(budget, key) for key in ("steps", "tokens", "seconds")}
     names = (
         "tokens_per_batch accumulate max_length pool lr clip steps_ahead step_decay log_every measure_every keep_every"
@@ -176,9 +188,9 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
 # What it begins with.
 
 
-def open_source(config: TrainConfig) -> tuple[Source, tuple[int, ...]]:
+def open_source(config: TrainConfig, console: Console) -> tuple[Source, tuple[int, ...]]:
     """The capture, or the target beside its corpus; and the ids of the layers whose states it gives."""
-    from redline.draft.capture import Stored, Streamed
+    from redline.draft.capture import Stored, Streamed, taught_by
     from redline.draft.corpus import read_examples
     from redline.draft.target import Target
 
@@ -187,7 +199,12 @@ def open_source(config: TrainConfig) -> tuple[Source, tuple[int, ...]]:
         return stored, stored.layer_ids
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target = Target.open(Path(config.target), device)
-    return Streamed(target, read_examples(*map(Path, config.corpus)).examples), target.layer_ids
+    taught_by(config.corpus, target.fingerprint)
+    corpus = read_examples(*map(Path, config.corpus))
+    streamed = Streamed(target, corpus.examples)
+    if is_main():
+        tell_skipped([*corpus.skipped, *streamed.skipped], console)
+    return streamed, target.layer_ids
 
 
 def open_drafter(
@@ -247,14 +264,26 @@ def _is_done(folder: Path, config: TrainConfig) -> bool:
         before = msgspec.json.decode(written, type=TrainConfig)
     except msgspec.DecodeError as error:
         raise ConfigError(f"{folder / 'config.json'}: damaged ({error}): remove {folder} to begin again") from None
-    for place, old, new in ((("recipe."), before.recipe, config.recipe), ("drafter.", before.drafter, config.drafter)):
-        for key in old.__struct_fields__:
-            if getattr(old, key) != getattr(new, key):
-                raise ConfigError(
-                    f"{folder.parent}: holds a training with {place}{key} {getattr(old, key)!r}, not "
-                    f"{getattr(new, key)!r}: take another folder, or remove this one"
-                )
+    for key, was in _facts(before).items():
+        if (now := _facts(config)[key]) != was:
+            raise ConfigError(
+                f"{folder.parent}: holds a training with {key} {was!r}, not {now!r}: take another folder, or remove "
+                "this one"
+            )
     return (folder / "result.json").exists()
+
+
+def _facts(config: TrainConfig) -> dict[str, Any]:
+    """What decides a training. Of files and folders the last part of their paths: they may have moved."""
+    facts: dict[str, Any] = {
+        "capture": config.capture and Path(config.capture).name,
+        "corpus": [Path(path).name for path in config.corpus],
+        "start": config.start and Path(config.start).name,
+    }
+    tables = {"recipe": config.recipe, "recipe.budget": config.recipe.budget, "drafter": config.drafter}
+    for place, table in tables.items():
+        facts |= {f"{place}.{key}": value for key, value in msgspec.structs.asdict(table).items()}
+    return {key: value for key, value in facts.items() if key != "recipe.budget"}
 
 
 def _export(out: Path, config: Eagle3Config, like: Eagle3, tensors: dict[str, Tensor], main: bool) -> None:
@@ -327,7 +356,7 @@ def _interrupts(trainer: Trainer) -> Generator[None]:
 @contextmanager
 def _bar(console: Console, main: bool) -> Generator[Any]:
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not main, transient=True) as progress:
+    with Progress(*columns, console=console, disable=not (main and console.is_terminal), transient=True) as progress:
         task = progress.add_task("training", total=1.0)
 
         def show(share: float, line: Line) -> None:

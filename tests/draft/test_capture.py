@@ -13,7 +13,8 @@ from safetensors import SafetensorError
 
 from redline.draft import capture as room
 from redline.draft.capture import CaptureConfig, Sequence_, Stored, Streamed, capture, read_index, run, windows
-from redline.draft.corpus import Example, Writer, read_examples
+from redline.draft.corpus import About, Example, Writer, claim, read_examples
+from redline.draft.disk import alone
 from redline.draft.target import Target
 from redline.errors import ConfigError
 from redline.model.write import random_checkpoint
@@ -252,6 +253,25 @@ def test_another_targets_capture_is_refused(config: CaptureConfig, target: Targe
         capture(config, Target(target.model, target.fingerprint, (0, 1, 2)))
     with pytest.raises(ConfigError, match="captured with max_tokens None, this run has 16"):
         capture(change(config, max_tokens=16), target)
+
+
+def test_answers_of_another_target_are_captured_only_when_that_is_wanted(config: CaptureConfig, corpus: Path):
+    claim(corpus, About(fingerprint="another bf16", temperature=1.0, top_p=1.0, top_k=0, min_p=0.0))
+    with pytest.raises(ConfigError, match="answered by a target with fingerprint another, this one has"):
+        quietly(config)
+    assert quietly(change(config, other_answers=True))[0] == 0
+
+
+def test_a_corpus_without_an_example_is_refused(config: CaptureConfig, tmp_path: Path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(ConfigError, match=r"empty\.jsonl: no example in it"):
+        quietly(change(config, corpus=(str(empty),)))
+
+
+def test_two_runs_do_not_write_one_capture(config: CaptureConfig):
+    with alone(Path(config.out)), pytest.raises(ConfigError, match="another process is writing it"):
+        quietly(config)
 
 
 def test_a_shard_that_is_cut_or_gone_is_named(config: CaptureConfig, target: Target):

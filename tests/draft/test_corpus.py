@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from redline.draft.corpus import Example, Reader, Writer, mend, read_examples
+from redline.draft.disk import alone, human
 from redline.errors import ConfigError
 
 
@@ -98,3 +99,42 @@ def test_a_full_disk_leaves_no_half_of_a_line(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(OSError, match="No space"):
             writer.append(example("b"))
     assert path.read_bytes() == before
+
+
+def test_two_processes_do_not_write_one_corpus(tmp_path: Path):
+    path = tmp_path / "corpus.jsonl"
+    with Writer(path) as writer:
+        writer.append(example("a"))
+        for second in (Writer, mend):
+            with pytest.raises(ConfigError, match="another process is writing it"):
+                second(path)
+        assert [one.id for one in read_examples(path).examples] == ["a"]  # reading needs no lock
+    write(path, example("b"))
+    assert [one.id for one in read_examples(path).examples] == ["a", "b"]
+
+
+def test_what_fails_before_its_first_example_leaves_no_file(tmp_path: Path):
+    def failing(path: Path, *examples: Example) -> None:
+        with Writer(path) as writer:
+            for one in examples:
+                writer.append(one)
+            raise ZeroDivisionError
+
+    for number, examples in enumerate(([], [example("a")])):
+        path = tmp_path / f"{number}.jsonl"
+        with pytest.raises(ZeroDivisionError):
+            failing(path, *examples)
+        assert path.exists() == bool(examples)
+
+
+def test_a_folder_is_one_processs_until_it_ends(tmp_path: Path):
+    folder = tmp_path / "new" / "folder"
+    with alone(folder), pytest.raises(ConfigError, match="folder: another process"), alone(folder):
+        raise AssertionError
+    with alone(folder):
+        pass
+
+
+@pytest.mark.parametrize(("size", "text"), [(812, "812 B"), (65_200_000, "65.2 MB"), (1_204_000_000, "1.2 GB")])
+def test_bytes_are_told_in_the_unit_that_fits(size: int, text: str):
+    assert human(size) == text

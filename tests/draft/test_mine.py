@@ -3,13 +3,17 @@
 import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from redline.draft.buckets import Scored, buckets, rejections, since_control
 from redline.draft.choose import answer_tokens, choose, mix, weights, window
 from redline.draft.corpus import Example
+from redline.draft.mine import MineConfig
+from redline.draft.mine import run as mine
 from redline.draft.score import Scores, Serving, compare, distribution, score, walk
 from redline.draft.traces import read_traces
 from redline.errors import ConfigError
@@ -247,9 +251,30 @@ def test_traces_become_examples_and_a_bad_line_is_named(tmp_path: Path):
     lines = [good, {**good, "rounds": [[9, 2, 1]]}, {**good, "prompt": 0}, {**good, "finish": "error"}]
     path = tmp_path / "traces.jsonl"
     path.write_text("\n".join([*map(json.dumps, lines), "{"]) + "\n")
-    found = read_traces(path)
+    found = read_traces(str(path))
     (one,) = found.examples
     assert (one.tokens, one.prompt, one.rounds, one.domain) == ((1, 2, 3, 4, 5), 2, ((3, 2, 1),), "traffic")
     assert [message.split(": ")[0] for message in found.skipped] == [f"{path}, line {number}" for number in (2, 3, 5)]
     with pytest.raises(ConfigError, match="nowhere"):
-        read_traces(tmp_path / "nowhere")
+        read_traces(str(tmp_path / "nowhere"))
+
+
+def test_a_trace_has_the_domain_that_it_names_or_its_files(tmp_path: Path):
+    line = {"id": "r", "tokens": [1, 2, 3], "prompt": 1, "finish": "stop", "rounds": []}
+    for name in ("plain.jsonl", "a=b.jsonl"):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, (line, {**line, "domain": "law"}))))
+    for named, domain in (
+        (f"code={tmp_path / 'plain.jsonl'}", "code"),
+        (str(tmp_path / "plain.jsonl"), "traffic"),
+        (str(tmp_path / "a=b.jsonl"), "traffic"),
+    ):
+        assert [one.domain for one in read_traces(named).examples] == [domain, "law"]
+
+
+def test_a_folder_mined_with_other_settings_is_refused_and_a_larger_batch_is_none(tmp_path: Path):
+    config = MineConfig(target="t", draft="d", out=str(tmp_path), corpus=("c",))
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    with pytest.raises(ConfigError, match="made with budget 1000000, not 5"):
+        mine(msgspec.structs.replace(config, budget=5), Console())
+    with pytest.raises(ConfigError, match="c: cannot be read"):  # past the check
+        mine(msgspec.structs.replace(config, batch=8), Console())

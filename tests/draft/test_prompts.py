@@ -108,6 +108,34 @@ def test_users_lines_are_read_and_what_is_no_prompt_is_named(tmp_path: Path):
         assert reason in reasons
 
 
+def test_each_answer_of_a_users_conversation_is_asked_for_with_what_stands_before_it(tmp_path: Path):
+    def turn(role: str, content: str) -> dict[str, str]:
+        return {"role": role, "content": content}
+
+    talk = [turn("system", "Be brief."), turn("user", "A"), {**turn("assistant", "a"), "reasoning_content": "hm"}]
+    talk += [turn("user", "B"), turn("assistant", "b"), turn("tool", "C"), turn("assistant", "c")]
+    path = tmp_path / "talk.jsonl"
+    grown = [{"domain": "law", "messages": talk[:2]}, {"domain": "law", "messages": talk}]  # a log of requests
+    path.write_text("\n".join(map(json.dumps, [*grown, {"domain": "law", "id": "x", "messages": talk}])))
+    found = read_prompts(path, turns="all")
+    assert [said(prompt) for prompt in found.prompts] == ["A", "B", "C", "A", "B", "C"]
+    assert [len(prompt.messages) for prompt in found.prompts] == [2, 4, 6, 2, 4, 6]
+    assert [prompt.id for prompt in found.prompts[3:]] == ["x/1", "x/2", "x"]
+    assert len({prompt.id for prompt in found.prompts}) == 6
+    assert not found.skipped
+    assert [said(prompt) for prompt in read_prompts(path).prompts] == ["A", "C", "C"]
+    tokenizer = Tokenizer.open(write_tiny_tokenizer(tmp_path))
+    assert b"hm" not in tokenizer.decode_bytes(encode(conversation(found.prompts[2]), tokenizer))
+
+
+def test_a_conversation_that_the_assistant_opens_is_not_asked_for_its_greeting(tmp_path: Path):
+    path = tmp_path / "talk.jsonl"
+    turns = [("system", "S"), ("assistant", "Hello"), ("user", "A"), ("assistant", "a")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    path.write_text(json.dumps({"domain": "law", "messages": messages}))
+    assert [said(prompt) for prompt in read_prompts(path, turns="all").prompts] == ["A"]
+
+
 def test_a_prompt_file_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"none\.jsonl: cannot be read"):
         read_prompts(tmp_path / "none.jsonl")

@@ -12,7 +12,7 @@ from rich.console import Console
 from redline.draft import recipe as module
 from redline.draft.mine import MineConfig
 from redline.draft.recipe import RunConfig, read_train, run, stages_of
-from redline.draft.stages import Stage, fill, run_stages
+from redline.draft.stages import Stage, fill, run_stages, stamp_of
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
 from redline.model.eagle3 import Eagle3
@@ -27,6 +27,8 @@ QUIET = Console(file=io.StringIO())
 class Cook(Record, frozen=True):
     out: str
     salt: int = 0
+    spoon: int = 0
+    guests: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------------- stages
@@ -43,10 +45,18 @@ def kitchen(tmp_path: Path) -> tuple[Callable[..., int], list[str]]:
         place.write_text("done")
         return 7 if config.salt == 13 else 0
 
-    def serve(first: int = 0, second: int = 0) -> int:
+    def serve(first: int = 0, second: int = 0, **soup: int) -> int:
         stages = [
-            Stage(name, Cook(out=str(tmp_path / name), salt=salt), cook, (tmp_path / name,), (tmp_path / "shop",))
-            for name, salt in (("soup", first), ("cake", second))
+            Stage(
+                name,
+                Cook(out=str(tmp_path / name), salt=salt, **more),
+                cook,
+                (tmp_path / name,),
+                (tmp_path / "shop",),
+                idle=("out", "spoon"),
+                grows=("guests",),
+            )
+            for name, salt, more in (("soup", first, soup), ("cake", second, {}))
         ]
         return run_stages(stages, tmp_path, QUIET)
 
@@ -67,6 +77,20 @@ def test_a_changed_stage_and_all_behind_it_begin_from_nothing(kitchen: tuple[Cal
     assert ran[2:] == ["cake new"]
     serve(first=1, second=1)
     assert ran[3:] == ["soup new", "cake new"]
+
+
+def test_what_changes_no_result_is_no_reason_to_begin_again(kitchen: tuple[Callable[..., int], list[str]]):
+    serve, ran = kitchen
+    serve()
+    serve(spoon=1)
+    assert ran == ["soup new", "cake new"]
+
+
+def test_more_of_the_same_is_added_and_what_follows_begins_again(kitchen: tuple[Callable[..., int], list[str]]):
+    serve, ran = kitchen
+    serve()
+    serve(guests=1)
+    assert ran[2:] == ["soup again", "cake new"]
 
 
 def test_a_stage_that_failed_goes_on_where_it_was(kitchen: tuple[Callable[..., int], list[str]]):
@@ -102,7 +126,7 @@ def test_what_somebody_has_removed_is_made_again(kitchen: tuple[Callable[..., in
         ({"budget": "much"}, r"r\.toml: mine\.budget: Expected `int`, got `str`"),
         ({"traffic": {"code": "all"}}, r"r\.toml: mine\.traffic.*Expected `float`"),
         ({"out": "x"}, r"r\.toml: mine\.out: the recipe decides it"),
-        ({"choose": "luck"}, r"r\.toml: mine\.choose: Invalid enum value 'luck'"),
+        ({"choose": "luck"}, r"r\.toml: mine\.choose: Invalid enum value 'luck'; expected 'gap' or 'uniform'"),
     ],
 )
 def test_a_wrong_key_is_named_with_its_table(table: dict[str, Any], says: str):
@@ -148,6 +172,58 @@ def test_the_example_is_a_recipe_of_every_stage():
     base, mined = (stage.config for stage in stages if stage.name in ("base", "mined"))
     assert mined.start == base.out
     assert (mined.recipe.lr, mined.recipe.budget.tokens, mined.recipe.steps_ahead) == (1e-4, 5_000_000, 5)
+
+
+def test_a_recipe_may_be_moved_and_called_from_anywhere(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    text = (
+        f'target = "{tiny}"\nout = "o"\n[synth]\ndomains = ["code"]\n[train.recipe.budget]\nsteps = 1\n[mine]\n[eval]\n'
+    )
+
+    def stamps(path: Path) -> list[str]:
+        found = [""]
+        for stage in stages_of(path, None)[0]:
+            found.append(stamp_of(stage, found[-1]))
+        return found
+
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "r.toml").write_text(text)
+    monkeypatch.chdir(tmp_path / "one")
+    assert stamps(Path("r.toml")) == stamps(tmp_path / "two" / "r.toml")
+
+
+def test_a_recipe_that_streams_captures_nothing(tiny: Path, tmp_path: Path):
+    path = tmp_path / "r.toml"
+    text = (
+        f'target = "{tiny}"\nout = "o"\nstream = true\n[synth]\ncount = 1\n[train.recipe.budget]\nsteps = 1\n[mine]\n'
+    )
+    path.write_text(text)
+    stages, out = stages_of(path, None)
+    assert [stage.name for stage in stages] == ["synth", "base", "mine", "mined", "export"]
+    base, mined = (stage.config for stage in stages if stage.name in ("base", "mined"))
+    assert (base.capture, base.corpus) == (None, (str(out / "corpus.jsonl"),))
+    assert mined.corpus == (str(out / "mine" / "mixed.jsonl"),)
+    path.write_text(text + "[capture]\nmax_tokens = 9\n")
+    with pytest.raises(ConfigError, match="capture: nothing is stored with stream = true"):
+        stages_of(path, None)
+
+
+def test_traces_of_a_recipe_lie_beside_it_and_may_name_their_domain(tiny: Path, tmp_path: Path):
+    path = tmp_path / "r.toml"
+    path.write_text(
+        f'target = "{tiny}"\nout = "o"\n[synth]\ncount = 1\n[train.recipe.budget]\nsteps = 1\n'
+        '[mine]\ntraces = ["code=a.jsonl", "b.jsonl"]\n'
+    )
+    (mined,) = (stage for stage in stages_of(path, None)[0] if stage.name == "mine")
+    assert mined.config.traces == (f"code={tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl")
+    assert mined.reads == (tmp_path / "a.jsonl", tmp_path / "b.jsonl")
+
+
+def test_training_reads_its_table_from_a_whole_recipe(tmp_path: Path):
+    path = tmp_path / "r.toml"
+    path.write_text("target = 't'\n[synth]\n[train.recipe]\nlr = 5e-4\n[train.recipe.budget]\nsteps = 3\n")
+    config = read_train(path, {"target": "t", "out": "o", "capture": "c"})
+    assert (config.recipe.lr, config.recipe.budget.steps) == (5e-4, 3)
 
 
 def test_flags_win_over_the_file_in_training(tmp_path: Path):

@@ -185,6 +185,21 @@ def test_several_answers_to_one_prompt_are_drawn_apart(folder: Path, tmp_path: P
     assert len({one.tokens[: one.prompt] for one in examples}) == 1
 
 
+def test_several_answers_at_temperature_0_would_be_one(folder: Path, tmp_path: Path, parrot: Parrot):
+    with pytest.raises(ConfigError, match="samples is 4, but at temperature 0 all answers to a prompt are the same"):
+        quietly(config(folder, tmp_path / "corpus.jsonl", samples=4, temperature=0.0))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_users_conversation_is_asked_for_each_of_its_answers(folder: Path, tmp_path: Path):
+    turns = [("user", "A"), ("assistant", "a"), ("user", "B"), ("assistant", "b")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"domain": "law", "messages": messages}))
+    for kind, lengths in (("all", [1, 3]), ("last", [3])):
+        asked = config(folder, tmp_path / "c", domains=(), prompts=(str(tmp_path / "talk.jsonl"),), turns=kind)
+        assert [len(prompt.messages) for prompt in wanted(asked).prompts] == lengths
+
+
 def test_sampling_is_the_checkpoints_unless_told_otherwise(folder: Path, tmp_path: Path, parrot: Parrot):
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.95}')
     quietly(config(folder, tmp_path / "served.jsonl"))
@@ -212,6 +227,8 @@ def test_one_corpus_holds_the_answers_of_one_target(folder: Path, tmp_path: Path
         ({"shard": "0/2"}, "shard is '0/2'"),
         ({"shard": "3/2"}, "shard is '3/2'"),
         ({"shard": "half"}, "shard is 'half'"),
+        ({"temperature": 3.0}, "temperature is 3.0; expected 0 to 2"),
+        ({"top_p": 0.0}, "top_p is 0.0; expected more than 0"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(folder: Path, tmp_path: Path, changes: dict[str, object], reason: str):

@@ -1,11 +1,13 @@
 """A training learns, stops, goes on bit for bit, and leaves a drafter's folder; what is wrong is said in one line."""
 
 import errno
+import io
 import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from redline.draft import train_state
 from redline.draft.batches import is_held_out
 from redline.draft.budget import Budget, Reached, rate
 from redline.draft.curve import write_curve
-from redline.draft.train import Sizes, TrainConfig, check, needs, run, train
+from redline.draft.train import Sizes, TrainConfig, check, needs, open_source, run, train
 from redline.draft.trainer import Recipe, Trainer
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
@@ -245,3 +247,32 @@ def test_the_rate_rises_over_the_warm_up_and_falls_to_nothing_with_the_first_bud
     assert reached.share(10, Budget(steps=40, tokens=2000)) == 0.5
     assert reached.share(12, Budget(tokens=2000)) == 0.6, "between agreements as before"
     assert reached.share(20, Budget(seconds=10.0)) == 1.0
+
+
+def test_a_folder_that_holds_another_training_is_refused(target: Path, tmp_path: Path):
+    first = config_of(target, tmp_path / "d", 1)
+    assert train(first, source(target), LAYERS, QUIET) == 0
+    moved = msgspec.structs.replace(first, capture="elsewhere/unread")
+    assert train(moved, source(target), LAYERS, QUIET) == 0
+    for changes, says in (
+        ({"capture": "another"}, "capture 'unread', not 'another'"),
+        ({"start": "d0"}, "start None, not 'd0'"),
+        ({"recipe": config_of(target, tmp_path, 2).recipe}, r"recipe\.budget\.steps 1, not 2"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            train(msgspec.structs.replace(first, **changes), source(target), LAYERS, QUIET)
+
+
+def test_lines_that_are_no_example_are_named_when_the_target_runs_beside(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(
+        "redline.draft.target.Target.open", lambda *given: SimpleNamespace(fingerprint="f", layer_ids=())
+    )
+    monkeypatch.setattr("redline.draft.capture.Streamed", lambda target, examples: SimpleNamespace(skipped=["x: far"]))
+    corpus, screen = tmp_path / "corpus.jsonl", io.StringIO()
+    corpus.write_text("nothing\n")
+    config = msgspec.structs.replace(config_of(target, tmp_path, 1), capture=None, corpus=(str(corpus),))
+    open_source(config, Console(file=screen, width=500))
+    assert f"skipped: {corpus}, line 1: JSON is malformed" in screen.getvalue()
+    assert "skipped: x: far" in screen.getvalue()
