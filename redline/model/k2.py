@@ -7,7 +7,6 @@ T tokens of a step, D hidden, H heads, P rope, R rows whose next token is asked 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,56 +14,12 @@ from torch import Tensor
 from redline.model.checkpoint import Checkpoint, Projection
 from redline.model.config import K2Config
 from redline.ops.add_norm import add_norm
+from redline.ops.block import Block, Inputs, Moe, block
+from redline.ops.block import Chunk as Chunk  # with Inputs, for those who make steps
 from redline.ops.formats import Int4
 from redline.ops.linear import linear
-from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv, prefill_whole
-from redline.ops.moe import Routed, moe
-from redline.ops.route_experts import route_experts
+from redline.ops.mla import MlaWeights
 from redline.ops.weights import Experts, Matrix, stack_experts
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens [first, first + count) of the step are positions [start, start + count) of a prompt."""
-
-    first: int
-    count: int
-    start: int
-    slot: int
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One step, as tensors. Every token is in exactly one chunk or is one query."""
-
-    ids_T: Tensor  # int64
-    cos_T: Tensor  # float32 [T, P / 2]
-    sin_T: Tensor
-    rows_T: Tensor  # int64: page * 64 + place, where each token's latent goes
-    chunks: Sequence[Chunk]  # prompt tokens: expanded attention
-    tokens_Q: Tensor  # int32: generated tokens: absorbed attention
-    slots_Q: Tensor  # int32
-    lengths_Q: Tensor  # int32: context of each query, itself included
-    tables: Tensor  # int32 [slots, pages per slot]
-
-
-@dataclass(frozen=True)
-class Moe:
-    router: Matrix
-    bias_E: Tensor  # float32
-    gate_up: Experts
-    down: Experts
-
-
-@dataclass(frozen=True)
-class Block:
-    attention_norm: Tensor  # float32 [D]
-    attention: MlaWeights
-    o_proj: Matrix
-    mlp_norm: Tensor  # float32 [D]
-    shared_gate_up: Matrix  # of the shared expert, or of the dense MLP
-    shared_down: Matrix
-    experts: Moe | None
 
 
 class K2:
@@ -94,23 +49,15 @@ class K2:
         planes [layers, pages, 64, kv width]: read, and written at rows_T. Layer ids as in vLLM and SGLang: k is the
         state that enters layer k (0: the embedding), and the number of layers is what enters the last norm.
         """
-        config = self.config
-        heads, value = config.num_attention_heads, config.v_head_dim
         residual = self.embedding_VD[inputs.ids_T].to(self.dtype)
         partial: Tensor | None = None
         features = residual.new_empty(residual.shape[0], len(layers), residual.shape[1]) if layers else None
         wanted = {layer: place for place, layer in enumerate(layers)}
-        for layer, (block, plane) in enumerate(zip(self.blocks, planes.unbind(0), strict=True)):
-            residual, x = add_norm(residual, partial, block.attention_norm, config.rms_norm_eps)
+        for layer, (weights, plane) in enumerate(zip(self.blocks, planes.unbind(0), strict=True)):
             if features is not None and layer in wanted:
-                features[:, wanted[layer]] = residual  # a copy: the next sublayer adds to it in place
-            q = mla_qkv(x, block.attention, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
-            o = torch.empty(x.shape[0], heads, value, dtype=self.dtype, device=self.device)
-            self._attend(q, block.attention, inputs, plane, o)
-            partial = linear(o.flatten(1), block.o_proj)
-            residual, x = add_norm(residual, partial, block.mlp_norm, config.rms_norm_eps)
-            partial = moe(x, block.shared_gate_up, block.shared_down, self._route(x, block.experts))
-        residual, x = add_norm(residual, partial, self.norm, config.rms_norm_eps)
+                features[:, wanted[layer]] = residual if partial is None else residual + partial
+            residual, partial = block(residual, partial, weights, inputs, plane)
+        residual, x = add_norm(residual, partial, self.norm, self.config.rms_norm_eps)
         if features is None:
             return x, None
         if len(self.blocks) in wanted:
@@ -120,26 +67,6 @@ class K2:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """float32 [R, V]"""
         return linear(hidden_RD, self.head).float()
-
-    def _attend(self, q: Tensor, weights: MlaWeights, inputs: Inputs, plane: Tensor, o: Tensor) -> None:
-        scale = self.config.softmax_scale
-        chunks = inputs.chunks
-        if q.is_cuda and (whole := [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]):
-            prefill_whole(q, weights, scale, whole, inputs.rows_T, plane, o)
-            chunks = [chunk for chunk in chunks if chunk.start]
-        for chunk in chunks:
-            rows = slice(chunk.first, chunk.first + chunk.count)
-            mla_prefill(q[rows], weights, scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows])
-        if inputs.tokens_Q.shape[0]:
-            queries = inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q
-            mla_decode(q, weights, scale, *queries, inputs.tables, plane, o)
-
-    def _route(self, x: Tensor, experts: Moe | None) -> Routed | None:
-        if experts is None:
-            return None
-        k, normalise = self.config.num_experts_per_tok, self.config.norm_topk_prob
-        ids, weights = route_experts(x, experts.router, experts.bias_E, k, normalise, self.config.routed_scaling_factor)
-        return Routed(experts.gate_up, experts.down, ids, weights)
 
 
 def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: float | None = None) -> K2:
@@ -175,9 +102,10 @@ class _Reader:
         return Matrix.prepare(weights[0] if len(weights) == 1 else torch.cat(weights))
 
     def block(self, layer: int) -> Block:
+        config = self._checkpoint.config
         at = f"layers.{layer}"
         mlp = f"{at}.mlp"
-        shared = f"{mlp}.shared_experts" if self._checkpoint.config.is_moe(layer) else mlp
+        shared = f"{mlp}.shared_experts" if config.is_moe(layer) else mlp
         return Block(
             attention_norm=self.vector(f"{at}.input_layernorm.weight"),
             attention=self.attention(f"{at}.self_attn"),
@@ -185,7 +113,9 @@ class _Reader:
             mlp_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
             shared_gate_up=self.matrix(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
             shared_down=self.matrix(f"{shared}.down_proj.weight"),
-            experts=self.moe(layer) if self._checkpoint.config.is_moe(layer) else None,
+            experts=self.moe(layer) if config.is_moe(layer) else None,
+            eps=config.rms_norm_eps,
+            softmax_scale=config.softmax_scale,
         )
 
     def attention(self, at: str) -> MlaWeights:
@@ -203,9 +133,17 @@ class _Reader:
         )
 
     def moe(self, layer: int) -> Moe:
+        config = self._checkpoint.config
         at = f"layers.{layer}.mlp.gate"
-        gate_up, down = self.experts(layer, "gate", "up"), self.experts(layer, "down")
-        return Moe(self.matrix(f"{at}.weight"), self.vector(f"{at}.e_score_correction_bias"), gate_up, down)
+        return Moe(
+            router=self.matrix(f"{at}.weight"),
+            bias_E=self.vector(f"{at}.e_score_correction_bias"),
+            gate_up=self.experts(layer, "gate", "up"),
+            down=self.experts(layer, "down"),
+            chosen=config.num_experts_per_tok,
+            normalise=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
 
     def experts(self, layer: int, *projections: Projection) -> Experts:
         """One layer's experts, their projections stacked along the outputs: [E, N, K]."""

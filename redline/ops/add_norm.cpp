@@ -1,4 +1,5 @@
 // residual += partial (in place); y = rms_norm(residual) * w. A null partial adds nothing.
+#include "cpu/kernels.h"
 #include "cpu/norm.h"
 #include "cpu/pool.h"
 

@@ -1,5 +1,6 @@
 // y = x W^T, W in bf16 panels. See cpu/gemm.h for the order of summation.
 #include "cpu/gemm.h"
+#include "cpu/kernels.h"
 
 // x [T, >= K] with row stride ldx, w panels [ceil(N / 32)][K][32], y [T, >= 32 * ceil(N / 32)] with row stride ldy.
 extern "C" void redline_linear(const float* x, int64_t ldx, const bf16* w, float* y, int64_t ldy, int T, int N, int K) {

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "cpu/gemm.h"
+#include "cpu/kernels.h"
 
 namespace {
 

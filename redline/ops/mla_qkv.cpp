@@ -1,5 +1,6 @@
 // What attention needs of each token: the query heads, and the latent row written into its page.
 #include "cpu/gemm.h"
+#include "cpu/kernels.h"
 #include "cpu/norm.h"
 
 namespace {

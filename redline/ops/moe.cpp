@@ -3,6 +3,7 @@
 // Rows are grouped by expert, so that each expert's weights are read once however many rows chose it. The sum of a row
 // runs over its own choices in their own order: a row's bits do not depend on its company.
 #include "cpu/gemm.h"
+#include "cpu/kernels.h"
 
 namespace {
 

@@ -44,8 +44,8 @@ def reference(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix |
     return y_TD
 
 
-def _pointers(experts: Experts) -> tuple[int, int]:
-    """(codes or weights, scales or null)."""
+def addresses_of(experts: Experts) -> tuple[int, int]:
+    """Of the codes or weights, and of the scales or null."""
     if isinstance(experts, Int4Panels):
         return experts.addresses
     assert isinstance(experts, Matrix), "INT4 experts reach the kernel as panels"
@@ -63,7 +63,7 @@ def kernel(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | No
     pointers, sizes = (0, 0, 0, 0, 0, 0), (0, 0, 0)
     if routed is not None:
         choice = native.pointer(routed.ids_TK), native.pointer(routed.weights_TK)
-        pointers = (*choice, *_pointers(routed.gate_up), *_pointers(routed.down))
+        pointers = (*choice, *addresses_of(routed.gate_up), *addresses_of(routed.down))
         sizes = (routed.down.shape[0], routed.ids_TK.shape[1], routed.down.shape[2])
     library.redline_moe(native.pointer(x_TD), *pointers, *shared[:2], y_TD.data_ptr(), tokens, d, *sizes, shared[2])
     return y_TD

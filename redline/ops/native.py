@@ -26,6 +26,7 @@ SOURCES = (
     "mla_qkv.cpp",
     "mla_decode.cpp",
     "mla_prefill.cpp",
+    "block.cpp",
 )
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 
@@ -39,6 +40,7 @@ _SIGNATURES = {
     "redline_mla_qkv": "ppppppppp" + "ip" + "fiiiiiii",
     "redline_mla_decode": "ppppp" + "lpi" + "ppp" + "fiiiiiii",
     "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",
+    "redline_block": "pppippp",
 }
 
 _reason: str | None = None

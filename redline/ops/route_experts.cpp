@@ -2,6 +2,7 @@
 #include <cmath>
 
 #include "cpu/gemm.h"
+#include "cpu/kernels.h"
 
 // x [T, D], w panels [ceil(E / 32)][D][32], bias [E] -> ids [T, k] (best first; ties to the lower id), weights [T, k].
 extern "C" void redline_route_experts(const float* x, const bf16* w, const float* bias, int32_t* ids, float* weights,

@@ -139,7 +139,7 @@ def test_sizes_that_no_kernel_takes_run_the_reference(tmp_path: Path):
     reference_calls.clear()
     run_alone(model, job("asked", prompt(seed=4, length=5), max_tokens=2))
     layers = model.config.num_hidden_layers
-    assert reference_calls == {"mla_prefill": layers, "mla_decode": layers}
+    assert reference_calls == {"block": 2 * layers, "mla_prefill": layers, "mla_decode": layers}
 
 
 def test_two_models_run_at_once_in_one_process():
