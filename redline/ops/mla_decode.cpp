@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "cpu/gemm.h"
+#include "cpu/kernels.h"
 
 namespace {
 
@@ -17,17 +18,27 @@ struct Shape {
 };
 
 struct Item {
-    int query, first_head, split;
+    int query, first_head, split, record;
 };
 
-// How one page is multiplied: scores = q . rows, acc += p rows. `query` and `value` say where dimension i of 32 lies in the
-// prepared query and in the accumulators.
+// How one page is multiplied: scores = q . rows, acc += p rows, each with its own order of the dimensions in the prepared
+// query and in the accumulators.
 //
 // float32 arithmetic, for any page format.
 template <class KV> struct Arithmetic {
     typedef float Query;
-    static int query(int i) { return place((const KV*)nullptr, i); }
-    static int value(int i) { return place((const KV*)nullptr, i); }
+    // 32 numbers in natural order -> a prepared query's.
+    static void prepare(const Pair& x, float* to) {
+        float natural[32];
+        store(natural, x.a);
+        store(natural + 16, x.b);
+        for (int i = 0; i < 32; i++) to[place((const KV*)nullptr, i)] = natural[i];
+    }
+
+    // 32 of the accumulators -> their numbers in natural order.
+    static void natural(const float* acc, float factor, float* to) {
+        for (int i = 0; i < 32; i++) to[i] = acc[place((const KV*)nullptr, i)] * factor;
+    }
 
     // q [G][W], rows [n][W] -> score [G][PAGE]
     template <int G> static void dots(const float* q, const KV* rows, int n, int W, float (&score)[G][PAGE]) {
@@ -75,9 +86,14 @@ template <class KV> struct Arithmetic {
 // they are on a GPU.
 template <> struct Arithmetic<bf16> {
     typedef bf16 Query;
-    static int query(int i) { return i; }
-    // Interleaving two rows puts 4 of every 8 dimensions into each half.
-    static int value(int i) { return (i & 4) * 4 + (i >> 3) * 4 + (i & 3); }
+    static void prepare(const Pair& x, bf16* to) {
+        _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)x.b, (__m512)x.a));
+    }
+
+    // Interleaving two rows put 4 of every 8 dimensions into each half.
+    static void natural(const float* acc, float factor, float* to) {
+        for (int i = 0; i < 32; i += 4) store(to + i, load<f32x4>(acc + (i & 4) * 4 + (i >> 3) * 4) * factor);
+    }
 
     static __m512bh row(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
@@ -96,8 +112,12 @@ template <> struct Arithmetic<bf16> {
                 for (int t = 0; t < T; t++) sums[g][t] = _mm512_dpbf16_ps(sums[g][t], x, k[t]);
             }
         }
-        for (int g = 0; g < G; g++)
-            for (int t = 0; t < T; t++) score[g * PAGE + t] = sum((f32x16)sums[g][t]);
+        for (int g = 0; g < G; g++) {
+            if constexpr (T == 4)
+                store(score + g * PAGE, sum4((f32x16)sums[g][0], (f32x16)sums[g][1], (f32x16)sums[g][2], (f32x16)sums[g][3]));
+            else
+                for (int t = 0; t < T; t++) score[g * PAGE + t] = sum((f32x16)sums[g][t]);
+        }
     }
 
     template <int G> static void dots(const bf16* q, const bf16* rows, int n, int W, float (&score)[G][PAGE]) {
@@ -110,12 +130,8 @@ template <> struct Arithmetic<bf16> {
     static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const bf16* rows, int n, int W, int R, float* acc) {
         uint32_t pairs[G][PAGE / 2];
         for (int g = 0; g < G; g++)
-            for (int t = 0; t < PAGE; t += 2) {
-                bf16 one, two;
-                from_float(p[g][t], one);
-                from_float(p[g][t + 1], two);
-                pairs[g][t / 2] = one.bits | (uint32_t)two.bits << 16;
-            }
+            for (int t = 0; t < PAGE; t += 32)
+                prepare({load<f32x16>(p[g] + t), load<f32x16>(p[g] + t + 16)}, (bf16*)&pairs[g][t / 2]);
         for (int c = 0; c < R; c += 32) {
             __m512 a[G], b[G];
             for (int g = 0; g < G; g++) {
@@ -187,21 +203,18 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         std::vector<typename Arithmetic<KV>::Query> absorbed;
         std::vector<float> partial, latent;
         std::vector<Item> items;
-        std::vector<int> first_item;
+        std::vector<int> first_record;
     } scratch;
     auto& absorbed = scratch.absorbed;
     std::vector<float>&partial = scratch.partial, &latent = scratch.latent;
     std::vector<Item>& items = scratch.items;
-    std::vector<int>& first_item = scratch.first_item;
+    std::vector<int>& first_record = scratch.first_record;
     const int W = s.width(), group = s.H % 4 == 0 ? 4 : s.H % 2 == 0 ? 2 : 1, groups = s.H / group;
     const int record = group * (s.R + 2);  // maxima, sums, latents
 
     // q' = scale * [W_UK^T q_nope | q_rope].
     if ((int64_t)absorbed.size() < (int64_t)Q * s.H * W) absorbed.resize((int64_t)Q * s.H * W);
     auto* qa = absorbed.data();
-    auto place_out = [&](typename Arithmetic<KV>::Query* to, const float* from) {
-        for (int i = 0; i < 32; i++) from_float(from[i] * scale, to[Arithmetic<KV>::query(i)]);
-    };
     const int per_head = s.R / PANEL, panel_tasks = std::min(per_head, Q <= 12 ? 4 : 2);
     parallel(s.H * panel_tasks, [&](int task) {
         int h = task / panel_tasks;
@@ -209,27 +222,36 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         product([&](int m) { return q + ((int64_t)tokens[m] * s.H + h) * s.head(); }, 0, Q, s.Nn,
                 [&](int n) { return Bf16Panel{w_uk + ((int64_t)h * per_head + n) * s.Nn * PANEL}; }, panels.begin,
                 panels.end, [&](int m, int n, Pair v) {
-                    float natural[32];
-                    store_pair(natural, v);
-                    place_out(qa + ((int64_t)m * s.H + h) * W + n * 32, natural);
+                    Arithmetic<KV>::prepare({v.a * scale, v.b * scale}, qa + ((int64_t)m * s.H + h) * W + n * 32);
                 });
         if (panels.begin == 0)
             for (int m = 0; m < Q; m++)
-                for (int p = 0; p < s.P; p += 32)
-                    place_out(qa + ((int64_t)m * s.H + h) * W + s.R + p,
-                              q + ((int64_t)tokens[m] * s.H + h) * s.head() + s.Nn + p);
+                for (int p = 0; p < s.P; p += 32) {
+                    const float* from = q + ((int64_t)tokens[m] * s.H + h) * s.head() + s.Nn + p;
+                    Arithmetic<KV>::prepare({load<f32x16>(from) * scale, load<f32x16>(from + 16) * scale},
+                                            qa + ((int64_t)m * s.H + h) * W + s.R + p);
+                }
     });
 
+    // Queries of one slot follow one another through each split, so that its pages come from memory once for all of them.
     items.clear();
-    first_item.resize(Q);
+    first_record.resize(Q);
+    int records = 0;
     for (int i = 0; i < Q; i++) {
-        first_item[i] = (int)items.size();
-        for (int split = 0; split * SPLIT < lengths[i]; split++)
-            for (int g = 0; g < groups; g++) items.push_back({i, g * group, split});
+        first_record[i] = records;
+        records += (lengths[i] + SPLIT - 1) / SPLIT * groups;
+    }
+    for (int i = 0, next; i < Q; i = next) {
+        int longest = 0;
+        for (next = i; next < Q && slots[next] == slots[i]; next++) longest = std::max(longest, lengths[next]);
+        for (int split = 0; split * SPLIT < longest; split++)
+            for (int query = i; query < next; query++)
+                for (int g = 0; g < groups && split * SPLIT < lengths[query]; g++)
+                    items.push_back({query, g * group, split, first_record[query] + split * groups + g});
     }
     if ((int64_t)partial.size() < (int64_t)items.size() * record) partial.resize((int64_t)items.size() * record);
     float* parts = partial.data();
-    int tasks = std::min<int>((int)items.size(), 4096);
+    int tasks = std::min((int)items.size(), Pool::get().threads() * 16);
     parallel(tasks, [&](int task) {
         Range r = share((int)items.size(), tasks, task);
         for (int i = r.begin; i < r.end; i++) {
@@ -238,7 +260,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
             const int32_t* pages = tables + slots[item.query] * table_width;
             int first = item.split * SPLIT, begin = std::max(first, skip);
             int end = std::min(first + SPLIT, lengths[item.query]);
-            float *top = parts + (int64_t)i * record, *mass = top + group, *acc = mass + group;
+            float *top = parts + (int64_t)item.record * record, *mass = top + group, *acc = mass + group;
             if (group == 4) attend<4>(qh, plane, pages, begin, end, s, top, mass, acc);
             else if (group == 2) attend<2>(qh, plane, pages, begin, end, s, top, mass, acc);
             else attend<1>(qh, plane, pages, begin, end, s, top, mass, acc);
@@ -256,7 +278,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         for (int i = r.begin; i < r.end; i++) {
             int query = i / s.H, h = i % s.H, g = h % group;
             int splits = (lengths[query] + SPLIT - 1) / SPLIT;
-            const float* first = parts + (int64_t)(first_item[query] + h / group) * record;
+            const float* first = parts + (int64_t)(first_record[query] + h / group) * record;
             int64_t step = (int64_t)groups * record;
             float high = -INFINITY, mass = 0;
             for (int k = 0; k < splits; k++) high = std::max(high, first[k * step + g]);
@@ -270,8 +292,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
             }
             float inverse = 1.0f / mass;
             float* out = lat + (int64_t)i * s.R;
-            for (int c = 0; c < s.R; c++)
-                out[c] = sums[(c & ~31) + Arithmetic<KV>::value(c & 31)] * inverse;
+            for (int c = 0; c < s.R; c += 32) Arithmetic<KV>::natural(sums.data() + c, inverse, out + c);
         }
     });
 

@@ -37,12 +37,27 @@ inline float sum(f32x16 v) {
     return (b[0] + b[2]) + (b[1] + b[3]);
 }
 
+// The sums of four, each as `sum` has it.
+inline f32x4 sum4(f32x16 v, f32x16 w, f32x16 x, f32x16 y) {
+    auto half = [](f32x16 p, f32x16 q) {  // 8 numbers of each
+        return __builtin_shufflevector(p, q, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               __builtin_shufflevector(p, q, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    };
+    f32x16 a = half(v, w), b = half(x, y);
+    f32x16 c = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+               __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    f32x8 low = __builtin_shufflevector(c, c, 0, 1, 4, 5, 8, 9, 12, 13), high = __builtin_shufflevector(c, c, 2, 3, 6, 7, 10, 11, 14, 15);
+    f32x8 d = low + high;  // (b[0] + b[2], b[1] + b[3]) of each
+    return __builtin_shufflevector(d, d, 0, 2, 4, 6) + __builtin_shufflevector(d, d, 1, 3, 5, 7);
+}
+
 inline float largest(f32x16 v) {
-    float x[16];
-    memcpy(x, &v, sizeof v);
-    float m = x[0];
-    for (int i = 1; i < 16; i++) m = x[i] > m ? x[i] : m;
-    return m;
+    f32x8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), b = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    a = a > b ? a : b;
+    f32x4 c = __builtin_shufflevector(a, a, 0, 1, 2, 3), d = __builtin_shufflevector(a, a, 4, 5, 6, 7);
+    c = c > d ? c : d;
+    float x = c[0] > c[2] ? c[0] : c[2], y = c[1] > c[3] ? c[1] : c[3];
+    return x > y ? x : y;
 }
 
 // e^x, within 2 units in the last place; exactly 0 below -87, so that a masked score adds nothing.
