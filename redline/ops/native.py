@@ -27,6 +27,7 @@ SOURCES = (
     "mla_decode.cpp",
     "mla_prefill.cpp",
     "block.cpp",
+    "best.cpp",
 )
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 
@@ -41,6 +42,7 @@ _SIGNATURES = {
     "redline_mla_decode": "ppppp" + "lpi" + "ppp" + "fiiiiiii",
     "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",
     "redline_block": "pppippp",
+    "redline_best": "plppii",
 }
 
 _reason: str | None = None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import Inputs
+from redline.ops.best import best
 from redline.run.kv import KvPool
 from redline.run.sample import is_greedy
 from redline.run.slots import Proposal, Slot, Slots, Span
@@ -155,7 +156,7 @@ class Drafting:
         logits_RV = drafter.logits(normed)
         of = [self._slots.at[slot] for slot in slots]
         if all(map(_drafts_the_best, of)):
-            return [(token, None) for token in logits_RV.argmax(-1).tolist()]
+            return [(token, None) for token in best(logits_RV)[0].tolist()]
         return [draft_token(row_V, slot.sampling, slot.length, done) for row_V, slot in zip(logits_RV, of, strict=True)]
 
     def _forward(

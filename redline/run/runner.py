@@ -15,6 +15,7 @@ from torch import Tensor
 
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2
+from redline.ops.best import best
 from redline.run.draft import Drafting
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
@@ -115,8 +116,7 @@ class Runner:
 
     def _verify(self, spans: Sequence[Span], logits_RV: Tensor) -> list[RowResult]:
         """What each row gives; logits: one row for each of a decode row's positions, one for any other row."""
-        finite = logits_RV.isfinite().all(-1).tolist()
-        best = logits_RV.argmax(-1).tolist()
+        likeliest, finite = (answer.tolist() for answer in best(logits_RV))
         results: list[RowResult] = []
         end = 0
         for span in spans:
@@ -130,7 +130,7 @@ class Runner:
             drafts = span.drafts.until(sound - 1)
             try:
                 if is_plain_greedy(slot.sampling, position - slot.prompt):
-                    given = verify_greedy(best[first : first + sound], drafts.tokens)
+                    given = verify_greedy(likeliest[first : first + sound], drafts.tokens)
                 else:
                     given = self._verify_drawn(span.slot, drafts, logits_RV[first : first + sound], position)
             except Exception as error:  # this row's alone
