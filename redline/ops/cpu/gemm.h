@@ -15,24 +15,30 @@ constexpr int PANEL = 32;
 // Where output i of a panel is stored, so that load32 gives (outputs 0..15, outputs 16..31).
 inline int slot_in_panel(int i) { return i < 16 ? 2 * i : 2 * (i - 16) + 1; }
 
+// Panels give the scales of 32 inputs at a time.
+constexpr int SCALED = 32;
+struct Nothing {};
+
 // One panel of bf16 weights: [K][32], element slot_in_panel(i).
 struct Bf16Panel {
     const bf16* data;
-    inline Pair at(int k) const { return load32(data + (int64_t)k * PANEL); }
+    inline Nothing scale(int) const { return {}; }
+    inline Pair at(int k, Nothing) const { return load32(data + (int64_t)k * PANEL); }
 };
 
 // One panel of float32 values: [K][32] in natural order (keys and values while prefilling).
 struct F32Panel {
     const float* data;
-    inline Pair at(int k) const { return load32(data + (int64_t)k * PANEL); }
+    inline Nothing scale(int) const { return {}; }
+    inline Pair at(int k, Nothing) const { return load32(data + (int64_t)k * PANEL); }
 };
 
 // One panel of INT4: codes [K][16 bytes], byte i = u of output i | u of output 16 + i << 4; scales bf16 [K / 32][32].
 struct Int4Panel {
     const uint8_t* codes;
     const bf16* scales;
-    inline Pair at(int k) const {
-        Pair s = load32(scales + (int64_t)(k >> 5) * PANEL);
+    inline Pair scale(int k) const { return load32(scales + (int64_t)(k >> 5) * PANEL); }
+    inline Pair at(int k, const Pair& s) const {
 #if defined(__AVX512F__)
         const __m512 value = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
         __m512i u = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(codes + (int64_t)k * 16)));
@@ -57,14 +63,18 @@ constexpr int ROWS = 3;
 
 // acc[m][p]: M rows by P panels. x is packed: x[k * M + m].
 template <int M, int P, class W> inline void tile(const float* x, const W* w, int K, Pair (&acc)[M][P]) {
-    for (int k = 0; k < K; k++, x += M) {
+    for (int first = 0; first < K; first += SCALED) {
+        decltype(w[0].scale(0)) scale[P];
+        for (int p = 0; p < P; p++) scale[p] = w[p].scale(first);
+        for (int k = first, last = std::min(first + SCALED, K); k < last; k++, x += M) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; p++) {
-            Pair v = w[p].at(k);
+            for (int p = 0; p < P; p++) {
+                Pair v = w[p].at(k, scale[p]);
 #pragma GCC unroll 12
-            for (int m = 0; m < M; m++) {
-                acc[m][p].a += x[m] * v.a;
-                acc[m][p].b += x[m] * v.b;
+                for (int m = 0; m < M; m++) {
+                    acc[m][p].a += x[m] * v.a;
+                    acc[m][p].b += x[m] * v.b;
+                }
             }
         }
     }
