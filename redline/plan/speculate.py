@@ -12,6 +12,8 @@ from redline.tune.choose import Worth, choose, gain
 from redline.tune.costs import StepCosts
 from redline.wire.step import Row, RowResult, Step, StepResult
 
+EVERY = 8
+
 
 class Speculation:
     """`most` drafts a row (0: nobody speculates), by the learned drafter where there is one."""
@@ -25,6 +27,9 @@ class Speculation:
         self._most = most
         self._learned = learned
         self._worth = Worth()
+        self._chosen: dict[ActiveJob, int] = {}  # at the last decision
+        self._usual = most  # of a job that came after it
+        self._until_next = 0
         self._by_learned = Acceptance()  # of all jobs that the learned drafter follows
         self._by_suffix = Acceptance()  # of all others
 
@@ -34,10 +39,25 @@ class Speculation:
         return self._learned and self._worth.pays
 
     def lengths(self, jobs: Sequence[ActiveJob]) -> list[int]:
-        """The most drafts to propose behind each job's next row, which samples."""
+        """The most drafts to propose behind each job's next row, which samples.
+
+        Decided every EVERY steps: what is known changes slowly, and a decision costs up to a millisecond, which a small
+        model's step would notice.
+        """
         if not self._most or not jobs:
             return [0] * len(jobs)
-        if self._learned and self.costs.known:
+        if not self.costs.known:
+            return [max(0, min(self._most, job.room - 2)) for job in jobs]
+        self._until_next -= 1
+        if self._until_next < 0:
+            self._until_next = EVERY - 1
+            chosen = self._choose(jobs)
+            self._chosen = dict(zip(jobs, chosen, strict=True))
+            self._usual = round(sum(chosen) / len(chosen))
+        return [max(0, min(self._chosen.get(job, self._usual), job.room - 2)) for job in jobs]
+
+    def _choose(self, jobs: Sequence[ActiveJob]) -> list[int]:
+        if self._learned:
             chances = survival(Acceptance(), rates(self._by_learned, self._most))
             self._worth = self._worth.seen(gain(chances, len(jobs), self.costs))
         drafting = [job.drafting and self.follows for job in jobs]
@@ -73,17 +93,17 @@ class Speculation:
             self.accepted_per_pos[place] += 1
 
     def took(self, step: Step, result: StepResult, seconds: float) -> None:
-        """A step's time on the machine. Only steps of decode rows alone are compared with what they should cost."""
-        if not self.costs.known or any(row.start is not None for row in step.rows):
+        """A step's time on the machine. Only steps of decode rows alone are compared with what they should cost, and of
+        these every other."""
+        if not self.costs.known or step.number % 2 or any(row.start is not None for row in step.rows):
             return
         ran = [(row, out) for row, out in zip(step.rows, result.rows, strict=True) if out.tokens]
         if not ran:
             return
         positions = sum(1 + out.proposed for _, out in ran)
         passes: list[float] = []
-        followed = [(row.propose, len(out.tokens)) for row, out in ran if row.drafting]
+        followed = [row.propose for row, _ in ran if row.drafting]
         if followed:
-            passes.append(sum(read for _, read in followed))
-            deepest = max(propose for propose, _ in followed)
-            passes += [sum(1 for propose, _ in followed if propose > done) for done in range(1, deepest)]
+            passes.append(len(followed))
+            passes += [sum(1 for propose in followed if propose > done) for done in range(1, max(followed))]
         self.costs = self.costs.observed(len(ran), positions, passes, seconds * 1000)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from redline.tune.costs import StepCosts
 
-PATIENCE = 50  # steps that must say the same, one after another, before the learned drafter is left or taken up
-MARGIN = 0.02  # by which they must say it
+PATIENCE = 4  # decisions that must say the same, one after another, before the learned drafter is left or taken up
+LEAVE, TAKE_UP = 1.03, 1.08  # gains: prompts that it reads, and choosing, cost something too
 
 
 def choose(survivals: Sequence[Sequence[float]], drafting: Sequence[bool], costs: StepCosts) -> list[int]:
@@ -59,8 +59,9 @@ def _rate(
     followed = list(itertools.compress(lengths, drafting))
     passes: list[float] = []
     if followed:
-        # The first pass reads what has become certain, and drafts one token.
-        passes.append(sum(itertools.compress(given, drafting)))
+        # The first pass reads what has become certain, and drafts one token. Only the rows that draft are computed to
+        # their end, in every pass.
+        passes.append(len(followed))
         passes += [sum(1 for length in followed if length > done) for done in range(1, max(followed))]
     return sum(given) / costs.step_ms(len(lengths), len(lengths) + sum(lengths), passes)
 
@@ -70,7 +71,7 @@ def gain(survival: Sequence[float], rows: int, costs: StepCosts) -> float:
     best, each = 0.0, 1.0
     for depth in range(len(survival) + 1):
         each += survival[depth - 1] if depth else 0.0
-        passes = [rows * each, *[float(rows)] * (depth - 1)]
+        passes = [rows] * max(1, depth)
         best = max(best, rows * each / costs.step_ms(rows, rows * (1 + depth), passes))
     return best / (rows / costs.step_ms(rows, rows))
 
@@ -83,7 +84,7 @@ class Worth:
     against: int = 0  # steps in a row that have said the other thing
 
     def seen(self, gain: float) -> "Worth":
-        other = gain < 1 - MARGIN if self.pays else gain > 1 + MARGIN
+        other = gain < LEAVE if self.pays else gain > TAKE_UP
         against = self.against + 1 if other else 0
         return Worth(not self.pays) if against >= PATIENCE else Worth(self.pays, against)
 

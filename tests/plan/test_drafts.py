@@ -4,6 +4,7 @@ import pytest
 
 from redline.errors import ConfigError
 from redline.plan.planner import PlanConfig
+from redline.plan.speculate import EVERY
 from redline.tune.choose import PATIENCE
 from redline.tune.costs import StepCosts
 from redline.wire.job import PAGE_TOKENS
@@ -295,10 +296,11 @@ def test_a_drafter_that_does_not_pay_is_left_after_many_steps_that_say_so_and_no
     world = World(draft_tokens=3, learned=True, costs=DEAR, ahead=0, max_model_len=400)
     world.submit(prompt(5), max_tokens=300)
     drafting = []
-    for _ in range(PATIENCE + 5):
+    steps = (PATIENCE - 1) * EVERY
+    for _ in range(steps + 6):
         drafting.append(world.plan().rows[0].drafting)
         world.settle()
-    assert drafting == [True] * (PATIENCE - 1) + [False] * 6
+    assert drafting == [True] * steps + [False] * 6
     world.finish()
     world.submit(prompt(5), max_tokens=3)
     assert not world.plan().begins[0].drafting
