@@ -157,8 +157,9 @@ class Eagle3(nn.Module):
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [..., rope width / 2], of integer positions."""
-        frequencies = self._served.inv_freq if self._served is not None else self.config.inv_freq()
-        angle = positions.float()[..., None] * frequencies.to(positions.device)
+        if self._served is not None:
+            return self._served.angles(positions)
+        angle = positions.float()[..., None] * self.config.inv_freq().to(positions.device)
         return angle.cos(), angle.sin()
 
     def project(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -208,6 +209,12 @@ class Eagle3(nn.Module):
         assert model.config.hidden_size == self.config.hidden_size, "open the drafter with the target's config"
         self._served = Served(self.config, self.state_dict(), model)
 
+    @property
+    def served(self) -> Served:
+        """Its weights as the ops take them."""
+        assert self._served is not None, "prepare the drafter first"
+        return self._served
+
     def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
         """Rows over pages -> (normed, fed) as `finish` gives them, for the rows of the chunks, then for the queries.
 
@@ -217,8 +224,7 @@ class Eagle3(nn.Module):
         feature_TD  of positions t: fused, or fed back
         plane       [pages, 64, W]: written at rows_T; place 0 of a slot is never read
         """
-        assert self._served is not None, "prepare the drafter first"
-        return self._served.forward(inputs, feature_TD, plane)
+        return self.served.forward(inputs, feature_TD, plane)
 
     @property
     def parameter_count(self) -> int:

@@ -1,5 +1,8 @@
 """A drafter's weights as the ops take them, and its pass over pages: eight ops and a head for each draft.
 
+With latent attention and the whole vocabulary, what decodes goes through `draft_pass` and `draft_chain`, which are the
+same in one call. Prompts' chunks in the expanded form, and other drafters, go op by op.
+
 T rows of a pass, R of them that are finished, H heads, X query width, V value width, D hidden.
 """
 
@@ -11,13 +14,12 @@ from torch import Tensor
 from redline.model.eagle3_config import Eagle3Config
 from redline.model.k2 import K2, Inputs
 from redline.ops.add_norm import add_norm
+from redline.ops.draft_pass import SKIP, DraftLayer, DraftPages
 from redline.ops.gqa import gqa_decode, gqa_prefill, rotate_halves
 from redline.ops.linear import linear
 from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv
 from redline.ops.moe import moe
 from redline.ops.weights import Matrix
-
-SKIP = 1  # place 0 of a job: row t lies at place t + 1
 
 
 class Served:
@@ -43,6 +45,25 @@ class Served:
         self._norm = reader.vector("norm.weight")
         self._head = model.head if config.draft_vocab_size is None else reader.matrix("lm_head.weight")
         self.inv_freq = config.inv_freq().to(model.device)
+        whole = config.draft_vocab_size in (None, config.vocab_size)
+        self.layer = self._layer(self._attention) if whole and isinstance(self._attention, MlaAttention) else None
+
+    def _layer(self, attention: "MlaAttention") -> DraftLayer:
+        config = self._config
+        return DraftLayer(
+            *(self._embedding_VD, self._input_norm, self._hidden_norm, attention.weights, self._o_proj),
+            *(self._mlp_norm, self._gate_up, self._down, self._norm, self._head),
+            *(config.rms_norm_eps, attention.scale, config.norm_before_residual, config.norm_output),
+        )
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [..., P / 2], of integer positions."""
+        angle = positions.float()[..., None] * self.inv_freq
+        return angle.cos(), angle.sin()
+
+    def pages(self, tokens: Tensor, tables: Tensor) -> DraftPages:
+        """What `draft_pass` looks rows up in: slots' tokens, as long as they can be, and page tables."""
+        return DraftPages(tokens, tables, *self.angles(torch.arange(tokens.shape[1], device=self.inv_freq.device)))
 
     def fuse(self, features_TF: Tensor) -> Tensor:
         """[T, states * D] -> [T, D]"""
@@ -78,8 +99,8 @@ class MlaAttention:
     def __init__(self, config: Eagle3Config, reader: "_Reader", at: str) -> None:
         kv_b = reader.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
         w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
-        self._scale = config.softmax_scale
-        self._weights = MlaWeights(
+        self.scale = config.softmax_scale
+        self.weights = MlaWeights(
             w_a=reader.matrix(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
             q_norm=reader.vector(f"{at}.q_a_layernorm.weight"),
             kv_norm=reader.vector(f"{at}.kv_a_layernorm.weight"),
@@ -91,17 +112,17 @@ class MlaAttention:
 
     def __call__(self, x: Tensor, inputs: Inputs, rows_R: Tensor | None, plane: Tensor) -> Tensor:
         """[T, 2 D] -> [R, H, V]. Writes the plane."""
-        w = self._weights
+        w = self.weights
         q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
         q = q if rows_R is None else q[rows_R]
         o = q.new_empty(q.shape[0], w.heads, w.value)
         first = 0
         for chunk in inputs.chunks:
             rows = slice(first, first := first + chunk.count)
-            mla_prefill(q[rows], w, self._scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows], SKIP)
+            mla_prefill(q[rows], w, self.scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows], SKIP)
         if first < q.shape[0]:
             queries = _from(first, q), inputs.slots_Q, inputs.lengths_Q
-            mla_decode(q, w, self._scale, *queries, inputs.tables, plane, o, SKIP)
+            mla_decode(q, w, self.scale, *queries, inputs.tables, plane, o, SKIP)
         return o
 
 

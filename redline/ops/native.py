@@ -28,6 +28,7 @@ SOURCES = (
     "mla_prefill.cpp",
     "block.cpp",
     "best.cpp",
+    "draft_pass.cpp",
 )
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 
@@ -43,6 +44,8 @@ _SIGNATURES = {
     "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",
     "redline_block": "pppippp",
     "redline_best": "plppii",
+    "redline_draft_pass": "ppppppp" + "iipi" + "pp",
+    "redline_draft_chain": "ppppppp" + "iipi" + "pi",
 }
 
 _reason: str | None = None

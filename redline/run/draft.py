@@ -18,9 +18,10 @@ from torch import Tensor
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import Inputs
 from redline.ops.best import best
+from redline.ops.draft_pass import DraftRows, draft_chain, draft_pass
 from redline.run.kv import KvPool
 from redline.run.sample import is_greedy
-from redline.run.slots import Proposal, Slot, Slots, Span
+from redline.run.slots import Proposal, Slots, Span
 from redline.run.verify import draft_token
 from redline.wire.job import PAGE_TOKENS
 
@@ -34,6 +35,7 @@ class Drafting:
         self._drafter = drafter
         self._slots = slots
         self._kv = kv
+        self._places = drafter.served.pages(slots.tokens, slots.tables) if drafter is not None else None
 
     def follow(
         self, spans: Sequence[Span], firsts: Sequence[int], counts: Sequence[int], features_TF: Tensor | None
@@ -46,7 +48,7 @@ class Drafting:
             return
         assert self._drafter is not None, "a row is for a drafter that is not there"
         assert features_TF is not None, "a drafter reads what the model has not kept"
-        rows, normed, fed = self._read(
+        self._read(
             self._drafter,
             [spans[i] for i in reading],
             [firsts[i] for i in reading],
@@ -54,8 +56,6 @@ class Drafting:
             [wanted[i] for i in reading],
             features_TF,
         )
-        if rows:
-            self._propose(self._drafter, rows, normed, fed)
 
     def _wanted(self, span: Span) -> int:
         """Tokens that the learned drafter is to propose. A suffix match is left in the slot at once."""
@@ -79,9 +79,8 @@ class Drafting:
         counts: Sequence[int],
         wanted: Sequence[int],
         features_TF: Tensor,
-    ) -> tuple[list[tuple[int, int]], Tensor, Tensor]:
-        """Writes the drafter's rows of these spans. -> (slot, drafts wanted) of those that draft, and their last rows'
-        normed states and fed-back features, [R, D] each.
+    ) -> None:
+        """Writes the drafter's rows of these spans, and drafts what is wanted behind them.
 
         A row whose place is the first of a page that the slot does not have yet is late: it comes with the slot's next
         row, by way of `tails`, as after a cached page. So is one whose token is not known, behind a prompt that is only
@@ -107,7 +106,7 @@ class Drafting:
                 queries.append(len(slots) - 1)
                 drafting.append((span.slot, drafts))
         if not positions and not behind:
-            return [], features_TF, features_TF
+            return
         feature = drafter.fuse(features_TF if len(sources) == features_TF.shape[0] else features_TF[sources])
         ends = [i for i, position in enumerate(positions) if position % PAGE_TOKENS == PAGE_TOKENS - 1]
         if ends:
@@ -122,9 +121,17 @@ class Drafting:
             slots += [span.slot for span in behind]
             positions += [span.start - 1 for span in behind]
         if not slots:
-            return [], feature, feature
+            return
+        layer = drafter.served.layer
+        if layer is not None and self._places is not None and all(self._drafts_the_best(slot) for slot, _ in drafting):
+            rows, counts = DraftRows(slots, positions, queries), [count for _, count in drafting]
+            drafted = draft_chain(feature, layer, self._places, rows, counts, self._kv.draft)
+            for (slot, count), tokens in zip(drafting, drafted.tolist(), strict=True):
+                self._slots.at[slot].proposal = Proposal(tokens[:count])
+            return
         normed, fed = self._forward(drafter, slots, positions, None, feature, queries)
-        return drafting, normed, fed
+        if drafting:
+            self._propose(drafter, drafting, normed, fed)
 
     def _propose(self, drafter: Eagle3, rows: Sequence[tuple[int, int]], normed: Tensor, fed: Tensor) -> None:
         """Drafts one token for all, then one more for those that want one, and so on."""
@@ -154,10 +161,14 @@ class Drafting:
         self, drafter: Eagle3, slots: Sequence[int], done: int, normed: Tensor
     ) -> list[tuple[int, Tensor | None]]:
         logits_RV = drafter.logits(normed)
-        of = [self._slots.at[slot] for slot in slots]
-        if all(map(_drafts_the_best, of)):
+        if all(map(self._drafts_the_best, slots)):
             return [(token, None) for token in best(logits_RV)[0].tolist()]
+        of = [self._slots.at[slot] for slot in slots]
         return [draft_token(row_V, slot.sampling, slot.length, done) for row_V, slot in zip(logits_RV, of, strict=True)]
+
+    def _drafts_the_best(self, slot: int) -> bool:
+        sampling = self._slots.at[slot].sampling
+        return sampling.seeded or is_greedy(sampling)
 
     def _forward(
         self,
@@ -170,6 +181,10 @@ class Drafting:
     ) -> tuple[Tensor, Tensor]:
         """Rows of `positions`, whose tokens (None: those of the slots) are the next ones. Of the queries alone: the
         normed states and the features to feed back."""
+        layer = drafter.served.layer
+        if layer is not None and self._places is not None:
+            rows = DraftRows(slots, positions, queries, ids)
+            return draft_pass(feature, layer, self._places, rows, self._kv.draft)
         device = feature.device
         slot_T, position_T = torch.tensor(slots, device=device), torch.tensor(positions, device=device)
         place_T = position_T + 1
@@ -189,7 +204,3 @@ class Drafting:
 
     def _pages(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
         return self._slots.tables[slots, [position // PAGE_TOKENS for position in positions]].long()
-
-
-def _drafts_the_best(slot: Slot) -> bool:
-    return slot.sampling.seeded or is_greedy(slot.sampling)

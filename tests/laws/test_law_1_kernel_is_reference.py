@@ -10,7 +10,15 @@ from redline.ops import native
 from redline.ops.all import ALL
 from redline.ops.op import Case, Op
 
-WRITES = {"mla_qkv": (5,), "mla_decode": (8,), "mla_prefill": (6,), "block": (4,)}  # op name -> the arguments that it writes
+# Op name -> the arguments that it writes.
+WRITES = {
+    "mla_qkv": (5,),
+    "mla_decode": (8,),
+    "mla_prefill": (6,),
+    "block": (4,),
+    "draft_pass": (4,),
+    "draft_chain": (5,),
+}
 CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in ALL for case in op.cases() if case.small]
 
 
