@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from redline.chat.conversation import Conversation, Message
+from redline.chat.template import encode, style_of
+from redline.chat.tokenizer import Tokenizer
 from redline.model.checkpoint import Checkpoint
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2, load
@@ -119,3 +122,40 @@ def nano() -> tuple[K2, Eagle3]:
     model, drafter = load(checkpoint, torch.device("cpu")), Eagle3.open(MODELS / "kimi-nano-eagle3", checkpoint.config)
     drafter.prepare(model)
     return model, drafter
+
+
+QUESTIONS = (
+    "What is 347 + 586?",
+    "Write a Python function that adds two numbers.",
+    "How do you say water in Spanish?",
+    "A farmer has 12 sheep and buys 5 more. How many has he now?",
+    "Name three colours.",
+    "What is 12 * 9?",
+)
+
+
+SYSTEM = Message(role="system", content="You are a helpful assistant. Answer in short sentences. " * 5)
+
+
+def test_nano_answers_as_it_does_without_its_drafter_and_most_drafts_hold():
+    """16 at once, from cached prefixes, with pre-emption, some seeded: the models as they are shipped."""
+    model, drafter = nano()
+    tokenizer, style = Tokenizer.open(MODELS / "kimi-nano"), style_of(MODELS / "kimi-nano")
+    asked: list[Job] = []
+    for n in range(18):
+        user = Message(role="user", content=QUESTIONS[n % len(QUESTIONS)])
+        chat = Conversation(messages=(SYSTEM, user), thinking=n % 2 == 0)
+        drawn = {"temperature": 0.7, "seeded": True, "seed": n} if n % 6 == 5 else {}
+        tokens = encode(chat, tokenizer, style)
+        ends = tokenizer.stop_ids if n % 3 else ()  # some talk on, so that pages run out
+        asked.append(job(f"{n}", tokens, max_tokens=170, stop_ids=ends, logprobs=None, **drawn))
+    settings = {"pages": 8, "max_model_len": 320, "step_tokens": 128, "kv_dtype": torch.bfloat16}
+    alone = {one.id: run_alone(model, one, **settings) for one in asked}
+    engine = open_engine(model, drafter=drafter, draft_adaptive=False, draft_tokens=3, suffix=False, **settings)
+    answers = answers_of(engine, asked[:9], asked[9:], every=1)
+    load = engine.planner.load()
+    assert {id: answer.tokens for id, answer in answers.items()} == {id: answer.tokens for id, answer in alone.items()}
+    assert load.preemptions > 0
+    assert load.prompt_tokens_cached > 0
+    ended = [answer for answer in answers.values() if answer.finish == "stop"]
+    assert sum(answer.accepted for answer in ended) > 0.7 * sum(answer.proposed for answer in ended)
