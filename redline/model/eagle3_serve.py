@@ -6,7 +6,7 @@ same in one call. Prompts' chunks in the expanded form, and other drafters, go o
 T rows of a pass, R of them that are finished, H heads, X query width, V value width, D hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from redline.model.eagle3_config import Eagle3Config
 from redline.model.k2 import K2, Inputs
 from redline.ops.add_norm import add_norm
-from redline.ops.draft_pass import SKIP, DraftLayer, DraftPages
+from redline.ops.draft_pass import SKIP, DraftLayer, DraftPages, draft_fuse
 from redline.ops.gqa import gqa_decode, gqa_prefill, rotate_halves
 from redline.ops.linear import linear
 from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv
@@ -32,8 +32,8 @@ class Served:
         self._dtype = model.dtype
         self._embedding_VD = model.embedding_VD
         self._fc = reader.matrix("fc.weight")
-        states = range(len(config.layer_ids)) if config.fc_norm else ()
-        self._fc_norms = [reader.vector(f"fc_norm.{i}.weight") for i in states]
+        norms = [reader.vector(f"fc_norm.{i}.weight") for i in range(len(config.layer_ids))] if config.fc_norm else []
+        self._fc_norms = torch.stack(norms) if norms else None
         self._input_norm = reader.vector(f"{at}.input_layernorm.weight")
         self._hidden_norm = reader.vector(f"{at}.hidden_norm.weight")
         attention = MlaAttention if config.architecture == "mla" else LlamaAttention
@@ -65,15 +65,10 @@ class Served:
         """What `draft_pass` looks rows up in: slots' tokens, as long as they can be, and page tables."""
         return DraftPages(tokens, tables, *self.angles(torch.arange(tokens.shape[1], device=self.inv_freq.device)))
 
-    def fuse(self, features_TF: Tensor) -> Tensor:
-        """[T, states * D] -> [T, D]"""
-        features_TF = features_TF.to(self._dtype)
-        if self._fc_norms:
-            states = features_TF.unflatten(-1, (len(self._fc_norms), -1)).unbind(-2)
-            eps = self._config.rms_norm_eps
-            normed = [add_norm(s.contiguous(), None, w, eps)[1] for s, w in zip(states, self._fc_norms, strict=True)]
-            features_TF = torch.cat(normed, -1)
-        return linear(features_TF, self._fc)
+    def fuse(self, features_NF: Tensor, sources: Sequence[int] | None = None) -> Tensor:
+        """[N, states * D] -> [T, D], of the rows `sources`, or of all."""
+        features_NF, rows = features_NF.to(self._dtype), range(features_NF.shape[0]) if sources is None else sources
+        return draft_fuse(features_NF, rows, self._fc_norms, self._fc, self._config.rms_norm_eps)
 
     def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
         eps = self._config.rms_norm_eps

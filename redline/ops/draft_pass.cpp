@@ -1,5 +1,5 @@
-// A pass of an EAGLE-3 drafter with latent attention, and the greedy chain of them: the ops one after another, as
-// draft_pass.py's references call them, without a word to Python between.
+// What an EAGLE-3 drafter does between two steps: fuses features, makes a pass of latent attention, and the greedy chain
+// of them. The ops one after another, as draft_pass.py's references call them, without a word to Python between.
 #include <algorithm>
 #include <vector>
 
@@ -92,6 +92,25 @@ void pass(const DraftWeights& w, const DraftPages& pages, Scratch& s, const floa
 }
 
 }  // namespace
+
+// Rows `sources` [T] of features [., S W], each of their S states normed (norms [S, W]; null: as they are), times fc
+// [D, S W]. y [T, D].
+extern "C" void redline_draft_fuse(const float* features, const int32_t* sources, const float* norms, const bf16* fc,
+                                   float* y, float eps, int T, int S, int W, int D) {
+    static thread_local std::vector<float> buffer;
+    const int64_t F = (int64_t)S * W;
+    float* x = room(buffer, T * F);
+    int tasks = T <= 4 ? 1 : Pool::get().threads() * 2;
+    parallel(tasks, [&](int task) {
+        Range rows = share(T, tasks, task);
+        for (int t = rows.begin; t < rows.end; t++) {
+            const float* from = features + sources[t] * F;
+            if (!norms) std::copy_n(from, F, x + t * F);
+            for (int64_t i = 0; norms && i < F; i += W) rms_norm_row(from + i, norms + i, eps, W, x + t * F + i);
+        }
+    });
+    redline_linear(x, F, fc, y, D, T, D, (int)F);
+}
 
 // normed, fed [R, D] of one pass.
 extern "C" void redline_draft_pass(const DraftWeights* weights, const DraftPages* pages, const float* feature,

@@ -1,7 +1,8 @@
-"""A pass of an EAGLE-3 drafter with latent attention, and the greedy chain of passes.
+"""A pass of an EAGLE-3 drafter with latent attention, what comes before it, and the greedy chain of passes.
 
 T rows, R queries (rows that are finished), D hidden, H heads, P rope, V value width (in logits: vocabulary).
 
+`draft_fuse`   the target's states of some positions, each normed, to one feature
 `draft_pass`   embeddings and features, normed, side by side, through one layer of latent attention and an MLP
 `draft_chain`  a pass, the likeliest token of each query, a pass over those, and so on
 
@@ -124,6 +125,49 @@ def _ints(values: Sequence[int]) -> tuple[int, "array[int]"]:
     """The address of int32, and what keeps them."""
     kept = array("i", values)
     return kept.buffer_info()[0], kept
+
+
+# ------------------------------------------------------------------------------------------------------- draft_fuse
+
+
+def _fuse_reference(
+    features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float
+) -> Tensor:
+    """Rows `sources` of S states side by side, F = S W -> [T, D]. norms_SW: float32; None: they go in as they are."""
+    x = features_NF[list(sources)]
+    if norms_SW is not None:
+        states = x.unflatten(-1, tuple(norms_SW.shape)).unbind(-2)
+        x = torch.cat([add_norm(s.contiguous(), None, w, eps)[1] for s, w in zip(states, norms_SW, strict=True)], -1)
+    return linear(x, fc)
+
+
+def _fuse_kernel(
+    features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float
+) -> Tensor:
+    library = native.library()
+    assert library is not None
+    rows, kept_rows = _ints(sources)
+    states, width = (1, features_NF.shape[1]) if norms_SW is None else norms_SW.shape
+    fused = features_NF.new_empty(len(kept_rows), fc.outputs)
+    library.redline_draft_fuse(
+        native.pointer(features_NF),
+        rows,
+        0 if norms_SW is None else native.pointer(norms_SW),
+        fc.address,
+        fused.data_ptr(),
+        *(eps, len(kept_rows), states, width, fc.outputs),
+    )
+    return fused
+
+
+def _fuse_fits(features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float) -> bool:
+    return fc.outputs % PANEL == 0 and features_NF.is_contiguous()
+
+
+def _fuse_cost(features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float) -> Cost:
+    outputs, inputs = fc.shape
+    rows = len(sources)
+    return Cost(rows * (inputs + outputs) * features_NF.element_size() + fc.nbytes, 2 * rows * inputs * outputs)
 
 
 # ------------------------------------------------------------------------------------------------------- draft_pass
@@ -326,6 +370,20 @@ def _inputs(
 _ALONE, _COMPANY = ((130, 131),), ((60, 64), (0, 70), (200, 203), (0, 1), (62, 63))
 
 
+def _fuse_cases() -> Iterator[Case]:
+    def make(d: int, states: int, sources: Sequence[int], normed: bool):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Sequence[int], Tensor | None, Matrix, float]:
+            weight = (torch.randn(d, states * d, generator=g) * (states * d) ** -0.5).to(torch.bfloat16)
+            norms = torch.rand(states, d, generator=g) + 0.5 if normed else None
+            return torch.randn(40, states * d, generator=g), sources, norms, Matrix.prepare(weight), 1e-5
+
+        return inputs
+
+    yield Case("T=2 nano", make(320, 3, (5, 6), normed=True))
+    yield Case("T=30, some left out, nano", make(320, 3, (*range(2, 31), 39), normed=True))
+    yield Case("no norms, tiny", make(64, 3, range(40), normed=False))
+
+
 def _pass_cases() -> Iterator[Case]:
     def make(dims: tuple[int, ...], spans: Sequence[tuple[int, int]], dtype: torch.dtype, kind: int, given: bool):
         def inputs(g: torch.Generator) -> tuple[Tensor, DraftLayer, DraftPages, DraftRows, Tensor]:
@@ -357,5 +415,6 @@ def _chain_cases() -> Iterator[Case]:
     yield Case("nobody drafts, tiny", make(TINY, _COMPANY, torch.bfloat16, 3))
 
 
+draft_fuse = Op("draft_fuse", _fuse_reference, _fuse_kernel, _fuse_cost, _fuse_cases, rtol=0.0, fits=_fuse_fits)
 draft_pass = Op("draft_pass", _pass_reference, _pass_kernel, _pass_cost, _pass_cases, rtol=0.0, fits=_pass_fits)
 draft_chain = Op("draft_chain", _chain_reference, _chain_kernel, _chain_cost, _chain_cases, rtol=0.0, fits=_pass_fits)

@@ -44,6 +44,7 @@ _SIGNATURES = {
     "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",
     "redline_block": "pppippp",
     "redline_best": "plppii",
+    "redline_draft_fuse": "pppppfiiii",
     "redline_draft_pass": "ppppppp" + "iipi" + "pp",
     "redline_draft_chain": "ppppppp" + "iipi" + "pi",
 }

@@ -107,7 +107,7 @@ class Drafting:
                 drafting.append((span.slot, drafts))
         if not positions and not behind:
             return
-        feature = drafter.fuse(features_TF if len(sources) == features_TF.shape[0] else features_TF[sources])
+        feature = drafter.served.fuse(features_TF, sources)
         ends = [i for i, position in enumerate(positions) if position % PAGE_TOKENS == PAGE_TOKENS - 1]
         if ends:
             self._kv.tails[self._pages([slots[i] for i in ends], [positions[i] for i in ends])] = feature[ends]
