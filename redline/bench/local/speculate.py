@@ -34,6 +34,7 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2, Inputs
+from redline.ops.draft_pass import DraftRows, draft_chain
 from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
@@ -42,6 +43,7 @@ from redline.worker.config import EngineConfig
 from redline.worker.engine import LocalEngine
 
 VERIFIED = (2, 4, 8)  # tokens of a step's row, the target's own among them
+CHAIN = 4  # drafter passes of one call
 
 
 class Question(NamedTuple):
@@ -213,8 +215,9 @@ def bench_parts(
     """
     for batch in batches:
         parts = {f"verify {tokens}": _verify_pass(model, batch, tokens, context) for tokens in (1, *VERIFIED)}
+        passes = dict.fromkeys(parts, 1)
         if drafter is not None:
-            parts["drafter pass"] = _draft_pass(model, drafter, batch, context)
+            parts["drafter pass"], passes["drafter pass"] = _draft_passes(model, drafter, batch, context)
         took: dict[str, list[float]] = {name: [] for name in parts}
         with torch.inference_mode():
             for number in range(repeats + 3):
@@ -224,7 +227,7 @@ def bench_parts(
                     if model.device.type == "cuda":
                         torch.cuda.synchronize(model.device)
                     if number >= 3:
-                        took[name].append((time.perf_counter() - start) * 1e3)
+                        took[name].append((time.perf_counter() - start) * 1e3 / passes[name])
         plain = took["verify 1"]
         for name, times in took.items():
             ratio = statistics.median(mine / theirs for mine, theirs in zip(times, plain, strict=True))
@@ -245,8 +248,17 @@ def _verify_pass(model: K2, batch: int, tokens: int, context: int) -> Callable[[
     return step
 
 
-def _draft_pass(model: K2, drafter: Eagle3, batch: int, context: int) -> Callable[[], object]:
-    config = drafter.config
+def _draft_passes(model: K2, drafter: Eagle3, batch: int, context: int) -> tuple[Callable[[], object], int]:
+    """Passes as the engine makes them, and how many: CHAIN in one call, or one of single ops."""
+    config, layer = drafter.config, drafter.served.layer
+    if layer is not None and model.device.type == "cpu":
+        each = -(-(context + CHAIN + 2) // PAGE_TOKENS)
+        tokens = torch.zeros(batch, each * PAGE_TOKENS, dtype=torch.int64)
+        tables = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
+        pages, rows = drafter.served.pages(tokens, tables), DraftRows(range(batch), [context] * batch, range(batch))
+        feature = torch.ones(batch, config.hidden_size)
+        plane = torch.zeros(batch * each, PAGE_TOKENS, config.kv_width, dtype=torch.bfloat16)
+        return lambda: draft_chain(feature, layer, pages, rows, [CHAIN] * batch, plane), CHAIN
     inputs, pages = _queries(drafter.angles, config.vocab_size, batch, 1, context, 1, model.device)
     plane = torch.zeros(pages, PAGE_TOKENS, config.kv_width, dtype=torch.bfloat16, device=model.device)
     fed = torch.ones(batch, config.hidden_size, dtype=model.dtype, device=model.device)
@@ -255,7 +267,7 @@ def _draft_pass(model: K2, drafter: Eagle3, batch: int, context: int) -> Callabl
         normed, _ = drafter.forward(inputs, fed, plane)
         return drafter.logits(normed).argmax(-1).cpu()
 
-    return step
+    return step, 1
 
 
 def _queries(
