@@ -30,7 +30,7 @@ def choose(survivals: Sequence[Sequence[float]], drafting: Sequence[bool], costs
     gains = [list(itertools.accumulate(chances, initial=1.0)) for chances in survivals]  # [row][drafts]: tokens
     for depth in range(deepest + 1):
         lengths = [min(depth, len(chances)) for chances in survivals]
-        found = _rate(gains, drafting, lengths, costs)
+        found = tokens_per_ms(gains, drafting, lengths, costs)
         if found >= rate:
             best, rate = lengths, found
     if rows == 1:
@@ -39,22 +39,17 @@ def choose(survivals: Sequence[Sequence[float]], drafting: Sequence[bool], costs
     paying = [sum(1 for chance in chances if chance > price) for chances in survivals]
     for depth in range(deepest + 1):  # a pass more of the learned drafter is paid for by all
         lengths = [min(depth, most) if learned else most for most, learned in zip(paying, drafting, strict=True)]
-        found = _rate(gains, drafting, lengths, costs)
+        found = tokens_per_ms(gains, drafting, lengths, costs)
         if found > rate:
             best, rate = lengths, found
     return best
 
 
 def tokens_per_ms(
-    survivals: Sequence[Sequence[float]], drafting: Sequence[bool], lengths: Sequence[int], costs: StepCosts
-) -> float:
-    """What steps with these lengths come to, if each step is like the one before."""
-    return _rate([list(itertools.accumulate(chances, initial=1.0)) for chances in survivals], drafting, lengths, costs)
-
-
-def _rate(
     gains: Sequence[Sequence[float]], drafting: Sequence[bool], lengths: Sequence[int], costs: StepCosts
 ) -> float:
+    """What steps with these lengths come to, if each step is like the one before. gains: by row and drafts, the tokens
+    that are expected of it."""
     given = [gain[length] for gain, length in zip(gains, lengths, strict=True)]
     followed = list(itertools.compress(lengths, drafting))
     passes: list[float] = []

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,6 +23,11 @@ def costs(position_ms: float, draft_ms: float = 0.0, base_ms: float = 10.0) -> S
         target_ms=tuple(tuple(base_ms + position_ms * row * count for count in counts) for row in rows),
         draft_ms=(draft_ms,) * 3 if draft_ms else (),
     )
+
+
+def gains(survivals: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Tokens expected of each row by its drafts."""
+    return [list(itertools.accumulate(chances, initial=1.0)) for chances in survivals]
 
 
 def test_where_positions_are_free_rows_draft_the_most():
@@ -78,9 +84,9 @@ def test_the_choice_is_never_worse_than_any_common_length_and_near_the_best_of_a
             survivals.append(list(itertools.accumulate(rates, lambda a, b: a * b)))
         drafting = [random_.random() < 0.5 for _ in range(rows)]
         it = costs(random_.choice([0.1, 1.0, 4.0]), random_.choice([0.0, 0.5, 3.0]))
-        chosen = tokens_per_ms(survivals, drafting, choose(survivals, drafting, it), it)
-        common = max(tokens_per_ms(survivals, drafting, [k] * rows, it) for k in range(4))
-        best = max(tokens_per_ms(survivals, drafting, ks, it) for ks in itertools.product(range(4), repeat=rows))
+        chosen = tokens_per_ms(gains(survivals), drafting, choose(survivals, drafting, it), it)
+        common = max(tokens_per_ms(gains(survivals), drafting, [k] * rows, it) for k in range(4))
+        best = max(tokens_per_ms(gains(survivals), drafting, ks, it) for ks in itertools.product(range(4), repeat=rows))
         assert chosen >= common - 1e-12
         assert chosen >= 0.98 * best
 
@@ -94,8 +100,8 @@ def test_the_learned_drafter_pays_for_one_row_and_not_for_many():
 
 def test_gain_is_the_objective_of_equal_rows():
     it = costs(0.7, 0.4)
-    best = max(tokens_per_ms([GOOD] * 5, [True] * 5, [k] * 5, it) for k in range(8))
-    assert gain(GOOD, 5, it) == pytest.approx(best / tokens_per_ms([GOOD] * 5, [False] * 5, [0] * 5, it))
+    best = max(tokens_per_ms(gains([GOOD] * 5), [True] * 5, [k] * 5, it) for k in range(8))
+    assert gain(GOOD, 5, it) == pytest.approx(best / tokens_per_ms(gains([GOOD] * 5), [False] * 5, [0] * 5, it))
 
 
 def test_a_short_burst_changes_no_mind():
