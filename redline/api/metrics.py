@@ -82,6 +82,10 @@ class Metrics:
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._steps = Counter(
+            "redline:steps", "Steps of the engine, replayed from graphs or led by the host", (*label, "by"),
+            registry=self.registry,
+        )  # fmt: skip
         self._preemptions = counter("num_preemptions", "Jobs that lost their pages and started again")
         self._drafts = counter("spec_decode_num_drafts", "Steps of a job that verified drafts")
         self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified")
@@ -106,6 +110,8 @@ class Metrics:
         last = self._last if self._last and load.steps >= self._last.steps else None
         self._prefix_queries.inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
         self._prefix_hits.inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
+        self._steps.labels(self._model_name, "replay").inc(load.replayed - (last.replayed if last else 0))
+        self._steps.labels(self._model_name, "host").inc(load.led - (last.led if last else 0))
         self._preemptions.inc(load.preemptions - (last.preemptions if last else 0))
         self._drafts.inc(load.drafts - (last.drafts if last else 0))
         self._draft_tokens.inc(load.draft_tokens - (last.draft_tokens if last else 0))

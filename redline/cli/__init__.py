@@ -2,13 +2,13 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from redline.cli.draft import app as draft
-from redline.errors import RedlineError
+from redline.errors import ConfigError, RedlineError
 from redline.fleet import config as deployment
 from redline.fleet.serve import serve as run_server
 
@@ -141,20 +141,89 @@ def doctor(folder: Annotated[Path | None, typer.Argument(help="A checkpoint whos
 
 @bench.command(name="decode")
 def bench_decode(
-    folder: Folder,
+    folder: Annotated[
+        Path | None, typer.Argument(help="A checkpoint's folder, or none: then --shape says what is built.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="kimi-k2.6 or kimi-nano: a step on random weights, no checkpoint needed.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Of the shape. Absent: all of it.")] = None,
+    alias: Annotated[
+        int | None,
+        typer.Option(
+            metavar="P", min=1, help="Layers that lie in memory; the step takes them in turn. Absent: all layers."
+        ),
+    ] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, help="Of a layer, where memory is short. Absent: the shape's.")
+    ] = None,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            help="Who goes where, drawn anew for each step of a shape: uniform or correlated. Absent: uniform."
+        ),
+    ] = None,
+    overlap: Annotated[
+        float | None,
+        typer.Option(
+            metavar="W",
+            min=0.0,
+            max=1.0,
+            help="Correlated: the share of its experts that a row's token keeps for the next. Absent: 0.4.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens of each row of a shape, as in verifying drafts (repeatable). Absent: 1."),
+    ] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Of a shape's pages: bf16 or fp8. Absent: bf16.")] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Rows in a step (repeatable). Absent: 1, 4, 16.")
+        list[int] | None,
+        typer.Option(min=1, help="Rows in a step (repeatable). Absent: 1, 4, 16 of a checkpoint, 1 of a shape."),
     ] = None,
     context: Annotated[
-        list[int] | None, typer.Option(min=1, help="Tokens already there (repeatable). Absent: 200, 4000.")
+        list[int] | None,
+        typer.Option(
+            min=1, help="Tokens already there (repeatable). Absent: 200, 4000 of a checkpoint, 1024 of a shape."
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each case.")] = 40,
-    save: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Timed steps of each case. Absent: 40 of a checkpoint, 30 of a shape.")
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the result as JSON; a shape's cases are added to the file's list.")
+    ] = None,
 ) -> None:
-    """Milliseconds per decode step by batch and context, with floor and ratio."""
+    """Milliseconds per decode step by batch and context, with floor and ratio; of a shape, also of each op."""
+    from redline.cli.decode import DepthConfig, bench_depth
     from redline.cli.decode import bench_decode as run
 
-    raise typer.Exit(run(folder, batch or [1, 4, 16], context or [200, 4000], repeats, save, Console()))
+    of_a_shape = {
+        "layers": layers,
+        "alias": alias,
+        "experts": experts,
+        "routing": routing,
+        "overlap": overlap,
+        "tokens": tokens and tuple(tokens),
+        "kv_dtype": kv_dtype,
+    }
+    given: dict[str, Any] = {name: value for name, value in of_a_shape.items() if value is not None}
+    if folder is not None and shape is None:
+        if given:
+            name = next(iter(given)).replace("_", "-")
+            raise ConfigError(f"--{name} is of a --shape; a checkpoint is measured as it is")
+        raise typer.Exit(run(folder, batch or [1, 4, 16], context or [200, 4000], repeats or 40, save, Console()))
+    if folder is not None or shape is None:
+        raise ConfigError("give a checkpoint's folder or --shape, one of the two")
+    config = DepthConfig(
+        shape=shape,
+        batch=tuple(batch or (1,)),
+        context=tuple(context or (1024,)),
+        repeats=repeats or 30,
+        save=None if save is None else str(save),
+        **given,
+    )
+    raise typer.Exit(bench_depth(config, Console()))
 
 
 @bench.command(name="speculate")

@@ -10,6 +10,7 @@ from redline.bench.local.machine import cpu_name, measure
 from redline.model.checkpoint import Checkpoint
 from redline.model.config import K2Config
 from redline.ops import native
+from redline.ops.cuda.kernel import why_not
 from redline.ops.op import Machine
 from redline.run.fit import fit
 from redline.worker.engine import KV_DTYPES, KV_MOST, KV_SHARE, free_memory, kv_budget, pick_device
@@ -33,7 +34,8 @@ def doctor(folder: Path | None, console: Console) -> int:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         say(f"GPU              {torch.cuda.get_device_name(device)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
-        say("GPU kernels      none yet: the GPU runs the reference path")
+        reason = why_not()
+        say(f"GPU kernels      {f'none: {reason}; the reference path runs' if reason else 'compiled when first used'}")
     else:
         say("GPU              none that torch sees")
     torch.set_num_threads(native.threads())

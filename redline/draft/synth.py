@@ -6,11 +6,10 @@ Ctrl-C or a full disk.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 from rich.console import Console
@@ -19,8 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from redline.chat.generation import generation_of
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
-from redline.chat.template import Style, encode
-from redline.chat.tokenizer import Tokenizer
+from redline.chat.template import encode
 from redline.draft.corpus import About, Example, Reader, Writer, claim, mend
 from redline.draft.disk import is_full
 from redline.draft.prompts import LONG_CHARACTERS, Prompt, Turns, prompts, read_prompts
@@ -30,6 +28,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine
+from redline.worker.respondent import Respondent
 
 WAVE = 8  # jobs that the engine is given at a time, in multiples of those that it runs at once
 NAMED = 20  # skipped prompts that are printed one by one
@@ -53,21 +52,7 @@ class SynthConfig(Record, frozen=True):
     engine: EngineConfig = EngineConfig()  # batch: max_running; draft: speculation
 
 
-class Target(Protocol):
-    """What has to be known of `worker.engine.LocalEngine` to ask it."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def style(self) -> Style: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def generate(
-        self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
-    ) -> Mapping[JobId, Sequence[Delta]]: ...
-
-
-Open = Callable[[SynthConfig], AbstractContextManager[Target]]
+Open = Callable[[SynthConfig], AbstractContextManager[Respondent]]
 
 
 class Done(Record, frozen=True):
@@ -203,7 +188,7 @@ def synth(
     return Done(answers=answered, tokens=tokens, seconds=time.monotonic() - start, skipped=tuple(skipped))
 
 
-def open_engine(config: SynthConfig) -> AbstractContextManager[Target]:
+def open_engine(config: SynthConfig) -> AbstractContextManager[Respondent]:
     return Engine.open(config.weights, config.engine)
 
 
@@ -254,7 +239,7 @@ class _Answer:
         )
 
 
-def _job(config: SynthConfig, about: About, target: Target, prompt: Prompt) -> Job:
+def _job(config: SynthConfig, about: About, target: Respondent, prompt: Prompt) -> Job:
     """The prompt in the target's template. Its randomness is its own, and the same in every run."""
     tokens = tuple(encode(conversation(prompt), target.tokenizer, target.style))
     sampling = Sampling(

@@ -19,6 +19,7 @@ from redline.ops.block import Chunk as Chunk  # with Inputs, for those who make 
 from redline.ops.formats import Int4
 from redline.ops.linear import linear
 from redline.ops.mla import MlaWeights
+from redline.ops.tiled import Tiled
 from redline.ops.weights import Experts, Matrix, stack_experts
 
 
@@ -26,7 +27,7 @@ class K2:
     """The text model on one device, weights in the layouts that its ops want."""
 
     def __init__(
-        self, config: K2Config, embedding_VD: Tensor, blocks: Sequence[Block], norm: Tensor, head: Matrix
+        self, config: K2Config, embedding_VD: Tensor, blocks: Sequence[Block], norm: Tensor, head: Matrix | Tiled
     ) -> None:
         self.config = config
         self.embedding_VD = embedding_VD
@@ -75,14 +76,16 @@ def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: flo
     `low_rank_norm_eps` replaces the config's, to compare with libraries that fix it (kimi-format.md section 4).
     """
     config = checkpoint.config
-    reader = _Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps)
+    reader = Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps)
     embedding = reader.plain("embed_tokens.weight")
     blocks = [reader.block(layer) for layer in range(config.num_hidden_layers)]
     norm, head = reader.vector("norm.weight"), reader.matrix("lm_head.weight")
     return K2(config, embedding, blocks, norm, head)
 
 
-class _Reader:
+class Reader:
+    """Reads a checkpoint's tensors onto a device."""
+
     def __init__(self, checkpoint: Checkpoint, device: torch.device, low_rank_norm_eps: float) -> None:
         self._checkpoint = checkpoint
         self._device = device
@@ -118,17 +121,22 @@ class _Reader:
             softmax_scale=config.softmax_scale,
         )
 
-    def attention(self, at: str) -> MlaWeights:
+    def unfolding(self, at: str) -> tuple[Tensor, Tensor]:
+        """W_UK^T [H, R, N] and W_UV [H, V, R]."""
         config = self._checkpoint.config
         kv_b = self.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
         w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+        return w_uk.transpose(1, 2).contiguous(), w_uv.contiguous()
+
+    def attention(self, at: str) -> MlaWeights:
+        w_uk, w_uv = self.unfolding(at)
         return MlaWeights(
             w_a=self.matrix(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
             q_norm=self.vector(f"{at}.q_a_layernorm.weight"),
             kv_norm=self.vector(f"{at}.kv_a_layernorm.weight"),
             w_q=self.matrix(f"{at}.q_b_proj.weight"),
-            w_uk=Matrix.prepare(w_uk.transpose(1, 2).contiguous()),
-            w_uv=Matrix.prepare(w_uv.contiguous()),
+            w_uk=Matrix.prepare(w_uk),
+            w_uv=Matrix.prepare(w_uv),
             eps=self._eps,
         )
 

@@ -50,6 +50,8 @@ class Inputs:
     slots_Q: Tensor  # int32
     lengths_Q: Tensor  # int32: context of each query, itself included
     tables: Tensor  # int32 [slots, pages per slot]
+    longest: int | None = None  # no query's context is longer; None: as long as a table
+    routing: Tensor | None = None  # int32 [layers, T, k]: experts that are given, not chosen, for benchmarks on a GPU
 
     @functools.cached_property
     def layout(self) -> "_Tokens":

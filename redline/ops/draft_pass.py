@@ -27,6 +27,7 @@ from redline.ops.linear import linear
 from redline.ops.mla import NANO, TINY, MlaWeights, mla_decode, mla_qkv, random_weights
 from redline.ops.moe import moe
 from redline.ops.op import Case, Cost, Op
+from redline.ops.tiled import Tiled
 from redline.ops.weights import PANEL, Matrix
 from redline.wire.job import PAGE_TOKENS
 
@@ -46,7 +47,7 @@ class DraftLayer:
     gate_up: Matrix
     down: Matrix
     norm: Tensor
-    head: Matrix
+    head: Matrix | Tiled
     eps: float
     softmax_scale: float
     norm_before_residual: bool
@@ -62,13 +63,14 @@ class DraftLayer:
     @functools.cached_property
     def layout(self) -> "_Weights":
         """As draft_pass.cpp reads it."""
-        w, pointer = self.attention, native.pointer
+        w, head, pointer = self.attention, self.head, native.pointer
+        assert isinstance(head, Matrix), "the CPU's kernels read panels"
         return _Weights(
             *map(pointer, (self.embedding_VD, self.input_norm, self.hidden_norm)),
             *(w.w_a.address, pointer(w.q_norm), pointer(w.kv_norm), w.w_q.address, w.w_uk.address, w.w_uv.address),
             *(self.o_proj.address, pointer(self.mlp_norm), self.gate_up.address, self.down.address),
-            *(pointer(self.norm), self.head.address, self.eps, w.eps, self.softmax_scale),
-            *(self.norm.shape[0], w.q_norm.shape[0], *w.sizes, self.down.shape[1], self.head.outputs),
+            *(pointer(self.norm), head.address, self.eps, w.eps, self.softmax_scale),
+            *(self.norm.shape[0], w.q_norm.shape[0], *w.sizes, self.down.shape[1], head.outputs),
             *(self.norm_before_residual, self.norm_output),
         )
 

@@ -1,6 +1,7 @@
 """y = x W^T.        T tokens, K inputs, N outputs.
 
 On a CPU x and y are float32 and W stays bf16: each output is one chain of float32 multiply-adds in the order of k.
+On a GPU both are bf16; a weight in tiles is streamed for few tokens, and laid out anew for the library for many.
 """
 
 from collections.abc import Iterator
@@ -10,16 +11,20 @@ from torch import Tensor
 
 from redline.ops import native
 from redline.ops.op import Case, Cost, Op
+from redline.ops.tiled import Tiled
 from redline.ops.weights import PANEL, Matrix
 
+STREAMED = 192  # tokens up to which a product streams its tiles; more are the library's
 
-def reference(x_TK: Tensor, weight: Matrix) -> Tensor:
+
+def reference(x_TK: Tensor, weight: Matrix | Tiled) -> Tensor:
     return x_TK @ weight.dense().to(x_TK.dtype).T
 
 
-def kernel(x_TK: Tensor, weight: Matrix) -> Tensor:
+def kernel(x_TK: Tensor, weight: Matrix | Tiled) -> Tensor:
     library = native.library()
     assert library is not None
+    assert isinstance(weight, Matrix), "the CPU's kernels read panels"
     tokens, k = x_TK.shape
     padded = (weight.outputs + PANEL - 1) // PANEL * PANEL
     y = torch.empty(tokens, padded)
@@ -27,7 +32,30 @@ def kernel(x_TK: Tensor, weight: Matrix) -> Tensor:
     return y if padded == weight.outputs else y[:, : weight.outputs]
 
 
-def cost(x_TK: Tensor, weight: Matrix) -> Cost:
+def fits(x_TK: Tensor, weight: Matrix | Tiled) -> bool:
+    return isinstance(weight, Matrix)
+
+
+def cuda(x_TK: Tensor, weight: Matrix | Tiled) -> Tensor:
+    assert isinstance(weight, Tiled)
+    return product(x_TK, weight, x_TK.dtype)
+
+
+def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
+    """[T, N] of that type. x bf16 [T, K], or filled with zeros to the multiple of 128 that the tiles have."""
+    if x_TK.shape[0] > STREAMED:
+        return torch.mm(x_TK[:, : weight.inputs], weight.dense().T, out_dtype=dtype)
+    from redline.ops.triton_kernels.linear import linear as streamed  # Triton is imported where it is used
+
+    fill = weight.data.shape[-3] * 32 - x_TK.shape[1]
+    return streamed(torch.nn.functional.pad(x_TK, (0, fill)) if fill else x_TK, weight, dtype)
+
+
+def cuda_fits(x_TK: Tensor, weight: Matrix | Tiled) -> bool:
+    return isinstance(weight, Tiled) and x_TK.dtype == torch.bfloat16
+
+
+def cost(x_TK: Tensor, weight: Matrix | Tiled) -> Cost:
     tokens, k = x_TK.shape
     y_bytes = tokens * weight.outputs * x_TK.element_size()
     return Cost(x_TK.nbytes + weight.nbytes + y_bytes, 2 * tokens * k * weight.outputs)
@@ -48,4 +76,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=4 Kimi o_proj", make(4, 8192, 7168), small=False)
 
 
-linear = Op("linear", reference, kernel, cost, cases)
+linear = Op("linear", reference, kernel, cost, cases, fits=fits, cuda=cuda, cuda_fits=cuda_fits)

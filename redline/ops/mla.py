@@ -12,6 +12,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from redline.ops.add_norm import rms_norm
 from redline.ops.op import Case, Cost, Op
 from redline.ops.weights import PANEL, Matrix
 from redline.wire.job import PAGE_TOKENS
+
+FILL = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -301,9 +304,22 @@ def _prefill_cost(
     return Cost(moved + w.w_uk.nbytes + w.w_uv.nbytes, unfold + 2 * pairs * heads * (nope + rope + value))
 
 
+class _Weight(Protocol):
+    def dense(self) -> Tensor: ...
+
+
+class Unfolding(Protocol):
+    """What turns latents into keys and values; w_uk [H, R, N], w_uv [H, V, R]."""
+
+    @property
+    def w_uk(self) -> _Weight: ...
+    @property
+    def w_uv(self) -> _Weight: ...
+
+
 def prefill_whole(
     q_THX: Tensor,
-    w: MlaWeights,
+    w: Unfolding,
     scale: float,
     spans: Sequence[tuple[int, int]],
     rows_T: Tensor,
@@ -317,16 +333,19 @@ def prefill_whole(
     """
     index = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(rows_T.device)
     rows = plane.view(-1, plane.shape[-1])[rows_T[index]].to(q_THX.dtype)
-    latent, rope = rows.split([w.rank, w.rope], -1)
-    keys = torch.einsum("nr,hrx->nhx", latent, w.w_uk.dense().to(latent.dtype))
-    keys = torch.cat([keys, rope[:, None].expand(-1, w.heads, -1)], -1)
-    values = torch.einsum("nr,hvr->nhv", latent, w.w_uv.dense().to(latent.dtype))
+    w_uk, w_uv = w.w_uk.dense().to(rows.dtype), w.w_uv.dense().to(rows.dtype)
+    heads, rank, _ = w_uk.shape
+    latent, rope = rows[:, :rank], rows[:, rank:]
+    keys = torch.einsum("nr,hrx->nhx", latent, w_uk)
+    keys = torch.cat([keys, rope[:, None].expand(-1, heads, -1)], -1)
+    values = torch.einsum("nr,hvr->nhv", latent, w_uv)
     places = list(accumulate((count for _, count in spans), initial=0))
     by_size: dict[int, list[int]] = {}
     for number, (_, count) in enumerate(spans):
         by_size.setdefault(count.bit_length(), []).append(number)
     for numbers in by_size.values():  # of like lengths, so that at most half is filling
-        longest = max(spans[number][1] for number in numbers)
+        # Filled to few different lengths: a library may plan anew for each shape.
+        longest = -(-max(spans[number][1] for number in numbers) // FILL) * FILL
         place_CS = torch.zeros(len(numbers), longest, dtype=torch.int64)
         real_CS = torch.zeros(len(numbers), longest, dtype=torch.bool)
         for line, number in enumerate(numbers):

@@ -65,14 +65,14 @@ def threads() -> int:
 @functools.cache
 def library() -> ctypes.CDLL | None:
     global _reason
-    compiler = _compiler()
+    compiler = find_compiler()
     if compiler is None:
         named = os.environ.get("CXX")
         missing = f"CXX is {named}, which is no program" if named else "no C++ compiler on the PATH"
         _reason = f"{missing}: the CPU runs the reference path, several times slower"
         return None
     try:
-        path = _cache() / f"kernels-{_key(compiler)}.so"
+        path = cache_folder() / f"kernels-{_key(compiler)}.so"
         failure = None if path.exists() else _build(compiler, path)
         loaded = None if failure else ctypes.CDLL(str(path))
     except OSError as error:  # no place to write to, or a file that cannot be loaded
@@ -90,8 +90,8 @@ def library() -> ctypes.CDLL | None:
 
 def must_build() -> bool:
     """Whether the first call of `library` would build, which takes a while: callers say so."""
-    compiler = _compiler()
-    return compiler is not None and not os.path.exists(_cache() / f"kernels-{_key(compiler)}.so")
+    compiler = find_compiler()
+    return compiler is not None and not os.path.exists(cache_folder() / f"kernels-{_key(compiler)}.so")
 
 
 def pointer(x: torch.Tensor) -> int:
@@ -100,12 +100,12 @@ def pointer(x: torch.Tensor) -> int:
     return x.data_ptr()
 
 
-def _compiler() -> str | None:
+def find_compiler() -> str | None:
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     return next(filter(None, map(shutil.which, names)), None)
 
 
-def _cache() -> Path:
+def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
 
 

@@ -1,8 +1,8 @@
 """An op: what it means (reference), how it is done here (kernel), what it must cost (cost), where it is tried (cases).
 
-One op, one file. A call takes the native kernel for tensors on a CPU, where the kernels were built, the sizes fit them
-and no input needs a gradient; everything else takes the reference, which is counted. Weights come as handles
-(`ops.weights`) that both understand, so the two have one signature and one test holds them equal.
+One op, one file. A call takes the kernel of the tensors' device (`kernel`: CPU, `cuda`: GPU), where it could be built,
+the sizes fit it and no input needs a gradient; everything else takes the reference, which is counted. Weights come as
+handles (`ops.weights`, `ops.tiled`) that all understand, so they have one signature and one test holds them equal.
 """
 
 from collections import Counter
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from redline.ops import native
+from redline.ops.cuda.kernel import has_kernels
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,20 +61,26 @@ def _always(*_: object, **__: object) -> bool:
 
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
-    """`fits`: whether the kernel takes these sizes; Kimi's always do."""
+    """`fits`, `cuda_fits`: whether the kernel takes these sizes; Kimi's always do."""
 
     name: str
     reference: Callable[P, R]
-    kernel: Callable[P, R]
+    kernel: Callable[P, R] | None
     cost: Callable[P, Cost]
     cases: Callable[[], Iterator[Case]]
     rtol: float = 2e-5
     fits: Callable[..., bool] = _always
+    cuda: Callable[P, R] | None = None
+    cuda_fits: Callable[..., bool] = _always
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x = args[0]
         assert isinstance(x, Tensor), f"{self.name}: the first argument decides the device, got {type(x)}"
-        if x.is_cuda or x.requires_grad or native.library() is None or not self.fits(*args, **kwargs):
-            reference_calls[self.name] += 1
-            return self.reference(*args, **kwargs)
-        return self.kernel(*args, **kwargs)
+        if not x.requires_grad:
+            if self.cuda is not None and has_kernels(x.device) and self.cuda_fits(*args, **kwargs):
+                return self.cuda(*args, **kwargs)
+            on_cpu = self.kernel is not None and not x.is_cuda and native.library() is not None
+            if on_cpu and self.kernel is not None and self.fits(*args, **kwargs):
+                return self.kernel(*args, **kwargs)
+        reference_calls[self.name] += 1
+        return self.reference(*args, **kwargs)

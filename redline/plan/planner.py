@@ -104,6 +104,8 @@ class Planner:
         self._free_slots = list(reversed(range(config.max_running)))
         self._arrivals = 0
         self._steps = 0
+        self._replayed = 0
+        self._led = 0
         self._preemptions = 0
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
@@ -211,6 +213,8 @@ class Planner:
         assert step.number == flight.step.number == result.number, (
             f"step {step.number} is settled with the result of {result.number}; {flight.step.number} is next"
         )
+        self._replayed += result.replayed
+        self._led += not result.replayed
         deltas: list[Delta] = []
         for job, row, outcome in zip(flight.jobs, flight.step.rows, result.rows, strict=True):
             job.flights -= 1
@@ -235,6 +239,8 @@ class Planner:
             pages_cached=self._pool.idle,
             pages_total=self._pool.total,
             steps=self._steps,
+            replayed=self._replayed,
+            led=self._led,
             preemptions=self._preemptions,
             prompt_tokens=self._prompt_tokens,
             prompt_tokens_cached=self._prompt_tokens_cached,

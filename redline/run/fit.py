@@ -43,6 +43,24 @@ class Layout:
         ]
 
 
+def check_weights(config: K2Config, free: int, kv_bytes: int) -> None:
+    """ConfigError, with the arithmetic, where the weights and so many bytes of pages are more than `free` memory."""
+    weights = config.weight_bytes
+    if weights + kv_bytes <= free:
+        return
+    pages = f" + {kv_bytes / 1e9:,.2f} GB of pages (kv-memory)" if kv_bytes else ""
+    missing = (weights + kv_bytes - free) / 1e9
+    advice = (
+        f"give --kv-memory {max(free - weights, 0) / 1e9:,.2f}GB or less"
+        if weights < free
+        else "a larger device is needed, or several"
+    )
+    raise ConfigError(
+        f"{weights / 1e9:,.2f} GB of weights{pages} do not fit into the {free / 1e9:,.2f} GB that are free here: "
+        f"{missing:,.2f} GB too many; {advice}. The weights: {'; '.join(config.explain_weight_bytes())}"
+    )
+
+
 def fit(
     config: K2Config,
     kv_bytes: int,

@@ -2,12 +2,16 @@
 
 A step is: forward over all rows, then settle: verify each row's drafts, append what is certain to its slot, and draft
 what the slot's next row will verify. The next step finds it there; nothing is awaited between two steps.
+
+On a GPU, steps of nothing but plain decode rows are recorded and replayed (`captured.py`); this thread leads the rest.
 """
 
 import itertools
+import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -16,6 +20,8 @@ from torch import Tensor
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2
 from redline.ops.best import best
+from redline.run.captured import CapturedSteps, not_finite
+from redline.run.decode import Board
 from redline.run.draft import Drafting
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
@@ -24,35 +30,60 @@ from redline.run.slots import Proposal, Slots, Span
 from redline.run.verify import Verified, verify, verify_greedy
 from redline.wire.step import RowResult, Step, StepResult, TokenLogprobs
 
+_log = logging.getLogger(__name__)
+
 
 class Launched:
     """A step that will run. `wait` raises what the step raised."""
 
-    def __init__(self, future: "Future[StepResult]") -> None:
+    def __init__(self, future: "Future[Landing]") -> None:
         self._future = future
 
     def wait(self) -> StepResult:
-        return self._future.result()
+        return self._future.result()()
+
+
+Landing = Callable[[], StepResult]
+"""Waits for the device, where a step is still on its way."""
 
 
 class Runner:
-    """One model, its pages and its slots; perhaps a drafter, prepared for the model, and suffix matches."""
+    """One model, its pages and its slots; perhaps a drafter, prepared for the model, and suffix matches.
+
+    `replays` counts the steps that were replayed, `led` the others, by why.
+    """
 
     def __init__(
-        self, model: K2, layout: Layout, slots: int, drafter: Eagle3 | None = None, *, suffix: bool = False
+        self,
+        model: K2,
+        layout: Layout,
+        slots: int,
+        drafter: Eagle3 | None = None,
+        *,
+        suffix: bool = False,
+        drafts: int = 0,
+        captured: bool | None = None,
     ) -> None:
+        """drafts: of a row, at most. captured: whether decode steps are recorded; None: on a GPU."""
         self.model = model
         self.drafter = drafter
         self.kv = KvPool(model, layout, drafter)
         self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=suffix)
         self.drafting = Drafting(drafter, self.slots, self.kv)
         self._layers = drafter.config.layer_ids if drafter is not None else ()
-        self._steps: queue.SimpleQueue[tuple[Step, Future[StepResult]] | None] = queue.SimpleQueue()
+        self.replays = 0
+        self.led: Counter[str] = Counter()
+        self._captured: CapturedSteps | None = None
+        if model.device.type == "cuda" if captured is None else captured:
+            self._captured = CapturedSteps(Board(model, self.slots, self.kv, self._layers), 1 + drafts)
+        self._steps: queue.SimpleQueue[tuple[Step, Future[Landing]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
         self._thread.start()
+        if self._captured is not None:
+            self.launch(Step(number=0)).wait()  # behind the recording, which is the thread's first work
 
     def launch(self, step: Step) -> Launched:
-        future: Future[StepResult] = Future()
+        future: Future[Landing] = Future()
         self._steps.put((step, future))
         return Launched(future)
 
@@ -60,18 +91,55 @@ class Runner:
         """Lets launched steps finish, and ends the thread."""
         self._steps.put(None)
         self._thread.join()
+        if self._captured is not None:
+            _log.info("%d steps were replayed; led by the host: %s", self.replays, dict(self.led))
+
+    def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
+        """Sets where a slot stands and what its next row verifies, for measurements. The runner must be idle."""
+        if self._captured is not None:
+            self._captured.catch_up()
+        slot = self.slots.at[number]
+        slot.length, slot.proposal, slot.told = length, Proposal(list(drafts)), False
 
     def _serve(self) -> None:
         with torch.inference_mode():
+            if self._captured is not None:
+                self._captured.record()
             while (work := self._steps.get()) is not None:
                 step, future = work
                 try:
-                    future.set_result(self.run(step))
+                    future.set_result(self._start(step))
                 except Exception as error:
                     future.set_exception(error)
 
+    def _start(self, step: Step) -> Landing:
+        captured = self._captured
+        refusal = captured.refusal(step) if captured is not None else None
+        if captured is None or refusal is not None:
+            if refusal is not None and step.rows:
+                self.led[refusal] += 1
+            result = self.run(step)
+            return lambda: result
+        self.replays += 1
+        flight, replayed = captured.launch(step)
+        if any(row.drafting or row.propose for row in step.rows):
+            captured.catch_up()  # drafts are made of tokens that the host must know
+            spans = [
+                (i, outcome.span(row)) for i, (row, outcome) in enumerate(zip(step.rows, flight.outcomes, strict=True))
+            ]
+            sound = [(i, span) for i, span in spans if flight.outcomes[i].tokens]
+            self.drafting.follow(
+                [span for _, span in sound],
+                [i * replayed.shape.positions for i, _ in sound],
+                [len(flight.outcomes[i].tokens) for i, _ in sound],
+                replayed.features,
+            )
+        return flight.result
+
     def run(self, step: Step) -> StepResult:
         """The step, now, in this thread. Rows of a slot that has an error get it, and do not run."""
+        if self._captured is not None:
+            self._captured.catch_up()
         for begin in step.begins:
             self.slots.begin(begin)
         results: list[RowResult] = []
@@ -124,7 +192,7 @@ class Runner:
             slot, position = self.slots.at[span.slot], span.end - len(span.drafts.tokens)
             sound = finite[first:end].index(False) if False in finite[first:end] else end - first
             if not sound:
-                results.append(RowResult(error=f"the model gave a logit that is not finite at position {position - 1}"))
+                results.append(RowResult(error=not_finite(position - 1)))
                 continue
             # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
             drafts = span.drafts.until(sound - 1)

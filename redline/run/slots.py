@@ -71,6 +71,7 @@ class Slot:
     suffix: Suffix | None = None
     behind: bool = False  # the drafter's row of the next position is to come, with the feature that its last page keeps
     error: str | None = None  # its job has ids that are no tokens: its rows must not run
+    told: bool = False  # the device's account of length and limit holds, and is ahead of this one (captured.py)
 
 
 class Slots:
@@ -79,10 +80,12 @@ class Slots:
     def __init__(
         self, slots: int, max_model_len: int, vocabulary: int, device: torch.device, *, suffix: bool = False
     ) -> None:
+        """One row of each tensor more than there are slots: it is nobody's (decode.py)."""
         self._vocabulary = vocabulary
         self._suffix = suffix
-        self.tokens: Tensor = torch.zeros(slots, max_model_len + 1, dtype=torch.int64, device=device)
-        self.tables: Tensor = torch.zeros(slots, -(-max_model_len // PAGE_TOKENS), dtype=torch.int32, device=device)
+        rows, pages = slots + 1, -(-max_model_len // PAGE_TOKENS)
+        self.tokens: Tensor = torch.zeros(rows, max_model_len + 1, dtype=torch.int64, device=device)
+        self.tables: Tensor = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.at = [Slot() for _ in range(slots)]
 
     def begin(self, begin: Begin) -> None:
@@ -119,19 +122,29 @@ class Slots:
             return Span(row, row.slot, length, 0)
         count = min(row.drafts, room - 1)
         drafts = slot.proposal.until(count)
-        for place, token in enumerate(drafts.tokens, length):
-            self.tokens[row.slot, place] = token
+        self._write(row.slot, drafts.tokens, length)
         return Span(row, row.slot, length - 1, 1 + len(drafts.tokens), drafts)
 
     def append(self, number: int, tokens: Sequence[int], position: int) -> None:
         """Tokens that are certain, from `position` on, which is where the slot's known ones end."""
+        self._write(number, tokens, position)
+        self.at[number].told = False
+        self.learn(number, tokens, position)
+
+    def learn(self, number: int, tokens: Sequence[int], position: int) -> None:
+        """The same where the tensors have them already."""
         slot = self.at[number]
-        for place, token in enumerate(tokens, position):
-            self.tokens[number, place] = token
         slot.length = position + len(tokens)
         slot.proposal = NOTHING
         if slot.suffix is not None:
             slot.suffix.extend(tokens)
+
+    def _write(self, number: int, tokens: Sequence[int], position: int) -> None:
+        if len(tokens) == 1:
+            self.tokens[number, position] = tokens[0]
+        elif tokens:
+            new = torch.tensor(tokens, device=self.tokens.device)
+            self.tokens[number, position : position + len(tokens)] = new
 
     def inputs(self, spans: Sequence[Span], model: K2) -> Inputs:
         """The step's tokens in the order of its spans: prompt positions as chunks, generated ones as queries.

@@ -27,6 +27,8 @@ class Load(Message, frozen=True):
     pages_cached: int
     pages_total: int
     steps: int
+    replayed: int  # steps that have ended, from recorded graphs
+    led: int  # the others that have ended, led by the host
     preemptions: int
     prompt_tokens: int
     prompt_tokens_cached: int

@@ -68,3 +68,4 @@ class RowResult(Record, frozen=True):
 class StepResult(Record, frozen=True):
     number: int
     rows: tuple[RowResult, ...]  # in the order of the step's rows
+    replayed: bool = False  # from a recorded graph; otherwise led by the host, launch by launch

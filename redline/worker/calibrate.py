@@ -8,7 +8,6 @@ import math
 import time
 
 from redline.run.runner import Runner
-from redline.run.slots import Proposal
 from redline.tune.costs import StepCosts
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
@@ -28,7 +27,7 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
     """
     if runner.slots.tokens.shape[1] <= PAGE_TOKENS:
         return StepCosts()
-    rows = tuple(count for count in ROWS if count <= min(len(runner.slots.at), runner.kv.planes.shape[1]))
+    rows = tuple(count for count in ROWS if count <= min(len(runner.slots.at), runner.kv.pages))
     counts = tuple(sorted({1, 1 + draft_tokens, *(count for count in COUNTS if count <= 1 + draft_tokens)}))
     for slot in range(rows[-1]):
         begin = Begin(
@@ -60,9 +59,7 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
 def _step(runner: Runner, rows: int, count: int, propose: int) -> float:
     """Milliseconds of one step of decode rows that verify count - 1 drafts each, and draft `propose` tokens."""
     for slot in range(rows):
-        facts = runner.slots.at[slot]
-        facts.length = PROMPT + 1
-        facts.proposal = Proposal(list(_tokens(runner, slot + 1, count - 1)))
+        runner.place(slot, PROMPT + 1, _tokens(runner, slot + 1, count - 1))
     step = Step(
         number=0,
         rows=tuple(

@@ -20,10 +20,11 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
 from redline.model.checkpoint import Checkpoint
 from redline.model.eagle3 import Eagle3
-from redline.model.k2 import K2, load
+from redline.model.k2 import K2
+from redline.model.load import load, why_not
 from redline.ops import native
 from redline.plan.planner import PlanConfig, Planner
-from redline.run.fit import Layout, fit
+from redline.run.fit import Layout, check_weights, fit
 from redline.run.runner import Runner
 from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
@@ -38,6 +39,8 @@ KV_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
 KV_SHARE = 0.25  # of the memory that is free once the weights are there, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
 DRAFT_TOKENS = 3  # where nothing is said
+# A prompt's chunk reads nearly all experts: on a GPU 2,048 tokens take four times the work of 512 for the same reading.
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
 
 
@@ -61,11 +64,11 @@ class Engine:
         speculates = drafter is not None or config.draft == SUFFIX
         suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
         drafts = (DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens) * speculates
-        self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix)
+        self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts)
         self.planner = Planner(
             layout.pages,
             PlanConfig(
-                step_tokens=config.step_tokens,
+                step_tokens=config.step_tokens or STEP_TOKENS[model.device.type],
                 max_running=config.max_running,
                 draft_tokens=drafts,
                 learned=drafter is not None and drafts > 0,
@@ -105,7 +108,9 @@ class Engine:
         if config.kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_dtype is {config.kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
         dtype = KV_DTYPES[config.kv_dtype]
-        kv_bytes = config.kv_memory or kv_budget(free_memory(device) - checkpoint.config.weight_bytes)
+        free = free_memory(device)
+        check_weights(checkpoint.config, free, config.kv_memory or 0)
+        kv_bytes = config.kv_memory or kv_budget(free - checkpoint.config.weight_bytes)
         drafter = Eagle3.open(config.draft, checkpoint.config) if config.draft not in (None, SUFFIX) else None
         layout = fit(checkpoint.config, kv_bytes, dtype, config.max_model_len, drafter and drafter.config)
         if progress is not None:
@@ -128,8 +133,11 @@ class Engine:
     def ready(self) -> Ready:
         config = self.model.config
         weights = f"{config.total_parameters / 1e6:,.1f} M parameters, {config.active_parameters / 1e6:,.1f} M active"
-        kernels = f"{native.threads()} threads" if native.library() else f"reference path: {native.why_not()}"
-        where = kernels if self.model.device.type == "cpu" else torch.cuda.get_device_name(self.model.device)
+        if self.model.device.type == "cpu":
+            where = f"{native.threads()} threads" if native.library() else f"reference path: {native.why_not()}"
+        else:
+            reason = why_not(config, self.model.device)
+            where = torch.cuda.get_device_name(self.model.device) + (f", reference path: {reason}" if reason else "")
         drafts = f"; drafter {self.drafter.parameter_count / 1e6:,.1f} M" if self.drafter is not None else ""
         summary = f"{weights}{drafts}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens"
         return Ready(

@@ -232,15 +232,21 @@ async def test_metrics_carry_vllms_names_and_the_counts() -> None:
     async with World(answer("abcd")) as world:
         await world.http.post(CHAT, json={**HELLO, "n": 2})
         await world.http.post(CHAT, json={**HELLO, "max_tokens": 2})
-        world.gateway.deliver(load(steps=9, running=3, waiting=2, pages_used=25, pages_total=100, prompt_tokens=640))
         world.gateway.deliver(
-            load(steps=10, prompt_tokens=700, prompt_tokens_cached=64, preemptions=1, pages_total=100)
+            load(steps=9, led=8, running=3, waiting=2, pages_used=25, pages_total=100, prompt_tokens=640)
+        )
+        world.gateway.deliver(
+            load(
+                steps=10, led=8, replayed=4, prompt_tokens=700, prompt_tokens_cached=64, preemptions=1, pages_total=100
+            )
         )
         world.gateway.deliver(load(steps=2, running=1, prompt_tokens=50, pages_used=1, pages_total=4))  # a new worker
         text = (await world.http.get("/metrics")).text
     prompt = len(world.engine.jobs[0].tokens)
     said = len(ids("</think>abcd<|im_end|>"))
     for line in (
+        f'redline:steps_total{{by="replay",model_name="{MODEL}"}} 4.0',
+        f'redline:steps_total{{by="host",model_name="{MODEL}"}} 8.0',
         f"vllm:prompt_tokens_total{{M}} {3 * prompt}.0",
         f"vllm:generation_tokens_total{{M}} {2 * said + 2}.0",
         "vllm:num_requests_running{M} 1.0",

@@ -113,7 +113,7 @@ def test_bench_decode_prints_floor_and_ratio_and_keeps_where_the_numbers_come_fr
     assert {"machine", "commit", "date", "versions"} <= set(record)
     (case,) = record["cases"]
     assert (case["batch"], case["context"]) == (2, 70)
-    assert 0 < case["floor_ms"] < case["ms"]
+    assert case["floor_ms"] > 0  # no bound from above: a disturbed machine may measure its limits lower than they are
     assert case["p10_ms"] <= case["ms"] <= case["p90_ms"]
 
 

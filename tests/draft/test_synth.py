@@ -21,6 +21,7 @@ from redline.model.write import random_checkpoint
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId
 from redline.worker.config import EngineConfig
+from redline.worker.respondent import Respondent
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
@@ -246,7 +247,7 @@ def test_the_engine_answers(folder: Path, tmp_path: Path):
     with room.open_engine(asked) as target:
 
         @contextmanager
-        def opened(config: SynthConfig) -> Iterator[room.Target]:
+        def opened(config: SynthConfig) -> Iterator[Respondent]:
             yield target
 
         for prompt in wanted(asked).prompts:

@@ -7,7 +7,7 @@ import torch
 
 from redline.errors import ConfigError
 from redline.model.write import tiny_config
-from redline.run.fit import Layout, fit
+from redline.run.fit import Layout, check_weights, fit
 from redline.run.kv import KvPool
 from tests.tiny_model import tiny_model
 
@@ -61,3 +61,17 @@ def test_the_explanation_multiplies_out():
 def test_pages_that_no_machine_has_memory_for_are_one_line():
     with pytest.raises(ConfigError, match=r"kv-memory: this machine does not give .* GB"):
         KvPool(tiny_model(), Layout(1 << 40, 64, torch.bfloat16, PAGE))
+
+
+def test_weights_that_do_not_fit_are_told_with_what_is_missing():
+    free = CONFIG.weight_bytes - 1
+    with pytest.raises(ConfigError, match=r"of weights do not fit into .* too many; a larger device") as told:
+        check_weights(CONFIG, free, 0)
+    assert all(line in str(told.value) for line in CONFIG.explain_weight_bytes())
+
+
+def test_pages_that_do_not_fit_beside_the_weights_are_told_what_would():
+    free = CONFIG.weight_bytes + 10**9
+    check_weights(CONFIG, free, 10**9)
+    with pytest.raises(ConfigError, match=r"2\.00 GB of pages \(kv-memory\).*give --kv-memory 1\.00GB or less"):
+        check_weights(CONFIG, free, 2 * 10**9)

@@ -3,8 +3,7 @@
 The same template, batching and parser as behind the API, without HTTP.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from redline.bench.local.prompts import Answer, Prompt
 from redline.chat.conversation import Conversation
@@ -12,32 +11,18 @@ from redline.chat.decoder import Decoder
 from redline.chat.events import CallArguments, CallBegin, End, Event, Logprobs, Text, Thought
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
-from redline.chat.template import Style, encode
-from redline.chat.tokenizer import Tokenizer
+from redline.chat.template import encode
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
+from redline.worker.respondent import Respondent
 
 MAX_TOKENS = 1024  # a longer answer to an evaluation prompt goes in circles
-
-
-class Engine(Protocol):
-    """What has to be known of `worker.engine.Engine` to ask it."""
-
-    @property
-    def tokenizer(self) -> Tokenizer: ...
-    @property
-    def style(self) -> Style: ...
-    @property
-    def fingerprint(self) -> str: ...
-    def generate(
-        self, jobs: Sequence[Job], on_delta: Callable[[Delta], None] | None = None
-    ) -> Mapping[JobId, Sequence[Delta]]: ...
 
 
 class Greedy:
     """An engine that answers each prompt with its most likely tokens."""
 
-    def __init__(self, engine: Engine, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(self, engine: Respondent, max_tokens: int = MAX_TOKENS) -> None:
         self._engine = engine
         self._max_tokens = max_tokens
 

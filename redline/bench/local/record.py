@@ -11,7 +11,10 @@ from redline.bench.local.machine import cpu_name
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """machine, cores, versions of python and `packages`, commit (with "+" where the tree has changes), date (UTC)."""
+    """machine, cores, versions of python and `packages`, commit (with "+" where the tree has changes), date (UTC).
+
+    A copy without its history is told the commit by REDLINE_COMMIT.
+    """
     versions = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -22,9 +25,13 @@ def provenance(*packages: str) -> dict[str, Any]:
         "machine": cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "versions": versions,
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        "commit": os.environ.get("REDLINE_COMMIT") or commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
     }
+
+
+def commit() -> str:
+    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
 
 
 def _git(*arguments: str) -> str:

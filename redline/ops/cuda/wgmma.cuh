@@ -1,0 +1,240 @@
+// Products of a warpgroup on Hopper: sums[64 x N] += a[64 x 16] b[16 x N], a from registers, b from shared memory.
+//
+// Four warps, of which the first has an index divisible by 4, call everything here together. Warp w holds rows 16w to
+// 16w + 15 of a and of the sums, laid out in its lanes as for mma.sync: a0 (g, 2t..), a1 (g + 8, 2t..), a2 (g, 2t + 8..),
+// a3 (g + 8, 2t + 8..); of columns 8j to 8j + 7, sums[4j..] are (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+//
+// b is 16 of the 64 values along k (`quarter`) of a tile of N columns, 128 bytes each, in the chip's 128-byte swizzle: the
+// 16 bytes numbered c of column n lie at 128 n + 16 (c ^ n % 8), from an address divisible by 1024.
+//
+// The products run on while the threads do other things. Until `products_wait` says that a group has ended, its sums
+// mean nothing, and its a and b must stay as they are: so the emulation does all the arithmetic there, as late as it may.
+#pragma once
+#include "core.cuh"
+
+#ifdef REDLINE_EMULATE
+
+namespace emulated {
+
+struct Product { float* sums; const u32* a; u32 b; u32 n; };
+struct Warpgroup {
+    u32 arrived = 0, generation = 0;
+    std::vector<std::vector<Product>> groups[128];  // of each thread, in order; the last is open
+};
+struct Arrivals { u32 needed, arrived; };
+
+static thread_local std::map<u32, Warpgroup> warpgroups;
+static thread_local std::map<u32, Arrivals> arrivals;
+
+static inline std::vector<std::vector<Product>>& products() {
+    u32 thread = block->self->index;
+    auto& groups = warpgroups[thread / 128].groups[thread % 128];
+    if (groups.empty()) groups.emplace_back();
+    return groups;
+}
+static inline void multiply(const Product* const (&p)[128]) {
+    float a[64][16];
+    std::vector<float> b(16 * p[0]->n);
+    for (u32 i = 0; i < 128; i++) {
+        u32 w = i / 32, g = i % 32 / 4, t = i % 4;
+        if (p[i]->b != p[0]->b || p[i]->n != p[0]->n) fail("a warpgroup's threads multiply different things");
+        for (u32 r = 0; r < 4; r++)
+            for (u32 e = 0; e < 2; e++) {
+                u16 v = (u16)(p[i]->a[r] >> 16 * e);
+                a[16 * w + g + 8 * (r & 1)][2 * t + 8 * (r >> 1) + e] = f16_to_f32(v);
+            }
+    }
+    for (u32 n = 0; n < p[0]->n; n++)
+        for (u32 k = 0; k < 16; k++) {
+            u32 address = p[0]->b + n * 128 + 2 * k;
+            b[16 * n + k] = f16_to_f32(load<u16>(address ^ (address >> 7 & 7) << 4));
+        }
+    for (u32 i = 0; i < 128; i++) {
+        u32 row = i / 32 * 16 + i % 32 / 4, t = i % 4;
+        for (u32 j = 0; j < p[0]->n / 8; j++)
+            for (u32 e = 0; e < 4; e++) {
+                const float *x = a[row + e / 2 * 8], *y = &b[16 * (8 * j + 2 * t + e % 2)];
+                float sum = 0;
+                for (u32 k = 0; k < 16; k++) sum += x[k] * y[k];
+                p[i]->sums[4 * j + e] += sum;
+            }
+    }
+}
+static inline void finish_group(Warpgroup& w) {
+    size_t count = w.groups[0].front().size();
+    for (size_t n = 0; n < count; n++) {
+        const Product* products[128];
+        for (u32 i = 0; i < 128; i++) {
+            if (w.groups[i].empty() || w.groups[i].front().size() != count) fail("a warpgroup's threads disagree on a group");
+            products[i] = &w.groups[i].front()[n];
+        }
+        multiply(products);
+    }
+    for (auto& groups : w.groups) groups.erase(groups.begin());
+}
+
+}  // namespace emulated
+
+FN void products_begin() {}
+template <u32 N, u32 SUMS>
+FN void multiply_f16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
+    static_assert(N % 8 == 0 && N / 2 <= SUMS, "columns come by eight");
+    if (tile % 1024) emulated::fail("a tile of columns is not at a multiple of 1024");
+    emulated::products().back().push_back({sums, a, tile + 32 * quarter, N});
+}
+FN void products_commit() { emulated::products().emplace_back(); }
+FN void products_wait() {
+    auto& mine = emulated::products();
+    auto& w = emulated::warpgroups[emulated::block->self->index / 128];
+    u32 generation = w.generation;
+    emulated::block->progress = true;
+    if (!mine.back().empty()) emulated::fail("waits for products that are not committed");
+    if (++w.arrived == 128) {
+        for (u32 turns = emulated::block->random() % 8; turns; turns--) {  // others go on
+            emulated::block->progress = true;
+            emulated::yield();
+        }
+        while (w.groups[0].size() > 1) emulated::finish_group(w);
+        w.arrived = 0, w.generation++;
+    } else
+        while (w.generation == generation) emulated::yield();
+}
+template <u32 LENGTH>
+FN void settle(float (&)[LENGTH]) {}
+template <u32 LENGTH>
+FN void settle(u32 (&)[LENGTH][4]) {}
+FN u32 unknown(u32 v) { return v; }
+
+FN void barrier_init(u32 barrier, u32 arrivals) {
+    barrier_init(barrier);
+    emulated::arrivals[barrier] = {arrivals, 0};
+}
+FN void barrier_arrive(u32 barrier) {
+    auto& a = emulated::arrivals.at(barrier);
+    if (++a.arrived == a.needed) a.arrived = 0, barrier_expect(barrier, 0);
+}
+FN u32 multiply_add_f16(u32 a, u32 b, u32 c) {
+    f32x2 x = unpack_f16(a), y = unpack_f16(b), z = unpack_f16(c);
+    return pack_f16(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
+}
+
+#else
+
+// Before the first product of a group: the registers that it reads and adds to have been written.
+FN void products_begin() { ASM("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Ends a group of products.
+FN void products_commit() { ASM("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Until all groups have ended.
+FN void products_wait() { ASM("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// What is computed before this stays before it, and these registers are in use until here. After a wait, of those that the
+// products had: the compiler does not know that they had them.
+template <u32 LENGTH>
+FN void settle(float (&v)[LENGTH]) {
+#pragma unroll
+    for (u32 i = 0; i < LENGTH; i++) ASM("" : "+f"(v[i])::"memory");
+}
+template <u32 LENGTH>
+FN void settle(u32 (&v)[LENGTH][4]) {
+#pragma unroll
+    for (u32 i = 0; i < LENGTH; i++) ASM("" : "+r"(v[i][0]), "+r"(v[i][1]), "+r"(v[i][2]), "+r"(v[i][3])::"memory");
+}
+
+// A number of which the compiler is not told.
+FN u32 unknown(u32 v) {
+    ASM("" : "+r"(v));
+    return v;
+}
+
+// A matrix descriptor: address and stride (of 8 columns) in units of 16 bytes, swizzle 1 (128 bytes).
+FN u64 describe(u32 tile, u32 quarter) { return (u64)((tile >> 4) + 2 * quarter) | (1024ull >> 4) << 32 | 1ull << 62; }
+
+template <u32 N>
+struct Wgmma;
+
+// The four words of a and the descriptor are operands 0 to 4, so the sums are called %5 and so on whatever N is.
+#define WGMMA_FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define WGMMA_NAMES_8 "%5, %6, %7, %8"
+#define WGMMA_NAMES_16 WGMMA_NAMES_8 ", " "%9, %10, %11, %12"
+#define WGMMA_NAMES_24 WGMMA_NAMES_16 ", " "%13, %14, %15, %16"
+#define WGMMA_NAMES_32 WGMMA_NAMES_24 ", " "%17, %18, %19, %20"
+#define WGMMA_NAMES_40 WGMMA_NAMES_32 ", " "%21, %22, %23, %24"
+#define WGMMA_NAMES_48 WGMMA_NAMES_40 ", " "%25, %26, %27, %28"
+#define WGMMA_NAMES_56 WGMMA_NAMES_48 ", " "%29, %30, %31, %32"
+#define WGMMA_NAMES_64 WGMMA_NAMES_56 ", " "%33, %34, %35, %36"
+#define WGMMA_NAMES_72 WGMMA_NAMES_64 ", " "%37, %38, %39, %40"
+#define WGMMA_NAMES_80 WGMMA_NAMES_72 ", " "%41, %42, %43, %44"
+#define WGMMA_NAMES_88 WGMMA_NAMES_80 ", " "%45, %46, %47, %48"
+#define WGMMA_NAMES_96 WGMMA_NAMES_88 ", " "%49, %50, %51, %52"
+#define WGMMA_NAMES_104 WGMMA_NAMES_96 ", " "%53, %54, %55, %56"
+#define WGMMA_NAMES_112 WGMMA_NAMES_104 ", " "%57, %58, %59, %60"
+#define WGMMA_NAMES_120 WGMMA_NAMES_112 ", " "%61, %62, %63, %64"
+#define WGMMA_NAMES_128 WGMMA_NAMES_120 ", " "%65, %66, %67, %68"
+#define WGMMA_NAMES_136 WGMMA_NAMES_128 ", " "%69, %70, %71, %72"
+#define WGMMA_NAMES_144 WGMMA_NAMES_136 ", " "%73, %74, %75, %76"
+#define WGMMA_NAMES_152 WGMMA_NAMES_144 ", " "%77, %78, %79, %80"
+#define WGMMA_NAMES_160 WGMMA_NAMES_152 ", " "%81, %82, %83, %84"
+#define WGMMA_NAMES_168 WGMMA_NAMES_160 ", " "%85, %86, %87, %88"
+#define WGMMA_NAMES_176 WGMMA_NAMES_168 ", " "%89, %90, %91, %92"
+#define WGMMA_NAMES_184 WGMMA_NAMES_176 ", " "%93, %94, %95, %96"
+#define WGMMA_NAMES_192 WGMMA_NAMES_184 ", " "%97, %98, %99, %100"
+#define WGMMA_SUMS_8 WGMMA_FOUR(0)
+#define WGMMA_SUMS_16 WGMMA_SUMS_8, WGMMA_FOUR(4)
+#define WGMMA_SUMS_24 WGMMA_SUMS_16, WGMMA_FOUR(8)
+#define WGMMA_SUMS_32 WGMMA_SUMS_24, WGMMA_FOUR(12)
+#define WGMMA_SUMS_40 WGMMA_SUMS_32, WGMMA_FOUR(16)
+#define WGMMA_SUMS_48 WGMMA_SUMS_40, WGMMA_FOUR(20)
+#define WGMMA_SUMS_56 WGMMA_SUMS_48, WGMMA_FOUR(24)
+#define WGMMA_SUMS_64 WGMMA_SUMS_56, WGMMA_FOUR(28)
+#define WGMMA_SUMS_72 WGMMA_SUMS_64, WGMMA_FOUR(32)
+#define WGMMA_SUMS_80 WGMMA_SUMS_72, WGMMA_FOUR(36)
+#define WGMMA_SUMS_88 WGMMA_SUMS_80, WGMMA_FOUR(40)
+#define WGMMA_SUMS_96 WGMMA_SUMS_88, WGMMA_FOUR(44)
+#define WGMMA_SUMS_104 WGMMA_SUMS_96, WGMMA_FOUR(48)
+#define WGMMA_SUMS_112 WGMMA_SUMS_104, WGMMA_FOUR(52)
+#define WGMMA_SUMS_120 WGMMA_SUMS_112, WGMMA_FOUR(56)
+#define WGMMA_SUMS_128 WGMMA_SUMS_120, WGMMA_FOUR(60)
+#define WGMMA_SUMS_136 WGMMA_SUMS_128, WGMMA_FOUR(64)
+#define WGMMA_SUMS_144 WGMMA_SUMS_136, WGMMA_FOUR(68)
+#define WGMMA_SUMS_152 WGMMA_SUMS_144, WGMMA_FOUR(72)
+#define WGMMA_SUMS_160 WGMMA_SUMS_152, WGMMA_FOUR(76)
+#define WGMMA_SUMS_168 WGMMA_SUMS_160, WGMMA_FOUR(80)
+#define WGMMA_SUMS_176 WGMMA_SUMS_168, WGMMA_FOUR(84)
+#define WGMMA_SUMS_184 WGMMA_SUMS_176, WGMMA_FOUR(88)
+#define WGMMA_SUMS_192 WGMMA_SUMS_184, WGMMA_FOUR(92)
+#define WGMMA_OF(N)                                                                                                \
+    template <>                                                                                                    \
+    struct Wgmma<N> {                                                                                              \
+        template <u32 SUMS>                                                                                        \
+        FN void run(float (&c)[SUMS], u32 (&a)[4], u64 b) {                                                        \
+            ASM("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N                    \
+                "k16.f32.f16.f16 {" WGMMA_NAMES_##N "}, {%0, %1, %2, %3}, %4, p, 1, 1, 0;\n}"                     \
+                : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+l"(b), WGMMA_SUMS_##N);                        \
+        }                                                                                                          \
+    };
+WGMMA_OF(8) WGMMA_OF(16) WGMMA_OF(24) WGMMA_OF(32)
+WGMMA_OF(40) WGMMA_OF(48) WGMMA_OF(56) WGMMA_OF(64)
+WGMMA_OF(72) WGMMA_OF(80) WGMMA_OF(88) WGMMA_OF(96)
+WGMMA_OF(104) WGMMA_OF(112) WGMMA_OF(120) WGMMA_OF(128)
+WGMMA_OF(136) WGMMA_OF(144) WGMMA_OF(152) WGMMA_OF(160)
+WGMMA_OF(168) WGMMA_OF(176) WGMMA_OF(184) WGMMA_OF(192)
+#undef WGMMA_OF
+
+template <u32 N, u32 SUMS>
+FN void multiply_f16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
+    static_assert(N % 8 == 0 && N / 2 <= SUMS, "columns come by eight");
+    Wgmma<N>::run(sums, a, describe(tile, quarter));
+}
+
+// A barrier that completes when so many threads have arrived.
+FN void barrier_init(u32 barrier, u32 arrivals) {
+    ASM("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+FN void barrier_arrive(u32 barrier) { ASM("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory"); }
+// a b + c of two f16, rounded once.
+FN u32 multiply_add_f16(u32 a, u32 b, u32 c) {
+    u32 v;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
+    return v;
+}
+
+#endif

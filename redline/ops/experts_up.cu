@@ -1,0 +1,213 @@
+// h = weight silu(gate x) (up x) of each (expert, token) pair.
+//
+// A team of SLICES warps owns a run of row tiles: 8 rows of gate, then the same 8 of up, of one slot (an expert and up to
+// eight of its pairs). A warp multiplies its slice of K and keeps that slice of x in registers until the slot changes.
+// The team's partial sums meet in shared memory, several row tiles at a time. x comes through the ring of stages too, in
+// front of the weights of its slot: a load beside the ring would return only when all before it have been served.
+//
+// SLICES, SLICE: K cut into slices of so many inputs. X: inputs of a row of x. TILES: row tiles of an expert.
+#include "int4_chains.cuh"
+#include "ring.cuh"
+
+struct Arguments {
+    const char* weights;  // [E][TILES][SLICES] records
+    const char* x;        // bf16 [T, X]
+    const float* rstd;    // [T]
+    const int* pair_token;
+    const float* pair_weight;
+    const int* slot_expert;
+    const int* slot_first;
+    const int* count;
+    char* h;  // f16 [pairs, 8 TILES]
+    int tokens, pairs, slots;
+};
+
+constexpr u32 GROUPS = SLICE / 32;
+constexpr u32 RECORD = 9 * SLICE;
+constexpr u32 STAGE = 4 * RECORD;  // four warps' records of one row tile
+constexpr u32 TEAMS = 16 / SLICES, TEAM_THREADS = 32 * SLICES;
+constexpr u32 X_INPUTS = 4 * SLICE;                      // of one token in a stage
+constexpr u32 X_TOKENS = STAGE / (2 * X_INPUTS);         // that a stage holds
+constexpr u32 SUMS = 512;                                // bytes of a warp's partial sums, of which there are two
+static_assert(X_TOKENS == 4 && THREADS == 512, "eight tokens come in two stages");
+static_assert(SLICES * SLICE - X < X_INPUTS, "every four slices have some of x");
+
+using Stages = Ring<STAGES, STAGE>;
+constexpr u32 SUM_AT = Stages::MEMORY;
+constexpr u32 RSTD_AT = SUM_AT + 16 * 2 * SUMS;
+constexpr u32 EXPERT_AT = RSTD_AT + 64 * 4;
+constexpr u32 FIRST_AT = EXPERT_AT + 512 * 4;
+constexpr u32 TOKEN_AT = FIRST_AT + 513 * 4;
+constexpr u32 WEIGHT_AT = TOKEN_AT + 512 * 4;
+
+FN u32 expert_of(u32 slot) { return load_shared(shared_base() + EXPERT_AT + 4 * slot); }
+FN u32 first_of(u32 slot) { return load_shared(shared_base() + FIRST_AT + 4 * slot); }
+FN u32 token_of(u32 pair) { return load_shared(shared_base() + TOKEN_AT + 4 * pair); }
+FN u32 pairs_of(u32 slot) { return first_of(slot + 1) - first_of(slot); }
+
+// The lists are short and every block needs them: all at once, before anybody knows how long they are.
+FN void load_lists(const Arguments& a) {
+    u32 base = shared_base(), i = thread_index();
+    if (i < a.tokens) store_shared_f32(base + RSTD_AT + 4 * i, load_global_f32(a.rstd + i));
+    if (i < a.slots) store_shared(base + EXPERT_AT + 4 * i, load_global(a.slot_expert + i));
+    if (i < a.pairs) store_shared(base + TOKEN_AT + 4 * i, load_global(a.pair_token + i));
+    if (i < a.pairs) store_shared_f32(base + WEIGHT_AT + 4 * i, load_global_f32(a.pair_weight + i));
+    if (i <= a.slots) store_shared(base + FIRST_AT + 4 * i, load_global(a.slot_first + i));
+}
+
+FN u32 x_stages(u32 slot) { return pairs_of(slot) > X_TOKENS ? 2 : 1; }
+
+// Item: a row tile of a slot, slot * TILES + tile.
+struct Team {
+    const Arguments& a;
+    Stages ring;
+    u32 fetch, end, x_left;  // fetch: the item that the ring's next stage is for; x_left: stages of x before it
+    u32 buffer;
+
+    __device__ __forceinline__ u32 warp() const { return forget(warp_index()); }
+    __device__ __forceinline__ u32 number() const { return TEAMS == 1 ? 0 : warp() / SLICES; }
+    __device__ __forceinline__ u32 slice() const { return TEAMS == 1 ? warp() : warp() % SLICES; }
+    __device__ __forceinline__ u32 quad() const { return slice() / 4; }  // which four slices of K its group has
+
+    __device__ __forceinline__ void fill(u32 stage) const {
+        u32 slot = fetch / TILES, barrier = ring.barrier(stage);
+        if (!x_left) {
+            u64 record = ((u64)expert_of(slot) * TILES + fetch % TILES) * SLICES + 4 * quad();
+            barrier_expect(barrier, STAGE);
+            copy_bulk(stage, a.weights + record * RECORD, STAGE, barrier, read_once());
+            return;
+        }
+        u32 skip = (x_stages(slot) - x_left) * X_TOKENS, first = first_of(slot) + skip;
+        u32 n = smaller(pairs_of(slot) - skip, X_TOKENS);
+        u32 from = quad() * X_INPUTS, bytes = 2 * smaller(X_INPUTS, X - from);
+        barrier_expect(barrier, n * bytes);
+        for (u32 i = 0; i < n; i++)
+            copy_bulk(stage + i * 2 * X_INPUTS, a.x + 2 * ((u64)token_of(first + i) * X + from), bytes, barrier);
+    }
+    __device__ __forceinline__ void filled() {
+        if (x_left)
+            x_left--;
+        else if (++fetch < end && fetch % TILES == 0)
+            x_left = x_stages(fetch / TILES);
+    }
+    __device__ __forceinline__ void fill_all() {
+        for (u32 stage = ring.stage; stage <= ring.last && fetch < end; stage += Stages::STRIDE) {
+            if (thread_index() % 128 == 0) fill(stage);
+            filled();
+        }
+    }
+    // The warp has read its part of the current stage.
+    __device__ __forceinline__ void release() {
+        sync_warp();
+        if (fetch < end) {
+            if (lane_index() == 0 && ring.is_last(ring.stage)) fill(ring.stage);
+            filled();
+        }
+        ring.next();
+    }
+    template <u32 TOKENS>
+    __device__ __forceinline__ void load_x(Fragments<GROUPS>& f, u32 first, u32 n) {
+        u32 lane = forget(lane_index()), t = lane & 3, mine = (lane >> 2) % TOKENS, place = (lane >> 2) / TOKENS;
+        u32 k = slice() % 4 * SLICE + 8 * t;  // of the inputs of a stage
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; i++) f.x[i][0] = f.x[i][1] = f.x[i][2] = f.x[i][3] = 0;
+#pragma unroll
+        for (u32 part = 0; part < (TOKENS + X_TOKENS - 1) / X_TOKENS; part++) {
+            u32 row = ring.wait() + 2 * ((mine - part * X_TOKENS) * X_INPUTS + k);
+            bool here = mine < n && mine / X_TOKENS == part;
+#pragma unroll
+            for (u32 i = 0; i < GROUPS; i++) {
+                bool exists = SLICES * SLICE == X || quad() * X_INPUTS + slice() % 4 * SLICE + 32 * i < X;
+                if (here && exists && i % (8 / TOKENS) == place) {
+                    u32x4 v = load_shared_4(row + 64 * i);
+                    f.x[i][0] = v.x, f.x[i][1] = v.y, f.x[i][2] = v.z, f.x[i][3] = v.w;
+                }
+            }
+            release();
+        }
+        float rstd = mine < n ? load_shared_f32(shared_base() + RSTD_AT + 4 * token_of(first + mine)) : 0.f;
+#pragma unroll
+        for (u32 i = 0; i < GROUPS; i++)
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                float r = j % 2 ? rstd * 0.0625f : rstd;
+                f.x[i][j] = pack_f16(bf16_lo(f.x[i][j]) * r, bf16_hi(f.x[i][j]) * r);
+            }
+        correct(f);
+    }
+    // `tiles` row tiles of a slot, from `tile` on; n <= TOKENS pairs from `first` on.
+    template <u32 TOKENS>
+    __device__ __forceinline__ void run(u32 first, u32 n, u32 tile, u32 tiles) {
+        constexpr u32 BATCH = TOKENS == 1 ? 4 : 8 / TOKENS;  // row tiles whose sums meet at once
+        constexpr u32 PART = 16 * TOKENS * 4;
+        static_assert(BATCH * PART <= SUMS, "a warp's sums fit");
+        Fragments<GROUPS> f;
+        load_x<TOKENS>(f, first, n);
+        for (u32 stop = tile + tiles; tile < stop; tile += BATCH) {
+            u32 batch = smaller(stop - tile, BATCH);
+            for (u32 i = 0; i < batch; i++) {
+                float acc[4] = {};
+                multiply_record<GROUPS, TOKENS>(ring.wait() + slice() % 4 * RECORD, f, acc);
+                release();
+                fold<TOKENS>(acc);
+                u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3, at = sums(warp()) + i * PART;
+                if (TOKENS == 1 && t == 0) {
+                    store_shared_f32(at + 4 * g, acc[0]), store_shared_f32(at + 4 * (g + 8), acc[2]);
+                } else if (2 * t < TOKENS) {
+                    store_shared_2(at + 4 * (g * TOKENS + 2 * t), {as_u32(acc[0]), as_u32(acc[1])});
+                    store_shared_2(at + 4 * ((g + 8) * TOKENS + 2 * t), {as_u32(acc[2]), as_u32(acc[3])});
+                }
+            }
+            sync_threads(1 + number(), TEAM_THREADS);
+            finish<TOKENS>(first, n, tile, batch);
+            buffer ^= 1;
+        }
+    }
+    template <u32 TOKENS>
+    __device__ __forceinline__ void finish(u32 first, u32 n, u32 tile, u32 tiles) {
+        for (u32 o = thread_index() % TEAM_THREADS; o < tiles * 8 * TOKENS; o += TEAM_THREADS) {
+            u32 part = o / (8 * TOKENS), row = o / TOKENS % 8, mine = o % TOKENS;
+            u32 at = sums(number() * SLICES) + 4 * (part * 16 * TOKENS + row * TOKENS + mine);
+            float gate = 0, up = 0;
+#pragma unroll
+            for (u32 s = 0; s < SLICES; s++) {
+                gate += load_shared_f32(at + s * 2 * SUMS);
+                up += load_shared_f32(at + s * 2 * SUMS + 4 * 8 * TOKENS);
+            }
+            if (mine >= n) continue;
+            float weight = load_shared_f32(shared_base() + WEIGHT_AT + 4 * (first + mine));
+            float h = silu(gate) * up * (row & 2 ? weight * 0.0625f : weight);
+            u64 place = (u64)(first + mine) * (8 * TILES) + (tile + part) * 8 + row;
+            store_global_u16(a.h + 2 * place, (u16)pack_f16(h, 0.f));
+        }
+    }
+    __device__ __forceinline__ u32 sums(u32 w) const { return shared_base() + SUM_AT + (2 * w + buffer) * SUMS; }
+};
+
+KERNEL(experts_up, Arguments) {
+    u32 warp = warp_index();
+    Stages ring(shared_base(), warp / 4);
+    if (thread_index() % 128 == 0) ring.make();
+    // Only here may the next grid begin: whatever it reads before its own wait, the choice of experts, is then complete.
+    wait_for_previous_grid();
+    let_next_grid_start();
+    load_lists(a);
+    u32 items = load_global(a.count) * TILES;
+    sync_block();
+
+    u32 worker = block_index() * TEAMS + warp / SLICES, workers = grid_size() * TEAMS;
+    u32 item = items * worker / workers, end = items * (worker + 1) / workers;
+    Team team = {a, ring, item, end, item < end ? x_stages(item / TILES) : 0, 0};
+    team.fill_all();
+    while (item < end) {
+        u32 slot = item / TILES, tile = item % TILES, tiles = smaller(end - item, TILES - tile);
+        u32 first = first_of(slot), n = pairs_of(slot);
+        if (n == 1)
+            team.run<1>(first, n, tile, tiles);
+        else if (n <= 4)
+            team.run<4>(first, n, tile, tiles);
+        else
+            team.run<8>(first, n, tile, tiles);
+        item += tiles;
+    }
+}

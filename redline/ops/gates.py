@@ -1,0 +1,106 @@
+"""The router's logits and the shared expert's hidden row for T <= 8 tokens.     D hidden, E experts, I width.
+
+One weight and so one stream, made by `gates_weight`: [router E rows, padded to 16 | tiles of 8 gate and 8 up rows].
+Without a router (E = 0) it is the first half of a dense MLP.
+"""
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.ops import dense
+from redline.ops.cuda.kernel import address
+from redline.ops.op import Case, Cost, Op
+from redline.ops.tiled import PAD_K, TILE_N, Tiled, padded
+
+HALF = TILE_N // 2
+Arguments = dense.arguments("Gates", "logits h rstd")
+
+
+def gates_weight(router: Tensor | None, gate_up: Tensor) -> Tiled:
+    """router bf16 [E, D] or None, gate_up bf16 [2 I, D] (gate first), I divisible by 8."""
+    width = gate_up.shape[0] // 2
+    assert width % HALF == 0, f"tiles have 8 gates and 8 ups, got a width of {width}"
+    mixed = gate_up.unflatten(0, (2, -1, HALF)).transpose(0, 1).flatten(0, 2)
+    if router is None:
+        return Tiled.prepare(mixed)
+    filling = padded(router.shape[0], TILE_N) - router.shape[0]
+    return Tiled.prepare(torch.cat([F.pad(router, (0, 0, 0, filling)), mixed]))
+
+
+def gates_parts(w: Tiled, experts: int) -> tuple[Tensor, Tensor]:
+    """(router [E, D], gate_up [2 I, D]) bf16: what `gates_weight` was given, bit for bit."""
+    router, mixed = w.dense().tensor_split([padded(experts, TILE_N)])
+    return router[:experts], mixed.unflatten(0, (-1, 2, HALF)).transpose(0, 1).flatten(0, 2)
+
+
+def reference(
+    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x bf16 [T, D padded], squares float32 [parts, 8]; w of `gates_weight`, E experts, I width.
+
+    -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [8], zero where no token is)
+    """
+    tokens, (router, gate_up) = x.shape[0], gates_parts(w, experts)
+    rstd = dense.rstd_of(squares, tokens, w.inputs, eps)
+    x = x[:, : w.inputs].float()
+    gate, up = (x @ gate_up.float().T * rstd).split([width, width], -1)
+    h = dense.pad_columns((F.silu(gate) * up).to(torch.bfloat16))
+    return x @ router.float().T * rstd, h, F.pad(rstd[:, 0], (0, dense.MOST_TOKENS - tokens))
+
+
+def cuda(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, width_padded = x.shape[0], padded(width, PAD_K)
+    kernel, blocks = dense.kernel_of("GATES", w, tokens, EXPERTS=experts, WIDTH=width, WIDTH_PADDED=width_padded)
+    logits = torch.empty(tokens, experts, device=x.device)
+    h = torch.empty(tokens, width_padded, dtype=torch.bfloat16, device=x.device)
+    rstd = torch.empty(dense.MOST_TOKENS, device=x.device)
+    given: ctypes.Structure = Arguments(
+        *(address(w.data), address(x), address(squares), address(logits), address(h), address(rstd)),
+        *(tokens, squares.shape[0], eps),
+    )
+    kernel.launch(given, blocks)
+    return logits, h, rstd
+
+
+def fits(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float) -> bool:
+    return dense.fits(x, w) and squares.shape[0] <= dense.MOST_PARTS
+
+
+def cost(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float) -> Cost:
+    tokens = x.shape[0]
+    return dense.cost_of(w, tokens, x, squares) + Cost(tokens * (4 * experts + 2 * width))
+
+
+def cases() -> Iterator[Case]:
+    def make(tokens: int, d: int, experts: int, width: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tiled, int, int, float]:
+            def weight(rows: int) -> Tensor:
+                return (torch.randn(rows, d, generator=g) * d**-0.5).to(torch.bfloat16)
+
+            x, squares = dense.random_x(g, tokens, d)
+            return (
+                x,
+                squares,
+                gates_weight(weight(experts) if experts else None, weight(2 * width)),
+                experts,
+                width,
+                1e-5,
+            )
+
+        return inputs
+
+    yield Case("T=1 nano", make(1, 320, 16, 128))
+    yield Case("T=8 nano", make(8, 320, 16, 128))
+    for tokens in (1, 3, 8):
+        yield Case(f"T={tokens} Kimi", make(tokens, 7168, 384, 2048), small=False)
+    yield Case("T=2 nano, dense", make(2, 320, 0, 768))
+    yield Case("T=3 odd sizes", make(3, 150, 21, 40))
+    yield Case("T=8 Kimi's width", make(8, 7168, 20, 16))
+    yield Case("T=8 Kimi, dense", make(8, 7168, 0, 18432), small=False)
+
+
+gates = Op("gates", reference, None, cost, cases, rtol=1e-4, cuda=cuda, cuda_fits=fits)

@@ -1,0 +1,146 @@
+"""INT4 experts of many tokens, with the codes unpacked where they are multiplied.      T tokens, D hidden, K chosen.
+
+y = sum over k of weight[k] * expert[ids[k]](x), as in `moe`; what a prompt's chunk calls, on a Hopper GPU. Only the
+device knows how the tokens spread: no size here depends on it, so a step can be captured.
+"""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.formats import quantize_int4
+from redline.ops.op import Case, Cost, Op
+from redline.ops.records import Records
+from redline.ops.sort_pairs import WIDEST, most_rows, most_tiles, sort_pairs
+
+_ITEMS = 3
+_STAGES: dict[str, tuple[int, int]] = {"up": (2, 5), "down": (2, 6)}  # of weights, of columns: all that fits
+_COLUMN_BYTES = 128  # of a step
+_GATHER_PARTS = 4  # blocks that share a tile
+
+
+def _reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> Tensor:
+    """x bf16 [T, D or padded with anything], ids int32, weights float32 -> float32 [T, D]"""
+    x_TD = x_TD[:, : up.inputs].float()
+    y_TD = torch.zeros_like(x_TD)
+    for expert in ids_TK.unique().tolist():
+        rows, choice = torch.where(ids_TK == expert)
+        gate, upper = (x_TD[rows] @ up.expert(expert).dequantize().T).chunk(2, -1)
+        part = (F.silu(gate) * upper) @ down.expert(expert).dequantize().T
+        y_TD = y_TD.index_add(0, rows, part * weights_TK[rows, choice, None])
+    return y_TD
+
+
+_Gather = structure("Gather", "x columns_out columns tiles", "x_stride parts")
+_Multiply = structure("Multiply", "weights columns_in out columns tiles")
+_Combine = structure("Combine", "y out", "tokens")
+_kernels: dict[tuple[object, ...], Kernel] = {}
+
+
+def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records, chosen: int) -> Kernel:
+    sizes = {
+        "PART": "GATHER" if part == "gather" else "COMBINE",
+        "INPUTS": up.inputs,
+        "PADDED_INPUTS": up.form.slices * up.form.inputs,
+        "PADDED_OUTPUTS": down.form.tiles * 16,
+        "CHOSEN": chosen,
+    }
+    key = tuple(sizes.values())
+    if key not in _kernels:
+        _kernels[key] = Kernel("grouped.cu", part, sizes, 0, 512 if part == "gather" else 256)
+    return _kernels[key]
+
+
+def _product_kernel(records: Records) -> Kernel:
+    form, (weight_stages, column_stages) = records.form, _STAGES[records.use]
+    sizes = {
+        "PART": records.use.upper(),
+        "RECORD_INPUTS": form.inputs,
+        "SLICES": form.slices,
+        "ROW_TILES": form.tiles,
+        "COPIED_TILES": 1 if records.use == "up" else 4,
+        "WEIGHT_STAGES": weight_stages,
+        "COLUMN_STAGES": column_stages,
+        "WIDEST": WIDEST,
+    }
+    key = tuple(sizes.values())
+    if key not in _kernels:
+        tiles = column_stages + (records.use == "up")
+        shared = 1024 + tiles * WIDEST * _COLUMN_BYTES + weight_stages * 8 * form.record_bytes
+        shared += _ITEMS * (8 * WIDEST + 16) + 16 * (weight_stages + column_stages + _ITEMS)
+        _kernels[key] = Kernel("grouped.cu", "multiply_experts", sizes, shared, 384)
+    return _kernels[key]
+
+
+def _cuda(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> Tensor:
+    (tokens, chosen), device, experts = ids_TK.shape, x_TD.device, up.experts
+    out = torch.empty(tokens, up.inputs, dtype=torch.float32, device=device)
+    pairs = tokens * chosen
+    columns, tiles = sort_pairs(ids_TK, weights_TK, experts)
+    rows, most = most_rows(pairs, experts), most_tiles(pairs, experts)
+
+    def room(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+
+    x_bytes, y_bytes = rows * up.form.slices * up.form.inputs * 2, pairs * down.form.tiles * 32
+    columns_of_x = y = room(max(x_bytes, y_bytes))  # x is no longer read when y is made
+    columns_of_h = room(rows * down.form.slices * down.form.inputs * 2)
+    gather = _Gather(
+        *(address(x_TD), address(columns_of_x), address(columns), address(tiles), x_TD.shape[1], _GATHER_PARTS)
+    )
+    blocks = _blocks(device) if pairs else 0
+    _rows_kernel("gather", up, down, chosen).launch(gather, most, _GATHER_PARTS)
+    for records, given, made in ((up, columns_of_x, columns_of_h), (down, columns_of_h, y)):
+        multiply = _Multiply(*(address(part) for part in (records.data, given, made, columns, tiles)))
+        _product_kernel(records).launch(multiply, blocks)
+    combine = _rows_kernel("combine", up, down, chosen)
+    combine.launch(_Combine(address(y), address(out), tokens), -(-tokens * up.inputs // 8 // combine.threads))
+    return out
+
+
+def _blocks(device: torch.device) -> int:
+    """Under emulation blocks run one by one, and the first takes all the work: the second finds none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _cuda_fits(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> bool:
+    right = x_TD.dtype == torch.bfloat16 and ids_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
+    return right and x_TD.shape[1] % 8 == 0 and up.inputs % 32 == 0 and up.experts < 512
+
+
+def _cost(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> Cost:
+    """Bytes of the experts that are really chosen, once each."""
+    chosen, pairs = ids_TK.unique().numel(), ids_TK.numel()
+    read = (up.nbytes + down.nbytes) // up.experts * chosen
+    return Cost(read + 3 * x_TD.nbytes + 8 * pairs, 2 * pairs * down.inputs * up.inputs * 3)
+
+
+def _cases() -> Iterator[Case]:
+    def make(tokens: int, d: int, i: int, e: int, k: int, favour: float = 0.0):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Records, Records]:
+            def weight(*shape: int) -> Tensor:
+                return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
+
+            x = torch.randn(tokens, d, generator=g).to(torch.bfloat16)
+            scores = torch.rand(tokens, e, generator=g)
+            scores[:, 0] += favour
+            ids = scores.topk(k).indices.to(torch.int32)
+            up = Records.prepare("up", quantize_int4(weight(e, 2 * i, d)))
+            down = Records.prepare("down", quantize_int4(weight(e, d, i)))
+            return x, ids, torch.rand(tokens, k, generator=g), up, down
+
+        return inputs
+
+    yield Case("T=1 nano", make(1, 320, 128, 16, 4))
+    yield Case("T=40 nano", make(40, 320, 128, 16, 4))
+    yield Case("T=250 nano, most on one expert", make(250, 320, 128, 3, 1, 0.9))
+    yield Case("T=6 of Kimi's hidden size", make(6, 7168, 64, 3, 2))
+    yield Case("T=300 Kimi, 16 experts", make(300, 7168, 2048, 16, 8), small=False)
+    yield Case("T=2048 Kimi, 64 experts", make(2048, 7168, 2048, 64, 8), small=False)
+
+
+grouped_experts = Op("grouped_experts", _reference, None, _cost, _cases, rtol=1e-2, cuda=_cuda, cuda_fits=_cuda_fits)

@@ -1,0 +1,112 @@
+"""`redline bench decode --shape`: what is typed, said, refused and kept."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from redline.bench.local.depth import Depth
+from redline.cli import app, decode
+from redline.cli.decode import DepthConfig
+from redline.errors import ConfigError
+
+REDLINE = Path(sys.executable).with_name("redline")
+SMALL = ["bench", "decode", "--shape", "kimi-nano", "--layers", "4", "--context", "70", "--repeats", "3"]
+KEYS = """shape gpu ranks layers physical_layers experts rows tokens_per_row context kv_dtype routing ms p10_ms p90_ms
+    floor_ms expert_bytes bytes_per_s flops_per_s ops commit date versions"""
+
+
+@pytest.fixture(autouse=True)
+def _cpu(monkeypatch: pytest.MonkeyPatch):
+    """Whatever this machine has."""
+    monkeypatch.setattr(decode, "pick_device", lambda name: torch.device("cpu"))
+
+
+def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
+    result = tmp_path / "decode-cpu.json"
+    words = [*SMALL, "--alias", "3", "--batch", "1", "--batch", "2", "--tokens", "2", "--save", str(result)]
+    for times in (1, 2):
+        done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+        assert done.exit_code == 0, done.output
+        assert len(json.loads(result.read_bytes())) == 2 * times, "cases are added"
+    for said in ("4 layers on 3 in memory", "floor/time", "mla_decode", "sum of ops", "experts read", "routing model"):
+        assert said in done.output
+    assert "vLLM" not in done.output
+    records = json.loads(result.read_bytes())
+    assert set(records[0]) == set(KEYS.split())
+    assert [(r["layers"], r["physical_layers"], r["rows"], r["tokens_per_row"]) for r in records[:2]] == [
+        (4, 3, 1, 2),
+        (4, 3, 2, 2),
+    ]
+    for record in records:
+        assert record["floor_ms"] > 0
+        assert record["p10_ms"] <= record["ms"] <= record["p90_ms"]
+        assert all(set(op) == {"name", "us", "floor_us", "launches"} for op in record["ops"])
+        # two tokens and more choose at least what one does: 3 layers x 4 experts x 4.5 bits of 3 x 320 x 128
+        assert record["expert_bytes"] >= 3 * 4 * 69_120
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--shape kimi-k9", "shape is 'kimi-k9'; expected one of kimi-k2.6, kimi-nano"),
+        ("", "give a checkpoint's folder or --shape, one of the two"),
+        ("nowhere --shape kimi-nano", "one of the two"),
+        ("nowhere --kv-dtype fp8", "--kv-dtype is of a --shape"),
+        ("--shape kimi-nano --alias 9", "alias is 9; the step has 8 layers"),
+        ("--shape kimi-nano --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8"),
+        ("--shape kimi-k2.6 --context 64", "the step needs 594"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_1(words: str, says: str):
+    typed = [REDLINE, "bench", "decode", *words.split()]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(typed, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_what_does_not_fit_is_said_with_its_arithmetic():
+    done = CliRunner().invoke(app, ["bench", "decode", "--shape", "kimi-k2.6"])
+    assert isinstance(done.exception, ConfigError)
+    assert "--alias" in str(done.exception)
+    assert "384 experts x 24.8 MB = 9.81 GB" in done.output
+
+
+def overlap_on_a_gpu(**asked: object) -> float | None:
+    """Of the only case that is asked for."""
+    case: Depth
+    (case,) = decode.cases(DepthConfig(shape="kimi-k2.6", **asked), forced=True)  # type: ignore[arg-type]
+    return case.overlap
+
+
+def test_routing_is_uniform_unless_it_is_asked_to_overlap():
+    assert overlap_on_a_gpu() == 0.0
+    assert overlap_on_a_gpu(routing="uniform") == 0.0
+    assert overlap_on_a_gpu(routing="correlated") == 0.4
+    assert overlap_on_a_gpu(routing="correlated", overlap=0.7) == 0.7
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"routing": "random"}, "routing is 'random'; expected uniform or correlated"),
+        ({"routing": "uniform", "overlap": 0.3}, "overlap is of --routing correlated"),
+        ({"overlap": 0.3}, "overlap is of --routing correlated"),
+    ],
+)
+def test_routing_that_is_none_is_refused(asked: dict[str, object], says: str):
+    with pytest.raises(ConfigError, match=says):
+        overlap_on_a_gpu(**asked)
+
+
+def test_where_the_model_routes_nobody_else_does():
+    with pytest.raises(ConfigError, match="the model routes"):
+        decode.cases(DepthConfig(shape="kimi-nano", routing="uniform"), forced=False)

@@ -1,0 +1,115 @@
+"""Laws 2, 3, 4, 7 and 9 on a GPU, over nano as it is shipped. Run by hand:
+
+python -m pytest -m gpu tests/laws/test_laws_on_a_gpu.py
+
+"=" means equal tokens of greedy answers, but where the CPU's two likeliest tokens are closer than rounding can part.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from redline.bench.local.prompts import read_sets
+from redline.chat.hashing import make_job
+from redline.chat.lines import conversation
+from redline.chat.template import encode
+from redline.wire.job import Job, JobId, Sampling
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine, LocalEngine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+NANO = Path(__file__).parents[2] / "models" / "kimi-nano"
+DRAFTER = NANO.parent / "kimi-nano-eagle3"
+TOLERANCE = 0.25  # of logits: bf16 through eight layers
+COUNT = 24
+
+Answers = list[tuple[int, ...]]
+
+
+@contextlib.contextmanager
+def opened(device: str = "cuda", **config: object) -> Iterator[LocalEngine]:
+    with Engine.open(NANO, EngineConfig(max_model_len=8192, kv_memory=1 << 28, device=device, **config)) as engine:
+        yield engine
+        engine.engine.planner.check()  # law 9
+
+
+def prompts() -> list[tuple[int, ...]]:
+    with opened("cpu") as engine:
+        asked = [prompt for members in read_sets(NANO / "eval").values() for prompt in members]
+        return [
+            tuple(encode(conversation(one), engine.tokenizer, engine.style)) for one in asked[:: len(asked) // COUNT]
+        ]
+
+
+def answer(engine: LocalEngine, asked: Sequence[Sequence[int]], together: bool = True) -> Answers:
+    sampling = Sampling(max_tokens=200, temperature=0, stop_ids=engine.tokenizer.stop_ids)
+    jobs = [make_job(JobId(f"{i}"), tuple(tokens), sampling, engine.fingerprint) for i, tokens in enumerate(asked)]
+    groups: list[list[Job]] = [jobs] if together else [[job] for job in jobs]
+    given: Answers = []
+    for group in groups:
+        deltas = engine.generate(group)
+        for job in group:
+            assert all(delta.error is None for delta in deltas[job.id]), deltas[job.id][-1].error
+            given.append(tuple(token for delta in deltas[job.id] for token in delta.tokens))
+    return given
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[tuple[int, ...]]:
+    return prompts()
+
+
+@pytest.fixture(scope="module")
+def plain(asked: list[tuple[int, ...]]) -> Answers:
+    with opened() as engine:
+        given = answer(engine, asked)
+        assert engine.engine.runner.replays > 0, f"no step was replayed; led: {engine.engine.runner.led}"
+        return given
+
+
+def same(asked: Sequence[tuple[int, ...]], ours: Answers, theirs: Answers) -> None:
+    """But for ties."""
+    apart = [
+        (tokens, b, next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))))
+        for tokens, a, b in zip(asked, ours, theirs, strict=True)
+        if a != b
+    ]
+    with opened("cpu") as engine:
+        sampling = Sampling(max_tokens=1, temperature=0, logprobs=2)
+        for tokens, b, place in apart:
+            job = make_job(JobId("gap"), (*tokens, *b[:place]), sampling, engine.fingerprint)
+            (one,) = [x for delta in engine.generate([job])[job.id] for x in delta.logprobs]
+            gap = one.top[0][1] - one.top[1][1]
+            assert gap < TOLERANCE, f"answers part at {place}, where the two likeliest tokens are {gap:.3f} apart"
+    assert len(apart) <= len(asked) // 4, f"{len(apart)} of {len(asked)} answers part"
+
+
+def test_the_gpu_answers_as_the_cpu(asked: list[tuple[int, ...]], plain: Answers):
+    with opened("cpu") as engine:
+        same(asked, plain, answer(engine, asked))
+
+
+def test_law_2_chunks_change_nothing(asked: list[tuple[int, ...]], plain: Answers):
+    with opened(step_tokens=64) as engine:
+        same(asked, answer(engine, asked), plain)
+
+
+def test_law_3_the_cache_changes_nothing(asked: list[tuple[int, ...]], plain: Answers):
+    with opened() as engine:
+        answer(engine, asked)
+        same(asked, answer(engine, asked), plain)
+
+
+@pytest.mark.parametrize("draft", ["suffix", str(DRAFTER)])
+def test_law_4_drafts_change_nothing(asked: list[tuple[int, ...]], plain: Answers, draft: str):
+    with opened(draft=draft, draft_adaptive=False) as engine:
+        same(asked, answer(engine, asked), plain)
+
+
+def test_law_7_company_does_not_matter(asked: list[tuple[int, ...]], plain: Answers):
+    with opened() as engine:
+        same(asked[:8], answer(engine, asked[:8], together=False), plain[:8])

@@ -1,0 +1,105 @@
+"""K2 as a GPU runs it, against K2 as the references say it; where there is no GPU, its kernels are emulated."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from redline.model import gpu, k2
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
+from redline.model.k2 import K2, Chunk, Inputs
+from redline.model.shapes import KIMI_NANO
+from redline.model.write import random_checkpoint
+from redline.ops.cuda.kernel import emulation
+from tests.tiny_model import CPU
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGES = 8
+
+
+def small() -> K2Config:
+    from dataclasses import replace
+
+    return replace(KIMI_NANO, num_hidden_layers=2, n_routed_experts=8, vocab_size=256)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[K2, K2]:
+    folder: Path = tmp_path_factory.mktemp("nano")
+    random_checkpoint(folder, small())
+    checkpoint = Checkpoint.open(folder)
+    return gpu.load(checkpoint, DEVICE), k2.load(checkpoint, CPU)
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    with contextlib.nullcontext() if DEVICE.type == "cuda" else emulation(), torch.inference_mode():
+        yield
+
+
+def inputs(model: K2, chunks: tuple[Chunk, ...], contexts: tuple[int, ...], slots: tuple[int, ...]) -> Inputs:
+    """Chunks, then queries whose tokens are the last of `contexts` of their slots."""
+    g = torch.Generator().manual_seed(5)
+    positions = [(c.slot, c.start + i) for c in chunks for i in range(c.count)]
+    first = len(positions)
+    positions += [(slot, context - 1) for slot, context in zip(slots, contexts, strict=True)]
+    tables = torch.arange(PAGES, dtype=torch.int32).view(4, 2)
+    at = torch.tensor([position for _, position in positions])
+    cos, sin = model.angles(at.to(model.device))
+    rows = [int(tables[slot, p // 64]) * 64 + p % 64 for slot, p in positions]
+    ints = {"dtype": torch.int32, "device": model.device}
+    return Inputs(
+        ids_T=torch.randint(model.config.vocab_size, (len(positions),), generator=g).to(model.device),
+        cos_T=cos,
+        sin_T=sin,
+        rows_T=torch.tensor(rows, device=model.device),
+        chunks=chunks,
+        tokens_Q=torch.arange(first, len(positions), **ints),
+        slots_Q=torch.tensor(slots, **ints),
+        lengths_Q=torch.tensor(contexts, **ints),
+        tables=tables.to(model.device),
+    )
+
+
+def planes(model: K2, dtype: torch.dtype) -> Tensor:
+    g = torch.Generator().manual_seed(9)
+    sizes = model.config.num_hidden_layers, PAGES, 64, model.config.kv_width
+    return (torch.randn(sizes, generator=g) * 0.5).to(torch.bfloat16).to(dtype).to(model.device)
+
+
+STEPS = {
+    "one token": ((), (70,), (2,)),
+    "verified drafts of one row": ((), (60, 61, 62), (1, 1, 1)),
+    "nine rows": ((), (5, 64, 65, 128, 1, 2, 3, 100, 90), (0, 1, 2, 3, 0, 1, 2, 3, 0)),
+    "a chunk and rows": ((Chunk(0, 20, 0, 0),), (64, 70), (1, 2)),
+    "a later chunk": ((Chunk(0, 9, 64, 3), Chunk(9, 3, 0, 1)), (), ()),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_gpus_model_is_the_model(models: tuple[K2, K2], step: str):
+    chunks, contexts, slots = STEPS[step]
+    ours, theirs = models
+    if DEVICE.type == "cpu" and step == "nine rows":
+        contexts, slots = contexts[:9], slots[:9]
+    kept = planes(ours, torch.bfloat16), planes(theirs, torch.float32)
+    with kernels():
+        hidden, features = ours.forward(inputs(ours, chunks, contexts, slots), kept[0], (0, 1, 2))
+        logits = ours.logits(hidden)
+    with torch.inference_mode():
+        wanted, wanted_features = theirs.forward(inputs(theirs, chunks, contexts, slots), kept[1], (0, 1, 2))
+        wanted_logits = theirs.logits(wanted)
+    assert features is not None
+    assert wanted_features is not None
+    for name, a, b in (
+        ("features", features, wanted_features),
+        ("hidden", hidden, wanted),
+        ("logits", logits, wanted_logits),
+        ("pages", kept[0], kept[1]),
+    ):
+        error = (a.cpu().float() - b.float()).norm() / b.float().norm()
+        assert error < 2e-2, f"{name}: {error:.1e}"

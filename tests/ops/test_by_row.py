@@ -1,0 +1,26 @@
+"""The row ops by Triton, against their references: in its interpreter where there is no GPU."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
+from redline.ops.op import Case, Op
+
+OPS: tuple[Op[Any, Any], ...] = (norm_rows, split_a, rotate_heads, swiglu)
+CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in OPS for case in op.cases() if case.small]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="law 1 on a GPU has the same cases")
+@pytest.mark.parametrize(("op", "case"), CASES)
+def test_triton_is_the_reference(op: Op[Any, Any], case: Case):
+    assert op.cuda is not None
+    args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
+    ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
+    got, want = op.cuda(*ours), op.reference(*theirs)
+    tensors = [x for x in (got if isinstance(got, tuple) else (got,)) + ours if isinstance(x, torch.Tensor)]
+    wanted = [x for x in (want if isinstance(want, tuple) else (want,)) + theirs if isinstance(x, torch.Tensor)]
+    for a, b in zip(tensors, wanted, strict=True):
+        assert (a.double() - b.double()).norm() <= 5e-3 * b.double().norm()

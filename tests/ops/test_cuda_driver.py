@@ -1,0 +1,75 @@
+"""Where the CUDA kernels do not run, one line says why, and the references do."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from redline.model.load import why_not
+from redline.model.shapes import KIMI_NANO
+from redline.ops.cuda import driver, kernel
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def chip(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """A machine whose GPU is what a test says."""
+    kept = driver.why_not
+    kept.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    yield monkeypatch
+    kept.cache_clear()
+
+
+def test_without_a_gpu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch):
+    driver.why_not.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert kernel.why_not() == "torch sees no GPU"
+    assert not kernel.has_kernels(CUDA)
+    driver.why_not.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0), (12, 0)])
+def test_a_chip_that_the_kernels_do_not_know_takes_the_references(
+    chip: pytest.MonkeyPatch, capability: tuple[int, int]
+):
+    chip.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    reason = kernel.why_not()
+    assert reason is not None
+    assert f"NVIDIA A100 has compute capability {capability[0]}.{capability[1]}" in reason
+    assert why_not(KIMI_NANO, CUDA) == reason
+
+
+def test_a_compiler_that_is_not_there_is_named(chip: pytest.MonkeyPatch):
+    def missing() -> None:
+        raise OSError("libnvrtc.so.13 is nowhere")
+
+    chip.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    chip.setattr(driver, "_nvrtc", missing)
+    assert kernel.why_not() == "a CUDA library cannot be loaded (libnvrtc.so.13 is nowhere)"
+
+
+def test_a_cpu_does_not_take_the_gpus_model(chip: pytest.MonkeyPatch):
+    chip.setattr(driver, "why_not", lambda: None)
+    assert why_not(KIMI_NANO, torch.device("cpu")) == "not a GPU"
+    assert why_not(KIMI_NANO, CUDA) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"quantization": None}, "read INT4 experts"),
+        ({"kv_lora_rank": 96}, "latents of"),
+        ({"qk_rope_head_dim": 32}, "keys"),
+    ],
+)
+def test_a_checkpoint_that_the_kernels_do_not_read_takes_the_references(
+    chip: pytest.MonkeyPatch, changes: dict[str, Any], said: str
+):
+    chip.setattr(driver, "why_not", lambda: None)
+    assert said in str(why_not(replace(KIMI_NANO, **changes), CUDA))

@@ -1,0 +1,149 @@
+"""The expert kernels of a decode step, run on the CPU thread by thread: routing, gate and up, down."""
+
+import dataclasses
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from redline.ops import native
+from redline.ops.choose_experts import Pairs, choose_experts, list_pairs
+from redline.ops.cuda.kernel import emulation
+from redline.ops.experts_down import experts_down
+from redline.ops.experts_up import decode_h, encode_h, experts_up, random_x
+from redline.ops.moe import Routed, moe
+from redline.ops.op import Case
+from redline.ops.records import Records, Slabs, random_int4
+
+pytestmark = [
+    pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler"),
+    pytest.mark.usefixtures("poison"),
+]
+
+
+def emulated(op: Any, *args: Any) -> Any:
+    with emulation():
+        assert op.cuda_fits(*args)
+        return op.cuda(*args)
+
+
+def same_lists(got: Pairs, want: Pairs) -> None:
+    for field in dataclasses.fields(Pairs):
+        a, b = getattr(got, field.name), getattr(want, field.name)
+        same = torch.allclose(a, b, rtol=1e-6, atol=1e-6) if a.is_floating_point() else torch.equal(a, b)
+        assert same, field.name
+
+
+@pytest.mark.parametrize("case", list(choose_experts.cases()), ids=lambda case: case.name)
+def test_the_lists_name_every_choice_once(case: Case) -> None:
+    args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
+    same_lists(emulated(choose_experts, *args), choose_experts.reference(*args))
+
+
+def test_equal_scores_go_to_the_lower_expert() -> None:
+    logits = torch.zeros(3, 70)
+    logits[1, 40:] = 1.0
+    pairs = emulated(choose_experts, logits, None, 4, False, 1.0)
+    assert pairs.ids.tolist() == [[0, 1, 2, 3], [40, 41, 42, 43], [0, 1, 2, 3]]
+    same_lists(pairs, choose_experts.reference(logits, None, 4, False, 1.0))
+
+
+def near(got: Tensor, want: Tensor, tolerance: float = 3e-3) -> None:
+    assert torch.isfinite(got).all()
+    error = (got.float() - want.float()).abs().max() / want.float().abs().max()
+    assert error < tolerance, f"off by {error:.1e} of the largest"
+
+
+@pytest.mark.parametrize("case", [case for case in experts_up.cases() if case.small], ids=lambda case: case.name)
+def test_the_first_half_of_the_experts_is_its_reference(case: Case) -> None:
+    args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
+    width = args[2].outputs // 2
+    near(decode_h(emulated(experts_up, *args), width), decode_h(experts_up.reference(*args), width))
+
+
+@pytest.mark.parametrize("case", [case for case in experts_down.cases() if case.small], ids=lambda case: case.name)
+def test_the_second_half_of_the_experts_is_its_reference(case: Case) -> None:
+    args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
+    got, want = emulated(experts_down, *args), experts_down.reference(*args)
+    near(got[0] - args[5], want[0] - args[5])
+    near(got[1], want[1], 8e-3)  # bf16
+    near(got[2], want[2])
+
+
+def crowded(g: torch.Generator) -> Pairs:
+    """Nine tokens: expert 0 is chosen by two of them, 1 by three, 2 by five, 4 by eight and 3 by all."""
+    takers = [0] * 2 + [1] * 3 + [2] * 5 + [4] * 8
+    ids = torch.tensor([[3, takers[token], takers[token + 9]] for token in range(9)], dtype=torch.int32)
+    return list_pairs(ids, torch.rand(9, 3, generator=g), 5)
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(320, 128), (7168, 64)])
+def test_an_expert_serves_any_number_of_tokens(hidden: int, width: int) -> None:
+    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    pairs, x, rstd = crowded(g), random_x(g, 9, hidden), torch.rand(9, generator=g) + 0.5
+    up = Records.prepare("up", random_int4(g, 5, 2 * width, hidden))
+    h = emulated(experts_up, x, rstd, up, pairs)
+    near(decode_h(h, width), decode_h(experts_up.reference(x, rstd, up, pairs), width))
+    assert torch.equal(h, emulated(experts_up, x, rstd, up, pairs)), "the order of threads shows"
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(320, 128), (128, 2048)])
+def test_a_token_sums_over_its_own_experts(hidden: int, width: int) -> None:
+    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    pairs, down = crowded(g), Records.prepare("down", random_int4(g, 5, hidden, width))
+    h = encode_h(torch.randn(len(pairs), width, generator=g), width)
+    args = h, pairs, down, None, None, torch.zeros(9, hidden), torch.ones(hidden)
+    got, want = emulated(experts_down, *args), experts_down.reference(*args)
+    for a, b in zip(got, want, strict=True):
+        near(a, b, 8e-3 if a.dtype == torch.bfloat16 else 1e-4)
+    assert all(torch.equal(a, b) for a, b in zip(got, emulated(experts_down, *args), strict=True))
+
+
+def test_company_that_shares_no_expert_changes_no_bit() -> None:
+    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    ids, shares = torch.randperm(12, generator=g).view(4, 3).to(torch.int32), torch.rand(4, 3, generator=g)
+    up = Records.prepare("up", random_int4(g, 12, 64, 256))
+    down = Records.prepare("down", random_int4(g, 12, 128, 2048))
+    shared_w = Slabs.prepare(torch.randn(128, 256, generator=g).to(torch.bfloat16))
+    x, rstd, residual = random_x(g, 4, 256), torch.rand(4, generator=g), torch.randn(4, 128, generator=g)
+    shared_h = torch.randn(4, 256, generator=g).to(torch.bfloat16)
+    wide = encode_h(torch.randn(12, 2048, generator=g), 2048)
+
+    def step(tokens: slice) -> tuple[Tensor, Tensor]:
+        pairs = list_pairs(ids[tokens], shares[tokens], 12)
+        h = emulated(experts_up, x[tokens], rstd[tokens].contiguous(), up, pairs)
+        mine = wide[pairs.slot_expert[: len(pairs)].long()]
+        result = emulated(
+            experts_down, mine, pairs, down, shared_h[tokens], shared_w, residual[tokens], torch.ones(128)
+        )
+        return h[pairs.token == pairs.token[0]] if len(pairs) == 3 else h[pairs.token == 2], result[0]
+
+    (alone_h, alone), (together_h, together) = step(slice(2, 3)), step(slice(0, 4))
+    assert torch.equal(alone_h, together_h)
+    assert torch.equal(alone[0], together[2])
+
+
+def test_route_up_and_down_are_a_mixture_of_experts() -> None:
+    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    logits, x = torch.randn(5, 16, generator=g), random_x(g, 5, 320)
+    int4 = random_int4(g, 16, 256, 320), random_int4(g, 16, 320, 128)
+    pairs = emulated(choose_experts, logits, torch.zeros(16), 4, True, 2.827, None)
+    h = emulated(experts_up, x, torch.ones(8), Records.prepare("up", int4[0]), pairs)
+    down = Records.prepare("down", int4[1])
+    residual, _, _ = emulated(experts_down, h, pairs, down, None, None, torch.zeros(5, 320), torch.ones(320))
+    routed = Routed(int4[0], int4[1], pairs.ids, pairs.weights)
+    near(residual, moe.reference(x[:, :320].float(), None, None, routed))
+
+
+@pytest.mark.parametrize(("use", "outputs", "inputs"), [("up", 2 * 40, 96), ("up", 256, 7168), ("down", 200, 2048)])
+def test_records_give_the_weight_back(use: Literal["up", "down"], outputs: int, inputs: int) -> None:
+    weight = random_int4(torch.Generator().manual_seed(torch.seed() % 2**31), 3, outputs, inputs)
+    back = Records.prepare(use, weight).int4()
+    assert torch.equal(back.packed, weight.packed)
+    assert torch.equal(back.scale, weight.scale)
+
+
+def test_slabs_give_the_weight_back() -> None:
+    weight = torch.randn(200, 320).to(torch.bfloat16)
+    assert torch.equal(Slabs.prepare(weight).dense(), weight)
