@@ -8,17 +8,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from redline.model.checkpoint import Checkpoint, Projection
-from redline.model.config import K2Config
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import Int4Experts, K2Config
 from redline.model.k2 import K2, Inputs, Reader
 from redline.ops.by_row import norm_rows
 from redline.ops.embed import embed
-from redline.ops.formats import Int4
 from redline.ops.gates import gates_weight
 from redline.ops.gpu_block import FEW, GpuBlock, GpuMla, GpuMoe, Stream, few, many
 from redline.ops.head import head
 from redline.ops.linear import product
-from redline.ops.records import Records, Slabs
+from redline.ops.records import Kind, Records, Slabs
 from redline.ops.tiled import PAD_K, Tiled
 
 
@@ -137,15 +136,11 @@ class _Reader(Reader):
     def gpu_moe(self, layer: int) -> GpuMoe:
         config = self._checkpoint.config
         hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        up = Records.empty("up", count, 2 * width, hidden, self._device)
-        down = Records.empty("down", count, hidden, width, self._device)
+        kind: Kind = "INT4" if isinstance(config.quantization, Int4Experts) else "BF16"
+        up = Records.empty("up", count, 2 * width, hidden, self._device, kind)
+        down = Records.empty("down", count, hidden, width, self._device, kind)
         for expert in range(count):
-            up.put(expert, self.int4(layer, expert, "gate", "up"))
-            down.put(expert, self.int4(layer, expert, "down"))
+            up.put(expert, self.expert(layer, expert, ("gate", "up")))
+            down.put(expert, self.expert(layer, expert, ("down",)))
         bias = self.vector(f"layers.{layer}.mlp.gate.e_score_correction_bias")
         return GpuMoe(bias, up, down, config.num_experts_per_tok, config.norm_topk_prob, config.routed_scaling_factor)
-
-    def int4(self, layer: int, expert: int, *projections: Projection) -> Int4:
-        weight = self.expert(layer, expert, projections)
-        assert isinstance(weight, Int4), "these kernels read INT4 experts"
-        return weight

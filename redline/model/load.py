@@ -4,7 +4,7 @@ import torch
 
 from redline.model import gpu, k2
 from redline.model.checkpoint import Checkpoint
-from redline.model.config import Int4Experts, K2Config
+from redline.model.config import K2Config
 from redline.ops.cuda import kernel
 
 
@@ -18,8 +18,6 @@ def why_not(config: K2Config, device: torch.device) -> str | None:
     """One line, where the GPU's kernels do not run this model on this device; None where they do."""
     if not kernel.has_kernels(device):
         return kernel.why_not() if device.type == "cuda" else "not a GPU"
-    if not isinstance(config.quantization, Int4Experts):
-        return "the GPU's kernels read INT4 experts, and this checkpoint's are others"
     if config.kv_lora_rank.bit_count() != 1 or config.kv_lora_rank > 512 or config.qk_rope_head_dim != 64:
         return "the GPU's kernels read latents of 64, 128, 256 or 512, and keys of 64"
     return None

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from redline.model.config import K2Config
+from redline.model.config import Int4Experts, K2Config
 from redline.model.gpu import GpuK2
 from redline.ops.gates import gates_weight
 from redline.ops.gpu_block import GpuBlock, GpuMla, GpuMoe
-from redline.ops.records import Records, Slabs
+from redline.ops.records import Kind, Records, Slabs
 from redline.ops.tiled import Tiled
 
 Progress = Callable[[int, int], object]  # (bytes made, bytes in all)
@@ -91,12 +91,17 @@ class _Random:
         c = self._config
         experts, hidden, width = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
         bias = 0.1 * torch.randn(experts, device=self._device, generator=self._generator)
-        up = self.records(Records.empty("up", experts, 2 * width, hidden, self._device))
-        down = self.records(Records.empty("down", experts, hidden, width, self._device))
+        kind: Kind = "INT4" if isinstance(c.quantization, Int4Experts) else "BF16"
+        up = self.records(Records.empty("up", experts, 2 * width, hidden, self._device, kind))
+        down = self.records(Records.empty("down", experts, hidden, width, self._device, kind))
         return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor)
 
     def records(self, records: Records) -> Records:
-        """Any code, and scales of one power of two that makes a product's output as large as its input."""
+        """INT4: any code, and scales of one power of two that makes a product's output as large as its input."""
+        if records.kind == "BF16":
+            for expert in records.data:
+                expert.view(torch.bfloat16).normal_(0, records.inputs**-0.5, generator=self._generator)
+            return records
         code_bytes = 8 * records.form.inputs
         exponent = round(-torch.tensor(4.6 * records.inputs**0.5).log2().item())
         for expert in records.data:

@@ -6,20 +6,30 @@
 // after the other: company changes no bit where an expert has a multiple of four slices, as Kimi's have, because which
 // group takes what then does not depend on who else is there.
 //
+// Of BF16 weights the pairs of a piece are the columns of one product, and no sums are kept in registers.
+//
 // x of a slot lies behind its weights in the same stage. Of few tokens (KEPT), sums are kept in registers, each lane its
 // part, and the shared expert's x lies in shared memory as a whole; of more, sums are in shared memory, and the shared expert
 // takes CHUNK tokens at a time.
 //
 // SLICES, SLICE: an expert's width cut into slices of so many inputs. SHARED: the shared expert's width. HIDDEN, X: outputs,
-// and the row of x, which is zero from HIDDEN on. ROOM: tokens. CHUNK: of them, up to 8. PAIRS: of a stage.
-#include "int4_columns.cuh"
+// and the row of x, which is zero from HIDDEN on. ROOM: tokens. CHUNK: of them, up to 8. PAIRS: of a stage. FORMAT: of the
+// experts' weights, and so of h.
+#include "expert_formats.cuh"
 #include "ring.cuh"
 #include "running_sum.cuh"
+#if FORMAT == INT4
+#include "int4_columns.cuh"
+#elif FORMAT == NVFP4
+#include "nvfp4_columns.cuh"
+#elif FORMAT == BF16
+#include "columns.cuh"
+#endif
 
 struct Arguments {
     const char* weights;  // [E][X / 64][SLICES][4] records
     const char* shared;   // [X / 64][SHARED / 128][4][4] tiles
-    const char* h;        // f16 [pairs, SLICES SLICE]
+    const char* h;        // f16 or bf16 [pairs, SLICES SLICE]
     const char* shared_h;  // bf16 [T, SHARED]
     const int* pair_token;
     const int* slot_expert;
@@ -33,7 +43,7 @@ struct Arguments {
 };
 
 constexpr u32 GROUPS = SLICE / 32;
-constexpr u32 RECORD = 9 * SLICE;
+constexpr u32 RECORD = FORMAT == BF16 ? 32 * SLICE : FORMAT == NVFP4 ? 9 * SLICE + 16 : 9 * SLICE;
 constexpr u32 PIECE = 16384;  // of the shared expert: 64 rows x 128 inputs
 constexpr bool FEW = KEPT;
 constexpr u32 CHUNKS = (ROOM + CHUNK - 1) / CHUNK;
@@ -43,6 +53,7 @@ constexpr u32 ROUTED_X = PAIRS * 2 * SLICE, SHARED_X = SHARED && !FEW ? CHUNK * 
 constexpr u32 STAGE = X_AT + (ROUTED_X > SHARED_X ? ROUTED_X : SHARED_X);
 constexpr u32 SHARED_ROW = 2 * SHARED + 64;     // of x as a whole, so that two tokens' lie in different banks
 static_assert(THREADS == 512 && X % 64 == 0 && (!FEW || CHUNKS == 1), "one slab to a block");
+static_assert(FORMAT != BF16 || (SLICE == 128 && PAIRS == 8 && !FEW), "a product has eight columns");
 
 using Stages = Ring<2, STAGE>;
 constexpr u32 ROWS_AT = Stages::MEMORY;                  // of the shared expert's x
@@ -148,11 +159,8 @@ struct Group {
         u32 at = sum_place(warp, token, row);
         store_shared_f32(at, load_shared_f32(at) + v);
     }
-    // Adds to rows g and g + 8 of the chunk's tokens 2t and 2t + 1, in two parts.
-    __device__ __forceinline__ void multiply_shared(u32 piece, float (&c)[4], float (&d)[4]) {
-        u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3, first = piece % CHUNKS * CHUNK;
-        u32 weights = ring.wait() + warp % 4 * (PIECE / 4) + lane * 16, token = g < CHUNK && first + g < a.tokens ? g : 0;
-        u32 x = FEW ? shared_base() + ROWS_AT + token * SHARED_ROW + 256 * piece : ring.stage + X_AT + 256 * token;
+    // Adds to rows g and g + 8 of columns 2t and 2t + 1, in two parts: 128 inputs, `weights` this lane's, x of column g.
+    __device__ __forceinline__ void multiply_tiles(float (&c)[4], float (&d)[4], u32 weights, u32 x, u32 t) {
 #pragma unroll
         for (u32 u = 0; u < 4; u++) {
             u32x4 upper = load_shared_4(weights + u * 1024), lower = load_shared_4(weights + u * 1024 + 512);
@@ -160,6 +168,13 @@ struct Group {
             mma_bf16(c, upper.x, lower.x, upper.y, lower.y, v.x, v.y);
             mma_bf16(d, upper.z, lower.z, upper.w, lower.w, v.z, v.w);
         }
+    }
+    // The chunk's tokens are the columns.
+    __device__ __forceinline__ void multiply_shared(u32 piece, float (&c)[4], float (&d)[4]) {
+        u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3, first = piece % CHUNKS * CHUNK;
+        u32 weights = ring.wait() + warp % 4 * (PIECE / 4) + lane * 16, token = g < CHUNK && first + g < a.tokens ? g : 0;
+        u32 x = FEW ? shared_base() + ROWS_AT + token * SHARED_ROW + 256 * piece : ring.stage + X_AT + 256 * token;
+        multiply_tiles(c, d, weights, x, t);
         release();
     }
     // All pieces of the shared expert, from `piece` on.
@@ -188,15 +203,22 @@ struct Group {
             }
         }
     }
-    __device__ __forceinline__ void load_columns(Columns& c, u32 x) const {
+#if FORMAT == BF16
+    // A pair is a column.
+    __device__ __forceinline__ void multiply_entry(u32 index) {
+        Entry e = entry_of(index);
         u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
+        float c[4] = {}, d[4] = {};
+        u32 weights = ring.wait() + warp % 4 * RECORD + lane * 16;
+        multiply_tiles(c, d, weights, ring.stage + X_AT + 2 * SLICE * (g < e.pairs ? g : 0), t);
+        release();
 #pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            u32x4 v = {0, 0, 0, 0};
-            if (8 * half + 8 <= GROUPS || 8 * half + g < GROUPS) v = load_shared_4(x + 64 * (8 * half + g) + 16 * t);
-            c.x[half][0] = v.x, c.x[half][1] = v.y, c.x[half][2] = v.z, c.x[half][3] = v.w;
+        for (u32 i = 0; i < 4; i++) {
+            u32 mine = 2 * t + i % 2;
+            if (mine < e.pairs) add_shared_sums(token_of(e.first + mine), g + i / 2 * 8, c[i] + d[i]);
         }
     }
+#else
     __device__ __forceinline__ void multiply_entry(u32 index) {
         Entry e = entry_of(index);
         u32 token = token_of(e.first), t = forget(lane_index()) & 3, row = (forget(lane_index()) >> 2) + t % 2 * 8;
@@ -206,8 +228,7 @@ struct Group {
             Columns c;
             float upper, lower;
             bool last = PAIRS == 1 || ++i == e.pairs;
-            load_columns(c, x);
-            make_start(c);
+            load_columns<GROUPS>(c, x);
             multiply_columns<GROUPS>(record, c, upper, lower, [&] { if (last) release(); });
             if constexpr (FEW) {
                 sums.add(token, upper * ONE, lower * ONE);
@@ -219,6 +240,7 @@ struct Group {
             token = token_of(e.first + i);
         }
     }
+#endif
     // The sums of few tokens, to where those of many are.
     __device__ __forceinline__ void store_sums() const {
         u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;

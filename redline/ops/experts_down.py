@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.ops.choose_experts import MOST_PAIRS, MOST_TOKENS, Pairs
+from redline.ops.choose_experts import MOST_PAIRS, MOST_TOKENS, SLOT_PAIRS, Pairs
 from redline.ops.cuda.kernel import Kernel, address, structure
 from redline.ops.experts_up import decode_h, encode_h, some_pairs
 from redline.ops.op import Case, Cost, Op
-from redline.ops.records import SLAB_ROWS, Records, Slabs, random_int4
+from redline.ops.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
 from redline.ops.tiled import PAD_K, padded
 
 PIECE_BYTES = 16384  # of the shared expert, in one copy
@@ -38,16 +38,16 @@ def reference(
     residual_TD: Tensor,
     gamma_next: Tensor,
 ) -> Result:
-    """h f16 [pairs, I padded] of `experts_up`; weights "down" [E, D, I]; shared_h bf16 [T, Is padded to 128];
+    """h [pairs, I padded] of `experts_up`; weights "down" [E, D, I]; shared_h bf16 [T, Is padded to 128];
     residual, gamma float32.
 
     -> residual float32 [T, D], x bf16 [T, D padded to 128], squares float32 [D padded / 64, T padded to 8].
     """
     residual = residual_TD.clone()
-    width, firsts = decode_h(h, weights.inputs), pairs.slot_first.tolist()
+    width, firsts = decode_h(h, weights.inputs, weights.kind), pairs.slot_first.tolist()
     for slot, expert in enumerate(pairs.slot_expert[: int(pairs.count)].tolist()):
         mine = slice(firsts[slot], firsts[slot + 1])
-        part = width[mine] @ weights.expert(expert).dequantize().T
+        part = width[mine] @ weights.dense(expert).T
         residual.index_add_(0, pairs.token[mine].long(), part)
     if shared_h is not None and shared_w is not None:
         residual += shared_h[:, : shared_w.inputs].float() @ shared_w.dense().float().T
@@ -66,21 +66,24 @@ _Arguments = structure(
 
 
 @functools.cache
-def kernel_of(slices: int, inputs: int, shared: int, hidden: int, room: int, *, most_pairs: int) -> Kernel:
+def kernel_of(form: Form, shared: int, hidden: int, room: int) -> Kernel:
     """room: tokens; the sums of each take 1 KB of shared memory where there are more than eight."""
-    few = room == 1 or (room <= FEW and inputs == FEW_INPUTS)
+    few = form.kind != "BF16" and (room == 1 or (room <= FEW and form.inputs == FEW_INPUTS))
     chunk = min(room, 8 if room < MOST_TOKENS else 4)
     fixed = (room * (2 * shared + 64) if shared else 0) if few else 1024 * room
     fixed += 16 + 8 * room + 64 + 2 * MOST_PAIRS * 4
 
     def memory(pairs: int) -> int:
-        x_bytes = max(pairs * 2 * inputs, 0 if few or not shared else chunk * 256)
-        return fixed + 4 * 2 * (max(36 * inputs, PIECE_BYTES if shared else 0) + x_bytes + 16)
+        x_bytes = max(pairs * 2 * form.inputs, 0 if few or not shared else chunk * 256)
+        return fixed + 4 * 2 * (max(4 * form.record_bytes, PIECE_BYTES if shared else 0) + x_bytes + 16)
 
+    most_pairs = 1 if room == 1 else PAIRS
     pairs = next(n for n in range(most_pairs, 0, -1) if n == 1 or memory(n) <= MOST_MEMORY)
-    sizes = {"SLICES": slices, "SLICE": inputs, "SHARED": shared, "HIDDEN": hidden, "X": padded(hidden, PAD_K)}
-    forms = {"ROOM": room, "CHUNK": chunk, "PAIRS": pairs, "KEPT": int(few)}
-    return Kernel("experts_down.cu", "experts_down", {**sizes, **forms}, memory(pairs))
+    if form.kind == "BF16":
+        pairs = SLOT_PAIRS  # of small slices; they are the columns of one product
+    sizes = {"SLICES": form.slices, "SLICE": form.inputs, "SHARED": shared, "HIDDEN": hidden}
+    sizes |= {"X": padded(hidden, PAD_K), "ROOM": room, "CHUNK": chunk, "PAIRS": pairs, "KEPT": int(few)}
+    return Kernel("experts_down.cu", "experts_down", {"FORMAT": form.kind, **sizes}, memory(pairs))
 
 
 def cuda(
@@ -93,7 +96,7 @@ def cuda(
     gamma_next: Tensor,
 ) -> Result:
     """The launch in front must be `experts_up`, whose blocks have seen `pairs` whole before this grid may begin."""
-    (tokens, d), form, device = residual_TD.shape, weights.form, residual_TD.device
+    (tokens, d), device = residual_TD.shape, residual_TD.device
     x_width = padded(d, PAD_K)
     residual = torch.empty_like(residual_TD)
     x = torch.empty(tokens, x_width, dtype=torch.bfloat16, device=device)
@@ -103,9 +106,7 @@ def cuda(
     tensors = *inputs, *lists, residual_TD, gamma_next, residual, x, squares
     arguments = _Arguments(*(address(part) for part in tensors), tokens, len(pairs), pairs.most)
     shared = 0 if shared_h is None else shared_h.shape[1]
-    sizes = form.slices, form.inputs, shared, d, _room(tokens)
-    most_pairs = 1 if tokens == 1 else PAIRS
-    kernel_of(*sizes, most_pairs=most_pairs).launch(arguments, x_width // SLAB_ROWS)
+    kernel_of(weights.form, shared, d, _room(tokens)).launch(arguments, x_width // SLAB_ROWS)
     return residual, x, squares
 
 
@@ -122,7 +123,7 @@ def cuda_fits(
     residual_TD: Tensor,
     *_: object,
 ) -> bool:
-    whole = h.shape[1] == weights.form.slices * weights.form.inputs
+    whole = h.shape[1] == weights.form.width
     shared_fits = shared_h is None or (shared_w is not None and shared_h.shape[1] == padded(shared_w.inputs, PAD_K))
     lists_fit = residual_TD.shape[0] <= MOST_TOKENS and len(pairs) <= MOST_PAIRS and pairs.most < MOST_PAIRS
     return whole and shared_fits and lists_fit
@@ -147,12 +148,11 @@ def cost(
 
 
 def cases() -> Iterator[Case]:
-    def make(tokens: int, hidden: int, width: int, shared: int, experts: int, chosen: int):
+    def make(kind: Kind, tokens: int, hidden: int, width: int, shared: int, experts: int, chosen: int):
         def inputs(g: torch.Generator) -> tuple[Tensor, Pairs, Records, Tensor | None, Slabs | None, Tensor, Tensor]:
-            weight = random_int4(g, experts, hidden, width)
-            records = Records.prepare("down", weight)
+            records = Records.prepare("down", random_experts(g, kind, "down", experts, hidden, width))
             pairs = some_pairs(g, tokens, experts, chosen)
-            h = encode_h(torch.randn(len(pairs), width, generator=g), records.form.slices * records.form.inputs)
+            h = encode_h(torch.randn(len(pairs), width, generator=g), records.form.width, kind)
             shared_h = shared_w = None
             if shared:
                 shared_h = torch.randn(tokens, shared, generator=g).to(torch.bfloat16)
@@ -163,14 +163,16 @@ def cases() -> Iterator[Case]:
 
         return inputs
 
-    for tokens in (1, 4, 9):
-        yield Case(f"T={tokens} nano", make(tokens, 320, 128, 128, 16, 4))
-    for tokens in (1, 8, 9):
-        yield Case(f"T={tokens} cut from Kimi", make(tokens, 128, 2048, 2048, 3, 2))
-    yield Case("T=40 cut from Kimi", make(40, 64, 2048, 256, 12, 8))
-    yield Case("T=3 no shared expert", make(3, 200, 352, 0, 8, 4))
-    for tokens in (1, 8, 64):
-        yield Case(f"T={tokens} Kimi, 64 experts", make(tokens, 7168, 2048, 2048, 64, 8), small=False)
+    for kind in KINDS:
+        for tokens in (1, 4, 9):
+            yield Case(f"{kind} T={tokens} nano", make(kind, tokens, 320, 128, 128, 16, 4))
+        for tokens in (1, 8, 9):
+            yield Case(f"{kind} T={tokens} cut from Kimi", make(kind, tokens, 128, 2048, 2048, 3, 2))
+        yield Case(f"{kind} T=40 cut from Kimi", make(kind, 40, 64, 2048, 256, 12, 8))
+        yield Case(f"{kind} T=3 no shared expert", make(kind, 3, 200, 352, 0, 8, 4))
+        for tokens in (1, 8, 64):
+            experts = 16 if kind == "BF16" else 64
+            yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, 2048, experts, 8), small=False)
 
 
 experts_down = Op("experts_down", reference, None, cost, cases, rtol=3e-3, cuda=cuda, cuda_fits=cuda_fits)

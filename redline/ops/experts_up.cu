@@ -5,12 +5,20 @@
 // The team's partial sums meet in shared memory, several row tiles at a time. x comes through the ring of stages too, in
 // front of the weights of its slot: a load beside the ring would return only when all before it have been served.
 //
-// SLICES, SLICE: K cut into slices of so many inputs. X: inputs of a row of x. TILES: row tiles of an expert.
-#include "int4_chains.cuh"
+// SLICES, SLICE: K cut into slices of so many inputs; PART: of a record. X: inputs of a row of x. TILES: row tiles of an
+// expert. FORMAT: of the weights, and so of h, which is as experts_down takes it.
+#include "expert_formats.cuh"
 #include "ring.cuh"
+#if FORMAT == INT4
+#include "int4_chains.cuh"
+#elif FORMAT == NVFP4
+#include "nvfp4_chains.cuh"
+#elif FORMAT == BF16
+#include "bf16_chains.cuh"
+#endif
 
 struct Arguments {
-    const char* weights;  // [E][TILES][SLICES] records
+    const char* weights;  // [E][TILES][SLICES / 4][PARTS][4] records
     const char* x;        // bf16 [T, X]
     const float* rstd;    // [T]
     const int* pair_token;
@@ -18,18 +26,19 @@ struct Arguments {
     const int* slot_expert;
     const int* slot_first;
     const int* count;
-    char* h;  // f16 [pairs, 8 TILES]
+    char* h;  // f16 or bf16 [pairs, 8 TILES]
     int tokens, pairs, slots;
 };
 
-constexpr u32 GROUPS = SLICE / 32;
-constexpr u32 RECORD = 9 * SLICE;
-constexpr u32 STAGE = 4 * RECORD;  // four warps' records of one row tile
+constexpr u32 GROUPS = SLICE / 32, PART_GROUPS = PART / 32, PARTS = SLICE / PART;
+constexpr u32 RECORD = FORMAT == BF16 ? 32 * PART : FORMAT == NVFP4 ? 9 * PART + 16 : 9 * PART;
+constexpr u32 PIECE = 4 * RECORD;  // four warps' records of one row tile
 constexpr u32 TEAMS = 16 / SLICES, TEAM_THREADS = 32 * SLICES;
-constexpr u32 X_INPUTS = 4 * SLICE;                      // of one token in a stage
-constexpr u32 X_TOKENS = STAGE / (2 * X_INPUTS);         // that a stage holds
-constexpr u32 SUMS = 512;                                // bytes of a warp's partial sums, of which there are two
-static_assert(X_TOKENS == 4 && THREADS == 512, "eight tokens come in two stages");
+constexpr u32 X_INPUTS = 4 * SLICE;  // of one token in a stage
+constexpr u32 X_TOKENS = 4;          // that a stage holds
+constexpr u32 STAGE = PIECE > X_TOKENS * 2 * X_INPUTS ? PIECE : X_TOKENS * 2 * X_INPUTS;
+constexpr u32 SUMS = 512;  // bytes of a warp's partial sums, of which there are two
+static_assert(PARTS * PART == SLICE && THREADS == 512, "a slice comes apart into records");
 static_assert(SLICES * SLICE - X < X_INPUTS, "every four slices have some of x");
 
 using Stages = Ring<STAGES, STAGE>;
@@ -43,6 +52,7 @@ constexpr u32 WEIGHT_AT = TOKEN_AT + 512 * 4;
 FN u32 expert_of(u32 slot) { return load_shared(shared_base() + EXPERT_AT + 4 * slot); }
 FN u32 first_of(u32 slot) { return load_shared(shared_base() + FIRST_AT + 4 * slot); }
 FN u32 token_of(u32 pair) { return load_shared(shared_base() + TOKEN_AT + 4 * pair); }
+FN float rstd_of(u32 pair) { return load_shared_f32(shared_base() + RSTD_AT + 4 * token_of(pair)); }
 FN u32 pairs_of(u32 slot) { return first_of(slot + 1) - first_of(slot); }
 
 // The lists are short and every block needs them: all at once, before anybody knows how long they are.
@@ -57,11 +67,11 @@ FN void load_lists(const Arguments& a) {
 
 FN u32 x_stages(u32 slot) { return pairs_of(slot) > X_TOKENS ? 2 : 1; }
 
-// Item: a row tile of a slot, slot * TILES + tile.
+// Item: a row tile of a slot, slot * TILES + tile. Piece: item * PARTS + part.
 struct Team {
     const Arguments& a;
     Stages ring;
-    u32 fetch, end, x_left;  // fetch: the item that the ring's next stage is for; x_left: stages of x before it
+    u32 fetch, end, x_left;  // fetch: the piece that the ring's next stage is for; x_left: stages of x before it
     u32 buffer;
 
     __device__ __forceinline__ u32 warp() const { return forget(warp_index()); }
@@ -70,11 +80,12 @@ struct Team {
     __device__ __forceinline__ u32 quad() const { return slice() / 4; }  // which four slices of K its group has
 
     __device__ __forceinline__ void fill(u32 stage) const {
-        u32 slot = fetch / TILES, barrier = ring.barrier(stage);
+        u32 slot = fetch / (TILES * PARTS), barrier = ring.barrier(stage);
         if (!x_left) {
-            u64 record = ((u64)expert_of(slot) * TILES + fetch % TILES) * SLICES + 4 * quad();
-            barrier_expect(barrier, STAGE);
-            copy_bulk(stage, a.weights + record * RECORD, STAGE, barrier, read_once());
+            u64 record = ((u64)expert_of(slot) * TILES + fetch / PARTS % TILES) * SLICES + 4 * quad();
+            if (PARTS > 1) record = record * PARTS + 4 * (fetch % PARTS);
+            barrier_expect(barrier, PIECE);
+            copy_bulk(stage, a.weights + record * RECORD, PIECE, barrier, read_once());
             return;
         }
         u32 skip = (x_stages(slot) - x_left) * X_TOKENS, first = first_of(slot) + skip;
@@ -87,8 +98,8 @@ struct Team {
     __device__ __forceinline__ void filled() {
         if (x_left)
             x_left--;
-        else if (++fetch < end && fetch % TILES == 0)
-            x_left = x_stages(fetch / TILES);
+        else if (++fetch < end && fetch % (TILES * PARTS) == 0)
+            x_left = x_stages(fetch / (TILES * PARTS));
     }
     __device__ __forceinline__ void fill_all() {
         for (u32 stage = ring.stage; stage <= ring.last && fetch < end; stage += Stages::STRIDE) {
@@ -108,7 +119,7 @@ struct Team {
     template <u32 TOKENS>
     __device__ __forceinline__ void load_x(Fragments<GROUPS>& f, u32 first, u32 n) {
         u32 lane = forget(lane_index()), t = lane & 3, mine = (lane >> 2) % TOKENS, place = (lane >> 2) / TOKENS;
-        u32 k = slice() % 4 * SLICE + 8 * t;  // of the inputs of a stage
+        u32 k = slice() % 4 * PART + LANE_INPUTS * t;  // of the inputs of a stage
 #pragma unroll
         for (u32 i = 0; i < GROUPS; i++) f.x[i][0] = f.x[i][1] = f.x[i][2] = f.x[i][3] = 0;
 #pragma unroll
@@ -117,40 +128,40 @@ struct Team {
             bool here = mine < n && mine / X_TOKENS == part;
 #pragma unroll
             for (u32 i = 0; i < GROUPS; i++) {
-                bool exists = SLICES * SLICE == X || quad() * X_INPUTS + slice() % 4 * SLICE + 32 * i < X;
-                if (here && exists && i % (8 / TOKENS) == place) {
-                    u32x4 v = load_shared_4(row + 64 * i);
-                    f.x[i][0] = v.x, f.x[i][1] = v.y, f.x[i][2] = v.z, f.x[i][3] = v.w;
-                }
+                u32 first = PARTS == 1 ? 32 * i : i / PART_GROUPS * (4 * PART) + i % PART_GROUPS * 32;  // of the group, from k
+                bool exists = SLICES * SLICE == X || quad() * X_INPUTS + slice() % 4 * PART + first < X;
+                load_group<TOKENS>(f.x[i], row + 2 * first, here && exists, i, place);
             }
             release();
         }
-        float rstd = mine < n ? load_shared_f32(shared_base() + RSTD_AT + 4 * token_of(first + mine)) : 0.f;
-#pragma unroll
-        for (u32 i = 0; i < GROUPS; i++)
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) {
-                float r = j % 2 ? rstd * 0.0625f : rstd;
-                f.x[i][j] = pack_f16(bf16_lo(f.x[i][j]) * r, bf16_hi(f.x[i][j]) * r);
-            }
-        correct(f);
+#if FORMAT != BF16
+        norm(f, mine < n ? rstd_of(first + mine) : 0.f);
+#endif
     }
     // `tiles` row tiles of a slot, from `tile` on; n <= TOKENS pairs from `first` on.
     template <u32 TOKENS>
     __device__ __forceinline__ void run(u32 first, u32 n, u32 tile, u32 tiles) {
         constexpr u32 BATCH = TOKENS == 1 ? 4 : 8 / TOKENS;  // row tiles whose sums meet at once
-        constexpr u32 PART = 16 * TOKENS * 4;
-        static_assert(BATCH * PART <= SUMS, "a warp's sums fit");
+        constexpr u32 TILE_SUMS = 16 * TOKENS * 4;
+        static_assert(BATCH * TILE_SUMS <= SUMS, "a warp's sums fit");
         Fragments<GROUPS> f;
         load_x<TOKENS>(f, first, n);
         for (u32 stop = tile + tiles; tile < stop; tile += BATCH) {
             u32 batch = smaller(stop - tile, BATCH);
             for (u32 i = 0; i < batch; i++) {
                 float acc[4] = {};
+#if FORMAT == BF16
+#pragma unroll
+                for (u32 part = 0; part < PARTS; part++) {
+                    multiply_tiles<GROUPS, PART_GROUPS>(ring.wait() + slice() % 4 * RECORD, f, part * PART_GROUPS, acc);
+                    release();
+                }
+#else
                 multiply_record<GROUPS, TOKENS>(ring.wait() + slice() % 4 * RECORD, f, acc);
                 release();
+#endif
                 fold<TOKENS>(acc);
-                u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3, at = sums(warp()) + i * PART;
+                u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3, at = sums(warp()) + i * TILE_SUMS;
                 if (TOKENS == 1 && t == 0) {
                     store_shared_f32(at + 4 * g, acc[0]), store_shared_f32(at + 4 * (g + 8), acc[2]);
                 } else if (2 * t < TOKENS) {
@@ -176,9 +187,10 @@ struct Team {
             }
             if (mine >= n) continue;
             float weight = load_shared_f32(shared_base() + WEIGHT_AT + 4 * (first + mine));
-            float h = silu(gate) * up * (row & 2 ? weight * 0.0625f : weight);
+            if (FORMAT == BF16) gate *= rstd_of(first + mine), up *= rstd_of(first + mine);
+            float h = silu(gate) * up * (FORMAT == INT4 && row & 2 ? weight * 0.0625f : weight);
             u64 place = (u64)(first + mine) * (8 * TILES) + (tile + part) * 8 + row;
-            store_global_u16(a.h + 2 * place, (u16)pack_f16(h, 0.f));
+            store_global_u16(a.h + 2 * place, FORMAT == BF16 ? f32_to_bf16(h) : (u16)pack_f16(h, 0.f));
         }
     }
     __device__ __forceinline__ u32 sums(u32 w) const { return shared_base() + SUM_AT + (2 * w + buffer) * SUMS; }
@@ -197,7 +209,7 @@ KERNEL(experts_up, Arguments) {
 
     u32 worker = block_index() * TEAMS + warp / SLICES, workers = grid_size() * TEAMS;
     u32 item = items * worker / workers, end = items * (worker + 1) / workers;
-    Team team = {a, ring, item, end, item < end ? x_stages(item / TILES) : 0, 0};
+    Team team = {a, ring, item * PARTS, end * PARTS, item < end ? x_stages(item / TILES) : 0, 0};
     team.fill_all();
     while (item < end) {
         u32 slot = item / TILES, tile = item % TILES, tiles = smaller(end - item, TILES - tile);

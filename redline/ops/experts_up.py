@@ -13,23 +13,28 @@ from torch import Tensor
 from redline.ops.choose_experts import MOST_PAIRS, MOST_TOKENS, Pairs, list_pairs
 from redline.ops.cuda.kernel import Kernel, address, structure
 from redline.ops.op import Case, Cost, Op
-from redline.ops.records import MOST_INPUTS, MOST_KEPT, Records, random_int4
+from redline.ops.records import KINDS, MOST_INPUTS, MOST_KEPT, Form, Kind, Records, random_experts
 from redline.ops.tiled import PAD_K, padded
 
 EMULATED_BLOCKS = 5  # in place of a GPU's multiprocessors
 _HIGH = 0.0625  # of elements 2, 3, 6 and 7 of each eight: cuda/int4_chains.cuh says why
 
 
-def encode_h(h: Tensor, width: int) -> Tensor:
-    """h float32 [pairs, I] -> f16 [pairs, width], as `experts_down` takes it: elements 2 and 3 of each four over 16."""
-    full = F.pad(h, (0, width - h.shape[1])).unflatten(-1, (-1, 2, 2))
-    return (full * torch.tensor([[1.0], [_HIGH]], device=h.device)).flatten(1).to(torch.float16)
+def encode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
+    """h float32 [pairs, I] -> [pairs, width], as `experts_down` takes it: f16 for INT4, elements 2 and 3 of each four
+    over 16; f16 for NVFP4; bf16 for BF16."""
+    full = F.pad(h, (0, width - h.shape[1]))
+    if kind == "INT4":
+        full = (full.unflatten(-1, (-1, 2, 2)) * torch.tensor([[1.0], [_HIGH]], device=h.device)).flatten(1)
+    return full.to(torch.bfloat16 if kind == "BF16" else torch.float16)
 
 
-def decode_h(h: Tensor, width: int) -> Tensor:
+def decode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
     """float32 [pairs, I]"""
-    full = h.float().unflatten(-1, (-1, 2, 2)) / torch.tensor([[1.0], [_HIGH]], device=h.device)
-    return full.flatten(1)[:, :width]
+    full = h.float()
+    if kind == "INT4":
+        full = (full.unflatten(-1, (-1, 2, 2)) / torch.tensor([[1.0], [_HIGH]], device=h.device)).flatten(1)
+    return full[:, :width]
 
 
 def padded_width(weights: Records) -> int:
@@ -39,16 +44,16 @@ def padded_width(weights: Records) -> int:
 def reference(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
     """x bf16 [T, D padded to 128], not yet normed; rstd float32 [T or more]; weights "up" [E, 2 I, D].
 
-    -> f16 [pairs, I padded], in the form of `encode_h`.
+    -> [pairs, I padded], in the form of `encode_h`.
     """
     normed = x[:, : weights.inputs].float() * rstd[: x.shape[0], None]
     h = x.new_zeros(len(pairs), weights.outputs // 2, dtype=torch.float32)
     firsts = pairs.slot_first.tolist()
     for slot, expert in enumerate(pairs.slot_expert[: int(pairs.count)].tolist()):
         mine = slice(firsts[slot], firsts[slot + 1])
-        gate, up = (normed[pairs.token[mine].long()] @ weights.expert(expert).dequantize().T).chunk(2, -1)
+        gate, up = (normed[pairs.token[mine].long()] @ weights.dense(expert).T).chunk(2, -1)
         h[mine] = F.silu(gate) * up * pairs.weight[mine, None]
-    return encode_h(h, padded_width(weights))
+    return encode_h(h, padded_width(weights), weights.kind)
 
 
 _Arguments = structure(
@@ -59,10 +64,14 @@ _Arguments = structure(
 
 
 @functools.cache
-def kernel_of(slices: int, inputs: int, x_inputs: int, tiles: int) -> Kernel:
-    stages = 3 if inputs <= MOST_KEPT else 2  # of 16 KB for each group of four warps, at Kimi's sizes
-    defines = {"SLICES": slices, "SLICE": inputs, "X": x_inputs, "TILES": tiles, "STAGES": stages}
-    ring, sums, lists = 4 * stages * (36 * inputs + 16), 16 * 2 * 512, (64 + 512 + 513 + 512 + 512) * 4
+def kernel_of(form: Form, x_inputs: int) -> Kernel:
+    stages = 3 if form.inputs <= MOST_KEPT else 2  # of 16 KB for each group of four warps, at Kimi's sizes
+    defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "PART": form.part}
+    defines |= {"X": x_inputs, "TILES": form.tiles, "STAGES": stages}
+    ring = (
+        4 * stages * (max(4 * form.record_bytes, 4 * 8 * form.inputs) + 16)
+    )  # a stage has weights, or x of four tokens
+    sums, lists = 16 * 2 * 512, (64 + 512 + 513 + 512 + 512) * 4
     return Kernel("experts_up.cu", "experts_up", defines, ring + sums + lists)
 
 
@@ -73,12 +82,13 @@ def blocks(device: torch.device) -> int:
 
 def cuda(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
     form = weights.form
-    h = torch.empty(len(pairs), padded_width(weights), dtype=torch.float16, device=x.device)
+    dtype = torch.bfloat16 if weights.kind == "BF16" else torch.float16
+    h = torch.empty(len(pairs), padded_width(weights), dtype=dtype, device=x.device)
     lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count
     tensors = weights.data, x, rstd, *lists, h
     arguments = _Arguments(*(address(part) for part in tensors), x.shape[0], len(pairs), pairs.most)
     grid = min(blocks(x.device), -(-pairs.most * form.tiles * form.slices // 16))
-    kernel_of(form.slices, form.inputs, x.shape[1], form.tiles).launch(arguments, grid)
+    kernel_of(form, x.shape[1]).launch(arguments, grid)
     return h
 
 
@@ -106,22 +116,24 @@ def random_x(g: torch.Generator, tokens: int, hidden: int) -> Tensor:
 
 
 def cases() -> Iterator[Case]:
-    def make(tokens: int, hidden: int, width: int, experts: int, chosen: int):
+    def make(kind: Kind, tokens: int, hidden: int, width: int, experts: int, chosen: int):
         def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Records, Pairs]:
-            weight = random_int4(g, experts, 2 * width, hidden)
+            weight = random_experts(g, kind, "up", experts, 2 * width, hidden)
             rstd = torch.rand(padded(tokens, 8), generator=g) + 0.5
             pairs = some_pairs(g, tokens, experts, chosen)
             return random_x(g, tokens, hidden), rstd, Records.prepare("up", weight), pairs
 
         return inputs
 
-    for tokens in (1, 4, 9):
-        yield Case(f"T={tokens} nano", make(tokens, 320, 128, 16, 4))
-    for tokens in (1, 9):
-        yield Case(f"T={tokens} cut from Kimi", make(tokens, 7168, 32, 3, 2))
-    yield Case("T=5 eight slices", make(5, 2112, 96, 4, 2))
-    for tokens in (1, 8, 64):
-        yield Case(f"T={tokens} Kimi, 64 experts", make(tokens, 7168, 2048, 64, 8), small=False)
+    for kind in KINDS:
+        for tokens in (1, 4, 9):
+            yield Case(f"{kind} T={tokens} nano", make(kind, tokens, 320, 128, 16, 4))
+        for tokens in (1, 9):
+            yield Case(f"{kind} T={tokens} cut from Kimi", make(kind, tokens, 7168, 32, 3, 2))
+        yield Case(f"{kind} T=5 eight slices", make(kind, 5, 2112, 96, 4, 2))
+        for tokens in (1, 8, 64):
+            experts = 16 if kind == "BF16" else 64
+            yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, experts, 8), small=False)
 
 
 experts_up = Op("experts_up", reference, None, cost, cases, rtol=3e-3, cuda=cuda, cuda_fits=cuda_fits)

@@ -3,6 +3,7 @@
 E experts (or any leading axes), N outputs, K inputs.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -71,3 +72,68 @@ def fake_int4(weight: Tensor) -> Tensor:
     """Quantise and dequantise, float32 [..., N, K]: for quantisation-aware training, which adds straight-through."""
     q, scale = int4_round(weight)
     return (q.unflatten(-1, (-1, INT4_GROUP)) * scale.float()[..., None]).flatten(-2)
+
+
+NVFP4_GROUP = 16
+NVFP4_MOST = 6.0  # the largest e2m1
+E4M3_MOST = 448.0
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits of a code; bit 3 is the sign
+
+
+@dataclass(frozen=True)
+class Nvfp4:
+    """w[n, k] = e2m1(code[n, k]) * scales[n, k // 16] * scale[n S // N], as NVIDIA's ModelOpt defines it.
+
+    compressed-tensors stores 1 / scale. Rows are S stacked matrices of equal height (gate, up), each with a scale.
+
+    codes   uint8          [..., N, K // 2]   of column 2c the low four bits of byte c, of 2c + 1 the high ones
+    scales  float8_e4m3fn  [..., N, K // 16]
+    scale   float32        [..., S]
+    """
+
+    codes: Tensor
+    scales: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight that this stands for: [..., N, K]."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + self.scale.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[..., N, K]. In float32 rounded once: code times block scale is exact, 2 bits times 4."""
+        values = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=self.codes.device)
+        codes = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
+        blocks = values[codes.int()].unflatten(-1, (-1, NVFP4_GROUP)) * self.scales.float()[..., None]
+        stacked = blocks.flatten(-2).unflatten(-2, (self.scale.shape[-1], -1)) * self.scale[..., None, None]
+        return stacked.flatten(-3, -2).to(dtype)
+
+
+def quantize_nvfp4(weight: Tensor) -> Nvfp4:
+    """weight [..., N, K], K divisible by 16 -> Nvfp4 of one matrix, as ModelOpt's max calibration does it.
+
+    The matrix's scale is max |w| / (6 x 448), a block's is its max |w| / 6 over that, rounded to e4m3; codes are the
+    nearest, of two the even one.
+    """
+    w = weight.float()
+    scale = w.abs().amax((-2, -1)) / (NVFP4_MOST * E4M3_MOST)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))[..., None]
+    blocks = w.unflatten(-1, (-1, NVFP4_GROUP)) / scale[..., None, None]
+    scales = (blocks.abs().amax(-1) / NVFP4_MOST).to(torch.float8_e4m3fn)
+    unit = scales.float()[..., None]
+    values = torch.where(unit > 0, blocks / unit, torch.zeros_like(blocks)).flatten(-2)
+    codes = _nearest_e2m1(values.abs()) | (values < 0).to(torch.uint8) << 3
+    return Nvfp4(codes[..., 0::2] | codes[..., 1::2] << 4, scales, scale)
+
+
+def _nearest_e2m1(magnitude: Tensor) -> Tensor:
+    """uint8, 0..7. Of two at the same distance the even code; above 6 the largest."""
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for low, (below, above) in enumerate(itertools.pairwise(_E2M1)):
+        middle = (below + above) / 2
+        code += (magnitude >= middle if low % 2 else magnitude > middle).to(torch.uint8)
+    return code

@@ -29,8 +29,8 @@ def _reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, do
     y_TD = torch.zeros_like(x_TD)
     for expert in ids_TK.unique().tolist():
         rows, choice = torch.where(ids_TK == expert)
-        gate, upper = (x_TD[rows] @ up.expert(expert).dequantize().T).chunk(2, -1)
-        part = (F.silu(gate) * upper) @ down.expert(expert).dequantize().T
+        gate, upper = (x_TD[rows] @ up.dense(expert).T).chunk(2, -1)
+        part = (F.silu(gate) * upper) @ down.dense(expert).T
         y_TD = y_TD.index_add(0, rows, part * weights_TK[rows, choice, None])
     return y_TD
 
@@ -108,7 +108,12 @@ def _blocks(device: torch.device) -> int:
 
 
 def _cuda_fits(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> bool:
-    right = x_TD.dtype == torch.bfloat16 and ids_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
+    right = (
+        up.kind == "INT4"
+        and x_TD.dtype == torch.bfloat16
+        and ids_TK.dtype == torch.int32
+        and weights_TK.dtype == torch.float32
+    )
     return right and x_TD.shape[1] % 8 == 0 and up.inputs % 32 == 0 and up.experts < 512
 
 

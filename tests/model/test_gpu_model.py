@@ -15,6 +15,7 @@ from redline.model.k2 import K2, Chunk, Inputs
 from redline.model.shapes import KIMI_NANO
 from redline.model.write import random_checkpoint
 from redline.ops.cuda.kernel import emulation
+from redline.ops.op import reference_calls
 from tests.tiny_model import CPU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -27,10 +28,10 @@ def small() -> K2Config:
     return replace(KIMI_NANO, num_hidden_layers=2, n_routed_experts=8, vocab_size=256)
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[K2, K2]:
+@pytest.fixture(scope="module", params=["int4", "bf16"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[K2, K2]:
     folder: Path = tmp_path_factory.mktemp("nano")
-    random_checkpoint(folder, small())
+    random_checkpoint(folder, small(), quantization=request.param)
     checkpoint = Checkpoint.open(folder)
     return gpu.load(checkpoint, DEVICE), k2.load(checkpoint, CPU)
 
@@ -87,9 +88,11 @@ def test_the_gpus_model_is_the_model(models: tuple[K2, K2], step: str):
     if DEVICE.type == "cpu" and step == "nine rows":
         contexts, slots = contexts[:9], slots[:9]
     kept = planes(ours, torch.bfloat16), planes(theirs, torch.float32)
+    references = reference_calls.copy()
     with kernels():
         hidden, features = ours.forward(inputs(ours, chunks, contexts, slots), kept[0], (0, 1, 2))
         logits = ours.logits(hidden)
+    assert reference_calls == references, "an op took its reference"
     with torch.inference_mode():
         wanted, wanted_features = theirs.forward(inputs(theirs, chunks, contexts, slots), kept[1], (0, 1, 2))
         wanted_logits = theirs.logits(wanted)

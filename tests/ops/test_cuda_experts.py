@@ -1,7 +1,7 @@
 """The expert kernels of a decode step, run on the CPU thread by thread: routing, gate and up, down."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from redline.ops.experts_down import experts_down
 from redline.ops.experts_up import decode_h, encode_h, experts_up, random_x
 from redline.ops.moe import Routed, moe
 from redline.ops.op import Case
-from redline.ops.records import Records, Slabs, random_int4
+from redline.ops.records import KINDS, Kind, Records, Slabs, Use, Weight, one_of, random_experts, random_int4
 
 pytestmark = [
     pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler"),
@@ -58,8 +58,9 @@ def near(got: Tensor, want: Tensor, tolerance: float = 3e-3) -> None:
 @pytest.mark.parametrize("case", [case for case in experts_up.cases() if case.small], ids=lambda case: case.name)
 def test_the_first_half_of_the_experts_is_its_reference(case: Case) -> None:
     args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
-    width = args[2].outputs // 2
-    near(decode_h(emulated(experts_up, *args), width), decode_h(experts_up.reference(*args), width))
+    width, kind = args[2].outputs // 2, args[2].kind
+    got, want = (decode_h(h, width, kind) for h in (emulated(experts_up, *args), experts_up.reference(*args)))
+    near(got, want, 8e-3 if kind == "BF16" else 3e-3)
 
 
 @pytest.mark.parametrize("case", [case for case in experts_down.cases() if case.small], ids=lambda case: case.name)
@@ -78,21 +79,23 @@ def crowded(g: torch.Generator) -> Pairs:
     return list_pairs(ids, torch.rand(9, 3, generator=g), 5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hidden", "width"), [(320, 128), (7168, 64)])
-def test_an_expert_serves_any_number_of_tokens(hidden: int, width: int) -> None:
+def test_an_expert_serves_any_number_of_tokens(hidden: int, width: int, kind: Kind) -> None:
     g = torch.Generator().manual_seed(torch.seed() % 2**31)
     pairs, x, rstd = crowded(g), random_x(g, 9, hidden), torch.rand(9, generator=g) + 0.5
-    up = Records.prepare("up", random_int4(g, 5, 2 * width, hidden))
-    h = emulated(experts_up, x, rstd, up, pairs)
-    near(decode_h(h, width), decode_h(experts_up.reference(x, rstd, up, pairs), width))
+    up = Records.prepare("up", random_experts(g, kind, "up", 5, 2 * width, hidden))
+    h, want = emulated(experts_up, x, rstd, up, pairs), experts_up.reference(x, rstd, up, pairs)
+    near(decode_h(h, width, kind), decode_h(want, width, kind), 8e-3 if kind == "BF16" else 3e-3)
     assert torch.equal(h, emulated(experts_up, x, rstd, up, pairs)), "the order of threads shows"
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hidden", "width"), [(320, 128), (128, 2048)])
-def test_a_token_sums_over_its_own_experts(hidden: int, width: int) -> None:
+def test_a_token_sums_over_its_own_experts(hidden: int, width: int, kind: Kind) -> None:
     g = torch.Generator().manual_seed(torch.seed() % 2**31)
-    pairs, down = crowded(g), Records.prepare("down", random_int4(g, 5, hidden, width))
-    h = encode_h(torch.randn(len(pairs), width, generator=g), width)
+    pairs, down = crowded(g), Records.prepare("down", random_experts(g, kind, "down", 5, hidden, width))
+    h = encode_h(torch.randn(len(pairs), width, generator=g), width, kind)
     args = h, pairs, down, None, None, torch.zeros(9, hidden), torch.ones(hidden)
     got, want = emulated(experts_down, *args), experts_down.reference(*args)
     for a, b in zip(got, want, strict=True):
@@ -100,15 +103,16 @@ def test_a_token_sums_over_its_own_experts(hidden: int, width: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, emulated(experts_down, *args), strict=True))
 
 
-def test_company_that_shares_no_expert_changes_no_bit() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_company_that_shares_no_expert_changes_no_bit(kind: Kind) -> None:
     g = torch.Generator().manual_seed(torch.seed() % 2**31)
     ids, shares = torch.randperm(12, generator=g).view(4, 3).to(torch.int32), torch.rand(4, 3, generator=g)
-    up = Records.prepare("up", random_int4(g, 12, 64, 256))
-    down = Records.prepare("down", random_int4(g, 12, 128, 2048))
+    up = Records.prepare("up", random_experts(g, kind, "up", 12, 64, 256))
+    down = Records.prepare("down", random_experts(g, kind, "down", 12, 128, 2048))
     shared_w = Slabs.prepare(torch.randn(128, 256, generator=g).to(torch.bfloat16))
     x, rstd, residual = random_x(g, 4, 256), torch.rand(4, generator=g), torch.randn(4, 128, generator=g)
     shared_h = torch.randn(4, 256, generator=g).to(torch.bfloat16)
-    wide = encode_h(torch.randn(12, 2048, generator=g), 2048)
+    wide = encode_h(torch.randn(12, 2048, generator=g), 2048, kind)
 
     def step(tokens: slice) -> tuple[Tensor, Tensor]:
         pairs = list_pairs(ids[tokens], shares[tokens], 12)
@@ -136,12 +140,41 @@ def test_route_up_and_down_are_a_mixture_of_experts() -> None:
     near(residual, moe.reference(x[:, :320].float(), None, None, routed))
 
 
-@pytest.mark.parametrize(("use", "outputs", "inputs"), [("up", 2 * 40, 96), ("up", 256, 7168), ("down", 200, 2048)])
-def test_records_give_the_weight_back(use: Literal["up", "down"], outputs: int, inputs: int) -> None:
-    weight = random_int4(torch.Generator().manual_seed(torch.seed() % 2**31), 3, outputs, inputs)
-    back = Records.prepare(use, weight).int4()
-    assert torch.equal(back.packed, weight.packed)
-    assert torch.equal(back.scale, weight.scale)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("use", "outputs", "inputs"),
+    [("up", 2 * 40, 96), ("up", 256, 7168), ("up", 64, 2112), ("down", 200, 2048), ("down", 320, 128)],
+)
+def test_records_give_the_weight_back(use: Use, outputs: int, inputs: int, kind: Kind) -> None:
+    weight = random_experts(torch.Generator().manual_seed(torch.seed() % 2**31), kind, use, 3, outputs, inputs)
+    records = Records.prepare(use, weight)
+    for expert in range(3):
+        for given, back in zip(bits(one_of(weight, expert)), bits(records.expert(expert)), strict=True):
+            assert torch.equal(given, back)
+
+
+def bits(weight: Weight) -> list[Tensor]:
+    parts = [weight] if isinstance(weight, Tensor) else list(vars(weight).values())
+    return [part.view(torch.uint8) for part in parts]
+
+
+@pytest.mark.parametrize("use", ["up", "down"])
+def test_what_fills_up_a_record_stands_for_zero(use: Use) -> None:
+    for kind in KINDS:
+        g = torch.Generator().manual_seed(torch.seed() % 2**31)
+        records = Records.prepare(use, random_experts(g, kind, use, 1, 2 * 40 if use == "up" else 72, 96))
+        form = records.form
+        outputs = 16 * form.tiles
+        whole = Records(records.data, kind, use, outputs, form.width).dense(0)
+        if use == "up":
+            gate, up = whole.chunk(2)
+            whole = torch.cat(
+                [gate[40:].flatten(), up[40:].flatten(), gate[:40, 96:].flatten(), up[:40, 96:].flatten()]
+            )
+        else:
+            whole = torch.cat([whole[72:].flatten(), whole[:72, 96:].flatten()])
+        assert whole.numel() > 0
+        assert not whole.any()
 
 
 def test_slabs_give_the_weight_back() -> None:

@@ -10,7 +10,7 @@
 // of x and 1152 times the other: `correct` works that out once for each x, in three bf16 parts, and it is multiplied by
 // the scales, which lie in the record as fragments.
 #pragma once
-#include "core.cuh"
+#include "chains.cuh"
 
 template <u32 GROUPS>
 struct Fragments {
@@ -62,6 +62,24 @@ FN void correct(Fragments<GROUPS>& f) {
         }
         split_correction(f.correction, half, -of_group[0], -of_group[1]);
     }
+}
+
+constexpr u32 LANE_INPUTS = 8;  // that lie side by side
+
+template <u32 TOKENS>
+FN void load_group(u32 (&x)[4], u32 at, bool real, u32 i, u32 place) { load_eight<TOKENS>(x, at, real, i, place); }
+
+// From bf16 to what the codes are multiplied with.
+template <u32 GROUPS>
+FN void norm(Fragments<GROUPS>& f, float rstd) {
+#pragma unroll
+    for (u32 i = 0; i < GROUPS; i++)
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            float r = j % 2 ? rstd * 0.0625f : rstd;
+            f.x[i][j] = pack_f16(bf16_lo(f.x[i][j]) * r, bf16_hi(f.x[i][j]) * r);
+        }
+    correct(f);
 }
 
 // The same of one token whose x lies in shared memory: `group` is this lane's part of group g.
@@ -133,19 +151,5 @@ FN void multiply_record(u32 record, const Fragments<GROUPS>& f, float (&acc)[4])
                 acc[2] += bf16_hi(s.y) * d[2], acc[3] += bf16_hi(s.y) * d[3];
             }
         }
-    }
-}
-
-// Adds up the columns of a token. Afterwards, as after a product of eight tokens: c0, c1 are row g and c2, c3 row g + 8
-// of tokens 2t and 2t + 1, where those are below TOKENS; for one token, c0 and c2 in every lane.
-template <u32 TOKENS>
-FN void fold(float (&c)[4]) {
-    if constexpr (TOKENS == 1) {
-        c[0] += c[1], c[2] += c[3];
-        c[0] += shuffle_xor(c[0], 1), c[2] += shuffle_xor(c[2], 1);
-        c[0] += shuffle_xor(c[0], 2), c[2] += shuffle_xor(c[2], 2);
-    } else if constexpr (TOKENS == 4) {
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) c[i] += shuffle_xor(c[i], 2);
     }
 }

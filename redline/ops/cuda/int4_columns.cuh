@@ -9,7 +9,7 @@
 // its own eight inputs of two groups. A product of group i's codes is then right in column i and means nothing in the
 // others; lanes with t = i / 2 keep it. All groups are independent of each other, and a token's sums of company.
 #pragma once
-#include "core.cuh"
+#include "columns.cuh"
 
 constexpr float ONE = 16777216.f;
 
@@ -63,6 +63,18 @@ FN void make_start(Columns& c) {
     }
 }
 
+template <u32 GROUPS>
+FN void load_columns(Columns& c, u32 x) {
+    u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        u32x4 v = {0, 0, 0, 0};
+        if (8 * half + 8 <= GROUPS || 8 * half + g < GROUPS) v = load_shared_4(x + 64 * (8 * half + g) + 16 * t);
+        c.x[half][0] = v.x, c.x[half][1] = v.y, c.x[half][2] = v.z, c.x[half][3] = v.w;
+    }
+    make_start(c);
+}
+
 FN void exchange(Columns& a, Columns& b) {
     Columns c = a;
     a = b, b = c;
@@ -98,12 +110,4 @@ FN void multiply_columns(u32 record, const Columns& c, float& upper, float& lowe
     multiply_half<GROUPS>(w[0], scales[0], c, 0, upper, lower);
     load_codes<GROUPS>(w[1], record, 1), release();
     multiply_half<GROUPS>(w[1], scales[1], c, 1, upper, lower);
-}
-
-// The sum over lanes 4g to 4g + 3: of `even` in the lanes with even t, of `odd` in the others.
-FN float fold(float even, float odd) {
-    bool second = forget(lane_index()) & 1;
-    float mine = second ? odd : even;
-    mine += shuffle_xor(second ? even : odd, 1);
-    return mine + shuffle_xor(mine, 2);
 }
