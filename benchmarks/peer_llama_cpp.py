@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CHUNK = 512  # tokens of a prompt that are computed at once: llama.cpp's own default
+DENSE = ("q4_0", "q8_0", "bf16")  # how matrices other than routed experts may be stored
 CELLS = 256  # by so many tokens a cache grows
 
 
@@ -38,7 +39,7 @@ class Way(NamedTuple):
 
 def ways(threads: int) -> list[Way]:
     """All of them, on one thread and on `threads`."""
-    return [Way(*way) for way in product(("q4_0", "q8_0", "bf16"), ("flash", "plain"), sorted({1, threads}))]
+    return [Way(*way) for way in product(DENSE, ("flash", "plain"), sorted({1, threads}))]
 
 
 class Context:
@@ -60,8 +61,9 @@ class Context:
     def run(self, prompts: list[list[int]], new: int) -> dict[str, float]:
         """Greedy, `new` tokens for every prompt, never ending early."""
         self._llama.llama_memory_clear(self._memory, False)
+        wanted = self._fill(prompts, every=False)
         start = time.perf_counter()
-        last = self._prefill(prompts, every=False).argmax(-1)
+        last = self._logits(wanted).argmax(-1)
         first = time.perf_counter()
         batch = self._batch
         batch.n_tokens = self._rows
@@ -76,10 +78,10 @@ class Context:
     def logits(self, prompt: list[int]) -> Any:
         """float32 [tokens, vocabulary] of one prompt."""
         self._llama.llama_memory_clear(self._memory, False)
-        return self._prefill([prompt], every=True).copy()
+        return self._logits(self._fill([prompt], every=True)).copy()
 
-    def _prefill(self, prompts: list[list[int]], every: bool) -> Any:
-        """Logits of each prompt's last token, or of every token."""
+    def _fill(self, prompts: list[list[int]], every: bool) -> int:
+        """Puts prompts into the batch, and asks for logits of each one's last token, or of every token: how many."""
         assert len(prompts) == self._rows
         batch = self._batch
         batch.n_tokens = self._rows * self._prompt
@@ -88,7 +90,7 @@ class Context:
                 i = row * self._prompt + position
                 batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = token, position, 1, row
                 batch.logits[i] = every or position == self._prompt - 1
-        return self._logits(batch.n_tokens if every else self._rows)
+        return batch.n_tokens if every else self._rows
 
     def _logits(self, count: int) -> Any:
         """Computes the batch: float32 [count, vocabulary], a view of llama.cpp's own, good until the next call."""

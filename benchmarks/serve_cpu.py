@@ -1,11 +1,13 @@
-"""Serving on a CPU against transformers' `generate`, in one run: decode, prefill, long context, cached prefix, streams.
+"""Serving on a CPU against transformers' `generate` and llama.cpp, in one run.
 
-    python -m benchmarks.serve_cpu [models/kimi-nano] [--rounds 5]
+    python -m benchmarks.serve_cpu [models/kimi-nano] [--llama-python PYTHON] [--rounds 5]
 
-Ours is the checkpoint as shipped, through the engine (`streams`: over HTTP). The peer has its weights dequantised, in a
-process of its own, in the way that a short measurement in the same run finds fastest. The two alternate and the median
+Ours is the checkpoint as shipped, through the engine (`streams`: over HTTP). transformers has its weights dequantised;
+llama.cpp has it as a GGUF of 4 bits (benchmarks.to_gguf), where a Python is named that has llama-cpp-python. Each peer
+is a process of its own, in the way that a short measurement in the same run finds fastest. All alternate and the median
 counts. Decode is timed from the first token of every row to the last, so prefill is in neither. Prompts are random
-tokens, new ones for every run, so nothing is found in the prefix cache but where that is what is measured.
+tokens, new ones for every run, so nothing is found in the prefix cache but where that is what is measured; with and
+without the drafter they are the evaluation sets' questions, and figures are means over their domains.
 """
 
 import argparse
@@ -18,21 +20,36 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import httpx
 
-from benchmarks.peer_transformers import Times, Way, ways
+from benchmarks import peer_llama_cpp, peer_transformers, to_gguf
+from benchmarks.peer_transformers import Times
 from redline.bench.local.decode import step_cost
 from redline.bench.local.machine import measure
 from redline.bench.local.record import provenance
+from redline.bench.local.speculate import (
+    Asker,
+    Outcome,
+    Question,
+    Rate,
+    bench_parts,
+    bench_rates,
+    mean_times,
+    read_questions,
+    variants,
+)
 from redline.chat.hashing import make_job
-from redline.chat.tokenizer import RESERVED
+from redline.chat.template import style_of
+from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.model.k2 import K2
 from redline.ops.op import Cost, Machine
 from redline.wire.delta import Delta
 from redline.wire.job import JobId, Sampling
@@ -42,9 +59,16 @@ from redline.worker.engine import Engine, LocalEngine
 RESULT = Path(__file__).parent / "results" / "serve-cpu.json"
 THREADS = 2
 CONTEXT = 8192  # tokens of one request
-SHORT_NEW = 9  # new tokens where the fastest way is looked for
+SHORT_PROMPT, SHORT_NEW, TRIES = 64, 9, 2  # where the fastest way is looked for: tokens at most, and runs
+STEPS = 12  # of each kind in a round
+DRAFT_BATCH = 16
+ANSWER = 64  # tokens at most of an answer to a question
+PEER_ANSWER = 24  # of the peer's, whose rate needs no more
+KV_BYTES = 1 << 30  # of each of the two engines that answer questions
 
 Prompts = list[list[int]]
+Field = Literal["first_s", "rest_s"]
+Row = dict[str, Any]
 
 
 class Case(NamedTuple):
@@ -99,58 +123,89 @@ class Ours:
 
 
 class Peer:
-    """benchmarks.peer_transformers in a process of its own."""
+    """A program of benchmarks.peer_* in a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "benchmarks.peer_transformers", str(folder)]
+    def __init__(self, name: str, command: Sequence[str | Path], ways: Sequence[Any]) -> None:
+        self.name = name
+        self._ways = ways
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def run(self, way: Way, prompts: Prompts, new: int) -> Times:
+    @classmethod
+    def transformers(cls, folder: Path) -> Self:
+        command = [sys.executable, "-m", "benchmarks.peer_transformers", folder]
+        return cls("transformers", command, peer_transformers.ways(THREADS))
+
+    @classmethod
+    def llama_cpp(cls, python: Path, folder: Path) -> Self:
+        """folder: of GGUFs."""
+        return cls("llama.cpp", [python, peer_llama_cpp.__file__, folder], peer_llama_cpp.ways(THREADS))
+
+    def run(self, way: Any, prompts: Prompts, new: int) -> Times:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"way": way._asdict(), "prompts": prompts, "new": new}) + "\n")
         self._process.stdin.flush()
         return Times(**json.loads(self._process.stdout.readline()))
 
+    def fastest(self, draw: Callable[[Case], Prompts], case: Case, field: Field) -> Any:
+        """The way that takes the fewest seconds: of decoding a few tokens behind a short prompt, or for the prompt."""
+        short = case._replace(prompt=min(case.prompt, SHORT_PROMPT), new=min(case.new, SHORT_NEW))
+        measured = short if field == "rest_s" else case
+
+        def seconds(way: Any) -> float:
+            self.run(way, draw(short), short.new)  # warm
+            return min(getattr(self.run(way, draw(measured), measured.new), field) for _ in range(TRIES))
+
+        return min(self._ways, key=seconds)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        self._process.communicate()  # its input ends, and so does it
+
+
+class PeerAsker(Asker):
+    """A peer answers questions, one at a time, in one way."""
+
+    def __init__(self, peer: Peer, way: Any) -> None:
+        self._peer = peer
+        self._way = way
+
+    def ask(self, questions: Sequence[Question]) -> Outcome:
+        [question] = questions
+        times = self._peer.run(self._way, [[*question.tokens]], PEER_ANSWER)
+        return Outcome(times.rest_s, PEER_ANSWER - 1, [])
 
 
 class Bench:
-    """Runs the cases, each a row of the result."""
+    """Runs the cases, each a row of the result. targets: times each peer's speed, by its name."""
 
-    def __init__(self, engine: LocalEngine, peer: Peer, machine: Machine, rounds: int) -> None:
+    def __init__(self, engine: LocalEngine, peers: Sequence[Peer], machine: Machine, rounds: int) -> None:
         self._ours = Ours(engine)
-        self._peer = peer
+        self._peers = peers
         self._engine = engine.engine
         self._tokenizer = engine.tokenizer
         self._machine = machine
         self._rounds = rounds
         self._rng = random.Random(0)
+        self.ways: dict[tuple[str, Case], Any] = {}  # the fastest, of each peer
 
     def draw(self, case: Case) -> Prompts:
         """New prompts of ordinary tokens: the last ids of a vocabulary are control tokens."""
         ordinary = self._tokenizer.vocab_size - RESERVED
         return [[self._rng.randrange(ordinary) for _ in range(case.prompt)] for _ in range(case.batch)]
 
-    def decode(self, name: str, case: Case, target: float) -> dict[str, Any]:
+    def decode(self, name: str, case: Case, targets: Mapping[str, float]) -> Row:
         """Tokens per second of all rows together."""
         tokens = case.batch * (case.new - 1)
-        way, ours, peer = self._against(case, "rest_s")
         floor_s = (case.new - 1) * self._step_floor_s(case.batch, case.prompt + case.new // 2)
-        return rates(name, tokens, ours, peer, way, target) | {"floor_tokens_per_s": round(tokens / floor_s, 1)}
+        return self._against(name, case, "rest_s", tokens, targets, floor_s)
 
-    def prefill(self, name: str, case: Case, target: float) -> dict[str, Any]:
+    def prefill(self, name: str, case: Case, targets: Mapping[str, float]) -> Row:
         """Prompt tokens per second until the first new token."""
-        way, ours, peer = self._against(case, "first_s")
         floor_s = self._prefill_cost(case).seconds(self._machine)
-        row = rates(name, case.batch * case.prompt, ours, peer, way, target)
-        return row | {"floor_tokens_per_s": round(case.batch * case.prompt / floor_s, 1)}
+        return self._against(name, case, "first_s", case.batch * case.prompt, targets, floor_s)
 
     def long_context(self) -> dict[str, Any]:
         """What a token costs behind 4,000 others, over what it costs behind 200."""
@@ -167,8 +222,8 @@ class Bench:
                 round(1000 * self._step_floor_s(1, case.prompt + case.new // 2), 3) for case in (DECODE_1, DECODE_LONG)
             ],
             "ratio": round(ratio, 3),
-            "target": "<= 2",
-            "met": ratio <= 2,
+            "target": "<= 1.5",
+            "met": ratio <= 1.5,
         }
 
     def cached_prefix(self) -> dict[str, Any]:
@@ -189,22 +244,39 @@ class Bench:
             "met": ratio <= 0.1,
         }
 
-    def _against(self, case: Case, field: str) -> tuple[Way, list[float], list[float]]:
-        """The peer's fastest way, and alternating runs: seconds of `field`."""
-
-        def short(way: Way) -> float:
-            new = min(case.new, SHORT_NEW)
-            self._peer.run(way, self.draw(case._replace(prompt=min(case.prompt, 200))), new)  # warm
-            return getattr(self._peer.run(way, self.draw(case), new), field)
-
-        best = min(ways(THREADS), key=short)
-        ours: list[float] = []
-        peer: list[float] = []
-        self._ours.run(self.draw(case), case.new)
-        for _ in range(self._rounds):
-            ours.append(getattr(self._ours.run(self.draw(case), case.new), field))
-            peer.append(getattr(self._peer.run(best, self.draw(case), case.new), field))
-        return best, ours, peer
+    def _against(
+        self, name: str, case: Case, field: Field, tokens: int, targets: Mapping[str, float], floor_s: float
+    ) -> Row:
+        """Alternating runs of all: medians as tokens per second, and how many times each peer's in its fastest way."""
+        for peer in self._peers:
+            self.ways[peer.name, case] = peer.fastest(self.draw, case, field)
+        runs: dict[str, Callable[[], Times]] = {"ours": lambda: self._ours.run(self.draw(case), case.new)}
+        for peer in self._peers:
+            way = self.ways[peer.name, case]
+            runs[peer.name] = lambda peer=peer, way=way: peer.run(way, self.draw(case), case.new)
+        took: dict[str, list[float]] = {who: [] for who in runs}
+        for number in range(1 + self._rounds):
+            for who, run in runs.items():
+                seconds = getattr(run(), field)
+                if number:  # the first one warms
+                    took[who].append(seconds)
+        rate = {who: tokens / statistics.median(seconds) for who, seconds in took.items()}
+        peers = {
+            peer.name: {
+                "tokens_per_s": round(rate[peer.name], 1),
+                "way": " ".join(map(str, self.ways[peer.name, case])) + " threads",
+                "times": round(rate["ours"] / rate[peer.name], 2),
+            }
+            for peer in self._peers
+        }
+        return {
+            "name": name,
+            "tokens_per_s": round(rate["ours"], 1),
+            "peers": peers,
+            "target": ", ".join(f">= {times:g} x {who}" for who, times in targets.items()),
+            "met": all(rate["ours"] >= times * rate[who] for who, times in targets.items() if who in rate),
+            "floor_tokens_per_s": round(tokens / floor_s, 1),
+        }
 
     def _step_floor_s(self, batch: int, context: int) -> float:
         return step_cost(self._engine.runner, batch, context).seconds(self._machine)
@@ -220,20 +292,65 @@ class Bench:
         return Cost(config.weight_bytes, case.batch * (2 * (matrices * case.prompt + head) + attention))
 
 
-def rates(
-    name: str, tokens: int, ours: Sequence[float], peer: Sequence[float], way: Way, target: float
-) -> dict[str, Any]:
-    """Medians of alternating runs as tokens per second, and how many times the peer's."""
-    mine, theirs = (tokens / statistics.median(times) for times in (ours, peer))
-    return {
-        "name": name,
-        "tokens_per_s": round(mine, 1),
-        "peer_tokens_per_s": round(theirs, 1),
-        "peer_way": " ".join(map(str, way)) + " threads",
-        "times": round(mine / theirs, 2),
-        "target": f">= {target:g} x",
-        "met": mine >= target * theirs,
+def steps(model: K2, rounds: int) -> Iterator[Row]:
+    """What a step of the model takes over a step of one token, by the tokens that share its reading of the weights."""
+    ratios: dict[tuple[str, int], list[float]] = {}
+    for _ in range(rounds):
+        ms = {(part.name, part.batch): part.ms for part in bench_parts(model, None, (1, 4, 16), DECODE_1.prompt, STEPS)}
+        for kind, value in ms.items():
+            ratios.setdefault(kind, []).append(value / ms["verify 1", 1])
+    for tokens, most, kinds in (
+        (4, 1.5, {"one row of 4": ("verify 4", 1), "4 rows of 1": ("verify 1", 4)}),
+        (16, 4.0, {"4 rows of 4": ("verify 4", 4), "16 rows of 1": ("verify 1", 16)}),
+    ):
+        found = {name: statistics.median(ratios[kind]) for name, kind in kinds.items()}
+        yield {
+            "name": f"a step of {tokens} tokens over one of 1, context {DECODE_1.prompt}",
+            "ratios": {name: round(ratio, 3) for name, ratio in found.items()},
+            "target": f"<= {most:g}",
+            "met": max(found.values()) <= most,
+        }
+
+
+def drafts(folder: Path, draft: Path, peer: Peer, way: Any, rounds: int) -> Iterator[Row]:
+    """What the drafter brings to one stream, and to a batch; and one stream with it against the peer."""
+    paths = sorted((folder / "eval").glob("*.jsonl"))
+    questions = read_questions(paths, Tokenizer.open(folder), style_of(folder), DRAFT_BATCH)
+    longest = max(len(question.tokens) for question in questions) + ANSWER
+    configs = variants(str(draft), (), DRAFT_BATCH, longest, KV_BYTES, None)
+    with Engine.open(folder, configs["off"]) as off, Engine.open(folder, configs["auto"]) as auto:
+        ours = {"off": Asker(off, ANSWER), "auto": Asker(auto, ANSWER)}
+        every = ours | {peer.name: PeerAsker(peer, way)}
+        for asker in every.values():
+            asker.ask(questions[:1])  # warm
+        single = list(bench_rates(every, questions, 1, rounds))
+        batch = list(bench_rates(ours, questions, DRAFT_BATCH, rounds))
+    times = mean_times(single)["auto", 1]
+    speeds = by_domain(single)
+    over_peer = statistics.fmean(speed["auto"] / speed[peer.name] for speed in speeds.values())
+    yield {
+        "name": f"one stream with the drafter, mean of {len(speeds)} domains",
+        "times": {"without": round(times, 3), peer.name: round(over_peer, 2)},
+        "target": f">= 1.4 x without, >= 7 x {peer.name}",
+        "met": times >= 1.4 and over_peer >= 7,
+        "tokens_per_s": speeds,
     }
+    times = mean_times(batch)["auto", DRAFT_BATCH]
+    yield {
+        "name": f"batch {DRAFT_BATCH} with the drafter over without, mean of {len(speeds)} domains",
+        "times": {"without": round(times, 3)},
+        "target": ">= 0.98 x without",
+        "met": times >= 0.98,
+        "tokens_per_s": by_domain(batch),
+    }
+
+
+def by_domain(rates: Sequence[Rate]) -> dict[str, dict[str, float]]:
+    """{domain: {variant: tokens/s}}"""
+    found: dict[str, dict[str, float]] = {}
+    for rate in rates:
+        found.setdefault(rate.domain, {})[rate.variant] = round(rate.tokens_per_s, 1)
+    return found
 
 
 async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
@@ -257,7 +374,7 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
                 if line == "data: [DONE]":
                     done = True
                 elif line.startswith("data: "):
-                    usage = json.loads(line[6:]).get("usage") or {}
+                    usage: dict[str, int] = json.loads(line[6:]).get("usage") or {}
                     tokens = usage.get("completion_tokens", tokens)
         if not done or tokens != case.new:
             raise RuntimeError(f"a stream ended with {tokens} of {case.new} tokens")
@@ -285,7 +402,7 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
+def served(folder: Path) -> Generator[str]:
     """`redline serve` on a free port; gives the address once it is ready."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -312,37 +429,60 @@ def served(folder: Path) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("models/kimi-nano"))
+    parser.add_argument("--draft", type=Path, help="the drafter's folder; absent: the model's, with -eagle3")
+    parser.add_argument("--llama-python", type=Path, help="a Python that has llama-cpp-python: the second peer")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each, alternating; the median counts")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     folder: Path = arguments.folder
+    draft: Path = arguments.draft or folder.with_name(f"{folder.name}-eagle3")
+    llama_python: Path | None = arguments.llama_python
+    rounds: int = arguments.rounds
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # and with it every child's
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     machine = measure(working_set_bytes=weights)
-    cases: list[dict[str, Any]] = []
+    load = os.getloadavg()[0]
+    cases: list[Row] = []
 
-    def record(case: dict[str, Any]) -> None:
+    def record(case: Row) -> None:
         cases.append(case)
         print(json.dumps(case), flush=True)
 
-    with Engine.open(folder, EngineConfig(max_model_len=CONTEXT)) as engine, Peer(folder) as peer:
-        bench = Bench(engine, peer, machine, arguments.rounds)
-        record(bench.decode("decode, batch 1", DECODE_1, 2))
-        record(bench.decode("decode, batch 16", DECODE_16, 3))
-        record(bench.prefill("prefill of 2,000 tokens", PREFILL, 1.5))
-        record(bench.long_context())
-        record(bench.cached_prefix())
-        prompts = bench.draw(STREAMS)
+    with ExitStack() as stack:
+        transformers = stack.enter_context(Peer.transformers(folder))
+        peers = [transformers]
+        if llama_python is not None:
+            files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            for dense in peer_llama_cpp.DENSE:
+                to_gguf.convert(folder, files / f"{dense}.gguf", dense)
+            peers.append(stack.enter_context(Peer.llama_cpp(llama_python, files)))
+        with Engine.open(folder, EngineConfig(max_model_len=CONTEXT)) as engine:
+            bench = Bench(engine, peers, machine, rounds)
+            record(bench.decode("decode, batch 1", DECODE_1, {"transformers": 5, "llama.cpp": 1}))
+            record(bench.decode("decode, batch 16", DECODE_16, {"transformers": 4}))
+            record(bench.prefill("prefill of 2,000 tokens", PREFILL, {"transformers": 2}))
+            for case in steps(engine.engine.model, rounds):
+                record(case)
+            record(bench.long_context())
+            record(bench.cached_prefix())
+            prompts = bench.draw(STREAMS)
+        for case in drafts(folder, draft, transformers, bench.ways["transformers", DECODE_1], rounds):
+            record(case)
     with served(folder) as url:
         asyncio.run(streams(url, STREAMS._replace(new=4), prompts))  # warm
         record(asyncio.run(streams(url, STREAMS, prompts)))
+    where = provenance("torch", "transformers")
     result = {
-        "command": "python -m benchmarks.serve_cpu",
+        "command": "python -m benchmarks.serve_cpu" + (" --llama-python PYTHON" if llama_python else ""),
         "model": str(folder),
-        "peer": "transformers DeepseekV3ForCausalLM.generate, weights dequantised",
-        **provenance("torch", "transformers"),
-        "load_average": round(os.getloadavg()[0], 1),
-        "rounds": arguments.rounds,
+        "drafter": str(draft),
+        "peers": {
+            "transformers": "DeepseekV3ForCausalLM.generate, weights dequantised",
+            "llama.cpp": "llama_decode on a deepseek2 GGUF, routed experts in Q4_0",
+        },
+        **where,
+        "load_average": round(load, 1),
+        "rounds": rounds,
         "limits": {
             "bytes_per_s": round(machine.bytes_per_s / 1e9, 1) * 1e9,
             "flops_per_s": round(machine.flops_per_s / 1e9) * 1e9,
@@ -350,8 +490,15 @@ def main() -> None:
         },
         "cases": cases,
     }
+    if llama_python is not None:
+        where["versions"]["llama-cpp-python"] = llama_version(llama_python)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def llama_version(python: Path) -> str:
+    program = "from importlib.metadata import version; print(version('llama-cpp-python'))"
+    return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":
