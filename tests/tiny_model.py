@@ -31,8 +31,9 @@ CPU = torch.device("cpu")
 
 
 def kernel_config(**changes: Any) -> K2Config:
-    """`tiny_config`, its head widths multiples of 32 as in every Kimi."""
-    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    """`tiny_config`, its widths multiples of 32 as in every Kimi."""
+    heads = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32}
+    sizes = {"q_lora_rank": 64, "kv_lora_rank": 64, **heads}
     return tiny_config(**{**sizes, **changes})
 
 

@@ -17,7 +17,7 @@ from redline.ops.add_norm import add_norm
 from redline.ops.draft_pass import SKIP, DraftLayer, DraftPages, draft_fuse
 from redline.ops.gqa import gqa_decode, gqa_prefill, rotate_halves
 from redline.ops.linear import linear
-from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv
+from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv, rounds
 from redline.ops.moe import moe
 from redline.ops.weights import Matrix
 
@@ -81,8 +81,10 @@ class Served:
         residual = source.clone() if rows_R is None else source[rows_R]
         if not residual.shape[0]:
             return residual, residual
-        residual, x = add_norm(residual, linear(o_RHV.flatten(1), self._o_proj), self._mlp_norm, eps)
-        residual, normed = add_norm(residual, moe(x, self._gate_up, self._down, None), self._norm, eps)
+        partial = linear(o_RHV.flatten(1), self._o_proj, rounds(plane))
+        residual, x = add_norm(residual, partial, self._mlp_norm, eps)
+        partial = moe(x, self._gate_up, self._down, None, rounds(plane))
+        residual, normed = add_norm(residual, partial, self._norm, eps)
         return normed, normed if self._config.norm_output else residual
 
     def logits(self, normed_RD: Tensor) -> Tensor:

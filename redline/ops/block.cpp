@@ -34,7 +34,7 @@ struct Tokens {
 };
 
 // residual [T, D] += partial (null: nothing), then += the attention's part; y [T, D]: the experts' part, which may lie
-// where partial lies. plane: as in mla_qkv.
+// where partial lies. plane: as in mla_qkv; the other products follow it.
 extern "C" void redline_block(const Weights* weights, const Tokens* tokens, void* plane, int kv_float32, float* residual,
                               const float* partial, float* y) {
     static thread_local struct {
@@ -63,12 +63,12 @@ extern "C" void redline_block(const Weights* weights, const Tokens* tokens, void
     if (t.Q)
         redline_mla_decode(q, t.tokens, t.slots, t.lengths, t.tables, t.table_width, plane, kv_float32, w.w_uk, w.w_uv,
                            o, w.softmax_scale, t.Q, w.H, w.Nn, w.P, w.R, w.V, 0);
-    redline_linear(o, (int64_t)w.H * w.V, w.o_proj, part, w.D, t.T, w.D, w.H * w.V);
+    redline_linear(o, (int64_t)w.H * w.V, w.o_proj, part, w.D, t.T, w.D, w.H * w.V, !kv_float32);
     redline_add_norm(residual, part, w.mlp_norm, x, w.norm_eps, t.T, w.D);
     int32_t* ids = room(scratch.ids, T * w.k);
     float* shares = room(scratch.shares, T * w.k);
     if (w.E)
         redline_route_experts(x, w.router, w.bias, ids, shares, t.T, w.D, w.E, w.k, w.normalise, w.routed_scale);
     redline_moe(x, ids, shares, w.gate_up, w.gate_up_scales, w.down, w.down_scales, w.shared_gate_up, w.shared_down, y,
-                t.T, w.D, w.E, w.k, w.I, w.Is);
+                t.T, w.D, w.E, w.k, w.I, w.Is, !kv_float32);
 }

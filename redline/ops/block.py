@@ -19,7 +19,17 @@ from redline.ops import native
 from redline.ops.add_norm import add_norm
 from redline.ops.formats import Int4, quantize_int4
 from redline.ops.linear import linear
-from redline.ops.mla import NANO, TINY, MlaWeights, mla_decode, mla_prefill, mla_qkv, prefill_whole, random_weights
+from redline.ops.mla import (
+    NANO,
+    TINY,
+    MlaWeights,
+    mla_decode,
+    mla_prefill,
+    mla_qkv,
+    prefill_whole,
+    random_weights,
+    rounds,
+)
 from redline.ops.moe import Routed, addresses_of, moe
 from redline.ops.op import Case, Cost, Op
 from redline.ops.route_experts import route_experts
@@ -97,6 +107,8 @@ class Block:
     def fits(self) -> bool:
         """Whether the kernels take all these sizes."""
         w, moe_ = self.attention, self.experts
+        if not w.panels:
+            return False
         widths = [w.w_q.outputs, w.rank, w.rope, w.value, *self.shared_down.shape]
         if moe_ is not None:
             if isinstance(moe_.gate_up, Int4) or isinstance(moe_.down, Int4):
@@ -157,9 +169,10 @@ def reference(
     q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
     o = torch.empty(x.shape[0], w.heads, w.value, dtype=x.dtype, device=x.device)
     _attend(q, w, weights.softmax_scale, inputs, plane, o)
-    partial = linear(o.flatten(1), weights.o_proj)
+    partial = linear(o.flatten(1), weights.o_proj, rounds(plane))
     residual, x = add_norm(residual, partial, weights.mlp_norm, weights.eps)
-    return residual, moe(x, weights.shared_gate_up, weights.shared_down, _route(x, weights.experts))
+    routed = _route(x, weights.experts)
+    return residual, moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane))
 
 
 def _attend(q: Tensor, w: MlaWeights, scale: float, inputs: Inputs, plane: Tensor, o: Tensor) -> None:

@@ -84,9 +84,10 @@ void pass(const DraftWeights& w, const DraftPages& pages, Scratch& s, const floa
     redline_mla_decode(q_asked, tokens, slots_asked, lengths, pages.tables, pages.table_width, plane, kv_float32, w.w_uk,
                        w.w_uv, o, w.softmax_scale, R, w.H, w.Nn, w.P, w.R, w.V, 1);
     float* part = room(s.part, R * D);
-    redline_linear(o, values, w.o_proj, part, D, R, w.D, (int)values);
+    redline_linear(o, values, w.o_proj, part, D, R, w.D, (int)values, !kv_float32);
     redline_add_norm(residual, part, w.mlp_norm, x, w.eps, R, w.D);
-    redline_moe(x, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, w.gate_up, w.down, part, R, w.D, 0, 0, 0, w.I);
+    redline_moe(x, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, w.gate_up, w.down, part, R, w.D, 0, 0, 0, w.I,
+                !kv_float32);
     redline_add_norm(residual, part, w.norm, normed, w.eps, R, w.D);
     if (w.norm_output) std::copy_n(normed, R * D, fed);
 }
@@ -109,7 +110,7 @@ extern "C" void redline_draft_fuse(const float* features, const int32_t* sources
             for (int64_t i = 0; norms && i < F; i += W) rms_norm_row(from + i, norms + i, eps, W, x + t * F + i);
         }
     });
-    redline_linear(x, F, fc, y, D, T, D, (int)F);
+    redline_linear(x, F, fc, y, D, T, D, (int)F, 0);
 }
 
 // normed, fed [R, D] of one pass.
@@ -142,7 +143,7 @@ extern "C" void redline_draft_chain(const DraftWeights* weights, const DraftPage
         chain_slots[r] = slots[queries[r]], chain_positions[r] = positions[queries[r]];
     }
     for (int done = 0, rows = R; rows;) {
-        redline_linear(normed, D, w.head, logits, width, rows, (int)width, w.D);
+        redline_linear(normed, D, w.head, logits, width, rows, (int)width, w.D, 0);
         redline_best(logits, width, best, finite, rows, w.vocabulary);
         int kept = 0;
         for (int r = 0; r < rows; r++) {

@@ -24,7 +24,7 @@ from redline.ops import native
 from redline.ops.add_norm import add_norm
 from redline.ops.best import best
 from redline.ops.linear import linear
-from redline.ops.mla import NANO, TINY, MlaWeights, mla_decode, mla_qkv, random_weights
+from redline.ops.mla import NANO, TINY, MlaWeights, mla_decode, mla_qkv, random_weights, rounds
 from redline.ops.moe import moe
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import Tiled
@@ -58,7 +58,7 @@ class DraftLayer:
         """Whether the kernels take all these sizes."""
         w = self.attention
         widths = w.w_q.outputs, w.rank, w.rope, w.value, *self.down.shape
-        return self.embedding_VD.dtype == torch.bfloat16 and all(width % PANEL == 0 for width in widths)
+        return self.embedding_VD.dtype == torch.bfloat16 and w.panels and all(width % PANEL == 0 for width in widths)
 
     @functools.cached_property
     def layout(self) -> "_Weights":
@@ -163,7 +163,7 @@ def _fuse_kernel(
 
 
 def _fuse_fits(features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float) -> bool:
-    return fc.outputs % PANEL == 0 and features_NF.is_contiguous()
+    return fc.panels and fc.outputs % PANEL == 0 and features_NF.is_contiguous()
 
 
 def _fuse_cost(features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float) -> Cost:
@@ -202,8 +202,9 @@ def _pass_reference(
     order = torch.arange(len(rows.queries), dtype=torch.int32, device=device)
     queries = order, slot_T[query_R].int(), (place_T[query_R] + 1).int()
     mla_decode(q, w, weights.softmax_scale, *queries, pages.tables, plane, o, SKIP)
-    residual, x = add_norm(residual, linear(o.flatten(1), weights.o_proj), weights.mlp_norm, weights.eps)
-    residual, normed = add_norm(residual, moe(x, weights.gate_up, weights.down, None), weights.norm, weights.eps)
+    residual, x = add_norm(residual, linear(o.flatten(1), weights.o_proj, rounds(plane)), weights.mlp_norm, weights.eps)
+    partial = moe(x, weights.gate_up, weights.down, None, rounds(plane))
+    residual, normed = add_norm(residual, partial, weights.norm, weights.eps)
     return normed, normed if weights.norm_output else residual
 
 

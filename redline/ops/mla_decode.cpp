@@ -138,10 +138,14 @@ template <> struct Arithmetic<bf16> {
                 a[g] = (__m512)(load<f32x16>(acc + g * R + c) * factor[g]);
                 b[g] = (__m512)(load<f32x16>(acc + g * R + c + 16) * factor[g]);
             }
-            for (int t = 0; t < n; t += 2) {
-                __m512i one = _mm512_loadu_si512(rows + (int64_t)t * W + c);
+            const bf16* at = rows + c;
+            for (int t = 0; t < n; t += 2, at += 2 * W) {
+                // A page is larger than the first cache: the next 32 dimensions are on their way while these are summed.
+                _mm_prefetch((const char*)(at + 32), _MM_HINT_T0);
+                _mm_prefetch((const char*)(at + W + 32), _MM_HINT_T0);
+                __m512i one = _mm512_loadu_si512(at);
                 // Beyond the context a page holds anything; zero times that must be zero.
-                __m512i two = t + 1 < n ? _mm512_loadu_si512(rows + (int64_t)(t + 1) * W + c) : _mm512_setzero_si512();
+                __m512i two = t + 1 < n ? _mm512_loadu_si512(at + W) : _mm512_setzero_si512();
                 __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two), high = (__m512bh)_mm512_unpackhi_epi16(one, two);
 #pragma GCC unroll 4
                 for (int g = 0; g < G; g++) {
@@ -211,6 +215,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
     std::vector<int>& first_record = scratch.first_record;
     const int W = s.width(), group = s.H % 4 == 0 ? 4 : s.H % 2 == 0 ? 2 : 1, groups = s.H / group;
     const int record = group * (s.R + 2);  // maxima, sums, latents
+    constexpr bool rounded = std::is_same_v<KV, bf16>;
 
     // q' = scale * [W_UK^T q_nope | q_rope].
     if ((int64_t)absorbed.size() < (int64_t)Q * s.H * W) absorbed.resize((int64_t)Q * s.H * W);
@@ -221,7 +226,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         Range panels = share(per_head, panel_tasks, task % panel_tasks);
         product([&](int m) { return q + ((int64_t)tokens[m] * s.H + h) * s.head(); }, 0, Q, s.Nn,
                 [&](int n) { return Bf16Panel{w_uk + ((int64_t)h * per_head + n) * s.Nn * PANEL}; }, panels.begin,
-                panels.end, [&](int m, int n, Pair v) {
+                panels.end, rounded, [&](int m, int n, Pair v) {
                     Arithmetic<KV>::prepare({v.a * scale, v.b * scale}, qa + ((int64_t)m * s.H + h) * W + n * 32);
                 });
         if (panels.begin == 0)
@@ -302,7 +307,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         Range panels = share(value_panels, value_tasks, task % value_tasks);
         product([&](int m) { return lat + ((int64_t)m * s.H + h) * s.R; }, 0, Q, s.R,
                 [&](int n) { return Bf16Panel{w_uv + ((int64_t)h * value_panels + n) * s.R * PANEL}; }, panels.begin,
-                panels.end, [&](int m, int n, Pair v) {
+                panels.end, rounded, [&](int m, int n, Pair v) {
                     store_pair(y + ((int64_t)tokens[m] * s.H + h) * s.V + n * PANEL, v);
                 });
     });

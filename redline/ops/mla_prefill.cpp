@@ -93,23 +93,18 @@ template <class KV> struct Unfold {
         for (int n = 0; n < s.R / 32; n++)
             for (int d = 0; d < s.Nn; d++)
                 for (int i = 0; i < 32; i++)
-                    rows[(int64_t)d * s.R + n * 32 + i] =
-                        to_float(packed[((int64_t)n * s.Nn + d) * 32 + slot_in_panel(i)]);
+                    rows[(int64_t)d * s.R + n * 32 + i] = to_float(packed[place_in_panels(n, d, i, s.Nn)]);
     }
-
-    // Values are multiplied with the panels as they lie.
-    static void value_panels(const bf16*, Shape, float*) {}
 
     static void keys(const float* rows, const float* columns, int first, int last, Shape s, float* keys) {
         product([&](int m) { return rows + (int64_t)m * s.R; }, 0, s.Nn, s.R,
-                [&](int n) { return F32Panel{columns + (int64_t)n * s.R * 32}; }, first, last,
+                [&](int n) { return F32Panel{columns + (int64_t)n * s.R * 32}; }, first, last, false,
                 [&](int m, int n, Pair v) { store_pair(keys + ((int64_t)n * s.head() + m) * 32, v); });
     }
 
-    static void values(const float* latents, const bf16* packed, const float*, int first, int last, int64_t S, Shape s,
-                       float* values) {
+    static void values(const float* latents, const bf16* packed, int first, int last, int64_t S, Shape s, float* values) {
         product([&](int m) { return latents + (int64_t)m * s.R; }, first, last, s.R,
-                [&](int n) { return Bf16Panel{packed + (int64_t)n * s.R * PANEL}; }, 0, s.V / 32,
+                [&](int n) { return Bf16Panel{packed + (int64_t)n * s.R * PANEL}; }, 0, s.V / 32, false,
                 [&](int m, int n, Pair v) { store_pair(values + (n * S + m) * 32, v); });
     }
 };
@@ -130,31 +125,20 @@ template <> struct Unfold<bf16> {
         for (int n = 0; n < s.R / 32; n++)
             for (int d = 0; d < s.Nn; d++)
                 for (int i = 0; i < 32; i++)
-                    r[(int64_t)d * s.R + n * 32 + i] = packed[((int64_t)n * s.Nn + d) * 32 + slot_in_panel(i)];
-    }
-
-    static void value_panels(const bf16* packed, Shape s, uint32_t* panels) {
-        for (int n = 0; n < s.V / 32; n++)
-            for (int k = 0; k < s.R / 2; k++)
-                for (int i = 0; i < 32; i++) {
-                    const bf16* w = packed + ((int64_t)n * s.R + 2 * k) * PANEL + slot_in_panel(i);
-                    panels[((int64_t)n * s.R / 2 + k) * 32 + i] = w[0].bits | (uint32_t)w[PANEL].bits << 16;
-                }
+                    r[(int64_t)d * s.R + n * 32 + i] = packed[place_in_panels(n, d, i, s.Nn)];
     }
 
     static void keys(const uint32_t* rows, const uint32_t* columns, int first, int last, Shape s, float* keys) {
-        const int K2 = s.R / 2;
-        pair_product([&](int m) { return rows + (int64_t)m * K2; }, 0, s.Nn, K2,
-                     [&](int n) { return columns + (int64_t)n * K2 * 32; }, first, last,
-                     [&](int m, int n, Pair v) { store_pair(keys + ((int64_t)n * s.head() + m) * 32, v); });
+        product_of_pairs([&](int m) { return rows + (int64_t)m * s.R / 2; }, 0, s.Nn, s.R,
+                         [&](int n) { return Bf16Panel{(const bf16*)columns + (int64_t)n * s.R * 32}; }, first, last,
+                         [&](int m, int n, Pair v) { store_pair(keys + ((int64_t)n * s.head() + m) * 32, v); });
     }
 
-    static void values(const uint32_t* latents, const bf16*, const uint32_t* panels, int first, int last, int64_t S,
-                       Shape s, float* values) {
-        const int K2 = s.R / 2;
-        pair_product([&](int m) { return latents + (int64_t)m * K2; }, first, last, K2,
-                     [&](int n) { return panels + (int64_t)n * K2 * 32; }, 0, s.V / 32,
-                     [&](int m, int n, Pair v) { store_pair(values + (n * S + m) * 32, v); });
+    static void values(const uint32_t* latents, const bf16* packed, int first, int last, int64_t S, Shape s,
+                       float* values) {
+        product_of_pairs([&](int m) { return latents + (int64_t)m * s.R / 2; }, first, last, s.R,
+                         [&](int n) { return Bf16Panel{packed + (int64_t)n * s.R * PANEL}; }, 0, s.V / 32,
+                         [&](int m, int n, Pair v) { store_pair(values + (n * S + m) * 32, v); });
     }
 };
 #endif
@@ -163,7 +147,7 @@ template <class KV>
 void prefill(const float* q, int start, int count, const int32_t* pages, const KV* plane, const bf16* w_uk,
              const bf16* w_uv, float* y, float scale, int skip, Shape s) {
     typedef typename Unfold<KV>::Element Element;
-    static thread_local std::vector<Element> gathered, transposed, key_weights, value_weights;
+    static thread_local std::vector<Element> gathered, transposed, key_weights;
     static thread_local std::vector<float> key_panels, value_panels;
     const int context = start + count, W = s.width(), E = s.R / Unfold<KV>::STEP;  // elements of a latent row
     const int64_t S = (context + BLOCK - 1) / BLOCK * BLOCK, panels = S / 32;
@@ -175,8 +159,7 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
     key_panels.resize(S * s.head());
     value_panels.resize(S * s.V);
     key_weights.resize((int64_t)s.Nn * E);
-    value_weights.resize((int64_t)s.V * E);
-    Element *rows_ = gathered.data(), *columns = transposed.data(), *wk = key_weights.data(), *wv = value_weights.data();
+    Element *rows_ = gathered.data(), *columns = transposed.data(), *wk = key_weights.data();
     float *keys = key_panels.data(), *values = value_panels.data();
     parallel((int)panels, [&](int panel) {
         for (int i = 0; i < 32; i++) {
@@ -195,14 +178,13 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
     for (int h = 0; h < s.H; h++) {
         const bf16* uv = w_uv + (int64_t)h * s.V * s.R;
         Unfold<KV>::key_rows(w_uk + (int64_t)h * s.R * s.Nn, s, wk);
-        Unfold<KV>::value_panels(uv, s, wv);
         const int groups = (int)((panels + 7) / 8);
         parallel(2 * groups, [&](int task) {
             int first = task / 2 * 8, last = (int)std::min<int64_t>(panels, first + 8);
             if (task % 2 == 0)
                 Unfold<KV>::keys(wk, columns, first, last, s, keys);
             else
-                Unfold<KV>::values(rows_, uv, wv, first * 32, last * 32, S, s, values);
+                Unfold<KV>::values(rows_, uv, first * 32, last * 32, S, s, values);
         });
 
         int blocks = (count + Q_ROWS - 1) / Q_ROWS;

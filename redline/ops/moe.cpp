@@ -17,7 +17,7 @@ struct Projection {
         int64_t first = (int64_t)expert * panels;
         if (scales)
             f([=](int n) {
-                return Int4Panel{(const uint8_t*)data + (first + n) * K * 16, scales + (first + n) * (K / 32) * PANEL};
+                return Int4Panel{(const uint8_t*)data + (first + n) * K * (PANEL / 2), scales + (first + n) * (K / GROUP) * PANEL};
             });
         else
             f([=](int n) { return Bf16Panel{(const bf16*)data + (first + n) * K * PANEL}; });
@@ -63,7 +63,7 @@ template <class F> void run(const std::vector<Work>& work, F&& f) {
 extern "C" void redline_moe(const float* x, const int32_t* ids, const float* weights, const void* gate_up,
                             const bf16* gate_up_scales, const void* down, const bf16* down_scales,
                             const bf16* shared_gate_up, const bf16* shared_down, float* y, int T, int D, int E, int k,
-                            int I, int Is) {
+                            int I, int Is, int rounded) {
     // The caller's scratch, named so that tasks on other threads see this one and not their own.
     static thread_local struct {
         std::vector<int> rows, where, start;
@@ -112,6 +112,7 @@ extern "C" void redline_moe(const float* x, const int32_t* ids, const float* wei
             // of rows come first, then their ups; with more they alternate. Either way the gate waits in its row's place.
             product([&](int m) { return x + (int64_t)row[m] * D; }, w.row_begin, w.row_end, D,
                     [&](int n) { return panels((n & 1) * up + (n >> 1)); }, 2 * w.panel_begin, 2 * w.panel_end,
+                    rounded,
                     [&](int m, int n, Pair v) {
                         int place = m % ROWS;
                         if (n & 1)
@@ -128,7 +129,7 @@ extern "C" void redline_moe(const float* x, const int32_t* ids, const float* wei
         const Group& g = groups[w.group];
         g.down->with(g.expert, [&](auto panels) {
             product([&](int m) { return h + (int64_t)m * width; }, w.row_begin, w.row_end, g.down->K, panels,
-                    w.panel_begin, w.panel_end,
+                    w.panel_begin, w.panel_end, rounded,
                     [&](int m, int n, Pair v) { store_pair(part + (int64_t)m * D + n * PANEL, v); });
         });
     });

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from redline.ops import native
 from redline.ops.formats import Int4, quantize_int4
+from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
 from redline.ops.weights import PANEL, Experts, Int4Panels, Matrix, expert_matrix, prepare_experts
 
@@ -32,7 +33,14 @@ def _swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return (F.silu(gate) * up) @ down.to(x_TD.dtype).T
 
 
-def reference(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None, routed: Routed | None) -> Tensor:
+def reference(
+    x_TD: Tensor,
+    shared_gate_up: Matrix | None,
+    shared_down: Matrix | None,
+    routed: Routed | None,
+    rounded: bool = False,
+) -> Tensor:
+    """rounded: a kernel may round to bf16 what enters a product."""
     y_TD = torch.zeros_like(x_TD)
     if shared_gate_up is not None and shared_down is not None:
         y_TD = _swiglu(x_TD, shared_gate_up.dense(), shared_down.dense())
@@ -52,7 +60,13 @@ def addresses_of(experts: Experts) -> tuple[int, int]:
     return experts.address, 0
 
 
-def kernel(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None, routed: Routed | None) -> Tensor:
+def kernel(
+    x_TD: Tensor,
+    shared_gate_up: Matrix | None,
+    shared_down: Matrix | None,
+    routed: Routed | None,
+    rounded: bool = False,
+) -> Tensor:
     library = native.library()
     assert library is not None
     tokens, d = x_TD.shape
@@ -65,11 +79,18 @@ def kernel(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | No
         choice = native.pointer(routed.ids_TK), native.pointer(routed.weights_TK)
         pointers = (*choice, *addresses_of(routed.gate_up), *addresses_of(routed.down))
         sizes = (routed.down.shape[0], routed.ids_TK.shape[1], routed.down.shape[2])
-    library.redline_moe(native.pointer(x_TD), *pointers, *shared[:2], y_TD.data_ptr(), tokens, d, *sizes, shared[2])
+    sizes = (tokens, d, *sizes, shared[2], rounded)
+    library.redline_moe(native.pointer(x_TD), *pointers, *shared[:2], y_TD.data_ptr(), *sizes)
     return y_TD
 
 
-def fits(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None, routed: Routed | None) -> bool:
+def fits(
+    x_TD: Tensor,
+    shared_gate_up: Matrix | None,
+    shared_down: Matrix | None,
+    routed: Routed | None,
+    rounded: bool = False,
+) -> bool:
     downs: list[Matrix | Int4Panels] = [shared_down] if shared_down is not None else []
     if routed is not None:
         if isinstance(routed.gate_up, Int4) or isinstance(routed.down, Int4):
@@ -78,7 +99,13 @@ def fits(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None
     return all(size % PANEL == 0 for down in downs for size in down.shape[-2:])
 
 
-def cost(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None, routed: Routed | None) -> Cost:
+def cost(
+    x_TD: Tensor,
+    shared_gate_up: Matrix | None,
+    shared_down: Matrix | None,
+    routed: Routed | None,
+    rounded: bool = False,
+) -> Cost:
     """Bytes of the experts that are really chosen, once each."""
     total = Cost(2 * x_TD.nbytes)
     tokens, d = x_TD.shape
@@ -94,8 +121,8 @@ def cost(x_TD: Tensor, shared_gate_up: Matrix | None, shared_down: Matrix | None
 
 
 def cases() -> Iterator[Case]:
-    def make(tokens: int, d: int, i: int, e: int, k: int, shared: int, int4: bool):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Matrix | None, Matrix | None, Routed | None]:
+    def make(tokens: int, d: int, i: int, e: int, k: int, shared: int, int4: bool, rounded: bool = False):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Matrix | None, Matrix | None, Routed | None, bool]:
             def weight(*shape: int) -> Tensor:
                 return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
 
@@ -103,7 +130,7 @@ def cases() -> Iterator[Case]:
             shared_up = Matrix.prepare(weight(2 * shared, d)) if shared else None
             shared_down = Matrix.prepare(weight(d, shared)) if shared else None
             if not e:
-                return x, shared_up, shared_down, None
+                return x, shared_up, shared_down, None, rounded
             up, down = weight(e, 2 * i, d), weight(e, d, i)
             ids = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(tokens)]).to(torch.int32)
             weights = torch.rand(tokens, k, generator=g)
@@ -112,12 +139,17 @@ def cases() -> Iterator[Case]:
                 prepare_experts(quantize_int4(down) if int4 else down),
                 *(ids, weights),
             )
-            return x, shared_up, shared_down, routed
+            return x, shared_up, shared_down, routed, rounded
 
         return inputs
 
     for tokens in (1, 2, 7, 50):
         yield Case(f"T={tokens} nano INT4", make(tokens, 320, 128, 16, 4, 128, True))
+    for tokens in (1, 3, 16, 50):
+        make_ = make(tokens, 320, 128, 16, 4, 128, True, True)
+        yield Case(f"T={tokens} nano INT4, rounded", make_, rtol=ROUNDED)
+    yield Case("T=130 tiny INT4, rounded", make(130, 64, 32, 4, 2, 32, True, True), rtol=ROUNDED)
+    yield Case("T=6 bf16 experts, rounded", make(6, 96, 64, 8, 2, 32, False, True), rtol=ROUNDED)
     yield Case("T=130 tiny INT4", make(130, 64, 32, 4, 2, 32, True))
     yield Case("T=6 bf16 experts", make(6, 96, 64, 8, 2, 32, False))
     yield Case("T=3 no shared expert", make(3, 64, 32, 4, 2, 0, True))

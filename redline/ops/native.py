@@ -35,10 +35,10 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "
 # p: a pointer, l: int64, i: int32, f: float; in the order of each function's parameters.
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
 _SIGNATURES = {
-    "redline_linear": "plppliii",
+    "redline_linear": "plppl" + "iiii",
     "redline_add_norm": "ppppfii",
     "redline_route_experts": "pppppiiiiif",
-    "redline_moe": "pppppppppp" + "iiiiii",
+    "redline_moe": "pppppppppp" + "iiiiiii",
     "redline_mla_qkv": "ppppppppp" + "ip" + "fiiiiiii",
     "redline_mla_decode": "ppppp" + "lpi" + "ppp" + "fiiiiiii",
     "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",

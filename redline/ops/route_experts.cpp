@@ -4,7 +4,7 @@
 #include "cpu/gemm.h"
 #include "cpu/kernels.h"
 
-// x [T, D], w panels [ceil(E / 32)][D][32], bias [E] -> ids [T, k] (best first; ties to the lower id), weights [T, k].
+// x [T, D], w in ceil(E / 32) panels, bias [E] -> ids [T, k] (best first; ties to the lower id), weights [T, k].
 extern "C" void redline_route_experts(const float* x, const bf16* w, const float* bias, int32_t* ids, float* weights,
                                       int T, int D, int E, int k, int normalise, float scale) {
     int panels = (E + PANEL - 1) / PANEL, width = panels * PANEL;
@@ -16,7 +16,7 @@ extern "C" void redline_route_experts(const float* x, const bf16* w, const float
         if ((int)buffer.size() < (count + 1) * width) buffer.resize((count + 1) * width);
         float *scores = buffer.data(), *choice = scores + (int64_t)count * width;
         product([&](int m) { return x + (int64_t)(rows.begin + m) * D; }, 0, count, D,
-                [&](int n) { return Bf16Panel{w + (int64_t)n * D * PANEL}; }, 0, panels,
+                [&](int n) { return Bf16Panel{w + (int64_t)n * D * PANEL}; }, 0, panels, false,
                 [&](int m, int n, Pair v) {
                     store(scores + m * width + n * PANEL, 1.0f / (1.0f + vexp(-v.a)));
                     store(scores + m * width + n * PANEL + 16, 1.0f / (1.0f + vexp(-v.b)));

@@ -64,4 +64,8 @@ def cases() -> Iterator[Case]:
     yield Case("T=4 Kimi", make(4, 7168, 384, 8))
 
 
-route_experts = Op("route_experts", reference, kernel, cost, cases)
+def fits(x_TD: Tensor, weight: Matrix, *_: object) -> bool:
+    return weight.panels
+
+
+route_experts = Op("route_experts", reference, kernel, cost, cases, fits=fits)

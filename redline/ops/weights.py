@@ -15,15 +15,12 @@ from redline.ops import native
 from redline.ops.formats import INT4_GROUP, Int4
 
 PANEL = 32  # outputs side by side; cpu/gemm.h says why
-
-# Stored position -> output of a panel, for bf16 (a 64-byte load comes apart into even and odd elements).
-_INTERLEAVE = torch.stack([torch.arange(16), torch.arange(16) + 16], dim=1).flatten()
-_DEINTERLEAVE = torch.argsort(_INTERLEAVE)
+STEP = 32  # inputs: every product over panels has a multiple of them
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A bf16 weight [..., N, K]: plain, or in panels [..., N / 32, K, 32] (N padded with zeros)."""
+    """A bf16 weight [..., N, K]: plain, or in panels [..., N / 32, K / 2, 32, 2] (N padded with zeros)."""
 
     data: Tensor
     outputs: int
@@ -31,23 +28,22 @@ class Matrix:
 
     @staticmethod
     def prepare(weight: Tensor) -> "Matrix":
-        """weight bf16 [..., N, K]. Panels, in new memory, on a CPU with kernels; else the weight itself."""
-        if weight.is_cuda or native.library() is None:
-            return Matrix(weight, weight.shape[-2], panels=False)
-        *lead, n, k = weight.shape
+        """weight bf16 [..., N, K]. Panels, in new memory, on a CPU with kernels where K is a multiple of 32; else the
+        weight itself."""
+        n, k = weight.shape[-2:]
+        if weight.is_cuda or native.library() is None or k % STEP:
+            return Matrix(weight, n, panels=False)
         if n % PANEL:
             weight = torch.nn.functional.pad(weight, (0, 0, 0, -n % PANEL))
-        data = torch.empty(*lead, weight.shape[-2] // PANEL, k, PANEL, dtype=torch.bfloat16)
-        outputs = weight.unflatten(-2, (-1, PANEL)).transpose(-1, -2)
-        data[..., 0::2] = outputs[..., :16]
-        data[..., 1::2] = outputs[..., 16:]
-        return Matrix(data, n, panels=True)
+        outputs = weight.unflatten(-2, (-1, PANEL)).unflatten(-1, (-1, 2))
+        data = torch.empty_like(outputs.transpose(-3, -2), memory_format=torch.contiguous_format)
+        return Matrix(data.copy_(outputs.transpose(-3, -2)), n, panels=True)
 
     def dense(self) -> Tensor:
         """[..., N, K] bf16: the weight that was given, bit for bit."""
         if not self.panels:
             return self.data
-        return self.data[..., _DEINTERLEAVE].transpose(-1, -2).flatten(-3, -2)[..., : self.outputs, :]
+        return self.data.transpose(-3, -2).flatten(-2).flatten(-3, -2)[..., : self.outputs, :]
 
     @functools.cached_property
     def address(self) -> int:
@@ -57,7 +53,7 @@ class Matrix:
     def shape(self) -> tuple[int, ...]:
         """[..., N, K]"""
         if self.panels:
-            return (*self.data.shape[:-3], self.outputs, self.data.shape[-2])
+            return (*self.data.shape[:-4], self.outputs, 2 * self.data.shape[-3])
         return tuple(self.data.shape)
 
     @property
@@ -69,8 +65,9 @@ class Matrix:
 class Int4Panels:
     """INT4 weights [E, N, K] in panels.
 
-    codes  uint8 [E, N / 32, K, 16]       byte i = u of output i | u of output 16 + i << 4
-    scales bf16  [E, N / 32, K / 32, 32]  interleaved as in `Matrix`
+    codes  uint8 [E, N / 32, K / 4, 16, 2, 2]  byte [c, o, i, q] = u of output o | u of output 16 + o << 4,
+                                               of input 4c + 2q + i
+    scales bf16  [E, N / 32, K / 32, 32]
     """
 
     codes: Tensor
@@ -80,22 +77,22 @@ class Int4Panels:
     def prepare(weight: Int4) -> "Int4Panels":
         """weight [E, N, K], N divisible by 32."""
         e, n, k = weight.shape
-        codes = torch.empty(e, n // PANEL, k, PANEL // 2, dtype=torch.uint8)
+        codes = torch.empty(e, n // PANEL, k // 4, PANEL // 2, 2, 2, dtype=torch.uint8)
         for i in range(e):  # one expert at a time, so that the temporaries stay small
-            # [panel, half, output, K / 2]: a byte holds the codes of an even input and, above it, of the odd one after.
-            pairs = weight.packed[i].view(torch.uint8).view(-1, 2, PANEL // 2, k // 2)
-            first, second = pairs.unbind(1)
-            inputs = codes[i].view(-1, k // 2, 2, PANEL // 2)
-            inputs[:, :, 0] = (first & 15 | second << 4).transpose(-1, -2)
-            inputs[:, :, 1] = (first >> 4 | second & 240).transpose(-1, -2)
-        scales = weight.scale.view(e, n // PANEL, PANEL, k // INT4_GROUP).transpose(-1, -2)[..., _INTERLEAVE]
+            # [panel, half, output, K / 4, q]: a byte holds the code of an even input and, above it, of the odd one.
+            pairs = weight.packed[i].view(torch.uint8).view(-1, 2, PANEL // 2, k // 4, 2)
+            first, second = pairs.transpose(2, 3).unbind(1)
+            codes[i, ..., 0, :] = first & 15 | second << 4
+            codes[i, ..., 1, :] = first >> 4 | second & 240
+        scales = weight.scale.view(e, n // PANEL, PANEL, k // INT4_GROUP).transpose(-1, -2)
         return Int4Panels(codes, scales.contiguous())
 
     def int4(self) -> Int4:
         """The weight that was given, bit for bit."""
-        u = torch.cat([self.codes & 15, self.codes >> 4], dim=-1).transpose(-1, -2).flatten(1, 2).to(torch.int32)
+        u = torch.stack([self.codes & 15, self.codes >> 4], dim=2)  # [E, panel, half, K / 4, output, i, q]
+        u = u.permute(0, 1, 2, 4, 3, 6, 5).flatten(4).flatten(1, 3).to(torch.int32)
         packed = (u.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
-        return Int4(packed, self.scales[..., _DEINTERLEAVE].transpose(-1, -2).flatten(1, 2).contiguous())
+        return Int4(packed, self.scales.transpose(-1, -2).flatten(1, 2).contiguous())
 
     @functools.cached_property
     def addresses(self) -> tuple[int, int]:
@@ -104,8 +101,8 @@ class Int4Panels:
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
-        e, panels, k, _ = self.codes.shape
-        return e, panels * PANEL, k
+        e, panels, quads = self.codes.shape[:3]
+        return e, panels * PANEL, 4 * quads
 
     @property
     def nbytes(self) -> int:

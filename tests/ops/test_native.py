@@ -114,7 +114,7 @@ def test_the_reference_path_gives_the_tokens_of_the_kernels(
     by_reference = run_alone(load_folder(tmp_path), asked, step_tokens=40)
     assert by_reference.tokens == with_kernels.tokens
     for ours, theirs in zip(by_reference.logprobs, with_kernels.logprobs, strict=True):
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-2)  # pages are bf16
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=5e-2)  # pages and what enters a product are bf16
 
 
 def test_calls_of_the_reference_are_counted(monkeypatch: pytest.MonkeyPatch):
@@ -139,7 +139,8 @@ def test_sizes_that_no_kernel_takes_run_the_reference(tmp_path: Path):
     reference_calls.clear()
     run_alone(model, job("asked", prompt(seed=4, length=5), max_tokens=2))
     layers = model.config.num_hidden_layers
-    assert reference_calls == {"block": 2 * layers, "mla_prefill": layers, "mla_decode": layers}
+    attention = {"mla_qkv": 2 * layers, "mla_prefill": layers, "mla_decode": layers}
+    assert reference_calls == {"block": 2 * layers, **attention}
 
 
 def test_two_models_run_at_once_in_one_process():

@@ -33,10 +33,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-@given(seed=st.integers(0, 1000), lead=LEADS, n=st.integers(1, 100), k=st.integers(1, 70))
+@given(seed=st.integers(0, 1000), lead=LEADS, n=st.integers(1, 100), steps=st.integers(1, 3))
 @settings(max_examples=150, deadline=None)
-def test_a_matrix_in_panels_is_the_matrix(seed: int, lead: tuple[int, ...], n: int, k: int):
-    weight = any_bf16(seed, *lead, n, k)
+def test_a_matrix_in_panels_is_the_matrix(seed: int, lead: tuple[int, ...], n: int, steps: int):
+    weight = any_bf16(seed, *lead, n, 32 * steps)
     matrix = Matrix.prepare(weight)
     assert matrix.panels
     assert matrix.shape == weight.shape
@@ -49,8 +49,16 @@ def test_a_transposed_matrix_is_prepared_as_what_it_means():
 
 
 def test_panels_are_padded_with_zeros():
-    matrix = Matrix.prepare(torch.ones(33, 4, dtype=torch.bfloat16))
-    assert float(matrix.data.float().sum()) == 33 * 4
+    matrix = Matrix.prepare(torch.ones(33, 64, dtype=torch.bfloat16))
+    assert matrix.data.numel() == 64 * 64
+    assert float(matrix.data.float().sum()) == 33 * 64
+
+
+def test_inputs_that_fill_no_step_stay_plain():
+    weight = any_bf16(1, 64, 48)
+    matrix = Matrix.prepare(weight)
+    assert not matrix.panels
+    assert matrix.dense() is weight
 
 
 @given(seed=st.integers(0, 1000), e=st.integers(1, 4), panels=st.integers(1, 3), groups=st.integers(1, 3))
@@ -69,7 +77,7 @@ def test_panels_hold_what_their_docstring_says():
     weight = any_int4(5, 2, 64, 64)
     prepared, codes = Int4Panels.prepare(weight), weight.codes()
     for e, n, k in ((0, 0, 0), (1, 37, 11), (1, 63, 62), (0, 17, 33)):
-        byte = int(prepared.codes[e, n // 32, k, n % 16])
+        byte = int(prepared.codes[e, n // 32, k // 4, n % 16, k % 2, k // 2 % 2])
         assert (byte >> 4 if n % 32 >= 16 else byte & 15) == int(codes[e, n, k])
 
 

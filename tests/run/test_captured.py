@@ -132,7 +132,8 @@ def test_drafts_change_nothing(captured: Open, way: dict[str, Any], drafts: int)
     engine = captured(draft_adaptive=False, draft_tokens=drafts, **way)
     answers = answers_of(engine, jobs)
     assert engine.runner.replays > 20
-    assert sum(answer.accepted for answer in answers.values()) > 0 or way.get("suffix") is False
+    # A random drafter is hardly ever right.
+    assert sum(answer.accepted for answer in answers.values()) > 0 or "drafter" in way
     for asked in jobs:
         assert answers[asked.id].tokens == alone(asked).tokens
 

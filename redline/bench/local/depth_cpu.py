@@ -19,7 +19,7 @@ from redline.ops.add_norm import add_norm
 from redline.ops.block import Block, Inputs, Moe
 from redline.ops.formats import INT4_GROUP, Int4
 from redline.ops.linear import linear
-from redline.ops.mla import MlaWeights, mla_decode, mla_qkv
+from redline.ops.mla import MlaWeights, mla_decode, mla_qkv, rounds
 from redline.ops.moe import Routed, moe
 from redline.ops.op import Cost
 from redline.ops.route_experts import route_experts
@@ -69,12 +69,13 @@ class CpuStep:
         residual, x = add_norm(residual, partial, block.attention_norm, block.eps)
         q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
         o = _attend(q, block, inputs, plane)
-        residual, x = add_norm(residual, linear(o.flatten(1), block.o_proj), block.mlp_norm, block.eps)
+        partial = linear(o.flatten(1), block.o_proj, rounds(plane))
+        residual, x = add_norm(residual, partial, block.mlp_norm, block.eps)
         routed = None
         if block.experts is not None:
             routed = _route(x, block.experts)
             self.routing[layer] = routed.ids_TK
-        return residual, moe(x, block.shared_gate_up, block.shared_down, routed)
+        return residual, moe(x, block.shared_gate_up, block.shared_down, routed, rounds(plane))
 
 
 class _Ops:
@@ -115,7 +116,7 @@ class _Ops:
             ),
             Stage(
                 "project_out",
-                lambda layer: linear(self._o.flatten(1), self._blocks[layer].o_proj),
+                lambda layer: linear(self._o.flatten(1), self._blocks[layer].o_proj, rounds(plane)),
                 linear.cost(self._o.flatten(1), first.o_proj),
                 layers,
                 every,
@@ -160,7 +161,7 @@ class _Ops:
         if block.experts is not None and self._routed is not None:
             ids, weights = self._routed.ids_TK, self._routed.weights_TK
             routed = Routed(block.experts.gate_up, block.experts.down, ids, weights)
-        return moe(self._x_TD, block.shared_gate_up, block.shared_down, routed)
+        return moe(self._x_TD, block.shared_gate_up, block.shared_down, routed, rounds(self._planes[layer]))
 
 
 def _attend(q_THX: Tensor, block: Block, inputs: Inputs, plane: Tensor) -> Tensor:

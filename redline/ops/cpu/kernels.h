@@ -5,13 +5,15 @@
 struct bf16;
 
 extern "C" {
-void redline_linear(const float* x, int64_t ldx, const bf16* w, float* y, int64_t ldy, int T, int N, int K);
+void redline_linear(const float* x, int64_t ldx, const bf16* w, float* y, int64_t ldy, int T, int N, int K,
+                    int rounded);
 void redline_add_norm(float* residual, const float* partial, const float* w, float* y, float eps, int T, int D);
 void redline_route_experts(const float* x, const bf16* w, const float* bias, int32_t* ids, float* weights, int T, int D,
                            int E, int k, int normalise, float scale);
 void redline_moe(const float* x, const int32_t* ids, const float* weights, const void* gate_up,
                  const bf16* gate_up_scales, const void* down, const bf16* down_scales, const bf16* shared_gate_up,
-                 const bf16* shared_down, float* y, int T, int D, int E, int k, int I, int Is);
+                 const bf16* shared_down, float* y, int T, int D, int E, int k, int I, int Is,
+                 int rounded);
 void redline_mla_qkv(const float* x, const bf16* wa, const float* q_norm, const float* kv_norm, const bf16* wq,
                      const float* cos, const float* sin, const int64_t* slots, void* plane, int kv_float32, float* q,
                      float eps, int T, int D, int Rq, int R, int P, int H, int Nn);

@@ -106,6 +106,21 @@ inline void from_float(float x, bf16& y) {
     y.bits = (x != x) ? 0x7fc0 : (uint16_t)((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+inline bf16 to_bf16(float x) {
+    bf16 y;
+    from_float(x, y);
+    return y;
+}
+
+// 32 values, the first 16 and the last 16.
+inline Pair widen32(const bf16* p) {
+    typedef uint16_t u16x16 __attribute__((vector_size(32)));
+    auto half = [](const bf16* from) {
+        return (f32x16)(__builtin_convertvector(load<u16x16>(from), u32x16) << 16);
+    };
+    return {half(p), half(p + 16)};
+}
+
 // 32 stored values as two vectors. bf16 comes apart as (even, odd) elements, which costs a shift and a mask;
 // float32 as (first 16, last 16). place(i) says where element i of 32 ends up: vector place / 16, lane place % 16.
 inline Pair load32(const bf16* p) {
