@@ -110,7 +110,7 @@ FN u32 sum_place(u32 warp, u32 token, u32 row) { return shared_base() + SUM_AT +
 struct Group {
     const Arguments& a;
     Stages ring;
-    u32 warp, fetch, end;  // fetch: the piece that the ring's next stage is for
+    u32 warp, end;
     Sums<FEW ? ROOM : 1> sums;
 
     // Says what the stage will hold, and copies what no kernel has made.
@@ -144,13 +144,12 @@ struct Group {
                 copy_bulk(to + 256 * i, a.shared_h + 2 * ((first + i) * SHARED + piece / CHUNKS * 128), 256, barrier);
         }
     }
-    // The warp has read its part of the current stage.
-    __device__ __forceinline__ void release() {
+    // The warp has read its part of the current stage, which held `piece`; the group's next for it is the second behind.
+    __device__ __forceinline__ void release(u32 piece) {
         sync_warp();
-        if (fetch < end) {
-            if (lane_index() == 0 && ring.is_last(ring.stage)) fill_weights(ring.stage, fetch), fill_x(ring.stage, fetch);
-            fetch += 4;
-        }
+        u32 next = piece + 8;
+        if (next < end && lane_index() == 0 && ring.is_last(ring.stage))
+            fill_weights(ring.stage, next), fill_x(ring.stage, next);
         ring.next();
     }
 
@@ -175,10 +174,11 @@ struct Group {
         u32 weights = ring.wait() + warp % 4 * (PIECE / 4) + lane * 16, token = g < CHUNK && first + g < a.tokens ? g : 0;
         u32 x = FEW ? shared_base() + ROWS_AT + token * SHARED_ROW + 256 * piece : ring.stage + X_AT + 256 * token;
         multiply_tiles(c, d, weights, x, t);
-        release();
+        release(piece);
     }
-    // All pieces of the shared expert, from `piece` on.
-    __device__ __forceinline__ void run_shared(u32& piece) {
+    // All pieces of the shared expert, from `piece` on. By value, and `release` by what the caller has: where the loop runs
+    // once, ptxas 12.8 to 13.1 read the piece behind it from the register that held the one before.
+    __device__ __forceinline__ void run_shared(u32 piece) {
         u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
         if constexpr (FEW) {
             float c[4] = {}, d[4] = {};
@@ -205,13 +205,13 @@ struct Group {
     }
 #if FORMAT == BF16
     // A pair is a column.
-    __device__ __forceinline__ void multiply_entry(u32 index) {
-        Entry e = entry_of(index);
+    __device__ __forceinline__ void multiply_entry(u32 piece) {
+        Entry e = entry_of((piece - PIECES) / SLICES);
         u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
         float c[4] = {}, d[4] = {};
         u32 weights = ring.wait() + warp % 4 * RECORD + lane * 16;
         multiply_tiles(c, d, weights, ring.stage + X_AT + 2 * SLICE * (g < e.pairs ? g : 0), t);
-        release();
+        release(piece);
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
             u32 mine = 2 * t + i % 2;
@@ -219,8 +219,8 @@ struct Group {
         }
     }
 #else
-    __device__ __forceinline__ void multiply_entry(u32 index) {
-        Entry e = entry_of(index);
+    __device__ __forceinline__ void multiply_entry(u32 piece) {
+        Entry e = entry_of((piece - PIECES) / SLICES);
         u32 token = token_of(e.first), t = forget(lane_index()) & 3, row = (forget(lane_index()) >> 2) + t % 2 * 8;
         u32 record = ring.wait() + warp % 4 * RECORD, x = ring.stage + X_AT;
 #pragma unroll 1
@@ -229,7 +229,7 @@ struct Group {
             float upper, lower;
             bool last = PAIRS == 1 || ++i == e.pairs;
             load_columns<GROUPS>(c, x);
-            multiply_columns<GROUPS>(record, c, upper, lower, [&] { if (last) release(); });
+            multiply_columns<GROUPS>(record, c, upper, lower, [&] { if (last) release(piece); });
             if constexpr (FEW) {
                 sums.add(token, upper * ONE, lower * ONE);
             } else {
@@ -290,11 +290,13 @@ KERNEL(experts_down, Arguments) {
     if (leader && piece < end) group.fill_x(group.ring.stage, piece);
     if (leader && piece + 4 < end) group.fill_x(second, piece + 4);
     float old = exists && thread < a.tokens * 64 ? load_global_f32(a.residual + thread / 64 * HIDDEN + column) : 0.f;
-    group.fetch = piece + 8, group.end = end;
+    group.end = end;
     if (SHARED && FEW) barrier_wait(base + ROWS_BARRIER, 0);
     group.run_shared(piece);
+    piece = forget(thread_index()) / 128;
+    if (piece < PIECES) piece += (PIECES - piece + 3) / 4 * 4;
 #pragma unroll 1
-    for (; piece < end; piece += 4) group.multiply_entry((piece - PIECES) / SLICES);
+    for (; piece < end; piece += 4) group.multiply_entry(piece);
     sync_block();
     if (FEW) group.store_sums(), sync_block();
 
