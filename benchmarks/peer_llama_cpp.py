@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CHUNK = 512  # tokens of a prompt that are computed at once: llama.cpp's own default
-DENSE = ("q4_0", "q8_0", "bf16")  # how matrices other than routed experts may be stored
 CELLS = 256  # by so many tokens a cache grows
 
 
@@ -37,9 +36,9 @@ class Way(NamedTuple):
     threads: int
 
 
-def ways(threads: int) -> list[Way]:
-    """All of them, on one thread and on `threads`."""
-    return [Way(*way) for way in product(DENSE, ("flash", "plain"), sorted({1, threads}))]
+def ways(threads: int, dense: str) -> list[Way]:
+    """All of one file, on one thread and on `threads`."""
+    return [Way(dense, *way) for way in product(("flash", "plain"), sorted({1, threads}))]
 
 
 class Context:

@@ -3,11 +3,12 @@
     python -m benchmarks.serve_cpu [models/kimi-nano] [--llama-python PYTHON] [--rounds 5]
 
 Ours is the checkpoint as shipped, through the engine (`streams`: over HTTP). transformers has its weights dequantised;
-llama.cpp has it as a GGUF of 4 bits (benchmarks.to_gguf), where a Python is named that has llama-cpp-python. Each peer
-is a process of its own, in the way that a short measurement in the same run finds fastest. All alternate and the median
-counts. Decode is timed from the first token of every row to the last, so prefill is in neither. Prompts are random
-tokens, new ones for every run, so nothing is found in the prefix cache but where that is what is measured; with and
-without the drafter they are the evaluation sets' questions, and figures are means over their domains.
+llama.cpp has it as a GGUF of 4 bits (benchmarks.to_gguf), and as one that is 4 bits where ours is, if a Python is named
+that has llama-cpp-python. Each peer is a process of its own, in the way that a short measurement in the same run finds
+fastest. All alternate and the median counts. Decode is timed from the first token of every row to the last, so prefill
+is in neither. Prompts are random tokens, new ones for every run, so nothing is found in the prefix cache but where that
+is what is measured; with and without the drafter they are the evaluation sets' questions, and figures are means over
+their domains.
 """
 
 import argparse
@@ -59,11 +60,14 @@ from redline.worker.engine import Engine, LocalEngine
 RESULT = Path(__file__).parent / "results" / "serve-cpu.json"
 THREADS = 2
 CONTEXT = 8192  # tokens of one request
-SHORT_PROMPT, SHORT_NEW, TRIES = 64, 9, 2  # where the fastest way is looked for: tokens at most, and runs
+# Where a peer's fastest way is looked for: tokens at most, and runs that count.
+SHORT_PROMPT, SHORT_NEW, SHORT_PREFILL, TRIES = 32, 9, 512, 2
 STEPS = 12  # of each kind in a round
 DRAFT_BATCH = 16
 ANSWER = 64  # tokens at most of an answer to a question
 PEER_ANSWER = 24  # of the peer's, whose rate needs no more
+# Matrices other than routed experts: in 4 bits, and as we compute with them.
+LLAMA_CPP = {"llama.cpp": "q4_0", "llama.cpp, bf16 beside experts": "bf16"}
 KV_BYTES = 1 << 30  # of each of the two engines that answer questions
 
 Prompts = list[list[int]]
@@ -136,9 +140,10 @@ class Peer:
         return cls("transformers", command, peer_transformers.ways(THREADS))
 
     @classmethod
-    def llama_cpp(cls, python: Path, folder: Path) -> Self:
-        """folder: of GGUFs."""
-        return cls("llama.cpp", [python, peer_llama_cpp.__file__, folder], peer_llama_cpp.ways(THREADS))
+    def llama_cpp(cls, name: str, model: Path, dense: str, python: Path, folder: Path) -> Self:
+        """On a GGUF of the model, made in `folder`."""
+        to_gguf.convert(model, folder / f"{dense}.gguf", dense)
+        return cls(name, [python, peer_llama_cpp.__file__, folder], peer_llama_cpp.ways(THREADS, dense))
 
     def run(self, way: Any, prompts: Prompts, new: int) -> Times:
         assert self._process.stdin is not None
@@ -148,9 +153,9 @@ class Peer:
         return Times(**json.loads(self._process.stdout.readline()))
 
     def fastest(self, draw: Callable[[Case], Prompts], case: Case, field: Field) -> Any:
-        """The way that takes the fewest seconds: of decoding a few tokens behind a short prompt, or for the prompt."""
+        """The way that takes the fewest seconds: of decoding a few tokens behind a short prompt, or for a prefill."""
         short = case._replace(prompt=min(case.prompt, SHORT_PROMPT), new=min(case.new, SHORT_NEW))
-        measured = short if field == "rest_s" else case
+        measured = short if field == "rest_s" else short._replace(prompt=min(case.prompt, SHORT_PREFILL))
 
         def seconds(way: Any) -> float:
             self.run(way, draw(short), short.new)  # warm
@@ -453,9 +458,8 @@ def main() -> None:
         peers = [transformers]
         if llama_python is not None:
             files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            for dense in peer_llama_cpp.DENSE:
-                to_gguf.convert(folder, files / f"{dense}.gguf", dense)
-            peers.append(stack.enter_context(Peer.llama_cpp(llama_python, files)))
+            for name, dense in LLAMA_CPP.items():
+                peers.append(stack.enter_context(Peer.llama_cpp(name, folder, dense, llama_python, files)))
         with Engine.open(folder, EngineConfig(max_model_len=CONTEXT)) as engine:
             bench = Bench(engine, peers, machine, rounds)
             record(bench.decode("decode, batch 1", DECODE_1, {"transformers": 5, "llama.cpp": 1}))
@@ -478,7 +482,8 @@ def main() -> None:
         "drafter": str(draft),
         "peers": {
             "transformers": "DeepseekV3ForCausalLM.generate, weights dequantised",
-            "llama.cpp": "llama_decode on a deepseek2 GGUF, routed experts in Q4_0",
+            "llama.cpp": "llama_decode on a deepseek2 GGUF: all matrices in Q4_0, the head in Q8_0",
+            "llama.cpp, bf16 beside experts": "the same with all but routed experts in bf16, as ours",
         },
         **where,
         "load_average": round(load, 1),

@@ -46,7 +46,7 @@ from tests.oracle import greedy, logits, transformers_model
 
 BLOCK = 32  # values that share a scale, in Q4_0 and Q8_0
 ALIGNMENT = 32  # bytes; of each tensor's start
-ANSWER = 16  # tokens of a greedy answer
+ANSWER = 32  # tokens of a greedy answer
 THREADS = 2
 DENSE = ("q4_0", "q8_0", "bf16", "f32")
 PEER = Path(__file__).with_name("peer_llama_cpp.py")

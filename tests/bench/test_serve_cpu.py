@@ -6,7 +6,17 @@ from typing import NamedTuple
 
 import pytest
 
-from benchmarks.serve_cpu import PEER_ANSWER, SHORT_NEW, SHORT_PROMPT, Case, Peer, PeerAsker, Prompts, by_domain
+from benchmarks.serve_cpu import (
+    PEER_ANSWER,
+    SHORT_NEW,
+    SHORT_PREFILL,
+    SHORT_PROMPT,
+    Case,
+    Peer,
+    PeerAsker,
+    Prompts,
+    by_domain,
+)
 from redline.bench.local.speculate import Question, Rate
 
 PROGRAM = """
@@ -46,7 +56,7 @@ def test_the_fastest_way_is_that_of_what_is_measured(peer: Peer):
     assert set(drawn) == {Case(2, SHORT_PROMPT, SHORT_NEW)}, "decoding is tried behind short prompts"
     drawn.clear()
     assert peer.fastest(draw, Case(1, 2000, 1), "first_s") == PREFILLS
-    assert Case(1, 2000, 1) in drawn, "a prefill is tried whole"
+    assert Case(1, SHORT_PREFILL, 1) in drawn, "and a prefill with a longer one"
 
 
 def test_a_peer_that_answers_a_question_counts_its_decoding_alone(peer: Peer):
