@@ -1,9 +1,11 @@
-"""Runs steps, one after another, in a thread of its own: the planner plans the next while one computes.
+"""Runs steps, one after another.
 
 A step is: forward over all rows, then settle: verify each row's drafts, append what is certain to its slot, and draft
-what the slot's next row will verify. The next step finds it there; nothing is awaited between two steps.
+what the slot's next row will verify. The next step finds it there.
 
-On a GPU, steps of nothing but plain decode rows are recorded and replayed (`captured.py`); this thread leads the rest.
+On a GPU a thread runs them, and nothing is awaited between two: the planner plans the next while one computes. Steps of
+nothing but plain decode rows are recorded and replayed (`captured.py`); the thread leads the rest. On a CPU the kernels
+have every core, and a step runs in the thread that waits for it: a second thread would take cores and Python from it.
 """
 
 import itertools
@@ -36,10 +38,15 @@ _log = logging.getLogger(__name__)
 class Launched:
     """A step that will run. `wait` raises what the step raised."""
 
-    def __init__(self, future: "Future[Landing]") -> None:
+    def __init__(self, future: "Future[Landing]", run_next: Callable[[], object] | None) -> None:
+        """run_next: runs one of the launched steps, in their order; None: a thread does."""
         self._future = future
+        self._run_next = run_next
 
     def wait(self) -> StepResult:
+        if self._run_next is not None:
+            while not self._future.done():
+                self._run_next()
         return self._future.result()()
 
 
@@ -64,7 +71,8 @@ class Runner:
         drafts: int = 0,
         captured: bool | None = None,
     ) -> None:
-        """drafts: of a row, at most. captured: whether decode steps are recorded; None: on a GPU."""
+        """drafts: of a row, at most. captured: whether decode steps are recorded, and a thread runs all; None: on a
+        GPU."""
         self.model = model
         self.drafter = drafter
         self.kv = KvPool(model, layout, drafter)
@@ -77,20 +85,30 @@ class Runner:
         if model.device.type == "cuda" if captured is None else captured:
             self._captured = CapturedSteps(Board(model, self.slots, self.kv, self._layers), 1 + drafts)
         self._steps: queue.SimpleQueue[tuple[Step, Future[Landing]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
         if self._captured is not None:
+            self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
+            self._thread.start()
             self.launch(Step(number=0)).wait()  # behind the recording, which is the thread's first work
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a launched step runs before it is waited for."""
+        return self._thread is not None
+
     def launch(self, step: Step) -> Launched:
+        """One thread launches, and waits."""
         future: Future[Landing] = Future()
         self._steps.put((step, future))
-        return Launched(future)
+        return Launched(future, None if self.overlaps else self._run_next)
 
     def close(self) -> None:
         """Lets launched steps finish, and ends the thread."""
         self._steps.put(None)
-        self._thread.join()
+        if self._thread is None:
+            self._serve()
+        else:
+            self._thread.join()
         if self._captured is not None:
             _log.info("%d steps were replayed; led by the host: %s", self.replays, dict(self.led))
 
@@ -102,15 +120,25 @@ class Runner:
         slot.length, slot.proposal, slot.told = length, Proposal(list(drafts)), False
 
     def _serve(self) -> None:
-        with torch.inference_mode():
-            if self._captured is not None:
+        """Until `close`."""
+        if self._captured is not None:
+            with torch.inference_mode():
                 self._captured.record()
-            while (work := self._steps.get()) is not None:
-                step, future = work
-                try:
-                    future.set_result(self._start(step))
-                except Exception as error:
-                    future.set_exception(error)
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """The step that was launched first, of those that have not run; False: there will be none."""
+        work = self._steps.get()
+        if work is None:
+            return False
+        step, future = work
+        try:
+            with torch.inference_mode():
+                future.set_result(self._start(step))
+        except Exception as error:
+            future.set_exception(error)
+        return True
 
     def _start(self, step: Step) -> Landing:
         captured = self._captured
@@ -148,7 +176,7 @@ class Runner:
         for row in step.rows:
             self.slots.add_pages(row.slot, row.new_pages)
             error = self.slots.at[row.slot].error
-            results.append(RowResult(error=error))
+            results.append(_NOTHING if error is None else RowResult(error=error))
             if error is None and (span := self.slots.span(row)).count:
                 spans.append(span)
                 places.append(len(results) - 1)
@@ -235,15 +263,21 @@ class Runner:
         for span, end in zip(spans, ends, strict=True):
             slot = self.slots.at[span.slot]
             asked = slot.sampling.prompt_logprobs
+            if asked is None:
+                results.append(_NOTHING)
+                continue
             logprobs: tuple[TokenLogprobs, ...] = ()
             count = min(span.end, slot.prompt - 1) - span.start
-            if asked is not None and count > 0:
+            if count > 0:
                 first = end - span.count
                 logits = self.model.logits(hidden[first : first + count])
                 tokens = self.slots.tokens[span.slot, span.start + 1 : span.start + 1 + count].tolist()
                 logprobs = tuple(logprobs_of(row_V, token, asked) for row_V, token in zip(logits, tokens, strict=True))
             results.append(RowResult(prompt_logprobs=logprobs))
         return results
+
+
+_NOTHING = RowResult()
 
 
 def _merged(prompt: RowResult, sampled: RowResult) -> RowResult:

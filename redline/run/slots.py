@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -140,9 +141,13 @@ class Slots:
             slot.suffix.extend(tokens)
 
     def _write(self, number: int, tokens: Sequence[int], position: int) -> None:
-        if len(tokens) == 1:
+        if not tokens:
+            return
+        if self.tokens.is_cpu:
+            self.tokens.numpy()[number, position : position + len(tokens)] = tokens  # the same memory; an op is dear
+        elif len(tokens) == 1:
             self.tokens[number, position] = tokens[0]
-        elif tokens:
+        else:
             new = torch.tensor(tokens, device=self.tokens.device)
             self.tokens[number, position : position + len(tokens)] = new
 
@@ -167,18 +172,23 @@ class Slots:
             else:
                 assert span.end <= prompt, f"{span.row} crosses the end of its prompt"
                 chunks.append(Chunk(first, span.count, span.start, span.slot))
-        slot_T = torch.tensor(slots, device=device)
-        position_T = torch.tensor(positions, device=device)
+        # Where each token, and its page's number, stands in the two tensors: worked out here, an op is dear.
+        slot, position, query = np.array(slots), np.array(positions), np.array(queries, dtype=np.int64)
+        page, place = np.divmod(position, PAGE_TOKENS)
+        index = [slot * self.tokens.shape[1] + position, slot * self.tables.shape[1] + page, place, position]
+        id_T, page_T, place_T, position_T = torch.from_numpy(np.array(index)).to(device).unbind(0)
+        asked = np.array([query, slot[query], position[query] + 1], dtype=np.int32)
+        tokens_Q, slots_Q, lengths_Q = torch.from_numpy(asked).to(device).unbind(0)
         cos, sin = model.angles(position_T)
         return Inputs(
-            ids_T=self.tokens[slot_T, position_T],
+            ids_T=self.tokens.take(id_T),
             cos_T=cos,
             sin_T=sin,
-            rows_T=self.places(slot_T, position_T),
+            rows_T=torch.add(place_T, self.tables.take(page_T), alpha=PAGE_TOKENS),
             chunks=chunks,
-            tokens_Q=torch.tensor(queries, dtype=torch.int32, device=device),
-            slots_Q=torch.tensor([slots[i] for i in queries], dtype=torch.int32, device=device),
-            lengths_Q=torch.tensor([positions[i] + 1 for i in queries], dtype=torch.int32, device=device),
+            tokens_Q=tokens_Q,
+            slots_Q=slots_Q,
+            lengths_Q=lengths_Q,
             tables=self.tables,
         )
 

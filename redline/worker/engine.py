@@ -70,6 +70,7 @@ class Engine:
             PlanConfig(
                 step_tokens=config.step_tokens or STEP_TOKENS[model.device.type],
                 max_running=config.max_running,
+                ahead=int(self.runner.overlaps),
                 draft_tokens=drafts,
                 learned=drafter is not None and drafts > 0,
             ),

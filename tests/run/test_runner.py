@@ -1,12 +1,13 @@
 """What a step gives for each of its rows."""
 
+import threading
 from collections import Counter
 
 import pytest
 
 from redline.run.runner import Runner
 from redline.wire.job import Job, JobId, PageId, Sampling
-from redline.wire.step import Begin, Row, RowResult, Step
+from redline.wire.step import Begin, Row, RowResult, Step, StepResult
 from tests.tiny_model import VOCABULARY, job, open_engine, prompt, run, run_alone, tiny_model
 
 PROMPT = prompt(seed=20, length=400)
@@ -89,6 +90,39 @@ def test_what_a_step_raises_is_raised_where_it_is_awaited():
         assert engine.runner.launch(Step(number=2)).wait().number == 2
     finally:
         engine.runner.close()
+
+
+def test_on_a_cpu_launched_steps_run_in_their_order_once_one_is_awaited():
+    engine = open_engine(tiny_model())
+    runner, ran = engine.runner, list[tuple[int, str]]()
+    run_step = runner.run
+
+    def watched(step: Step) -> StepResult:
+        ran.append((step.number, threading.current_thread().name))
+        return run_step(step)
+
+    runner.run = watched
+    launched = [runner.launch(Step(number=number)) for number in range(3)]
+    here = threading.current_thread().name
+    assert not ran
+    assert [launched[i].wait().number for i in (1, 0)] == [1, 0]
+    assert ran == [(0, here), (1, here)]
+    runner.close()
+    assert ran == [(0, here), (1, here), (2, here)]
+    assert launched[2].wait().number == 2
+
+
+def test_the_planner_is_ahead_of_a_runner_that_runs_steps_meanwhile_and_of_no_other(monkeypatch):
+    engine = open_engine(tiny_model())
+    engine.planner.submit(job("a", PROMPT[:20]))
+    assert not engine.runner.overlaps
+    assert engine.planner.next_step() is not None
+    assert engine.planner.next_step() is None
+    engine.runner.close()
+    monkeypatch.setattr(Runner, "overlaps", property(lambda _: True))
+    ahead = open_engine(tiny_model())
+    ahead.planner.submit(job("a", PROMPT[:20]))
+    assert [ahead.planner.next_step() is not None for _ in range(3)] == [True, True, False]
 
 
 def step(runner: Runner, row: Row) -> RowResult:
