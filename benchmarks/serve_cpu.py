@@ -441,6 +441,8 @@ def main() -> None:
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     draft: Path = arguments.draft or folder.with_name(f"{folder.name}-eagle3")
+    if not (draft / "config.json").exists():
+        parser.error(f"{draft}: no drafter here; name its folder with --draft")
     llama_python: Path | None = arguments.llama_python
     rounds: int = arguments.rounds
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # and with it every child's
