@@ -1,24 +1,27 @@
-// INT4 experts times the tokens that chose them, for many tokens at once.        D hidden, I expert width.
+// Experts times the tokens that chose them, for many tokens at once.        D hidden, I expert width.
 //
 // The weights are wgmma's rows, from registers: each thread unpacks the codes that it will multiply, so a weight passes
-// shared memory once, as four bits. The tokens are its columns: an expert's tokens make tiles of up to WIDEST columns
+// shared memory once, as it is stored. The tokens are its columns: an expert's tokens make tiles of up to WIDEST columns
 // (sort_pairs.py), any multiple of 8, and a product costs as many columns as there are.
 //
 // Four kernels: GATHER lays the tokens' x out as columns; UP makes h = silu(gate) * up, laid out the same way; DOWN makes
 // y of each pair, weighted; COMBINE adds up the pairs of each token, in order.
 //
 // Columns. A tile of n columns is K / 64 pieces of n x 128 bytes, each what one bulk copy brings and one step multiplies:
-// 64 values of each column as f16, in the swizzle of wgmma.cuh. Inside each 32 values k = 8t + e lies at 16 (e / 4) +
+// 64 values of each column, in the swizzle of wgmma.cuh. Inside each 32 values k = 8t + e lies at 16 (e / 4) +
 // 8 (e / 2 % 2) + 2t + e % 2, because lane t of a record (records.py) has the eight values e: a weight's fragments are
-// then the lane's own.
+// then the lane's own. Of NVFP4 records a lane has four values of each 16: there k = 4t + e lies at 8 (e / 2) + 2t + e % 2.
 //
-// Numbers. f16 throughout: a code of 4 bits times a bf16 scale has at most 11 significant bits, so a weight from 2^-14 on
-// is exact, and smaller ones are to 2^-25. x is a norm's output and bf16, which f16 holds. h may be large: it is kept
-// divided by 16 and saturates at a million. Sums are float32, in the order of k.
+// Numbers. INT4 and NVFP4 are multiplied as f16. INT4: a code of 4 bits times a bf16 scale has at most 11 significant bits,
+// so a weight from 2^-14 on is exact, and smaller ones are to 2^-25. NVFP4: a code times its block's scale is exact, and the
+// matrix's scale meets the sums. x is a norm's output and bf16, which f16 holds. h may be large: it is kept divided by 16
+// and saturates at a million. BF16 is multiplied as that, x and h too. Sums are float32, in the order of k.
 //
-// Macros: PART; of GATHER and COMBINE: INPUTS (D), PADDED_INPUTS, CHOSEN (pairs of a token), PADDED_OUTPUTS; of UP and
+// Macros: PART; FORMAT of the weights; of GATHER and COMBINE: INPUTS (D), PADDED_INPUTS, CHOSEN (pairs of a token), PADDED_OUTPUTS; of UP and
 // DOWN: RECORD_INPUTS, SLICES, ROW_TILES, COPIED_TILES (row tiles side by side in a slice), WEIGHT_STAGES, COLUMN_STAGES,
 // WIDEST.
+#include "expert_formats.cuh"
+#include "nvfp4.cuh"
 #include "wgmma.cuh"
 
 #define GATHER 1
@@ -27,7 +30,7 @@
 #define COMBINE 4
 
 constexpr u32 PIECE_INPUTS = 64, COLUMN_BYTES = 2 * PIECE_INPUTS;  // of a step
-constexpr float LARGEST_F16 = 65504.f, H_SCALE = 1.f / 16;
+constexpr float LARGEST_F16 = 65504.f, H_SCALE = FORMAT == BF16 ? 1.f : 1.f / 16;
 
 // An expert's tiles, as each of them tells it.
 struct Tile { u32 expert, first, tiles, row, width, rows; };
@@ -57,11 +60,15 @@ FN void place(u8* piece, u32 half, u32 column, const u32x4 (&x)[4]) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         u32x4 v = {words[i], words[4 + i], words[8 + i], words[12 + i]};
+        if (FORMAT == NVFP4) {
+            const u32* of = words + i / 2 * 8 + i % 2;
+            v = {of[0], of[2], of[4], of[6]};
+        }
         store_global_4(piece + 16 * ((4 * half + i) ^ (column & 7)), v);
     }
 }
 
-FN u32 to_f16(u32 pair) { return pack_f16_saturated(bf16_lo(pair), bf16_hi(pair)); }
+FN u32 convert(u32 pair) { return FORMAT == BF16 ? pair : pack_f16_saturated(bf16_lo(pair), bf16_hi(pair)); }
 
 // Block (tile, part of its columns); a warp has a column at a time.
 KERNEL(gather, Arguments) {
@@ -81,7 +88,7 @@ KERNEL(gather, Arguments) {
 #pragma unroll
                 for (u32 t = 0; t < 4; t++) {
                     u32x4 w = load_global_4(x + 32 * i + 8 * t);
-                    v[t] = {to_f16(w.x), to_f16(w.y), to_f16(w.z), to_f16(w.w)};
+                    v[t] = {convert(w.x), convert(w.y), convert(w.z), convert(w.w)};
                 }
             }
             place(out + ((u64)(i / 2) * width + n) * COLUMN_BYTES, i & 1, n, v);
@@ -130,7 +137,8 @@ struct Arguments {
 struct Item { u32 expert, rows, row, width; };
 
 constexpr u32 WARPS = 8, BLOCK_TILES = WARPS, ITEMS = 3;
-constexpr u32 RECORD_PIECES = RECORD_INPUTS / PIECE_INPUTS, RECORD_BYTES = 9 * RECORD_INPUTS, RECORD_SCALES = 8 * RECORD_INPUTS;
+constexpr u32 RECORD_PIECES = RECORD_INPUTS / PIECE_INPUTS, RECORD_SCALES = 8 * RECORD_INPUTS;
+constexpr u32 RECORD_BYTES = FORMAT == BF16 ? 32 * RECORD_INPUTS : FORMAT == NVFP4 ? 9 * RECORD_INPUTS + 16 : 9 * RECORD_INPUTS;
 constexpr u32 PIECES = SLICES * RECORD_PIECES, INPUTS = SLICES * RECORD_INPUTS;
 constexpr u32 ROW_BLOCKS = ROW_TILES / BLOCK_TILES;
 constexpr u64 EXPERT_BYTES = (u64)ROW_TILES * SLICES * RECORD_BYTES;
@@ -249,10 +257,14 @@ FN void copy_columns(const Arguments& a, u32 base) {
 // ------------------------------------------------------------------------------------------------------ those who multiply
 
 // Of 64 inputs, a lane's part of its two rows.
+#if FORMAT == BF16
+struct Codes { u32x4 upper[2], lower[2]; };  // of 32 inputs each
+#else
 struct Codes {
     u32x4 words;
     u32x2 scales;
 };
+#endif
 typedef u32 Fragments[4][4];  // of the same, for four products
 
 // What a warp has of the rings, through all items.
@@ -261,6 +273,7 @@ struct Place {
     u32 piece = 0;  // of the slice
     Cursor<WEIGHT_STAGES> weights;
     Cursor<COLUMN_STAGES> columns;
+    f32x2 matrix_scales = {1.f, 1.f};  // of NVFP4, of rows g and g + 8
 };
 
 // By a warp, of what it no longer reads.
@@ -269,12 +282,18 @@ FN void let_go(u32 barrier) {
     if (lane_index() == 0) barrier_arrive(barrier);
 }
 
-FN Codes load_codes(const Place& at) {
+FN Codes load_codes(Place& at) {
     WeightRing ring = {at.base};
     if (at.piece == 0) ring.wait_full(at.weights);
     u32 record = weights_at(at.base, at.weights.stage) + warp_index() * RECORD_BYTES, lane = lane_index();
+#if FORMAT == BF16
+    u32 tiles = record + at.piece * 2048 + lane * 16;
+    return {{load_shared_4(tiles), load_shared_4(tiles + 1024)}, {load_shared_4(tiles + 512), load_shared_4(tiles + 1536)}};
+#else
+    if (FORMAT == NVFP4 && at.piece == 0) at.matrix_scales = load_matrix_scales(record, RECORD_INPUTS);
     return {load_shared_4(record + at.piece * 512 + lane * 16),
             load_shared_2(record + RECORD_SCALES + at.piece * 64 + lane / 4 * 8)};
+#endif
 }
 
 FN void next_piece(Place& at) {
@@ -282,6 +301,32 @@ FN void next_piece(Place& at) {
     let_go(WeightRing{at.base}.free(at.weights.stage));
     at.piece = 0, at.weights.next();
 }
+
+#if FORMAT == BF16
+
+FN void unpack(Fragments& a, const Codes& codes) {
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        u32x4 upper = codes.upper[half], lower = codes.lower[half];
+        a[2 * half][0] = upper.x, a[2 * half][1] = lower.x, a[2 * half][2] = upper.y, a[2 * half][3] = lower.y;
+        a[2 * half + 1][0] = upper.z, a[2 * half + 1][1] = lower.z, a[2 * half + 1][2] = upper.w, a[2 * half + 1][3] = lower.w;
+    }
+}
+
+#elif FORMAT == NVFP4
+
+FN void unpack(Fragments& a, Codes codes) {
+    u32 words[4] = {codes.words.x, codes.words.y, codes.words.z, codes.words.w};
+    Scales scales[2] = {widen_scales(codes.scales.x), widen_scales(codes.scales.y)};
+#pragma unroll
+    for (u32 q = 0; q < 4; q++) {
+        Codes4 values = scaled(widen(words[q]), scales[q / 2], q % 2);
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) a[q][i] = values.v[i];
+    }
+}
+
+#else
 
 // Codes at bits 0 and 16, and at 4 and 20, as f16: 1024 + u and 1024 + 16 u by bits, then the code u - 8, exactly.
 FN u32 low_codes(u32 w) { return multiply_add_f16(and_or<0x000f000f, 0x64006400>(w), 0x3c003c00, 0xe408e408); }
@@ -302,6 +347,8 @@ FN void unpack(Fragments& a, Codes codes) {
         }
 }
 
+#endif
+
 // Multiplies `now` while it unpacks `next`. Each warpgroup waits for its own products: meanwhile the chip has the other's.
 template <u32 N>
 FN void step(float (&sums)[N / 2], Fragments& now, Fragments& next, Place& at, bool last) {
@@ -310,7 +357,11 @@ FN void step(float (&sums)[N / 2], Fragments& now, Fragments& next, Place& at, b
     u32 tile = columns_at(at.base, at.columns.stage);
     products_begin();
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) multiply_f16<N>(sums, now[i], tile, i);
+    for (u32 i = 0; i < 4; i++)
+        if (FORMAT == BF16)
+            multiply_bf16<N>(sums, now[i], tile, i);
+        else
+            multiply_f16<N>(sums, now[i], tile, i);
     products_commit();
     if (!last) {  // a branch that stays one: the compiler would move the arithmetic beyond the wait
         unpack(next, load_codes(at));
@@ -347,16 +398,17 @@ FN float gated(float gate, float up) {
 template <u32 N>
 FN void finish(const Arguments& a, const float (&sums)[N / 2], u32 base, u32, Item item) {
     u32 lane = lane_index(), g = lane >> 2, t = lane & 3, odd = g & 1, tile = base + H_TILE, warp = warp_index();
-    u32 chunk = warp / 4 * 4 + g / 2;  // of 8 values: this lane's pair is word warp % 4 of it
-    sync_threads(1, 32 * WARPS);       // nobody still copies the tile before
+    u32 chunk = warp / 4 * 4 + g / 2, word_of = warp % 4;  // of 8 values, and where this lane's pair is among them
+    if (FORMAT == NVFP4) chunk = warp / 2 * 2 + g % 4 / 2, word_of = warp % 2 * 2 + g / 4;
+    sync_threads(1, 32 * WARPS);  // nobody still copies the tile before
 #pragma unroll
     for (u32 j = 0; j < N / 8; j++) {
         float first = gated(sums[4 * j], sums[4 * j + 2]), second = gated(sums[4 * j + 1], sums[4 * j + 3]);
         // Lanes of rows g, g ^ 1 exchange, so that each has both rows of one column.
         float given = shuffle_xor(odd ? first : second, 4);
-        u32 word = pack_f16_saturated(odd ? given : first, odd ? second : given);
-        u32 column = 8 * j + 2 * t + odd;
-        store_shared(tile + column * COLUMN_BYTES + 16 * (chunk ^ (column & 7)) + 4 * (warp % 4), word);
+        float lo = odd ? given : first, hi = odd ? second : given;
+        u32 word = FORMAT == BF16 ? pack_bf16(lo, hi) : pack_f16_saturated(lo, hi), column = 8 * j + 2 * t + odd;
+        store_shared(tile + column * COLUMN_BYTES + 16 * (chunk ^ (column & 7)) + 4 * word_of, word);
     }
     sync_threads(1, 32 * WARPS);
     u8* out = a.out + (u64)item.row * (8 * ROW_TILES * 2) + item.rows * N * COLUMN_BYTES;
@@ -393,6 +445,9 @@ FN void multiply_item(const Arguments& a, Place& at, u32 stage, Item item) {
     if (item.width == N) {
         float sums[N / 2] = {};
         multiply<N>(sums, at);
+        if (FORMAT == NVFP4)
+#pragma unroll
+            for (u32 i = 0; i < N / 2; i++) sums[i] *= ONE * (i % 4 < 2 ? at.matrix_scales.x : at.matrix_scales.y);
         finish<N>(a, sums, at.base, stage, item);
     } else if constexpr (N > 8)
         multiply_item<N - 8>(a, at, stage, item);

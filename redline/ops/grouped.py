@@ -1,4 +1,4 @@
-"""INT4 experts of many tokens, with the codes unpacked where they are multiplied.      T tokens, D hidden, K chosen.
+"""Experts of many tokens, with codes unpacked where they are multiplied.      T tokens, D hidden, K chosen.
 
 y = sum over k of weight[k] * expert[ids[k]](x), as in `moe`; what a prompt's chunk calls, on a Hopper GPU. Only the
 device knows how the tokens spread: no size here depends on it, so a step can be captured.
@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.ops.cuda.kernel import Kernel, address, structure
-from redline.ops.formats import quantize_int4
 from redline.ops.op import Case, Cost, Op
-from redline.ops.records import Records
+from redline.ops.records import BF16_INPUTS, KINDS, Kind, Records, random_experts
 from redline.ops.sort_pairs import WIDEST, most_rows, most_tiles, sort_pairs
 
 _ITEMS = 3
@@ -44,8 +43,9 @@ _kernels: dict[tuple[object, ...], Kernel] = {}
 def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records, chosen: int) -> Kernel:
     sizes = {
         "PART": "GATHER" if part == "gather" else "COMBINE",
+        "FORMAT": up.kind,
         "INPUTS": up.inputs,
-        "PADDED_INPUTS": up.form.slices * up.form.inputs,
+        "PADDED_INPUTS": up.form.width,
         "PADDED_OUTPUTS": down.form.tiles * 16,
         "CHOSEN": chosen,
     }
@@ -57,10 +57,13 @@ def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records,
 
 def _product_kernel(records: Records) -> Kernel:
     form, (weight_stages, column_stages) = records.form, _STAGES[records.use]
+    # BF16 records follow one another along K: a slice may be any number of them.
+    inputs = BF16_INPUTS if records.kind == "BF16" else form.inputs
     sizes = {
         "PART": records.use.upper(),
-        "RECORD_INPUTS": form.inputs,
-        "SLICES": form.slices,
+        "FORMAT": records.kind,
+        "RECORD_INPUTS": inputs,
+        "SLICES": form.width // inputs,
         "ROW_TILES": form.tiles,
         "COPIED_TILES": 1 if records.use == "up" else 4,
         "WEIGHT_STAGES": weight_stages,
@@ -70,7 +73,7 @@ def _product_kernel(records: Records) -> Kernel:
     key = tuple(sizes.values())
     if key not in _kernels:
         tiles = column_stages + (records.use == "up")
-        shared = 1024 + tiles * WIDEST * _COLUMN_BYTES + weight_stages * 8 * form.record_bytes
+        shared = 1024 + tiles * WIDEST * _COLUMN_BYTES + weight_stages * 8 * form.record_bytes * (inputs // form.part)
         shared += _ITEMS * (8 * WIDEST + 16) + 16 * (weight_stages + column_stages + _ITEMS)
         _kernels[key] = Kernel("grouped.cu", "multiply_experts", sizes, shared, 384)
     return _kernels[key]
@@ -86,9 +89,9 @@ def _cuda(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: R
     def room(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.uint8, device=device)
 
-    x_bytes, y_bytes = rows * up.form.slices * up.form.inputs * 2, pairs * down.form.tiles * 32
+    x_bytes, y_bytes = rows * up.form.width * 2, pairs * down.form.tiles * 32
     columns_of_x = y = room(max(x_bytes, y_bytes))  # x is no longer read when y is made
-    columns_of_h = room(rows * down.form.slices * down.form.inputs * 2)
+    columns_of_h = room(rows * down.form.width * 2)
     gather = _Gather(
         *(address(x_TD), address(columns_of_x), address(columns), address(tiles), x_TD.shape[1], _GATHER_PARTS)
     )
@@ -108,12 +111,7 @@ def _blocks(device: torch.device) -> int:
 
 
 def _cuda_fits(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> bool:
-    right = (
-        up.kind == "INT4"
-        and x_TD.dtype == torch.bfloat16
-        and ids_TK.dtype == torch.int32
-        and weights_TK.dtype == torch.float32
-    )
+    right = x_TD.dtype == torch.bfloat16 and ids_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
     return right and x_TD.shape[1] % 8 == 0 and up.inputs % 32 == 0 and up.experts < 512
 
 
@@ -125,27 +123,25 @@ def _cost(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: R
 
 
 def _cases() -> Iterator[Case]:
-    def make(tokens: int, d: int, i: int, e: int, k: int, favour: float = 0.0):
+    def make(kind: Kind, tokens: int, d: int, i: int, e: int, k: int, favour: float = 0.0):
         def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Records, Records]:
-            def weight(*shape: int) -> Tensor:
-                return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
-
             x = torch.randn(tokens, d, generator=g).to(torch.bfloat16)
             scores = torch.rand(tokens, e, generator=g)
             scores[:, 0] += favour
             ids = scores.topk(k).indices.to(torch.int32)
-            up = Records.prepare("up", quantize_int4(weight(e, 2 * i, d)))
-            down = Records.prepare("down", quantize_int4(weight(e, d, i)))
+            up = Records.prepare("up", random_experts(g, kind, "up", e, 2 * i, d))
+            down = Records.prepare("down", random_experts(g, kind, "down", e, d, i))
             return x, ids, torch.rand(tokens, k, generator=g), up, down
 
         return inputs
 
-    yield Case("T=1 nano", make(1, 320, 128, 16, 4))
-    yield Case("T=40 nano", make(40, 320, 128, 16, 4))
-    yield Case("T=250 nano, most on one expert", make(250, 320, 128, 3, 1, 0.9))
-    yield Case("T=6 of Kimi's hidden size", make(6, 7168, 64, 3, 2))
-    yield Case("T=300 Kimi, 16 experts", make(300, 7168, 2048, 16, 8), small=False)
-    yield Case("T=2048 Kimi, 64 experts", make(2048, 7168, 2048, 64, 8), small=False)
+    for kind in KINDS:
+        yield Case(f"{kind} T=1 nano", make(kind, 1, 320, 128, 16, 4))
+        yield Case(f"{kind} T=40 nano", make(kind, 40, 320, 128, 16, 4))
+        yield Case(f"{kind} T=250 nano, most on one expert", make(kind, 250, 320, 128, 3, 1, 0.9))
+        yield Case(f"{kind} T=6 of Kimi's hidden size", make(kind, 6, 7168, 64, 3, 2))
+        yield Case(f"{kind} T=300 Kimi, 16 experts", make(kind, 300, 7168, 2048, 16, 8), small=False)
+        yield Case(f"{kind} T=2048 Kimi, 32 experts", make(kind, 2048, 7168, 2048, 32, 8), small=False)
 
 
 grouped_experts = Op("grouped_experts", _reference, None, _cost, _cases, rtol=1e-2, cuda=_cuda, cuda_fits=_cuda_fits)

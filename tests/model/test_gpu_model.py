@@ -76,7 +76,7 @@ STEPS = {
     "one token": ((), (70,), (2,)),
     "verified drafts of one row": ((), (60, 61, 62), (1, 1, 1)),
     "nine rows": ((), (5, 64, 65, 128, 1, 2, 3, 100, 90), (0, 1, 2, 3, 0, 1, 2, 3, 0)),
-    "a chunk and rows": ((Chunk(0, 20, 0, 0),), (64, 70), (1, 2)),
+    "a chunk and rows": ((Chunk(0, 40, 0, 0),), (64, 70), (1, 2)),
     "a later chunk": ((Chunk(0, 9, 64, 3), Chunk(9, 3, 0, 1)), (), ()),
 }
 

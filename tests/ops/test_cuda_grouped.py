@@ -6,10 +6,9 @@ from torch import Tensor
 
 from redline.ops import native
 from redline.ops.cuda.kernel import emulation
-from redline.ops.formats import Int4, quantize_int4
 from redline.ops.grouped import grouped_experts
 from redline.ops.op import Case
-from redline.ops.records import Records
+from redline.ops.records import KINDS, Kind, Records, random_experts
 from redline.ops.sort_pairs import WIDEST, sort_pairs, tile_width
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
@@ -29,13 +28,9 @@ def close(given: Tensor, wanted: Tensor, rtol: float) -> bool:
     return bool((given - wanted).abs().max() <= rtol * wanted.abs().max())
 
 
-def weights(n: int, k: int, experts: int, g: torch.Generator) -> Int4:
-    return quantize_int4((torch.randn(experts, n, k, generator=g) * k**-0.5).to(torch.bfloat16))
-
-
-def experts_and_x(tokens: int, experts: int, g: torch.Generator) -> tuple[Tensor, Records, Records]:
-    up = Records.prepare("up", weights(2 * WIDTH, HIDDEN, experts, g))
-    down = Records.prepare("down", weights(HIDDEN, WIDTH, experts, g))
+def experts_and_x(tokens: int, experts: int, g: torch.Generator, kind: Kind) -> tuple[Tensor, Records, Records]:
+    up = Records.prepare("up", random_experts(g, kind, "up", experts, 2 * WIDTH, HIDDEN))
+    down = Records.prepare("down", random_experts(g, kind, "down", experts, HIDDEN, WIDTH))
     return torch.randn(tokens, HIDDEN, generator=g).to(torch.bfloat16), up, down
 
 
@@ -65,17 +60,19 @@ def test_experts_multiply_as_the_reference_does(case: Case, g: torch.Generator):
     assert close(emulated(*args), grouped_experts.reference(*args), case.rtol or grouped_experts.rtol)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [(1, 5, 40), (0, 8, 0), (7, 200, 9)])
-def test_an_expert_may_have_any_number_of_tokens(counts: tuple[int, int, int], g: torch.Generator):
+def test_an_expert_may_have_any_number_of_tokens(counts: tuple[int, int, int], g: torch.Generator, kind: Kind):
     ids = torch.repeat_interleave(torch.arange(3), torch.tensor(counts)).to(torch.int32)
     ids = ids[torch.randperm(len(ids), generator=g)][:, None].contiguous()
-    x, up, down = experts_and_x(len(ids), 3, g)
+    x, up, down = experts_and_x(len(ids), 3, g, kind)
     args = x, ids, torch.rand(len(ids), 1, generator=g), up, down
     assert close(emulated(*args), grouped_experts.reference(*args), grouped_experts.rtol)
 
 
-def test_a_token_has_the_same_bits_in_any_company(g: torch.Generator):
-    x, up, down = experts_and_x(30, 3, g)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_has_the_same_bits_in_any_company(g: torch.Generator, kind: Kind):
+    x, up, down = experts_and_x(30, 3, g, kind)
     ids = torch.stack([torch.randperm(3, generator=g)[:2] for _ in range(30)]).to(torch.int32)
     weight = torch.rand(30, 2, generator=g)
     alone = emulated(x[7:8].contiguous(), ids[7:8].contiguous(), weight[7:8].contiguous(), up, down)
@@ -83,7 +80,7 @@ def test_a_token_has_the_same_bits_in_any_company(g: torch.Generator):
 
 
 def test_h_may_be_larger_than_f16_and_saturates_at_a_million(g: torch.Generator):
-    x, up, down = experts_and_x(3, 3, g)
+    x, up, down = experts_and_x(3, 3, g, "INT4")
     rest = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1), up, down
     assert close(emulated(x * 200, *rest), grouped_experts.reference(x * 200, *rest), grouped_experts.rtol)
     assert emulated(x * 10_000, *rest).isfinite().all()

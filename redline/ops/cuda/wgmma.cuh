@@ -16,7 +16,7 @@
 
 namespace emulated {
 
-struct Product { float* sums; const u32* a; u32 b; u32 n; };
+struct Product { float* sums; const u32* a; u32 b; u32 n; float (*to)(u16); };
 struct Warpgroup {
     u32 arrived = 0, generation = 0;
     std::vector<std::vector<Product>> groups[128];  // of each thread, in order; the last is open
@@ -41,13 +41,13 @@ static inline void multiply(const Product* const (&p)[128]) {
         for (u32 r = 0; r < 4; r++)
             for (u32 e = 0; e < 2; e++) {
                 u16 v = (u16)(p[i]->a[r] >> 16 * e);
-                a[16 * w + g + 8 * (r & 1)][2 * t + 8 * (r >> 1) + e] = f16_to_f32(v);
+                a[16 * w + g + 8 * (r & 1)][2 * t + 8 * (r >> 1) + e] = p[0]->to(v);
             }
     }
     for (u32 n = 0; n < p[0]->n; n++)
         for (u32 k = 0; k < 16; k++) {
             u32 address = p[0]->b + n * 128 + 2 * k;
-            b[16 * n + k] = f16_to_f32(load<u16>(address ^ (address >> 7 & 7) << 4));
+            b[16 * n + k] = p[0]->to(load<u16>(address ^ (address >> 7 & 7) << 4));
         }
     for (u32 i = 0; i < 128; i++) {
         u32 row = i / 32 * 16 + i % 32 / 4, t = i % 4;
@@ -77,10 +77,18 @@ static inline void finish_group(Warpgroup& w) {
 
 FN void products_begin() {}
 template <u32 N, u32 SUMS>
-FN void multiply_f16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
+FN void multiply_as(float (*to)(u16), float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
     static_assert(N % 8 == 0 && N / 2 <= SUMS, "columns come by eight");
     if (tile % 1024) emulated::fail("a tile of columns is not at a multiple of 1024");
-    emulated::products().back().push_back({sums, a, tile + 32 * quarter, N});
+    emulated::products().back().push_back({sums, a, tile + 32 * quarter, N, to});
+}
+template <u32 N, u32 SUMS>
+FN void multiply_f16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
+    multiply_as<N>(emulated::f16_to_f32, sums, a, tile, quarter);
+}
+template <u32 N, u32 SUMS>
+FN void multiply_bf16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
+    multiply_as<N>(emulated::bf16_to_f32_, sums, a, tile, quarter);
 }
 FN void products_commit() { emulated::products().emplace_back(); }
 FN void products_wait() {
@@ -149,7 +157,9 @@ FN u32 unknown(u32 v) {
 FN u64 describe(u32 tile, u32 quarter) { return (u64)((tile >> 4) + 2 * quarter) | (1024ull >> 4) << 32 | 1ull << 62; }
 
 template <u32 N>
-struct Wgmma;
+struct WgmmaF16;
+template <u32 N>
+struct WgmmaBf16;
 
 // The four words of a and the descriptor are operands 0 to 4, so the sums are called %5 and so on whatever N is.
 #define WGMMA_FOUR(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
@@ -201,28 +211,39 @@ struct Wgmma;
 #define WGMMA_SUMS_176 WGMMA_SUMS_168, WGMMA_FOUR(84)
 #define WGMMA_SUMS_184 WGMMA_SUMS_176, WGMMA_FOUR(88)
 #define WGMMA_SUMS_192 WGMMA_SUMS_184, WGMMA_FOUR(92)
-#define WGMMA_OF(N)                                                                                                \
+#define WGMMA_OF(NAME, TYPES, N)                                                                                   \
     template <>                                                                                                    \
-    struct Wgmma<N> {                                                                                              \
+    struct NAME<N> {                                                                                               \
         template <u32 SUMS>                                                                                        \
         FN void run(float (&c)[SUMS], u32 (&a)[4], u64 b) {                                                        \
-            ASM("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N                    \
-                "k16.f32.f16.f16 {" WGMMA_NAMES_##N "}, {%0, %1, %2, %3}, %4, p, 1, 1, 0;\n}"                     \
+            ASM("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" #N                     \
+                "k16.f32." TYPES " {" WGMMA_NAMES_##N "}, {%0, %1, %2, %3}, %4, p, 1, 1, 0;\n}"                    \
                 : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3]), "+l"(b), WGMMA_SUMS_##N);                        \
         }                                                                                                          \
     };
-WGMMA_OF(8) WGMMA_OF(16) WGMMA_OF(24) WGMMA_OF(32)
-WGMMA_OF(40) WGMMA_OF(48) WGMMA_OF(56) WGMMA_OF(64)
-WGMMA_OF(72) WGMMA_OF(80) WGMMA_OF(88) WGMMA_OF(96)
-WGMMA_OF(104) WGMMA_OF(112) WGMMA_OF(120) WGMMA_OF(128)
-WGMMA_OF(136) WGMMA_OF(144) WGMMA_OF(152) WGMMA_OF(160)
-WGMMA_OF(168) WGMMA_OF(176) WGMMA_OF(184) WGMMA_OF(192)
+#define WGMMA_ALL(NAME, TYPES)                                                                                     \
+    WGMMA_OF(NAME, TYPES, 8) WGMMA_OF(NAME, TYPES, 16) WGMMA_OF(NAME, TYPES, 24)                                   \
+    WGMMA_OF(NAME, TYPES, 32) WGMMA_OF(NAME, TYPES, 40) WGMMA_OF(NAME, TYPES, 48)                                  \
+    WGMMA_OF(NAME, TYPES, 56) WGMMA_OF(NAME, TYPES, 64) WGMMA_OF(NAME, TYPES, 72)                                  \
+    WGMMA_OF(NAME, TYPES, 80) WGMMA_OF(NAME, TYPES, 88) WGMMA_OF(NAME, TYPES, 96)                                  \
+    WGMMA_OF(NAME, TYPES, 104) WGMMA_OF(NAME, TYPES, 112) WGMMA_OF(NAME, TYPES, 120)                               \
+    WGMMA_OF(NAME, TYPES, 128) WGMMA_OF(NAME, TYPES, 136) WGMMA_OF(NAME, TYPES, 144)                               \
+    WGMMA_OF(NAME, TYPES, 152) WGMMA_OF(NAME, TYPES, 160) WGMMA_OF(NAME, TYPES, 168)                               \
+    WGMMA_OF(NAME, TYPES, 176) WGMMA_OF(NAME, TYPES, 184) WGMMA_OF(NAME, TYPES, 192)
+WGMMA_ALL(WgmmaF16, "f16.f16")
+WGMMA_ALL(WgmmaBf16, "bf16.bf16")
+#undef WGMMA_ALL
 #undef WGMMA_OF
 
 template <u32 N, u32 SUMS>
 FN void multiply_f16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
     static_assert(N % 8 == 0 && N / 2 <= SUMS, "columns come by eight");
-    Wgmma<N>::run(sums, a, describe(tile, quarter));
+    WgmmaF16<N>::run(sums, a, describe(tile, quarter));
+}
+template <u32 N, u32 SUMS>
+FN void multiply_bf16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
+    static_assert(N % 8 == 0 && N / 2 <= SUMS, "columns come by eight");
+    WgmmaBf16<N>::run(sums, a, describe(tile, quarter));
 }
 
 // A barrier that completes when so many threads have arrived.
