@@ -450,13 +450,14 @@ def _prefill_cases() -> Iterator[Case]:
 
         return inputs
 
-    yield Case("1 row, nano", make(0, 1, NANO, torch.bfloat16))
-    yield Case("[0, 63) nano", make(0, 63, NANO, torch.bfloat16))
+    bf16 = 1e-2  # queries, keys, probabilities and values are rounded
+    yield Case("1 row, nano", make(0, 1, NANO, torch.bfloat16), rtol=bf16)
+    yield Case("[0, 63) nano", make(0, 63, NANO, torch.bfloat16), rtol=bf16)
     yield Case("[64, 165) nano float32 pages", make(64, 101, NANO, torch.float32))
-    yield Case("[301, 302) tiny", make(301, 1, TINY, torch.bfloat16))
-    yield Case("[0, 512) nano", make(0, 512, NANO, torch.bfloat16))
-    yield Case("[1, 2) the first row not read, nano", make(1, 1, NANO, torch.bfloat16, skip=1))
-    yield Case("[1, 130) the first row not read, nano", make(1, 129, NANO, torch.bfloat16, skip=1))
+    yield Case("[301, 302) tiny", make(301, 1, TINY, torch.bfloat16), rtol=bf16)
+    yield Case("[0, 512) nano", make(0, 512, NANO, torch.bfloat16), rtol=bf16)
+    yield Case("[1, 2) the first row not read, nano", make(1, 1, NANO, torch.bfloat16, skip=1), rtol=bf16)
+    yield Case("[1, 130) the first row not read, nano", make(1, 129, NANO, torch.bfloat16, skip=1), rtol=bf16)
     yield Case("[70, 90) the first row not read, tiny float32 pages", make(70, 20, TINY, torch.float32, skip=1))
 
 

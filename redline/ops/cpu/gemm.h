@@ -129,6 +129,7 @@ inline const float* pack(const Row& row, int first, int K, bool rounded, std::ve
     return buffer.data();
 }
 
+// One of the two ways to multiply.
 struct Multiply {
     bool rounded;
     template <int M, int P, class Row, class Panels, class Out>
@@ -182,10 +183,11 @@ inline __m512 multiply_pairs(__m512 sum, __m512i w, uint32_t x) {
     return _mm512_dpbf16_ps(sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)x));
 }
 
+// acc[m][p] += M rows by P panels.
 template <int M, int P> inline void tile_pairs(const uint32_t* x, const Bf16Panel* w, int K, Pair (&acc)[M][P]) {
     __m512 sum[M][P][2];
     for (int m = 0; m < M; m++)
-        for (int p = 0; p < P; p++) sum[m][p][0] = sum[m][p][1] = _mm512_setzero_ps();
+        for (int p = 0; p < P; p++) sum[m][p][0] = (__m512)acc[m][p].a, sum[m][p][1] = (__m512)acc[m][p].b;
     for (int k = 0; k < K; k += 2, x += STRIDE<M>) {
 #pragma GCC unroll 4
         for (int p = 0; p < P; p++) {
@@ -201,7 +203,7 @@ template <int M, int P> inline void tile_pairs(const uint32_t* x, const Bf16Pane
         for (int p = 0; p < P; p++) acc[m][p] = {(f32x16)sum[m][p][0], (f32x16)sum[m][p][1]};
 }
 
-// Sums of a group under one scale, then scaled and added. Outputs of a panel by halves where registers are few.
+// acc[m][p] = M rows by P panels: sums of a group under one scale, then scaled and added. Outputs of a panel by halves where registers are few.
 template <int M, int P, int HALVES, int FIRST>
 inline void int4_halves(const uint32_t* x, const Int4Panel* w, int K, Pair (&acc)[M][P]) {
     typedef uint16_t u16x32 __attribute__((vector_size(64)));
@@ -259,7 +261,7 @@ inline void sweep_pairs(const uint32_t* x, int K, const Panels& panels, int begi
     for (; n + P <= end; n += P) {
         decltype(panels(0)) w[P];
         for (int p = 0; p < P; p++) w[p] = panels(n + p);
-        Pair acc[M][P];
+        Pair acc[M][P] = {};
         tile_pairs<M, P>(x, w, K, acc);
         for (int m = 0; m < M; m++)
             for (int p = 0; p < P; p++) out(m, n + p, acc[m][p]);
