@@ -17,9 +17,12 @@ struct Shape {
     int head() const { return Nn + P; }
 };
 
+// `queries` of one slot, one behind the other, over one split: heads [heads, heads + group) of each. `record`: where the
+// first query's results lie, in units of `group` rows.
 struct Item {
-    int query, first_head, split, record;
+    int query, queries, heads, split, record;
 };
+constexpr int MOST_ROWS = 12;  // heads of queries that are multiplied together: 24 accumulators of 32 registers
 
 // How one page is multiplied: scores = q . rows, acc += p rows, each with its own order of the dimensions in the prepared
 // query and in the accumulators.
@@ -46,7 +49,7 @@ template <class KV> struct Arithmetic {
             f32x16 a[G] = {}, b[G] = {};
             for (int c = 0; c < W; c += 32) {
                 Pair k = load32(rows + (int64_t)t * W + c);
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                 for (int g = 0; g < G; g++) {
                     a[g] += load<f32x16>(q + g * W + c) * k.a;
                     b[g] += load<f32x16>(q + g * W + c + 16) * k.b;
@@ -67,7 +70,7 @@ template <class KV> struct Arithmetic {
             }
             for (int t = 0; t < n; t++) {
                 Pair v = load32(rows + (int64_t)t * W + c);
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                 for (int g = 0; g < G; g++) {
                     a[g] += p[g][t] * v.a;
                     b[g] += p[g][t] * v.b;
@@ -105,24 +108,35 @@ template <> struct Arithmetic<bf16> {
             __m512bh k[T];
 #pragma GCC unroll 4
             for (int t = 0; t < T; t++) k[t] = row(rows + (int64_t)t * W + c);
-#pragma GCC unroll 4
+#pragma GCC unroll 12
             for (int g = 0; g < G; g++) {
                 __m512bh x = row(q + g * W + c);
 #pragma GCC unroll 4
                 for (int t = 0; t < T; t++) sums[g][t] = _mm512_dpbf16_ps(sums[g][t], x, k[t]);
             }
         }
-        for (int g = 0; g < G; g++) {
-            if constexpr (T == 4)
-                store(score + g * PAGE, sum4((f32x16)sums[g][0], (f32x16)sums[g][1], (f32x16)sums[g][2], (f32x16)sums[g][3]));
-            else
+        auto sums4 = [&](int g, int t, int g1, int t1) {  // of (g, t), and three steps of (g1, t1) on
+            return sum4((f32x16)sums[g][t], (f32x16)sums[g + g1][t + t1], (f32x16)sums[g + 2 * g1][t + 2 * t1],
+                        (f32x16)sums[g + 3 * g1][t + 3 * t1]);
+        };
+        if constexpr (T == 4) {
+            for (int g = 0; g < G; g++) store(score + g * PAGE, sums4(g, 0, 0, 1));
+        } else if constexpr (G % 4 == 0) {
+            for (int g = 0; g < G; g += 4)
+                for (int t = 0; t < T; t++) {
+                    f32x4 v = sums4(g, t, 1, 0);
+                    for (int i = 0; i < 4; i++) score[(g + i) * PAGE + t] = v[i];
+                }
+        } else {
+            for (int g = 0; g < G; g++)
                 for (int t = 0; t < T; t++) score[g * PAGE + t] = sum((f32x16)sums[g][t]);
         }
     }
 
     template <int G> static void dots(const bf16* q, const bf16* rows, int n, int W, float (&score)[G][PAGE]) {
+        constexpr int T = G <= 4 ? 4 : 2;
         int t = 0;
-        for (; t + 4 <= n; t += 4) dots_of<G, 4>(q, rows + (int64_t)t * W, W, &score[0][t]);
+        for (; t + T <= n; t += T) dots_of<G, T>(q, rows + (int64_t)t * W, W, &score[0][t]);
         for (; t < n; t++) dots_of<G, 1>(q, rows + (int64_t)t * W, W, &score[0][t]);
     }
 
@@ -147,7 +161,7 @@ template <> struct Arithmetic<bf16> {
                 // Beyond the context a page holds anything; zero times that must be zero.
                 __m512i two = t + 1 < n ? _mm512_loadu_si512(at + W) : _mm512_setzero_si512();
                 __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two), high = (__m512bh)_mm512_unpackhi_epi16(one, two);
-#pragma GCC unroll 4
+#pragma GCC unroll 12
                 for (int g = 0; g < G; g++) {
                     __m512bh x = (__m512bh)_mm512_set1_epi32((int)pairs[g][t / 2]);
                     a[g] = _mm512_dpbf16_ps(a[g], low, x);
@@ -163,24 +177,24 @@ template <> struct Arithmetic<bf16> {
 };
 #endif
 
-// G heads of one query over tokens [begin, end) of its context; only a `begin` after skipped tokens lies inside a page.
-// Gives the running maximum, the sum, and the weighted latents [G][R] of this split.
-template <int G, class KV>
-void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int32_t* pages, int begin, int end, Shape s,
-            float* top, float* mass, float* acc) {
-    const int W = s.width();
-    float score[G][PAGE];
-    for (int g = 0; g < G; g++) top[g] = -INFINITY, mass[g] = 0;
-    std::fill(acc, acc + (int64_t)G * s.R, 0.0f);
-    for (int first = begin, next; first < end; first = next) {
+// Q queries times G heads over tokens of their context from `begin` on, each query up to its own end; only a `begin` after
+// skipped tokens lies inside a page. Gives each row's running maximum, sum, and weighted latents [R] of this split.
+template <int Q, int G, class KV>
+void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int32_t* pages, int begin, const int* ends,
+            Shape s, float* top, float* mass, float* acc) {
+    constexpr int N = Q * G;
+    const int W = s.width(), last = *std::max_element(ends, ends + Q);
+    float score[N][PAGE];
+    for (int g = 0; g < N; g++) top[g] = -INFINITY, mass[g] = 0;
+    std::fill(acc, acc + (int64_t)N * s.R, 0.0f);
+    for (int first = begin, next; first < last; first = next) {
         next = (first / PAGE + 1) * PAGE;
         const KV* rows = plane + ((int64_t)pages[first / PAGE] * PAGE + first % PAGE) * W;
-        const int n = std::min(next, end) - first;
-        for (int g = 0; g < G; g++)
-            for (int t = n; t < PAGE; t++) score[g][t] = -INFINITY;
-        Arithmetic<KV>::template dots<G>(q, rows, n, W, score);
-        float factor[G];
-        for (int g = 0; g < G; g++) {
+        const int n = std::min(next, last) - first;
+        Arithmetic<KV>::template dots<N>(q, rows, n, W, score);
+        float factor[N];
+        for (int g = 0; g < N; g++) {
+            for (int t = std::max(0, std::min(ends[g / G] - first, n)); t < PAGE; t++) score[g][t] = -INFINITY;
             f32x16 high = load<f32x16>(score[g]);
             for (int t = 16; t < PAGE; t += 16) high = vmax(high, load<f32x16>(score[g] + t));
             float m = std::max(top[g], largest(high));
@@ -194,7 +208,7 @@ void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int3
             mass[g] = mass[g] * factor[g] + sum(total);
             top[g] = m;
         }
-        Arithmetic<KV>::template weigh<G>(score, factor, rows, n, W, s.R, acc);
+        Arithmetic<KV>::template weigh<N>(score, factor, rows, n, W, s.R, acc);
     }
 }
 
@@ -207,19 +221,19 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         std::vector<typename Arithmetic<KV>::Query> absorbed;
         std::vector<float> partial, latent;
         std::vector<Item> items;
-        std::vector<int> first_record;
+        std::vector<int> first_place, record_of;
     } scratch;
     auto& absorbed = scratch.absorbed;
     std::vector<float>&partial = scratch.partial, &latent = scratch.latent;
     std::vector<Item>& items = scratch.items;
-    std::vector<int>& first_record = scratch.first_record;
+    std::vector<int>&first_place = scratch.first_place, &record_of = scratch.record_of;
     const int W = s.width(), group = s.H % 4 == 0 ? 4 : s.H % 2 == 0 ? 2 : 1, groups = s.H / group;
-    const int record = group * (s.R + 2);  // maxima, sums, latents
     constexpr bool rounded = std::is_same_v<KV, bf16>;
 
-    // q' = scale * [W_UK^T q_nope | q_rope].
+    // q' = scale * [W_UK^T q_nope | q_rope], [H / group][Q][group][W].
     if ((int64_t)absorbed.size() < (int64_t)Q * s.H * W) absorbed.resize((int64_t)Q * s.H * W);
     auto* qa = absorbed.data();
+    auto prepared = [&](int query, int h) { return qa + (((int64_t)h / group * Q + query) * group + h % group) * W; };
     const int per_head = s.R / PANEL, panel_tasks = std::min(per_head, Q <= 12 ? 4 : 2);
     parallel(s.H * panel_tasks, [&](int task) {
         int h = task / panel_tasks;
@@ -227,48 +241,72 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         product([&](int m) { return q + ((int64_t)tokens[m] * s.H + h) * s.head(); }, 0, Q, s.Nn,
                 [&](int n) { return Bf16Panel{w_uk + ((int64_t)h * per_head + n) * s.Nn * PANEL}; }, panels.begin,
                 panels.end, rounded, [&](int m, int n, Pair v) {
-                    Arithmetic<KV>::prepare({v.a * scale, v.b * scale}, qa + ((int64_t)m * s.H + h) * W + n * 32);
+                    Arithmetic<KV>::prepare({v.a * scale, v.b * scale}, prepared(m, h) + n * 32);
                 });
         if (panels.begin == 0)
             for (int m = 0; m < Q; m++)
                 for (int p = 0; p < s.P; p += 32) {
                     const float* from = q + ((int64_t)tokens[m] * s.H + h) * s.head() + s.Nn + p;
                     Arithmetic<KV>::prepare({load<f32x16>(from) * scale, load<f32x16>(from + 16) * scale},
-                                            qa + ((int64_t)m * s.H + h) * W + s.R + p);
+                                            prepared(m, h) + s.R + p);
                 }
     });
 
-    // Queries of one slot follow one another through each split, so that its pages come from memory once for all of them.
+    // Queries of one slot go through each split side by side, as many as fit the registers, so that its pages are read
+    // once for all of those, and come from memory once for all of the slot's.
     items.clear();
-    first_record.resize(Q);
-    int records = 0;
+    first_place.resize(Q);
+    int places = 0, records = 0;
     for (int i = 0; i < Q; i++) {
-        first_record[i] = records;
-        records += (lengths[i] + SPLIT - 1) / SPLIT * groups;
+        first_place[i] = places;
+        places += (lengths[i] + SPLIT - 1) / SPLIT * groups;
     }
+    record_of.resize(places);
+    const int most = group == 4 ? MOST_ROWS / group : 1;
     for (int i = 0, next; i < Q; i = next) {
         int longest = 0;
         for (next = i; next < Q && slots[next] == slots[i]; next++) longest = std::max(longest, lengths[next]);
         for (int split = 0; split * SPLIT < longest; split++)
-            for (int query = i; query < next; query++)
-                for (int g = 0; g < groups && split * SPLIT < lengths[query]; g++)
-                    items.push_back({query, g * group, split, first_record[query] + split * groups + g});
+            for (int query = i, end; query < next; query = end) {
+                for (end = query; end < next && split * SPLIT < lengths[end]; end++) {}
+                int count = end - query, shares = (count + most - 1) / most;
+                for (int part = 0; part < shares; part++) {
+                    Range r = share(count, shares, part);
+                    for (int g = 0; g < groups; g++) {
+                        items.push_back({query + r.begin, r.end - r.begin, g * group, split, records});
+                        for (int j = r.begin; j < r.end; j++)
+                            record_of[first_place[query + j] + split * groups + g] = records++;
+                    }
+                }
+                end = std::max(end, query + 1);
+            }
     }
-    if ((int64_t)partial.size() < (int64_t)items.size() * record) partial.resize((int64_t)items.size() * record);
-    float* parts = partial.data();
+    // Maxima and sums, then latents [R], of each record's rows.
+    if ((int64_t)partial.size() < (int64_t)records * group * (s.R + 2)) partial.resize((int64_t)records * group * (s.R + 2));
+    float *tops = partial.data(), *masses = tops + (int64_t)records * group, *latents = masses + (int64_t)records * group;
     int tasks = std::min((int)items.size(), Pool::get().threads() * 16);
     parallel(tasks, [&](int task) {
         Range r = share((int)items.size(), tasks, task);
         for (int i = r.begin; i < r.end; i++) {
             Item item = items[i];
-            const auto* qh = qa + ((int64_t)item.query * s.H + item.first_head) * W;
+            const auto* qh = prepared(item.query, item.heads);
             const int32_t* pages = tables + slots[item.query] * table_width;
-            int first = item.split * SPLIT, begin = std::max(first, skip);
-            int end = std::min(first + SPLIT, lengths[item.query]);
-            float *top = parts + (int64_t)item.record * record, *mass = top + group, *acc = mass + group;
-            if (group == 4) attend<4>(qh, plane, pages, begin, end, s, top, mass, acc);
-            else if (group == 2) attend<2>(qh, plane, pages, begin, end, s, top, mass, acc);
-            else attend<1>(qh, plane, pages, begin, end, s, top, mass, acc);
+            int first = item.split * SPLIT, begin = std::max(first, skip), ends[MOST_ROWS];
+            for (int j = 0; j < item.queries; j++) ends[j] = std::min(first + SPLIT, lengths[item.query + j]);
+            int64_t row = (int64_t)item.record * group;
+            auto run = [&](auto queries, auto heads) {
+                attend<decltype(queries)::value, decltype(heads)::value>(qh, plane, pages, begin, ends, s, tops + row,
+                                                                         masses + row, latents + row * s.R);
+            };
+            constexpr std::integral_constant<int, 1> one;
+            constexpr std::integral_constant<int, 2> two;
+            constexpr std::integral_constant<int, 3> three;
+            constexpr std::integral_constant<int, 4> four;
+            if (group == 1) run(one, one);
+            else if (group == 2) run(one, two);
+            else if (item.queries == 1) run(one, four);
+            else if (item.queries == 2) run(two, four);
+            else run(three, four);
         }
     });
 
@@ -283,16 +321,16 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         for (int i = r.begin; i < r.end; i++) {
             int query = i / s.H, h = i % s.H, g = h % group;
             int splits = (lengths[query] + SPLIT - 1) / SPLIT;
-            const float* first = parts + (int64_t)(first_record[query] + h / group) * record;
-            int64_t step = (int64_t)groups * record;
+            auto row = [&](int k) {
+                return (int64_t)record_of[first_place[query] + k * groups + h / group] * group + g;
+            };
             float high = -INFINITY, mass = 0;
-            for (int k = 0; k < splits; k++) high = std::max(high, first[k * step + g]);
+            for (int k = 0; k < splits; k++) high = std::max(high, tops[row(k)]);
             std::fill(sums.begin(), sums.end(), 0.0f);
             for (int k = 0; k < splits; k++) {
-                const float* p = first + k * step;
-                float f = std::exp(p[g] - high);
-                mass += f * p[group + g];
-                const float* acc = p + 2 * group + (int64_t)g * s.R;
+                float f = std::exp(tops[row(k)] - high);
+                mass += f * masses[row(k)];
+                const float* acc = latents + row(k) * s.R;
                 for (int c = 0; c < s.R; c++) sums[c] += f * acc[c];
             }
             float inverse = 1.0f / mass;
