@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from redline.errors import CheckpointError
-from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Quantization, read_json
-from redline.ops.formats import INT4_GROUP, Int4
+from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Quantization, read_json
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 
 Projection = Literal["gate", "up", "down"]
 
@@ -29,7 +29,7 @@ class Weight(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    kind: Literal["plain", "linear", "expert"]  # plain is never quantised; linear may be FP8; expert FP8 or INT4
+    kind: Literal["plain", "linear", "expert"]  # plain is never quantised; linear may be FP8 or NVFP4; expert INT4 too
 
 
 def weights(config: K2Config) -> Iterator[Weight]:
@@ -116,22 +116,46 @@ class Checkpoint:
     def plain(self, name: str) -> Tensor:
         """A tensor by its logical name (`layers.3.self_attn.o_proj.weight`): bf16 or float32, as stored.
 
-        An FP8 weight comes dequantised to bf16, in new memory; anything else is a view of the file.
+        An FP8 or NVFP4 weight comes dequantised to bf16, in new memory; anything else is a view of the file.
         """
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             name = "embed_tokens.weight"
+        if (nvfp4 := self._nvfp4(name)) is not None:
+            return nvfp4.dequantize(torch.bfloat16)
         tensor = self._view(name)
         if tensor.dtype != torch.float8_e4m3fn:
             return tensor
         assert isinstance(self.config.quantization, Fp8Blocks)
         return dequantize_fp8(tensor, self._view(f"{name}_scale_inv"), self.config.quantization)
 
-    def expert(self, layer: int, expert: int, projection: Projection) -> Int4 | Tensor:
-        """One projection of a routed expert, [out, in]: Int4 where the config says INT4, else as `plain`."""
+    def expert(self, layer: int, expert: int, projection: Projection) -> Int4 | Nvfp4 | Tensor:
+        """One projection of a routed expert, [out, in]: Int4 or Nvfp4 where the config says so, else as `plain`."""
         name = f"layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
         if isinstance(self.config.quantization, Int4Experts):
             return Int4(packed=self._view(f"{name}_packed"), scale=self._view(f"{name}_scale"))
-        return self.plain(name)
+        return self._nvfp4(name) or self.plain(name)
+
+    def _nvfp4(self, name: str) -> Nvfp4 | None:
+        """None where the weight is stored otherwise. CheckpointError where a block's scale is no number."""
+        if not isinstance(self.config.quantization, Nvfp4Experts):
+            return None
+        packed, whole = _NVFP4_NAMES[self.config.quantization.maker]
+        if name + packed not in self._tensors or self._tensors[name + packed].dtype != "U8":
+            return None
+        codes, scales, scale = (self._view(name + suffix) for suffix in (packed, "_scale", whole))
+        scale = scale.reshape(1) if self.config.quantization.maker == "ModelOpt" else 1 / scale
+        return Nvfp4(codes, self._mended(f"{name}_scale", codes, scales), scale)
+
+    def _mended(self, name: str, codes: Tensor, scales: Tensor) -> Tensor:
+        """Some exporters give blocks of zeros the scale NaN: 0 in its place."""
+        wrong = (scales.view(torch.uint8) & 127) == 127
+        if not wrong.any():
+            return scales
+        if (codes.unflatten(-1, (-1, NVFP4_GROUP // 2))[wrong] & 0x77).any():
+            raise CheckpointError(
+                f"{self._tensors[name].file}: {self._tensors[name].name}: the scale of a block is NaN"
+            )
+        return scales.view(torch.uint8).masked_fill(wrong, 0).view(torch.float8_e4m3fn)
 
     def _view(self, name: str) -> Tensor:
         stored = self._tensors[name]
@@ -188,7 +212,13 @@ _HEADER_BYTES = 100_000_000  # the safetensors library's own bound
 _SAMPLE_BYTES = 4096
 
 # The dtypes that we read, by safetensors' names.
-_DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "I32": torch.int32}
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
 
 
 def _index(folder: Path) -> tuple[Path, dict[Path, list[str] | None]]:
@@ -269,7 +299,8 @@ def _logical(stored: str) -> str:
     return stored.removeprefix("language_model.").removeprefix("model.")
 
 
-_NOT_READ = re.compile(r"(vision_tower|mm_projector)\..*|.*\.(rotary_emb\.inv_freq|weight_shape|k_scale|v_scale)")
+_COMPUTED = r"rotary_emb\.inv_freq|weight_shape|k_scale|v_scale|input_scale|input_global_scale"
+_NOT_READ = re.compile(rf"(vision_tower|mm_projector)\..*|.*\.({_COMPUTED})")
 
 
 def _skipped(name: str, config: K2Config) -> bool:
@@ -283,6 +314,10 @@ def _skipped(name: str, config: K2Config) -> bool:
 # What must be there.
 
 
+# What stands in the files of an NVFP4 weight: codes and the matrix's scale, as suffixes of `....weight`.
+_NVFP4_NAMES = {"ModelOpt": ("", "_scale_2"), "compressed-tensors": ("_packed", "_global_scale")}
+
+
 class _Demand(NamedTuple):
     name: str
     dtypes: tuple[str, ...]
@@ -290,13 +325,18 @@ class _Demand(NamedTuple):
 
 
 def _demands(weight: Weight, quantization: Quantization, tensors: Mapping[str, _Stored]) -> Iterator[_Demand]:
-    """What stands in the files for a weight. FP8 is decided per weight, by what is stored: not all linears have it."""
+    """What stands in the files for a weight. Which linears are FP8 or NVFP4 is decided by what is stored."""
     name, shape, kind = weight
     match quantization:
         case Int4Experts() if kind == "expert":
             rows, columns = shape
             yield _Demand(f"{name}_packed", ("I32",), (rows, columns // 8))
             yield _Demand(f"{name}_scale", ("BF16",), (rows, columns // INT4_GROUP))
+        case Nvfp4Experts(maker) if kind == "expert" or (kind == "linear" and _is_packed(name, maker, tensors)):
+            (rows, columns), (packed, whole) = shape, _NVFP4_NAMES[maker]
+            yield _Demand(name + packed, ("U8",), (rows, columns // 2))
+            yield _Demand(f"{name}_scale", ("F8_E4M3",), (rows, columns // NVFP4_GROUP))
+            yield _Demand(name + whole, ("F32",), () if maker == "ModelOpt" else (1,))
         case Fp8Blocks() as block if kind != "plain" and name in tensors and tensors[name].dtype == "F8_E4M3":
             rows, columns = shape
             yield _Demand(name, ("F8_E4M3",), shape)
@@ -305,6 +345,11 @@ def _demands(weight: Weight, quantization: Quantization, tensors: Mapping[str, _
             )
         case _:
             yield _Demand(name, ("BF16", "F32"), shape)
+
+
+def _is_packed(name: str, maker: str, tensors: Mapping[str, _Stored]) -> bool:
+    stored = tensors.get(name + _NVFP4_NAMES[maker][0])
+    return stored is not None and stored.dtype == "U8"
 
 
 def _check(demand: _Demand, tensors: Mapping[str, _Stored], index: Path) -> int:

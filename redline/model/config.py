@@ -8,16 +8,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
 from torch import Tensor
 
 from redline.errors import CheckpointError
-from redline.ops.formats import INT4_GROUP
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
 
-READABLE = "bf16, INT4 (compressed-tensors pack-quantized, groups of 32) and FP8 (e4m3 blocks)"
+READABLE = "bf16, INT4 (compressed-tensors pack-quantized, groups of 32), NVFP4 and FP8 (e4m3 blocks)"
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,17 @@ class Fp8Blocks:
     columns: int
 
 
-Quantization = Unquantized | Int4Experts | Fp8Blocks
+@dataclass(frozen=True)
+class Nvfp4Experts:
+    """Routed experts are `redline.ops.formats.Nvfp4`, and other linear weights where the files say so.
+
+    maker: whose names the tensors have, and whose scale: compressed-tensors stores its inverse.
+    """
+
+    maker: Literal["ModelOpt", "compressed-tensors"]
+
+
+Quantization = Unquantized | Int4Experts | Nvfp4Experts | Fp8Blocks
 
 
 @dataclass(frozen=True)
@@ -244,13 +254,19 @@ class K2Config:
 
     @property
     def weight_bytes(self) -> int:
-        """As the engine holds them: routed INT4 experts as they are, all else (FP8 too, once read) in bf16."""
+        """As the engine holds them: routed experts of four bits as they are, all else (FP8 too, once read) in bf16."""
         return 2 * self.dense_parameters + round(self.routed_parameters * self.bits_per_routed_parameter / 8)
 
     @property
     def bits_per_routed_parameter(self) -> float:
-        """INT4: four bits and a share of the group's bf16 scale."""
-        return 4 + 16 / INT4_GROUP if isinstance(self.quantization, Int4Experts) else 16.0
+        """INT4 and NVFP4: four bits and a share of the group's scale, which is bf16 or e4m3."""
+        match self.quantization:
+            case Int4Experts():
+                return 4 + 16 / INT4_GROUP
+            case Nvfp4Experts():
+                return 4 + 8 / NVFP4_GROUP
+            case _:
+                return 16.0
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         return self.num_hidden_layers * self.kv_width * dtype.itemsize
@@ -365,7 +381,11 @@ def _quantization(top: "Section", text: "Section") -> Quantization:
     sections = [s.section("quantization_config") for s in (text, top) if s.get("quantization_config") is not None]
     if not sections:
         if top.get("hf_quant_config") is not None:
-            algorithm = top.section("hf_quant_config").section("quantization").get("quant_algo")
+            beside = top.section("hf_quant_config").section("quantization")
+            algorithm = beside.get("quant_algo")
+            if algorithm == "NVFP4":
+                beside.demand("group_size", NVFP4_GROUP, NVFP4_GROUP)
+                return Nvfp4Experts("ModelOpt")
             raise CheckpointError(
                 f"{top.place}: hf_quant_config.json says {algorithm} (ModelOpt); supported: {READABLE}"
             )
@@ -375,8 +395,7 @@ def _quantization(top: "Section", text: "Section") -> Quantization:
         raise CheckpointError(f"{top.place}: quantization_config stands at the top and in text_config and they differ")
     method, form, algorithm = (quant.get(key) for key in ("quant_method", "format", "quant_algo"))
     if algorithm == "NVFP4" or form == "nvfp4-pack-quantized":
-        maker = "ModelOpt" if algorithm else "compressed-tensors"
-        raise CheckpointError(f"{quant.place}: the weights are NVFP4 ({maker}), not read yet; supported: {READABLE}")
+        return _nvfp4(quant, "ModelOpt" if algorithm else "compressed-tensors")
     if method == "fp8":
         return _fp8(quant)
     if method == "compressed-tensors" and form == "pack-quantized":
@@ -392,6 +411,17 @@ def _fp8(quant: "Section") -> Fp8Blocks:
             return Fp8Blocks(rows, columns)
         case _:
             raise quant.refusal("weight_block_size", "two positive integers, as in [128, 128]")
+
+
+def _nvfp4(quant: "Section", maker: Literal["ModelOpt", "compressed-tensors"]) -> Nvfp4Experts:
+    """What it says of activations and of the cache is not followed: those stay bf16."""
+    groups = quant.section("config_groups")
+    for name in groups.values:
+        weights = groups.section(name).section("weights")
+        weights.demand("num_bits", 4, ...)
+        weights.demand("type", "float", "float")
+        weights.demand("group_size", NVFP4_GROUP, ...)
+    return Nvfp4Experts(maker)
 
 
 def _int4(quant: "Section") -> Int4Experts:
@@ -415,10 +445,16 @@ def _check_sizes(config: K2Config, text: "Section") -> None:
         raise text.refusal("qk_rope_head_dim", "an even number: rope turns pairs")
     if config.num_experts_per_tok > config.n_routed_experts:
         raise text.refusal("num_experts_per_tok", f"at most n_routed_experts ({config.n_routed_experts})")
-    if isinstance(config.quantization, Int4Experts):
-        for key in ("hidden_size", "moe_intermediate_size"):
-            if getattr(config, key) % INT4_GROUP:
-                raise text.refusal(key, f"a multiple of INT4's group, {INT4_GROUP}")
+    match config.quantization:
+        case Int4Experts():
+            name, group = "INT4", INT4_GROUP
+        case Nvfp4Experts():
+            name, group = "NVFP4", NVFP4_GROUP
+        case _:
+            return
+    for key in ("hidden_size", "moe_intermediate_size"):
+        if getattr(config, key) % group:
+            raise text.refusal(key, f"a multiple of {name}'s group, {group}")
 
 
 class Section:

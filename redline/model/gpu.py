@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from redline.model.checkpoint import Checkpoint
-from redline.model.config import Int4Experts, K2Config
+from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
 from redline.model.k2 import K2, Inputs, Reader
 from redline.ops.by_row import norm_rows
 from redline.ops.embed import embed
@@ -97,6 +97,17 @@ def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: flo
     return GpuK2(config, embedding, blocks, reader.vector("norm.weight"), Tiled.prepare(reader.plain("lm_head.weight")))
 
 
+def expert_kind(config: K2Config) -> Kind:
+    """Of the records that hold the routed experts."""
+    match config.quantization:
+        case Int4Experts():
+            return "INT4"
+        case Nvfp4Experts():
+            return "NVFP4"
+        case Unquantized() | Fp8Blocks():
+            return "BF16"
+
+
 class _Reader(Reader):
     def tiled(self, *names: str) -> Tiled:
         return Tiled.prepare(torch.cat([self.plain(name) for name in names]))
@@ -136,7 +147,7 @@ class _Reader(Reader):
     def gpu_moe(self, layer: int) -> GpuMoe:
         config = self._checkpoint.config
         hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
-        kind: Kind = "INT4" if isinstance(config.quantization, Int4Experts) else "BF16"
+        kind = expert_kind(config)
         up = Records.empty("up", count, 2 * width, hidden, self._device, kind)
         down = Records.empty("down", count, hidden, width, self._device, kind)
         for expert in range(count):

@@ -16,7 +16,7 @@ from redline.model.config import K2Config
 from redline.ops.add_norm import add_norm
 from redline.ops.block import Block, Inputs, Moe, block
 from redline.ops.block import Chunk as Chunk  # with Inputs, for those who make steps
-from redline.ops.formats import Int4
+from redline.ops.formats import Int4, Nvfp4
 from redline.ops.linear import linear
 from redline.ops.mla import MlaWeights
 from redline.ops.tiled import Tiled
@@ -156,11 +156,22 @@ class Reader:
     def experts(self, layer: int, *projections: Projection) -> Experts:
         """One layer's experts, their projections stacked along the outputs: [E, N, K]."""
         count = self._checkpoint.config.n_routed_experts
-        return stack_experts((self.expert(layer, expert, projections) for expert in range(count)), count)
+        return stack_experts(
+            (self._stackable(self.expert(layer, expert, projections)) for expert in range(count)), count
+        )
 
-    def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4:
+    @staticmethod
+    def _stackable(weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4:
+        """NVFP4 is read by the GPU's kernels alone, and is bf16 elsewhere."""
+        return weight.dequantize(torch.bfloat16) if isinstance(weight, Nvfp4) else weight
+
+    def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:
         """[N, K]"""
         parts = [self._checkpoint.expert(layer, expert, projection) for projection in projections]
+        nvfp4 = [part for part in parts if isinstance(part, Nvfp4)]
+        if nvfp4:
+            stacked = (torch.cat(same) for same in zip(*((p.codes, p.scales, p.scale) for p in nvfp4), strict=True))
+            return Nvfp4(*(part.to(self._device) for part in stacked))
         int4 = [part for part in parts if isinstance(part, Int4)]
         if int4:
             packed, scale = torch.cat([part.packed for part in int4]), torch.cat([part.scale for part in int4])

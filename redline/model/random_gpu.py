@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from redline.model.config import Int4Experts, K2Config
-from redline.model.gpu import GpuK2
+from redline.model.config import K2Config
+from redline.model.gpu import GpuK2, expert_kind
 from redline.ops.gates import gates_weight
 from redline.ops.gpu_block import GpuBlock, GpuMla, GpuMoe
-from redline.ops.records import Kind, Records, Slabs
+from redline.ops.records import Records, Slabs
 from redline.ops.tiled import Tiled
 
 Progress = Callable[[int, int], object]  # (bytes made, bytes in all)
@@ -91,17 +91,19 @@ class _Random:
         c = self._config
         experts, hidden, width = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
         bias = 0.1 * torch.randn(experts, device=self._device, generator=self._generator)
-        kind: Kind = "INT4" if isinstance(c.quantization, Int4Experts) else "BF16"
+        kind = expert_kind(c)
         up = self.records(Records.empty("up", experts, 2 * width, hidden, self._device, kind))
         down = self.records(Records.empty("down", experts, hidden, width, self._device, kind))
         return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor)
 
     def records(self, records: Records) -> Records:
-        """INT4: any code, and scales of one power of two that makes a product's output as large as its input."""
+        """Any code, and scales that make a product's output as large as its input: of one power of two in a tensor."""
         if records.kind == "BF16":
             for expert in records.data:
                 expert.view(torch.bfloat16).normal_(0, records.inputs**-0.5, generator=self._generator)
             return records
+        if records.kind == "NVFP4":
+            return self.nvfp4(records)
         code_bytes = 8 * records.form.inputs
         exponent = round(-torch.tensor(4.6 * records.inputs**0.5).log2().item())
         for expert in records.data:
@@ -110,4 +112,15 @@ class _Random:
             mantissa = scales[..., 0::2] & 127  # of a bf16: low byte, then the high one
             scales[..., 0::2] = mantissa | ((127 + exponent & 1) << 7)
             scales[..., 1::2] = 127 + exponent >> 1
+        return records
+
+    def nvfp4(self, records: Records) -> Records:
+        """Block scales from 1 to 1.875; the spread of codes times them is 4.2."""
+        part = records.form.part
+        for expert in records.data:
+            expert.random_(0, 256, generator=self._generator)
+            scales, tail = expert[..., 8 * part : 9 * part], expert[..., 9 * part :]
+            scales.copy_(scales & 7 | 0x38)  # an e4m3's mantissa, and the exponent of 1
+            whole = torch.full((4,), 1 / (4.2 * records.inputs**0.5), device=self._device)
+            tail.copy_(whole.view(torch.uint8).expand_as(tail))
         return records

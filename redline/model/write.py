@@ -17,8 +17,8 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 
 from redline.model.checkpoint import Weight, weights
-from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Quantization, Unquantized, Yarn
-from redline.ops.formats import INT4_GROUP, Int4, quantize_int4
+from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Quantization, Unquantized, Yarn
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4, quantize_int4, quantize_nvfp4
 
 # k25: K2.5 and later. k25-short: the same without `.model.`, as some NVIDIA revisions. k2: K2 and K2-Thinking, flat.
 Layout = Literal["k25", "k25-short", "k2"]
@@ -27,7 +27,12 @@ SHARD_BYTES = 14_000_000
 
 _PREFIX = {"k25": "language_model.model.", "k25-short": "language_model.", "k2": "model."}
 _HEAD = {"k25": "language_model.lm_head.weight", "k25-short": "language_model.lm_head.weight", "k2": "lm_head.weight"}
-_FORMATS = {"int4": Int4Experts(), "bf16": Unquantized(), "fp8": Fp8Blocks(128, 128)}
+_FORMATS: dict[str, Quantization] = {
+    "int4": Int4Experts(),
+    "nvfp4": Nvfp4Experts("ModelOpt"),
+    "bf16": Unquantized(),
+    "fp8": Fp8Blocks(128, 128),
+}
 _FP8_MAX = 448.0  # the largest e4m3
 
 
@@ -89,6 +94,12 @@ def int4_tensors(name: str, weight: Int4) -> list[tuple[str, Tensor]]:
     """What stands in a file for an INT4 weight [N, K] of this stored name (`...gate_proj.weight`)."""
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return [(f"{name}_packed", weight.packed), (f"{name}_scale", weight.scale), (f"{name}_shape", shape)]
+
+
+def nvfp4_tensors(name: str, weight: Nvfp4) -> list[tuple[str, Tensor]]:
+    """The same for one NVFP4 matrix, under ModelOpt's names."""
+    scale = weight.scale.reshape(())
+    return [(name, weight.codes), (f"{name}_scale", weight.scales), (f"{name}_scale_2", scale)]
 
 
 def quantize_fp8(weight: Tensor, block: Fp8Blocks) -> tuple[Tensor, Tensor]:
@@ -195,7 +206,7 @@ def random_checkpoint(
     folder: Path | str,
     config: K2Config,
     seed: int = 0,
-    quantization: Literal["int4", "bf16", "fp8"] = "int4",
+    quantization: Literal["int4", "nvfp4", "bf16", "fp8"] = "int4",
     layout: Layout = "k25",
     *,
     shard_bytes: int = SHARD_BYTES,
@@ -241,6 +252,8 @@ def _stored_form(name: str, values: Tensor, weight: Weight, quantization: Quanti
     match quantization:
         case Int4Experts() if weight.kind == "expert":
             return int4_tensors(name, quantize_int4(values))
+        case Nvfp4Experts() if weight.kind == "expert":
+            return nvfp4_tensors(name, quantize_nvfp4(values))
         case Fp8Blocks() as block if weight.kind != "plain":
             codes, scale_inv = quantize_fp8(values, block)
             return [(name, codes), (f"{name}_scale_inv", scale_inv)]
@@ -307,8 +320,12 @@ _FIXED: dict[str, Any] = {
 }
 
 
-def _quantization_config(quantization: Int4Experts | Fp8Blocks) -> dict[str, Any]:
-    """As in the published files: K2-Instruct's FP8, and the INT4 of K2-Thinking and later."""
+def _quantization_config(quantization: Int4Experts | Nvfp4Experts | Fp8Blocks) -> dict[str, Any]:
+    """As in the published files: K2-Instruct's FP8, the INT4 of K2-Thinking and later, NVIDIA's NVFP4 of them."""
+    if isinstance(quantization, Nvfp4Experts):
+        e2m1: dict[str, Any] = {"dynamic": False, "group_size": NVFP4_GROUP, "num_bits": 4, "type": "float"}
+        groups = {"group_0": {"input_activations": e2m1, "targets": ["Linear"], "weights": e2m1}}
+        return {"config_groups": groups, "ignore": ["lm_head"], "quant_algo": "NVFP4", "quant_method": "modelopt"}
     if isinstance(quantization, Fp8Blocks):
         block = [quantization.rows, quantization.columns]
         return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from compressed_tensors.quantization import QuantizationScheme
@@ -20,10 +21,18 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.model.checkpoint import Checkpoint, dequantize_fp8, weights
 from redline.model.config import Fp8Blocks, K2Config
-from redline.model.write import Layout, k25_config, random_checkpoint, stored_name, tiny_config, write_checkpoint
-from redline.ops.formats import Int4
+from redline.model.write import (
+    Layout,
+    k25_config,
+    nvfp4_tensors,
+    random_checkpoint,
+    stored_name,
+    tiny_config,
+    write_checkpoint,
+)
+from redline.ops.formats import Int4, Nvfp4, quantize_nvfp4
 
-Format = Literal["int4", "bf16", "fp8"]
+Format = Literal["int4", "nvfp4", "bf16", "fp8"]
 PROJECTIONS = ("gate", "up", "down")
 
 
@@ -43,7 +52,7 @@ def read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
         if weight.kind == "expert":
             _, layer, _, _, expert, projection, _ = weight.name.split(".")
             value = checkpoint.expert(int(layer), int(expert), projection.removesuffix("_proj"))
-            values[weight.name] = value.dequantize() if isinstance(value, Int4) else value
+            values[weight.name] = value if isinstance(value, Tensor) else value.dequantize()
         else:
             values[weight.name] = checkpoint.plain(weight.name)
     return values
@@ -60,7 +69,7 @@ def read_all(checkpoint: Checkpoint) -> dict[str, Tensor]:
         ("k2", "model.", "lm_head.weight"),
     ],
 )
-@pytest.mark.parametrize("quantization", ["int4", "bf16", "fp8"])
+@pytest.mark.parametrize("quantization", ["int4", "nvfp4", "bf16", "fp8"])
 def test_every_layout_and_format_is_read(tmp_path: Path, layout: Layout, prefix: str, head: str, quantization: Format):
     config = random_checkpoint(tmp_path, tiny_config(), 0, quantization, layout, shard_bytes=100_000)
     checkpoint = Checkpoint.open(tmp_path)
@@ -78,6 +87,10 @@ def test_every_layout_and_format_is_read(tmp_path: Path, layout: Layout, prefix:
     if isinstance(expert, Int4):
         assert torch.equal(expert.packed, files[f"{prefix}layers.2.mlp.experts.7.down_proj.weight_packed"])
         assert torch.equal(expert.scale, files[f"{prefix}layers.2.mlp.experts.7.down_proj.weight_scale"])
+    assert isinstance(expert, Nvfp4) == (quantization == "nvfp4")
+    if isinstance(expert, Nvfp4):
+        assert torch.equal(expert.codes, files[f"{prefix}layers.2.mlp.experts.7.down_proj.weight"])
+        assert torch.equal(expert.scale[0], files[f"{prefix}layers.2.mlp.experts.7.down_proj.weight_scale_2"])
 
 
 def test_a_head_without_the_wrappers_prefix_is_found(tmp_path: Path):
@@ -104,6 +117,67 @@ def test_int4_decodes_as_the_library_that_owns_the_format_decodes_it(tmp_path: P
         theirs = PackedQuantizationCompressor.decompress(state, scheme)["weight"]
         assert theirs.dtype == torch.bfloat16
         assert torch.equal(ours.dequantize(torch.bfloat16), theirs)
+
+
+def renamed(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an NVFP4 checkpoint under compressed-tensors' names, and their scales its way round."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in stored(folder).items():
+        if name.endswith("weight_scale_2"):
+            tensors[name.removesuffix("scale_2") + "global_scale"] = 1 / value.reshape(1)
+        else:
+            tensors[f"{name}_packed" if value.dtype == torch.uint8 else name] = value
+    return tensors
+
+
+def test_nvfp4_decodes_as_the_library_that_packs_it_decodes_it(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config(), quantization="nvfp4")
+    config, tensors = config_of(tmp_path), renamed(tmp_path)
+    group = config["text_config"]["quantization_config"]["config_groups"]["group_0"]
+    group = {**group, "input_activations": None, "weights": {**group["weights"], "strategy": "tensor_group"}}
+    packed = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"0": group}}
+    config["text_config"]["quantization_config"] = packed
+    modelopt = read_all(Checkpoint.open(tmp_path))
+    write_checkpoint(tmp_path, tensors.items(), config)
+    checkpoint = Checkpoint.open(tmp_path)
+    scheme = QuantizationScheme.model_validate(group)
+    for projection in PROJECTIONS:
+        name = f"language_model.model.layers.1.mlp.experts.3.{projection}_proj."
+        state = {key.removeprefix(name): value for key, value in tensors.items() if key.startswith(name)}
+        theirs = NVFP4PackedCompressor.decompress(state, scheme)["weight"]
+        ours = checkpoint.expert(1, 3, projection)
+        assert isinstance(ours, Nvfp4)
+        assert torch.allclose(ours.dequantize(theirs.dtype).float(), theirs.float(), rtol=2**-7, atol=0)
+        assert torch.equal(ours.codes, state["weight_packed"])
+    for name, value in read_all(checkpoint).items():
+        assert torch.allclose(value.float(), modelopt[name].float(), rtol=1e-6, atol=0), name
+
+
+def test_linears_may_be_nvfp4_too_and_come_as_bf16(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config(), quantization="nvfp4")
+    tensors, at = stored(tmp_path), "language_model.model.layers.1.mlp.shared_experts.up_proj.weight"
+    plain = tensors.pop(at)
+    packed = quantize_nvfp4(plain)
+    write_checkpoint(tmp_path, {**tensors, **dict(nvfp4_tensors(at, packed))}.items(), config_of(tmp_path))
+    given = Checkpoint.open(tmp_path).plain("layers.1.mlp.shared_experts.up_proj.weight")
+    assert given.dtype == torch.bfloat16
+    assert torch.equal(given, packed.dequantize(torch.bfloat16))
+
+
+def test_a_scale_that_is_no_number_is_zero_over_zeros_and_refused_elsewhere(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config(), quantization="nvfp4")
+    tensors, at = stored(tmp_path), "language_model.model.layers.1.mlp.experts.0.up_proj.weight"
+    tensors[at][3, :8] = 0x08  # eight times 0, eight times -0
+    tensors[f"{at}_scale"].view(torch.uint8)[3, 0] = 0x7F
+    write_checkpoint(tmp_path, tensors.items(), config_of(tmp_path))
+    mended = Checkpoint.open(tmp_path).expert(1, 0, "up")
+    assert isinstance(mended, Nvfp4)
+    assert not mended.dequantize()[3, :16].any()
+    assert mended.dequantize().isfinite().all()
+    tensors[at][3, 7] = 0x10
+    write_checkpoint(tmp_path, tensors.items(), config_of(tmp_path))
+    with pytest.raises(CheckpointError, match=r"experts.0.up_proj.weight_scale: the scale of a block is NaN"):
+        Checkpoint.open(tmp_path).expert(1, 0, "up")
 
 
 def test_int4_codes_are_offset_binary(tmp_path: Path):

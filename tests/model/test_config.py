@@ -5,7 +5,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 
 from redline.errors import CheckpointError
 from redline.model.checkpoint import weights
-from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Unquantized
+from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
 from redline.model.write import k25_config, tiny_config
 
 FACTS = json.loads(Path(__file__).with_name("kimi-k2.json").read_text())
@@ -190,21 +190,35 @@ def test_another_rope_is_refused_by_name(key: str, value: Any):
         K2Config.from_dict(text)
 
 
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {}}
-NVFP4_PACKED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+GROUPS = {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": GROUPS}
+NVFP4_PACKED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": GROUPS}
 
 
 @pytest.mark.parametrize(("quantization", "maker"), [(MODELOPT, "ModelOpt"), (NVFP4_PACKED, "compressed-tensors")])
-def test_nvfp4_is_named_and_refused(quantization: dict[str, Any], maker: str):
+def test_nvfp4_is_read_from_either_maker(
+    quantization: dict[str, Any], maker: Literal["ModelOpt", "compressed-tensors"]
+):
     text = flat(quantization_config=None, model_type="deepseek_v3")
-    with pytest.raises(CheckpointError, match=rf"quantization_config: the weights are NVFP4 \({maker}\), not read yet"):
-        K2Config.from_dict(nested(text, quantization_config=quantization))
+    config = K2Config.from_dict(nested(text, quantization_config=quantization))
+    assert config.quantization == Nvfp4Experts(maker)
+    assert config.bits_per_routed_parameter == 4.5
 
 
-def test_a_format_said_only_in_hf_quant_config_is_refused(tmp_path: Path):
+def test_nvfp4_of_other_blocks_is_refused():
+    groups = {"group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 32}}}
+    text = flat(quantization_config={**MODELOPT, "config_groups": groups})
+    with pytest.raises(CheckpointError, match="group_size is 32; supported: 16"):
+        K2Config.from_dict(text)
+
+
+def test_a_format_said_only_in_hf_quant_config_is_read_or_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(flat(quantization_config=None)))
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json says NVFP4"):
+    beside = tmp_path / "hf_quant_config.json"
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4", "group_size": 16}}))
+    assert K2Config.from_folder(tmp_path).quantization == Nvfp4Experts("ModelOpt")
+    beside.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(CheckpointError, match=r"hf_quant_config\.json says W4A8_AWQ"):
         K2Config.from_folder(tmp_path)
 
 

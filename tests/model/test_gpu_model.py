@@ -28,7 +28,7 @@ def small() -> K2Config:
     return replace(KIMI_NANO, num_hidden_layers=2, n_routed_experts=8, vocab_size=256)
 
 
-@pytest.fixture(scope="module", params=["int4", "bf16"])
+@pytest.fixture(scope="module", params=["int4", "nvfp4", "bf16"])
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[K2, K2]:
     folder: Path = tmp_path_factory.mktemp("nano")
     random_checkpoint(folder, small(), quantization=request.param)
