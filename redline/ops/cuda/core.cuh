@@ -256,6 +256,12 @@ FN u16 pack_e4m3(float lo, float hi) {
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(v) : "f"(hi), "f"(lo));
     return v;
 }
+// Two e4m3 of 16 bits as f16, exactly.
+FN u32 widen_e4m3(u16 v) {
+    u32 both;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(v));
+    return both;
+}
 // (w & mask) | magic
 template <u32 MASK, u32 MAGIC>
 FN u32 and_or(u32 w) {

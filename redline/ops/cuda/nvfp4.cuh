@@ -17,17 +17,6 @@ FN Codes4 widen(u32 w) {
     return {{w & BOTH, w << 3 & BOTH, merge_code(w << 1, w << 6), merge_code(w << 2, w << 9)}};
 }
 
-#ifdef REDLINE_EMULATE
-FN u32 widen_e4m3(u16 v) { return pack_f16(emulated::e4m3((u8)v), emulated::e4m3((u8)(v >> 8))); }
-#else
-// Two e4m3 as f16, exact.
-FN u32 widen_e4m3(u16 v) {
-    u32 both;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(v));
-    return both;
-}
-#endif
-
 // Of two neighbouring groups of 16: the scales of row g, and of row g + 8, from the word that has them.
 struct Scales { u32 upper, lower; };  // pairs of f16
 
