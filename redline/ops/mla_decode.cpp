@@ -59,9 +59,10 @@ template <class KV> struct Arithmetic {
         }
     }
 
-    // acc [G][R] = acc * factor + p rows
+    // acc [G][R] = acc * factor + p rows; `coming`: the rows that will be asked for next
     template <int G>
-    static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const KV* rows, int n, int W, int R, float* acc) {
+    static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const KV* rows, const KV*, int n, int W, int R,
+                      float* acc) {
         for (int c = 0; c < R; c += 32) {
             f32x16 a[G], b[G];
             for (int g = 0; g < G; g++) {
@@ -141,11 +142,14 @@ template <> struct Arithmetic<bf16> {
     }
 
     template <int G>
-    static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const bf16* rows, int n, int W, int R, float* acc) {
+    static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const bf16* rows, const bf16* coming, int n, int W,
+                      int R, float* acc) {
         uint32_t pairs[G][PAGE / 2];
         for (int g = 0; g < G; g++)
             for (int t = 0; t < PAGE; t += 32)
                 prepare({load<f32x16>(p[g] + t), load<f32x16>(p[g] + t + 16)}, (bf16*)&pairs[g][t / 2]);
+        const char *fetched = (const char*)coming, *last = (const char*)(coming + PAGE * W);
+        const int each = (PAGE * W * 2 / 64 + R - 1) / R;  // lines of the next page for each two rows by 32
         for (int c = 0; c < R; c += 32) {
             __m512 a[G], b[G];
             for (int g = 0; g < G; g++) {
@@ -157,6 +161,7 @@ template <> struct Arithmetic<bf16> {
                 // A page is larger than the first cache: the next 32 dimensions are on their way while these are summed.
                 _mm_prefetch((const char*)(at + 32), _MM_HINT_T0);
                 _mm_prefetch((const char*)(at + W + 32), _MM_HINT_T0);
+                for (int i = 0; i < each && fetched < last; i++, fetched += 64) _mm_prefetch(fetched, _MM_HINT_T1);
                 __m512i one = _mm512_loadu_si512(at);
                 // Beyond the context a page holds anything; zero times that must be zero.
                 __m512i two = t + 1 < n ? _mm512_loadu_si512(at + W) : _mm512_setzero_si512();
@@ -178,10 +183,11 @@ template <> struct Arithmetic<bf16> {
 #endif
 
 // Q queries times G heads over tokens of their context from `begin` on, each query up to its own end; only a `begin` after
-// skipped tokens lies inside a page. Gives each row's running maximum, sum, and weighted latents [R] of this split.
+// skipped tokens lies inside a page. Gives each row's running maximum, sum, and weighted latents [R] of this split. While
+// one page is summed, the next comes from memory, up to `context`.
 template <int Q, int G, class KV>
 void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int32_t* pages, int begin, const int* ends,
-            Shape s, float* top, float* mass, float* acc) {
+            int context, Shape s, float* top, float* mass, float* acc) {
     constexpr int N = Q * G;
     const int W = s.width(), last = *std::max_element(ends, ends + Q);
     float score[N][PAGE];
@@ -208,7 +214,8 @@ void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int3
             mass[g] = mass[g] * factor[g] + sum(total);
             top[g] = m;
         }
-        Arithmetic<KV>::template weigh<N>(score, factor, rows, n, W, s.R, acc);
+        const KV* coming = next < context ? plane + (int64_t)pages[next / PAGE] * PAGE * W : rows;
+        Arithmetic<KV>::template weigh<N>(score, factor, rows, coming, n, W, s.R, acc);
     }
 }
 
@@ -293,9 +300,10 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
             const int32_t* pages = tables + slots[item.query] * table_width;
             int first = item.split * SPLIT, begin = std::max(first, skip), ends[MOST_ROWS];
             for (int j = 0; j < item.queries; j++) ends[j] = std::min(first + SPLIT, lengths[item.query + j]);
+            int context = lengths[item.query];
             int64_t row = (int64_t)item.record * group;
             auto run = [&](auto queries, auto heads) {
-                attend<decltype(queries)::value, decltype(heads)::value>(qh, plane, pages, begin, ends, s, tops + row,
+                attend<decltype(queries)::value, decltype(heads)::value>(qh, plane, pages, begin, ends, context, s, tops + row,
                                                                          masses + row, latents + row * s.R);
             };
             constexpr std::integral_constant<int, 1> one;
