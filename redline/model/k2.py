@@ -13,9 +13,9 @@ from torch import Tensor
 
 from redline.model.checkpoint import Checkpoint, Projection
 from redline.model.config import K2Config
-from redline.ops.add_norm import add_norm
-from redline.ops.block import Block, Inputs, Moe, block
+from redline.ops.block import Block, Inputs, Moe
 from redline.ops.block import Chunk as Chunk  # with Inputs, for those who make steps
+from redline.ops.blocks import Blocks, blocks
 from redline.ops.formats import Int4, Nvfp4
 from redline.ops.linear import linear
 from redline.ops.mla import MlaWeights
@@ -31,7 +31,7 @@ class K2:
     ) -> None:
         self.config = config
         self.embedding_VD = embedding_VD
-        self.blocks = blocks
+        self.blocks = Blocks(tuple(blocks), norm, config.rms_norm_eps)
         self.norm = norm
         self.head = head
         self.device = embedding_VD.device
@@ -51,19 +51,8 @@ class K2:
         state that enters layer k (0: the embedding), and the number of layers is what enters the last norm.
         """
         residual = self.embedding_VD[inputs.ids_T].to(self.dtype)
-        partial: Tensor | None = None
-        features = residual.new_empty(residual.shape[0], len(layers), residual.shape[1]) if layers else None
-        wanted = {layer: place for place, layer in enumerate(layers)}
-        for layer, (weights, plane) in enumerate(zip(self.blocks, planes.unbind(0), strict=True)):
-            if features is not None and layer in wanted:
-                features[:, wanted[layer]] = residual if partial is None else residual + partial
-            residual, partial = block(residual, partial, weights, inputs, plane)
-        residual, x = add_norm(residual, partial, self.norm, self.config.rms_norm_eps)
-        if features is None:
-            return x, None
-        if len(self.blocks) in wanted:
-            features[:, wanted[len(self.blocks)]] = residual
-        return x, features.flatten(1)
+        x, features = blocks(residual, self.blocks, inputs, planes, layers)
+        return x, None if features is None else features.flatten(1)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """float32 [R, V]"""

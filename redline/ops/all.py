@@ -7,6 +7,7 @@ from redline.ops.add_norm import add_norm
 from redline.ops.attend import attend
 from redline.ops.best import best
 from redline.ops.block import block
+from redline.ops.blocks import blocks
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
 from redline.ops.choose_experts import choose_experts
 from redline.ops.draft_pass import draft_chain, draft_fuse, draft_pass
@@ -30,7 +31,7 @@ from redline.ops.step_rows import step_rows
 from redline.ops.unabsorb import unabsorb
 
 ALL: tuple[Op[Any, Any], ...] = (
-    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, block, best),
+    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, block, blocks, best),
     *(draft_fuse, draft_pass, draft_chain),
 )
 

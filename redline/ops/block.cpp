@@ -4,7 +4,7 @@
 #include "cpu/kernels.h"
 
 // As block.py lays them out.
-struct Weights {
+struct BlockWeights {
     const float* attention_norm;
     const bf16* w_a;
     const float *q_norm, *kv_norm;
@@ -24,7 +24,7 @@ struct Chunk {
     int first, count, start, slot;
 };
 
-struct Tokens {
+struct BlockTokens {
     const float *cos, *sin;
     const int64_t* rows;
     const Chunk* chunks;
@@ -35,14 +35,14 @@ struct Tokens {
 
 // residual [T, D] += partial (null: nothing), then += the attention's part; y [T, D]: the experts' part, which may lie
 // where partial lies. plane: as in mla_qkv; the other products follow it.
-extern "C" void redline_block(const Weights* weights, const Tokens* tokens, void* plane, int kv_float32, float* residual,
+extern "C" void redline_block(const BlockWeights* weights, const BlockTokens* tokens, void* plane, int kv_float32, float* residual,
                               const float* partial, float* y) {
     static thread_local struct {
         std::vector<float> x, q, o, part, shares;
         std::vector<int32_t> ids;
     } scratch;
-    const Weights& w = *weights;
-    const Tokens& t = *tokens;
+    const BlockWeights& w = *weights;
+    const BlockTokens& t = *tokens;
     const int64_t T = t.T, head = w.Nn + w.P;
     auto room = [](auto& buffer, int64_t size) {
         if ((int64_t)buffer.size() < size) buffer.resize(size);

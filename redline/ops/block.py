@@ -235,49 +235,52 @@ def cost(residual_TD: Tensor, partial_TD: Tensor | None, weights: Block, inputs:
     return Cost(moved, 2 * tokens * inner)
 
 
+def example(
+    g: torch.Generator, dims: tuple[int, ...], experts: int, chunk: int, lengths: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Block, Inputs, Tensor]:
+    """Random arguments. Slot 0: a chunk of a prompt that begins at 64; slots 1...: queries."""
+    d, w, width, count = dims[0], random_weights(g, *dims), 64, chunk + len(lengths)
+
+    def weight(*shape: int) -> Tensor:
+        return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
+
+    def routed(*shape: int) -> Experts:
+        return prepare_experts(quantize_int4(weight(*shape)) if dtype == torch.bfloat16 else weight(*shape))
+
+    moe_ = None
+    if experts:
+        router, bias = Matrix.prepare(weight(experts, d)), torch.randn(experts, generator=g) * 0.1
+        up, down = routed(experts, 2 * width, d), routed(experts, d, width)
+        moe_ = Moe(router, bias, up, down, 4, True, 2.5)
+    norms = torch.rand(2, d, generator=g) + 0.5
+    block_ = Block(
+        *(norms[0], w, Matrix.prepare(weight(d, w.heads * w.value)), norms[1]),
+        *(Matrix.prepare(weight(2 * width, d)), Matrix.prepare(weight(d, width)), moe_, 1e-5, 0.1),
+    )
+    contexts = (64 + chunk, *lengths)
+    pages = -(-max(contexts) // PAGE_TOKENS)
+    tables = torch.randperm(len(contexts) * pages, generator=g).to(torch.int32).view(-1, pages)
+    plane = torch.randn(tables.numel(), PAGE_TOKENS, w.rank + w.rope, generator=g).to(dtype)
+    places = [(0, 64 + i) for i in range(chunk)] + [(1 + i, length - 1) for i, length in enumerate(lengths)]
+    rows = [int(tables[slot, at // PAGE_TOKENS]) * PAGE_TOKENS + at % PAGE_TOKENS for slot, at in places]
+    angle = torch.rand(count, w.rope // 2, generator=g) * 6.28
+    step = Inputs(
+        ids_T=torch.zeros(count, dtype=torch.int64),
+        cos_T=angle.cos(),
+        sin_T=angle.sin(),
+        rows_T=torch.tensor(rows),
+        chunks=(Chunk(0, chunk, 64, 0),) if chunk else (),
+        tokens_Q=torch.arange(chunk, count, dtype=torch.int32),
+        slots_Q=torch.arange(1, 1 + len(lengths), dtype=torch.int32),
+        lengths_Q=torch.tensor(lengths, dtype=torch.int32),
+        tables=tables,
+    )
+    return torch.randn(count, d, generator=g), torch.randn(count, d, generator=g), block_, step, plane
+
+
 def cases() -> Iterator[Case]:
     def make(dims: tuple[int, ...], experts: int, chunk: int, lengths: tuple[int, ...], dtype: torch.dtype):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Block, Inputs, Tensor]:
-            """Slot 0: a chunk of a prompt that begins at 64; slots 1...: queries."""
-            d, w, width, count = dims[0], random_weights(g, *dims), 64, chunk + len(lengths)
-
-            def weight(*shape: int) -> Tensor:
-                return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
-
-            def routed(*shape: int) -> Experts:
-                return prepare_experts(quantize_int4(weight(*shape)) if dtype == torch.bfloat16 else weight(*shape))
-
-            moe_ = None
-            if experts:
-                router, bias = Matrix.prepare(weight(experts, d)), torch.randn(experts, generator=g) * 0.1
-                up, down = routed(experts, 2 * width, d), routed(experts, d, width)
-                moe_ = Moe(router, bias, up, down, 4, True, 2.5)
-            norms = torch.rand(2, d, generator=g) + 0.5
-            block_ = Block(
-                *(norms[0], w, Matrix.prepare(weight(d, w.heads * w.value)), norms[1]),
-                *(Matrix.prepare(weight(2 * width, d)), Matrix.prepare(weight(d, width)), moe_, 1e-5, 0.1),
-            )
-            contexts = (64 + chunk, *lengths)
-            pages = -(-max(contexts) // PAGE_TOKENS)
-            tables = torch.randperm(len(contexts) * pages, generator=g).to(torch.int32).view(-1, pages)
-            plane = torch.randn(tables.numel(), PAGE_TOKENS, w.rank + w.rope, generator=g).to(dtype)
-            places = [(0, 64 + i) for i in range(chunk)] + [(1 + i, length - 1) for i, length in enumerate(lengths)]
-            rows = [int(tables[slot, at // PAGE_TOKENS]) * PAGE_TOKENS + at % PAGE_TOKENS for slot, at in places]
-            angle = torch.rand(count, w.rope // 2, generator=g) * 6.28
-            step = Inputs(
-                ids_T=torch.zeros(count, dtype=torch.int64),
-                cos_T=angle.cos(),
-                sin_T=angle.sin(),
-                rows_T=torch.tensor(rows),
-                chunks=(Chunk(0, chunk, 64, 0),) if chunk else (),
-                tokens_Q=torch.arange(chunk, count, dtype=torch.int32),
-                slots_Q=torch.arange(1, 1 + len(lengths), dtype=torch.int32),
-                lengths_Q=torch.tensor(lengths, dtype=torch.int32),
-                tables=tables,
-            )
-            return torch.randn(count, d, generator=g), torch.randn(count, d, generator=g), block_, step, plane
-
-        return inputs
+        return functools.partial(example, dims=dims, experts=experts, chunk=chunk, lengths=lengths, dtype=dtype)
 
     yield Case("T=1 nano", make(NANO, 16, 0, (200,), torch.bfloat16))
     yield Case("a chunk and queries, nano", make(NANO, 16, 30, (1, 64, 65, 300), torch.bfloat16))

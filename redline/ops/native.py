@@ -27,6 +27,7 @@ SOURCES = (
     "mla_decode.cpp",
     "mla_prefill.cpp",
     "block.cpp",
+    "blocks.cpp",
     "best.cpp",
     "draft_pass.cpp",
 )
@@ -43,6 +44,7 @@ _SIGNATURES = {
     "redline_mla_decode": "ppppp" + "lpi" + "ppp" + "fiiiiiii",
     "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",
     "redline_block": "pppippp",
+    "redline_blocks": "ppp" + "li" + "pppppp" + "fiiii",
     "redline_best": "plppii",
     "redline_draft_fuse": "pppppfiiii",
     "redline_draft_pass": "ppppppp" + "iipi" + "pp",

@@ -3,6 +3,8 @@
 #include <cstdint>
 
 struct bf16;
+struct BlockWeights;
+struct BlockTokens;
 
 extern "C" {
 void redline_linear(const float* x, int64_t ldx, const bf16* w, float* y, int64_t ldy, int T, int N, int K,
@@ -23,5 +25,7 @@ void redline_mla_decode(const float* q, const int32_t* tokens, const int32_t* sl
 void redline_mla_prefill(const float* q, int start, int count, const int32_t* pages, const void* plane, int kv_float32,
                          const bf16* w_uk, const bf16* w_uv, float* y, float scale, int H, int Nn, int P, int R, int V,
                          int skip);
+void redline_block(const BlockWeights* weights, const BlockTokens* tokens, void* plane, int kv_float32, float* residual,
+                   const float* partial, float* y);
 void redline_best(const float* x, int64_t ldx, int64_t* ids, uint8_t* finite, int R, int V);
 }
