@@ -181,7 +181,7 @@ class Served:
                     ("layers", runner.model, ("forward",)),
                     ("kernels", library, [name for name in vars(library) if name.startswith("redline_")]),
                     ("choose", runner.model, ("logits",)),
-                    ("choose", redline.run.runner, ("best", "verify")),
+                    ("choose", redline.run.runner, ("best", "draw_each", "verify")),
                     ("choose", runner.slots, ("append",)),
                     ("draft", runner.drafting, ("follow",)),
                     ("results", runner, ("run",)),

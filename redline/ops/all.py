@@ -11,6 +11,7 @@ from redline.ops.blocks import blocks
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
 from redline.ops.choose_experts import choose_experts
 from redline.ops.draft_pass import draft_chain, draft_fuse, draft_pass
+from redline.ops.draw import draw
 from redline.ops.embed import embed
 from redline.ops.experts_down import experts_down
 from redline.ops.experts_up import experts_up
@@ -31,7 +32,7 @@ from redline.ops.step_rows import step_rows
 from redline.ops.unabsorb import unabsorb
 
 ALL: tuple[Op[Any, Any], ...] = (
-    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, block, blocks, best),
+    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, block, blocks, best, draw),
     *(draft_fuse, draft_pass, draft_chain),
 )
 

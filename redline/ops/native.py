@@ -29,6 +29,7 @@ SOURCES = (
     "block.cpp",
     "blocks.cpp",
     "best.cpp",
+    "draw.cpp",
     "draft_pass.cpp",
 )
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
@@ -46,6 +47,7 @@ _SIGNATURES = {
     "redline_block": "pppippp",
     "redline_blocks": "ppp" + "li" + "pppppp" + "fiiii",
     "redline_best": "plppii",
+    "redline_draw": "plppii",
     "redline_draft_fuse": "pppppfiiii",
     "redline_draft_pass": "ppppppp" + "iipi" + "pp",
     "redline_draft_chain": "ppppppp" + "iipi" + "pi",

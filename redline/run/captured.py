@@ -21,7 +21,7 @@ from redline.ops.step_rows import BEFORE, FACTS, KEEP, MOST_PAGES, MOST_POSITION
 from redline.run.decode import Board, DecodeStep, Draw, Shape
 from redline.run.draws import signed
 from redline.run.graph import Piece, Recorder
-from redline.run.sample import is_greedy, is_unadjusted
+from redline.run.sample import is_greedy, is_narrowed, is_unadjusted
 from redline.run.slots import NOTHING, Slot, Span
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Row, RowResult, Step, StepResult
@@ -246,7 +246,7 @@ def _facts(slot: Slot) -> tuple[int, ...]:
 def _draw(sampling: Sampling) -> Draw:
     if is_greedy(sampling):
         return Draw.LIKELIEST
-    return Draw.NARROWED if sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0 else Draw.WHOLE
+    return Draw.NARROWED if is_narrowed(sampling) else Draw.WHOLE
 
 
 def _shapes(slots: int, positions: int, contexts: Sequence[int]) -> list[Shape]:

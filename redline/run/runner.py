@@ -27,9 +27,10 @@ from redline.run.decode import Board
 from redline.run.draft import Drafting
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
-from redline.run.sample import is_plain_greedy, logprobs_of
+from redline.run.sample import draw_each, is_greedy, logprobs_of, uniform
 from redline.run.slots import Proposal, Slots, Span
-from redline.run.verify import Verified, verify, verify_greedy
+from redline.run.verify import Verified, is_chosen_alone, verify, verify_chosen
+from redline.wire.job import Sampling
 from redline.wire.step import RowResult, Step, StepResult, TokenLogprobs
 
 _log = logging.getLogger(__name__)
@@ -213,6 +214,7 @@ class Runner:
     def _verify(self, spans: Sequence[Span], logits_RV: Tensor) -> list[RowResult]:
         """What each row gives; logits: one row for each of a decode row's positions, one for any other row."""
         likeliest, finite = (answer.tolist() for answer in best(logits_RV))
+        chosen = self._chosen(spans, likeliest, logits_RV)
         results: list[RowResult] = []
         end = 0
         for span in spans:
@@ -225,8 +227,8 @@ class Runner:
             # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
             drafts = span.drafts.until(sound - 1)
             try:
-                if is_plain_greedy(slot.sampling, position - slot.prompt):
-                    given = verify_greedy(likeliest[first : first + sound], drafts.tokens)
+                if is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
+                    given = verify_chosen(chosen[first : first + sound], drafts.tokens)
                 else:
                     given = self._verify_drawn(span.slot, drafts, logits_RV[first : first + sound], position)
             except Exception as error:  # this row's alone
@@ -251,6 +253,30 @@ class Runner:
                 )
             )
         return results
+
+    def _chosen(self, spans: Sequence[Span], likeliest: list[int], logits_RV: Tensor) -> list[int]:
+        """The token of each row of logits that `is_chosen_alone`; all draws in one call. Of the others it is any."""
+        rows: list[int] = []
+        asked: list[Sampling] = []
+        us: list[float] = []
+        end = 0
+        for span in spans:
+            first, end = end, end + 1 + len(span.drafts.tokens)
+            slot, position = self.slots.at[span.slot], span.end - len(span.drafts.tokens)
+            sampling = slot.sampling
+            if is_greedy(sampling) or not is_chosen_alone(sampling, position - slot.prompt, span.drafts.q):
+                continue
+            rows.extend(range(first, end))
+            asked.extend([sampling] * (end - first))
+            us.extend(uniform(sampling.seed, position + i) for i in range(end - first))
+        if not rows:
+            return likeliest
+        chosen = likeliest.copy()
+        for row, token in zip(
+            rows, draw_each(logits_RV if len(rows) == len(chosen) else logits_RV[rows], asked, us), strict=True
+        ):
+            chosen[row] = token
+        return chosen
 
     def _verify_drawn(self, number: int, drafts: Proposal, logits_NV: Tensor, position: int) -> Verified:
         slot, tokens = self.slots.at[number], self.slots.tokens[number]

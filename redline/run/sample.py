@@ -3,18 +3,21 @@
 Randomness is a function of (seed, position) alone, never of a generator with a state, so that a job is reproduced
 whatever ran beside it, in whatever batches, and after any pre-emption.
 
-V vocabulary. All float32.
+R rows, V vocabulary. All float32.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from redline.ops.draw import draw
 from redline.wire.job import Sampling
 from redline.wire.step import TokenLogprobs
 
 _MASK = (1 << 64) - 1
-SHORTLIST = 256  # top_p looks at so many candidates first, and sorts the whole vocabulary only where they do not do
+SHORTLIST = 256  # `kept` looks at so many candidates first, and sorts the whole vocabulary only where they do not do
 COLDEST = 1e-5  # below this temperature the most likely token is all there is (and logits / temperature could overflow)
 
 
@@ -56,6 +59,11 @@ def is_unadjusted(sampling: Sampling, generated: int) -> bool:
     )
 
 
+def is_narrowed(sampling: Sampling) -> bool:
+    """Whether a part of the vocabulary is left out."""
+    return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
+
+
 def sample(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor, position: int) -> int:
     """The token for `position`. prompt, generated: the tokens so far, int64, for the penalties."""
     if is_plain_greedy(sampling, generated.shape[0]):
@@ -63,7 +71,7 @@ def sample(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tens
     logits_V = adjusted(logits_V, sampling, prompt, generated)
     if is_greedy(sampling):
         return int(logits_V.argmax())
-    return draw(logits_V / sampling.temperature, sampling, uniform(sampling.seed, position))
+    return draw_each(logits_V[None], [sampling], [uniform(sampling.seed, position)])[0]
 
 
 def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor) -> Tensor:
@@ -84,9 +92,12 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
     return logits_V
 
 
-def draw(logits_V: Tensor, sampling: Sampling, u: float) -> int:
-    """The first token, in the order of ids, at which the cumulative probability of those kept passes u of its total."""
-    return pick(kept(logits_V.softmax(-1), sampling), u)
+def draw_each(logits_RV: Tensor, asked: Sequence[Sampling], us: Sequence[float]) -> list[int]:
+    """Of each row, none of them greedy: the first token at which the cumulative probability of those that `asked` keeps
+    passes u of its total."""
+    odds = [(one.temperature, one.top_p, one.min_p, one.top_k, u) for one, u in zip(asked, us, strict=True)]
+    odds_R5 = torch.tensor(odds, dtype=torch.float64, device=logits_RV.device)
+    return draw(logits_RV, odds_R5, any(map(is_narrowed, asked))).tolist()
 
 
 def kept(probability_V: Tensor, sampling: Sampling) -> Tensor:

@@ -14,7 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.run.sample import adjusted, is_greedy, is_plain_greedy, is_unadjusted, kept, pick, sample, uniform_of
+from redline.run.sample import (
+    adjusted,
+    is_greedy,
+    is_narrowed,
+    is_plain_greedy,
+    is_unadjusted,
+    kept,
+    pick,
+    sample,
+    uniform_of,
+)
 from redline.wire.job import Sampling
 
 # Streams of random numbers; the index of a draft counts up in steps of _STREAMS. Numbers are keyed by the position at
@@ -48,7 +58,7 @@ def verify(
     """
     before = generated.shape[0]
     if is_plain_greedy(sampling, before):
-        return verify_greedy(logits_NV.argmax(-1).tolist(), drafts)
+        return verify_chosen(logits_NV.argmax(-1).tolist(), drafts)
     if drafts and not is_unadjusted(sampling, before):
         generated = torch.cat([generated, torch.tensor(drafts, device=generated.device)])
     seen = [generated[: before + i] for i in range(len(drafts) + 1)]  # where nothing is adjusted, it does not matter
@@ -57,14 +67,19 @@ def verify(
     return _block(_probabilities(logits_NV, sampling, prompt, seen), drafts, q_dV, sampling.seed, position)
 
 
-def verify_greedy(best: list[int], drafts: Sequence[int]) -> Verified:
-    """Where argmax of the raw logits decides (`is_plain_greedy`). best: it, of each of the N rows."""
+def is_chosen_alone(sampling: Sampling, generated: int, q_dV: Tensor | None) -> bool:
+    """Whether each row's token is a function of its raw logits and its position, whatever the drafts are."""
+    return is_unadjusted(sampling, generated) and (q_dV is None or sampling.seeded or is_greedy(sampling))
+
+
+def verify_chosen(chosen: list[int], drafts: Sequence[int]) -> Verified:
+    """Where `is_chosen_alone`. chosen: the token of each of the N rows."""
     accepted = 0
-    for token, draft in zip(best, drafts, strict=False):
+    for token, draft in zip(chosen, drafts, strict=False):
         if token != draft:
             break
         accepted += 1
-    return Verified(best[: accepted + 1], accepted)
+    return Verified(chosen[: accepted + 1], accepted)
 
 
 def draft_token(logits_V: Tensor, sampling: Sampling, position: int, index: int) -> tuple[int, Tensor | None]:
@@ -103,7 +118,7 @@ def _probabilities(logits_NV: Tensor, sampling: Sampling, prompt: Tensor, seen: 
             ]
         )
     logits_NV = logits_NV / sampling.temperature
-    if not (sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0):
+    if not is_narrowed(sampling):
         return logits_NV.softmax(-1, dtype=torch.float64)
     p_NV = torch.stack([kept(p_V, sampling) for p_V in logits_NV.softmax(-1)]).double()
     return p_NV / p_NV.sum(-1, keepdim=True)

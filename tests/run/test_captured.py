@@ -20,7 +20,7 @@ from redline.ops.op import reference_calls
 from redline.run.decode import Board, DecodeStep, Draw, Shape
 from redline.run.draws import Odds, draw_rows, signed, uniforms
 from redline.run.runner import Runner
-from redline.run.sample import draw, uniform
+from redline.run.sample import draw_each, uniform
 from redline.run.slots import Slots
 from redline.wire.job import Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
@@ -250,7 +250,8 @@ def test_rows_drawn_together_are_those_that_are_drawn_alone():
         )
         each = [uniform(one.seed, position) for one, position in zip(asked, positions, strict=True)]
         assert uniforms(odds.seed, odds.position).tolist() == each
-        alone = [draw(row / one.temperature, one, u) for row, one, u in zip(logits, asked, each, strict=True)]
+        alone = [draw_each(row[None], [one], [u])[0] for row, one, u in zip(logits, asked, each, strict=True)]
+        assert draw_each(logits, asked, each) == alone
         assert draw_rows(logits, odds, narrowed=True).tolist() == alone
 
 

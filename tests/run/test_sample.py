@@ -16,10 +16,12 @@ from redline.run.sample import (
     COLDEST,
     SHORTLIST,
     adjusted,
-    draw,
+    draw_each,
     is_greedy,
     is_plain_greedy,
+    kept,
     logprobs_of,
+    pick,
     sample,
     uniform,
 )
@@ -28,6 +30,10 @@ from redline.wire.job import Sampling
 NOTHING = torch.zeros(0, dtype=torch.int64)
 LOGITS = torch.tensor([1.5, -0.3, 2.2, 0.0, 0.7, -2.5, 1.1, 2.0, -1.0, 0.4])
 PROMPT, GENERATED = [2, 2, 3, 9], [7, 7, 7, 0, 4]
+
+
+def draw(logits: Tensor, sampling: Sampling, u: float) -> int:
+    return draw_each(logits[None], [sampling], [u])[0]
 
 
 def asked(**options: Any) -> Sampling:
@@ -93,7 +99,7 @@ def drawn(sampling: Sampling, u: float, prompt: list[int], generated: list[int])
     logits = adjusted(LOGITS, sampling, torch.tensor(prompt), torch.tensor(generated))
     if is_greedy(sampling):
         return int(logits.argmax())
-    return draw(logits / sampling.temperature, sampling, u)
+    return draw(logits, sampling, u)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -179,12 +185,22 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept(options: dict[str, Any])
 def test_the_shortlist_changes_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 2
     sampling = asked(**options)
-    grid = [(i + 0.5) / 60 for i in range(60)]
-    answers: list[list[int]] = []
+    probability = logits.softmax(-1)
+    answers: list[list[float]] = []
     for shortlist in (1, 40, SHORTLIST, 5000):
         monkeypatch.setattr(module, "SHORTLIST", shortlist)
-        answers.append([draw(logits, sampling, u) for u in grid])
+        answers.append(kept(probability, sampling).tolist())
     assert answers.count(answers[0]) == len(answers)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_what_is_drawn_is_picked_from_what_is_kept(options: dict[str, Any]):
+    """`kept` is how block verification sees the distribution that `draw_each` draws from."""
+    sampling = asked(**options)
+    logits = adjusted(LOGITS, sampling, torch.tensor(PROMPT), torch.tensor(GENERATED))
+    share = kept((logits / sampling.temperature).softmax(-1), sampling)
+    grid = [(i + 0.5) / 60 for i in range(60)]
+    assert [draw(logits, sampling, u) for u in grid] == [pick(share, u) for u in grid]
 
 
 def test_top_p_beyond_the_shortlist_keeps_its_mass():

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from redline.run import verify as module
-from redline.run.sample import adjusted, draw, kept, sample, uniform_of
-from redline.run.verify import Verified, draft_token, verify, verify_greedy
+from redline.run.sample import adjusted, draw_each, kept, sample, uniform_of
+from redline.run.verify import Verified, draft_token, verify, verify_chosen
 from redline.wire.job import Sampling
 
 V, K = 6, 3  # vocabulary, drafts in a row
@@ -275,10 +275,10 @@ def test_the_answer_is_the_one_without_a_drafter_whatever_was_drafted(options: d
 
 
 def test_greedy_drafts_hold_up_to_the_first_that_differs():
-    assert verify_greedy([4, 7, 7, 1], [4, 7, 7]) == Verified([4, 7, 7, 1], 3)
-    assert verify_greedy([4, 7, 7, 1], [4, 8, 7]) == Verified([4, 7], 1)
-    assert verify_greedy([4, 7, 7, 1], [5, 7, 7]) == Verified([4], 0)
-    assert verify_greedy([4], []) == Verified([4], 0)
+    assert verify_chosen([4, 7, 7, 1], [4, 7, 7]) == Verified([4, 7, 7, 1], 3)
+    assert verify_chosen([4, 7, 7, 1], [4, 8, 7]) == Verified([4, 7], 1)
+    assert verify_chosen([4, 7, 7, 1], [5, 7, 7]) == Verified([4], 0)
+    assert verify_chosen([4], []) == Verified([4], 0)
 
 
 @pytest.mark.parametrize("certain", [True, False])
@@ -340,4 +340,4 @@ def test_draw_is_what_a_drafter_uses_too():
     logits = DRAFTER_CCV[0, 1]
     for seed in range(50):
         token, _ = draft_token(logits, asked(seed=seed, top_p=0.2), 4, 2)  # the drafter is not cut
-        assert token == draw(logits, asked(), uniform_of(seed, 6, 4))
+        assert [token] == draw_each(logits[None], [asked()], [uniform_of(seed, 6, 4)])
