@@ -28,12 +28,13 @@ from redline.ops.project_q import project_q
 from redline.ops.route_experts import route_experts
 from redline.ops.settle_rows import settle_rows
 from redline.ops.sort_pairs import sort_pairs
+from redline.ops.step_inputs import step_inputs
 from redline.ops.step_rows import step_rows
 from redline.ops.unabsorb import unabsorb
 
 ALL: tuple[Op[Any, Any], ...] = (
     *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, block, blocks, best, draw),
-    *(draft_fuse, draft_pass, draft_chain),
+    *(step_inputs, draft_fuse, draft_pass, draft_chain),
 )
 
 # The launches of a decode step on a GPU, in their order, and what many tokens take in their place.

@@ -30,6 +30,7 @@ SOURCES = (
     "blocks.cpp",
     "best.cpp",
     "draw.cpp",
+    "step_inputs.cpp",
     "draft_pass.cpp",
 )
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
@@ -48,6 +49,7 @@ _SIGNATURES = {
     "redline_blocks": "ppp" + "li" + "pppppp" + "fiiii",
     "redline_best": "plppii",
     "redline_draw": "plppii",
+    "redline_step_inputs": "plppi",
     "redline_draft_fuse": "pppppfiiii",
     "redline_draft_pass": "ppppppp" + "iipi" + "pp",
     "redline_draft_chain": "ppppppp" + "iipi" + "pi",

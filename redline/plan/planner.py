@@ -116,6 +116,11 @@ class Planner:
         """Nothing to plan and nothing to settle."""
         return not self._jobs and not self._flights
 
+    @property
+    def ahead(self) -> bool:
+        """A step is planned while another is not settled."""
+        return self._config.ahead > 0
+
     def submit(self, job: Job) -> list[Delta]:
         """Queues a job. One that can never run, or finds the queue full, ends at once with an error."""
         assert job.id not in self._jobs, f"job {job.id} is submitted twice"

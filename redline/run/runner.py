@@ -8,11 +8,10 @@ nothing but plain decode rows are recorded and replayed (`captured.py`); the thr
 have every core, and a step runs in the thread that waits for it: a second thread would take cores and Python from it.
 """
 
-import itertools
 import logging
 import queue
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -37,18 +36,39 @@ _log = logging.getLogger(__name__)
 
 
 class Launched:
-    """A step that will run. `wait` raises what the step raised."""
+    """A step that a thread will run. `wait` raises what the step raised."""
 
-    def __init__(self, future: "Future[Landing]", run_next: Callable[[], object] | None) -> None:
-        """run_next: runs one of the launched steps, in their order; None: a thread does."""
+    def __init__(self, future: "Future[Landing]") -> None:
         self._future = future
-        self._run_next = run_next
 
     def wait(self) -> StepResult:
-        if self._run_next is not None:
-            while not self._future.done():
-                self._run_next()
         return self._future.result()()
+
+
+class Queued:
+    """A step that runs in the thread that waits for it, behind those that were launched before it."""
+
+    def __init__(self, step: Step, runner: "Runner", queued: "deque[Queued]") -> None:
+        self._step = step
+        self._runner = runner
+        self._queued = queued
+        self._ran: StepResult | Exception | None = None
+        queued.append(self)
+
+    def wait(self) -> StepResult:
+        """Raises what the step raised."""
+        while self._ran is None:
+            self._queued.popleft().run()
+        if isinstance(self._ran, Exception):
+            raise self._ran
+        return self._ran
+
+    def run(self) -> None:
+        try:
+            with torch.inference_mode():
+                self._ran = self._runner.run(self._step)
+        except Exception as error:
+            self._ran = error
 
 
 Landing = Callable[[], StepResult]
@@ -86,6 +106,7 @@ class Runner:
         if model.device.type == "cuda" if captured is None else captured:
             self._captured = CapturedSteps(Board(model, self.slots, self.kv, self._layers), 1 + drafts)
         self._steps: queue.SimpleQueue[tuple[Step, Future[Landing]] | None] = queue.SimpleQueue()
+        self._queued: deque[Queued] = deque()
         self._thread: threading.Thread | None = None
         if self._captured is not None:
             self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
@@ -97,20 +118,21 @@ class Runner:
         """Whether a launched step runs before it is waited for."""
         return self._thread is not None
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: Step) -> Launched | Queued:
         """One thread launches, and waits."""
+        if self._captured is None:
+            return Queued(step, self, self._queued)
         future: Future[Landing] = Future()
         self._steps.put((step, future))
-        return Launched(future, None if self.overlaps else self._run_next)
+        return Launched(future)
 
     def close(self) -> None:
         """Lets launched steps finish, and ends the thread."""
-        self._steps.put(None)
-        if self._thread is None:
-            self._serve()
-        else:
+        while self._queued:
+            self._queued.popleft().run()
+        if self._thread is not None:
+            self._steps.put(None)
             self._thread.join()
-        if self._captured is not None:
             _log.info("%d steps were replayed; led by the host: %s", self.replays, dict(self.led))
 
     def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
@@ -122,30 +144,21 @@ class Runner:
 
     def _serve(self) -> None:
         """Until `close`."""
-        if self._captured is not None:
-            with torch.inference_mode():
-                self._captured.record()
-        while self._run_next():
-            pass
-
-    def _run_next(self) -> bool:
-        """The step that was launched first, of those that have not run; False: there will be none."""
-        work = self._steps.get()
-        if work is None:
-            return False
-        step, future = work
-        try:
-            with torch.inference_mode():
-                future.set_result(self._start(step))
-        except Exception as error:
-            future.set_exception(error)
-        return True
-
-    def _start(self, step: Step) -> Landing:
         captured = self._captured
-        refusal = captured.refusal(step) if captured is not None else None
-        if captured is None or refusal is not None:
-            if refusal is not None and step.rows:
+        assert captured is not None, "a thread runs steps where they are recorded"
+        with torch.inference_mode():
+            captured.record()
+            while (work := self._steps.get()) is not None:
+                step, future = work
+                try:
+                    future.set_result(self._start(step, captured))
+                except Exception as error:
+                    future.set_exception(error)
+
+    def _start(self, step: Step, captured: CapturedSteps) -> Landing:
+        refusal = captured.refusal(step)
+        if refusal is not None:
+            if step.rows:
                 self.led[refusal] += 1
             result = self.run(step)
             return lambda: result
@@ -175,7 +188,8 @@ class Runner:
         spans: list[Span] = []
         places: list[int] = []
         for row in step.rows:
-            self.slots.add_pages(row.slot, row.new_pages)
+            if row.new_pages:
+                self.slots.add_pages(row.slot, row.new_pages)
             error = self.slots.at[row.slot].error
             results.append(_NOTHING if error is None else RowResult(error=error))
             if error is None and (span := self.slots.span(row)).count:
@@ -189,7 +203,33 @@ class Runner:
     def _compute(self, spans: Sequence[Span]) -> list[RowResult]:
         layers = self._layers if any(span.row.drafting for span in spans) else ()
         hidden, features = self.model.forward(self.slots.inputs(spans, self.model), self.kv.planes, layers)
-        ends = list(itertools.accumulate(span.count for span in spans))
+        ends: list[int] = []
+        end, decodes, drafts = 0, True, False
+        for span in spans:
+            row = span.row
+            end += span.count
+            ends.append(end)
+            decodes = decodes and row.start is None
+            drafts = drafts or row.drafting or row.propose > 0
+        results = self._verify(spans, self.model.logits(hidden)) if decodes else self._mixed(spans, ends, hidden)
+        if drafts:
+            self._draft(spans, ends, results, features)
+        return results
+
+    def _draft(
+        self, spans: Sequence[Span], ends: Sequence[int], results: Sequence[RowResult], features: Tensor | None
+    ) -> None:
+        sound = [i for i, result in enumerate(results) if result.error is None]
+        if any(spans[i].row.drafting or spans[i].row.propose for i in sound):
+            self.drafting.follow(
+                [spans[i] for i in sound],
+                [ends[i] - spans[i].count for i in sound],
+                [spans[i].count - len(spans[i].drafts.tokens) + results[i].accepted for i in sound],
+                features,
+            )
+
+    def _mixed(self, spans: Sequence[Span], ends: Sequence[int], hidden: Tensor) -> list[RowResult]:
+        """Where some rows are of prompts: not all of those sample, and never from more than their last position."""
         results = self._prompt_logprobs(spans, ends, hidden)
         sampling = [i for i, span in enumerate(spans) if span.row.samples]
         if sampling:
@@ -201,26 +241,21 @@ class Runner:
             logits_RV = self.model.logits(hidden if len(wanted) == hidden.shape[0] else hidden[wanted])
             for i, result in zip(sampling, self._verify([spans[i] for i in sampling], logits_RV), strict=True):
                 results[i] = _merged(results[i], result)
-        sound = [i for i, result in enumerate(results) if result.error is None]
-        if any(spans[i].row.drafting or spans[i].row.propose for i in sound):
-            self.drafting.follow(
-                [spans[i] for i in sound],
-                [ends[i] - spans[i].count for i in sound],
-                [spans[i].count - len(spans[i].drafts.tokens) + results[i].accepted for i in sound],
-                features,
-            )
         return results
 
     def _verify(self, spans: Sequence[Span], logits_RV: Tensor) -> list[RowResult]:
         """What each row gives; logits: one row for each of a decode row's positions, one for any other row."""
-        likeliest, finite = (answer.tolist() for answer in best(logits_RV))
+        ids, finite_R = best(logits_RV)
+        likeliest, finite = ids.tolist(), finite_R.tolist()
+        all_finite = False not in finite
         chosen = self._chosen(spans, likeliest, logits_RV)
         results: list[RowResult] = []
         end = 0
         for span in spans:
-            first, end = end, end + 1 + len(span.drafts.tokens)
-            slot, position = self.slots.at[span.slot], span.end - len(span.drafts.tokens)
-            sound = finite[first:end].index(False) if False in finite[first:end] else end - first
+            proposed = len(span.drafts.tokens)
+            first, end = end, end + 1 + proposed
+            slot, position = self.slots.at[span.slot], span.end - proposed
+            sound = end - first if all_finite or False not in finite[first:end] else finite[first:end].index(False)
             if not sound:
                 results.append(RowResult(error=not_finite(position - 1)))
                 continue
@@ -247,7 +282,7 @@ class Runner:
             results.append(
                 RowResult(
                     tokens=tuple(given.tokens),
-                    proposed=len(span.drafts.tokens),
+                    proposed=proposed,
                     accepted=given.accepted,
                     logprobs=logprobs,
                 )

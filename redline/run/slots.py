@@ -2,18 +2,22 @@
 
 Tokens live here, not in the steps: sampling appends to its slot, and the next step reads what it finds. So does a
 drafter: what it proposes waits here for the row that verifies it. On a CPU the tables are plain memory that the step
-thread alone touches.
+thread alone touches; the inputs of steps that decode are memory too, and hold until the next step's are asked for.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from redline.model.k2 import K2, Chunk, Inputs
+from redline.ops.step_inputs import StepMemory, memory, step_inputs
 from redline.run.suffix import Suffix
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Begin, Row
@@ -38,10 +42,10 @@ class Proposal(NamedTuple):
 
 
 NOTHING = Proposal([])
+MOST_KEPT = 256  # tokens of a step whose memory is kept: all those together take less than 10 MB
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(msgspec.Struct, frozen=True):
     """A row as its slot knows it: positions [start, start + count), whose last `drafts` tokens are proposals."""
 
     row: Row
@@ -88,6 +92,8 @@ class Slots:
         self.tokens: Tensor = torch.zeros(rows, max_model_len + 1, dtype=torch.int64, device=device)
         self.tables: Tensor = torch.zeros(rows, pages, dtype=torch.int32, device=device)
         self.at = [Slot() for _ in range(slots)]
+        self._angles: tuple[Tensor, Tensor] | None = None  # cos and sin of every position, on a CPU
+        self._memories: dict[int, StepMemory] = {}  # by the step's tokens
 
     def begin(self, begin: Begin) -> None:
         number, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
@@ -121,8 +127,9 @@ class Slots:
         length, room = slot.length, slot.limit - slot.length
         if room <= 0:
             return Span(row, row.slot, length, 0)
-        count = min(row.drafts, room - 1)
-        drafts = slot.proposal.until(count)
+        if not slot.proposal.tokens:
+            return Span(row, row.slot, length - 1, 1)
+        drafts = slot.proposal.until(min(row.drafts, room - 1))
         self._write(row.slot, drafts.tokens, length)
         return Span(row, row.slot, length - 1, 1 + len(drafts.tokens), drafts)
 
@@ -144,12 +151,17 @@ class Slots:
         if not tokens:
             return
         if self.tokens.is_cpu:
-            self.tokens.numpy()[number, position : position + len(tokens)] = tokens  # the same memory; an op is dear
+            self._memory[number, position : position + len(tokens)] = tokens
         elif len(tokens) == 1:
             self.tokens[number, position] = tokens[0]
         else:
             new = torch.tensor(tokens, device=self.tokens.device)
             self.tokens[number, position : position + len(tokens)] = new
+
+    @functools.cached_property
+    def _memory(self) -> NDArray[np.int64]:
+        """That of `tokens`, on a CPU: an op is dear."""
+        return self.tokens.numpy()
 
     def inputs(self, spans: Sequence[Span], model: K2) -> Inputs:
         """The step's tokens in the order of its spans: prompt positions as chunks, generated ones as queries.
@@ -158,6 +170,8 @@ class Slots:
         expanded one, from there on the absorbed one. So a pre-empted job that is computed again gets the same bits,
         and a verified token those of one that was decoded alone.
         """
+        if self.tokens.is_cpu and (given := self._decoding(spans, model)) is not None:
+            return given
         device = self.tokens.device
         slots: list[int] = []
         positions: list[int] = []
@@ -179,7 +193,10 @@ class Slots:
         id_T, page_T, place_T, position_T = torch.from_numpy(np.array(index)).to(device).unbind(0)
         asked = np.array([query, slot[query], position[query] + 1], dtype=np.int32)
         tokens_Q, slots_Q, lengths_Q = torch.from_numpy(asked).to(device).unbind(0)
-        cos, sin = model.angles(position_T)
+        if self.tokens.is_cpu:
+            cos, sin = (of_all[position_T] for of_all in self._all_angles(model))
+        else:
+            cos, sin = model.angles(position_T)
         return Inputs(
             ids_T=self.tokens.take(id_T),
             cos_T=cos,
@@ -191,6 +208,29 @@ class Slots:
             lengths_Q=lengths_Q,
             tables=self.tables,
         )
+
+    def _decoding(self, spans: Sequence[Span], model: K2) -> Inputs | None:
+        """Where all are queries, and few enough."""
+        asked: list[int] = []
+        tokens = 0
+        for span in spans:
+            if span.start < self.at[span.slot].prompt:
+                return None
+            asked += span.slot, span.start, span.count
+            tokens += span.count
+        if tokens > MOST_KEPT:
+            return None
+        into = self._memories.get(tokens)
+        if into is None:
+            into = self._memories[tokens] = memory(tokens, self.tables, *self._all_angles(model))
+        step_inputs(self.tokens, into, asked)
+        return into.inputs
+
+    def _all_angles(self, model: K2) -> tuple[Tensor, Tensor]:
+        """Of a table, so that a position's are the same whatever it is computed with."""
+        if self._angles is None:
+            self._angles = model.angles(torch.arange(self.tokens.shape[1]))
+        return self._angles
 
     def places(self, slot_T: Tensor, place_T: Tensor) -> Tensor:
         """Rows of a plane, int64: page * 64 + place in the page, of places counted from each slot's beginning."""

@@ -51,9 +51,12 @@ class Landing(NamedTuple):
 
 
 def turn(planner: Planner, runner: Runner, last: Flight | None) -> tuple[Flight | None, list[Delta]]:
-    """Launches the next step, then settles the last one while the machine works."""
+    """Launches the next step, then settles the last one while the machine works; where nothing is planned ahead, the
+    one that it has launched."""
     step = planner.next_step()
     flight = Flight(step, _launch(runner, step), time.monotonic()) if step else None
+    if last is None and not planner.ahead:
+        last, flight = flight, None
     if last is None:
         return flight, []
     landing = _wait(last)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,22 @@ def test_the_next_step_is_launched_before_the_last_is_settled():
     assert events == ["launch 1", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
     assert last is None
     assert planner.idle
+
+
+def test_where_nothing_is_planned_ahead_a_turn_settles_the_step_that_it_launched():
+    config = replace(CONFIG, ahead=0)
+    planner = Planner(32, config, MAX_MODEL_LEN, hash_page)
+    planner.submit(make_job("a", PROMPT, max_tokens=3))
+    runner = FakeRunner(32, config)
+    deltas: list[Delta] = []
+    for _ in range(3):
+        last, new = turn(planner, runner, None)
+        assert last is None
+        assert [len(delta.tokens) for delta in new] == [1]
+        deltas += new
+    assert planner.idle
+    assert deltas[-1].finish == "length"
+    assert turn(planner, runner, None) == (None, [])
 
 
 def test_an_abort_ends_a_job_and_the_loop_goes_on():
