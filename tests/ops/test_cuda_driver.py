@@ -63,7 +63,6 @@ def test_a_cpu_does_not_take_the_gpus_model(chip: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"quantization": None}, "read INT4 experts"),
         ({"kv_lora_rank": 96}, "latents of"),
         ({"qk_rope_head_dim": 32}, "keys"),
     ],
