@@ -111,13 +111,16 @@ def bench_depth(config: DepthConfig, console: Console) -> int:
         read(save)  # so that a file of something else is said before minutes of measuring
     threads = torch.get_num_threads()
     torch.set_num_threads(native.threads())
-    machine = measure(device, min(max(case.config.weight_bytes for case in measured), READ_BYTES))
-    if device.type == "cpu" and native.library() is not None:
-        torch.set_num_threads(1)
+    machine: Machine | None = None
     try:
         for case in measured:
             for line in _said(case, config):
                 console.print(line, highlight=False, soft_wrap=True, markup=False)
+            _check_memory(case, device)
+            if machine is None:
+                machine = measure(device, min(max(case.config.weight_bytes for case in measured), READ_BYTES))
+                if device.type == "cpu" and native.library() is not None:
+                    torch.set_num_threads(1)
             record = record_of(case, _measure(case, build, device, config.repeats, console), machine)
             _print(record, machine, console)
             if save is not None:
@@ -190,7 +193,7 @@ def _said(case: Depth, config: DepthConfig) -> list[str]:
     return lines + Memory(case).explain()
 
 
-def _measure(case: Depth, build: Build, device: torch.device, repeats: int, console: Console) -> Timing:
+def _check_memory(case: Depth, device: torch.device) -> None:
     """ConfigError, with what would fit, where memory is short."""
     gc.collect()  # the step of the case before holds its own captures
     if device.type == "cuda":
@@ -198,6 +201,11 @@ def _measure(case: Depth, build: Build, device: torch.device, repeats: int, cons
     memory, free = Memory(case), free_memory(device)
     if memory.whole > free:
         raise memory.refusal(free)
+
+
+def _measure(case: Depth, build: Build, device: torch.device, repeats: int, console: Console) -> Timing:
+    """ConfigError, with what would fit, where memory was short after all."""
+    memory, free = Memory(case), free_memory(device)
     with Progress(console=console, transient=True) as bar:
         building = bar.add_task("building", total=memory.weights)
         try:
