@@ -206,7 +206,7 @@ def kernel(
         ctypes.addressof(weights.layout),
         ctypes.addressof(inputs.layout),
         native.pointer(plane),
-        plane.dtype == torch.float32,
+        not rounds(plane),
         native.pointer(residual_TD),
         given,
         y_TD.data_ptr(),

@@ -15,7 +15,7 @@ from torch import Tensor
 from redline.ops import native
 from redline.ops.add_norm import add_norm
 from redline.ops.block import Block, Inputs, block, example
-from redline.ops.mla import NANO, TINY
+from redline.ops.mla import NANO, TINY, rounds
 from redline.ops.op import Case, Cost, Op
 
 
@@ -70,7 +70,7 @@ def kernel(
         ctypes.addressof(inputs.layout),
         native.pointer(planes),
         planes.stride(0) * planes.element_size(),
-        planes.dtype == torch.float32,
+        not rounds(planes),
         *(native.pointer(residual_TD), y_TD.data_ptr(), native.pointer(weights.norm), x_TD.data_ptr()),
         ctypes.addressof(_places(len(weights.blocks), tuple(layers))),
         0 if features is None else features.data_ptr(),

@@ -224,7 +224,7 @@ def _pass_kernel(
         native.pointer(feature_TD),
         *(slots, positions, ids, queries, len(kept_slots), len(kept_queries)),
         native.pointer(plane),
-        plane.dtype == torch.float32,
+        not rounds(plane),
         normed.data_ptr(),
         fed.data_ptr(),
     )
@@ -304,7 +304,7 @@ def _chain_kernel(
         native.pointer(feature_TD),
         *(slots, positions, queries, wants, len(kept_slots), len(kept_queries)),
         native.pointer(plane),
-        plane.dtype == torch.float32,
+        not rounds(plane),
         drafted.data_ptr(),
         drafted.shape[1],
     )

@@ -91,7 +91,7 @@ def rounds(plane: Tensor) -> bool:
 
 def _is_float32(plane: Tensor) -> int:
     assert plane.dtype in (torch.bfloat16, torch.float32), f"pages are bf16 or float32, got {plane.dtype}"
-    return int(plane.dtype == torch.float32)
+    return int(not rounds(plane))
 
 
 # ---------------------------------------------------------------------------------------------------------- mla_qkv
