@@ -1,8 +1,9 @@
 """Splits of attention combined and taken out of the latent space: o = W_UV latent.
 
 Q queries, H heads, S splits, R rank, V value. 8.4 MB of weights at Kimi's sizes, read once: 128 blocks, (head, half of
-V), each with its 64 KB in flight before the grid in front has ended; for few splits it is small enough to begin beside
-blocks of `attend`. Both halves of a head combine its splits: 16.8 MB from the L2 cache for a query of 128.
+V), each with its 64 KB in flight before the grid in front has ended, small enough to begin beside blocks of `attend`;
+twice as many, two on an SM, where there are more than eight queries. Both halves of a head combine its splits: 16.8 MB
+from the L2 cache for a query of 128.
 """
 
 import functools
@@ -18,9 +19,7 @@ from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import PAD_K, Tiled, padded
 
 MAX_SPLITS = SMS
-_BUNDLES = 8  # splits of a piece
-_FEW = 8  # pieces, of steps whose `attend` has small blocks
-_BESIDE, _ALONE = 5, 12  # stages: so many pieces are in flight
+_COLUMNS = 8  # queries that a block takes at once
 
 _Arguments = structure("Arguments", "partial lse weight out", "queries heads splits width")
 
@@ -40,14 +39,12 @@ def _reference(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
 
 
 @functools.cache
-def _kernel(rank: int, value: int, stages: int) -> Kernel:
-    columns, parts = 8, 16 // (value // 32)
-    pieces, shares = stages * _BUNDLES * 2 * rank, columns * (4 * MAX_SPLITS + 4)
-    sums = columns * (2 * rank + 64) + 4 * parts * (value // 2) * columns
-    shared = rank * value + pieces + shares + sums + 8 * (stages + 1)
-    return Kernel(
-        "unabsorb.cu", "unabsorb", {"R": rank, "V": value, "MAX_SPLITS": MAX_SPLITS, "STAGES": stages}, shared
-    )
+def _kernel(rank: int, value: int, groups: int) -> Kernel:
+    parts = 16 // (value // 32)
+    shares = _COLUMNS * (4 * MAX_SPLITS + 4)
+    sums = _COLUMNS * (2 * rank + 64) + 4 * parts * (value // 2) * _COLUMNS
+    defines = {"R": rank, "V": value, "MAX_SPLITS": MAX_SPLITS, "GROUPS": groups}
+    return Kernel("unabsorb.cu", "unabsorb", defines, rank * value + shares + sums + 8)
 
 
 def _cuda(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
@@ -57,8 +54,8 @@ def _cuda(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
     out = torch.empty(queries, width, dtype=torch.bfloat16, device=partial_QHSR.device)
     inputs = (partial_QHSR, lse_QHS, w_uv.data, out)
     arguments = _Arguments(*map(address, inputs), queries, heads, splits, width)
-    stages = _BESIDE if queries * -(-splits // _BUNDLES) <= _FEW else _ALONE
-    _kernel(rank, value, stages).launch(arguments, heads if queries else 0, 2)
+    groups = 1 if queries <= _COLUMNS else 2
+    _kernel(rank, value, groups).launch(arguments, heads if queries else 0, 2 * groups)
     return out
 
 
@@ -94,7 +91,7 @@ def _cases() -> Iterator[Case]:
     yield Case("1 query, 132 splits, nano", make(1, 4, 132))
     yield Case("2 queries, 30 splits, nano", make(2, 4, 30))
     yield Case("4 queries, 3 splits, drafter", make(4, 4, 3, 128))
-    for queries, splits in ((1, 1), (1, 16), (1, 128), (8, 16), (512, 1)):
+    for queries, splits in ((1, 1), (1, 16), (1, 128), (8, 16), (32, 4), (512, 1)):
         yield Case(f"{queries} queries, {splits} splits, Kimi", make(queries, 64, splits), small=False)
 
 
