@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 # Op name -> the arguments that it writes, beside what it returns.
 WRITES = {"project_q": (9,), "split_a": (6,), "step_rows": (1, 2), "settle_rows": (3, 4)}
 RTOL = {torch.bfloat16: 6e-3, torch.float16: 3e-3, torch.float8_e4m3fn: 4e-2, torch.float32: 2e-3}
+LIMITS = {"grouped_experts": 4e-3}  # float32 sums of pairs that are bf16, of BF16 experts through an h that is bf16
 CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in CUDA for case in op.cases()]
 
 
@@ -72,7 +73,7 @@ def test_the_cuda_kernel_is_the_reference(op: Op[Any, Any], case: Case) -> None:
             a, b = UNDEFINED[op.name](place, a, b, got, want)
         if a.is_floating_point():
             error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)
-            limit = case.rtol or RTOL[b.dtype]
+            limit = case.rtol or LIMITS.get(op.name) or RTOL[b.dtype]
             if not error <= limit:
                 worst.append(f"output {place}: relative error {error:.2e} > {limit:.0e}")
         elif not torch.equal(a, b):
