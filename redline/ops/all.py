@@ -9,6 +9,7 @@ from redline.ops.best import best
 from redline.ops.block import block
 from redline.ops.blocks import blocks
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
+from redline.ops.choose_experts import choose_experts
 from redline.ops.draft_pass import draft_chain, draft_fuse, draft_pass
 from redline.ops.draw import draw
 from redline.ops.embed import embed
@@ -39,6 +40,6 @@ ALL: tuple[Op[Any, Any], ...] = (
 # The launches of a decode step on a GPU, in their order, and what many tokens take in their place.
 CUDA: tuple[Op[Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, gates),
-    *(experts_up, experts_down, head, best, settle_rows),
+    *(choose_experts, experts_up, experts_down, head, best, settle_rows),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),
 )

@@ -7,25 +7,19 @@ The expert kernels work on (expert, token) pairs, sorted by expert and then by t
 of its pairs: what one pass over the expert's weights can serve.
 """
 
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.op import Case, Cost, Op
+
 SLOT_PAIRS = 8
+THREADS = 512
 MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 64, 512, 512  # of one kernel: two words of tokens, a thread to a pair or expert
-
-
-@dataclass(frozen=True)
-class Choice:
-    """forced_TK int32: the ids to use instead of the best, each at most once for a token (benchmarks)."""
-
-    logits_TE: Tensor  # float32
-    bias_E: Tensor | None  # float32
-    chosen: int
-    normalise: bool
-    scale: float
-    forced_TK: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -56,35 +50,24 @@ def most_slots(tokens: int, chosen: int, experts: int) -> int:
     return min(tokens * chosen, experts + tokens * chosen // SLOT_PAIRS)
 
 
-def choose_experts(choice: Choice) -> Pairs:
-    """By torch: what `experts_up` does on a GPU in front of its products (cuda/choose.cuh)."""
-    scores = torch.sigmoid(choice.logits_TE)
-    ids = choice.forced_TK
+def reference(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    chosen: int,
+    normalise: bool,
+    scale: float,
+    forced_TK: Tensor | None = None,
+) -> Pairs:
+    """logits, bias float32; forced_TK int32: the ids to use instead, each at most once for a token (benchmarks)."""
+    scores = torch.sigmoid(logits_TE)
+    ids = forced_TK
     if ids is None:
-        biased = scores if choice.bias_E is None else scores + choice.bias_E
-        ids = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, : choice.chosen].to(torch.int32)
+        biased = scores if bias_E is None else scores + bias_E
+        ids = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, :chosen].to(torch.int32)
     weights = scores.gather(1, ids.long())
-    if choice.normalise:
+    if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return list_pairs(ids, weights * choice.scale, scores.shape[1])
-
-
-def empty_pairs(tokens: int, chosen: int, experts: int, device: torch.device) -> Pairs:
-    """For a kernel to fill."""
-    slots = most_slots(tokens, chosen, experts)
-
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=device)
-
-    return Pairs(
-        token=ints(tokens * chosen),
-        weight=torch.empty(tokens * chosen, device=device),
-        slot_expert=ints(slots),
-        slot_first=ints(slots + 1),
-        count=ints(1),
-        ids=ints(tokens, chosen),
-        weights=torch.empty(tokens, chosen, device=device),
-    )
+    return list_pairs(ids, weights * scale, logits_TE.shape[1])
 
 
 def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
@@ -106,3 +89,84 @@ def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
         ids=ids_TK,
         weights=weights_TK,
     )
+
+
+_Arguments = structure(
+    "ChooseExperts",
+    pointers="logits bias forced pair_token pair_weight slot_expert slot_first count ids weights",
+    ints="tokens slots normalise",
+    floats="scale",
+)
+
+
+@functools.cache
+def kernel_of(experts: int, chosen: int) -> Kernel:
+    shared = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4
+    return Kernel("choose_experts.cu", "choose_experts", {"EXPERTS": experts, "CHOSEN": chosen}, shared, THREADS)
+
+
+def cuda(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    chosen: int,
+    normalise: bool,
+    scale: float,
+    forced_TK: Tensor | None = None,
+) -> Pairs:
+    (tokens, experts), device = logits_TE.shape, logits_TE.device
+    slots = most_slots(tokens, chosen, experts)
+
+    def ints(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device=device)
+
+    pairs = Pairs(
+        token=ints(tokens * chosen),
+        weight=torch.empty(tokens * chosen, device=device),
+        slot_expert=ints(slots),
+        slot_first=ints(slots + 1),
+        count=ints(1),
+        ids=ints(tokens, chosen),
+        weights=torch.empty(tokens, chosen, device=device),
+    )
+    inputs = address(logits_TE), address(bias_E), address(forced_TK)
+    lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count, pairs.ids, pairs.weights
+    arguments = _Arguments(*inputs, *(address(part) for part in lists), tokens, slots, int(normalise), scale)
+    kernel_of(experts, chosen).launch(arguments, 1)
+    return pairs
+
+
+def cuda_fits(logits_TE: Tensor, bias_E: Tensor | None, chosen: int, *_: object, **__: object) -> bool:
+    tokens, experts = logits_TE.shape
+    fits_one_block = tokens <= MOST_TOKENS and tokens * chosen <= MOST_PAIRS and experts <= MOST_EXPERTS
+    return fits_one_block and chosen <= min(32, experts)
+
+
+def cost(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    chosen: int,
+    normalise: bool,
+    scale: float,
+    forced_TK: Tensor | None = None,
+) -> Cost:
+    return Cost(logits_TE.nbytes + logits_TE.shape[0] * chosen * 24)
+
+
+def cases() -> Iterator[Case]:
+    def make(tokens: int, experts: int, chosen: int, forced: bool = False):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, int, bool, float, Tensor | None]:
+            logits = torch.randn(tokens, experts, generator=g)
+            bias = torch.randn(experts, generator=g) * 0.1
+            ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
+            return logits, bias, chosen, True, 2.827, ids if forced else None
+
+        return inputs
+
+    yield Case("T=1 nano", make(1, 16, 4))
+    yield Case("T=40 nano", make(40, 16, 4))
+    yield Case("T=5 forced", make(5, 70, 3, forced=True))
+    for tokens in (1, 8, 64):
+        yield Case(f"T={tokens} Kimi", make(tokens, 384, 8))
+
+
+choose_experts = Op("choose_experts", reference, None, cost, cases, cuda=cuda, cuda_fits=cuda_fits)

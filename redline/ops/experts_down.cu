@@ -75,8 +75,8 @@ FN Entry entry_of(u32 index) {
     return {word & 1023, word >> 10 & 1023, word >> 20};
 }
 
-// -> how many entries there are. The lists are read before this grid's wait: `experts_up` has written them before it lets
-// this grid begin.
+// -> how many entries there are. The lists are read before this grid's wait. They are of the choice of experts, two grids
+// ago, and `experts_up` between lets this grid begin only after its own wait for that.
 FN u32 load_lists(const Arguments& a) {
     u32 base = shared_base(), i = thread_index(), token = 0, expert = 0, first = 0, end = 0;
     if (i < a.pairs) token = load_global_fresh(a.pair_token + i);

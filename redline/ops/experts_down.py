@@ -92,7 +92,7 @@ def cuda(
     residual_TD: Tensor,
     gamma_next: Tensor,
 ) -> Result:
-    """The launch in front must be `experts_up`, which has written `pairs` before it lets this grid begin."""
+    """The launch in front must be `experts_up`, whose blocks have seen `pairs` whole before this grid may begin."""
     (tokens, d), device = residual_TD.shape, residual_TD.device
     x_width = padded(d, PAD_K)
     residual = torch.empty_like(residual_TD)

@@ -1,7 +1,4 @@
-// The choice of experts, and h = weight silu(gate x) (up x) of each (expert, token) pair.
-//
-// Every block chooses for itself: that takes less time than a launch that does it once and the lists' way through memory.
-// Block 0 writes the lists down for `experts_down`.
+// h = weight silu(gate x) (up x) of each (expert, token) pair.
 //
 // A team of SLICES warps owns a run of row tiles: 8 rows of gate, then the same 8 of up, of one slot (an expert and up to
 // eight of its pairs). A warp multiplies its slice of K and keeps that slice of x in registers until the slot changes.
@@ -9,8 +6,7 @@
 // front of the weights of its slot: a load beside the ring would return only when all before it have been served.
 //
 // SLICES, SLICE: K cut into slices of so many inputs; PART: of a record. X: inputs of a row of x. TILES: row tiles of an
-// expert. FORMAT: of the weights, and so of h, which is as experts_down takes it. And those of choose.cuh.
-#include "choose.cuh"
+// expert. FORMAT: of the weights, and so of h, which is as experts_down takes it.
 #include "expert_formats.cuh"
 #include "ring.cuh"
 #if FORMAT == INT4
@@ -25,19 +21,13 @@ struct Arguments {
     const char* weights;  // [E][TILES][SLICES / 4][PARTS][4] records
     const char* x;        // bf16 [T, X]
     const float* rstd;    // [T]
-    const float* logits;  // [T, EXPERTS]
-    const float* bias;    // [EXPERTS] or null
-    const int* forced;    // [T, CHOSEN] or null
-    int* pair_token;
-    float* pair_weight;
-    int* slot_expert;
-    int* slot_first;
-    int* count;
-    int* ids;         // [T, CHOSEN]
-    float* shares;     // of each id
+    const int* pair_token;
+    const float* pair_weight;
+    const int* slot_expert;
+    const int* slot_first;
+    const int* count;
     char* h;  // f16 or bf16 [pairs, 8 TILES]
-    int tokens, pairs, slots, normalise;
-    float scale;
+    int tokens, pairs, slots;
 };
 
 constexpr u32 GROUPS = SLICE / 32, PART_GROUPS = PART / 32, PARTS = SLICE / PART;
@@ -51,10 +41,8 @@ constexpr u32 SUMS = 512;  // bytes of a warp's partial sums, of which there are
 static_assert(PARTS * PART == SLICE && THREADS == 512, "a slice comes apart into records");
 static_assert(SLICES * SLICE - X < X_INPUTS, "every four slices have some of x");
 
-static_assert(CHOOSING_BYTES <= 16 * 2 * SUMS, "choosing has room");
-
 using Stages = Ring<STAGES, STAGE>;
-constexpr u32 SUM_AT = Stages::MEMORY;  // and before there are sums, what `choose` needs
+constexpr u32 SUM_AT = Stages::MEMORY;
 constexpr u32 RSTD_AT = SUM_AT + 16 * 2 * SUMS;
 constexpr u32 EXPERT_AT = RSTD_AT + 64 * 4;
 constexpr u32 FIRST_AT = EXPERT_AT + 512 * 4;
@@ -64,23 +52,17 @@ constexpr u32 WEIGHT_AT = TOKEN_AT + 512 * 4;
 FN u32 expert_of(u32 slot) { return load_shared(shared_base() + EXPERT_AT + 4 * slot); }
 FN u32 first_of(u32 slot) { return load_shared(shared_base() + FIRST_AT + 4 * slot); }
 FN u32 token_of(u32 pair) { return load_shared(shared_base() + TOKEN_AT + 4 * pair); }
-FN float weight_of(u32 pair) { return load_shared_f32(shared_base() + WEIGHT_AT + 4 * pair); }
 FN float rstd_of(u32 pair) { return load_shared_f32(shared_base() + RSTD_AT + 4 * token_of(pair)); }
 FN u32 pairs_of(u32 slot) { return first_of(slot + 1) - first_of(slot); }
 
-// By a warp: the lists, as the next grid reads them before this one has ended. Slots that do not exist have no pairs.
-FN void publish(const Arguments& a, u32 count) {
-    for (u32 i = lane_index(); i <= (u32)a.slots; i += 32) {
-        store_global(a.slot_first + i, i < count ? first_of(i) : a.pairs);
-        if (i < (u32)a.slots) store_global(a.slot_expert + i, i < count ? expert_of(i) : 0);
-    }
-    for (u32 i = lane_index(); i < (u32)a.pairs; i += 32) {
-        store_global(a.pair_token + i, token_of(i));
-        store_global_f32(a.pair_weight + i, weight_of(i));
-    }
-    if (lane_index() == 0) store_global(a.count, count);
-    show_all();
-    sync_warp();
+// The lists are short and every block needs them: all at once, before anybody knows how long they are.
+FN void load_lists(const Arguments& a) {
+    u32 base = shared_base(), i = thread_index();
+    if (i < a.tokens) store_shared_f32(base + RSTD_AT + 4 * i, load_global_f32(a.rstd + i));
+    if (i < a.slots) store_shared(base + EXPERT_AT + 4 * i, load_global(a.slot_expert + i));
+    if (i < a.pairs) store_shared(base + TOKEN_AT + 4 * i, load_global(a.pair_token + i));
+    if (i < a.pairs) store_shared_f32(base + WEIGHT_AT + 4 * i, load_global_f32(a.pair_weight + i));
+    if (i <= a.slots) store_shared(base + FIRST_AT + 4 * i, load_global(a.slot_first + i));
 }
 
 FN u32 x_stages(u32 slot) { return pairs_of(slot) > X_TOKENS ? 2 : 1; }
@@ -204,7 +186,7 @@ struct Team {
                 up += load_shared_f32(at + s * 2 * SUMS + 4 * 8 * TOKENS);
             }
             if (mine >= n) continue;
-            float weight = weight_of(first + mine);
+            float weight = load_shared_f32(shared_base() + WEIGHT_AT + 4 * (first + mine));
             if (FORMAT == BF16) gate *= rstd_of(first + mine), up *= rstd_of(first + mine);
             float h = silu(gate) * up * (FORMAT == INT4 && row & 2 ? weight * 0.0625f : weight);
             u64 place = (u64)(first + mine) * (8 * TILES) + (tile + part) * 8 + row;
@@ -215,25 +197,20 @@ struct Team {
 };
 
 KERNEL(experts_up, Arguments) {
-    u32 warp = warp_index(), base = shared_base(), thread = thread_index();
-    Stages ring(base, warp / 4);
-    if (thread % 128 == 0) ring.make();
-    float bias[PER_LANE];
-    prepare_choice(a, base + SUM_AT, bias);
+    u32 warp = warp_index();
+    Stages ring(shared_base(), warp / 4);
+    if (thread_index() % 128 == 0) ring.make();
+    // Only here may the next grid begin: whatever it reads before its own wait, the choice of experts, is then complete.
     wait_for_previous_grid();
-    // Only here may the next grid begin: all that it reads before its own wait is then complete, the lists of block 0 too.
-    if (block_index()) let_next_grid_start();
-    if (thread < (u32)a.tokens) store_shared_f32(base + RSTD_AT + 4 * thread, load_global_f32(a.rstd + thread));
-    u32 count = choose(a, base + SUM_AT, {base + EXPERT_AT, base + FIRST_AT, base + TOKEN_AT, base + WEIGHT_AT}, bias);
+    let_next_grid_start();
+    load_lists(a);
+    u32 items = load_global(a.count) * TILES;
+    sync_block();
 
     u32 worker = block_index() * TEAMS + warp / SLICES, workers = grid_size() * TEAMS;
-    u32 items = count * TILES, item = items * worker / workers, end = items * (worker + 1) / workers;
+    u32 item = items * worker / workers, end = items * (worker + 1) / workers;
     Team team = {a, ring, item * PARTS, end * PARTS, item < end ? x_stages(item / TILES) : 0, 0};
     team.fill_all();
-    if (block_index() == 0 && warp == THREADS / 32 - 1) {
-        publish(a, count);
-        let_next_grid_start();
-    }
     while (item < end) {
         u32 slot = item / TILES, tile = item % TILES, tiles = smaller(end - item, TILES - tile);
         u32 first = first_of(slot), n = pairs_of(slot);

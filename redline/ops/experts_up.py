@@ -1,7 +1,6 @@
-"""The choice of experts and their first half, in a decode step.     T tokens, D hidden, E experts, K chosen, I width.
+"""The first half of the routed experts, for the pairs of a decode step.     T tokens, D hidden, E experts, I width.
 
-h = router weight * silu(gate x) * (up x) of each (expert, token) pair, where x is normed here: `x` times `rstd` of its
-token. `choose_experts` says how a token's experts and their weights come from its logits.
+h = router weight * silu(gate x) * (up x), where x is normed here: `x` times `rstd` of its token.
 """
 
 import functools
@@ -11,17 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.ops.choose_experts import (
-    MOST_EXPERTS,
-    MOST_PAIRS,
-    MOST_TOKENS,
-    Choice,
-    Pairs,
-    choose_experts,
-    empty_pairs,
-    list_pairs,
-    most_slots,
-)
+from redline.ops.choose_experts import MOST_PAIRS, MOST_TOKENS, Pairs, list_pairs
 from redline.ops.cuda.kernel import Kernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.ops.records import KINDS, MOST_INPUTS, MOST_KEPT, Form, Kind, Records, random_experts
@@ -52,12 +41,11 @@ def padded_width(weights: Records) -> int:
     return 8 * weights.form.tiles
 
 
-def reference(x: Tensor, rstd: Tensor, weights: Records, choice: Choice) -> tuple[Pairs, Tensor]:
+def reference(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
     """x bf16 [T, D padded to 128], not yet normed; rstd float32 [T or more]; weights "up" [E, 2 I, D].
 
-    -> (the pairs, [pairs, I padded] in the form of `encode_h`)
+    -> [pairs, I padded], in the form of `encode_h`.
     """
-    pairs = choose_experts(choice)
     normed = x[:, : weights.inputs].float() * rstd[: x.shape[0], None]
     h = x.new_zeros(len(pairs), weights.outputs // 2, dtype=torch.float32)
     firsts = pairs.slot_first.tolist()
@@ -65,24 +53,24 @@ def reference(x: Tensor, rstd: Tensor, weights: Records, choice: Choice) -> tupl
         mine = slice(firsts[slot], firsts[slot + 1])
         gate, up = (normed[pairs.token[mine].long()] @ weights.dense(expert).T).chunk(2, -1)
         h[mine] = F.silu(gate) * up * pairs.weight[mine, None]
-    return pairs, encode_h(h, padded_width(weights), weights.kind)
+    return encode_h(h, padded_width(weights), weights.kind)
 
 
 _Arguments = structure(
     "ExpertsUp",
-    pointers="weights x rstd logits bias forced pair_token pair_weight slot_expert slot_first count ids shares h",
-    ints="tokens pairs slots normalise",
-    floats="scale",
+    pointers="weights x rstd pair_token pair_weight slot_expert slot_first count h",
+    ints="tokens pairs slots",
 )
 
 
 @functools.cache
-def kernel_of(form: Form, x_inputs: int, experts: int, chosen: int) -> Kernel:
+def kernel_of(form: Form, x_inputs: int) -> Kernel:
     stages = 3 if form.inputs <= MOST_KEPT else 2  # of 16 KB for each group of four warps, at Kimi's sizes
     defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "PART": form.part}
-    defines |= {"X": x_inputs, "TILES": form.tiles, "STAGES": stages, "EXPERTS": experts, "CHOSEN": chosen}
-    stage = max(4 * form.record_bytes, 4 * 8 * form.inputs) + 16  # weights, or x of four tokens
-    ring = 4 * stages * stage
+    defines |= {"X": x_inputs, "TILES": form.tiles, "STAGES": stages}
+    ring = (
+        4 * stages * (max(4 * form.record_bytes, 4 * 8 * form.inputs) + 16)
+    )  # a stage has weights, or x of four tokens
     sums, lists = 16 * 2 * 512, (64 + 512 + 513 + 512 + 512) * 4
     return Kernel("experts_up.cu", "experts_up", defines, ring + sums + lists)
 
@@ -92,33 +80,29 @@ def blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else EMULATED_BLOCKS
 
 
-def cuda(x: Tensor, rstd: Tensor, weights: Records, choice: Choice) -> tuple[Pairs, Tensor]:
-    form, (tokens, experts), device = weights.form, choice.logits_TE.shape, x.device
-    pairs = empty_pairs(tokens, choice.chosen, experts, device)
+def cuda(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
+    form = weights.form
     dtype = torch.bfloat16 if weights.kind == "BF16" else torch.float16
-    h = torch.empty(len(pairs), padded_width(weights), dtype=dtype, device=device)
-    given = weights.data, x, rstd, choice.logits_TE, choice.bias_E, choice.forced_TK
-    lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count, pairs.ids, pairs.weights
-    sizes = tokens, len(pairs), pairs.most, int(choice.normalise)
-    arguments = _Arguments(*(address(part) for part in (*given, *lists, h)), *sizes, choice.scale)
-    grid = min(blocks(device), -(-pairs.most * form.tiles * form.slices // 16))
-    kernel_of(form, x.shape[1], experts, choice.chosen).launch(arguments, grid)
-    return pairs, h
+    h = torch.empty(len(pairs), padded_width(weights), dtype=dtype, device=x.device)
+    lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count
+    tensors = weights.data, x, rstd, *lists, h
+    arguments = _Arguments(*(address(part) for part in tensors), x.shape[0], len(pairs), pairs.most)
+    grid = min(blocks(x.device), -(-pairs.most * form.tiles * form.slices // 16))
+    kernel_of(form, x.shape[1]).launch(arguments, grid)
+    return h
 
 
-def cuda_fits(x: Tensor, rstd: Tensor, weights: Records, choice: Choice) -> bool:
-    form, (tokens, experts), chosen = weights.form, choice.logits_TE.shape, choice.chosen
-    lists_fit = tokens <= MOST_TOKENS and tokens * chosen <= MOST_PAIRS and chosen <= min(32, experts)
-    slots_fit = experts <= MOST_EXPERTS and most_slots(tokens, chosen, experts) < MOST_PAIRS
-    return lists_fit and slots_fit and form.inputs <= MOST_INPUTS and x.shape[1] == padded(weights.inputs, PAD_K)
+def cuda_fits(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> bool:
+    form = weights.form
+    lists_fit = x.shape[0] <= MOST_TOKENS and len(pairs) <= MOST_PAIRS and pairs.most < MOST_PAIRS
+    return lists_fit and form.inputs <= MOST_INPUTS and x.shape[1] == padded(weights.inputs, PAD_K)
 
 
-def cost(x: Tensor, rstd: Tensor, weights: Records, choice: Choice) -> Cost:
+def cost(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Cost:
     """Bytes of the experts that are really chosen, once each."""
-    ids = choose_experts(choice).ids
-    taken, width = ids.unique().numel(), weights.outputs // 2
-    moved = weights.nbytes // weights.experts * taken + x.nbytes + choice.logits_TE.nbytes + 2 * ids.numel() * width
-    return Cost(moved, 2 * ids.numel() * weights.outputs * weights.inputs)
+    chosen, width = pairs.ids.unique().numel(), weights.outputs // 2
+    moved = weights.nbytes // weights.experts * chosen + x.nbytes + 2 * len(pairs) * width
+    return Cost(moved, 2 * len(pairs) * weights.outputs * weights.inputs)
 
 
 def some_pairs(g: torch.Generator, tokens: int, experts: int, chosen: int) -> Pairs:
@@ -131,26 +115,16 @@ def random_x(g: torch.Generator, tokens: int, hidden: int) -> Tensor:
     return F.pad(x, (0, padded(hidden, PAD_K) - hidden))
 
 
-def random_choice(g: torch.Generator, tokens: int, experts: int, chosen: int, forced: bool = False) -> Choice:
-    logits, bias = torch.randn(tokens, experts, generator=g), torch.randn(experts, generator=g) * 0.1
-    ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
-    return Choice(logits, bias, chosen, True, 2.827, ids if forced else None)
-
-
 def cases() -> Iterator[Case]:
-    def make(kind: Kind, tokens: int, hidden: int, width: int, experts: int, chosen: int, forced: bool = False):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Records, Choice]:
+    def make(kind: Kind, tokens: int, hidden: int, width: int, experts: int, chosen: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Records, Pairs]:
             weight = random_experts(g, kind, "up", experts, 2 * width, hidden)
             rstd = torch.rand(padded(tokens, 8), generator=g) + 0.5
-            choice = random_choice(g, tokens, experts, chosen, forced)
-            return random_x(g, tokens, hidden), rstd, Records.prepare("up", weight), choice
+            pairs = some_pairs(g, tokens, experts, chosen)
+            return random_x(g, tokens, hidden), rstd, Records.prepare("up", weight), pairs
 
         return inputs
 
-    for tokens in (1, 8, 64):
-        yield Case(f"T={tokens} Kimi's choice", make("INT4", tokens, 64, 8, 384, 8))
-    yield Case("T=5 forced", make("INT4", 5, 64, 8, 70, 3, forced=True))
-    yield Case("T=40 nano's choice", make("INT4", 40, 320, 8, 16, 4))
     for kind in KINDS:
         for tokens in (1, 4, 9):
             yield Case(f"{kind} T={tokens} nano", make(kind, tokens, 320, 128, 16, 4))

@@ -1,6 +1,6 @@
 """One block on a GPU: the arithmetic of `block`, in the launches that the chip wants.        T tokens, D hidden.
 
-`few`: up to 8 tokens that decode. Nine launches, each streaming its weights once; norms are folded into the products,
+`few`: up to 8 tokens that decode. Ten launches, each streaming its weights once; norms are folded into the products,
 and a launch begins to fetch its weights before the one in front of it has ended.
 `many`: prompts, and more rows. Products by Triton or the library, attention by whichever form a token wants.
 """
@@ -14,7 +14,7 @@ from redline.ops.absorb import absorb
 from redline.ops.attend import attend
 from redline.ops.block import Inputs
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
-from redline.ops.choose_experts import Choice
+from redline.ops.choose_experts import choose_experts
 from redline.ops.chunk_attention import attend_chunks
 from redline.ops.experts_down import experts_down
 from redline.ops.experts_up import experts_up
@@ -112,8 +112,8 @@ def few(
         return Stream(*project_out(h, w.down, residual, next_norm))
     assert isinstance(w.down, Slabs)
     e = experts
-    choice = Choice(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
-    pairs, routed = experts_up(x, rstd, e.up, choice)
+    pairs = choose_experts(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
+    routed = experts_up(x, rstd, e.up, pairs)
     return Stream(*experts_down(routed, pairs, e.down, h, w.down, residual, next_norm))
 
 
@@ -147,8 +147,8 @@ def many(
     assert isinstance(w.down, Slabs)
     e, logits = w.experts, both[:, :count].contiguous()
     if tokens <= LISTED:
-        choice = Choice(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
-        pairs, routed = experts_up(x, torch.ones(tokens, device=x.device), e.up, choice)
+        pairs = choose_experts(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
+        routed = experts_up(x, torch.ones(tokens, device=x.device), e.up, pairs)
         return experts_down(routed, pairs, e.down, h, w.down, residual, w.mlp_norm)[0], None
     ids, weights = _chosen(logits, e, forced_TK)
     return residual, h[:, : w.width] @ w.down.dense().T + grouped_experts(x, ids, weights, e.up, e.down)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from redline.ops import native
-from redline.ops.choose_experts import Choice, Pairs, choose_experts
+from redline.ops.choose_experts import Pairs, choose_experts, list_pairs
 from redline.ops.cuda.kernel import emulation
 from redline.ops.experts_down import experts_down
 from redline.ops.experts_up import decode_h, encode_h, experts_up, random_x
@@ -35,15 +35,18 @@ def same_lists(got: Pairs, want: Pairs) -> None:
         assert same, field.name
 
 
+@pytest.mark.parametrize("case", list(choose_experts.cases()), ids=lambda case: case.name)
+def test_the_lists_name_every_choice_once(case: Case) -> None:
+    args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
+    same_lists(emulated(choose_experts, *args), choose_experts.reference(*args))
+
+
 def test_equal_scores_go_to_the_lower_expert() -> None:
-    g = torch.Generator().manual_seed(0)
     logits = torch.zeros(3, 70)
     logits[1, 40:] = 1.0
-    choice = Choice(logits, None, 4, False, 1.0)
-    up = Records.prepare("up", random_int4(g, 70, 16, 64))
-    pairs, _ = emulated(experts_up, random_x(g, 3, 64), torch.ones(8), up, choice)
+    pairs = emulated(choose_experts, logits, None, 4, False, 1.0)
     assert pairs.ids.tolist() == [[0, 1, 2, 3], [40, 41, 42, 43], [0, 1, 2, 3]]
-    same_lists(pairs, choose_experts(choice))
+    same_lists(pairs, choose_experts.reference(logits, None, 4, False, 1.0))
 
 
 def near(got: Tensor, want: Tensor, tolerance: float = 3e-3) -> None:
@@ -53,12 +56,11 @@ def near(got: Tensor, want: Tensor, tolerance: float = 3e-3) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in experts_up.cases() if case.small], ids=lambda case: case.name)
-def test_the_choice_and_the_first_half_of_the_experts_are_their_reference(case: Case) -> None:
+def test_the_first_half_of_the_experts_is_its_reference(case: Case) -> None:
     args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
     width, kind = args[2].outputs // 2, args[2].kind
-    (pairs, got), (right, want) = emulated(experts_up, *args), experts_up.reference(*args)
-    same_lists(pairs, right)
-    near(decode_h(got, width, kind), decode_h(want, width, kind), 8e-3 if kind == "BF16" else 3e-3)
+    got, want = (decode_h(h, width, kind) for h in (emulated(experts_up, *args), experts_up.reference(*args)))
+    near(got, want, 8e-3 if kind == "BF16" else 3e-3)
 
 
 @pytest.mark.parametrize("case", [case for case in experts_down.cases() if case.small], ids=lambda case: case.name)
@@ -70,33 +72,29 @@ def test_the_second_half_of_the_experts_is_its_reference(case: Case) -> None:
     near(got[2], want[2])
 
 
-def crowded(g: torch.Generator) -> Choice:
+def crowded(g: torch.Generator) -> Pairs:
     """Nine tokens: expert 0 is chosen by two of them, 1 by three, 2 by five, 4 by eight and 3 by all."""
     takers = [0] * 2 + [1] * 3 + [2] * 5 + [4] * 8
     ids = torch.tensor([[3, takers[token], takers[token + 9]] for token in range(9)], dtype=torch.int32)
-    return forced(g, ids, 5)
-
-
-def forced(g: torch.Generator, ids_TK: Tensor, experts: int) -> Choice:
-    return Choice(torch.randn(ids_TK.shape[0], experts, generator=g), None, ids_TK.shape[1], False, 1.0, ids_TK)
+    return list_pairs(ids, torch.rand(9, 3, generator=g), 5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hidden", "width"), [(320, 128), (7168, 64)])
 def test_an_expert_serves_any_number_of_tokens(hidden: int, width: int, kind: Kind) -> None:
     g = torch.Generator().manual_seed(torch.seed() % 2**31)
-    choice, x, rstd = crowded(g), random_x(g, 9, hidden), torch.rand(9, generator=g) + 0.5
+    pairs, x, rstd = crowded(g), random_x(g, 9, hidden), torch.rand(9, generator=g) + 0.5
     up = Records.prepare("up", random_experts(g, kind, "up", 5, 2 * width, hidden))
-    (_, h), (_, want) = emulated(experts_up, x, rstd, up, choice), experts_up.reference(x, rstd, up, choice)
+    h, want = emulated(experts_up, x, rstd, up, pairs), experts_up.reference(x, rstd, up, pairs)
     near(decode_h(h, width, kind), decode_h(want, width, kind), 8e-3 if kind == "BF16" else 3e-3)
-    assert torch.equal(h, emulated(experts_up, x, rstd, up, choice)[1]), "the order of threads shows"
+    assert torch.equal(h, emulated(experts_up, x, rstd, up, pairs)), "the order of threads shows"
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hidden", "width"), [(320, 128), (128, 2048)])
 def test_a_token_sums_over_its_own_experts(hidden: int, width: int, kind: Kind) -> None:
     g = torch.Generator().manual_seed(torch.seed() % 2**31)
-    pairs, down = choose_experts(crowded(g)), Records.prepare("down", random_experts(g, kind, "down", 5, hidden, width))
+    pairs, down = crowded(g), Records.prepare("down", random_experts(g, kind, "down", 5, hidden, width))
     h = encode_h(torch.randn(len(pairs), width, generator=g), width, kind)
     args = h, pairs, down, None, None, torch.zeros(9, hidden), torch.ones(hidden)
     got, want = emulated(experts_down, *args), experts_down.reference(*args)
@@ -108,7 +106,7 @@ def test_a_token_sums_over_its_own_experts(hidden: int, width: int, kind: Kind) 
 @pytest.mark.parametrize("kind", KINDS)
 def test_company_that_shares_no_expert_changes_no_bit(kind: Kind) -> None:
     g = torch.Generator().manual_seed(torch.seed() % 2**31)
-    ids, logits = torch.randperm(12, generator=g).view(4, 3).to(torch.int32), torch.randn(4, 12, generator=g)
+    ids, shares = torch.randperm(12, generator=g).view(4, 3).to(torch.int32), torch.rand(4, 3, generator=g)
     up = Records.prepare("up", random_experts(g, kind, "up", 12, 64, 256))
     down = Records.prepare("down", random_experts(g, kind, "down", 12, 128, 2048))
     shared_w = Slabs.prepare(torch.randn(128, 256, generator=g).to(torch.bfloat16))
@@ -117,8 +115,8 @@ def test_company_that_shares_no_expert_changes_no_bit(kind: Kind) -> None:
     wide = encode_h(torch.randn(12, 2048, generator=g), 2048, kind)
 
     def step(tokens: slice) -> tuple[Tensor, Tensor]:
-        choice = Choice(logits[tokens], None, 3, False, 1.0, ids[tokens])
-        pairs, h = emulated(experts_up, x[tokens], rstd[tokens].contiguous(), up, choice)
+        pairs = list_pairs(ids[tokens], shares[tokens], 12)
+        h = emulated(experts_up, x[tokens], rstd[tokens].contiguous(), up, pairs)
         mine = wide[pairs.slot_expert[: len(pairs)].long()]
         result = emulated(
             experts_down, mine, pairs, down, shared_h[tokens], shared_w, residual[tokens], torch.ones(128)
@@ -134,8 +132,8 @@ def test_route_up_and_down_are_a_mixture_of_experts() -> None:
     g = torch.Generator().manual_seed(torch.seed() % 2**31)
     logits, x = torch.randn(5, 16, generator=g), random_x(g, 5, 320)
     int4 = random_int4(g, 16, 256, 320), random_int4(g, 16, 320, 128)
-    choice = Choice(logits, torch.zeros(16), 4, True, 2.827)
-    pairs, h = emulated(experts_up, x, torch.ones(8), Records.prepare("up", int4[0]), choice)
+    pairs = emulated(choose_experts, logits, torch.zeros(16), 4, True, 2.827, None)
+    h = emulated(experts_up, x, torch.ones(8), Records.prepare("up", int4[0]), pairs)
     down = Records.prepare("down", int4[1])
     residual, _, _ = emulated(experts_down, h, pairs, down, None, None, torch.zeros(5, 320), torch.ones(320))
     routed = Routed(int4[0], int4[1], pairs.ids, pairs.weights)

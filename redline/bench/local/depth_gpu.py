@@ -20,7 +20,7 @@ from redline.ops.attend import attend
 from redline.ops.best import best
 from redline.ops.block import Inputs
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
-from redline.ops.choose_experts import Choice
+from redline.ops.choose_experts import choose_experts
 from redline.ops.embed import embed
 from redline.ops.experts_down import experts_down
 from redline.ops.experts_up import experts_up
@@ -138,11 +138,15 @@ class _Ops:
         if e is None:
             return []
 
+        def choose(layer: int):
+            moe = self.blocks[layer].experts
+            assert moe is not None
+            return choose_experts(logits, moe.bias_E, moe.chosen, moe.normalise, moe.scale, self.routing[layer])
+
         def up(layer: int):
             moe = self.blocks[layer].experts
             assert moe is not None
-            choice = Choice(logits, moe.bias_E, moe.chosen, moe.normalise, moe.scale, self.routing[layer])
-            return experts_up(x, rstd, moe.up, choice)
+            return experts_up(x, rstd, moe.up, pairs[layer])
 
         def down(layer: int):
             w = self.blocks[layer]
@@ -150,15 +154,17 @@ class _Ops:
             assert not isinstance(w.down, Tiled)
             return experts_down(routed, pairs[layer], w.experts.down, h, w.down, residual, w.mlp_norm)
 
-        pairs = {layer: up(layer)[0] for layer in range(self.dense, self.depth.physical)}
-        routed = up(self.depth.physical - 1)[1]
+        pairs = {layer: choose(layer) for layer in range(self.dense, self.depth.physical)}
+        routed = up(self.depth.physical - 1)
         c, each = self.depth.config, tokens * e.chosen
         product_flops = 2 * each * c.moe_intermediate_size * c.hidden_size
         shared_flops = 2 * tokens * c.hidden_size * self.last.width
-        into = Cost(x.nbytes + logits.nbytes + routed.nbytes, 2 * product_flops)
+        chosen = Cost(logits.nbytes + 16 * each)
+        into = Cost(x.nbytes + routed.nbytes, 2 * product_flops)
         shared = Cost(self.last.down.nbytes + h.nbytes, shared_flops)
         out = Cost(routed.nbytes + 3 * residual.nbytes, product_flops) + shared
         return [
+            Stage("choose_experts", choose, chosen, count),
             Stage("experts_up", up, into, count, expert_cost=Cost(e.up.nbytes // e.up.experts)),
             Stage("experts_down", down, out, count, expert_cost=Cost(e.down.nbytes // e.down.experts)),
         ]
