@@ -10,6 +10,7 @@ of its pairs: what one pass over the expert's weights can serve.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -19,7 +20,20 @@ from redline.ops.op import Case, Cost, Op
 
 SLOT_PAIRS = 8
 THREADS = 512
+CHOOSING_BYTES = THREADS * 12 + 512 * 8 + THREADS // 32 * 4  # of shared memory: cuda/choose.cuh
 MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 64, 512, 512  # of one kernel: two words of tokens, a thread to a pair or expert
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How experts are chosen, apart from the logits; for `gates`, which has those."""
+
+    bias_E: Tensor | None  # float32
+    chosen: int
+    normalise: bool
+    scale: float
+    finished: Tensor  # int32 [1], 0: what the kernel counts in, and leaves 0
+    forced_TK: Tensor | None = None  # int32: the ids to use instead, each at most once for a token (benchmarks)
 
 
 @dataclass(frozen=True)
@@ -36,6 +50,29 @@ class Pairs:
     count: Tensor  # int32 [1]: slots that exist
     ids: Tensor  # int32 [T, K], best first
     weights: Tensor  # float32 [T, K]
+
+    @classmethod
+    def empty(cls, tokens: int, chosen: int, experts: int, device: torch.device) -> Self:
+        """For a kernel to fill."""
+        slots = most_slots(tokens, chosen, experts)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=torch.int32, device=device)
+
+        return cls(
+            token=ints(tokens * chosen),
+            weight=torch.empty(tokens * chosen, device=device),
+            slot_expert=ints(slots),
+            slot_first=ints(slots + 1),
+            count=ints(1),
+            ids=ints(tokens, chosen),
+            weights=torch.empty(tokens, chosen, device=device),
+        )
+
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        """In the order of a kernel's arguments."""
+        return self.token, self.weight, self.slot_expert, self.slot_first, self.count, self.ids, self.weights
 
     @property
     def most(self) -> int:
@@ -93,7 +130,7 @@ def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
 
 _Arguments = structure(
     "ChooseExperts",
-    pointers="logits bias forced pair_token pair_weight slot_expert slot_first count ids weights",
+    pointers="logits bias forced pair_token pair_weight slot_expert slot_first count ids shares",
     ints="tokens slots normalise",
     floats="scale",
 )
@@ -101,8 +138,8 @@ _Arguments = structure(
 
 @functools.cache
 def kernel_of(experts: int, chosen: int) -> Kernel:
-    shared = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4
-    return Kernel("choose_experts.cu", "choose_experts", {"EXPERTS": experts, "CHOSEN": chosen}, shared, THREADS)
+    defines = {"EXPERTS": experts, "CHOSEN": chosen}
+    return Kernel("choose_experts.cu", "choose_experts", defines, CHOOSING_BYTES, THREADS)
 
 
 def cuda(
@@ -113,24 +150,10 @@ def cuda(
     scale: float,
     forced_TK: Tensor | None = None,
 ) -> Pairs:
-    (tokens, experts), device = logits_TE.shape, logits_TE.device
-    slots = most_slots(tokens, chosen, experts)
-
-    def ints(*shape: int) -> Tensor:
-        return torch.empty(*shape, dtype=torch.int32, device=device)
-
-    pairs = Pairs(
-        token=ints(tokens * chosen),
-        weight=torch.empty(tokens * chosen, device=device),
-        slot_expert=ints(slots),
-        slot_first=ints(slots + 1),
-        count=ints(1),
-        ids=ints(tokens, chosen),
-        weights=torch.empty(tokens, chosen, device=device),
-    )
-    inputs = address(logits_TE), address(bias_E), address(forced_TK)
-    lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count, pairs.ids, pairs.weights
-    arguments = _Arguments(*inputs, *(address(part) for part in lists), tokens, slots, int(normalise), scale)
+    tokens, experts = logits_TE.shape
+    pairs = Pairs.empty(tokens, chosen, experts, logits_TE.device)
+    inputs = map(address, (logits_TE, bias_E, forced_TK, *pairs.lists))
+    arguments = _Arguments(*inputs, tokens, pairs.most, int(normalise), scale)
     kernel_of(experts, chosen).launch(arguments, 1)
     return pairs
 

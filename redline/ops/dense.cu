@@ -23,6 +23,9 @@
 #define PROJECT_OUT 3
 #define GATES 4
 #define HEAD 5
+#if EPILOGUE == GATES && CHOSEN
+#include "choose.cuh"
+#endif
 
 constexpr u32 TILE_ROWS = 16, TILE_BYTES = 1024, MOST_TOKENS = 8, MOST_PARTS = 256;
 constexpr u32 WARPS = THREADS / 32, GROUPS = WARPS / 4;
@@ -222,7 +225,8 @@ FN void end_side(const Arguments& a, const Side&) {
 #endif
 
 #if EPILOGUE == GATES
-// EXPERTS rows of logits, padded to whole tiles; then tiles of 8 gates and their 8 ups, WIDTH of each.
+// EXPERTS rows of logits, padded to whole tiles; then tiles of 8 gates and their 8 ups, WIDTH of each. The last of the blocks
+// that have logits to finish chooses the experts, CHOSEN for each token (0: nobody does), while others still multiply.
 struct Arguments {
     const u8* weights;
     const u8* x;
@@ -230,8 +234,18 @@ struct Arguments {
     float* logits;
     u16* h;
     float* rstd;
-    u32 tokens, parts;
-    float eps;
+    const float* bias;  // these are what choose.cuh wants
+    const int* forced;
+    int* pair_token;
+    float* pair_weight;
+    int* slot_expert;
+    int* slot_first;
+    int* count;
+    int* ids;
+    float* shares;
+    int* finished;  // blocks with logits; 0 between two launches
+    u32 tokens, parts, slots, normalise;
+    float eps, scale;
 };
 constexpr bool NORMED = true, HALVES = true;
 constexpr u32 ROUTER_ROWS = (EXPERTS + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
@@ -286,11 +300,13 @@ FN void end_side(const Arguments&, const Side&) {}
 
 // --------------------------------------------------------------------------------------------------------- the stream
 
-// A block's row tiles.
+// A block's row tiles: the last blocks have one more, where they do not come out even.
 struct Run { u32 first, end; };
-FN Run run_of_block() {
-    return {block_index() * ROW_TILES / grid_size(), (block_index() + 1) * ROW_TILES / grid_size()};
+FN u32 first_tile(u32 block) {
+    u32 each = ROW_TILES / grid_size(), even = grid_size() - ROW_TILES % grid_size();
+    return block * each + (block > even ? block - even : 0);
 }
+FN Run run_of_block() { return {first_tile(block_index()), first_tile(block_index() + 1)}; }
 
 // The pieces that a group reads, in their order: slice by slice; in a slice, tile by tile.
 struct Walk {
@@ -488,6 +504,26 @@ FN void store_squares(float* squares_out, float squares) {
     store_global_f32(squares_out + block_index() * MOST_TOKENS + thread_index(), sum);
 }
 
+#if EPILOGUE == GATES && CHOSEN
+// By all threads of a block that has logits, after it has stored them.
+FN void choose_if_last(const Arguments& a) {
+    constexpr u32 LAST = ROUTER_ROWS / TILE_ROWS - 1;  // tile of logits
+    u32 block = 0, flag = shared_base() + X_BARRIER + 8;
+    while (first_tile(block + 1) <= LAST) block++;
+    if (block_index() > block) return;
+    show_all();
+    sync_block();
+    if (thread_index() == 0) {
+        bool last = add_global(a.finished, 1) == block;
+        if (last) store_global(a.finished, 0);
+        store_shared(flag, last);
+    }
+    sync_block();
+    if (load_shared(flag)) choose(a, shared_base() + RING);
+}
+static_assert(RING + CHOOSING_BYTES <= X_AT, "choosing has room in the ring");
+#endif
+
 KERNEL(dense, Arguments) {
     let_next_grid_start();
     make_barriers();
@@ -532,5 +568,7 @@ KERNEL(dense, Arguments) {
     }
 #if EPILOGUE == PROJECT_A || EPILOGUE == PROJECT_OUT
     store_squares(a.squares_out, squares);
+#elif EPILOGUE == GATES && CHOSEN
+    choose_if_last(a);
 #endif
 }

@@ -139,9 +139,9 @@ def kernel_of(epilogue: str, w: Tiled, tokens: int, **sizes: int | str) -> tuple
     return _kernel(epilogue, units * TILE_K, row_tiles, cut, tuple(sizes.items())), cut.blocks
 
 
-def arguments(name: str, pointers: str) -> type[ctypes.Structure]:
-    """The struct of an epilogue: what all have, and its own pointers."""
-    return structure(name, f"weights x squares {pointers}", "tokens parts", "eps")
+def arguments(name: str, pointers: str, ints: str = "", floats: str = "") -> type[ctypes.Structure]:
+    """The struct of an epilogue: what all have, and its own."""
+    return structure(name, f"weights x squares {pointers}", f"tokens parts {ints}", f"eps {floats}")
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -185,7 +185,8 @@ def rstd_of(squares: Tensor, tokens: int, inputs: int, eps: float) -> Tensor:
 def part_squares(y_TN: Tensor, blocks: int) -> Tensor:
     """Sums of squares over the tiles of each block, float32 [blocks, 8]; zeros for tokens that are none."""
     tiles_TX = pad_columns(y_TN.float(), TILE_N).pow(2).unflatten(-1, (-1, TILE_N)).sum(-1)
-    bounds = [block * tiles_TX.shape[1] // blocks for block in range(blocks + 1)]
+    each, more = divmod(tiles_TX.shape[1], blocks)
+    bounds = [block * each + max(0, block - (blocks - more)) for block in range(blocks + 1)]
     parts = torch.stack([tiles_TX[:, first:end].sum(1) for first, end in pairwise(bounds)])
     return torch.nn.functional.pad(parts, (0, MOST_TOKENS - parts.shape[1]))
 

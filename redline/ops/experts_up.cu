@@ -55,14 +55,20 @@ FN u32 token_of(u32 pair) { return load_shared(shared_base() + TOKEN_AT + 4 * pa
 FN float rstd_of(u32 pair) { return load_shared_f32(shared_base() + RSTD_AT + 4 * token_of(pair)); }
 FN u32 pairs_of(u32 slot) { return first_of(slot + 1) - first_of(slot); }
 
-// The lists are short and every block needs them: all at once, before anybody knows how long they are.
-FN void load_lists(const Arguments& a) {
-    u32 base = shared_base(), i = thread_index();
-    if (i < a.tokens) store_shared_f32(base + RSTD_AT + 4 * i, load_global_f32(a.rstd + i));
-    if (i < a.slots) store_shared(base + EXPERT_AT + 4 * i, load_global(a.slot_expert + i));
-    if (i < a.pairs) store_shared(base + TOKEN_AT + 4 * i, load_global(a.pair_token + i));
-    if (i < a.pairs) store_shared_f32(base + WEIGHT_AT + 4 * i, load_global_f32(a.pair_weight + i));
-    if (i <= a.slots) store_shared(base + FIRST_AT + 4 * i, load_global(a.slot_first + i));
+// -> how many slots there are. The lists are short and every block needs them: all at once, in one way through memory, before
+// anybody knows how long they are.
+FN u32 load_lists(const Arguments& a) {
+    u32 base = shared_base(), i = thread_index(), expert = 0, token = 0, first = 0, count = load_global(a.count);
+    float rstd = 0, weight = 0;
+    if (i < a.tokens) rstd = load_global_f32(a.rstd + i);
+    if (i < a.slots) expert = load_global(a.slot_expert + i);
+    if (i < a.pairs) token = load_global(a.pair_token + i), weight = load_global_f32(a.pair_weight + i);
+    if (i <= a.slots) first = load_global(a.slot_first + i);
+    if (i < a.tokens) store_shared_f32(base + RSTD_AT + 4 * i, rstd);
+    if (i < a.slots) store_shared(base + EXPERT_AT + 4 * i, expert);
+    if (i < a.pairs) store_shared(base + TOKEN_AT + 4 * i, token), store_shared_f32(base + WEIGHT_AT + 4 * i, weight);
+    if (i <= a.slots) store_shared(base + FIRST_AT + 4 * i, first);
+    return count;
 }
 
 FN u32 x_stages(u32 slot) { return pairs_of(slot) > X_TOKENS ? 2 : 1; }
@@ -203,8 +209,7 @@ KERNEL(experts_up, Arguments) {
     // Only here may the next grid begin: whatever it reads before its own wait, the choice of experts, is then complete.
     wait_for_previous_grid();
     let_next_grid_start();
-    load_lists(a);
-    u32 items = load_global(a.count) * TILES;
+    u32 items = load_lists(a) * TILES;
     sync_block();
 
     u32 worker = block_index() * TEAMS + warp / SLICES, workers = grid_size() * TEAMS;

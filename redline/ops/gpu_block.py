@@ -1,6 +1,6 @@
 """One block on a GPU: the arithmetic of `block`, in the launches that the chip wants.        T tokens, D hidden.
 
-`few`: up to 8 tokens that decode. Ten launches, each streaming its weights once; norms are folded into the products,
+`few`: up to 8 tokens that decode. Nine launches, each streaming its weights once; norms are folded into the products,
 and a launch begins to fetch its weights before the one in front of it has ended.
 `many`: prompts, and more rows. Products by Triton or the library, attention by whichever form a token wants.
 """
@@ -14,7 +14,7 @@ from redline.ops.absorb import absorb
 from redline.ops.attend import attend
 from redline.ops.block import Inputs
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
-from redline.ops.choose_experts import choose_experts
+from redline.ops.choose_experts import Choice, choose_experts
 from redline.ops.chunk_attention import attend_chunks
 from redline.ops.experts_down import experts_down
 from redline.ops.experts_up import experts_up
@@ -41,6 +41,10 @@ class GpuMoe:
     chosen: int
     normalise: bool
     scale: float
+    finished: Tensor  # as `Choice`'s
+
+    def choice(self, forced_TK: Tensor | None) -> Choice:
+        return Choice(self.bias_E, self.chosen, self.normalise, self.scale, self.finished, forced_TK)
 
 
 @dataclass(frozen=True)
@@ -106,15 +110,15 @@ def few(
     residual, x, squares = project_out(o, w.o_proj, stream.residual_TD, w.mlp_norm)
     experts = w.experts
     count = 0 if experts is None else experts.bias_E.shape[0]
-    logits, h, rstd = gates(x, squares, w.gates, count, w.width, w.eps)
+    choice = None if experts is None else experts.choice(forced_TK)
+    _, h, rstd, pairs = gates(x, squares, w.gates, count, w.width, w.eps, choice)
     if experts is None:
         assert isinstance(w.down, Tiled)
         return Stream(*project_out(h, w.down, residual, next_norm))
     assert isinstance(w.down, Slabs)
-    e = experts
-    pairs = choose_experts(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
-    routed = experts_up(x, rstd, e.up, pairs)
-    return Stream(*experts_down(routed, pairs, e.down, h, w.down, residual, next_norm))
+    assert pairs is not None
+    routed = experts_up(x, rstd, experts.up, pairs)
+    return Stream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm))
 
 
 def many(

@@ -3,13 +3,12 @@
 // A block has one half of one head's rows of W_UV in shared memory before the grid in front ends: at V = 128, R = 512
 // 64 KB. For 8 queries at a time it combines the splits of its head, then multiplies: warps are row tiles x parts of R.
 //
-// Splits go from the L2 cache into registers, eight pieces of eight splits at a time for each lane, and no warp waits for
-// another; the first are asked for before it is known how many hold something. A warp has 32 latents, its eight groups of
-// lanes have a split of a piece each. So a latent is the sum of BUNDLES sums, each over every BUNDLES-th split, in an order
-// that is the same in any company.
+// Splits stream through a ring of stages, eight at a time, each 8 KB in one piece of memory; the first are asked for before
+// it is known how many hold something. A warp has 32 latents, its eight groups of lanes have a split of a piece each. So a
+// latent is the sum of BUNDLES sums, each over every BUNDLES-th split, in an order that is the same in any company.
 //
-// It is small, 93 KB and 64 registers, so that its weights arrive while small blocks of `attend` still work beside it, and
-// so that two fit where many queries are shared out to GROUPS blocks each.
+// With 5 STAGES it is small, 125 KB and 64 registers, so that its weights arrive while small blocks of `attend` still work
+// beside it; with 12 it keeps the L2 cache busy; with 3 two blocks share an SM, where GROUPS blocks share many queries.
 #include "core.cuh"
 
 constexpr u32 WARPS = THREADS / 32;
@@ -19,17 +18,17 @@ constexpr u32 UNITS = R / 32 / PARTS;  // of a warp: 32 inputs, two products eac
 constexpr u32 WEIGHT_BYTES = ROWS * R * 2, COPY_BYTES = 16384;
 constexpr u32 COLUMNS = 8;                       // queries are the columns of a product
 constexpr u32 BUNDLES = 8;                       // splits of a piece
-constexpr u32 AT_ONCE = 8;                       // pieces that a lane asks for
-constexpr u32 SPLIT_BYTES = 2 * R;
+constexpr u32 SPLIT_BYTES = 2 * R, PIECE_BYTES = BUNDLES * SPLIT_BYTES;
 constexpr u32 HELD = (MAX_SPLITS + 31) / 32;      // log-sum-exps of a lane
 constexpr u32 LATENT_ROW = 2 * R + 64;           // so that eight lanes of a fragment meet all banks
 
 constexpr u32 WEIGHTS = 0;
-constexpr u32 SHARES = WEIGHTS + WEIGHT_BYTES;             // float32 [COLUMNS, MAX_SPLITS]: of each split in its query
+constexpr u32 PIECES = WEIGHTS + WEIGHT_BYTES;   // bf16 [STAGES, BUNDLES, R]
+constexpr u32 SHARES = PIECES + STAGES * PIECE_BYTES;      // float32 [COLUMNS, MAX_SPLITS]: of each split in its query
 constexpr u32 COUNTS = SHARES + 4 * COLUMNS * MAX_SPLITS;  // [COLUMNS]: splits that hold something, the first ones
 constexpr u32 LATENTS = COUNTS + 4 * COLUMNS;    // bf16 [COLUMNS, LATENT_ROW]
 constexpr u32 SUMS = LATENTS + COLUMNS * LATENT_ROW;       // float32 [PARTS, ROWS, COLUMNS]
-constexpr u32 WEIGHTS_THERE = SUMS + 4 * PARTS * ROWS * COLUMNS;  // a barrier
+constexpr u32 BARRIERS = SUMS + 4 * PARTS * ROWS * COLUMNS;  // of each stage, and of the weights
 
 static_assert(R % (32 * PARTS) == 0 && TILES * PARTS == WARPS, "every warp has a tile and a whole part of R");
 static_assert(R <= 32 * WARPS && WARPS >= COLUMNS, "a warp has 32 latents, and a query");
@@ -65,32 +64,31 @@ FN void find_shares(const Arguments& a, u32 base, u32 head, u32 query, u32 colum
     if (lane_index() == 0) store_shared(base + COUNTS + 4 * column, count);
 }
 
-// Eight splits of a query. All queries of a batch have equally many.
-struct Piece { u32 column, first; };
+// Eight splits of a query. Every query has one piece, and pieces after that while they hold something; the first STAGES of a
+// batch and one more, settled before anybody has counted, also where they do not.
+struct Piece { u32 number, column, first; };
 
-FN void next(Piece& p, u32 splits) {
-    p.first += BUNDLES;
-    if (p.first >= splits) p.first = 0, p.column++;
+FN Piece after(const Arguments& a, u32 base, Piece p) {
+    u32 end = p.number < STAGES ? a.splits : load_shared(base + COUNTS + 4 * p.column);
+    bool more = p.first + BUNDLES < end;
+    return {p.number + 1, more ? p.column : p.column + 1, more ? p.first + BUNDLES : 0};
 }
 
-// Lane 4b + c: latents 8c to 8c + 7 of the warp's 32, of split b of the next pieces; of those that hold something, where that
-// has been counted.
-FN void load_pieces(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns, bool counted, Piece& p, u32x4 (&v)[AT_ONCE]) {
-    u32 bundle = lane_index() / 4, latent = 32 * warp_index() + 8 * (lane_index() % 4), rows = a.heads * a.splits;
-    const char* from = a.partial + (((u64)batch * a.heads + head) * a.splits + bundle) * SPLIT_BYTES + 2 * latent;
-#pragma unroll
-    for (u32 i = 0; i < AT_ONCE; i++) {
-        if (p.column >= columns) return;
-        u32 splits = counted ? load_shared(base + COUNTS + 4 * p.column) : a.splits;
-        if (p.first + bundle < splits) v[i] = load_global_4(from + (u64)(p.column * rows + p.first) * SPLIT_BYTES);
-        next(p, a.splits);
-    }
+// One thread. stage: of the ring, counted on from batch to batch.
+FN void fetch(const Arguments& a, u32 base, u32 head, u32 batch, const Piece& p, u32 stage) {
+    u64 row = ((u64)(batch + p.column) * a.heads + head) * a.splits + p.first;
+    u32 bytes = smaller(BUNDLES, a.splits - p.first) * SPLIT_BYTES, place = stage % STAGES;
+    barrier_expect(base + BARRIERS + 8 * place, bytes);
+    copy_bulk(base + PIECES + place * PIECE_BYTES, a.partial + row * SPLIT_BYTES, bytes, base + BARRIERS + 8 * place);
 }
 
-FN void add_split(float (&sum)[8], u32 base, const Piece& p, u32x4 v) {
-    u32 split = p.first + lane_index() / 4;
+// Lane 4b + c: 8 latents of split b of the piece, where that holds something.
+FN void add_split(float (&sum)[8], u32 base, const Piece& p, u32 stage) {
+    u32 bundle = lane_index() / 4, split = p.first + bundle;
     if (split >= load_shared(base + COUNTS + 4 * p.column)) return;
     float share = load_shared_f32(base + SHARES + 4 * (p.column * MAX_SPLITS + split));
+    u32 at = base + PIECES + stage % STAGES * PIECE_BYTES + bundle * SPLIT_BYTES;
+    u32x4 v = load_shared_4(at + 64 * warp_index() + 16 * (lane_index() % 4));
     sum[0] += share * bf16_lo(v.x), sum[1] += share * bf16_hi(v.x);
     sum[2] += share * bf16_lo(v.y), sum[3] += share * bf16_hi(v.y);
     sum[4] += share * bf16_lo(v.z), sum[5] += share * bf16_hi(v.z);
@@ -113,29 +111,33 @@ FN void store_latent(float (&sum)[8], u32 base, u32 column) {
     store_shared_u16(base + LATENTS + column * LATENT_ROW + 2 * latent, f32_to_bf16(sum[0]));
 }
 
-// The latents of a batch of queries.
-FN void combine(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns) {
-    bool mine = warp_index() < R / 32;
-    Piece wanted = {0, 0}, p = wanted;
-    u32x4 v[AT_ONCE];
-    if (mine) load_pieces(a, base, head, batch, columns, false, wanted, v);
+// The latents of a batch of queries. stage: as it goes on.
+FN void combine(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns, u32& stage) {
+    Piece wanted = {0, 0, 0};
+    u32 wanted_stage = stage;
+    if (thread_index() == 0)
+        for (; wanted.number < STAGES && wanted.column < columns; wanted = after(a, base, wanted))
+            fetch(a, base, head, batch, wanted, wanted_stage++);
     if (warp_index() < columns) find_shares(a, base, head, batch + warp_index(), warp_index());
     sync_block();
-    if (!mine) return;
     float sum[8] = {};
-    while (p.column < columns) {
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; i++) {
-            if (p.column >= columns) return;
-            add_split(sum, base, p, v[i]);
-            if (p.first + BUNDLES >= (u32)a.splits) {
-                sync_warp();
+    for (Piece p = {0, 0, 0}; p.column < columns; stage++) {
+        Piece next = after(a, base, p);
+        barrier_wait(base + BARRIERS + 8 * (stage % STAGES), stage / STAGES % 2);
+        if (warp_index() < R / 32) {
+            add_split(sum, base, p, stage);
+            sync_warp();
+            if (next.column != p.column) {
                 store_latent(sum, base, p.column);
-                for (u32 e = 0; e < 8; e++) sum[e] = 0;
+                for (u32 i = 0; i < 8; i++) sum[i] = 0;
             }
-            next(p, a.splits);
         }
-        load_pieces(a, base, head, batch, columns, true, wanted, v);
+        sync_block();
+        if (thread_index() == 0 && wanted.column < columns) {
+            fetch(a, base, head, batch, wanted, wanted_stage++);
+            wanted = after(a, base, wanted);
+        }
+        p = next;
     }
 }
 
@@ -177,24 +179,24 @@ FN void store_padding(const Arguments& a) {
 // Block (head, 2 group + half of V): every GROUPS-th batch of queries.
 KERNEL_BESIDE(unabsorb, Arguments, 2) {
     let_next_grid_start();
-    u32 base = shared_base(), head = block_index(), half = block_index_y() % 2, warp = warp_index(), there = base + WEIGHTS_THERE;
+    u32 base = shared_base(), head = block_index(), half = block_index_y() % 2, warp = warp_index();
+    u32 weights_there = base + BARRIERS + 8 * STAGES, stage = 0;
     if (thread_index() == 0) {
         const char* from = a.weight + (u64)(2 * head + half) * WEIGHT_BYTES;
         u64 policy = read_once();
-        barrier_init(there);
+        for (u32 i = 0; i <= STAGES; i++) barrier_init(base + BARRIERS + 8 * i);
         barrier_init_done();
-        barrier_expect(there, WEIGHT_BYTES);
+        barrier_expect(weights_there, WEIGHT_BYTES);
         for (u32 i = 0; i < WEIGHT_BYTES; i += COPY_BYTES)
-            copy_bulk(base + WEIGHTS + i, from + i, smaller(COPY_BYTES, WEIGHT_BYTES - i), there, policy);
+            copy_bulk(base + WEIGHTS + i, from + i, smaller(COPY_BYTES, WEIGHT_BYTES - i), weights_there, policy);
     }
     sync_block();
     wait_for_previous_grid();
     u32 first = block_index_y() / 2 * COLUMNS;
     for (u32 batch = first; batch < (u32)a.queries; batch += GROUPS * COLUMNS) {
         u32 columns = smaller(COLUMNS, a.queries - batch);
-        combine(a, base, head, batch, columns);
-        sync_block();
-        if (batch == first) barrier_wait(there, 0);
+        combine(a, base, head, batch, columns, stage);
+        if (batch == first) barrier_wait(weights_there, 0);
         float c[4] = {};
         multiply(c, base, warp % TILES, warp / TILES);
         store_sums(c, base, warp % TILES, warp / TILES);

@@ -4,7 +4,7 @@ routing, each recorded as a graph.
 T tokens of a step, k experts of a token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,7 +20,7 @@ from redline.ops.attend import attend
 from redline.ops.best import best
 from redline.ops.block import Inputs
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
-from redline.ops.choose_experts import choose_experts
+from redline.ops.choose_experts import Pairs, choose_experts
 from redline.ops.embed import embed
 from redline.ops.experts_down import experts_down
 from redline.ops.experts_up import experts_up
@@ -132,16 +132,11 @@ class _Ops:
         ]
         return stages, unabsorb(o, lse, w.w_uv)
 
-    def experts(self, logits: Tensor, x: Tensor, rstd: Tensor, h: Tensor, residual: Tensor) -> list[Stage]:
-        """From the router's logits to the residual."""
+    def experts(self, pairs: Mapping[int, Pairs], x: Tensor, rstd: Tensor, h: Tensor, residual: Tensor) -> list[Stage]:
+        """From the choice of experts, by layer, to the residual."""
         e, count, tokens = self.last.experts, self.layers - self.dense, self.depth.rows * self.depth.tokens
         if e is None:
             return []
-
-        def choose(layer: int):
-            moe = self.blocks[layer].experts
-            assert moe is not None
-            return choose_experts(logits, moe.bias_E, moe.chosen, moe.normalise, moe.scale, self.routing[layer])
 
         def up(layer: int):
             moe = self.blocks[layer].experts
@@ -154,17 +149,14 @@ class _Ops:
             assert not isinstance(w.down, Tiled)
             return experts_down(routed, pairs[layer], w.experts.down, h, w.down, residual, w.mlp_norm)
 
-        pairs = {layer: choose(layer) for layer in range(self.dense, self.depth.physical)}
         routed = up(self.depth.physical - 1)
         c, each = self.depth.config, tokens * e.chosen
         product_flops = 2 * each * c.moe_intermediate_size * c.hidden_size
         shared_flops = 2 * tokens * c.hidden_size * self.last.width
-        chosen = Cost(logits.nbytes + 16 * each)
         into = Cost(x.nbytes + routed.nbytes, 2 * product_flops)
         shared = Cost(self.last.down.nbytes + h.nbytes, shared_flops)
         out = Cost(routed.nbytes + 3 * residual.nbytes, product_flops) + shared
         return [
-            Stage("choose_experts", choose, chosen, count),
             Stage("experts_up", up, into, count, expert_cost=Cost(e.up.nbytes // e.up.experts)),
             Stage("experts_down", down, out, count, expert_cost=Cost(e.down.nbytes // e.down.experts)),
         ]
@@ -206,10 +198,12 @@ class _Few(_Ops):
 
         def gate(layer: int):
             part = self.blocks[layer]
-            return gates(x, squares, part.gates, 0 if part.experts is None else count, part.width, last.eps)
+            choice = None if part.experts is None else part.experts.choice(self.routing[layer])
+            return gates(x, squares, part.gates, count if choice else 0, part.width, last.eps, choice)
 
-        logits, h, rstd = gate(self.depth.physical - 1)
+        _, h, rstd, _ = gate(self.depth.physical - 1)
         moe_layers = range(self.dense, self.depth.physical)
+        chosen = {layer: pairs for layer in moe_layers if (pairs := gate(layer)[3])}
         q_cost = project_q.cost(
             *(q_a, q_squares, w.w_q, w.heads, kv, w.kv_norm, i.cos_T, i.sin_T, i.rows_T, plane, w.eps)
         )
@@ -221,7 +215,7 @@ class _Few(_Ops):
             *attention,
             self.stage("project_out", out, project_out.cost(o, last.o_proj, residual, last.mlp_norm)),
             Stage("gates", gate, gate_cost, self.layers - self.dense, moe_layers),
-            *self.experts(logits, x, rstd, h, residual),
+            *self.experts(chosen, x, rstd, h, residual),
         ]
         if self.dense:
             stages += self.dense_stages(x, squares, residual)
@@ -280,6 +274,14 @@ class _Many(_Ops):
             swiglu(both, padded(count, TILE_N), last.width)
 
         rows_cost = Cost(4 * residual.nbytes + 4 * x.nbytes + a.nbytes + q.nbytes + both.nbytes + h.nbytes)
+
+        def choose(layer: int) -> Pairs:
+            moe = self.blocks[layer].experts
+            assert moe is not None
+            return choose_experts(logits, moe.bias_E, moe.chosen, moe.normalise, moe.scale, self.routing[layer])
+
+        moe_layers = range(self.dense, self.depth.physical)
+        chosen = {layer: choose(layer) for layer in moe_layers}
         return [
             self.stage("rows", by_row, rows_cost),
             linears("project_a", x, lambda block: block.attention.w_a, torch.float32),
@@ -291,8 +293,9 @@ class _Many(_Ops):
                 lambda layer: product(x, self.blocks[layer].gates, torch.float32),
                 linear.cost(x, last.gates),
                 self.layers - self.dense,
-                range(self.dense, self.depth.physical),
+                moe_layers,
             ),
-            *self.experts(logits, x, rstd, h, residual),
+            Stage("choose_experts", choose, Cost(logits.nbytes), self.layers - self.dense, moe_layers),
+            *self.experts(chosen, x, rstd, h, residual),
             self.head(x),
         ]

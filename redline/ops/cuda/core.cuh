@@ -116,6 +116,8 @@ FN void store_global(void* at, u32 v) { ASM("st.global.u32 [%0], %1;" ::"l"(at),
 FN void store_global_u16(void* at, u16 v) { ASM("st.global.u16 [%0], %1;" ::"l"(at), "h"(v) : "memory"); }
 FN void store_global_u8(void* at, u8 v) { ASM("st.global.u8 [%0], %1;" ::"l"(at), "r"((u32)v) : "memory"); }
 FN void store_global_f32(void* at, float v) { ASM("st.global.f32 [%0], %1;" ::"l"(at), "f"(v) : "memory"); }
+// After this thread's writes to global memory, before what lets others read them.
+FN void show_all() { ASM("fence.acq_rel.gpu;" ::: "memory"); }
 // The value before; of all blocks of the grid.
 FN u32 add_global(void* at, u32 v) {
     u32 old;

@@ -352,6 +352,7 @@ FN void copies_wait() {  // they arrive as late as they may
     }
 }
 
+FN void show_all() {}
 FN void let_next_grid_start() {}
 FN void wait_for_previous_grid() {}
 
