@@ -300,11 +300,26 @@ FN void end_side(const Arguments&, const Side&) {}
 
 // --------------------------------------------------------------------------------------------------------- the stream
 
-// A block's row tiles: the last blocks have one more, where they do not come out even.
+// A block's row tiles: the last blocks have one more, where they do not come out even. The first LONE_TILES have a block
+// each, if there are blocks enough.
+#if EPILOGUE == GATES && CHOSEN
+constexpr u32 LONE_TILES = ROUTER_ROWS / TILE_ROWS;
+#else
+constexpr u32 LONE_TILES = 0;
+#endif
 struct Run { u32 first, end; };
+FN u32 lone_tiles() {
+    u32 blocks = grid_size();
+    if (blocks < 2 * LONE_TILES) return 0;
+    u32 most = (ROW_TILES - LONE_TILES + blocks - LONE_TILES - 1) / (blocks - LONE_TILES);
+    return BATCHED || most <= TILES * TILES_AT_ONCE ? LONE_TILES : 0;
+}
 FN u32 first_tile(u32 block) {
-    u32 each = ROW_TILES / grid_size(), even = grid_size() - ROW_TILES % grid_size();
-    return block * each + (block > even ? block - even : 0);
+    u32 lone = lone_tiles(), blocks = grid_size() - lone, tiles = ROW_TILES - lone;
+    if (block < lone) return block;
+    u32 each = tiles / blocks, even = blocks - tiles % blocks;
+    block -= lone;
+    return lone + block * each + (block > even ? block - even : 0);
 }
 FN Run run_of_block() { return {first_tile(block_index()), first_tile(block_index() + 1)}; }
 
@@ -507,14 +522,14 @@ FN void store_squares(float* squares_out, float squares) {
 #if EPILOGUE == GATES && CHOSEN
 // By all threads of a block that has logits, after it has stored them.
 FN void choose_if_last(const Arguments& a) {
-    constexpr u32 LAST = ROUTER_ROWS / TILE_ROWS - 1;  // tile of logits
-    u32 block = 0, flag = shared_base() + X_BARRIER + 8;
-    while (first_tile(block + 1) <= LAST) block++;
-    if (block_index() > block) return;
+    u32 last_block = LONE_TILES - 1, flag = shared_base() + X_BARRIER + 8;  // the last with logits
+    if (!lone_tiles())
+        for (last_block = 0; first_tile(last_block + 1) < LONE_TILES;) last_block++;
+    if (block_index() > last_block) return;
     show_all();
     sync_block();
     if (thread_index() == 0) {
-        bool last = add_global(a.finished, 1) == block;
+        bool last = add_global(a.finished, 1) == last_block;
         if (last) store_global(a.finished, 0);
         store_shared(flag, last);
     }

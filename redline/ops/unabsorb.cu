@@ -3,12 +3,13 @@
 // A block has one half of one head's rows of W_UV in shared memory before the grid in front ends: at V = 128, R = 512
 // 64 KB. For 8 queries at a time it combines the splits of its head, then multiplies: warps are row tiles x parts of R.
 //
-// Splits stream through a ring of stages, eight at a time, each 8 KB in one piece of memory; the first are asked for before
-// it is known how many hold something. A warp has 32 latents, its eight groups of lanes have a split of a piece each. So a
-// latent is the sum of BUNDLES sums, each over every BUNDLES-th split, in an order that is the same in any company.
+// A team of R / 8 threads reads a split at once, 16 bytes each, and asks for AT_ONCE before it adds the first; and before it
+// is known how many hold something. Of up to FEW splits a team has a query, and sums them in order. Of more all teams have
+// one query after the other, every eighth split each, and their sums are added up in shared memory. So a latent is summed in
+// an order that depends on the number of splits alone, not on company.
 //
-// With 5 STAGES it is small, 125 KB and 64 registers, so that its weights arrive while small blocks of `attend` still work
-// beside it; with 12 it keeps the L2 cache busy; with 3 two blocks share an SM, where GROUPS blocks share many queries.
+// It is small, 102 KB and 64 registers: its weights arrive while small blocks of `attend` still work beside it, and two share
+// an SM where GROUPS blocks share many queries.
 #include "core.cuh"
 
 constexpr u32 WARPS = THREADS / 32;
@@ -17,21 +18,21 @@ constexpr u32 ROWS = V / 2, TILES = ROWS / 16, PARTS = WARPS / TILES;
 constexpr u32 UNITS = R / 32 / PARTS;  // of a warp: 32 inputs, two products each
 constexpr u32 WEIGHT_BYTES = ROWS * R * 2, COPY_BYTES = 16384;
 constexpr u32 COLUMNS = 8;                       // queries are the columns of a product
-constexpr u32 BUNDLES = 8;                       // splits of a piece
-constexpr u32 SPLIT_BYTES = 2 * R, PIECE_BYTES = BUNDLES * SPLIT_BYTES;
+constexpr u32 TEAMS = 8, TEAM = R / 8;           // threads of a team
+constexpr u32 AT_ONCE = 8, FEW = 16;             // splits
 constexpr u32 HELD = (MAX_SPLITS + 31) / 32;      // log-sum-exps of a lane
 constexpr u32 LATENT_ROW = 2 * R + 64;           // so that eight lanes of a fragment meet all banks
 
 constexpr u32 WEIGHTS = 0;
-constexpr u32 PIECES = WEIGHTS + WEIGHT_BYTES;   // bf16 [STAGES, BUNDLES, R]
-constexpr u32 SHARES = PIECES + STAGES * PIECE_BYTES;      // float32 [COLUMNS, MAX_SPLITS]: of each split in its query
+constexpr u32 SHARES = WEIGHTS + WEIGHT_BYTES;             // float32 [COLUMNS, MAX_SPLITS]: of each split in its query
 constexpr u32 COUNTS = SHARES + 4 * COLUMNS * MAX_SPLITS;  // [COLUMNS]: splits that hold something, the first ones
 constexpr u32 LATENTS = COUNTS + 4 * COLUMNS;    // bf16 [COLUMNS, LATENT_ROW]
-constexpr u32 SUMS = LATENTS + COLUMNS * LATENT_ROW;       // float32 [PARTS, ROWS, COLUMNS]
-constexpr u32 BARRIERS = SUMS + 4 * PARTS * ROWS * COLUMNS;  // of each stage, and of the weights
+constexpr u32 TEAM_SUMS = LATENTS + COLUMNS * LATENT_ROW;  // float32 [TEAMS, R]
+constexpr u32 SUMS = TEAM_SUMS + 4 * TEAMS * R;            // float32 [PARTS, ROWS, COLUMNS]
+constexpr u32 WEIGHTS_THERE = SUMS + 4 * PARTS * ROWS * COLUMNS;  // a barrier
 
 static_assert(R % (32 * PARTS) == 0 && TILES * PARTS == WARPS, "every warp has a tile and a whole part of R");
-static_assert(R <= 32 * WARPS && WARPS >= COLUMNS, "a warp has 32 latents, and a query");
+static_assert(TEAMS * TEAM <= THREADS && TEAMS == COLUMNS && WARPS >= COLUMNS, "a query has a team, and a warp");
 
 struct Arguments {
     const char* partial;  // bf16 [Q, H, splits, R]
@@ -64,80 +65,78 @@ FN void find_shares(const Arguments& a, u32 base, u32 head, u32 query, u32 colum
     if (lane_index() == 0) store_shared(base + COUNTS + 4 * column, count);
 }
 
-// Eight splits of a query. Every query has one piece, and pieces after that while they hold something; the first STAGES of a
-// batch and one more, settled before anybody has counted, also where they do not.
-struct Piece { u32 number, column, first; };
+// What a team sums: every STEP-th split of a query, from `first` on. from: the thread's part of the query's first split.
+template <u32 STEP>
+struct Splits {
+    const char* from;
+    u32 first;
+    u32x4 v[AT_ONCE];
 
-FN Piece after(const Arguments& a, u32 base, Piece p) {
-    u32 end = p.number < STAGES ? a.splits : load_shared(base + COUNTS + 4 * p.column);
-    bool more = p.first + BUNDLES < end;
-    return {p.number + 1, more ? p.column : p.column + 1, more ? p.first + BUNDLES : 0};
-}
-
-// One thread. stage: of the ring, counted on from batch to batch.
-FN void fetch(const Arguments& a, u32 base, u32 head, u32 batch, const Piece& p, u32 stage) {
-    u64 row = ((u64)(batch + p.column) * a.heads + head) * a.splits + p.first;
-    u32 bytes = smaller(BUNDLES, a.splits - p.first) * SPLIT_BYTES, place = stage % STAGES;
-    barrier_expect(base + BARRIERS + 8 * place, bytes);
-    copy_bulk(base + PIECES + place * PIECE_BYTES, a.partial + row * SPLIT_BYTES, bytes, base + BARRIERS + 8 * place);
-}
-
-// Lane 4b + c: 8 latents of split b of the piece, where that holds something.
-FN void add_split(float (&sum)[8], u32 base, const Piece& p, u32 stage) {
-    u32 bundle = lane_index() / 4, split = p.first + bundle;
-    if (split >= load_shared(base + COUNTS + 4 * p.column)) return;
-    float share = load_shared_f32(base + SHARES + 4 * (p.column * MAX_SPLITS + split));
-    u32 at = base + PIECES + stage % STAGES * PIECE_BYTES + bundle * SPLIT_BYTES;
-    u32x4 v = load_shared_4(at + 64 * warp_index() + 16 * (lane_index() % 4));
-    sum[0] += share * bf16_lo(v.x), sum[1] += share * bf16_hi(v.x);
-    sum[2] += share * bf16_lo(v.y), sum[3] += share * bf16_hi(v.y);
-    sum[4] += share * bf16_lo(v.z), sum[5] += share * bf16_hi(v.z);
-    sum[6] += share * bf16_lo(v.w), sum[7] += share * bf16_hi(v.w);
-}
-
-// Half of a lane's values are traded for the other half of its partner's, and so on: one is left, summed over all bundles.
-template <u32 LEFT>
-FN void trade(float (&sum)[8], u32 partner) {
-    bool upper = lane_index() & partner;
-    for (u32 i = 0; i < LEFT; i++) {
-        float mine = upper ? sum[i + LEFT] : sum[i], theirs = upper ? sum[i] : sum[i + LEFT];
-        sum[i] = mine + shuffle_xor(theirs, partner);
+    __device__ __forceinline__ void load(u32 i, u32 split) { v[i] = load_global_4(from + split * (2 * R)); }
+    __device__ __forceinline__ void begin(const Arguments& a, u32 query, u32 head) {
+        from = a.partial + ((u64)query * a.heads + head) * a.splits * (2 * R) + thread_index() % TEAM * 16;
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++)
+            if (first + i * STEP < (u32)a.splits) load(i, first + i * STEP);
     }
-}
+    __device__ __forceinline__ void add_to(float (&sum)[8], u32 base, u32 column) {
+        u32 count = load_shared(base + COUNTS + 4 * column), shares = base + SHARES + 4 * column * MAX_SPLITS;
+#pragma unroll 1
+        for (u32 at = first; at < count; at += AT_ONCE * STEP)
+#pragma unroll
+            for (u32 i = 0; i < AT_ONCE; i++) {
+                u32 split = at + i * STEP, later = split + AT_ONCE * STEP;
+                if (split >= count) break;
+                float share = load_shared_f32(shares + 4 * split);
+                sum[0] += share * bf16_lo(v[i].x), sum[1] += share * bf16_hi(v[i].x);
+                sum[2] += share * bf16_lo(v[i].y), sum[3] += share * bf16_hi(v[i].y);
+                sum[4] += share * bf16_lo(v[i].z), sum[5] += share * bf16_hi(v[i].z);
+                sum[6] += share * bf16_lo(v[i].w), sum[7] += share * bf16_hi(v[i].w);
+                if (later < count) load(i, later);
+            }
+    }
+};
 
-FN void store_latent(float (&sum)[8], u32 base, u32 column) {
-    trade<4>(sum, 16), trade<2>(sum, 8), trade<1>(sum, 4);
-    u32 lane = lane_index(), latent = 32 * warp_index() + 8 * (lane % 4) + lane / 16 * 4 + lane / 8 % 2 * 2 + lane / 4 % 2;
-    store_shared_u16(base + LATENTS + column * LATENT_ROW + 2 * latent, f32_to_bf16(sum[0]));
-}
-
-// The latents of a batch of queries. stage: as it goes on.
-FN void combine(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns, u32& stage) {
-    Piece wanted = {0, 0, 0};
-    u32 wanted_stage = stage;
-    if (thread_index() == 0)
-        for (; wanted.number < STAGES && wanted.column < columns; wanted = after(a, base, wanted))
-            fetch(a, base, head, batch, wanted, wanted_stage++);
+// By all threads: shares of a batch of queries.
+FN void share_out(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns) {
     if (warp_index() < columns) find_shares(a, base, head, batch + warp_index(), warp_index());
     sync_block();
+}
+
+// The latents of a batch of queries, of few splits each.
+FN void combine_few(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns) {
+    u32 column = thread_index() / TEAM;
+    Splits<1> splits = {nullptr, 0};
+    if (column < columns) splits.begin(a, batch + column, head);
+    share_out(a, base, head, batch, columns);
+    if (column >= columns) return;
     float sum[8] = {};
-    for (Piece p = {0, 0, 0}; p.column < columns; stage++) {
-        Piece next = after(a, base, p);
-        barrier_wait(base + BARRIERS + 8 * (stage % STAGES), stage / STAGES % 2);
-        if (warp_index() < R / 32) {
-            add_split(sum, base, p, stage);
-            sync_warp();
-            if (next.column != p.column) {
-                store_latent(sum, base, p.column);
-                for (u32 i = 0; i < 8; i++) sum[i] = 0;
-            }
+    splits.add_to(sum, base, column);
+    u32x4 v = {pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7])};
+    store_shared_4(base + LATENTS + column * LATENT_ROW + thread_index() % TEAM * 16, v);
+}
+
+// The same of many splits. The next query's are asked for before this one's sums meet.
+FN void combine_many(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns) {
+    u32 thread = thread_index(), team = thread / TEAM, to = base + TEAM_SUMS + team * (4 * R) + thread % TEAM * 32;
+    Splits<TEAMS> splits = {nullptr, team};
+    if (team < TEAMS) splits.begin(a, batch, head);
+    share_out(a, base, head, batch, columns);
+    for (u32 column = 0; column < columns; column++) {
+        if (team < TEAMS) {
+            float sum[8] = {};
+            splits.add_to(sum, base, column);
+            if (column + 1 < columns) splits.begin(a, batch + column + 1, head);
+            store_shared_4(to, {as_u32(sum[0]), as_u32(sum[1]), as_u32(sum[2]), as_u32(sum[3])});
+            store_shared_4(to + 16, {as_u32(sum[4]), as_u32(sum[5]), as_u32(sum[6]), as_u32(sum[7])});
         }
         sync_block();
-        if (thread_index() == 0 && wanted.column < columns) {
-            fetch(a, base, head, batch, wanted, wanted_stage++);
-            wanted = after(a, base, wanted);
+        if (thread < R) {
+            float sum = 0;
+            for (u32 i = 0; i < TEAMS; i++) sum += load_shared_f32(base + TEAM_SUMS + 4 * (i * R + thread));
+            store_shared_u16(base + LATENTS + column * LATENT_ROW + 2 * thread, f32_to_bf16(sum));
         }
-        p = next;
+        sync_block();
     }
 }
 
@@ -179,24 +178,27 @@ FN void store_padding(const Arguments& a) {
 // Block (head, 2 group + half of V): every GROUPS-th batch of queries.
 KERNEL_BESIDE(unabsorb, Arguments, 2) {
     let_next_grid_start();
-    u32 base = shared_base(), head = block_index(), half = block_index_y() % 2, warp = warp_index();
-    u32 weights_there = base + BARRIERS + 8 * STAGES, stage = 0;
+    u32 base = shared_base(), head = block_index(), half = block_index_y() % 2, warp = warp_index(), there = base + WEIGHTS_THERE;
     if (thread_index() == 0) {
         const char* from = a.weight + (u64)(2 * head + half) * WEIGHT_BYTES;
         u64 policy = read_once();
-        for (u32 i = 0; i <= STAGES; i++) barrier_init(base + BARRIERS + 8 * i);
+        barrier_init(there);
         barrier_init_done();
-        barrier_expect(weights_there, WEIGHT_BYTES);
+        barrier_expect(there, WEIGHT_BYTES);
         for (u32 i = 0; i < WEIGHT_BYTES; i += COPY_BYTES)
-            copy_bulk(base + WEIGHTS + i, from + i, smaller(COPY_BYTES, WEIGHT_BYTES - i), weights_there, policy);
+            copy_bulk(base + WEIGHTS + i, from + i, smaller(COPY_BYTES, WEIGHT_BYTES - i), there, policy);
     }
     sync_block();
     wait_for_previous_grid();
     u32 first = block_index_y() / 2 * COLUMNS;
     for (u32 batch = first; batch < (u32)a.queries; batch += GROUPS * COLUMNS) {
         u32 columns = smaller(COLUMNS, a.queries - batch);
-        combine(a, base, head, batch, columns, stage);
-        if (batch == first) barrier_wait(weights_there, 0);
+        if (a.splits <= (int)FEW)
+            combine_few(a, base, head, batch, columns);
+        else
+            combine_many(a, base, head, batch, columns);
+        sync_block();
+        if (batch == first) barrier_wait(there, 0);
         float c[4] = {};
         multiply(c, base, warp % TILES, warp / TILES);
         store_sums(c, base, warp % TILES, warp / TILES);

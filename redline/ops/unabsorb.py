@@ -1,8 +1,9 @@
 """Splits of attention combined and taken out of the latent space: o = W_UV latent.
 
 Q queries, H heads, S splits, R rank, V value. 8.4 MB of weights at Kimi's sizes, read once: 128 blocks, (head, half of
-V), each with its 64 KB in flight before the grid in front has ended; for few splits it is small enough to begin beside
-blocks of `attend`. Where there are more queries than a block takes at once, two blocks of an SM share them. Both halves of a head combine its splits: 16.8 MB from the L2 cache for a query of 128.
+V), each with its 64 KB in flight before the grid in front has ended, small enough to begin beside blocks of `attend`.
+Where there are more queries than a block takes at once, two blocks of an SM share them. Both halves of a head combine its
+splits: 16.8 MB from the L2 cache for a query of 128.
 """
 
 import functools
@@ -19,9 +20,6 @@ from redline.ops.tiled import PAD_K, Tiled, padded
 
 MAX_SPLITS = SMS
 _COLUMNS = 8  # queries that a block takes at once
-_BUNDLES = 8  # splits of a piece
-_FEW = 8  # pieces, of steps whose `attend` has small blocks
-_BESIDE, _ALONE, _TWO = 5, 12, 3  # stages: so many pieces are in flight
 
 _Arguments = structure("Arguments", "partial lse weight out", "queries heads splits width")
 
@@ -41,13 +39,12 @@ def _reference(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
 
 
 @functools.cache
-def _kernel(rank: int, value: int, stages: int, groups: int) -> Kernel:
-    columns, parts = _COLUMNS, 16 // (value // 32)
-    pieces, shares = stages * _BUNDLES * 2 * rank, columns * (4 * MAX_SPLITS + 4)
-    sums = columns * (2 * rank + 64) + 4 * parts * (value // 2) * columns
-    shared = rank * value + pieces + shares + sums + 8 * (stages + 1)
-    defines = {"R": rank, "V": value, "MAX_SPLITS": MAX_SPLITS, "STAGES": stages, "GROUPS": groups}
-    return Kernel("unabsorb.cu", "unabsorb", defines, shared)
+def _kernel(rank: int, value: int, groups: int) -> Kernel:
+    shares = _COLUMNS * (4 * MAX_SPLITS + 4)
+    latents, team_sums = _COLUMNS * (2 * rank + 64), 4 * _COLUMNS * rank
+    sums = 4 * (16 // (value // 32)) * (value // 2) * _COLUMNS
+    defines = {"R": rank, "V": value, "MAX_SPLITS": MAX_SPLITS, "GROUPS": groups}
+    return Kernel("unabsorb.cu", "unabsorb", defines, rank * value + shares + latents + team_sums + sums + 8)
 
 
 def _cuda(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
@@ -58,9 +55,7 @@ def _cuda(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
     inputs = (partial_QHSR, lse_QHS, w_uv.data, out)
     arguments = _Arguments(*map(address, inputs), queries, heads, splits, width)
     groups = 1 if queries <= _COLUMNS else 2
-    few = queries * -(-splits // _BUNDLES) <= _FEW
-    stages = _TWO if groups > 1 else _BESIDE if few else _ALONE
-    _kernel(rank, value, stages, groups).launch(arguments, heads if queries else 0, 2 * groups)
+    _kernel(rank, value, groups).launch(arguments, heads if queries else 0, 2 * groups)
     return out
 
 
