@@ -154,6 +154,6 @@ class _Reader(Reader):
             up.put(expert, self.expert(layer, expert, ("gate", "up")))
             down.put(expert, self.expert(layer, expert, ("down",)))
         bias = self.vector(f"layers.{layer}.mlp.gate.e_score_correction_bias")
-        finished = torch.zeros(1, dtype=torch.int32, device=bias.device)
+        finished = torch.zeros(2, dtype=torch.int32, device=bias.device)
         c = config
         return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, finished)

@@ -94,7 +94,7 @@ class _Random:
         kind = expert_kind(c)
         up = self.records(Records.empty("up", experts, 2 * width, hidden, self._device, kind))
         down = self.records(Records.empty("down", experts, hidden, width, self._device, kind))
-        finished = torch.zeros(1, dtype=torch.int32, device=bias.device)
+        finished = torch.zeros(2, dtype=torch.int32, device=bias.device)
         return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, finished)
 
     def records(self, records: Records) -> Records:

@@ -32,7 +32,7 @@ class Choice:
     chosen: int
     normalise: bool
     scale: float
-    finished: Tensor  # int32 [1], 0: what the kernel counts in, and leaves 0
+    finished: Tensor  # int32 [2], zeros: what `gates` counts in and leaves 0, and `Pairs.ready`
     forced_TK: Tensor | None = None  # int32: the ids to use instead, each at most once for a token (benchmarks)
 
 
@@ -50,9 +50,12 @@ class Pairs:
     count: Tensor  # int32 [1]: slots that exist
     ids: Tensor  # int32 [T, K], best first
     weights: Tensor  # float32 [T, K]
+    # int32 [1]: `gates` makes it 1 when the lists are there, before it ends; `experts_up` begins at that, and
+    # `experts_down` makes it 0 again. None: the lists are there when the launch before `experts_up` has ended.
+    ready: Tensor | None = None
 
     @classmethod
-    def empty(cls, tokens: int, chosen: int, experts: int, device: torch.device) -> Self:
+    def empty(cls, tokens: int, chosen: int, experts: int, device: torch.device, ready: Tensor | None = None) -> Self:
         """For a kernel to fill."""
         slots = most_slots(tokens, chosen, experts)
 
@@ -67,6 +70,7 @@ class Pairs:
             count=ints(1),
             ids=ints(tokens, chosen),
             weights=torch.empty(tokens, chosen, device=device),
+            ready=ready,
         )
 
     @property

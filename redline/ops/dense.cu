@@ -243,7 +243,7 @@ struct Arguments {
     int* count;
     int* ids;
     float* shares;
-    int* finished;  // blocks with logits; 0 between two launches
+    int* finished;  // blocks with logits, 0 between two launches; and whether the choice is there
     u32 tokens, parts, slots, normalise;
     float eps, scale;
 };
@@ -534,7 +534,11 @@ FN void choose_if_last(const Arguments& a) {
         store_shared(flag, last);
     }
     sync_block();
-    if (load_shared(flag)) choose(a, shared_base() + RING);
+    if (!load_shared(flag)) return;
+    choose(a, shared_base() + RING);
+    show_all();
+    sync_block();
+    if (thread_index() == 0) store_global(a.finished + 1, 1);
 }
 static_assert(RING + CHOOSING_BYTES <= X_AT, "choosing has room in the ring");
 #endif

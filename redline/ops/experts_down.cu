@@ -34,6 +34,7 @@ struct Arguments {
     const int* pair_token;
     const int* slot_expert;
     const int* slot_first;
+    int* ready;             // made 0 for the next choice; or null
     const float* residual;  // [T, HIDDEN]
     const float* gamma;     // [HIDDEN]
     float* residual_out;
@@ -76,7 +77,7 @@ FN Entry entry_of(u32 index) {
 }
 
 // -> how many entries there are. The lists are read before this grid's wait. They are of the choice of experts, two grids
-// ago, and `experts_up` between lets this grid begin only after its own wait for that.
+// ago, and `experts_up` between lets this grid begin only when they are there.
 FN u32 load_lists(const Arguments& a) {
     u32 base = shared_base(), i = thread_index(), token = 0, expert = 0, first = 0, end = 0;
     if (i < a.pairs) token = load_global_fresh(a.pair_token + i);
@@ -282,6 +283,7 @@ KERNEL(experts_down, Arguments) {
     if (leader && piece + 4 >= PIECES && piece + 4 < end) group.fill_weights(second, piece + 4);
 
     wait_for_previous_grid();
+    if (a.ready && thread == 0 && block_index() == 0) store_global(a.ready, 0);
     if (SHARED && FEW && thread == 0) {
         barrier_expect(base + ROWS_BARRIER, a.tokens * 2 * SHARED);
         for (u32 i = 0; i < a.tokens; i++)

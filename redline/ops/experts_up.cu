@@ -26,6 +26,7 @@ struct Arguments {
     const int* slot_expert;
     const int* slot_first;
     const int* count;
+    const int* ready;  // 1 once the lists are there, or null: they are when the grid in front has ended
     char* h;  // f16 or bf16 [pairs, 8 TILES]
     int tokens, pairs, slots;
 };
@@ -58,17 +59,22 @@ FN u32 pairs_of(u32 slot) { return first_of(slot + 1) - first_of(slot); }
 // -> how many slots there are. The lists are short and every block needs them: all at once, in one way through memory, before
 // anybody knows how long they are.
 FN u32 load_lists(const Arguments& a) {
-    u32 base = shared_base(), i = thread_index(), expert = 0, token = 0, first = 0, count = load_global(a.count);
-    float rstd = 0, weight = 0;
-    if (i < a.tokens) rstd = load_global_f32(a.rstd + i);
-    if (i < a.slots) expert = load_global(a.slot_expert + i);
-    if (i < a.pairs) token = load_global(a.pair_token + i), weight = load_global_f32(a.pair_weight + i);
-    if (i <= a.slots) first = load_global(a.slot_first + i);
-    if (i < a.tokens) store_shared_f32(base + RSTD_AT + 4 * i, rstd);
+    u32 base = shared_base(), i = thread_index(), expert = 0, token = 0, weight = 0, first = 0;
+    u32 count = load_global_fresh(a.count);
+    if (i < a.slots) expert = load_global_fresh(a.slot_expert + i);
+    if (i < a.pairs) token = load_global_fresh(a.pair_token + i), weight = load_global_fresh(a.pair_weight + i);
+    if (i <= a.slots) first = load_global_fresh(a.slot_first + i);
     if (i < a.slots) store_shared(base + EXPERT_AT + 4 * i, expert);
-    if (i < a.pairs) store_shared(base + TOKEN_AT + 4 * i, token), store_shared_f32(base + WEIGHT_AT + 4 * i, weight);
+    if (i < a.pairs) store_shared(base + TOKEN_AT + 4 * i, token), store_shared(base + WEIGHT_AT + 4 * i, weight);
     if (i <= a.slots) store_shared(base + FIRST_AT + 4 * i, first);
     return count;
+}
+// While the grid in front goes on with what this one does not need at first. All its blocks have begun, so it will be.
+FN void wait_for_lists(const Arguments& a) {
+    if (!a.ready) return wait_for_previous_grid();
+    if (thread_index() == 0)
+        while (!load_global_fresh(a.ready)) {}
+    sync_block();
 }
 
 FN u32 x_stages(u32 slot) { return pairs_of(slot) > X_TOKENS ? 2 : 1; }
@@ -207,7 +213,7 @@ KERNEL(experts_up, Arguments) {
     Stages ring(shared_base(), warp / 4);
     if (thread_index() % 128 == 0) ring.make();
     // Only here may the next grid begin: whatever it reads before its own wait, the choice of experts, is then complete.
-    wait_for_previous_grid();
+    wait_for_lists(a);
     let_next_grid_start();
     u32 items = load_lists(a) * TILES;
     sync_block();
@@ -216,6 +222,10 @@ KERNEL(experts_up, Arguments) {
     u32 item = items * worker / workers, end = items * (worker + 1) / workers;
     Team team = {a, ring, item * PARTS, end * PARTS, item < end ? x_stages(item / TILES) : 0, 0};
     team.fill_all();
+    wait_for_previous_grid();
+    u32 i = thread_index();
+    if (i < a.tokens) store_shared_f32(shared_base() + RSTD_AT + 4 * i, load_global_f32(a.rstd + i));
+    sync_block();
     while (item < end) {
         u32 slot = item / TILES, tile = item % TILES, tiles = smaller(end - item, TILES - tile);
         u32 first = first_of(slot), n = pairs_of(slot);

@@ -58,7 +58,7 @@ def reference(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor
 
 _Arguments = structure(
     "ExpertsUp",
-    pointers="weights x rstd pair_token pair_weight slot_expert slot_first count h",
+    pointers="weights x rstd pair_token pair_weight slot_expert slot_first count ready h",
     ints="tokens pairs slots",
 )
 
@@ -84,7 +84,7 @@ def cuda(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
     form = weights.form
     dtype = torch.bfloat16 if weights.kind == "BF16" else torch.float16
     h = torch.empty(len(pairs), padded_width(weights), dtype=dtype, device=x.device)
-    lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count
+    lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count, pairs.ready
     tensors = weights.data, x, rstd, *lists, h
     arguments = _Arguments(*(address(part) for part in tensors), x.shape[0], len(pairs), pairs.most)
     grid = min(blocks(x.device), -(-pairs.most * form.tiles * form.slices // 16))

@@ -78,7 +78,7 @@ def cuda(
     rstd = torch.empty(dense.MOST_TOKENS, device=device)
     pairs, lists, slots, normalise, scale = None, (None,) * 10, 0, 0, 0.0
     if choice is not None:
-        pairs = Pairs.empty(tokens, choice.chosen, experts, device)
+        pairs = Pairs.empty(tokens, choice.chosen, experts, device, choice.finished[1:])
         lists = choice.bias_E, choice.forced_TK, *pairs.lists, choice.finished
         slots, normalise, scale = pairs.most, int(choice.normalise), choice.scale
     tensors = w.data, x, squares, logits, h, rstd, *lists
@@ -106,7 +106,7 @@ def random_choice(g: torch.Generator, tokens: int, experts: int, chosen: int, fo
     if not chosen:
         return None
     ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
-    bias, finished = torch.randn(experts, generator=g) * 0.1, torch.zeros(1, dtype=torch.int32)
+    bias, finished = torch.randn(experts, generator=g) * 0.1, torch.zeros(2, dtype=torch.int32)
     return Choice(bias, chosen, True, 2.827, finished, ids if forced else None)
 
 

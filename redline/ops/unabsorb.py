@@ -2,8 +2,8 @@
 
 Q queries, H heads, S splits, R rank, V value. 8.4 MB of weights at Kimi's sizes, read once: 128 blocks, (head, half of
 V), each with its 64 KB in flight before the grid in front has ended, small enough to begin beside blocks of `attend`.
-Where there are more queries than a block takes at once, two blocks of an SM share them. Both halves of a head combine its
-splits: 16.8 MB from the L2 cache for a query of 128.
+Where there are more queries than a block takes at once, two blocks of an SM share them. Both halves of a head combine
+its splits: 16.8 MB from the L2 cache for a query of 128.
 """
 
 import functools

@@ -5,6 +5,7 @@ T tokens of a step, k experts of a token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -203,7 +204,8 @@ class _Few(_Ops):
 
         _, h, rstd, _ = gate(self.depth.physical - 1)
         moe_layers = range(self.dense, self.depth.physical)
-        chosen = {layer: pairs for layer in moe_layers if (pairs := gate(layer)[3])}
+        # Each op alone: nobody says `ready` anew, so nobody waits for it.
+        chosen = {layer: replace(pairs, ready=None) for layer in moe_layers if (pairs := gate(layer)[3])}
         q_cost = project_q.cost(
             *(q_a, q_squares, w.w_q, w.heads, kv, w.kv_norm, i.cos_T, i.sin_T, i.rows_T, plane, w.eps)
         )
