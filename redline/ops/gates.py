@@ -1,4 +1,4 @@
-"""The router's logits and the shared expert's hidden row for T <= 8 tokens.     D hidden, E experts, I width.
+"""The router's logits and the shared expert's hidden row for T <= 64 tokens.    D hidden, E experts, I width.
 
 One weight and so one stream, made by `gates_weight`: [router E rows, padded to 16 | tiles of 8 gate and 8 up rows].
 Without a router (E = 0) it is the first half of a dense MLP.
@@ -40,20 +40,24 @@ def gates_parts(w: Tiled, experts: int) -> tuple[Tensor, Tensor]:
 def reference(
     x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x bf16 [T, D padded], squares float32 [parts, 8]; w of `gates_weight`, E experts, I width.
+    """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w of `gates_weight`, E experts, I width.
 
-    -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [8], zero where no token is)
+    -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [T padded to 8], zero where no token is)
     """
     tokens, (router, gate_up) = x.shape[0], gates_parts(w, experts)
     rstd = dense.rstd_of(squares, tokens, w.inputs, eps)
     x = x[:, : w.inputs].float()
     gate, up = (x @ gate_up.float().T * rstd).split([width, width], -1)
     h = dense.pad_columns((F.silu(gate) * up).to(torch.bfloat16))
-    return x @ router.float().T * rstd, h, F.pad(rstd[:, 0], (0, dense.MOST_TOKENS - tokens))
+    return x @ router.float().T * rstd, h, dense.pad_columns(rstd[:, 0], dense.MOST_TOKENS)
 
 
 def cuda(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     tokens, width_padded = x.shape[0], padded(width, PAD_K)
+    if tokens > dense.MOST_TOKENS:
+        from redline.ops.triton_kernels import dense as streamed
+
+        return streamed.gates(x, squares, w, experts, width, eps)
     kernel, blocks = dense.kernel_of("GATES", w, tokens, EXPERTS=experts, WIDTH=width, WIDTH_PADDED=width_padded)
     logits = torch.empty(tokens, experts, device=x.device)
     h = torch.empty(tokens, width_padded, dtype=torch.bfloat16, device=x.device)
@@ -67,7 +71,7 @@ def cuda(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: fl
 
 
 def fits(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float) -> bool:
-    return dense.fits(x, w) and squares.shape[0] <= dense.MOST_PARTS
+    return (dense.fits(x, w) or dense.streams(x, w)) and squares.shape[0] <= dense.MOST_PARTS
 
 
 def cost(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float) -> Cost:
@@ -94,13 +98,18 @@ def cases() -> Iterator[Case]:
         return inputs
 
     yield Case("T=1 nano", make(1, 320, 16, 128))
-    yield Case("T=8 nano", make(8, 320, 16, 128))
-    for tokens in (1, 3, 8):
+    for tokens in (8, 9, 32, 64):
+        yield Case(f"T={tokens} nano", make(tokens, 320, 16, 128))
+    for tokens in (1, 3, 8, 9, 32, 64):
         yield Case(f"T={tokens} Kimi", make(tokens, 7168, 384, 2048), small=False)
-    yield Case("T=2 nano, dense", make(2, 320, 0, 768))
-    yield Case("T=3 odd sizes", make(3, 150, 21, 40))
+    for tokens in (2, 20):
+        yield Case(f"T={tokens} nano, dense", make(tokens, 320, 0, 768))
+    for tokens in (3, 11):
+        yield Case(f"T={tokens} odd sizes", make(tokens, 150, 21, 40))
+    yield Case("T=9 wide", make(9, 96, 24, 2040))
     yield Case("T=8 Kimi's width", make(8, 7168, 20, 16))
-    yield Case("T=8 Kimi, dense", make(8, 7168, 0, 18432), small=False)
+    for tokens in (8, 32):
+        yield Case(f"T={tokens} Kimi, dense", make(tokens, 7168, 0, 18432), small=False)
 
 
 gates = Op("gates", reference, None, cost, cases, rtol=1e-4, cuda=cuda, cuda_fits=fits)
