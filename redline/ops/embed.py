@@ -48,7 +48,9 @@ def cuda(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> tuple[Tensor, Tens
 
 
 def fits(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> bool:
-    return 1 <= ids_T.shape[0] <= dense.MOST_STREAMED and table_VD.dtype == torch.bfloat16 and table_VD.shape[1] % 4 == 0
+    return (
+        1 <= ids_T.shape[0] <= dense.MOST_STREAMED and table_VD.dtype == torch.bfloat16 and table_VD.shape[1] % 4 == 0
+    )
 
 
 def cost(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> Cost:

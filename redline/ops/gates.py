@@ -42,7 +42,8 @@ def reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w of `gates_weight`, E experts, I width.
 
-    -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [T padded to 8], zero where no token is)
+    -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded],
+    1 / rms float32 [T padded to 8], zero where no token is)
     """
     tokens, (router, gate_up) = x.shape[0], gates_parts(w, experts)
     rstd = dense.rstd_of(squares, tokens, w.inputs, eps)

@@ -19,7 +19,8 @@ Arguments = dense.arguments("ProjectA", "gamma q squares_out kv")
 
 
 def reference(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w [Rq + R + P, D]; gamma_Q float32 [Rq], of the query's norm.
+    """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w [Rq + R + P, D];
+    gamma_Q float32 [Rq], of the query's norm.
 
     -> (q_a bf16 [T, Rq padded], its squares float32 [parts, T padded to 8], kv float32 [T, R + P])
     """

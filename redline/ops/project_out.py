@@ -56,15 +56,11 @@ def cuda(
     return residual, x, squares
 
 
-def fits(
-    y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None = None
-) -> bool:
+def fits(y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None = None) -> bool:
     return dense.streams(y, w) or (isinstance(w, Tiled) and routed_TD is None and dense.fits(y, w))
 
 
-def cost(
-    y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None = None
-) -> Cost:
+def cost(y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None = None) -> Cost:
     read = [y, residual_TD, residual_TD, gamma_D, *([] if routed_TD is None else [routed_TD])]
     return dense.cost_of(w, y.shape[0], *read) + Cost(2 * y.shape[0] * w.outputs)
 

@@ -3,7 +3,8 @@
 """The dense products of a decode step of 9 to 64 tokens, each with what follows it: one launch an op (`ops.dense`).
 
 A program has some outputs of all tokens, float32 [BLOCK_N, BLOCK_T], and finishes them: norms divided by, rotations,
-SwiGLU, the residual. Weights are fetched before the kernel in front has ended (`linear.begin`).
+SwiGLU, the residual. What they take beside their sums is asked for before the weights stream, and the first weights
+before the kernel in front has ended (`linear.begin`).
 """
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from redline.ops.records import Slabs
 from redline.ops.tiled import PAD_K, TILE_N, Tiled, padded
-from redline.ops.triton_kernels.linear import begin, block_rows, launch, multiply
+from redline.ops.triton_kernels.linear import begin, block_rows, follow, launch, multiply
 
 _AT_ONCE = tl.constexpr(32)  # parts of squares that a program has loaded at a time
 
@@ -34,39 +35,34 @@ def _project_a(
     x, weight, squares, gamma, q, squares_out, kv, tokens, rows, last, x_stride,
     parts, stride, inputs, eps, outputs, rank_q, q_stride,
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr, PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * BLOCK_N
     n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
+    gamma_N = tl.load(gamma + n, mask=n < rank_q, other=0.0)
     rstd_T = _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS, BLOCK_T)
     y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T) * rstd_T[None, :]
     real = (t < tokens)[None, :]
     query = (n < rank_q)[:, None]
-    gamma_N = tl.load(gamma + n, mask=n < rank_q, other=0.0)
-    tl.store(q + t[None, :] * q_stride + n[:, None], (y_NT * gamma_N[:, None]).to(tl.bfloat16), mask=real & query)
+    q_NT = tl.where(query, y_NT * gamma_N[:, None], 0.0).to(tl.bfloat16)
+    tl.store(q + t[None, :] * q_stride + n[:, None], q_NT, mask=real & (n < q_stride)[:, None])
     kv_at = kv + t[None, :] * (outputs - rank_q) + (n - rank_q)[:, None]
     tl.store(kv_at, y_NT, mask=real & (n >= rank_q)[:, None] & (n < outputs)[:, None])
     sum_T = tl.sum(tl.where(query, y_NT * y_NT, 0.0), 0)
     tl.store(squares_out + tl.program_id(0) * tl.cdiv(tokens, 8) * 8 + t, sum_T, mask=t < tokens)
-    if PAD:
-        if first == 0:
-            column = rank_q + tl.arange(0, 128)
-            at = q + t[None, :] * q_stride + column[:, None]
-            tl.store(at, tl.zeros((128, BLOCK_T), tl.bfloat16), mask=real & (column < q_stride)[:, None])
 
 
-def project_a(
-    x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def project_a(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """As `ops.project_a`."""
     tokens, rank_q, device = x.shape[0], gamma_Q.shape[0], x.device
     q = torch.empty(tokens, padded(rank_q, PAD_K), dtype=torch.bfloat16, device=device)
-    squares_out = _squares(w.outputs, tokens, device)
+    outputs = max(w.outputs, q.shape[1])
+    squares_out = _squares(outputs, tokens, device)
     kv = torch.empty(tokens, w.outputs - rank_q, device=device)
     numbers = *_norm(squares, w, eps), w.outputs, rank_q, q.shape[1]
-    sizes = {"PARTS": padded(squares.shape[0], _AT_ONCE.value), "PAD": q.shape[1] > rank_q}
-    launch(_project_a, w, x, w.outputs, (squares, gamma_Q, q, squares_out, kv), numbers, **sizes)
+    parts = padded(squares.shape[0], _AT_ONCE.value)
+    launch(_project_a, w, x, outputs, (squares, gamma_Q, q, squares_out, kv), numbers, PARTS=parts)
     return q, squares_out, kv
 
 
@@ -110,21 +106,22 @@ def _project_q(
 ):  # fmt: skip
     """The first `blocks` programs multiply; each of the others writes a token's row into its page."""
     block = tl.program_id(0)
-    first = tl.minimum(block, blocks - 1) * BLOCK_N
-    begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
     if block >= blocks:
+        follow(DEPENDENT)
         token = (block - blocks).to(tl.int64)
         _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, RANK, ROPE, BLOCK_R, HALF)
     else:
+        first = block * BLOCK_N
         n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+        begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
         rstd_T = _rstd(squares, t, tokens, parts, stride, inputs, eps, PARTS, BLOCK_T)
-        y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T) * rstd_T[None, :]
         pair = first // 2 + tl.arange(0, BLOCK_N // 2)
         turn = pair % ((NOPE + ROPE) // 2) - NOPE // 2  # of the rope, where it is not negative
         turned = (turn >= 0)[:, None] & (t < tokens)[None, :]
         angle_at = t[None, :] * (ROPE // 2) + turn[:, None]
         c = tl.load(cos + angle_at, mask=turned, other=1.0)
         s = tl.load(sin + angle_at, mask=turned, other=0.0)
+        y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T) * rstd_T[None, :]
         even, odd = tl.split(tl.permute(tl.reshape(y_NT, (BLOCK_N // 2, 2, BLOCK_T)), (0, 2, 1)))
         both = tl.join(*_turned(even, odd, c, s))
         y_NT = tl.reshape(tl.permute(both, (0, 2, 1)), (BLOCK_N, BLOCK_T))
@@ -167,15 +164,15 @@ def _project_out(
     first = tl.program_id(0) * BLOCK_N
     n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
-    y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T)
     t_64 = t[None, :].to(tl.int64)
     real_t = (t < tokens)[None, :]
     real = real_t & (n < outputs)[:, None]
     at = t_64 * outputs + n[:, None]
-    y_NT += tl.load(residual + at, mask=real, other=0.0)
+    before_NT = tl.load(residual + at, mask=real, other=0.0)
     if ROUTED:
-        y_NT += tl.load(routed + at, mask=real, other=0.0)
+        before_NT += tl.load(routed + at, mask=real, other=0.0)
     gamma_N = tl.load(gamma + n, mask=n < outputs, other=0.0)
+    y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T) + before_NT
     tl.store(residual_out + at, y_NT, mask=real)
     x_NT = (y_NT * gamma_N[:, None]).to(tl.bfloat16)
     tl.store(x_out + t_64 * out_stride + n[:, None], x_NT, mask=real_t & (n < out_stride)[:, None])

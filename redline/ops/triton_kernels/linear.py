@@ -26,6 +26,13 @@ _EARLY = 64 << 10  # bytes of weights that a program asks for before the grid in
 
 
 @triton.jit
+def follow(DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+@triton.jit
 def begin(weight, first, last, K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr,
           DEPENDENT: tl.constexpr):  # fmt: skip
     """first: row of the program. last: element of the weight's last line. LINES: of each row tile."""
