@@ -123,8 +123,8 @@ def _project_q(
         s = tl.load(sin + angle_at, mask=turned, other=0.0)
         y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T) * rstd_T[None, :]
         even, odd = tl.split(tl.permute(tl.reshape(y_NT, (BLOCK_N // 2, 2, BLOCK_T)), (0, 2, 1)))
-        both = tl.join(*_turned(even, odd, c, s))
-        y_NT = tl.reshape(tl.permute(both, (0, 2, 1)), (BLOCK_N, BLOCK_T))
+        even, odd = _turned(even, odd, c, s)
+        y_NT = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (BLOCK_N, BLOCK_T))
         real = (t < tokens)[None, :] & (n < outputs)[:, None]
         tl.store(q + t[None, :].to(tl.int64) * outputs + n[:, None], y_NT.to(tl.bfloat16), mask=real)
 
