@@ -12,6 +12,8 @@ from redline.model.checkpoint import Checkpoint
 from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
 from redline.model.k2 import K2, Inputs, Reader
 from redline.ops.by_row import norm_rows
+from redline.ops.choose_experts import MOST_PAIRS
+from redline.ops.dense import MOST_TOKENS
 from redline.ops.embed import embed
 from redline.ops.gates import gates_weight
 from redline.ops.gpu_block import FEW, GpuBlock, GpuMla, GpuMoe, Stream, few, many
@@ -29,13 +31,15 @@ class GpuK2(K2):
     ) -> None:
         super().__init__(config, embedding_VD, (), norm, head_VD)
         self.gpu_blocks = blocks
+        self._few_tokens = min(FEW, MOST_PAIRS // max(config.num_experts_per_tok, 1))
         # Sums of squares of rows whose norm is divided out already.
-        self._normed = torch.full((1, FEW), float(config.hidden_size), device=self.device)
+        self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=self.device)
 
     def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """As K2's, in bf16. Up to FEW decoding tokens take no host synchronisation and no shape from data."""
+        """As K2's, in bf16. Up to FEW decoding tokens take no host synchronisation and no shape from data, and no
+        launch but the ops' own."""
         features = _Features(inputs.ids_T.shape[0], layers, self)
-        if inputs.ids_T.shape[0] <= FEW and not inputs.chunks:
+        if inputs.ids_T.shape[0] <= self._few_tokens and not inputs.chunks:
             residual, partial = self._few(inputs, planes, features), None
         else:
             residual, partial = self._many(inputs, planes, features)
@@ -61,7 +65,7 @@ class GpuK2(K2):
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """float32 [R, V]"""
         assert isinstance(self.head, Tiled)
-        if hidden_RD.shape[0] > FEW:
+        if hidden_RD.shape[0] > MOST_TOKENS:
             return product(hidden_RD, self.head, torch.float32)
         fill = -hidden_RD.shape[1] % PAD_K
         x = torch.nn.functional.pad(hidden_RD, (0, fill)) if fill else hidden_RD.contiguous()

@@ -1,10 +1,11 @@
 """The dense products of a decode step on a GPU: what `project_a`, `project_q`, `project_out`, `gates` and `head` share.
 
-T <= 8 tokens, N outputs, K inputs, D hidden. Activations between the ops of a step, all contiguous:
+T <= 64 tokens, N outputs, K inputs, D hidden. Up to 8 tokens are the columns of one mma.sync, in dense.cu; more go
+through Triton (`triton_kernels.dense`). Activations between the ops of a step, all contiguous:
 
 residual  float32 [T, D]
 x         bf16 [T, D padded to 128 with zeros]: residual * gamma of the norm that follows, not yet divided by its rms
-squares   float32 [parts, 8]: sums of the residual's squares for up to 8 tokens, one part of each block that wrote x
+squares   float32 [parts, T padded to 8]: sums of the residual's squares, one part of each block that wrote x
 
 A product is linear, so whoever reads x multiplies its outputs by 1 / rms: a norm costs no launch of its own.
 """
@@ -19,9 +20,11 @@ from torch import Tensor
 
 from redline.ops.cuda.kernel import Kernel, emulating, structure
 from redline.ops.op import Cost
+from redline.ops.records import Slabs
 from redline.ops.tiled import PAD_K, TILE_K, TILE_N, Tiled, padded
 
-MOST_TOKENS = 8
+MOST_TOKENS = 8  # of dense.cu
+MOST_STREAMED = 64  # of the kernels in Triton
 MOST_PARTS = 256
 
 _WARPS = 16
@@ -153,8 +156,10 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def blocks_of(w: Tiled) -> int:
+def blocks_of(w: Tiled | Slabs) -> int:
     """Blocks of a product, and so the parts of the squares that it leaves."""
+    if isinstance(w, Slabs):
+        return w.data.shape[0]
     return min(multiprocessors(w.data.device), w.data.shape[-4])
 
 
@@ -169,10 +174,20 @@ def fits(x: Tensor, w: Tiled) -> bool:
     )
 
 
+def streams(x: Tensor, w: Tiled | Slabs) -> bool:
+    """Whether Triton takes x [T, K]: 9 to 64 tokens, as the stage before wrote them."""
+    return (
+        MOST_TOKENS < x.shape[0] <= MOST_STREAMED
+        and x.dtype == w.data.dtype == torch.bfloat16
+        and x.shape[1] == padded(w.inputs, PAD_K)
+        and w.outputs % 2 == 0
+    )
+
+
 # ----------------------------------------------------------------------------------------------------- for references
 
 
-def product(x: Tensor, w: Tiled) -> Tensor:
+def product(x: Tensor, w: Tiled | Slabs) -> Tensor:
     """x bf16 [T, K padded] -> W x, float32 [T, N]."""
     return x[:, : w.inputs].float() @ w.dense().float().T
 
@@ -183,12 +198,12 @@ def rstd_of(squares: Tensor, tokens: int, inputs: int, eps: float) -> Tensor:
 
 
 def part_squares(y_TN: Tensor, blocks: int) -> Tensor:
-    """Sums of squares over the tiles of each block, float32 [blocks, 8]; zeros for tokens that are none."""
+    """Sums of squares over the tiles of each block, float32 [blocks, T padded to 8]; zeros where no token is."""
     tiles_TX = pad_columns(y_TN.float(), TILE_N).pow(2).unflatten(-1, (-1, TILE_N)).sum(-1)
     each, more = divmod(tiles_TX.shape[1], blocks)
     bounds = [block * each + max(0, block - (blocks - more)) for block in range(blocks + 1)]
     parts = torch.stack([tiles_TX[:, first:end].sum(1) for first, end in pairwise(bounds)])
-    return torch.nn.functional.pad(parts, (0, MOST_TOKENS - parts.shape[1]))
+    return pad_columns(parts, MOST_TOKENS)
 
 
 def pad_columns(x: Tensor, to: int = PAD_K) -> Tensor:
@@ -196,7 +211,7 @@ def pad_columns(x: Tensor, to: int = PAD_K) -> Tensor:
     return torch.nn.functional.pad(x, (0, padded(x.shape[-1], to) - x.shape[-1]))
 
 
-def cost_of(w: Tiled, tokens: int, *others: Tensor) -> Cost:
+def cost_of(w: Tiled | Slabs, tokens: int, *others: Tensor) -> Cost:
     """others: what is read or written beside the weights."""
     return Cost(w.nbytes + sum(x.nbytes for x in others), 2 * tokens * w.data.numel())
 

@@ -1,6 +1,6 @@
-// Rows of the embedding for T <= 8 tokens: the residual, x of the first norm, and its sums of squares (ops/dense.py).
+// Rows of the embedding for T <= 64 tokens: the residual, x of the first norm, and its sums of squares (ops/dense.py).
 //
-// A block has 128 columns, a warp one token, a lane four columns. Macros: HIDDEN, HIDDEN_PADDED.
+// A block has 128 columns of 8 tokens, a warp one token, a lane four columns. Macros: HIDDEN, HIDDEN_PADDED.
 #include "core.cuh"
 
 constexpr u32 COLUMNS = 128, TOKENS = THREADS / 32;
@@ -18,7 +18,7 @@ struct Arguments {
 KERNEL(embed, Arguments) {
     let_next_grid_start();
     wait_for_previous_grid();
-    u32 token = warp_index(), column = block_index() * COLUMNS + 4 * lane_index();
+    u32 token = block_index_y() * TOKENS + warp_index(), column = block_index() * COLUMNS + 4 * lane_index();
     float v[4] = {}, square = 0.f;
     bool mine = token < a.tokens;
     if (mine && column < HIDDEN) {
@@ -32,5 +32,5 @@ KERNEL(embed, Arguments) {
     }
     if (mine) store_global_2(a.x + token * HIDDEN_PADDED + column, {pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3])});
     square = warp_sum(square);
-    if (lane_index() == 0) store_global_f32(a.squares + block_index() * TOKENS + token, square);
+    if (lane_index() == 0) store_global_f32(a.squares + block_index() * ((a.tokens + TOKENS - 1) / TOKENS * TOKENS) + token, square);
 }

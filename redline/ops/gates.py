@@ -1,6 +1,6 @@
-"""The router and the shared expert's hidden row for T <= 8 tokens.     D hidden, E experts, I width.
+"""The router and the shared expert's hidden row for T <= 64 tokens.    D hidden, E experts, I width.
 
-The router's logits are finished early, and the choice of experts too, while the rest still streams.
+Of up to 8 tokens the logits are finished early, and the choice of experts too, while the rest still streams.
 
 One weight and so one stream, made by `gates_weight`: [router E rows, padded to 16 | tiles of 8 gate and 8 up rows].
 Without a router (E = 0) it is the first half of a dense MLP.
@@ -49,10 +49,10 @@ def gates_parts(w: Tiled, experts: int) -> tuple[Tensor, Tensor]:
 def reference(
     x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
 ) -> Result:
-    """x bf16 [T, D padded], squares float32 [parts, 8]; w of `gates_weight`, E experts, I width.
+    """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w of `gates_weight`, E experts, I width.
 
-    -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [8], zero where no token is, and
-    what `choose_experts` makes of the logits, if there is a choice)
+    -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [T padded to 8], zero where no
+    token is, and what `choose_experts` makes of the logits, if there is a choice)
     """
     tokens, (router, gate_up) = x.shape[0], gates_parts(w, experts)
     rstd = dense.rstd_of(squares, tokens, w.inputs, eps)
@@ -64,13 +64,21 @@ def reference(
     if choice is not None:
         c = choice
         pairs = choose_experts.reference(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
-    return logits, h, F.pad(rstd[:, 0], (0, dense.MOST_TOKENS - tokens)), pairs
+    return logits, h, dense.pad_columns(rstd[:, 0], dense.MOST_TOKENS), pairs
 
 
 def cuda(
     x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
 ) -> Result:
     tokens, width_padded, device = x.shape[0], padded(width, PAD_K), x.device
+    if tokens > dense.MOST_TOKENS:
+        from redline.ops.triton_kernels import dense as streamed
+
+        logits, h, rstd = streamed.gates(x, squares, w, experts, width, eps)
+        if choice is None:
+            return logits, h, rstd, None
+        c = choice
+        return logits, h, rstd, choose_experts(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
     sizes = {"EXPERTS": experts, "CHOSEN": choice.chosen if choice else 0}
     kernel, blocks = dense.kernel_of("GATES", w, tokens, **sizes, WIDTH=width, WIDTH_PADDED=width_padded)
     logits = torch.empty(tokens, experts, device=device)
@@ -92,7 +100,7 @@ def fits(
     x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
 ) -> bool:
     choosable = choice is None or (experts <= MOST_EXPERTS and choice.chosen <= min(32, experts))
-    return dense.fits(x, w) and squares.shape[0] <= dense.MOST_PARTS and choosable
+    return (dense.fits(x, w) or dense.streams(x, w)) and squares.shape[0] <= dense.MOST_PARTS and choosable
 
 
 def cost(
@@ -123,15 +131,20 @@ def cases() -> Iterator[Case]:
         return inputs
 
     yield Case("T=1 nano", make(1, 320, 16, 128, 4))
-    yield Case("T=8 nano", make(8, 320, 16, 128, 4))
+    for tokens in (8, 9, 32, 64):
+        yield Case(f"T={tokens} nano", make(tokens, 320, 16, 128, 4))
     yield Case("T=5 nano, forced", make(5, 320, 16, 128, 4, forced=True))
-    for tokens in (1, 3, 8):
+    for tokens in (1, 3, 8, 9, 32, 64):
         yield Case(f"T={tokens} Kimi", make(tokens, 7168, 384, 2048, 8), small=False)
     yield Case("T=8 of 384 experts", make(8, 256, 384, 2048, 8))
-    yield Case("T=2 nano, dense", make(2, 320, 0, 768))
-    yield Case("T=3 odd sizes", make(3, 150, 21, 40))
+    for tokens in (2, 20):
+        yield Case(f"T={tokens} nano, dense", make(tokens, 320, 0, 768))
+    for tokens in (3, 11):
+        yield Case(f"T={tokens} odd sizes", make(tokens, 150, 21, 40))
+    yield Case("T=9 wide", make(9, 96, 24, 2040))
     yield Case("T=8 Kimi's width", make(8, 7168, 20, 16))
-    yield Case("T=8 Kimi, dense", make(8, 7168, 0, 18432), small=False)
+    for tokens in (8, 32):
+        yield Case(f"T={tokens} Kimi, dense", make(tokens, 7168, 0, 18432), small=False)
 
 
 gates = Op("gates", reference, None, cost, cases, rtol=1e-4, cuda=cuda, cuda_fits=fits)

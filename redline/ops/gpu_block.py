@@ -1,7 +1,8 @@
 """One block on a GPU: the arithmetic of `block`, in the launches that the chip wants.        T tokens, D hidden.
 
-`few`: up to 8 tokens that decode. Nine launches, each streaming its weights once; norms are folded into the products,
-and a launch begins to fetch its weights before the one in front of it has ended.
+`few`: up to 64 tokens that decode. Nine launches up to 8 tokens, ten up to 32, each streaming its weights once; norms
+are folded into the products, and a launch begins to fetch its weights before the one in front of it has ended. From 33
+tokens on the experts are six.
 `many`: prompts, and more rows. Products by Triton or the library, attention by whichever form a token wants.
 """
 
@@ -29,7 +30,7 @@ from redline.ops.tiled import TILE_N, Tiled, padded
 from redline.ops.unabsorb import unabsorb
 from redline.wire.job import PAGE_TOKENS
 
-FEW = 8  # columns of an mma.sync
+FEW = 64  # tokens of a decode step: the most that are recorded without drafts
 LISTED = 32  # tokens whose experts run pair by pair
 
 
@@ -93,7 +94,7 @@ class Stream:
 
     residual_TD: Tensor  # float32
     x_TK: Tensor  # bf16, D to a multiple of 128, zeros there
-    squares: Tensor  # float32 [parts, 8 or more]: sums of squares of the residual's rows
+    squares: Tensor  # float32 [parts, T padded to 8]: sums of squares of the residual's rows
 
 
 def few(
@@ -117,6 +118,9 @@ def few(
         return Stream(*project_out(h, w.down, residual, next_norm))
     assert isinstance(w.down, Slabs)
     assert pairs is not None
+    if x.shape[0] > LISTED:
+        routed = grouped_experts(x, pairs.ids, pairs.weights, experts.up, experts.down, rstd)
+        return Stream(*project_out(h, w.down, residual, next_norm, routed))
     routed = experts_up(x, rstd, experts.up, pairs)
     return Stream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm))
 

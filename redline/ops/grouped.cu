@@ -48,6 +48,7 @@ FN u32 pack_f16_saturated(float lo, float hi) { return pack_f16(clamp_f16(lo), c
 
 struct Arguments {
     const u16* x;
+    const float* rstd;  // [T], or null: 1
     u8* columns_out;
     const int* columns;
     const int* tiles;
@@ -68,7 +69,10 @@ FN void place(u8* piece, u32 half, u32 column, const u32x4 (&x)[4]) {
     }
 }
 
-FN u32 convert(u32 pair) { return FORMAT == BF16 ? pair : pack_f16_saturated(bf16_lo(pair), bf16_hi(pair)); }
+FN u32 convert(u32 pair, float rstd) {
+    float lo = bf16_lo(pair) * rstd, hi = bf16_hi(pair) * rstd;
+    return FORMAT == BF16 ? pack_bf16(lo, hi) : pack_f16_saturated(lo, hi);
+}
 
 // Block (tile, part of its columns); a warp has a column at a time.
 KERNEL(gather, Arguments) {
@@ -82,13 +86,14 @@ KERNEL(gather, Arguments) {
         int pair = (int)load_global(a.columns + 2 * (tile.row + from + n));
         if (pair < 0) continue;
         const u16* x = a.x + (u64)(pair / CHOSEN) * a.x_stride;
+        float rstd = a.rstd ? load_global_f32(a.rstd + pair / CHOSEN) : 1.f;
         for (u32 i = lane_index(); i < PADDED_INPUTS / 32; i += 32) {
             u32x4 v[4] = {};
             if (32 * i < INPUTS) {
 #pragma unroll
                 for (u32 t = 0; t < 4; t++) {
                     u32x4 w = load_global_4(x + 32 * i + 8 * t);
-                    v[t] = {convert(w.x), convert(w.y), convert(w.z), convert(w.w)};
+                    v[t] = {convert(w.x, rstd), convert(w.y, rstd), convert(w.z, rstd), convert(w.w, rstd)};
                 }
             }
             place(out + ((u64)(i / 2) * width + n) * COLUMN_BYTES, i & 1, n, v);

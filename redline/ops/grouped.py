@@ -22,9 +22,16 @@ _COLUMN_BYTES = 128  # of a step
 _GATHER_PARTS = 4  # blocks that share a tile
 
 
-def _reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> Tensor:
-    """x bf16 [T, D or padded with anything], ids int32, weights float32 -> float32 [T, D]"""
+def _reference(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
+) -> Tensor:
+    """x bf16 [T, D or padded with anything], ids int32, weights float32 -> float32 [T, D]
+
+    rstd_T float32 [T or more]: what x is multiplied by, where it is not normed.
+    """
     x_TD = x_TD[:, : up.inputs].float()
+    if rstd_T is not None:
+        x_TD = x_TD * rstd_T[: x_TD.shape[0], None]
     y_TD = torch.zeros_like(x_TD)
     for expert in ids_TK.unique().tolist():
         rows, choice = torch.where(ids_TK == expert)
@@ -34,7 +41,7 @@ def _reference(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, do
     return y_TD
 
 
-_Gather = structure("Gather", "x columns_out columns tiles", "x_stride parts")
+_Gather = structure("Gather", "x rstd columns_out columns tiles", "x_stride parts")
 _Multiply = structure("Multiply", "weights columns_in out columns tiles")
 _Combine = structure("Combine", "y out", "tokens")
 _kernels: dict[tuple[object, ...], Kernel] = {}
@@ -79,7 +86,9 @@ def _product_kernel(records: Records) -> Kernel:
     return _kernels[key]
 
 
-def _cuda(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> Tensor:
+def _cuda(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
+) -> Tensor:
     (tokens, chosen), device, experts = ids_TK.shape, x_TD.device, up.experts
     out = torch.empty(tokens, up.inputs, dtype=torch.float32, device=device)
     pairs = tokens * chosen
@@ -93,7 +102,8 @@ def _cuda(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: R
     columns_of_x = y = room(max(x_bytes, y_bytes))  # x is no longer read when y is made
     columns_of_h = room(rows * down.form.width * 2)
     gather = _Gather(
-        *(address(x_TD), address(columns_of_x), address(columns), address(tiles), x_TD.shape[1], _GATHER_PARTS)
+        *(address(part) for part in (x_TD, rstd_T, columns_of_x, columns, tiles)),
+        *(x_TD.shape[1], _GATHER_PARTS),
     )
     blocks = _blocks(device) if pairs else 0
     _rows_kernel("gather", up, down, chosen).launch(gather, most, _GATHER_PARTS)
@@ -110,12 +120,16 @@ def _blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _cuda_fits(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> bool:
+def _cuda_fits(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
+) -> bool:
     right = x_TD.dtype == torch.bfloat16 and ids_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
     return right and x_TD.shape[1] % 8 == 0 and up.inputs % 32 == 0 and up.experts < 512
 
 
-def _cost(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records) -> Cost:
+def _cost(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
+) -> Cost:
     """Bytes of the experts that are really chosen, once each."""
     chosen, pairs = ids_TK.unique().numel(), ids_TK.numel()
     read = (up.nbytes + down.nbytes) // up.experts * chosen
@@ -123,21 +137,23 @@ def _cost(x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: R
 
 
 def _cases() -> Iterator[Case]:
-    def make(kind: Kind, tokens: int, d: int, i: int, e: int, k: int, favour: float = 0.0):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Records, Records]:
-            x = torch.randn(tokens, d, generator=g).to(torch.bfloat16)
+    def make(kind: Kind, tokens: int, d: int, i: int, e: int, k: int, favour: float = 0.0, rms: float = 0.0):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Records, Records, Tensor | None]:
+            spread = torch.rand(tokens, generator=g) * rms + 1.0
+            x = (torch.randn(tokens, d, generator=g) * spread[:, None]).to(torch.bfloat16)
             scores = torch.rand(tokens, e, generator=g)
             scores[:, 0] += favour
             ids = scores.topk(k).indices.to(torch.int32)
             up = Records.prepare("up", random_experts(g, kind, "up", e, 2 * i, d))
             down = Records.prepare("down", random_experts(g, kind, "down", e, d, i))
-            return x, ids, torch.rand(tokens, k, generator=g), up, down
+            return x, ids, torch.rand(tokens, k, generator=g), up, down, 1 / spread if rms else None
 
         return inputs
 
     for kind in KINDS:
         yield Case(f"{kind} T=1 nano", make(kind, 1, 320, 128, 16, 4))
         yield Case(f"{kind} T=40 nano", make(kind, 40, 320, 128, 16, 4))
+        yield Case(f"{kind} T=40 nano, not normed", make(kind, 40, 320, 128, 16, 4, rms=300.0))
         yield Case(f"{kind} T=250 nano, most on one expert", make(kind, 250, 320, 128, 3, 1, 0.9))
         yield Case(f"{kind} T=6 of Kimi's hidden size", make(kind, 6, 7168, 64, 3, 2))
         yield Case(f"{kind} T=300 Kimi, 16 experts", make(kind, 300, 7168, 2048, 16, 8), small=False)

@@ -1,4 +1,4 @@
-"""The first products of attention for T <= 8 tokens.        D hidden, Rq query rank, R latent rank, P rope.
+"""The first products of attention for T <= 64 tokens.        D hidden, Rq query rank, R latent rank, P rope.
 
 W_a [Rq + R + P, D] times the normed residual: the query's low-rank form, ready but for 1 / rms of its own norm
 (`ops.dense`), and the raw latent and key, which `project_q` writes into their page.
@@ -19,9 +19,10 @@ Arguments = dense.arguments("ProjectA", "gamma q squares_out kv")
 
 
 def reference(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """x bf16 [T, D padded], squares float32 [parts, 8]; w [Rq + R + P, D]; gamma_Q float32 [Rq], of the query's norm.
+    """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w [Rq + R + P, D];
+    gamma_Q float32 [Rq], of the query's norm.
 
-    -> (q_a bf16 [T, Rq padded], its squares float32 [parts, 8], kv float32 [T, R + P])
+    -> (q_a bf16 [T, Rq padded], its squares float32 [parts, T padded to 8], kv float32 [T, R + P])
     """
     tokens, rank_q = x.shape[0], gamma_Q.shape[0]
     y = dense.product(x, w) * dense.rstd_of(squares, tokens, w.inputs, eps)
@@ -32,6 +33,10 @@ def reference(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float)
 
 def cuda(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     tokens, rank_q = x.shape[0], gamma_Q.shape[0]
+    if tokens > dense.MOST_TOKENS:
+        from redline.ops.triton_kernels import dense as streamed
+
+        return streamed.project_a(x, squares, w, gamma_Q, eps)
     rank_q_padded = padded(rank_q, PAD_K)
     kernel, blocks = dense.kernel_of("PROJECT_A", w, tokens, RANK_Q=rank_q, RANK_Q_PADDED=rank_q_padded)
     q_a = torch.empty(tokens, rank_q_padded, dtype=torch.bfloat16, device=x.device)
@@ -46,7 +51,9 @@ def cuda(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> t
 
 
 def fits(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> bool:
-    return dense.fits(x, w) and squares.shape[0] <= dense.MOST_PARTS and gamma_Q.shape[0] % 2 == 0
+    if squares.shape[0] > dense.MOST_PARTS:
+        return False
+    return dense.streams(x, w) or (dense.fits(x, w) and gamma_Q.shape[0] % 2 == 0)
 
 
 def cost(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> Cost:
@@ -64,10 +71,12 @@ def cases() -> Iterator[Case]:
         return inputs
 
     yield Case("T=1 nano", make(1, 320, 128, 576))
-    yield Case("T=8 nano", make(8, 320, 128, 576))
-    for tokens in (1, 3, 8):
+    for tokens in (8, 9, 32, 64):
+        yield Case(f"T={tokens} nano", make(tokens, 320, 128, 576))
+    for tokens in (1, 3, 8, 9, 32, 64):
         yield Case(f"T={tokens} Kimi", make(tokens, 7168, 1536, 576), small=False)
-    yield Case("T=3 odd sizes", make(3, 96, 72, 54))
+    for tokens in (3, 11):
+        yield Case(f"T={tokens} odd sizes", make(tokens, 96, 72, 54))
     yield Case("T=8 Kimi's width", make(8, 7168, 24, 24))
 
 

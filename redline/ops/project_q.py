@@ -1,4 +1,4 @@
-"""Query heads for T <= 8 tokens, and the tokens' rows of the cache.    H heads, N nope, P rope, R latent rank.
+"""Query heads for T <= 64 tokens, and the tokens' rows of the cache.    H heads, N nope, P rope, R latent rank.
 
 W_q [H (N + P), Rq] times the normed low-rank query, the last P of each head rotated; and the row
 [latent after its norm (R) | rotated key (P)] of each token written into its page, as `mla_qkv` does.
@@ -36,7 +36,7 @@ def reference(
     plane: Tensor,
     eps: float,
 ) -> Tensor:
-    """q_a bf16 [T, Rq padded], squares float32 [parts, 8], kv float32 [T, R + P]: of `project_a`.
+    """q_a bf16 [T, Rq padded], squares float32 [parts, T padded to 8], kv float32 [T, R + P]: of `project_a`.
 
     gamma_R float32 [R], of the latent's norm; cos, sin float32 [T, P / 2]; rows_T int64: page * 64 + place;
     plane [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating). eps of both norms. -> q bf16 [T, H, N + P].
@@ -68,6 +68,10 @@ def cuda(
     eps: float,
 ) -> Tensor:
     tokens, rope, width = q_a.shape[0], 2 * cos.shape[1], w.outputs // heads
+    if tokens > dense.MOST_TOKENS:
+        from redline.ops.triton_kernels import dense as streamed
+
+        return streamed.project_q(q_a, squares, w, heads, kv, gamma_R, cos, sin, rows_T, plane, eps)
     sizes = {"NOPE": width - rope, "ROPE": rope, "RANK": gamma_R.shape[0], "PLANE": PLANES[plane.dtype]}
     kernel, blocks = dense.kernel_of("PROJECT_Q", w, tokens, **sizes)
     q = torch.empty(tokens, heads, width, dtype=torch.bfloat16, device=q_a.device)
@@ -94,9 +98,8 @@ def fits(
 ) -> bool:
     rank, row = gamma_R.shape[0], kv.shape[1]
     return (
-        dense.fits(q_a, w)
+        (dense.streams(q_a, w) or (dense.fits(q_a, w) and q_a.shape[0] <= dense.blocks_of(w)))
         and squares.shape[0] <= dense.MOST_PARTS
-        and q_a.shape[0] <= dense.blocks_of(w)
         and plane.dtype in PLANES
         and rank % 2 == 0
         and row <= MOST_ROW
@@ -142,11 +145,16 @@ def cases() -> Iterator[Case]:
     yield Case("T=1 nano bf16 pages", make(1, nano, torch.bfloat16))
     yield Case("T=3 nano float32 pages", make(3, nano, torch.float32))
     yield Case("T=8 nano e4m3 pages", make(8, nano, torch.float8_e4m3fn))
+    yield Case("T=9 nano e4m3 pages", make(9, nano, torch.float8_e4m3fn))
+    yield Case("T=32 nano float32 pages", make(32, nano, torch.float32))
+    yield Case("T=64 nano bf16 pages", make(64, nano, torch.bfloat16))
+    yield Case("T=13 odd sizes, bf16 pages", make(13, (200, 10, 22, 10, 30), torch.bfloat16))
     yield Case("T=8 odd sizes, bf16 pages", make(8, (200, 10, 22, 10, 30), torch.bfloat16))
     yield Case("T=8 Kimi's rank", make(8, (1536, 4, 32, 16, 64), torch.bfloat16))
-    for tokens in (1, 8):
+    for tokens in (1, 8, 9, 32, 64):
         yield Case(f"T={tokens} Kimi bf16 pages", make(tokens, kimi, torch.bfloat16), small=False)
-    yield Case("T=4 Kimi e4m3 pages", make(4, kimi, torch.float8_e4m3fn), small=False)
+    for tokens in (4, 32):
+        yield Case(f"T={tokens} Kimi e4m3 pages", make(tokens, kimi, torch.float8_e4m3fn), small=False)
 
 
 project_q = Op("project_q", reference, None, cost, cases, rtol=1e-4, cuda=cuda, cuda_fits=fits)

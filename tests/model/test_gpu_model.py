@@ -3,10 +3,12 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from redline.model import gpu, k2
 from redline.model.checkpoint import Checkpoint
@@ -15,7 +17,10 @@ from redline.model.k2 import K2, Chunk, Inputs
 from redline.model.shapes import KIMI_NANO
 from redline.model.write import random_checkpoint
 from redline.ops.cuda.kernel import emulation
+from redline.ops.embed import embed
+from redline.ops.gpu_block import Stream, few
 from redline.ops.op import reference_calls
+from redline.ops.triton_kernels import dense as streamed
 from tests.tiny_model import CPU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -83,10 +88,16 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_the_gpus_model_is_the_model(models: tuple[K2, K2], step: str):
-    chunks, contexts, slots = STEPS[step]
+    check(models, *STEPS[step])
+
+
+@pytest.mark.parametrize("models", ["int4"], indirect=True)
+def test_rows_that_are_too_many_for_lists_of_pairs(models: tuple[K2, K2]):
+    check(models, (), tuple(range(1, 34)), (0, 1, 2) * 11)
+
+
+def check(models: tuple[K2, K2], chunks: tuple[Chunk, ...], contexts: tuple[int, ...], slots: tuple[int, ...]) -> None:
     ours, theirs = models
-    if DEVICE.type == "cpu" and step == "nine rows":
-        contexts, slots = contexts[:9], slots[:9]
     kept = planes(ours, torch.bfloat16), planes(theirs, torch.float32)
     references = reference_calls.copy()
     with kernels():
@@ -106,3 +117,41 @@ def test_the_gpus_model_is_the_model(models: tuple[K2, K2], step: str):
     ):
         error = (a.cpu().float() - b.float()).norm() / b.float().norm()
         assert error < 2e-2, f"{name}: {error:.1e}"
+
+
+class Calls(TorchDispatchMode):
+    """Names of what torch is asked to do, but for views and empty memory, and for what a kernel's launch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if not func.is_view and "empty" not in func.__name__:
+            self.names.append(func.__name__)
+        return result
+
+
+@pytest.mark.parametrize("models", ["int4"], indirect=True)
+@pytest.mark.parametrize("rows", [9, 64])
+def test_no_kernel_of_torch_runs_in_a_block_of_a_decode_step(
+    models: tuple[K2, K2], rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    """From 9 tokens on each would be a launch of its own beside ten that have work to do."""
+    ours = models[0]
+    assert isinstance(ours, gpu.GpuK2)
+    step = inputs(ours, (), tuple(i // 4 + 1 for i in range(rows)), tuple(i % 4 for i in range(rows)))
+    pages, norm, launch = planes(ours, torch.bfloat16)[0], ours.norm, streamed.launch
+
+    def unseen(*args: Any, **given: Any) -> None:
+        with _disable_current_modes():  # the interpreter of Triton moves tensors by torch
+            launch(*args, **given)
+
+    monkeypatch.setattr(streamed, "launch", unseen)
+    with kernels():
+        for w in ours.gpu_blocks:
+            stream = Stream(*embed(step.ids_T, ours.embedding_VD, w.attention_norm))
+            with Calls() as calls:
+                few(stream, w, step, pages, norm, None)
+            assert calls.names == []

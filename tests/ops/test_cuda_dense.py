@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 OPS: tuple[Op[Any, Any], ...] = (embed, project_a, project_q, project_out, gates, head)
 CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in OPS for case in op.cases() if case.small]
 PLANE = 9  # project_q's argument that it writes
+SQUARES = {"embed": 2, "project_a": 1, "project_out": 2}  # which output
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 7e-2, torch.float32: 1e-4}
 
 
@@ -52,7 +53,11 @@ def check(op: Op[Any, Any], args: tuple[Any, ...]) -> None:
     theirs = copy.deepcopy(args)
     got, want = run(op, args), tensors(op.reference(*theirs))
     want += [theirs[PLANE]] if op is project_q else []
-    for a, b in zip(got, want, strict=True):
+    place, tokens = SQUARES.get(op.name), args[0].shape[0]
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        if i == place and tokens > dense.MOST_TOKENS:  # Triton's programs are others than dense.cu's blocks
+            assert a.shape[1] == b.shape[1]
+            a, b = a.sum(0)[:tokens], b.sum(0)[:tokens]
         assert a.shape == b.shape
         assert a.dtype == b.dtype
         if not a.is_floating_point():

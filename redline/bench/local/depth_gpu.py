@@ -20,19 +20,19 @@ from redline.ops.absorb import absorb
 from redline.ops.attend import attend
 from redline.ops.best import best
 from redline.ops.block import Inputs
-from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
-from redline.ops.choose_experts import Pairs, choose_experts
+from redline.ops.choose_experts import Pairs
 from redline.ops.embed import embed
 from redline.ops.experts_down import experts_down
 from redline.ops.experts_up import experts_up
 from redline.ops.gates import gates
-from redline.ops.gpu_block import FEW, GpuBlock
-from redline.ops.linear import linear, product
+from redline.ops.gpu_block import FEW, LISTED, GpuBlock
+from redline.ops.grouped import grouped_experts
+from redline.ops.linear import linear
 from redline.ops.op import Cost
 from redline.ops.project_a import project_a
 from redline.ops.project_out import project_out
 from redline.ops.project_q import project_q
-from redline.ops.tiled import TILE_N, Tiled, padded
+from redline.ops.tiled import Tiled
 from redline.ops.unabsorb import unabsorb
 from redline.wire.job import PAGE_TOKENS
 
@@ -57,8 +57,8 @@ class GpuStep:
             self.captures: Sequence[Callable[[], object]] = [
                 captured(partial(self.run, rotation), device) for rotation in range(min(ROTATIONS, depth.physical))
             ]
-            ops = _Few if depth.rows * depth.tokens <= FEW else _Many
-            self.ops: Sequence[Stage] = ops(self).stages()
+            # A step of more tokens takes other forms, which are not timed one by one.
+            self.ops: Sequence[Stage] = _Ops(self).stages() if depth.rows * depth.tokens <= FEW else ()
 
     def run(self, rotation: int = 0) -> Tensor:
         """The likeliest token of each row, int64 [T]."""
@@ -144,18 +144,35 @@ class _Ops:
             assert moe is not None
             return experts_up(x, rstd, moe.up, pairs[layer])
 
+        def grouped(layer: int):
+            moe = self.blocks[layer].experts
+            assert moe is not None
+            return grouped_experts(x, pairs[layer].ids, pairs[layer].weights, moe.up, moe.down, rstd)
+
+        def shared_down(layer: int):
+            w = self.blocks[layer]
+            return project_out(h, w.down, residual, w.mlp_norm, sums)
+
         def down(layer: int):
             w = self.blocks[layer]
             assert w.experts is not None
             assert not isinstance(w.down, Tiled)
             return experts_down(routed, pairs[layer], w.experts.down, h, w.down, residual, w.mlp_norm)
 
-        routed = up(self.depth.physical - 1)
         c, each = self.depth.config, tokens * e.chosen
         product_flops = 2 * each * c.moe_intermediate_size * c.hidden_size
         shared_flops = 2 * tokens * c.hidden_size * self.last.width
-        into = Cost(x.nbytes + routed.nbytes, 2 * product_flops)
         shared = Cost(self.last.down.nbytes + h.nbytes, shared_flops)
+        if tokens > LISTED:
+            both = Cost(x.nbytes + residual.nbytes + 8 * each, 3 * product_flops)
+            read = Cost((e.up.nbytes + e.down.nbytes) // e.up.experts)
+            sums = grouped(self.depth.physical - 1)
+            return [
+                Stage("grouped_experts", grouped, both, count, expert_cost=read),
+                Stage("shared_down", shared_down, shared + Cost(4 * residual.nbytes), count),
+            ]
+        routed = up(self.depth.physical - 1)
+        into = Cost(x.nbytes + routed.nbytes, 2 * product_flops)
         out = Cost(routed.nbytes + 3 * residual.nbytes, product_flops) + shared
         return [
             Stage("experts_up", up, into, count, expert_cost=Cost(e.up.nbytes // e.up.experts)),
@@ -170,8 +187,6 @@ class _Ops:
     def stage(self, name: str, run: Callable[[int], object], cost: Cost) -> Stage:
         return Stage(name, run, cost, self.layers, self.every)
 
-
-class _Few(_Ops):
     def stages(self) -> list[Stage]:
         i, last, w = self.inputs, self.last, self.last.attention
         table, plane = self.model.embedding_VD, self.planes[-1]
@@ -243,61 +258,4 @@ class _Few(_Ops):
                 self.dense,
                 range(self.dense),
             ),
-        ]
-
-
-class _Many(_Ops):
-    def stages(self) -> list[Stage]:
-        i, last, w = self.inputs, self.last, self.last.attention
-        residual = self.model.embedding_VD[i.ids_T].float()
-        _, x = norm_rows(residual, None, last.attention_norm, last.eps)
-        q_a = torch.zeros(x.shape[0], w.w_q.data.shape[-3] * 32, dtype=x.dtype, device=x.device)
-        q = product(q_a, w.w_q, torch.bfloat16).view(x.shape[0], w.heads, w.width).normal_()
-        attention, o = self.attention(q)
-
-        def linears(name: str, x: Tensor, of: Callable[[GpuBlock], Tiled], dtype: torch.dtype) -> Stage:
-            def run(layer: int) -> Tensor:
-                return product(x, of(self.blocks[layer]), dtype)
-
-            return self.stage(name, run, linear.cost(x, of(last)))
-
-        both = product(x, last.gates, torch.float32)
-        count = 0 if last.experts is None else last.experts.bias_E.shape[0]
-        logits, h = both[:, :count].contiguous(), swiglu(both, padded(count, TILE_N), last.width)
-        rstd = torch.ones(x.shape[0], device=x.device)
-        a = product(x, w.w_a, torch.float32)
-
-        def by_row(layer: int) -> None:
-            """What is done row by row in a layer with experts."""
-            norm_rows(residual, x[:, : residual.shape[1]], last.attention_norm, last.eps)
-            split_a(a, w.q_norm, w.kv_norm, i.cos_T, i.sin_T, i.rows_T, self.planes[layer], w.eps)
-            rotate_heads(q, i.cos_T, i.sin_T)
-            norm_rows(residual, x[:, : residual.shape[1]], last.mlp_norm, last.eps)
-            swiglu(both, padded(count, TILE_N), last.width)
-
-        rows_cost = Cost(4 * residual.nbytes + 4 * x.nbytes + a.nbytes + q.nbytes + both.nbytes + h.nbytes)
-
-        def choose(layer: int) -> Pairs:
-            moe = self.blocks[layer].experts
-            assert moe is not None
-            return choose_experts(logits, moe.bias_E, moe.chosen, moe.normalise, moe.scale, self.routing[layer])
-
-        moe_layers = range(self.dense, self.depth.physical)
-        chosen = {layer: choose(layer) for layer in moe_layers}
-        return [
-            self.stage("rows", by_row, rows_cost),
-            linears("project_a", x, lambda block: block.attention.w_a, torch.float32),
-            linears("project_q", q_a, lambda block: block.attention.w_q, torch.bfloat16),
-            *attention,
-            linears("project_out", o, lambda block: block.o_proj, torch.bfloat16),
-            Stage(
-                "gates",
-                lambda layer: product(x, self.blocks[layer].gates, torch.float32),
-                linear.cost(x, last.gates),
-                self.layers - self.dense,
-                moe_layers,
-            ),
-            Stage("choose_experts", choose, Cost(logits.nbytes), self.layers - self.dense, moe_layers),
-            *self.experts(chosen, x, rstd, h, residual),
-            self.head(x),
         ]
