@@ -32,7 +32,7 @@ class Choice:
     chosen: int
     normalise: bool
     scale: float
-    finished: Tensor  # int32 [2], zeros: what `gates` counts in and leaves 0, and `Pairs.ready`
+    finished: Tensor  # int32 [2], zeros at first: what `gates` counts in and leaves 0, and `Pairs.ready`
     forced_TK: Tensor | None = None  # int32: the ids to use instead, each at most once for a token (benchmarks)
 
 
@@ -50,8 +50,8 @@ class Pairs:
     count: Tensor  # int32 [1]: slots that exist
     ids: Tensor  # int32 [T, K], best first
     weights: Tensor  # float32 [T, K]
-    # int32 [1]: `gates` makes it 1 when the lists are there, before it ends; `experts_up` begins at that, and
-    # `experts_down` makes it 0 again. None: the lists are there when the launch before `experts_up` has ended.
+    # int32 [1]: `gates` makes it 0 before `experts_up` can begin, and 1 when the lists are there, before it ends: it must
+    # be the launch in front. None: the lists are there when the launch in front has ended.
     ready: Tensor | None = None
 
     @classmethod

@@ -243,7 +243,7 @@ struct Arguments {
     int* count;
     int* ids;
     float* shares;
-    int* finished;  // blocks with logits, 0 between two launches; and whether the choice is there
+    int* finished;  // blocks with logits, 0 between two launches; and whether the choice is there: 0 or 1
     u32 tokens, parts, slots, normalise;
     float eps, scale;
 };
@@ -520,6 +520,12 @@ FN void store_squares(float* squares_out, float squares) {
 }
 
 #if EPILOGUE == GATES && CHOSEN
+// By block 0: the last choice is none any more, before the grid that asks may begin.
+FN void take_back_choice(const Arguments& a) {
+    if (thread_index() == 0) store_global(a.finished + 1, 0), show_all();
+    sync_block();
+    let_next_grid_start();
+}
 // By all threads of a block that has logits, after it has stored them.
 FN void choose_if_last(const Arguments& a) {
     u32 last_block = LONE_TILES - 1, flag = shared_base() + X_BARRIER + 8;  // the last with logits
@@ -544,7 +550,11 @@ static_assert(RING + CHOOSING_BYTES <= X_AT, "choosing has room in the ring");
 #endif
 
 KERNEL(dense, Arguments) {
+#if EPILOGUE == GATES && CHOSEN
+    if (block_index()) let_next_grid_start();
+#else
     let_next_grid_start();
+#endif
     make_barriers();
     Run run = run_of_block();
     Ring ring = begin_ring();
@@ -552,6 +562,9 @@ KERNEL(dense, Arguments) {
     fill_first(ring, wanted, 0, EARLY_STAGES);
     wait_for_previous_grid();
     if (thread_index() == 0) request_x(a, 0);
+#if EPILOGUE == GATES && CHOSEN
+    if (block_index() == 0) take_back_choice(a);
+#endif
     fill_first(ring, wanted, EARLY_STAGES, FREE_STAGES);
     Item item = item_of(a, run, 0);
     u32x4 operands = {0, 0, 0, 0};

@@ -34,7 +34,6 @@ struct Arguments {
     const int* pair_token;
     const int* slot_expert;
     const int* slot_first;
-    int* ready;             // made 0 for the next choice; or null
     const float* residual;  // [T, HIDDEN]
     const float* gamma;     // [HIDDEN]
     float* residual_out;
@@ -283,7 +282,6 @@ KERNEL(experts_down, Arguments) {
     if (leader && piece + 4 >= PIECES && piece + 4 < end) group.fill_weights(second, piece + 4);
 
     wait_for_previous_grid();
-    if (a.ready && thread == 0 && block_index() == 0) store_global(a.ready, 0);
     if (SHARED && FEW && thread == 0) {
         barrier_expect(base + ROWS_BARRIER, a.tokens * 2 * SHARED);
         for (u32 i = 0; i < a.tokens; i++)

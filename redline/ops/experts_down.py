@@ -57,7 +57,7 @@ def reference(
 
 _Arguments = structure(
     "ExpertsDown",
-    pointers="weights shared h shared_h pair_token slot_expert slot_first ready residual gamma residual_out x squares",
+    pointers="weights shared h shared_h pair_token slot_expert slot_first residual gamma residual_out x squares",
     ints="tokens pairs slots",
 )
 
@@ -99,7 +99,7 @@ def cuda(
     x = torch.empty(tokens, x_width, dtype=torch.bfloat16, device=device)
     squares = torch.empty(x_width // SLAB_ROWS, padded(tokens, 8), device=device)
     inputs = weights.data, None if shared_w is None else shared_w.data, h, shared_h
-    lists = pairs.token, pairs.slot_expert, pairs.slot_first, pairs.ready
+    lists = pairs.token, pairs.slot_expert, pairs.slot_first
     tensors = *inputs, *lists, residual_TD, gamma_next, residual, x, squares
     arguments = _Arguments(*(address(part) for part in tensors), tokens, len(pairs), pairs.most)
     shared = 0 if shared_h is None else shared_h.shape[1]

@@ -69,7 +69,7 @@ FN u32 load_lists(const Arguments& a) {
     if (i <= a.slots) store_shared(base + FIRST_AT + 4 * i, first);
     return count;
 }
-// While the grid in front goes on with what this one does not need at first. All its blocks have begun, so it will be.
+// While the grid in front goes on with what this one does not need at first. All its blocks have begun, so they will be there.
 FN void wait_for_lists(const Arguments& a) {
     if (!a.ready) return wait_for_previous_grid();
     if (thread_index() == 0)

@@ -8,6 +8,7 @@ Without a router (E = 0) it is the first half of a dense MLP.
 
 import ctypes
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -64,6 +65,8 @@ def reference(
     if choice is not None:
         c = choice
         pairs = choose_experts.reference(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+        if tokens <= dense.MOST_TOKENS:
+            pairs = replace(pairs, ready=c.finished[1:].fill_(1))
     return logits, h, dense.pad_columns(rstd[:, 0], dense.MOST_TOKENS), pairs
 
 

@@ -219,7 +219,7 @@ class _Ops:
 
         _, h, rstd, _ = gate(self.depth.physical - 1)
         moe_layers = range(self.dense, self.depth.physical)
-        # Each op alone: nobody says `ready` anew, so nobody waits for it.
+        # Each op alone: `gates` is not the launch in front, so nobody waits for its `ready`.
         chosen = {layer: replace(pairs, ready=None) for layer in moe_layers if (pairs := gate(layer)[3])}
         q_cost = project_q.cost(
             *(q_a, q_squares, w.w_q, w.heads, kv, w.kv_norm, i.cos_T, i.sin_T, i.rows_T, plane, w.eps)
