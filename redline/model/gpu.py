@@ -19,6 +19,7 @@ from redline.ops.head import head
 from redline.ops.linear import product
 from redline.ops.records import Kind, Records, Slabs
 from redline.ops.tiled import PAD_K, Tiled
+from redline.ops.transformer import Predicted, likeliest, room
 
 
 class GpuK2(K2):
@@ -42,6 +43,15 @@ class GpuK2(K2):
         residual, x = norm_rows(residual, partial, self.norm, self.config.rms_norm_eps)
         features.take(len(self.gpu_blocks), residual)
         return x[:, : self.config.hidden_size], features.whole()
+
+    def predict(
+        self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
+    ) -> Predicted:
+        hidden, features = self.forward(inputs, planes, layers)
+        if not asked:
+            return Predicted(hidden, features, *room(0, self.head))
+        logits_RV = self.logits(hidden if len(asked) == hidden.shape[0] else hidden[list(asked)])
+        return Predicted(hidden, features, logits_RV, likeliest(logits_RV))
 
     def _few(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
         norms = [*(w.attention_norm for w in self.gpu_blocks), self.norm]

@@ -16,7 +16,7 @@ WRITES = {
     "mla_decode": (8,),
     "mla_prefill": (6,),
     "block": (4,),
-    "blocks": (3,),
+    "transformer": (0,),
     "draft_pass": (4,),
     "draft_chain": (5,),
 }
