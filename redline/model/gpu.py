@@ -19,7 +19,7 @@ from redline.ops.head import head
 from redline.ops.linear import product
 from redline.ops.records import Kind, Records, Slabs
 from redline.ops.tiled import PAD_K, Tiled
-from redline.ops.transformer import Predicted, likeliest, room
+from redline.ops.transformer import Predicted, predicted
 
 
 class GpuK2(K2):
@@ -49,9 +49,8 @@ class GpuK2(K2):
     ) -> Predicted:
         hidden, features = self.forward(inputs, planes, layers)
         if not asked:
-            return Predicted(hidden, features, *room(0, self.head))
-        logits_RV = self.logits(hidden if len(asked) == hidden.shape[0] else hidden[list(asked)])
-        return Predicted(hidden, features, logits_RV, likeliest(logits_RV))
+            return Predicted([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
+        return predicted(hidden, features, self.logits(hidden if len(asked) == len(hidden) else hidden[list(asked)]))
 
     def _few(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
         norms = [*(w.attention_norm for w in self.gpu_blocks), self.norm]

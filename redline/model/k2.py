@@ -56,7 +56,8 @@ class K2:
     def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """`predict` where nothing is asked: the normed last hidden state [T, D], and the residual stream as it enters
         each of `layers`, [T, layers * D]."""
-        return self.predict(inputs, planes, layers)[:2]
+        out = self.predict(inputs, planes, layers)
+        return out.hidden(), out.features
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """float32 [R, V]"""

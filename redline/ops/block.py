@@ -64,6 +64,11 @@ class Inputs:
     routing: Tensor | None = None  # int32 [layers, T, k]: experts that are given, not chosen, for benchmarks on a GPU
 
     @functools.cached_property
+    def count(self) -> int:
+        """T"""
+        return self.ids_T.shape[0]
+
+    @functools.cached_property
     def address(self) -> int:
         """Of what the kernels read; it lasts as long as these tensors."""
         return ctypes.addressof(self._layout)
@@ -75,7 +80,7 @@ class Inputs:
             *map(native.pointer, (self.ids_T, self.cos_T, self.sin_T, self.rows_T)),
             ctypes.addressof(self._chunks),
             *map(native.pointer, (*queries, self.tables)),
-            *(self.tables.shape[1], self.ids_T.shape[0], len(self.chunks), self.tokens_Q.shape[0]),
+            *(self.tables.shape[1], self.count, len(self.chunks), self.tokens_Q.shape[0]),
         )
 
     @functools.cached_property

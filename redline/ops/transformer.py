@@ -9,7 +9,7 @@ T tokens, D hidden, L blocks, F states that are kept, R tokens whose next one is
 import ctypes
 import functools
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -52,6 +52,15 @@ class Transformer:
         return torch.bfloat16 if self.embedding_VD.is_cuda else torch.float32
 
     @functools.cached_property
+    def width(self) -> int:
+        return self.norm.shape[0]
+
+    @functools.cached_property
+    def logits_width(self) -> int:
+        """Of the kernel's rows, which are whole panels."""
+        return (self.head.outputs + PANEL - 1) // PANEL * PANEL
+
+    @functools.cached_property
     def address(self) -> int:
         return ctypes.addressof(self._layout)
 
@@ -61,7 +70,7 @@ class Transformer:
         assert isinstance(self.head, Matrix), "the CPU's kernels read panels"
         return _Weights(
             *(native.pointer(self.embedding_VD), ctypes.addressof(self._blocks), native.pointer(self.norm)),
-            *(self.head.address, self.eps, len(self.blocks), self.norm.shape[0], self.head.outputs),
+            *(self.head.address, self.eps, len(self.blocks), self.width, self.head.outputs),
         )
 
     @functools.cached_property
@@ -78,16 +87,17 @@ class _Weights(ctypes.Structure):
 
 
 class Predicted(NamedTuple):
-    hidden_TD: Tensor  # the normed last state
+    """What comes of a step. Most steps are asked for their tokens alone: the rest becomes tensors where it is read."""
+
+    likeliest: list[int]  # R; the first of them where several are, -1 where a logit is not finite
     features: Tensor | None  # [T, F D]: the residual stream as it enters some layers
-    logits_RV: Tensor  # float32
-    likeliest_R: Tensor  # int64; -1 where a logit is not finite
+    hidden: Callable[[], Tensor]  # [T, D]: the normed last state
+    logits: Callable[[], Tensor]  # float32 [R, V]
 
 
-def likeliest(logits_RV: Tensor) -> Tensor:
-    """The first of the likeliest tokens of each row, int64 [R]; -1 where a logit is not finite."""
+def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> Predicted:
     ids_R, finite_R = best(logits_RV)
-    return ids_R.masked_fill_(~finite_R, -1)
+    return Predicted(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)
 
 
 def reference(
@@ -105,11 +115,8 @@ def reference(
     residual, x = add_norm(residual, partial, weights.norm, weights.eps)
     if features is not None and len(weights.blocks) in wanted:
         features[:, wanted[len(weights.blocks)]] = residual
-    kept = None if features is None else features.flatten(1)
-    if not asked:
-        return Predicted(x, kept, *room(0, weights.head))
     logits_RV = linear(x[list(asked)], weights.head).float()
-    return Predicted(x, kept, logits_RV, likeliest(logits_RV))
+    return predicted(x, None if features is None else features.flatten(1), logits_RV)
 
 
 def kernel(
@@ -117,24 +124,31 @@ def kernel(
 ) -> Predicted:
     library = native.library()
     assert library is not None
-    tokens, d = inputs.ids_T.shape[0], weights.norm.shape[0]
-    x_TD, (logits_RV, likeliest_R) = torch.empty(tokens, d), room(len(asked), weights.head)
+    tokens, rows, d = inputs.count, len(asked), weights.width
     features = torch.empty(tokens, len(layers) * d) if layers else None
-    rows = array("i", asked)
+    hidden, logits = _floats(tokens, d), _floats(rows, weights.logits_width)
+    asked_R, likeliest = array("i", asked), array("q", bytes(8 * rows))
     library.redline_transformer(
         *(weights.address, inputs.address),
         *(native.pointer(planes), planes.stride(0) * planes.element_size(), not rounds(planes)),
         *(_places(len(weights.blocks), tuple(layers)), len(layers), 0 if features is None else features.data_ptr()),
-        *(rows.buffer_info()[0], len(rows), x_TD.data_ptr(), logits_RV.data_ptr(), likeliest_R.data_ptr()),
+        *(asked_R.buffer_info()[0], rows, hidden, logits, likeliest.buffer_info()[0]),
     )
-    return Predicted(x_TD, features, logits_RV, likeliest_R)
+    return Predicted(
+        likeliest.tolist(),
+        features,
+        lambda: _tensor(hidden, tokens, d),
+        lambda: _tensor(logits, rows, weights.logits_width)[:, : weights.head.outputs],
+    )
 
 
-def room(rows: int, head: Matrix | Tiled) -> tuple[Tensor, Tensor]:
-    """For the logits of so many rows, which the kernel writes to whole panels, and for their likeliest tokens."""
-    device = head.data.device
-    logits = torch.empty(rows, (head.outputs + PANEL - 1) // PANEL * PANEL, device=device)
-    return logits[:, : head.outputs], torch.empty(rows, dtype=torch.int64, device=device)
+def _floats(rows: int, width: int) -> "ctypes.Array[ctypes.c_float]":
+    """Memory as Python has it: a tensor takes ten times longer to make."""
+    return (ctypes.c_float * (rows * width))()
+
+
+def _tensor(floats: "ctypes.Array[ctypes.c_float]", rows: int, width: int) -> Tensor:
+    return torch.frombuffer(floats, dtype=torch.float32).view(rows, width) if rows else torch.empty(0, width)
 
 
 @functools.cache
@@ -150,7 +164,7 @@ def fits(planes: Tensor, weights: Transformer, *_: object) -> bool:
 def cost(
     planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]
 ) -> Cost:
-    tokens, d = inputs.ids_T.shape[0], weights.norm.shape[0]
+    tokens, d = inputs.count, weights.width
     residual_TD = torch.empty(tokens, d, dtype=weights.dtype, device="meta")
     row_bytes = d * weights.embedding_VD.element_size()
     total = Cost(tokens * row_bytes + residual_TD.nbytes * (2 + len(layers)) + weights.norm.nbytes)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2
+from redline.ops.transformer import Predicted
 from redline.run.captured import CapturedSteps, not_finite
 from redline.run.decode import Board
 from redline.run.draft import Drafting
@@ -66,8 +67,7 @@ class Queued:
 
     def run(self) -> None:
         try:
-            with torch.inference_mode():
-                self._ran = self._runner.run(self._step)
+            self._ran = self._runner.run(self._step)
         except Exception as error:
             self._ran = error
 
@@ -216,9 +216,9 @@ class Runner:
             if row.drafting:
                 layers = self._layers
         out = self.model.predict(self.slots.inputs(spans, self.model), self.kv.planes, layers, asked)
-        results = self._verify(sampling, out.logits_RV, out.likeliest_R.tolist())
+        results = self._verify(sampling, out)
         if prompts:
-            results = self._with_prompts(spans, results, out.hidden_TD)
+            results = self._with_prompts(spans, results, out.hidden())
         if drafts:
             self._draft(spans, results, out.features)
         return results
@@ -234,11 +234,11 @@ class Runner:
                 features,
             )
 
-    def _verify(self, spans: Sequence[Span], logits_RV: Tensor, likeliest: list[int]) -> list[RowResult]:
-        """What each row gives; logits and likeliest tokens: one for each of a decode row's positions, one for any other
-        row. A position whose likeliest token is -1 has no logits that are all numbers."""
+    def _verify(self, spans: Sequence[Span], out: Predicted) -> list[RowResult]:
+        """What each row gives; asked for were all of a decode row's positions, and one of any other row."""
+        likeliest = out.likeliest
         all_finite = -1 not in likeliest
-        chosen = self._chosen(spans, likeliest, logits_RV)
+        chosen = self._chosen(spans, out)
         results: list[RowResult] = []
         end = 0
         for span in spans:
@@ -255,7 +255,7 @@ class Runner:
                 if is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
                     given = verify_chosen(chosen[first : first + sound], drafts.tokens)
                 else:
-                    given = self._verify_drawn(span.slot, drafts, logits_RV[first : first + sound], position)
+                    given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
             except Exception as error:  # this row's alone
                 results.append(RowResult(error=f"the next token could not be chosen: {error}"))
                 continue
@@ -266,7 +266,7 @@ class Runner:
                 if asked is None
                 else tuple(
                     logprobs_of(row_V, token, asked)
-                    for row_V, token in zip(logits_RV[first:end], given.tokens, strict=False)
+                    for row_V, token in zip(out.logits()[first:end], given.tokens, strict=False)
                 )
             )
             results.append(
@@ -279,7 +279,7 @@ class Runner:
             )
         return results
 
-    def _chosen(self, spans: Sequence[Span], likeliest: list[int], logits_RV: Tensor) -> list[int]:
+    def _chosen(self, spans: Sequence[Span], out: Predicted) -> list[int]:
         """The token of each row of logits that `is_chosen_alone`; all draws in one call. Of the others it is any."""
         rows: list[int] = []
         asked: list[Sampling] = []
@@ -295,8 +295,8 @@ class Runner:
             asked.extend([sampling] * (end - first))
             us.extend(uniform(sampling.seed, position + i) for i in range(end - first))
         if not rows:
-            return likeliest
-        chosen = likeliest.copy()
+            return out.likeliest
+        chosen, logits_RV = out.likeliest.copy(), out.logits()
         for row, token in zip(
             rows, draw_each(logits_RV if len(rows) == len(chosen) else logits_RV[rows], asked, us), strict=True
         ):

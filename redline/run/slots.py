@@ -13,7 +13,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from redline.model.k2 import K2, Chunk, Inputs
@@ -151,7 +150,8 @@ class Slots:
         if not tokens:
             return
         if self.tokens.is_cpu:
-            self._memory[number, position : position + len(tokens)] = tokens
+            for place, token in enumerate(tokens, position):
+                self._memory[number, place] = token
         elif len(tokens) == 1:
             self.tokens[number, position] = tokens[0]
         else:
@@ -159,9 +159,9 @@ class Slots:
             self.tokens[number, position : position + len(tokens)] = new
 
     @functools.cached_property
-    def _memory(self) -> NDArray[np.int64]:
+    def _memory(self) -> memoryview:
         """That of `tokens`, on a CPU: an op is dear."""
-        return self.tokens.numpy()
+        return memoryview(self.tokens.numpy())
 
     def inputs(self, spans: Sequence[Span], model: K2) -> Inputs:
         """The step's tokens in the order of its spans: prompt positions as chunks, generated ones as queries.
