@@ -161,9 +161,7 @@ def fits(planes: Tensor, weights: Transformer, *_: object) -> bool:
     return weights.fits
 
 
-def cost(
-    planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]
-) -> Cost:
+def cost(planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]) -> Cost:
     tokens, d = inputs.count, weights.width
     residual_TD = torch.empty(tokens, d, dtype=weights.dtype, device="meta")
     row_bytes = d * weights.embedding_VD.element_size()

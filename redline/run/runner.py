@@ -287,9 +287,12 @@ class Runner:
         end = 0
         for span in spans:
             first, end = end, end + 1 + len(span.drafts.tokens)
-            slot, position = self.slots.at[span.slot], span.end - len(span.drafts.tokens)
+            slot = self.slots.at[span.slot]
             sampling = slot.sampling
-            if is_greedy(sampling) or not is_chosen_alone(sampling, position - slot.prompt, span.drafts.q):
+            if is_greedy(sampling):
+                continue
+            position = span.end - len(span.drafts.tokens)
+            if not is_chosen_alone(sampling, position - slot.prompt, span.drafts.q):
                 continue
             rows.extend(range(first, end))
             asked.extend([sampling] * (end - first))
@@ -308,9 +311,7 @@ class Runner:
         prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
         return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
 
-    def _with_prompts(
-        self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor
-    ) -> list[RowResult]:
+    def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
         """One result a row: what it sampled, and the log probabilities of the prompt tokens that it predicts, where
         asked for."""
         results: list[RowResult] = []
@@ -333,4 +334,3 @@ class Runner:
 
 
 _NOTHING = RowResult()
-
