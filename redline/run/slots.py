@@ -89,7 +89,7 @@ class Slots:
         rows, pages = slots + 1, -(-max_model_len // PAGE_TOKENS)
         self.tokens: Tensor = torch.zeros(rows, max_model_len + 1, dtype=torch.int64, device=device)
         self.tables: Tensor = torch.zeros(rows, pages, dtype=torch.int32, device=device)
-        self._memory = memoryview(self.tokens.numpy()) if self.tokens.is_cpu else None  # of `tokens`: an op is dear
+        self._memory = self.tokens.numpy().data if self.tokens.is_cpu else None  # of `tokens`: an op is dear
         self.at = [Slot() for _ in range(slots)]
         self._angles: tuple[Tensor, Tensor] | None = None  # cos and sin of every position, on a CPU
         self._memories: dict[int, StepMemory] = {}  # by the step's tokens

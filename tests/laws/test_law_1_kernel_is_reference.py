@@ -26,6 +26,10 @@ CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in ALL for 
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, list):
+        return [torch.tensor(value)]
+    if callable(value):
+        return tensors(value())
     return [t for item in value for t in tensors(item)] if isinstance(value, tuple) else []
 
 
