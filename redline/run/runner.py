@@ -6,6 +6,7 @@ what the slot's next row will verify. The next step finds it there.
 On a GPU a thread runs them, and nothing is awaited between two: the planner plans the next while one computes. Steps of
 nothing but plain decode rows are recorded and replayed (`captured.py`); the thread leads the rest. On a CPU the kernels
 have every core, and a step runs in the thread that waits for it: a second thread would take cores and Python from it.
+That thread enters `torch.inference_mode` once for all steps, as the GPU's does.
 """
 
 import itertools
