@@ -21,6 +21,7 @@ from redline.ops.head import head
 from redline.ops.linear import product
 from redline.ops.records import Kind, Records, Slabs
 from redline.ops.tiled import PAD_K, Tiled
+from redline.ops.transformer import Predicted, predicted
 
 
 class GpuK2(K2):
@@ -46,6 +47,14 @@ class GpuK2(K2):
         residual, x = norm_rows(residual, partial, self.norm, self.config.rms_norm_eps)
         features.take(len(self.gpu_blocks), residual)
         return x[:, : self.config.hidden_size], features.whole()
+
+    def predict(
+        self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
+    ) -> Predicted:
+        hidden, features = self.forward(inputs, planes, layers)
+        if not asked:
+            return Predicted([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
+        return predicted(hidden, features, self.logits(hidden if len(asked) == len(hidden) else hidden[list(asked)]))
 
     def _few(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
         norms = [*(w.attention_norm for w in self.gpu_blocks), self.norm]

@@ -15,11 +15,11 @@ from redline.model.checkpoint import Checkpoint, Projection
 from redline.model.config import K2Config
 from redline.ops.block import Block, Inputs, Moe
 from redline.ops.block import Chunk as Chunk  # with Inputs, for those who make steps
-from redline.ops.blocks import Blocks, blocks
 from redline.ops.formats import Int4, Nvfp4
 from redline.ops.linear import linear
 from redline.ops.mla import MlaWeights
 from redline.ops.tiled import Tiled
+from redline.ops.transformer import Predicted, Transformer, transformer
 from redline.ops.weights import Experts, Matrix, stack_experts
 
 
@@ -31,28 +31,33 @@ class K2:
     ) -> None:
         self.config = config
         self.embedding_VD = embedding_VD
-        self.blocks = Blocks(tuple(blocks), norm, config.rms_norm_eps)
         self.norm = norm
         self.head = head
+        self._weights = Transformer(embedding_VD, tuple(blocks), norm, head, config.rms_norm_eps)
         self.device = embedding_VD.device
+        self.dtype = self._weights.dtype  # of activations
         self._inv_freq = config.inv_freq().to(self.device)
-        # Activations: float32 where the CPU computes, the weights' own bf16 on a GPU.
-        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
 
     def angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [T, P / 2], of integer positions."""
         angle = positions_T.float()[:, None] * self._inv_freq
         return angle.cos(), angle.sin()
 
-    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """The normed last hidden state [T, D], and the residual stream as it enters each of `layers`, [T, layers * D].
+    def predict(
+        self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
+    ) -> Predicted:
+        """The step through the model, and what follows the tokens `asked`, which count from the step's first.
 
         planes [layers, pages, 64, kv width]: read, and written at rows_T. Layer ids as in vLLM and SGLang: k is the
         state that enters layer k (0: the embedding), and the number of layers is what enters the last norm.
         """
-        residual = self.embedding_VD[inputs.ids_T].to(self.dtype)
-        x, features = blocks(residual, self.blocks, inputs, planes, layers)
-        return x, None if features is None else features.flatten(1)
+        return transformer(planes, self._weights, inputs, layers, asked)
+
+    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """`predict` where nothing is asked: the normed last hidden state [T, D], and the residual stream as it enters
+        each of `layers`, [T, layers * D]."""
+        out = self.predict(inputs, planes, layers)
+        return out.hidden(), out.features
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """float32 [R, V]"""

@@ -7,7 +7,6 @@ from redline.ops.add_norm import add_norm
 from redline.ops.attend import attend
 from redline.ops.best import best
 from redline.ops.block import block
-from redline.ops.blocks import blocks
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
 from redline.ops.choose_experts import choose_experts
 from redline.ops.draft_pass import draft_chain, draft_fuse, draft_pass
@@ -30,10 +29,11 @@ from redline.ops.settle_rows import settle_rows
 from redline.ops.sort_pairs import sort_pairs
 from redline.ops.step_inputs import step_inputs
 from redline.ops.step_rows import step_rows
+from redline.ops.transformer import transformer
 from redline.ops.unabsorb import unabsorb
 
 ALL: tuple[Op[Any, Any], ...] = (
-    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, block, blocks, best, draw),
+    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, block, transformer, best, draw),
     *(step_inputs, draft_fuse, draft_pass, draft_chain),
 )
 

@@ -20,19 +20,6 @@ struct BlockWeights {
     int D, Rq, H, Nn, P, R, V, Is, E, k, I, normalise;
 };
 
-struct Chunk {
-    int first, count, start, slot;
-};
-
-struct BlockTokens {
-    const float *cos, *sin;
-    const int64_t* rows;
-    const Chunk* chunks;
-    const int32_t *tokens, *slots, *lengths, *tables;
-    int64_t table_width;
-    int T, C, Q;
-};
-
 // residual [T, D] += partial (null: nothing), then += the attention's part; y [T, D]: the experts' part, which may lie
 // where partial lies. plane: as in mla_qkv; the other products follow it.
 extern "C" void redline_block(const BlockWeights* weights, const BlockTokens* tokens, void* plane, int kv_float32, float* residual,

@@ -64,14 +64,23 @@ class Inputs:
     routing: Tensor | None = None  # int32 [layers, T, k]: experts that are given, not chosen, for benchmarks on a GPU
 
     @functools.cached_property
-    def layout(self) -> "_Tokens":
-        """As block.cpp reads it; it lasts as long as these tensors."""
+    def count(self) -> int:
+        """T"""
+        return self.ids_T.shape[0]
+
+    @functools.cached_property
+    def address(self) -> int:
+        """Of what the kernels read; it lasts as long as these tensors."""
+        return ctypes.addressof(self._layout)
+
+    @functools.cached_property
+    def _layout(self) -> "_Tokens":
         queries = self.tokens_Q, self.slots_Q, self.lengths_Q
         return _Tokens(
-            *map(native.pointer, (self.cos_T, self.sin_T, self.rows_T)),
+            *map(native.pointer, (self.ids_T, self.cos_T, self.sin_T, self.rows_T)),
             ctypes.addressof(self._chunks),
             *map(native.pointer, (*queries, self.tables)),
-            *(self.tables.shape[1], self.ids_T.shape[0], len(self.chunks), self.tokens_Q.shape[0]),
+            *(self.tables.shape[1], self.count, len(self.chunks), self.tokens_Q.shape[0]),
         )
 
     @functools.cached_property
@@ -149,9 +158,9 @@ class _Weights(ctypes.Structure):
     ]
 
 
-class _Tokens(ctypes.Structure):
+class _Tokens(ctypes.Structure):  # cpu/kernels.h: BlockTokens
     _fields_ = [
-        *_fields(ctypes.c_void_p, "cos sin rows chunks tokens slots lengths tables"),
+        *_fields(ctypes.c_void_p, "ids cos sin rows chunks tokens slots lengths tables"),
         *_fields(ctypes.c_int64, "table_width"),
         *_fields(ctypes.c_int, "T C Q"),
     ]
@@ -204,7 +213,7 @@ def kernel(
     y_TD = torch.empty_like(residual_TD) if partial_TD is None else partial_TD
     library.redline_block(
         ctypes.addressof(weights.layout),
-        ctypes.addressof(inputs.layout),
+        inputs.address,
         native.pointer(plane),
         not rounds(plane),
         native.pointer(residual_TD),

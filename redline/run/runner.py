@@ -6,8 +6,10 @@ what the slot's next row will verify. The next step finds it there.
 On a GPU a thread runs them, and nothing is awaited between two: the planner plans the next while one computes. Steps of
 nothing but plain decode rows are recorded and replayed (`captured.py`); the thread leads the rest. On a CPU the kernels
 have every core, and a step runs in the thread that waits for it: a second thread would take cores and Python from it.
+That thread enters `torch.inference_mode` once for all steps, as the GPU's does.
 """
 
+import itertools
 import logging
 import queue
 import threading
@@ -15,12 +17,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+import msgspec
 import torch
 from torch import Tensor
 
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2
-from redline.ops.best import best
+from redline.ops.transformer import Predicted
 from redline.run.captured import CapturedSteps, not_finite
 from redline.run.decode import Board
 from redline.run.draft import Drafting
@@ -65,8 +68,7 @@ class Queued:
 
     def run(self) -> None:
         try:
-            with torch.inference_mode():
-                self._ran = self._runner.run(self._step)
+            self._ran = self._runner.run(self._step)
         except Exception as error:
             self._ran = error
 
@@ -201,61 +203,50 @@ class Runner:
         return StepResult(number=step.number, rows=tuple(results))
 
     def _compute(self, spans: Sequence[Span]) -> list[RowResult]:
-        layers = self._layers if any(span.row.drafting for span in spans) else ()
-        hidden, features = self.model.forward(self.slots.inputs(spans, self.model), self.kv.planes, layers)
-        ends: list[int] = []
-        end, decodes, drafts = 0, True, False
+        asked: list[int] = []  # tokens of the step: all of a decode row, the last of a prompt, where the row samples
+        sampling: list[Span] = []
+        layers: Sequence[int] = ()
+        end, prompts, drafts = 0, False, False
         for span in spans:
-            row = span.row
-            end += span.count
-            ends.append(end)
-            decodes = decodes and row.start is None
+            row, first, end = span.row, end, end + span.count
+            if row.samples:
+                sampling.append(span)
+                asked.extend(range(first if row.start is None else end - 1, end))
+            prompts = prompts or row.start is not None
             drafts = drafts or row.drafting or row.propose > 0
-        results = self._verify(spans, self.model.logits(hidden)) if decodes else self._mixed(spans, ends, hidden)
+            if row.drafting:
+                layers = self._layers
+        out = self.model.predict(self.slots.inputs(spans, self.model), self.kv.planes, layers, asked)
+        results = self._verify(sampling, out)
+        if prompts:
+            results = self._with_prompts(spans, results, out.hidden())
         if drafts:
-            self._draft(spans, ends, results, features)
+            self._draft(spans, results, out.features)
         return results
 
-    def _draft(
-        self, spans: Sequence[Span], ends: Sequence[int], results: Sequence[RowResult], features: Tensor | None
-    ) -> None:
+    def _draft(self, spans: Sequence[Span], results: Sequence[RowResult], features: Tensor | None) -> None:
+        firsts = list(itertools.accumulate((span.count for span in spans), initial=0))
         sound = [i for i, result in enumerate(results) if result.error is None]
         if any(spans[i].row.drafting or spans[i].row.propose for i in sound):
             self.drafting.follow(
                 [spans[i] for i in sound],
-                [ends[i] - spans[i].count for i in sound],
+                [firsts[i] for i in sound],
                 [spans[i].count - len(spans[i].drafts.tokens) + results[i].accepted for i in sound],
                 features,
             )
 
-    def _mixed(self, spans: Sequence[Span], ends: Sequence[int], hidden: Tensor) -> list[RowResult]:
-        """Where some rows are of prompts: not all of those sample, and never from more than their last position."""
-        results = self._prompt_logprobs(spans, ends, hidden)
-        sampling = [i for i, span in enumerate(spans) if span.row.samples]
-        if sampling:
-            wanted = [
-                token
-                for i in sampling
-                for token in range(ends[i] - (spans[i].count if spans[i].decodes else 1), ends[i])
-            ]
-            logits_RV = self.model.logits(hidden if len(wanted) == hidden.shape[0] else hidden[wanted])
-            for i, result in zip(sampling, self._verify([spans[i] for i in sampling], logits_RV), strict=True):
-                results[i] = _merged(results[i], result)
-        return results
-
-    def _verify(self, spans: Sequence[Span], logits_RV: Tensor) -> list[RowResult]:
-        """What each row gives; logits: one row for each of a decode row's positions, one for any other row."""
-        ids, finite_R = best(logits_RV)
-        likeliest, finite = ids.tolist(), finite_R.tolist()
-        all_finite = False not in finite
-        chosen = self._chosen(spans, likeliest, logits_RV)
+    def _verify(self, spans: Sequence[Span], out: Predicted) -> list[RowResult]:
+        """What each row gives; asked for were all of a decode row's positions, and one of any other row."""
+        likeliest = out.likeliest
+        all_finite = -1 not in likeliest
+        chosen = self._chosen(spans, out)
         results: list[RowResult] = []
         end = 0
         for span in spans:
             proposed = len(span.drafts.tokens)
             first, end = end, end + 1 + proposed
             slot, position = self.slots.at[span.slot], span.end - proposed
-            sound = end - first if all_finite or False not in finite[first:end] else finite[first:end].index(False)
+            sound = end - first if all_finite else [*likeliest[first:end], -1].index(-1)
             if not sound:
                 results.append(RowResult(error=not_finite(position - 1)))
                 continue
@@ -265,7 +256,7 @@ class Runner:
                 if is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
                     given = verify_chosen(chosen[first : first + sound], drafts.tokens)
                 else:
-                    given = self._verify_drawn(span.slot, drafts, logits_RV[first : first + sound], position)
+                    given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
             except Exception as error:  # this row's alone
                 results.append(RowResult(error=f"the next token could not be chosen: {error}"))
                 continue
@@ -276,7 +267,7 @@ class Runner:
                 if asked is None
                 else tuple(
                     logprobs_of(row_V, token, asked)
-                    for row_V, token in zip(logits_RV[first:end], given.tokens, strict=False)
+                    for row_V, token in zip(out.logits()[first:end], given.tokens, strict=False)
                 )
             )
             results.append(
@@ -289,7 +280,7 @@ class Runner:
             )
         return results
 
-    def _chosen(self, spans: Sequence[Span], likeliest: list[int], logits_RV: Tensor) -> list[int]:
+    def _chosen(self, spans: Sequence[Span], out: Predicted) -> list[int]:
         """The token of each row of logits that `is_chosen_alone`; all draws in one call. Of the others it is any."""
         rows: list[int] = []
         asked: list[Sampling] = []
@@ -297,16 +288,19 @@ class Runner:
         end = 0
         for span in spans:
             first, end = end, end + 1 + len(span.drafts.tokens)
-            slot, position = self.slots.at[span.slot], span.end - len(span.drafts.tokens)
+            slot = self.slots.at[span.slot]
             sampling = slot.sampling
-            if is_greedy(sampling) or not is_chosen_alone(sampling, position - slot.prompt, span.drafts.q):
+            if is_greedy(sampling):
+                continue
+            position = span.end - len(span.drafts.tokens)
+            if not is_chosen_alone(sampling, position - slot.prompt, span.drafts.q):
                 continue
             rows.extend(range(first, end))
             asked.extend([sampling] * (end - first))
             us.extend(uniform(sampling.seed, position + i) for i in range(end - first))
         if not rows:
-            return likeliest
-        chosen = likeliest.copy()
+            return out.likeliest
+        chosen, logits_RV = out.likeliest.copy(), out.logits()
         for row, token in zip(
             rows, draw_each(logits_RV if len(rows) == len(chosen) else logits_RV[rows], asked, us), strict=True
         ):
@@ -318,37 +312,26 @@ class Runner:
         prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
         return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
 
-    def _prompt_logprobs(self, spans: Sequence[Span], ends: Sequence[int], hidden: Tensor) -> list[RowResult]:
-        """One result a row, with the log probabilities of the prompt tokens that the row predicts, where asked for."""
+    def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
+        """One result a row: what it sampled, and the log probabilities of the prompt tokens that it predicts, where
+        asked for."""
         results: list[RowResult] = []
-        for span, end in zip(spans, ends, strict=True):
-            slot = self.slots.at[span.slot]
-            asked = slot.sampling.prompt_logprobs
-            if asked is None:
-                results.append(_NOTHING)
-                continue
-            logprobs: tuple[TokenLogprobs, ...] = ()
-            count = min(span.end, slot.prompt - 1) - span.start
-            if count > 0:
-                first = end - span.count
-                logits = self.model.logits(hidden[first : first + count])
-                tokens = self.slots.tokens[span.slot, span.start + 1 : span.start + 1 + count].tolist()
-                logprobs = tuple(logprobs_of(row_V, token, asked) for row_V, token in zip(logits, tokens, strict=True))
-            results.append(RowResult(prompt_logprobs=logprobs))
+        left, end = iter(sampled), 0
+        for span in spans:
+            first, end = end, end + span.count
+            result = next(left) if span.row.samples else _NOTHING
+            logprobs = self._prompt_logprobs(span, hidden[first:end])
+            results.append(msgspec.structs.replace(result, prompt_logprobs=logprobs) if logprobs else result)
         return results
+
+    def _prompt_logprobs(self, span: Span, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        slot = self.slots.at[span.slot]
+        asked, count = slot.sampling.prompt_logprobs, min(span.end, slot.prompt - 1) - span.start
+        if asked is None or count <= 0:
+            return ()
+        logits = self.model.logits(hidden[:count])
+        tokens = self.slots.tokens[span.slot, span.start + 1 : span.start + 1 + count].tolist()
+        return tuple(logprobs_of(row_V, token, asked) for row_V, token in zip(logits, tokens, strict=True))
 
 
 _NOTHING = RowResult()
-
-
-def _merged(prompt: RowResult, sampled: RowResult) -> RowResult:
-    if not prompt.prompt_logprobs:
-        return sampled
-    return RowResult(
-        tokens=sampled.tokens,
-        proposed=sampled.proposed,
-        accepted=sampled.accepted,
-        logprobs=sampled.logprobs,
-        prompt_logprobs=prompt.prompt_logprobs,
-        error=sampled.error,
-    )

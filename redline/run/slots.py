@@ -5,7 +5,6 @@ drafter: what it proposes waits here for the row that verifies it. On a CPU the 
 thread alone touches; the inputs of steps that decode are memory too, and hold until the next step's are asked for.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,7 +12,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from redline.model.k2 import K2, Chunk, Inputs
@@ -91,6 +89,7 @@ class Slots:
         rows, pages = slots + 1, -(-max_model_len // PAGE_TOKENS)
         self.tokens: Tensor = torch.zeros(rows, max_model_len + 1, dtype=torch.int64, device=device)
         self.tables: Tensor = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self._memory = self.tokens.numpy().data if self.tokens.is_cpu else None  # of `tokens`: an op is dear
         self.at = [Slot() for _ in range(slots)]
         self._angles: tuple[Tensor, Tensor] | None = None  # cos and sin of every position, on a CPU
         self._memories: dict[int, StepMemory] = {}  # by the step's tokens
@@ -150,18 +149,14 @@ class Slots:
     def _write(self, number: int, tokens: Sequence[int], position: int) -> None:
         if not tokens:
             return
-        if self.tokens.is_cpu:
-            self._memory[number, position : position + len(tokens)] = tokens
+        if self._memory is not None:
+            for place, token in enumerate(tokens, position):
+                self._memory[number, place] = token
         elif len(tokens) == 1:
             self.tokens[number, position] = tokens[0]
         else:
             new = torch.tensor(tokens, device=self.tokens.device)
             self.tokens[number, position : position + len(tokens)] = new
-
-    @functools.cached_property
-    def _memory(self) -> NDArray[np.int64]:
-        """That of `tokens`, on a CPU: an op is dear."""
-        return self.tokens.numpy()
 
     def inputs(self, spans: Sequence[Span], model: K2) -> Inputs:
         """The step's tokens in the order of its spans: prompt positions as chunks, generated ones as queries.
@@ -170,7 +165,7 @@ class Slots:
         expanded one, from there on the absorbed one. So a pre-empted job that is computed again gets the same bits,
         and a verified token those of one that was decoded alone.
         """
-        if self.tokens.is_cpu and (given := self._decoding(spans, model)) is not None:
+        if self._memory is not None and (given := self._decoding(spans, model)) is not None:
             return given
         device = self.tokens.device
         slots: list[int] = []

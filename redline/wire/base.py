@@ -3,8 +3,8 @@
 import msgspec
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fact that may cross a process border."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A fact that may cross a process border. Fields that say nothing new stay behind."""
 
 
 class Message(Record, frozen=True, kw_only=True, tag=True):

@@ -151,7 +151,8 @@ class Engine:
     def serve(self, inbox: Inbox, outbox: Outbox) -> None:
         """The loop, in this thread, until a Stop comes."""
         try:
-            lead(self.planner, self.runner, inbox, outbox, self.trace)
+            with torch.inference_mode():
+                lead(self.planner, self.runner, inbox, outbox, self.trace)
         finally:
             self.runner.close()
             if self.trace is not None:

@@ -16,7 +16,7 @@ WRITES = {
     "mla_decode": (8,),
     "mla_prefill": (6,),
     "block": (4,),
-    "blocks": (3,),
+    "transformer": (0,),
     "draft_pass": (4,),
     "draft_chain": (5,),
 }
@@ -26,6 +26,10 @@ CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in ALL for 
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, list):
+        return [torch.tensor(value)]
+    if callable(value):
+        return tensors(value())
     return [t for item in value for t in tensors(item)] if isinstance(value, tuple) else []
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.k2 import K2
 from redline.model.write import random_checkpoint
+from redline.ops.transformer import Predicted, predicted
 from redline.tune.choose import Worth
 from redline.wire.delta import Delta
 from redline.wire.job import Job
@@ -127,14 +128,15 @@ def test_a_draft_behind_which_the_model_gives_no_number_does_not_end_the_job(mon
     """Without a drafter nobody would have asked for what follows that token."""
     asked = job("asked", prompt(1, 70), max_tokens=20)
     expected = run_alone(tiny_model(), asked)
-    model, sound = tiny_model(), tiny_model().logits
+    model, sound = tiny_model(), tiny_model().predict
 
-    def broken(hidden_RD: Tensor) -> Tensor:
-        logits = sound(hidden_RD)
+    def broken(*of: Any) -> Predicted:
+        out = sound(*of)
+        logits = out.logits().clone()
         logits[1:] = torch.nan  # behind the first draft
-        return logits
+        return predicted(out.hidden(), out.features, logits)
 
-    monkeypatch.setattr(model, "logits", broken)
+    monkeypatch.setattr(model, "predict", broken)
     for change in ({}, {"frequency_penalty": 1e-9}):
         answers = answers_of(
             open_engine(model, drafter=tiny_drafter(), draft_adaptive=False),

@@ -4,7 +4,21 @@
 
 struct bf16;
 struct BlockWeights;
-struct BlockTokens;
+
+// A step, as block.py lays it out.
+struct Chunk {
+    int first, count, start, slot;
+};
+
+struct BlockTokens {
+    const int64_t* ids;
+    const float *cos, *sin;
+    const int64_t* rows;
+    const Chunk* chunks;
+    const int32_t *tokens, *slots, *lengths, *tables;
+    int64_t table_width;
+    int T, C, Q;
+};
 
 extern "C" {
 void redline_linear(const float* x, int64_t ldx, const bf16* w, float* y, int64_t ldy, int T, int N, int K,
