@@ -5,10 +5,9 @@ import functools
 import hashlib
 import itertools
 import os
-import re
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from redline.ops import native
@@ -56,7 +55,7 @@ def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence
     if compiler is None:
         raise RuntimeError("no C++ compiler on the PATH: CUDA kernels cannot be emulated")
     digest = hashlib.sha256(" ".join((compiler, *FLAGS, *options, *(path.name for path in linked))).encode())
-    for file in sorted(set(_with_includes(source))):
+    for file in sorted(set(native.with_includes(source, HERE))):
         digest.update(file.read_bytes())
     path = native.cache_folder() / f"emulated-{source.stem}-{digest.hexdigest()[:20]}{suffix}"
     if not path.exists():
@@ -69,10 +68,3 @@ def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence
             raise RuntimeError(f"{source.name} does not compile:\n{built.stderr[:4000]}")
         os.replace(partial, path)
     return path
-
-
-def _with_includes(source: Path) -> Iterator[Path]:
-    """The file, and those of ours that it includes, themselves or through others."""
-    yield source
-    for name in re.findall(r'^\s*#\s*include "([^"]+)"', source.read_text(), re.MULTILINE):
-        yield from _with_includes(next(p for p in (source.parent / name, HERE / name) if p.exists()))
