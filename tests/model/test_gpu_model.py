@@ -16,6 +16,7 @@ from redline.model.shapes import KIMI_NANO
 from redline.model.write import random_checkpoint
 from redline.ops.cuda.kernel import emulation
 from redline.ops.op import reference_calls
+from redline.ops.triton_kernels import linear
 from tests.tiny_model import CPU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -34,6 +35,13 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     random_checkpoint(folder, small(), quantization=request.param)
     checkpoint = Checkpoint.open(folder)
     return gpu.load(checkpoint, DEVICE), k2.load(checkpoint, CPU)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes as long for a small program as for a large one; tests/ops has the chip's sizes."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(linear, "blocks", lambda tokens, outputs: (256, 64))
 
 
 @contextlib.contextmanager

@@ -48,10 +48,7 @@ def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
     """x bf16 [T, at least K as stored], zero beyond K -> [T, N]."""
     tokens, k = x_TK.shape[0], weight.data.shape[-3] * 32
     y = torch.empty(tokens, weight.outputs, dtype=dtype, device=x_TK.device)
-    # The fastest of 16 to 128 outputs a program on an NVIDIA H200 at Kimi's sizes; for W_a, one row of tiles fills the
-    # chip's 132 multiprocessors just so.
-    block_n = 64 if weight.outputs >= 4096 else 16
-    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    block_n, block_t = blocks(tokens, weight.outputs)
     grid = (triton.cdiv(weight.outputs, block_n), triton.cdiv(tokens, block_t))
     _linear[grid](
         *(x_TK, weight.data, y, tokens, x_TK.stride(0), weight.outputs, y.stride(0)),
@@ -63,3 +60,9 @@ def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
         num_stages=5,
     )
     return y
+
+
+def blocks(tokens: int, outputs: int) -> tuple[int, int]:
+    """Outputs and tokens of a program: the fastest of 16 to 128 outputs on an NVIDIA H200 at Kimi's sizes; for W_a, one
+    row of tiles fills the chip's 132 multiprocessors just so."""
+    return 64 if outputs >= 4096 else 16, 16 if tokens <= 16 else 32 if tokens <= 32 else 64
