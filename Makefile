@@ -32,9 +32,9 @@ check: .venv/.test
 	.venv/bin/basedpyright
 	.venv/bin/lint-imports
 
-# One thread each: the tests themselves run side by side.
+# One thread each: the tests themselves run side by side, neighbours in one process, which then loads and builds once.
 tests: .venv/.test
-	OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --maxprocesses 4
+	OMP_NUM_THREADS=1 .venv/bin/pytest -n auto --maxprocesses 4 --dist worksteal
 
 test-train: .venv/.train
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_train -v -rP

@@ -24,6 +24,7 @@ def doctor(folder: Path | None, console: Console) -> int:
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
+    checkpoint = None if folder is None else Checkpoint.open(folder)
     console.print("[bold]This machine[/bold]")
     say(f"python           {platform.python_version()}, torch {torch.__version__}")
     say(f"CPU              {cpu_name()}, {native.threads()} cores that this process may use")
@@ -43,15 +44,13 @@ def doctor(folder: Path | None, console: Console) -> int:
     say(f"reads memory at  {machine.bytes_per_s / 1e9:.1f} GB/s (measured)")
     say(f"multiplies at    {machine.flops_per_s / 1e12:.2f} TFLOP/s (measured)")
     say(f"fit              {KIMI}")
-    if folder is not None:
+    if checkpoint is not None:
         console.print(f"\n[bold]{folder}[/bold]")
-        _checkpoint(folder, device, machine, console)
+        _checkpoint(checkpoint.config, device, machine, console)
     return 0
 
 
-def _checkpoint(folder: Path, device: torch.device, machine: Machine, console: Console) -> None:
-    checkpoint = Checkpoint.open(folder)
-    config = checkpoint.config
+def _checkpoint(config: K2Config, device: torch.device, machine: Machine, console: Console) -> None:
     free = free_memory(device)
     left = free - config.weight_bytes
     lines = [*config.explain_parameters(), *config.explain_weight_bytes()]

@@ -20,7 +20,7 @@ import msgspec
 import uvicorn
 from rich.console import Console
 
-from redline.api.app import create_app
+from redline.api.app import create_app, read_keys
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
@@ -45,6 +45,8 @@ def serve(config: ServeConfig, console: Console) -> int:
     if not folder.is_dir():
         raise ConfigError(f"weights: {folder}: no such folder")
     _check_drafting(config.engine)
+    if config.keys_file is not None:
+        read_keys(Path(config.keys_file))  # before a model is loaded for minutes
     listener = _listen(config.host, config.port)
     if config.host not in ("127.0.0.1", "::1", "localhost") and config.keys_file is None:
         console.print(

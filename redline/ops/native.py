@@ -1,4 +1,4 @@
-"""The CPU kernels: C++ beside the ops, built once by the system's compiler, cached by content and chip.
+"""The CPU kernels: C++ beside the ops, built once by the system's compiler, each cached by content and chip.
 
 `library()` is None where there is no compiler or the build failed; `why_not()` then says it in one line, and every op
 takes its reference.
@@ -9,9 +9,11 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -115,15 +117,27 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
 
 
+def with_includes(source: Path, folder: Path) -> Iterator[Path]:
+    """The file, and those of ours that it includes, itself or through others, from beside it or from `folder`."""
+    yield source
+    for name in re.findall(r'^\s*#\s*include "([^"]+)"', source.read_text(), re.MULTILINE):
+        beside = source.parent / name
+        yield from with_includes(beside if beside.exists() else folder / name, folder)
+
+
 @functools.cache
-def _key(compiler: str) -> str:
+def _key(compiler: str, sources: tuple[str, ...] = SOURCES) -> str:
     """Of the sources, the flags, the compiler and the chip."""
     digest = hashlib.sha256()
-    for source in sorted([*HERE.glob("cpu/*.h"), *(HERE / s for s in SOURCES)]):
-        digest.update(source.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
-    digest.update(" ".join(FLAGS).encode() + version + _chip().encode())
+    for file in sorted({file for source in sources for file in with_includes(HERE / source, HERE)}):
+        digest.update(file.read_bytes())
+    digest.update(" ".join(FLAGS).encode() + _version(compiler) + _chip().encode())
     return digest.hexdigest()[:20]
+
+
+@functools.cache
+def _version(compiler: str) -> bytes:
+    return subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
 
 
 def _chip() -> str:
@@ -136,26 +150,27 @@ def _chip() -> str:
 
 
 def _build(compiler: str, path: Path) -> str | None:
-    """Compiles the sources in parallel and links; None, or the first line of what went wrong."""
+    """Compiles, in parallel, the sources that have changed, and links; None, or the first line of what went wrong."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    objects = [path.parent / f"kernels-{Path(source).stem}-{_key(compiler, (source,))}.o" for source in SOURCES]
+    flags = [flag for flag in FLAGS if flag != "-shared"]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        jobs: list[tuple[subprocess.Popen[bytes], str]] = []
-        for source in SOURCES:
-            out = f"{folder}/{Path(source).stem}.o"
-            flags = [flag for flag in FLAGS if flag != "-shared"]
-            command = [compiler, *flags, "-c", "-o", out, str(HERE / source)]
-            jobs.append((subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE), out))
+        jobs: list[tuple[subprocess.Popen[bytes], Path]] = []
+        for source, kept in zip(SOURCES, objects, strict=True):
+            if not kept.exists():
+                command = [compiler, *flags, "-c", "-o", f"{folder}/{kept.name}", str(HERE / source)]
+                jobs.append((subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE), kept))
         outputs = [(job.communicate()[1].decode(errors="replace"), job.returncode) for job, _ in jobs]
         failed = [message for message, code in outputs if code != 0]
         if failed:
             return (failed[0].strip().splitlines() or ["no message"])[0]
+        for _, kept in jobs:  # two processes that build at once end with the same files
+            os.replace(f"{folder}/{kept.name}", kept)
         library_path = f"{folder}/kernels.so"
         link = subprocess.run(
-            [compiler, "-shared", "-pthread", "-o", library_path, *(out for _, out in jobs)],
-            capture_output=True,
-            check=False,
+            [compiler, "-shared", "-pthread", "-o", library_path, *map(str, objects)], capture_output=True, check=False
         )
         if link.returncode != 0:
             return (link.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[0]
-        os.replace(library_path, path)  # two processes that build at once end with the same file
+        os.replace(library_path, path)
     return None

@@ -21,6 +21,7 @@ from redline.ops.embed import embed
 from redline.ops.gpu_block import Stream, few
 from redline.ops.op import reference_calls
 from redline.ops.triton_kernels import dense as streamed
+from redline.ops.triton_kernels import linear
 from tests.tiny_model import CPU
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -39,6 +40,14 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     random_checkpoint(folder, small(), quantization=request.param)
     checkpoint = Checkpoint.open(folder)
     return gpu.load(checkpoint, DEVICE), k2.load(checkpoint, CPU)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes as long for a small program as for a large one; tests/ops has the chip's sizes."""
+    if DEVICE.type == "cpu":
+        for module in (linear, streamed):
+            monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Without kernels there is one line that says why, and the reference path gives the same answers."""
 
-import os
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -99,8 +99,36 @@ def test_two_builds_at_once_end_with_one_library(monkeypatch: pytest.MonkeyPatch
         assert list(pool.map(lambda _: look_for_library(), range(2))) == [True, True]
     assert not native.must_build()
     assert native.why_not() is None
-    left = [path.name for path in (tmp_path / "cache" / "redline").iterdir()]
-    assert [os.path.splitext(name)[1] for name in left] == [".so"]
+    left = sorted(path.suffix for path in (tmp_path / "cache" / "redline").iterdir())
+    assert left == [".o"] * len(native.SOURCES) + [".so"]
+
+
+def test_a_change_compiles_the_sources_that_it_reaches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    compiled = tmp_path / "compiled"
+    body = f"""
+        case "$*" in
+            *--version*) echo 1; exit;;
+            *-shared*) from={built_library()};;
+            *) from=/dev/null; for last; do :; done; basename "$last" >> {compiled};;
+        esac
+        while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
+    """
+    here = shutil.copytree(native.HERE, tmp_path / "ops")
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    monkeypatch.setattr(native, "HERE", here)
+    for changed, reached in (
+        (None, {Path(source).name for source in native.SOURCES}),
+        (None, set()),
+        ("linear.cpp", {"linear.cpp"}),
+        ("cpu/norm.h", {s for s in native.SOURCES if "cpu/norm.h" in (here / s).read_text()}),
+    ):
+        if changed:
+            (here / changed).write_text((here / changed).read_text() + "// changed")
+        native._key.cache_clear()
+        compiled.write_text("")
+        assert look_for_library()
+        assert set(compiled.read_text().split()) == reached
+    assert reached
 
 
 @pytest.mark.parametrize("quantization", ["int4", "bf16"])

@@ -3,6 +3,7 @@
 A limit is the best of several ways to reach it, each tried several times: disturbance only ever slows.
 """
 
+import math
 import platform
 import time
 from collections.abc import Callable
@@ -45,21 +46,27 @@ def _read_rate(device: torch.device, size: int, rounds: int) -> float:
     rows = max(size // (4 * 1024), 1)
     matrix, vector = torch.ones(rows, 1024, device=device), torch.ones(1024, device=device)
     ways: list[Callable[[], Tensor]] = [matrix.sum, lambda: matrix @ vector, matrix.view(-1).max]
-    return matrix.nbytes / min(_seconds(way, device, rounds) for way in ways)
+    best = math.inf
+    for way in ways:
+        best = min(best, _seconds(way, device, rounds, best))
+    return matrix.nbytes / best
 
 
 def _product_rate(device: torch.device, rounds: int) -> float:
     """Operations per second, a multiplication and an addition counted as two."""
     size = 8192 if device.type == "cuda" else 1024
-    best = 0.0
+    best = math.inf
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.ones(size, size, device=device, dtype=dtype)
-        best = max(best, 2 * size**3 / _seconds(lambda a=a: a @ a, device, rounds))
-    return best
+        best = min(best, _seconds(lambda a=a: a @ a, device, rounds, best))
+    return 2 * size**3 / best
 
 
-def _seconds(work: Callable[[], Tensor], device: torch.device, rounds: int) -> float:
+def _seconds(work: Callable[[], Tensor], device: torch.device, rounds: int, best: float = math.inf) -> float:
     """The fastest of `rounds` rounds of some ten milliseconds each, after one run to warm up.
+
+    best: another way's. Work that takes ten times as long is run no further: bf16 products take seconds on a CPU that
+    has no instructions for them.
 
     A GPU is timed by the round, since it runs behind. On a CPU the fastest single run counts: where others work beside,
     threads that wait for one another stop for a scheduler's slice in nearly every round, but not in every run.
@@ -73,7 +80,11 @@ def _seconds(work: Callable[[], Tensor], device: torch.device, rounds: int) -> f
             torch.cuda.synchronize(device)
         return (time.perf_counter() - start) / times
 
-    runs = max(1, round(0.01 / min(run(1) for _ in range(3))))
+    run(1)
+    once = run(1)
+    if once > 10 * best:
+        return once
+    runs = max(1, round(0.01 / min(once, run(1))))
     if device.type == "cuda":
         return min(run(runs) for _ in range(rounds))
     return min(run(1) for _ in range(rounds * runs))

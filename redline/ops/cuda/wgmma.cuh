@@ -14,73 +14,12 @@
 
 #ifdef REDLINE_EMULATE
 
-namespace emulated {
-
-struct Product { float* sums; const u32* a; u32 b; u32 n; float (*to)(u16); };
-struct Warpgroup {
-    u32 arrived = 0, generation = 0;
-    std::vector<std::vector<Product>> groups[128];  // of each thread, in order; the last is open
-};
-struct Arrivals { u32 needed, arrived; };
-
-static thread_local std::map<u32, Warpgroup> warpgroups;
-static thread_local std::map<u32, Arrivals> arrivals;
-
-static inline std::vector<std::vector<Product>>& products() {
-    u32 thread = block->self->index;
-    auto& groups = warpgroups[thread / 128].groups[thread % 128];
-    if (groups.empty()) groups.emplace_back();
-    return groups;
-}
-static inline void multiply(const Product* const (&p)[128]) {
-    float a[64][16];
-    std::vector<float> b(16 * p[0]->n);
-    for (u32 i = 0; i < 128; i++) {
-        u32 w = i / 32, g = i % 32 / 4, t = i % 4;
-        if (p[i]->b != p[0]->b || p[i]->n != p[0]->n) fail("a warpgroup's threads multiply different things");
-        for (u32 r = 0; r < 4; r++)
-            for (u32 e = 0; e < 2; e++) {
-                u16 v = (u16)(p[i]->a[r] >> 16 * e);
-                a[16 * w + g + 8 * (r & 1)][2 * t + 8 * (r >> 1) + e] = p[0]->to(v);
-            }
-    }
-    for (u32 n = 0; n < p[0]->n; n++)
-        for (u32 k = 0; k < 16; k++) {
-            u32 address = p[0]->b + n * 128 + 2 * k;
-            b[16 * n + k] = p[0]->to(load<u16>(address ^ (address >> 7 & 7) << 4));
-        }
-    for (u32 i = 0; i < 128; i++) {
-        u32 row = i / 32 * 16 + i % 32 / 4, t = i % 4;
-        for (u32 j = 0; j < p[0]->n / 8; j++)
-            for (u32 e = 0; e < 4; e++) {
-                const float *x = a[row + e / 2 * 8], *y = &b[16 * (8 * j + 2 * t + e % 2)];
-                float sum = 0;
-                for (u32 k = 0; k < 16; k++) sum += x[k] * y[k];
-                p[i]->sums[4 * j + e] += sum;
-            }
-    }
-}
-static inline void finish_group(Warpgroup& w) {
-    size_t count = w.groups[0].front().size();
-    for (size_t n = 0; n < count; n++) {
-        const Product* products[128];
-        for (u32 i = 0; i < 128; i++) {
-            if (w.groups[i].empty() || w.groups[i].front().size() != count) fail("a warpgroup's threads disagree on a group");
-            products[i] = &w.groups[i].front()[n];
-        }
-        multiply(products);
-    }
-    for (auto& groups : w.groups) groups.erase(groups.begin());
-}
-
-}  // namespace emulated
-
 FN void products_begin() {}
 template <u32 N, u32 SUMS>
 FN void multiply_as(float (*to)(u16), float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
     static_assert(N % 8 == 0 && N / 2 <= SUMS, "columns come by eight");
     if (tile % 1024) emulated::fail("a tile of columns is not at a multiple of 1024");
-    emulated::products().back().push_back({sums, a, tile + 32 * quarter, N, to});
+    emulated::begin_product(sums, a, tile + 32 * quarter, N, to);
 }
 template <u32 N, u32 SUMS>
 FN void multiply_f16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
@@ -90,40 +29,21 @@ template <u32 N, u32 SUMS>
 FN void multiply_bf16(float (&sums)[SUMS], u32 (&a)[4], u32 tile, u32 quarter) {
     multiply_as<N>(emulated::bf16_to_f32_, sums, a, tile, quarter);
 }
-FN void products_commit() { emulated::products().emplace_back(); }
-FN void products_wait() {
-    auto& mine = emulated::products();
-    auto& w = emulated::warpgroups[emulated::block->self->index / 128];
-    u32 generation = w.generation;
-    emulated::block->progress = true;
-    if (!mine.back().empty()) emulated::fail("waits for products that are not committed");
-    if (++w.arrived == 128) {
-        for (u32 turns = emulated::block->random() % 8; turns; turns--) {  // others go on
-            emulated::block->progress = true;
-            emulated::yield();
-        }
-        while (w.groups[0].size() > 1) emulated::finish_group(w);
-        w.arrived = 0, w.generation++;
-    } else
-        while (w.generation == generation) emulated::yield();
-}
+FN void products_commit() { emulated::end_group(); }
+FN void products_wait() { emulated::finish_groups(); }
 template <u32 LENGTH>
 FN void settle(float (&)[LENGTH]) {}
 template <u32 LENGTH>
 FN void settle(u32 (&)[LENGTH][4]) {}
 FN u32 unknown(u32 v) { return v; }
 
-FN void barrier_init(u32 barrier, u32 arrivals) {
-    barrier_init(barrier);
-    emulated::arrivals[barrier] = {arrivals, 0};
-}
+FN void barrier_init(u32 barrier, u32 arrivals) { barrier_init(barrier), emulated::expect_arrivals(barrier, arrivals); }
 FN void barrier_arrive(u32 barrier) {
-    auto& a = emulated::arrivals.at(barrier);
-    if (++a.arrived == a.needed) a.arrived = 0, barrier_expect(barrier, 0);
+    if (emulated::last_arrival(barrier)) barrier_expect(barrier, 0);
 }
 FN u32 multiply_add_f16(u32 a, u32 b, u32 c) {
     f32x2 x = unpack_f16(a), y = unpack_f16(b), z = unpack_f16(c);
-    return pack_f16(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
+    return pack_f16(__builtin_fmaf(x.x, y.x, z.x), __builtin_fmaf(x.y, y.y, z.y));
 }
 
 #else

@@ -16,60 +16,6 @@
 
 #ifdef REDLINE_EMULATE
 
-namespace emulated {
-
-struct SharedProduct {
-    float* sums;
-    u32 a, b, n;
-    bool transposed;
-    std::vector<u16> operands;  // as they were, of the warpgroup's first thread
-};
-struct SharedProducts {
-    u32 arrived = 0, generation = 0;
-    std::vector<SharedProduct> pending[128];  // of each thread, in order
-    u32 committed[128] = {};
-};
-static thread_local std::map<u32, SharedProducts> shared_products;
-
-static inline SharedProducts& own_products() { return shared_products[block->self->index / 128]; }
-static inline u16 swizzled(u32 address) { return load<u16>(address ^ (address >> 7 & 7) << 4); }
-// a [64 x 16], then b [N x 16]
-static inline std::vector<u16> operands_of(const SharedProduct& p) {
-    std::vector<u16> values;
-    for (u32 m = 0; m < 64; m++)
-        for (u32 k = 0; k < 16; k++) values.push_back(swizzled(p.transposed ? p.a + 128 * k + 2 * m : p.a + 128 * m + 2 * k));
-    for (u32 n = 0; n < p.n; n++)
-        for (u32 k = 0; k < 16; k++) values.push_back(swizzled(p.b + 128 * n + 2 * k));
-    return values;
-}
-static inline void begin_product(SharedProduct p) {
-    u32 thread = block->self->index % 128;
-    if (thread == 0) p.operands = operands_of(p);
-    own_products().pending[thread].push_back(p);
-}
-static inline void finish_product(SharedProducts& w, size_t number) {
-    const SharedProduct& first = w.pending[0][number];
-    std::vector<u16> now = operands_of(first);
-    if (now != first.operands) fail("an operand was written while a product read it");
-    std::vector<float> v;
-    for (u16 x : now) v.push_back(bf16_to_f32_(x));
-    for (u32 i = 0; i < 128; i++) {
-        const SharedProduct& p = w.pending[i][number];
-        if (p.a != first.a || p.b != first.b || p.n != first.n || p.transposed != first.transposed)
-            fail("a warpgroup's threads multiply different things");
-        u32 row = i / 32 * 16 + i % 32 / 4, t = i % 4;
-        for (u32 j = 0; j < p.n / 8; j++)
-            for (u32 e = 0; e < 4; e++) {
-                const float *x = &v[16 * (row + e / 2 * 8)], *y = &v[16 * (64 + 8 * j + 2 * t + e % 2)];
-                float sum = 0;
-                for (u32 k = 0; k < 16; k++) sum += x[k] * y[k];
-                p.sums[4 * j + e] += sum;
-            }
-    }
-}
-
-}  // namespace emulated
-
 struct Operand { u32 at; };
 
 FN u32 shared_base_1024() { return shared_base(); }
@@ -79,37 +25,13 @@ FN Operand further(Operand o, u32 bytes) { return {o.at + bytes}; }
 FN void products_begin() {}
 template <u32 N, bool TRANSPOSED>
 FN void multiply_shared(float (&sums)[N / 2], Operand a, Operand b) {
-    emulated::begin_product({sums, a.at, b.at, N, TRANSPOSED, {}});
+    emulated::begin_shared_product(sums, a.at, b.at, N, TRANSPOSED);
 }
-FN void products_commit() { emulated::own_products().committed[emulated::block->self->index % 128] = 1; }
-FN void products_wait() {
-    auto& w = emulated::own_products();
-    u32 generation = w.generation, thread = emulated::block->self->index % 128;
-    if (!w.committed[thread]) emulated::fail("waits for products that are not committed");
-    w.committed[thread] = 0;
-    emulated::block->progress = true;
-    if (++w.arrived == 128) {
-        for (auto& pending : w.pending)
-            if (pending.size() != w.pending[0].size()) emulated::fail("a warpgroup's threads disagree on a group");
-        for (size_t i = 0; i < w.pending[0].size(); i++) emulated::finish_product(w, i);
-        for (auto& pending : w.pending) pending.clear();
-        w.arrived = 0, w.generation++;
-    } else
-        while (w.generation == generation) emulated::yield();
-}
+FN void products_commit() { emulated::end_shared_group(); }
+FN void products_wait() { emulated::finish_shared_group(); }
 template <u32 LENGTH>
 FN void settle(float (&)[LENGTH]) {}
 FN void show_products() {}
-FN void store_tiles_transposed(u32 row, u32x4 v) {
-    u32 in[5] = {row, v.x, v.y, v.z, v.w};
-    emulated::at(row, 16);
-    emulated::collective("store_tiles_transposed", in, 5, nullptr, [](emulated::Rendezvous& w) {
-        for (u32 l = 0; l < 32; l++)
-            for (u32 i = 0; i < 4; i++)
-                for (u32 e = 0; e < 2; e++)
-                    emulated::store<u16>(w.in[8 * i + 2 * (l % 4) + e][0] + 2 * (l / 4), (u16)(w.in[l][1 + i] >> 16 * e));
-    });
-}
 FN u32x4 load_global_4_fresh(const void* at) { return load_global_4(at); }
 template <u32 ORDER>
 FN u32 pick_bytes(u32 v) {
