@@ -50,8 +50,8 @@ class Pairs:
     count: Tensor  # int32 [1]: slots that exist
     ids: Tensor  # int32 [T, K], best first
     weights: Tensor  # float32 [T, K]
-    # int32 [1]: `gates`, the launch in front of `experts_up`, makes it 0 before that can begin, and 1 when the lists are
-    # there, before it ends. None: the lists are there when the launch in front has ended.
+    # int32 [1]: `gates`, the launch in front of `experts_up`, makes it 0 before that can begin, and 1 when the lists
+    # are there, before it ends. None: they are there when the launch in front has ended.
     ready: Tensor | None = None
 
     @classmethod
