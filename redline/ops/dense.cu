@@ -300,28 +300,34 @@ FN void end_side(const Arguments&, const Side&) {}
 
 // --------------------------------------------------------------------------------------------------------- the stream
 
-// A block's row tiles: the last blocks have one more, where they do not come out even. The first LONE_TILES have a block
-// each, if there are blocks enough.
-#if EPILOGUE == GATES && CHOSEN
-constexpr u32 LONE_TILES = ROUTER_ROWS / TILE_ROWS;
-#else
-constexpr u32 LONE_TILES = 0;
-#endif
+// A block's row tiles. Those with one more than others lie between those, so that neighbours on the chip have like loads.
 struct Run { u32 first, end; };
-FN u32 lone_tiles() {
-    u32 blocks = grid_size();
-    if (blocks < 2 * LONE_TILES) return 0;
-    u32 most = (ROW_TILES - LONE_TILES + blocks - LONE_TILES - 1) / (blocks - LONE_TILES);
-    return BATCHED || most <= TILES * TILES_AT_ONCE ? LONE_TILES : 0;
+FN Run share_out(u32 tiles, u32 block, u32 blocks) { return {block * tiles / blocks, (block + 1) * tiles / blocks}; }
+
+#if EPILOGUE == GATES && CHOSEN
+// Tiles of logits have a block each, spread over the grid, if there are blocks enough: they are finished early.
+constexpr u32 LOGIT_TILES = ROUTER_ROWS / TILE_ROWS, OTHER_TILES = ROW_TILES - LOGIT_TILES;
+FN bool logits_are_apart() {
+    u32 others = grid_size() - LOGIT_TILES;
+    return grid_size() >= 2 * LOGIT_TILES && (BATCHED || (OTHER_TILES + others - 1) / others <= TILES * TILES_AT_ONCE);
 }
-FN u32 first_tile(u32 block) {
-    u32 lone = lone_tiles(), blocks = grid_size() - lone, tiles = ROW_TILES - lone;
-    if (block < lone) return block;
-    u32 each = tiles / blocks, even = blocks - tiles % blocks;
-    block -= lone;
-    return lone + block * each + (block > even ? block - even : 0);
+FN Run run_of_block() {
+    if (!logits_are_apart()) return share_out(ROW_TILES, block_index(), grid_size());
+    Run logits = share_out(LOGIT_TILES, block_index(), grid_size());
+    if (logits.first < logits.end) return logits;
+    Run run = share_out(OTHER_TILES, block_index() - logits.first, grid_size() - LOGIT_TILES);
+    return {LOGIT_TILES + run.first, LOGIT_TILES + run.end};
 }
-FN Run run_of_block() { return {first_tile(block_index()), first_tile(block_index() + 1)}; }
+// Blocks that have some.
+FN u32 blocks_of_logits() {
+    u32 blocks = LOGIT_TILES;
+    if (!logits_are_apart())
+        for (blocks = 1; share_out(ROW_TILES, blocks, grid_size()).first < LOGIT_TILES;) blocks++;
+    return blocks;
+}
+#else
+FN Run run_of_block() { return share_out(ROW_TILES, block_index(), grid_size()); }
+#endif
 
 // The pieces that a group reads, in their order: slice by slice; in a slice, tile by tile.
 struct Walk {
@@ -526,16 +532,14 @@ FN void take_back_choice(const Arguments& a) {
     sync_block();
     let_next_grid_start();
 }
-// By all threads of a block that has logits, after it has stored them.
-FN void choose_if_last(const Arguments& a) {
-    u32 last_block = LONE_TILES - 1, flag = shared_base() + X_BARRIER + 8;  // the last with logits
-    if (!lone_tiles())
-        for (last_block = 0; first_tile(last_block + 1) < LONE_TILES;) last_block++;
-    if (block_index() > last_block) return;
+// By all threads of a block, after it has stored its logits, if it has any.
+FN void choose_if_last(const Arguments& a, Run run) {
+    u32 flag = shared_base() + X_BARRIER + 8;
+    if (run.first >= LOGIT_TILES) return;
     show_all();
     sync_block();
     if (thread_index() == 0) {
-        bool last = add_global(a.finished, 1) == last_block;
+        bool last = add_global(a.finished, 1) + 1 == blocks_of_logits();
         if (last) store_global(a.finished, 0);
         store_shared(flag, last);
     }
@@ -601,6 +605,6 @@ KERNEL(dense, Arguments) {
 #if EPILOGUE == PROJECT_A || EPILOGUE == PROJECT_OUT
     store_squares(a.squares_out, squares);
 #elif EPILOGUE == GATES && CHOSEN
-    choose_if_last(a);
+    choose_if_last(a, run);
 #endif
 }

@@ -200,8 +200,7 @@ def rstd_of(squares: Tensor, tokens: int, inputs: int, eps: float) -> Tensor:
 def part_squares(y_TN: Tensor, blocks: int) -> Tensor:
     """Sums of squares over the tiles of each block, float32 [blocks, T padded to 8]; zeros where no token is."""
     tiles_TX = pad_columns(y_TN.float(), TILE_N).pow(2).unflatten(-1, (-1, TILE_N)).sum(-1)
-    each, more = divmod(tiles_TX.shape[1], blocks)
-    bounds = [block * each + max(0, block - (blocks - more)) for block in range(blocks + 1)]
+    bounds = [block * tiles_TX.shape[1] // blocks for block in range(blocks + 1)]
     parts = torch.stack([tiles_TX[:, first:end].sum(1) for first, end in pairwise(bounds)])
     return pad_columns(parts, MOST_TOKENS)
 
