@@ -15,7 +15,7 @@ from torch import Tensor
 from redline.ops import native
 from redline.ops.add_norm import add_norm
 from redline.ops.block import Block, Inputs, block, example
-from redline.ops.mla import NANO, TINY, rounds
+from redline.ops.mla import FP8, NANO, TINY, kv_type
 from redline.ops.op import Case, Cost, Op
 
 
@@ -70,7 +70,7 @@ def kernel(
         ctypes.addressof(inputs.layout),
         native.pointer(planes),
         planes.stride(0) * planes.element_size(),
-        not rounds(planes),
+        kv_type(planes),
         *(native.pointer(residual_TD), y_TD.data_ptr(), native.pointer(weights.norm), x_TD.data_ptr()),
         ctypes.addressof(_places(len(weights.blocks), tuple(layers))),
         0 if features is None else features.data_ptr(),
@@ -108,6 +108,7 @@ def cases() -> Iterator[Case]:
 
     yield Case("T=1 nano", make(NANO, 0, (70,), torch.bfloat16, ()))
     yield Case("a chunk and queries, states kept, nano", make(NANO, 20, (1, 65), torch.bfloat16, (3, 0, 2)))
+    yield Case("a chunk and queries, nano fp8 pages", make(NANO, 20, (1, 65), FP8, ()))
     yield Case("queries, the last state kept, tiny float32 pages", make(TINY, 0, (5, 130), torch.float32, (3,)))
 
 

@@ -35,7 +35,7 @@ from redline.worker.config import SUFFIX, EngineConfig
 from redline.worker.loop import lead
 from redline.worker.trace import Trace
 
-KV_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 KV_SHARE = 0.25  # of the memory that is free once the weights are there, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
 DRAFT_TOKENS = 3  # where nothing is said
