@@ -189,14 +189,21 @@ typedef uint16_t u16x32 __attribute__((vector_size(64)));
 
 // 32 values as bf16, exact but for NaN, which becomes 480.
 inline u16x32 widen_to_bf16(const e4m3* p) {
-    typedef int8_t i8x32 __attribute__((vector_size(32)));
-    typedef int16_t i16x32 __attribute__((vector_size(64)));
     // Below the normal numbers: multiples of 2^-9.
     const u16x32 small = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-    u16x32 x = (u16x32)__builtin_convertvector(load<i8x32>(p), i16x32);  // the sign in all higher bits
+#if defined(__AVX512BW__)
+    __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));  // the sign in all higher bits
+    __m512i size = (__m512i)(((u16x32)x << 4 & 0x07f0) + 0x3c00);
+    size = _mm512_mask_permutexvar_epi16(size, _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78)), x, (__m512i)small);
+    return (u16x32)size | ((u16x32)x & 0x8000);
+#else
+    typedef int8_t i8x32 __attribute__((vector_size(32)));
+    typedef int16_t i16x32 __attribute__((vector_size(64)));
+    u16x32 x = (u16x32)__builtin_convertvector(load<i8x32>(p), i16x32);
     u16x32 size = (x << 4 & 0x07f0) + 0x3c00;
     size = (x & 0x78) == 0 ? (u16x32)__builtin_shuffle(small, x) : size;
     return size | (x & 0x8000);
+#endif
 }
 
 // Whether any of n values, a multiple of 32, is NaN: vectors of e4m3 lose it as they widen.
