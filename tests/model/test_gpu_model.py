@@ -83,11 +83,20 @@ STEPS = {
 
 @pytest.mark.parametrize("step", STEPS)
 def test_the_gpus_model_is_the_model(models: tuple[K2, K2], step: str):
+    agree(models, step, torch.bfloat16, torch.float32, 2e-2)
+
+
+@pytest.mark.parametrize("models", ["int4"], indirect=True)
+@pytest.mark.parametrize("step", ["verified drafts of one row", "a chunk and rows", "a later chunk"])
+def test_over_fp8_pages_it_is_the_model_too(models: tuple[K2, K2], step: str):
+    """What is written falls to the other side of a step of e4m3 here and there, an eighth of the number away."""
+    agree(models, step, torch.float8_e4m3fn, torch.float8_e4m3fn, 3e-2)
+
+
+def agree(models: tuple[K2, K2], step: str, dtype: torch.dtype, their_dtype: torch.dtype, limit: float) -> None:
     chunks, contexts, slots = STEPS[step]
     ours, theirs = models
-    if DEVICE.type == "cpu" and step == "nine rows":
-        contexts, slots = contexts[:9], slots[:9]
-    kept = planes(ours, torch.bfloat16), planes(theirs, torch.float32)
+    kept = planes(ours, dtype), planes(theirs, their_dtype)
     references = reference_calls.copy()
     with kernels():
         hidden, features = ours.forward(inputs(ours, chunks, contexts, slots), kept[0], (0, 1, 2))
@@ -105,4 +114,4 @@ def test_the_gpus_model_is_the_model(models: tuple[K2, K2], step: str):
         ("pages", kept[0], kept[1]),
     ):
         error = (a.cpu().float() - b.float()).norm() / b.float().norm()
-        assert error < 2e-2, f"{name}: {error:.1e}"
+        assert error < limit, f"{name}: {error:.1e}"

@@ -238,7 +238,7 @@ def test_fp8_pages_hold_twice_the_tokens_under_other_names(engine: LocalEngine, 
         assert other.engine.layout.pages == 1_000_000 // (engine.engine.layout.page_bytes // 2)
         assert f"{other.engine.ready.pages * 64:,} tokens, fp8" in other.engine.ready.summary
         asked, again = job(engine, "one", prompt(7, 100)), job(other, "one", prompt(7, 100))
-        assert asked.page_hashes and not set(asked.page_hashes) & set(again.page_hashes)
+        assert asked.pages and not set(asked.pages) & set(again.pages)
         assert len(answer(other.generate([again])[again.id])) == 8
 
 
@@ -251,7 +251,7 @@ def test_fp8_pages_hold_twice_the_tokens_under_other_names(engine: LocalEngine, 
         ({"max_running": 65}, "a step needs a token for each running job"),
     ],
 )
-def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, Any], words: str):
+def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, object], words: str):
     config = msgspec.structs.replace(CONFIG, **change)
     with pytest.raises(ConfigError) as caught:
         Engine.load(folder, config)
