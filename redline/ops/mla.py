@@ -6,7 +6,7 @@
 
 A cache row is [latent after its norm (R) | rotated key (P)], shared by all heads (kimi-format.md section 4). On a CPU
 each op's bits depend on a token's own position and context alone; the two forms of attention agree to rounding. Over
-float32 pages the kernels' products are exact; over bf16 pages they round to bf16 what enters one, as GPUs do.
+float32 pages the kernels' products are exact; over bf16 and e4m3 pages they round to bf16 what enters one, as GPUs do.
 """
 
 import functools
