@@ -1,7 +1,7 @@
 """Triton's interpreter keeps bf16 as raw 16-bit integers and computes with those; here it computes with their values.
 
-Seen in Triton 3.6 to 3.9: products and sums of bf16 are off by orders of magnitude, and float32 is cut, not rounded. Seen in
-Triton 3.7: float32 that rounds up to the next power of two becomes half of it as e4m3.
+Seen in Triton 3.6 to 3.9: products and sums of bf16 are off by orders of magnitude, and float32 is cut, not rounded.
+Seen in Triton 3.7: float32 that rounds up to the next power of two becomes half of it as e4m3.
 """
 
 from typing import Any

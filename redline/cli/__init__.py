@@ -57,7 +57,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="bf16|fp8|float32",
-            help="How pages hold contexts. fp8: e4m3, so that twice as many tokens fit, rounded to 4 bits. Absent: bf16.",
+            help="How pages hold contexts. fp8 (e4m3): twice as many tokens fit, rounded to 4 bits. Absent: bf16.",
         ),
     ] = None,
     keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,

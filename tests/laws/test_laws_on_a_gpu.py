@@ -89,7 +89,9 @@ def same(asked: Sequence[tuple[int, ...]], ours: Answers, theirs: Answers, kv_dt
             job = make_job(JobId("gap"), (*tokens, *b[:place]), sampling, engine.fingerprint)
             (one,) = [x for delta in engine.generate([job])[job.id] for x in delta.logprobs]
             gap = one.top[0][1] - one.top[1][1]
-            assert gap < TOLERANCE[kv_dtype], f"answers part at {place}, where the two likeliest tokens are {gap:.3f} apart"
+            assert gap < TOLERANCE[kv_dtype], (
+                f"answers part at {place}, where the two likeliest tokens are {gap:.3f} apart"
+            )
     assert len(apart) <= len(asked) // 4, f"{len(apart)} of {len(asked)} answers part"
 
 

@@ -34,7 +34,10 @@ def test_fp8_rows_are_the_references_but_where_rounding_parts_them():
     assert split_a.cuda is not None
     split_a.cuda(*ours)
     split_a.reference(*theirs)
-    a, b = (plane.view(torch.uint8).int().flatten(0, 1)[rows] for rows, plane in ((ours[5], ours[6]), (theirs[5], theirs[6])))
+    a, b = (
+        plane.view(torch.uint8).int().flatten(0, 1)[rows]
+        for rows, plane in ((ours[5], ours[6]), (theirs[5], theirs[6]))
+    )
     assert int((a - b).abs().max()) <= 1
     assert int((a != b).sum()) <= a.numel() // 100
     assert int((b & 127 == 126).sum()) > 0, "nothing saturates"

@@ -33,7 +33,9 @@ def test_every_code_is_read_exactly(first: int):
     plane = torch.zeros(1, 64, w.rank + w.rope, dtype=torch.uint8).view(FP8)
     plane[0, 0] = codes.view(FP8)
     wanted = torch.einsum("r,hvr->hv", codes.view(FP8)[: w.rank].double(), w.w_uv.dense().double())
-    for got, rtol in zip(attended(plane, w, (1,)), (2e-6, 4e-3), strict=True):  # values of the expanded form may be bf16
+    for got, rtol in zip(
+        attended(plane, w, (1,)), (2e-6, 4e-3), strict=True
+    ):  # values of the expanded form may be bf16
         assert (got[0].double() - wanted).norm() <= rtol * wanted.norm()
 
 
