@@ -31,10 +31,10 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("mode
 
 
 FLAGS = {
-    "serve": "--host --port --served-model-name --max-model-len --kv-memory --keys-file --device "
+    "serve": "--host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
     "--draft --draft-tokens --draft-trace",
     "chat": "--url --model --instant --temperature --system --key",
-    "eval": "--sets --run-code --against --save",
+    "eval": "--sets --run-code --against --kv-dtype --save",
     "doctor": "",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --kv-dtype --batch --context "
     "--repeats --save",

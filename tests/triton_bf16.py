@@ -1,11 +1,13 @@
 """Triton's interpreter keeps bf16 as raw 16-bit integers and computes with those; here it computes with their values.
 
 Seen in Triton 3.6 to 3.9: products and sums of bf16 are off by orders of magnitude, and float32 is cut, not rounded.
+Seen in Triton 3.7: float32 that rounds up to the next power of two becomes half of it as e4m3.
 """
 
 from typing import Any
 
 import numpy as np
+import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -23,6 +25,7 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 def mend() -> None:
     handle, builder = interpreter.TensorHandle, interpreter.InterpreterBuilder
+    convert = builder.create_fp_to_fp
     cast, dot, binary, unary = builder.cast_impl, builder.create_dot, builder.binary_op, builder.unary_op
 
     def is_bf16(x: Any) -> bool:
@@ -37,6 +40,12 @@ def mend() -> None:
         if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
             return handle(rounded(source.data), tl.bfloat16)
         return cast(self, source, to)
+
+    def mended_convert(self: Any, source: Any, to: Any, mode: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and to.scalar == tl.float8e4nv:
+            bits = torch.from_numpy(source.data).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+            return handle(bits, tl.float8e4nv)
+        return convert(self, source, to, mode)
 
     def mended_binary(self: Any, left: Any, right: Any, op: Any) -> Any:
         bits = op.__name__.startswith(("bitwise", "left_", "right_"))
@@ -53,3 +62,4 @@ def mend() -> None:
 
     builder.cast_impl, builder.create_dot = mended_cast, mended_dot
     builder.binary_op, builder.unary_op = mended_binary, mended_unary
+    builder.create_fp_to_fp = mended_convert

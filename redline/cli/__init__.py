@@ -53,6 +53,13 @@ def serve(
             help="Memory for all contexts: 500MB, 2GB. Absent: a quarter of what is free, at most 4 GiB.",
         ),
     ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="bf16|fp8|float32",
+            help="How pages hold contexts. fp8 (e4m3): twice as many tokens fit, rounded to 4 bits. Absent: bf16.",
+        ),
+    ] = None,
     keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
     draft: Annotated[
@@ -89,6 +96,7 @@ def serve(
         "keys_file": keys_file,
         "engine.max_model_len": max_model_len,
         "engine.kv_memory": kv_memory,
+        "engine.kv_dtype": kv_dtype,
         "engine.device": device,
         "engine.draft": draft,
         "engine.draft_tokens": draft_tokens,
@@ -123,12 +131,13 @@ def evaluate(
         typer.Option("--run-code", help="Run the functions that the model writes, each in a closed child process."),
     ] = False,
     against: Annotated[Path | None, typer.Option(help="A second checkpoint, compared pair by pair.")] = None,
+    kv_dtype: Annotated[str, typer.Option(help="Of the pages: bf16, fp8 or float32.")] = "bf16",
     save: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
 ) -> None:
     """Grade a model on the prompts in FOLDER/eval: greedy, thinking, a table by kind."""
     from redline.cli.evaluate import evaluate as run
 
-    raise typer.Exit(run(folder, sets, run_code, against, save, Console()))
+    raise typer.Exit(run(folder, sets, run_code, against, kv_dtype, save, Console()))
 
 
 @app.command()
@@ -176,7 +185,7 @@ def bench_decode(
         list[int] | None,
         typer.Option(min=1, help="Tokens of each row of a shape, as in verifying drafts (repeatable). Absent: 1."),
     ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Of a shape's pages: bf16 or fp8. Absent: bf16.")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help="Of the pages: bf16 or fp8. Absent: bf16.")] = None,
     batch: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Rows in a step (repeatable). Absent: 1, 4, 16 of a checkpoint, 1 of a shape."),
@@ -205,20 +214,21 @@ def bench_decode(
         "routing": routing,
         "overlap": overlap,
         "tokens": tokens and tuple(tokens),
-        "kv_dtype": kv_dtype,
     }
     given: dict[str, Any] = {name: value for name, value in of_a_shape.items() if value is not None}
     if folder is not None and shape is None:
         if given:
             name = next(iter(given)).replace("_", "-")
             raise ConfigError(f"--{name} is of a --shape; a checkpoint is measured as it is")
-        raise typer.Exit(run(folder, batch or [1, 4, 16], context or [200, 4000], repeats or 40, save, Console()))
+        batches, contexts = batch or [1, 4, 16], context or [200, 4000]
+        raise typer.Exit(run(folder, batches, contexts, kv_dtype or "bf16", repeats or 40, save, Console()))
     if folder is not None or shape is None:
         raise ConfigError("give a checkpoint's folder or --shape, one of the two")
     config = DepthConfig(
         shape=shape,
         batch=tuple(batch or (1,)),
         context=tuple(context or (1024,)),
+        kv_dtype=kv_dtype or "bf16",
         repeats=repeats or 30,
         save=None if save is None else str(save),
         **given,

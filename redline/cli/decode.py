@@ -28,18 +28,26 @@ from redline.ops.op import Machine
 from redline.wire.base import Record
 from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine, free_memory, pick_device
+from redline.worker.engine import Engine, free_memory, kv_dtype_of, pick_device
 
 READ_BYTES = 4 << 30  # read to measure bandwidth, at most: far more than any cache
 
 
 def bench_decode(
-    folder: Path, batches: list[int], contexts: list[int], repeats: int, save: Path | None, console: Console
+    folder: Path,
+    batches: list[int],
+    contexts: list[int],
+    kv_dtype: str,
+    repeats: int,
+    save: Path | None,
+    console: Console,
 ) -> int:
+    dtype = kv_dtype_of(kv_dtype)
     longest = max(contexts) + repeats + 128
     tokens = max(batches) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
     config = EngineConfig(
-        kv_memory=tokens * Checkpoint.open(folder).config.kv_bytes_per_token(torch.bfloat16),
+        kv_memory=tokens * Checkpoint.open(folder).config.kv_bytes_per_token(dtype),
+        kv_dtype=kv_dtype,
         max_model_len=longest,
         max_running=max(batches),
         step_tokens=max(512, *batches),
@@ -50,7 +58,8 @@ def bench_decode(
     if runner.model.device.type == "cpu" and native.library() is not None:
         torch.set_num_threads(1)
     table = Table(
-        title=f"decode, {folder.name} on {machine.name}", caption=_caption(machine.bytes_per_s, machine.flops_per_s)
+        title=f"decode, {folder.name} on {machine.name}, {kv_dtype} pages",
+        caption=_caption(machine.bytes_per_s, machine.flops_per_s),
     )
     for name in ("batch", "context", "ms/step", "p10", "p90", "floor ms", "floor/time", "tokens/s"):
         table.add_column(name, justify="right")
@@ -65,6 +74,7 @@ def bench_decode(
         record = {
             **provenance("torch"),
             "folder": folder.name,
+            "kv_dtype": kv_dtype,
             "bytes_per_s": machine.bytes_per_s,
             "flops_per_s": machine.flops_per_s,
             "cases": cases,

@@ -1,5 +1,6 @@
 """`redline eval`: opens the engine, shows the progress, prints the table."""
 
+import functools
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,20 +19,26 @@ CONTEXT = 8192  # the longest evaluation prompt and its answer
 
 
 @contextmanager
-def _open(folder: Path) -> Generator[Greedy]:
-    with Engine.open(folder, EngineConfig(max_model_len=CONTEXT)) as engine:
+def _open(kv_dtype: str, folder: Path) -> Generator[Greedy]:
+    with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, kv_dtype=kv_dtype)) as engine:
         yield Greedy(engine)
 
 
 def evaluate(
-    folder: Path, sets: Path | None, run_code: bool, against: Path | None, save: Path | None, console: Console
+    folder: Path,
+    sets: Path | None,
+    run_code: bool,
+    against: Path | None,
+    kv_dtype: str,
+    save: Path | None,
+    console: Console,
 ) -> int:
     columns = TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("answers", total=None)
         report = grade_all(
             folder,
-            _open,
+            functools.partial(_open, kv_dtype),
             sets=sets,
             against=against,
             run_code=run_code,

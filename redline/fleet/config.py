@@ -10,6 +10,7 @@ keys_file = "keys.txt"                 # API keys, one per line; absent: everyon
 [engine]
 kv_memory = "8GB"
 max_model_len = 65536
+kv_dtype = "fp8"                       # bf16 where nothing is said
 draft = "weights/kimi-k2.6-eagle3"     # a drafter's folder, or "suffix"; absent: no speculation
 """
 

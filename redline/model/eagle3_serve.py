@@ -17,7 +17,7 @@ from redline.ops.add_norm import add_norm
 from redline.ops.draft_pass import SKIP, DraftLayer, DraftPages, draft_fuse
 from redline.ops.gqa import gqa_decode, gqa_prefill, rotate_halves
 from redline.ops.linear import linear
-from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv, rounds
+from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv, rounds, stored
 from redline.ops.moe import moe
 from redline.ops.weights import Matrix
 
@@ -134,7 +134,7 @@ class LlamaAttention:
         q, k, v = linear(x, self._qkv).unflatten(-1, (-1, self._width)).split(self._heads, -2)
         cos, sin = inputs.cos_T[:, None], inputs.sin_T[:, None]
         row = torch.cat([rotate_halves(k.float(), cos, sin), v.float()], -2).flatten(-2)
-        plane.view(-1, plane.shape[-1])[inputs.rows_T] = row.to(plane.dtype)
+        plane.view(-1, plane.shape[-1])[inputs.rows_T] = stored(row, plane.dtype)
         q = rotate_halves(q.float(), cos, sin).to(x.dtype)
         q = q if rows_R is None else q[rows_R]
         o = torch.empty_like(q)

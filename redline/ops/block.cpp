@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "cpu/kernels.h"
+#include "cpu/pages.h"
 
 // As block.py lays them out.
 struct BlockWeights {
@@ -22,7 +23,7 @@ struct BlockWeights {
 
 // residual [T, D] += partial (null: nothing), then += the attention's part; y [T, D]: the experts' part, which may lie
 // where partial lies. plane: as in mla_qkv; the other products follow it.
-extern "C" void redline_block(const BlockWeights* weights, const BlockTokens* tokens, void* plane, int kv_float32, float* residual,
+extern "C" void redline_block(const BlockWeights* weights, const BlockTokens* tokens, void* plane, int kv_type, float* residual,
                               const float* partial, float* y) {
     static thread_local struct {
         std::vector<float> x, q, o, part, shares;
@@ -39,23 +40,23 @@ extern "C" void redline_block(const BlockWeights* weights, const BlockTokens* to
     float *q = room(scratch.q, T * w.H * head), *o = room(scratch.o, T * w.H * w.V);
 
     redline_add_norm(residual, partial, w.attention_norm, x, w.norm_eps, t.T, w.D);
-    redline_mla_qkv(x, w.w_a, w.q_norm, w.kv_norm, w.w_q, t.cos, t.sin, t.rows, plane, kv_float32, q, w.low_rank_eps,
+    redline_mla_qkv(x, w.w_a, w.q_norm, w.kv_norm, w.w_q, t.cos, t.sin, t.rows, plane, kv_type, q, w.low_rank_eps,
                     t.T, w.D, w.Rq, w.R, w.P, w.H, w.Nn);
     for (int c = 0; c < t.C; c++) {
         const Chunk& chunk = t.chunks[c];
         redline_mla_prefill(q + chunk.first * w.H * head, chunk.start, chunk.count, t.tables + chunk.slot * t.table_width,
-                            plane, kv_float32, w.w_uk, w.w_uv, o + (int64_t)chunk.first * w.H * w.V, w.softmax_scale,
+                            plane, kv_type, w.w_uk, w.w_uv, o + (int64_t)chunk.first * w.H * w.V, w.softmax_scale,
                             w.H, w.Nn, w.P, w.R, w.V, 0);
     }
     if (t.Q)
-        redline_mla_decode(q, t.tokens, t.slots, t.lengths, t.tables, t.table_width, plane, kv_float32, w.w_uk, w.w_uv,
+        redline_mla_decode(q, t.tokens, t.slots, t.lengths, t.tables, t.table_width, plane, kv_type, w.w_uk, w.w_uv,
                            o, w.softmax_scale, t.Q, w.H, w.Nn, w.P, w.R, w.V, 0);
-    redline_linear(o, (int64_t)w.H * w.V, w.o_proj, part, w.D, t.T, w.D, w.H * w.V, !kv_float32);
+    redline_linear(o, (int64_t)w.H * w.V, w.o_proj, part, w.D, t.T, w.D, w.H * w.V, rounds(kv_type));
     redline_add_norm(residual, part, w.mlp_norm, x, w.norm_eps, t.T, w.D);
     int32_t* ids = room(scratch.ids, T * w.k);
     float* shares = room(scratch.shares, T * w.k);
     if (w.E)
         redline_route_experts(x, w.router, w.bias, ids, shares, t.T, w.D, w.E, w.k, w.normalise, w.routed_scale);
     redline_moe(x, ids, shares, w.gate_up, w.gate_up_scales, w.down, w.down_scales, w.shared_gate_up, w.shared_down, y,
-                t.T, w.D, w.E, w.k, w.I, w.Is, !kv_float32);
+                t.T, w.D, w.E, w.k, w.I, w.Is, rounds(kv_type));
 }

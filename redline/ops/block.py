@@ -20,9 +20,11 @@ from redline.ops.add_norm import add_norm
 from redline.ops.formats import Int4, quantize_int4
 from redline.ops.linear import linear
 from redline.ops.mla import (
+    FP8,
     NANO,
     TINY,
     MlaWeights,
+    kv_type,
     mla_decode,
     mla_prefill,
     mla_qkv,
@@ -215,7 +217,7 @@ def kernel(
         ctypes.addressof(weights.layout),
         inputs.address,
         native.pointer(plane),
-        not rounds(plane),
+        kv_type(plane),
         native.pointer(residual_TD),
         given,
         y_TD.data_ptr(),
@@ -254,7 +256,7 @@ def example(
         return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
 
     def routed(*shape: int) -> Experts:
-        return prepare_experts(quantize_int4(weight(*shape)) if dtype == torch.bfloat16 else weight(*shape))
+        return prepare_experts(weight(*shape) if dtype == torch.float32 else quantize_int4(weight(*shape)))
 
     moe_ = None
     if experts:
@@ -293,6 +295,7 @@ def cases() -> Iterator[Case]:
 
     yield Case("T=1 nano", make(NANO, 16, 0, (200,), torch.bfloat16))
     yield Case("a chunk and queries, nano", make(NANO, 16, 30, (1, 64, 65, 300), torch.bfloat16))
+    yield Case("a chunk and queries, nano fp8 pages", make(NANO, 16, 30, (1, 64, 65, 300), FP8))
     yield Case("a chunk alone, tiny, dense MLP", make(TINY, 0, 70, (), torch.bfloat16))
     yield Case("queries, tiny float32 pages, bf16 experts", make(TINY, 8, 0, (5, 400, 70), torch.float32))
 

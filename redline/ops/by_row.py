@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.ops.add_norm import rms_norm
-from redline.ops.mla import rotate
+from redline.ops.mla import FP8, rotate, stored
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import PAD_K
 from redline.wire.job import PAGE_TOKENS
@@ -69,12 +69,12 @@ def _split_reference(
 ) -> Tensor:
     """a float32 [T, Rq + R + P], the product with W_a -> q_a bf16 [T, Rq filled], normed.
 
-    Writes the latent, normed, and its rotated key at rows_T (int64) of plane [pages, 64, R + P].
+    Writes the latent, normed, and its rotated key at rows_T (int64) of plane [pages, 64, R + P]; e4m3 saturates.
     """
     rank_q, rank = q_gamma.shape[0], kv_gamma.shape[0]
     q, latent, key = a_TA.split([rank_q, rank, a_TA.shape[1] - rank_q - rank], 1)
     row = torch.cat([rms_norm(latent, kv_gamma, eps), rotate(key, cos, sin)], 1)
-    plane.view(-1, plane.shape[-1])[rows_T] = row.to(plane.dtype)
+    plane.view(-1, plane.shape[-1])[rows_T] = stored(row, plane.dtype)
     return _filled(rms_norm(q, q_gamma, eps))
 
 
@@ -101,6 +101,7 @@ def _split_cases() -> Iterator[Case]:
     def make(tokens: int, rank_q: int, dtype: torch.dtype):
         def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
             a, angle = torch.randn(tokens, rank_q + 576, generator=g), torch.rand(tokens, 32, generator=g) * 6
+            a[0, -2:] = 1000.0  # beyond e4m3
             gammas = torch.rand(rank_q, generator=g), torch.rand(512, generator=g)
             rows = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
             plane = torch.full((3, PAGE_TOKENS, 576), 7.0).to(dtype)
@@ -110,7 +111,9 @@ def _split_cases() -> Iterator[Case]:
 
     yield Case("T=3 nano", make(3, 128, torch.bfloat16))
     yield Case("T=9 odd width, float32 pages", make(9, 200, torch.float32))
+    yield Case("T=5 nano, fp8 pages", make(5, 128, FP8))
     yield Case("T=32 Kimi", make(32, 1536, torch.bfloat16), small=False)
+    yield Case("T=32 Kimi, fp8 pages", make(32, 1536, FP8), small=False)
 
 
 # ----------------------------------------------------------------------------------------------------- rotate_heads

@@ -5,6 +5,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/norm.h"
+#include "cpu/pages.h"
 #include "cpu/pool.h"
 
 constexpr int PAGE_TOKENS = 64, PANEL_OUTPUTS = 32;
@@ -49,7 +50,7 @@ template <class T> T* room(std::vector<T>& buffer, int64_t size) {
 // finished: normed, fed [R, D], neither of which may be `feature`.
 void pass(const DraftWeights& w, const DraftPages& pages, Scratch& s, const float* feature, const int32_t* slots,
           const int32_t* positions, const int32_t* ids, const int32_t* queries, int T, int R, void* plane,
-          int kv_float32, float* normed, float* fed) {
+          int kv_type, float* normed, float* fed) {
     const int64_t D = w.D, half = w.P / 2, head = (int64_t)w.H * (w.Nn + w.P), values = (int64_t)w.H * w.V;
     float *x = room(s.x, T * 2 * D), *cos = room(s.cos, T * half), *sin = room(s.sin, T * half);
     int64_t* rows = room(s.rows, T);
@@ -69,7 +70,7 @@ void pass(const DraftWeights& w, const DraftPages& pages, Scratch& s, const floa
         }
     });
     float* q = room(s.q, T * head);
-    redline_mla_qkv(x, w.w_a, w.q_norm, w.kv_norm, w.w_q, cos, sin, rows, plane, kv_float32, q, w.low_rank_eps, T,
+    redline_mla_qkv(x, w.w_a, w.q_norm, w.kv_norm, w.w_q, cos, sin, rows, plane, kv_type, q, w.low_rank_eps, T,
                     2 * w.D, w.Rq, w.R, w.P, w.H, w.Nn);
     if (!R) return;
 
@@ -81,13 +82,13 @@ void pass(const DraftWeights& w, const DraftPages& pages, Scratch& s, const floa
         std::copy_n(w.norm_before_residual ? x + (2 * t + 1) * D : feature + t * D, D, residual + r * D);
         tokens[r] = r, slots_asked[r] = slots[t], lengths[r] = positions[t] + 2;
     }
-    redline_mla_decode(q_asked, tokens, slots_asked, lengths, pages.tables, pages.table_width, plane, kv_float32, w.w_uk,
+    redline_mla_decode(q_asked, tokens, slots_asked, lengths, pages.tables, pages.table_width, plane, kv_type, w.w_uk,
                        w.w_uv, o, w.softmax_scale, R, w.H, w.Nn, w.P, w.R, w.V, 1);
     float* part = room(s.part, R * D);
-    redline_linear(o, values, w.o_proj, part, D, R, w.D, (int)values, !kv_float32);
+    redline_linear(o, values, w.o_proj, part, D, R, w.D, (int)values, rounds(kv_type));
     redline_add_norm(residual, part, w.mlp_norm, x, w.eps, R, w.D);
     redline_moe(x, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, w.gate_up, w.down, part, R, w.D, 0, 0, 0, w.I,
-                !kv_float32);
+                rounds(kv_type));
     redline_add_norm(residual, part, w.norm, normed, w.eps, R, w.D);
     if (w.norm_output) std::copy_n(normed, R * D, fed);
 }
@@ -116,23 +117,23 @@ extern "C" void redline_draft_fuse(const float* features, const int32_t* sources
 // normed, fed [R, D] of one pass.
 extern "C" void redline_draft_pass(const DraftWeights* weights, const DraftPages* pages, const float* feature,
                                    const int32_t* slots, const int32_t* positions, const int32_t* ids,
-                                   const int32_t* queries, int T, int R, void* plane, int kv_float32, float* normed,
+                                   const int32_t* queries, int T, int R, void* plane, int kv_type, float* normed,
                                    float* fed) {
     static thread_local Scratch scratch;
-    pass(*weights, *pages, scratch, feature, slots, positions, ids, queries, T, R, plane, kv_float32, normed, fed);
+    pass(*weights, *pages, scratch, feature, slots, positions, ids, queries, T, R, plane, kv_type, normed, fed);
 }
 
 // drafted [R, k]: query r drafts wanted[r] of them, one at least, each the likeliest after those before it.
 extern "C" void redline_draft_chain(const DraftWeights* weights, const DraftPages* pages, const float* feature,
                                     const int32_t* slots, const int32_t* positions, const int32_t* queries,
-                                    const int32_t* wanted, int T, int R, void* plane, int kv_float32, int64_t* drafted,
+                                    const int32_t* wanted, int T, int R, void* plane, int kv_type, int64_t* drafted,
                                     int k) {
     static thread_local Scratch s;
     const DraftWeights& w = *weights;
     const int64_t D = w.D, width = (w.vocabulary + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS * PANEL_OUTPUTS;
     // What a pass is fed lies in the second half, what it gives in the first.
     float *normed = room(s.normed, R * D), *fed = room(s.fed, 2 * R * D), *going = fed + R * D;
-    pass(w, *pages, s, feature, slots, positions, nullptr, queries, T, R, plane, kv_float32, normed, fed);
+    pass(w, *pages, s, feature, slots, positions, nullptr, queries, T, R, plane, kv_type, normed, fed);
     float* logits = room(s.logits, R * width);
     int64_t* best = room(s.best, R);
     uint8_t* finite = room(s.finite, R);
@@ -155,6 +156,6 @@ extern "C" void redline_draft_chain(const DraftWeights* weights, const DraftPage
         }
         rows = kept, done++;
         if (rows)
-            pass(w, *pages, s, going, chain_slots, chain_positions, ids, each, rows, rows, plane, kv_float32, normed, fed);
+            pass(w, *pages, s, going, chain_slots, chain_positions, ids, each, rows, rows, plane, kv_type, normed, fed);
     }
 }

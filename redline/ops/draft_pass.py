@@ -24,7 +24,7 @@ from redline.ops import native
 from redline.ops.add_norm import add_norm
 from redline.ops.best import best
 from redline.ops.linear import linear
-from redline.ops.mla import NANO, TINY, MlaWeights, mla_decode, mla_qkv, random_weights, rounds
+from redline.ops.mla import FP8, NANO, TINY, MlaWeights, kv_type, mla_decode, mla_qkv, random_weights, rounds
 from redline.ops.moe import moe
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import Tiled
@@ -224,7 +224,7 @@ def _pass_kernel(
         native.pointer(feature_TD),
         *(slots, positions, ids, queries, len(kept_slots), len(kept_queries)),
         native.pointer(plane),
-        not rounds(plane),
+        kv_type(plane),
         normed.data_ptr(),
         fed.data_ptr(),
     )
@@ -304,7 +304,7 @@ def _chain_kernel(
         native.pointer(feature_TD),
         *(slots, positions, queries, wants, len(kept_slots), len(kept_queries)),
         native.pointer(plane),
-        not rounds(plane),
+        kv_type(plane),
         drafted.data_ptr(),
         drafted.shape[1],
     )
@@ -399,6 +399,7 @@ def _pass_cases() -> Iterator[Case]:
 
     yield Case("T=1 nano", make(NANO, _ALONE, torch.bfloat16, 1, given=True))
     yield Case("some rows are queries, nano", make(NANO, _COMPANY, torch.bfloat16, 1, given=False))
+    yield Case("some rows are queries, nano fp8 pages", make(NANO, _COMPANY, FP8, 1, given=False))
     yield Case("what is fed back is not normed, tiny float32 pages", make(TINY, _COMPANY, torch.float32, 0, given=True))
     yield Case("the residual begins normed, tiny", make(TINY, _COMPANY, torch.bfloat16, 2, given=False))
 
@@ -414,6 +415,7 @@ def _chain_cases() -> Iterator[Case]:
 
     yield Case("one row, 3 drafts, nano", make(NANO, _ALONE, torch.bfloat16, 1, 3))
     yield Case("each its own number, over a page's end, nano", make(NANO, _COMPANY, torch.bfloat16, 1, 3, 1, 6, 2, 4))
+    yield Case("each its own number, nano fp8 pages", make(NANO, _COMPANY, FP8, 1, 3, 1, 6, 2, 4))
     yield Case("what is fed back is not normed, tiny", make(TINY, _COMPANY, torch.float32, 0, 2, 2, 2, 5, 1))
     yield Case("nobody drafts, tiny", make(TINY, _COMPANY, torch.bfloat16, 3))
 

@@ -6,7 +6,7 @@
 
 A cache row is [latent after its norm (R) | rotated key (P)], shared by all heads (kimi-format.md section 4). On a CPU
 each op's bits depend on a token's own position and context alone; the two forms of attention agree to rounding. Over
-float32 pages the kernels' products are exact; over bf16 pages they round to bf16 what enters one, as GPUs do.
+float32 pages the kernels' products are exact; over bf16 and e4m3 pages they round to bf16 what enters one, as GPUs do.
 """
 
 import functools
@@ -21,12 +21,16 @@ from torch import Tensor
 
 from redline.ops import native
 from redline.ops.add_norm import rms_norm
+from redline.ops.formats import E4M3_MOST
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
 from redline.ops.weights import PANEL, Matrix
 from redline.wire.job import PAGE_TOKENS
 
 FILL = 64  # tokens
+FP8 = torch.float8_e4m3fn
+FP8_STEPS = 1e-2  # of the rows that two ways of computing them write: some fall to either side of a step of 2^-3
+_KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, FP8: 2}
 
 
 @dataclass(frozen=True)
@@ -89,9 +93,14 @@ def rounds(plane: Tensor) -> bool:
     return plane.dtype != torch.float32
 
 
-def _is_float32(plane: Tensor) -> int:
-    assert plane.dtype in (torch.bfloat16, torch.float32), f"pages are bf16 or float32, got {plane.dtype}"
-    return int(not rounds(plane))
+def kv_type(plane: Tensor) -> int:
+    """The format of these pages, as cpu/pages.h numbers it."""
+    return _KV_TYPES[plane.dtype]
+
+
+def stored(row: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values as pages hold them: to nearest even, and e4m3 saturates."""
+    return (row.clamp(-E4M3_MOST, E4M3_MOST) if dtype == FP8 else row).to(dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- mla_qkv
@@ -106,7 +115,7 @@ def _qkv_reference(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_
     q_latent, latent, key = a.split([a.shape[-1] - w.rank - w.rope, w.rank, w.rope], -1)
     latent = rms_norm(latent, w.kv_norm, w.eps)
     key = rotate(key.float(), cos, sin).to(x_TD.dtype)
-    plane.view(-1, plane.shape[-1])[slots_T] = torch.cat([latent, key], -1).to(plane.dtype)
+    plane.view(-1, plane.shape[-1])[slots_T] = stored(torch.cat([latent, key], -1), plane.dtype)
     q = (rms_norm(q_latent, w.q_norm, w.eps) @ w.w_q.dense().to(x_TD.dtype).T).unflatten(-1, (w.heads, -1))
     nope, rope = q.split([w.nope, w.rope], -1)
     return torch.cat([nope, rotate(rope.float(), cos[:, None], sin[:, None]).to(x_TD.dtype)], -1)
@@ -128,7 +137,7 @@ def _qkv_kernel(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: 
         native.pointer(sin),
         native.pointer(slots_T),
         native.pointer(plane),
-        _is_float32(plane),
+        kv_type(plane),
         q.data_ptr(),
         *(w.eps, tokens, d, w.q_norm.shape[0], rank, rope, heads, nope),
     )
@@ -204,7 +213,7 @@ def _decode_kernel(
         native.pointer(tables),
         tables.shape[1],
         native.pointer(plane),
-        _is_float32(plane),
+        kv_type(plane),
         w.w_uk.address,
         w.w_uv.address,
         native.pointer(out_THV),
@@ -285,7 +294,7 @@ def _prefill_kernel(
         *(start, q_CHX.shape[0]),
         native.pointer(table),
         native.pointer(plane),
-        _is_float32(plane),
+        kv_type(plane),
         w.w_uk.address,
         w.w_uv.address,
         native.pointer(out_CHV),
@@ -402,6 +411,7 @@ def _qkv_cases() -> Iterator[Case]:
     yield Case("T=1 nano bf16 pages", make(1, NANO, torch.bfloat16), rtol=ROUNDED)
     yield Case("T=13 nano float32 pages", make(13, NANO, torch.float32))
     yield Case("T=100 tiny bf16 pages", make(100, TINY, torch.bfloat16), rtol=ROUNDED)
+    yield Case("T=70 nano fp8 pages", make(70, NANO, FP8), rtol=FP8_STEPS)
 
 
 def _pages(g: torch.Generator, w: MlaWeights, slots: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -432,9 +442,12 @@ def _decode_cases() -> Iterator[Case]:
     yield Case("200, nano", make((200,), NANO, torch.bfloat16), rtol=bf16)
     yield Case("64, 65, 1000, 257, nano float32 pages", make((64, 65, 1000, 257), NANO, torch.float32))
     yield Case("17 rows, tiny", make(tuple(range(1, 800, 47)), TINY, torch.bfloat16), rtol=bf16)
+    yield Case("1, 64, 65, 1000, 257, nano fp8 pages", make((1, 64, 65, 1000, 257), NANO, FP8), rtol=bf16)
+    yield Case("17 rows, tiny fp8 pages", make(tuple(range(1, 800, 47)), TINY, FP8), rtol=bf16)
     skipping = (2, 3, 64, 65, 257, 700)
     yield Case("the first row not read, nano", make(skipping, NANO, torch.bfloat16, skip=1), rtol=bf16)
     yield Case("the first row not read, tiny float32 pages", make(skipping, TINY, torch.float32, skip=1))
+    yield Case("the first row not read, nano fp8 pages", make(skipping, NANO, FP8, skip=1), rtol=bf16)
     kimi = (7168, 1536, 64, 128, 64, 512, 128)
     yield Case("8k, Kimi's heads", make((8192,), kimi, torch.bfloat16), small=False, rtol=bf16)
 
@@ -456,6 +469,8 @@ def _prefill_cases() -> Iterator[Case]:
     yield Case("[64, 165) nano float32 pages", make(64, 101, NANO, torch.float32))
     yield Case("[301, 302) tiny", make(301, 1, TINY, torch.bfloat16), rtol=bf16)
     yield Case("[0, 512) nano", make(0, 512, NANO, torch.bfloat16), rtol=bf16)
+    yield Case("[64, 165) nano fp8 pages", make(64, 101, NANO, FP8), rtol=bf16)
+    yield Case("[70, 90) the first row not read, tiny fp8 pages", make(70, 20, TINY, FP8, skip=1), rtol=bf16)
     yield Case("[1, 2) the first row not read, nano", make(1, 1, NANO, torch.bfloat16, skip=1), rtol=bf16)
     yield Case("[1, 130) the first row not read, nano", make(1, 129, NANO, torch.bfloat16, skip=1), rtol=bf16)
     yield Case("[70, 90) the first row not read, tiny float32 pages", make(70, 20, TINY, torch.float32, skip=1))

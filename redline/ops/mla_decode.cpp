@@ -6,6 +6,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/kernels.h"
+#include "cpu/pages.h"
 
 namespace {
 
@@ -35,60 +36,95 @@ template <class KV> struct Arithmetic {
         float natural[32];
         store(natural, x.a);
         store(natural + 16, x.b);
-        for (int i = 0; i < 32; i++) to[place((const KV*)nullptr, i)] = natural[i];
+        for (int i = 0; i < 32; i++) to[place((const KV*)nullptr, i)] = natural[i] * unit((const KV*)nullptr);
     }
 
     // 32 of the accumulators -> their numbers in natural order.
     static void natural(const float* acc, float factor, float* to) {
-        for (int i = 0; i < 32; i++) to[i] = acc[place((const KV*)nullptr, i)] * factor;
+        for (int i = 0; i < 32; i++) to[i] = acc[place((const KV*)nullptr, i)] * (factor * unit((const KV*)nullptr));
+    }
+
+    // Rows of q, and halves of 32 dimensions, that are summed side by side: as many as there are registers.
+    template <int G> static constexpr int MANY = std::min(G, SUMS / REGISTERS);
+    template <int G> static constexpr int TOGETHER = 2 * MANY<G> * REGISTERS <= SUMS ? 2 : 1;
+
+    // sums [N][2], of half H and those beside it: N rows of q times one row.
+    template <int N, int H, int HALVES> static void dot(const float* q, const KV* row, int W, Sixteen (&sums)[N][2]) {
+        lanes a[N][HALVES][REGISTERS] = {};
+        for (int c = 0; c < W; c += 32) {
+            Sixteen k[HALVES];
+            k[0] = half<H>(row + c);
+            if constexpr (HALVES == 2) k[1] = half<1>(row + c);
+#pragma GCC unroll 12
+            for (int g = 0; g < N; g++)
+#pragma GCC unroll 2
+                for (int h = 0; h < HALVES; h++)
+#pragma GCC unroll 4
+                    for (int i = 0; i < REGISTERS; i++)
+                        a[g][h][i] += load<lanes>(q + g * W + c + 16 * (H + h) + LANES * i) * k[h].r[i];
+        }
+        for (int g = 0; g < N; g++)
+            for (int h = 0; h < HALVES; h++)
+                for (int i = 0; i < REGISTERS; i++) sums[g][H + h].r[i] = a[g][h][i];
     }
 
     // q [G][W], rows [n][W] -> score [G][PAGE]
     template <int G> static void dots(const float* q, const KV* rows, int n, int W, float (&score)[G][PAGE]) {
-        for (int t = 0; t < n; t++) {
-            f32x16 a[G] = {}, b[G] = {};
-            for (int c = 0; c < W; c += 32) {
-                Pair k = load32(rows + (int64_t)t * W + c);
-#pragma GCC unroll 12
-                for (int g = 0; g < G; g++) {
-                    a[g] += load<f32x16>(q + g * W + c) * k.a;
-                    b[g] += load<f32x16>(q + g * W + c + 16) * k.b;
+        constexpr int N = MANY<G>, HALVES = TOGETHER<G>;
+        for (int t = 0; t < n; t++)
+            for (int first = 0; first < G; first += N) {
+                Sixteen sums[N][2];
+                const KV* row = rows + (int64_t)t * W;
+                dot<N, 0, HALVES>(q + first * W, row, W, sums);
+                if constexpr (HALVES == 1) dot<N, 1, 1>(q + first * W, row, W, sums);
+                for (int g = 0; g < N; g++) {
+                    for (int i = 0; i < REGISTERS; i++) sums[g][0].r[i] += sums[g][1].r[i];
+                    score[first + g][t] = sum(sums[g][0]);
                 }
             }
-            for (int g = 0; g < G; g++) score[g][t] = sum(a[g] + b[g]);
+    }
+
+    // Of 32 dimensions of N rows of acc, half H and those beside it: acc = acc * factor + p rows.
+    template <int N, int H, int HALVES>
+    static void weigh32(const float (*p)[PAGE], const float* factor, const KV* rows, int n, int W, int R, float* acc) {
+        lanes a[N][HALVES][REGISTERS];
+        auto each = [&](auto f) {
+            for (int g = 0; g < N; g++)
+                for (int h = 0; h < HALVES; h++)
+                    for (int i = 0; i < REGISTERS; i++) f(g, a[g][h][i], acc + g * R + 16 * (H + h) + LANES * i);
+        };
+        each([&](int g, lanes& v, float* at) { v = load<lanes>(at) * factor[g]; });
+        for (int t = 0; t < n; t++, rows += W) {
+            Sixteen v[HALVES];
+            v[0] = half<H>(rows);
+            if constexpr (HALVES == 2) v[1] = half<1>(rows);
+#pragma GCC unroll 12
+            for (int g = 0; g < N; g++)
+#pragma GCC unroll 2
+                for (int h = 0; h < HALVES; h++)
+#pragma GCC unroll 4
+                    for (int i = 0; i < REGISTERS; i++) a[g][h][i] += p[g][t] * v[h].r[i];
         }
+        each([&](int, lanes& v, float* at) { store(at, v); });
     }
 
     // acc [G][R] = acc * factor + p rows; `coming`: the rows that will be asked for next
     template <int G>
     static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const KV* rows, const KV*, int n, int W, int R,
                       float* acc) {
-        for (int c = 0; c < R; c += 32) {
-            f32x16 a[G], b[G];
-            for (int g = 0; g < G; g++) {
-                a[g] = load<f32x16>(acc + g * R + c) * factor[g];
-                b[g] = load<f32x16>(acc + g * R + c + 16) * factor[g];
+        constexpr int N = MANY<G>, HALVES = TOGETHER<G>;
+        for (int c = 0; c < R; c += 32)
+            for (int g = 0; g < G; g += N) {
+                weigh32<N, 0, HALVES>(p + g, factor + g, rows + c, n, W, R, acc + g * R + c);
+                if constexpr (HALVES == 1) weigh32<N, 1, 1>(p + g, factor + g, rows + c, n, W, R, acc + g * R + c);
             }
-            for (int t = 0; t < n; t++) {
-                Pair v = load32(rows + (int64_t)t * W + c);
-#pragma GCC unroll 12
-                for (int g = 0; g < G; g++) {
-                    a[g] += p[g][t] * v.a;
-                    b[g] += p[g][t] * v.b;
-                }
-            }
-            for (int g = 0; g < G; g++) {
-                store(acc + g * R + c, a[g]);
-                store(acc + g * R + c + 16, b[g]);
-            }
-        }
     }
 };
 
 #if defined(__AVX512BF16__)
 // bf16 products with float32 sums, two multiplications a lane: the query and the probabilities are rounded to bf16, as
 // they are on a GPU.
-template <> struct Arithmetic<bf16> {
+template <class KV> struct PairArithmetic {
     typedef bf16 Query;
     static void prepare(const Pair& x, bf16* to) {
         _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)x.b, (__m512)x.a));
@@ -99,19 +135,20 @@ template <> struct Arithmetic<bf16> {
         for (int i = 0; i < 32; i += 4) store(to + i, load<f32x4>(acc + (i & 4) * 4 + (i >> 3) * 4) * factor);
     }
 
-    static __m512bh row(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+    static __m512i row(const bf16* p) { return _mm512_loadu_si512(p); }
+    static __m512i row(const e4m3* p) { return (__m512i)widen_to_bf16(p); }
 
-    template <int G, int T> static void dots_of(const bf16* q, const bf16* rows, int W, float* score) {
+    template <int G, int T> static void dots_of(const bf16* q, const KV* rows, int W, float* score) {
         __m512 sums[G][T];
         for (int g = 0; g < G; g++)
             for (int t = 0; t < T; t++) sums[g][t] = _mm512_setzero_ps();
         for (int c = 0; c < W; c += 32) {
             __m512bh k[T];
 #pragma GCC unroll 4
-            for (int t = 0; t < T; t++) k[t] = row(rows + (int64_t)t * W + c);
+            for (int t = 0; t < T; t++) k[t] = (__m512bh)row(rows + (int64_t)t * W + c);
 #pragma GCC unroll 12
             for (int g = 0; g < G; g++) {
-                __m512bh x = row(q + g * W + c);
+                __m512bh x = (__m512bh)row(q + g * W + c);
 #pragma GCC unroll 4
                 for (int t = 0; t < T; t++) sums[g][t] = _mm512_dpbf16_ps(sums[g][t], x, k[t]);
             }
@@ -134,7 +171,7 @@ template <> struct Arithmetic<bf16> {
         }
     }
 
-    template <int G> static void dots(const bf16* q, const bf16* rows, int n, int W, float (&score)[G][PAGE]) {
+    template <int G> static void dots(const bf16* q, const KV* rows, int n, int W, float (&score)[G][PAGE]) {
         constexpr int T = G <= 4 ? 4 : 2;
         int t = 0;
         for (; t + T <= n; t += T) dots_of<G, T>(q, rows + (int64_t)t * W, W, &score[0][t]);
@@ -142,29 +179,29 @@ template <> struct Arithmetic<bf16> {
     }
 
     template <int G>
-    static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const bf16* rows, const bf16* coming, int n, int W,
-                      int R, float* acc) {
+    static void weigh(const float (&p)[G][PAGE], const float (&factor)[G], const KV* rows, const KV* coming, int n, int W, int R,
+                      float* acc) {
         uint32_t pairs[G][PAGE / 2];
         for (int g = 0; g < G; g++)
             for (int t = 0; t < PAGE; t += 32)
                 prepare({load<f32x16>(p[g] + t), load<f32x16>(p[g] + t + 16)}, (bf16*)&pairs[g][t / 2]);
         const char *fetched = (const char*)coming, *last = (const char*)(coming + PAGE * W);
-        const int each = (PAGE * W * 2 / 64 + R - 1) / R;  // lines of the next page for each two rows by 32
+        const int each = (PAGE * W * (int)sizeof(KV) / 64 + R - 1) / R;  // lines of the next page for each two rows by 32
         for (int c = 0; c < R; c += 32) {
             __m512 a[G], b[G];
             for (int g = 0; g < G; g++) {
                 a[g] = (__m512)(load<f32x16>(acc + g * R + c) * factor[g]);
                 b[g] = (__m512)(load<f32x16>(acc + g * R + c + 16) * factor[g]);
             }
-            const bf16* at = rows + c;
+            const KV* at = rows + c;
             for (int t = 0; t < n; t += 2, at += 2 * W) {
                 // A page is larger than the first cache: the next 32 dimensions are on their way while these are summed.
                 _mm_prefetch((const char*)(at + 32), _MM_HINT_T0);
                 _mm_prefetch((const char*)(at + W + 32), _MM_HINT_T0);
                 for (int i = 0; i < each && fetched < last; i++, fetched += 64) _mm_prefetch(fetched, _MM_HINT_T1);
-                __m512i one = _mm512_loadu_si512(at);
+                __m512i one = row(at);
                 // Beyond the context a page holds anything; zero times that must be zero.
-                __m512i two = t + 1 < n ? _mm512_loadu_si512(at + W) : _mm512_setzero_si512();
+                __m512i two = t + 1 < n ? row(at + W) : _mm512_setzero_si512();
                 __m512bh low = (__m512bh)_mm512_unpacklo_epi16(one, two), high = (__m512bh)_mm512_unpackhi_epi16(one, two);
 #pragma GCC unroll 12
                 for (int g = 0; g < G; g++) {
@@ -180,6 +217,8 @@ template <> struct Arithmetic<bf16> {
         }
     }
 };
+template <> struct Arithmetic<bf16> : PairArithmetic<bf16> {};
+template <> struct Arithmetic<e4m3> : PairArithmetic<e4m3> {};
 #endif
 
 // Q queries times G heads over tokens of their context from `begin` on, each query up to its own end; only a `begin` after
@@ -201,19 +240,21 @@ void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int3
         float factor[N];
         for (int g = 0; g < N; g++) {
             for (int t = std::max(0, std::min(ends[g / G] - first, n)); t < PAGE; t++) score[g][t] = -INFINITY;
-            f32x16 high = load<f32x16>(score[g]);
-            for (int t = 16; t < PAGE; t += 16) high = vmax(high, load<f32x16>(score[g] + t));
+            lanes high = load<lanes>(score[g]);
+            for (int t = LANES; t < PAGE; t += LANES) high = vmax(high, load<lanes>(score[g] + t));
             float m = std::max(top[g], largest(high));
             factor[g] = std::exp(top[g] - m);
-            f32x16 total = {};
-            for (int t = 0; t < PAGE; t += 16) {
-                f32x16 p = vexp(load<f32x16>(score[g] + t) - m);
-                store(score[g] + t, p);
-                total += p;
-            }
+            Sixteen total = {};
+            for (int t = 0; t < PAGE; t += 16)
+                for (int i = 0; i < REGISTERS; i++) {
+                    lanes e = vexp(load<lanes>(score[g] + t + LANES * i) - m);
+                    store(score[g] + t + LANES * i, e);
+                    total.r[i] += e;
+                }
             mass[g] = mass[g] * factor[g] + sum(total);
             top[g] = m;
         }
+        if (has_nan(rows, n * W)) std::fill(mass, mass + N, NAN);
         const KV* coming = next < context ? plane + (int64_t)pages[next / PAGE] * PAGE * W : rows;
         Arithmetic<KV>::template weigh<N>(score, factor, rows, coming, n, W, s.R, acc);
     }
@@ -235,7 +276,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
     std::vector<Item>& items = scratch.items;
     std::vector<int>&first_place = scratch.first_place, &record_of = scratch.record_of;
     const int W = s.width(), group = s.H % 4 == 0 ? 4 : s.H % 2 == 0 ? 2 : 1, groups = s.H / group;
-    constexpr bool rounded = std::is_same_v<KV, bf16>;
+    constexpr bool rounded = !std::is_same_v<KV, float>;
 
     // q' = scale * [W_UK^T q_nope | q_rope], [H / group][Q][group][W].
     if ((int64_t)absorbed.size() < (int64_t)Q * s.H * W) absorbed.resize((int64_t)Q * s.H * W);
@@ -366,12 +407,11 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
 // tables [slots, table_width]: page ids. w_uk: W_UK^T, panels over R outputs per head; w_uv over V outputs per head.
 // Writes y [T, H V] at the query tokens only.
 extern "C" void redline_mla_decode(const float* q, const int32_t* tokens, const int32_t* slots, const int32_t* lengths,
-                                   const int32_t* tables, int64_t table_width, const void* plane, int kv_float32,
+                                   const int32_t* tables, int64_t table_width, const void* plane, int kv_type,
                                    const bf16* w_uk, const bf16* w_uv, float* y, float scale, int Q, int H, int Nn, int P,
                                    int R, int V, int skip) {
     Shape s{H, Nn, P, R, V};
-    if (kv_float32)
-        decode(q, tokens, slots, lengths, tables, table_width, (const float*)plane, w_uk, w_uv, y, scale, Q, skip, s);
-    else
-        decode(q, tokens, slots, lengths, tables, table_width, (const bf16*)plane, w_uk, w_uv, y, scale, Q, skip, s);
+    with_pages(plane, kv_type, [&](const auto* rows) {
+        decode(q, tokens, slots, lengths, tables, table_width, rows, w_uk, w_uv, y, scale, Q, skip, s);
+    });
 }

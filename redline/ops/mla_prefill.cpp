@@ -7,6 +7,7 @@
 
 #include "cpu/gemm.h"
 #include "cpu/kernels.h"
+#include "cpu/pages.h"
 
 namespace {
 
@@ -70,14 +71,20 @@ template <class KV> struct Arithmetic {
 #if defined(REDLINE_BF16_PAIRS)
 // bf16 pairs, float32 sums. Latents times weights are exact; queries, keys, probabilities and values are rounded, as they
 // are on a GPU.
-template <> struct Arithmetic<bf16> {
+template <class KV> struct PairArithmetic {
     typedef uint32_t Element, Packed;
     typedef bf16 Number;
     static constexpr int STEP = 2;
 
-    static void gather(const bf16* from, uint32_t* row, int R) {
-        if (from) memcpy(row, from, R * sizeof(bf16));
-        else memset(row, 0, R * sizeof(bf16));
+    static void gather(const KV* from, uint32_t* row, int R) {
+        if (!from) {
+            memset(row, 0, R * sizeof(bf16));
+        } else if constexpr (std::is_same_v<KV, bf16>) {
+            memcpy(row, from, R * sizeof(bf16));
+        } else {
+            for (int c = 0; c < R; c += 32) store(row + c / 2, widen_to_bf16(from + c));
+            if (has_nan(from, R)) memset(row, 0xff, R * sizeof(bf16));
+        }
     }
 
     static void key_rows(const bf16* packed, Shape s, uint32_t* rows) {
@@ -127,6 +134,8 @@ template <> struct Arithmetic<bf16> {
         tile_pairs<M, 1>(x, w, K, acc);
     }
 };
+template <> struct Arithmetic<bf16> : PairArithmetic<bf16> {};
+template <> struct Arithmetic<e4m3> : PairArithmetic<e4m3> {};
 #endif
 
 // M rows [head] at positions [position, position + M) of one head, scaled. keys, values: S is a multiple of 64.
@@ -256,11 +265,10 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
 // Rows [0, count) of q [count, H (Nn + P)] are positions [start, start + count) of one slot, whose pages hold the latents
 // of every position below start + count; those below skip (0 or 1, at most start) are not read. y [count, H V].
 extern "C" void redline_mla_prefill(const float* q, int start, int count, const int32_t* pages, const void* plane,
-                                    int kv_float32, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int H,
+                                    int kv_type, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int H,
                                     int Nn, int P, int R, int V, int skip) {
     Shape s{H, Nn, P, R, V};
-    if (kv_float32)
-        prefill(q, start, count, pages, (const float*)plane, w_uk, w_uv, y, scale, skip, s);
-    else
-        prefill(q, start, count, pages, (const bf16*)plane, w_uk, w_uv, y, scale, skip, s);
+    with_pages(plane, kv_type, [&](const auto* rows) {
+        prefill(q, start, count, pages, rows, w_uk, w_uv, y, scale, skip, s);
+    });
 }

@@ -2,6 +2,7 @@
 #include "cpu/gemm.h"
 #include "cpu/kernels.h"
 #include "cpu/norm.h"
+#include "cpu/pages.h"
 
 namespace {
 
@@ -21,10 +22,9 @@ template <class KV> void write_row(const float* x, KV* y, int n) {
 }  // namespace
 
 // x [T, D]; wa panels over [Rq | R | P] outputs; wq panels over H (Nn + P) outputs; cos, sin [T, P / 2];
-// slots [T]: page * 64 + place; plane: rows of R + P values, float32 (kv_float32: the products are exact) or bf16 (they are
-// rounded). q [T, H (Nn + P)].
+// slots [T]: page * 64 + place; plane: rows of R + P values. q [T, H (Nn + P)].
 extern "C" void redline_mla_qkv(const float* x, const bf16* wa, const float* q_norm, const float* kv_norm, const bf16* wq,
-                                const float* cos, const float* sin, const int64_t* slots, void* plane, int kv_float32,
+                                const float* cos, const float* sin, const int64_t* slots, void* plane, int kv_type,
                                 float* q, float eps, int T, int D, int Rq, int R, int P, int H, int Nn) {
     static thread_local std::vector<float> buffer;
     int down = Rq + R + P, width = (down + PANEL - 1) / PANEL * PANEL, head = Nn + P;
@@ -35,7 +35,7 @@ extern "C" void redline_mla_qkv(const float* x, const bf16* wa, const float* q_n
     parallel(first.tasks(), [&](int task) {
         Range rows = first.row_range(task), panels = first.panel_range(task);
         product([&](int m) { return x + (int64_t)m * D; }, rows.begin, rows.end, D,
-                [&](int n) { return Bf16Panel{wa + (int64_t)n * D * PANEL}; }, panels.begin, panels.end, !kv_float32,
+                [&](int n) { return Bf16Panel{wa + (int64_t)n * D * PANEL}; }, panels.begin, panels.end, rounds(kv_type),
                 [&](int m, int n, Pair v) { store_pair(a + (int64_t)m * width + n * PANEL, v); });
     });
 
@@ -47,10 +47,7 @@ extern "C" void redline_mla_qkv(const float* x, const bf16* wa, const float* q_n
             rms_norm_row(row, q_norm, eps, Rq, row);
             rms_norm_row(latent, kv_norm, eps, R, latent);
             rope(latent + R, cos + (int64_t)t * (P / 2), sin + (int64_t)t * (P / 2), P);
-            if (kv_float32)
-                write_row(latent, (float*)plane + slots[t] * (R + P), R + P);
-            else
-                write_row(latent, (bf16*)plane + slots[t] * (R + P), R + P);
+            with_pages(plane, kv_type, [&](auto* rows) { write_row(latent, rows + slots[t] * (R + P), R + P); });
         }
     });
 
@@ -58,7 +55,7 @@ extern "C" void redline_mla_qkv(const float* x, const bf16* wa, const float* q_n
     parallel(second.tasks(), [&](int task) {
         Range rows = second.row_range(task), panels = second.panel_range(task);
         product([&](int m) { return a + (int64_t)m * width; }, rows.begin, rows.end, Rq,
-                [&](int n) { return Bf16Panel{wq + (int64_t)n * Rq * PANEL}; }, panels.begin, panels.end, !kv_float32,
+                [&](int n) { return Bf16Panel{wq + (int64_t)n * Rq * PANEL}; }, panels.begin, panels.end, rounds(kv_type),
                 [&](int m, int n, Pair v) { store_pair(q + (int64_t)m * H * head + n * PANEL, v); });
     });
 

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from redline.ops import dense
 from redline.ops.cuda.kernel import address
-from redline.ops.mla import rotate
+from redline.ops.mla import rotate, stored
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import Tiled
 from redline.wire.job import PAGE_TOKENS
 
 Arguments = dense.arguments("ProjectQ", "kv gamma cos sin rows plane q")
 PLANES = {torch.bfloat16: "PLANE_BF16", torch.float32: "PLANE_F32", torch.float8_e4m3fn: "PLANE_E4M3"}
-E4M3_MOST = 448.0
 MOST_ROW = 1024  # R + P: two numbers of a thread
 
 
@@ -48,9 +47,7 @@ def reference(
     q[..., -rope:] = rotate(q[..., -rope:], cos[:, None], sin[:, None])
     latent = kv[:, :rank] * torch.rsqrt(kv[:, :rank].pow(2).mean(-1, keepdim=True) + eps) * gamma_R
     row = torch.cat([latent, rotate(kv[:, rank:], cos, sin)], -1)
-    if plane.dtype == torch.float8_e4m3fn:
-        row = row.clamp(-E4M3_MOST, E4M3_MOST)
-    plane.view(-1, plane.shape[-1])[rows_T] = row.to(plane.dtype)
+    plane.view(-1, plane.shape[-1])[rows_T] = stored(row, plane.dtype)
     return q.to(torch.bfloat16)
 
 

@@ -18,7 +18,7 @@ struct TransformerWeights {
 // state goes in features [T, kept, D], or -1. asked: R of the tokens. x [T, D]; logits [R, V rounded up to 32];
 // likeliest [R]: -1 where a logit is not finite.
 extern "C" void redline_transformer(const TransformerWeights* weights, const BlockTokens* tokens, char* planes,
-                                    int64_t plane_bytes, int kv_float32, const int32_t* places, int kept,
+                                    int64_t plane_bytes, int kv_type, const int32_t* places, int kept,
                                     float* features, const int32_t* asked, int R, float* x, float* logits,
                                     int64_t* likeliest) {
     static thread_local struct {
@@ -45,7 +45,7 @@ extern "C" void redline_transformer(const TransformerWeights* weights, const Blo
     const float* partial = nullptr;
     for (int layer = 0; layer < w.L; layer++, partial = y) {
         keep(layer, partial);
-        redline_block(w.blocks[layer], tokens, planes + layer * plane_bytes, kv_float32, residual, partial, y);
+        redline_block(w.blocks[layer], tokens, planes + layer * plane_bytes, kv_type, residual, partial, y);
     }
     redline_add_norm(residual, partial, w.norm, x, w.eps, tokens->T, w.D);
     keep(w.L, nullptr);

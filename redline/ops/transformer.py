@@ -21,7 +21,7 @@ from redline.ops.add_norm import add_norm
 from redline.ops.best import best
 from redline.ops.block import Block, Inputs, block, example
 from redline.ops.linear import linear
-from redline.ops.mla import NANO, TINY, rounds
+from redline.ops.mla import FP8, NANO, TINY, kv_type
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import Tiled
 from redline.ops.weights import PANEL, Matrix
@@ -130,7 +130,7 @@ def kernel(
     asked_R, likeliest = array("i", asked), array("q", bytes(8 * rows))
     library.redline_transformer(
         *(weights.address, inputs.address),
-        *(native.pointer(planes), planes.stride(0) * planes.element_size(), not rounds(planes)),
+        *(native.pointer(planes), planes.stride(0) * planes.element_size(), kv_type(planes)),
         *(_places(len(weights.blocks), tuple(layers)), len(layers), 0 if features is None else features.data_ptr()),
         *(asked_R.buffer_info()[0], rows, hidden, logits, likeliest.buffer_info()[0]),
     )
@@ -191,6 +191,7 @@ def cases() -> Iterator[Case]:
 
     yield Case("T=1 nano", make(NANO, 0, (70,), torch.bfloat16, ()))
     yield Case("a chunk and queries, states kept, nano", make(NANO, 20, (1, 65), torch.bfloat16, (3, 0, 2)))
+    yield Case("a chunk and queries, nano fp8 pages", make(NANO, 20, (1, 65), FP8, ()))
     yield Case("queries, the last state kept, tiny float32 pages", make(TINY, 0, (5, 130), torch.float32, (3,)))
     yield Case("nothing is asked for, tiny", make(TINY, 20, (), torch.bfloat16, (1,)))
 

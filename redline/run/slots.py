@@ -5,6 +5,7 @@ drafter: what it proposes waits here for the row that verifies it. On a CPU the 
 thread alone touches; the inputs of steps that decode are memory too, and hold until the next step's are asked for.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -89,10 +90,14 @@ class Slots:
         rows, pages = slots + 1, -(-max_model_len // PAGE_TOKENS)
         self.tokens: Tensor = torch.zeros(rows, max_model_len + 1, dtype=torch.int64, device=device)
         self.tables: Tensor = torch.zeros(rows, pages, dtype=torch.int32, device=device)
-        self._memory = self.tokens.numpy().data if self.tokens.is_cpu else None  # of `tokens`: an op is dear
         self.at = [Slot() for _ in range(slots)]
         self._angles: tuple[Tensor, Tensor] | None = None  # cos and sin of every position, on a CPU
         self._memories: dict[int, StepMemory] = {}  # by the step's tokens
+
+    @functools.cached_property
+    def _memory(self) -> memoryview | None:
+        """Of `tokens`, on a CPU: writing there costs a tenth of an op."""
+        return self.tokens.numpy().data if self.tokens.is_cpu else None
 
     def begin(self, begin: Begin) -> None:
         number, least, most = begin.slot, min(begin.tokens), max(begin.tokens)

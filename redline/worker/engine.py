@@ -35,7 +35,7 @@ from redline.worker.config import SUFFIX, EngineConfig
 from redline.worker.loop import lead
 from redline.worker.trace import Trace
 
-KV_DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32}
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
 KV_SHARE = 0.25  # of the memory that is free once the weights are there, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
 DRAFT_TOKENS = 3  # where nothing is said
@@ -106,9 +106,7 @@ class Engine:
     ) -> "Engine":
         checkpoint = Checkpoint.open(folder)
         device = device or pick_device(config.device)
-        if config.kv_dtype not in KV_DTYPES:
-            raise ConfigError(f"kv_dtype is {config.kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
-        dtype = KV_DTYPES[config.kv_dtype]
+        dtype = kv_dtype_of(config.kv_dtype)
         free = free_memory(device)
         check_weights(checkpoint.config, free, config.kv_memory or 0)
         kv_bytes = config.kv_memory or kv_budget(free - checkpoint.config.weight_bytes)
@@ -139,8 +137,9 @@ class Engine:
         else:
             reason = why_not(config, self.model.device)
             where = torch.cuda.get_device_name(self.model.device) + (f", reference path: {reason}" if reason else "")
+        dtype = next(name for name, dtype in KV_DTYPES.items() if dtype == self.layout.kv_dtype)
         drafts = f"; drafter {self.drafter.parameter_count / 1e6:,.1f} M" if self.drafter is not None else ""
-        summary = f"{weights}{drafts}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens"
+        summary = f"{weights}{drafts}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens, {dtype}"
         return Ready(
             max_model_len=self.layout.max_model_len,
             pages=self.layout.pages,
@@ -241,6 +240,13 @@ def pick_device(name: str | None) -> torch.device:
     if name not in (None, "cpu", "cuda"):
         raise ConfigError(f"device is {name!r}; expected cpu or cuda")
     return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def kv_dtype_of(name: str) -> torch.dtype:
+    """Of pages. ConfigError for a name that is none of ours."""
+    if name not in KV_DTYPES:
+        raise ConfigError(f"kv-dtype is {name!r}; expected one of {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[name]
 
 
 def kv_budget(free: int) -> int:

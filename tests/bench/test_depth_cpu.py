@@ -8,7 +8,6 @@ import torch
 from redline.bench.local.depth import Progress
 from redline.bench.local.depth_cpu import CpuStep
 from redline.bench.local.depth_fit import Memory
-from redline.errors import ConfigError
 from redline.model.config import K2Config
 from redline.model.shapes import KIMI_NANO
 from redline.ops.add_norm import add_norm
@@ -88,6 +87,8 @@ def test_progress_ends_at_all_the_weights():
     assert [done for done, _ in told] == sorted(done for done, _ in told)
 
 
-def test_pages_that_a_cpu_does_not_read_are_refused():
-    with pytest.raises(ConfigError, match="give --kv-dtype bf16"):
-        build(kernel_config(), kv_dtype=torch.float8_e4m3fn)
+def test_a_step_over_fp8_pages_moves_half_the_bytes_of_its_contexts():
+    whole, half = (build(kernel_config(), kv_dtype=dtype) for dtype in (torch.bfloat16, torch.float8_e4m3fn))
+    assert torch.isfinite(half.run()).all()
+    read = [next(op.cost.bytes for op in step.ops if op.name == "mla_decode") for step in (whole, half)]
+    assert read[0] - read[1] == 2 * (70 + 3) * kernel_config().kv_width

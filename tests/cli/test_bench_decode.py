@@ -57,7 +57,7 @@ def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
         ("--shape kimi-k9", "shape is 'kimi-k9'; expected one of kimi-k2.6, kimi-nano"),
         ("", "give a checkpoint's folder or --shape, one of the two"),
         ("nowhere --shape kimi-nano", "one of the two"),
-        ("nowhere --kv-dtype fp8", "--kv-dtype is of a --shape"),
+        ("nowhere --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8, float32"),
         ("--shape kimi-nano --alias 9", "alias is 9; the step has 8 layers"),
         ("--shape kimi-nano --kv-dtype fp9", "kv-dtype is 'fp9'; expected one of bf16, fp8"),
         ("--shape kimi-k2.6 --context 64", "the step needs 594"),

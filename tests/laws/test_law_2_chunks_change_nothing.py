@@ -42,6 +42,16 @@ def test_several_prompts_in_one_step_are_each_their_own(model: K2):
         assert together[one.id] == run_alone(model, one), one.id
 
 
+@pytest.mark.parametrize("step_tokens", [63, 100])
+def test_over_fp8_pages_chunks_change_nothing_either(model: K2, step_tokens: int):
+    asked = job("asked", PROMPT, **ASKED)
+    whole, chunked = (
+        run_alone(model, asked, kv_dtype=torch.float8_e4m3fn, step_tokens=count) for count in (512, step_tokens)
+    )
+    assert chunked == whole
+    assert chunked != run_alone(model, asked), "pages of four bits change nothing at all"
+
+
 @pytest.mark.parametrize("step_tokens", [32, 64, 100])
 def test_the_rows_of_a_drafter_are_the_same_too(model: K2, step_tokens: int):
     """Also where a chunk ends with a page: the row of the token behind it waits for the next page."""

@@ -78,6 +78,20 @@ def test_a_conversation_goes_on_from_pages_that_its_answer_filled():
     assert max(abs(a[token] - b[token]) for token in a) < 1e-4
 
 
+def test_over_fp8_pages_too_whoever_shares_them():
+    before, asked = prompt(seed=3, length=250), prompt(seed=3, length=150) + prompt(seed=4, length=90)
+    engine = open_engine(tiny_model(), step_tokens=100, kv_dtype=torch.float8_e4m3fn)
+    after = [job(f"{n}", asked[: len(asked) - n], max_tokens=16) for n in range(3)]
+    try:
+        answers = run(engine, [job("before", before)], after, every=20)
+    finally:
+        engine.runner.close()
+    for one in after:
+        assert answers[one.id].cached_tokens >= 128
+        alone = run_alone(engine.model, one, kv_dtype=torch.float8_e4m3fn)
+        assert answers[one.id]._replace(cached_tokens=0) == alone, one.id
+
+
 @pytest.mark.parametrize("shared", [64, 100, 192])
 def test_with_a_drafter_its_rows_are_the_same_too(shared: int):
     """Whatever followed the shared pages when they were computed, and whoever shares them: nothing of it is left."""

@@ -88,6 +88,19 @@ def test_one_answer(way: str, sampling: str):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_one_answer_over_fp8_pages(way: str):
+    """The drafter's rows are e4m3 too."""
+    sampled = SAMPLINGS["greedy"], SAMPLINGS["seeded, top_p"]
+    jobs = [job(f"{n}", prompt(seed=1, length=70 + n), max_tokens=60, **sampling) for n, sampling in enumerate(sampled)]
+    engine = speculating(way, kv_dtype=torch.float8_e4m3fn)
+    assert engine.runner.kv.draft.dtype == torch.float8_e4m3fn
+    answers = answers_of(engine, jobs)
+    for asked in jobs:
+        alone = run_alone(tiny_model(), asked, kv_dtype=torch.float8_e4m3fn)
+        assert plain(answers[asked.id]) == alone, asked.id
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_many_in_one_batch_with_chunks_prefixes_and_few_pages(way: str):
     """18 jobs over 12 pages: pre-emption, prefix hits, chunked prompts, and rows that are drawn beside greedy ones."""
     engine = speculating(way, pages=12, max_model_len=400, step_tokens=90)

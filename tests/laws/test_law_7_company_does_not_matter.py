@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 from redline.ops import native
 from redline.wire.job import Job
@@ -69,6 +70,18 @@ def test_every_row_of_a_batch_is_what_it_is_alone():
         engine.runner.close()
     for one in jobs:
         assert together[one.id] == run_alone(tiny_model(), one), one.id
+
+
+def test_nor_does_it_over_fp8_pages():
+    jobs = mixed(9)
+    engine = open_engine(tiny_model(), step_tokens=40, pages=12, max_model_len=384, kv_dtype=torch.float8_e4m3fn)
+    try:
+        together = run(engine, jobs[:4], jobs[4:])
+    finally:
+        engine.runner.close()
+    for one in jobs:
+        alone = run_alone(tiny_model(), one, max_model_len=384, kv_dtype=torch.float8_e4m3fn)
+        assert together[one.id]._replace(cached_tokens=0) == alone, one.id
 
 
 def test_jobs_that_are_pre_empted_resume_as_if_nothing_had_been():

@@ -233,15 +233,26 @@ def test_the_summary_says_what_there_is(engine: LocalEngine):
     assert f"{ready.pages * 64:,} tokens" in ready.summary
 
 
+def test_fp8_pages_hold_twice_the_tokens_under_other_names(engine: LocalEngine, folder: Path):
+    with Engine.open(folder, msgspec.structs.replace(CONFIG, kv_dtype="fp8")) as other:
+        assert other.engine.layout.pages == 1_000_000 // (engine.engine.layout.page_bytes // 2)
+        assert f"{other.engine.ready.pages * 64:,} tokens, fp8" in other.engine.ready.summary
+        asked, again = job(engine, "one", prompt(7, 100)), job(other, "one", prompt(7, 100))
+        assert asked.pages
+        assert not set(asked.pages) & set(again.pages)
+        assert len(answer(other.generate([again])[again.id])) == 8
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        ({"kv_dtype": "fp4"}, "kv-dtype is 'fp4'; expected one of bf16, fp8, float32"),
         ({"kv_memory": 1000}, "--kv-memory"),
         ({"max_model_len": 65537}, "this model reads 65,536 tokens at most"),
         ({"max_running": 65}, "a step needs a token for each running job"),
     ],
 )
-def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, int], words: str):
+def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, object], words: str):
     config = msgspec.structs.replace(CONFIG, **change)
     with pytest.raises(ConfigError) as caught:
         Engine.load(folder, config)

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from redline.bench.local.depth import Depth, Progress, Stage
 from redline.bench.local.depth_fit import Memory
-from redline.errors import ConfigError
 from redline.model.config import Int4Experts, K2Config
 from redline.ops.add_norm import add_norm
 from redline.ops.block import Block, Inputs, Moe
@@ -31,9 +30,6 @@ class CpuStep:
     """routing: what the model chose, written by each run."""
 
     def __init__(self, depth: Depth, progress: Progress) -> None:
-        """ConfigError for pages that these kernels do not read."""
-        if depth.kv_dtype not in (torch.bfloat16, torch.float32):
-            raise ConfigError("kv-dtype: the CPU's kernels read bf16 pages; give --kv-dtype bf16")
         config = depth.config
         random = _Random(config, torch.Generator().manual_seed(0))
         whole = Memory(depth).weights

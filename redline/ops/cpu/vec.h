@@ -4,7 +4,7 @@
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -18,6 +18,24 @@ struct Pair {
     f32x16 a, b;
 };
 
+// As many floats as one register holds. Wider vectors live in memory where a loop sums into many of them.
+#if defined(__AVX512F__)
+typedef f32x16 lanes;
+constexpr int SUMS = 24;  // registers for sums, beside what they are made of
+#elif defined(__AVX__)
+typedef f32x8 lanes;
+constexpr int SUMS = 8;
+#else
+typedef f32x4 lanes;
+constexpr int SUMS = 8;
+#endif
+constexpr int LANES = sizeof(lanes) / sizeof(float), REGISTERS = 16 / LANES;  // of 16 floats
+
+// Sixteen floats.
+struct Sixteen {
+    lanes r[REGISTERS];
+};
+
 template <class V> inline V load(const void* p) {
     V v;
     memcpy(&v, p, sizeof v);
@@ -26,15 +44,23 @@ template <class V> inline V load(const void* p) {
 
 template <class V> inline void store(void* p, V v) { memcpy(p, &v, sizeof v); }
 
-inline f32x16 splat(float x) { return x - f32x16{}; }
+template <class V = f32x16> inline V splat(float x) { return x - V{}; }
 
-inline f32x16 vmax(f32x16 a, f32x16 b) { return a > b ? a : b; }
+template <class V> inline V vmax(V a, V b) { return a > b ? a : b; }
 
 // ((l + l+8) + ...+4) + ...: a fixed tree.
+inline float sum(f32x4 v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+
+inline float sum(f32x8 v) { return sum(__builtin_shufflevector(v, v, 0, 1, 2, 3) + __builtin_shufflevector(v, v, 4, 5, 6, 7)); }
+
 inline float sum(f32x16 v) {
-    f32x8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    f32x4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    return (b[0] + b[2]) + (b[1] + b[3]);
+    return sum(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15));
+}
+
+inline float sum(const Sixteen& v) {
+    if constexpr (REGISTERS == 1) return sum(v.r[0]);
+    else if constexpr (REGISTERS == 2) return sum(v.r[0] + v.r[1]);
+    else return sum((v.r[0] + v.r[2]) + (v.r[1] + v.r[3]));
 }
 
 // The sums of four, each as `sum` has it.
@@ -51,35 +77,40 @@ inline f32x4 sum4(f32x16 v, f32x16 w, f32x16 x, f32x16 y) {
     return __builtin_shufflevector(d, d, 0, 2, 4, 6) + __builtin_shufflevector(d, d, 1, 3, 5, 7);
 }
 
-inline float largest(f32x16 v) {
-    f32x8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), b = __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
-    a = a > b ? a : b;
-    f32x4 c = __builtin_shufflevector(a, a, 0, 1, 2, 3), d = __builtin_shufflevector(a, a, 4, 5, 6, 7);
-    c = c > d ? c : d;
-    float x = c[0] > c[2] ? c[0] : c[2], y = c[1] > c[3] ? c[1] : c[3];
+inline float largest(f32x4 v) {
+    float x = v[0] > v[2] ? v[0] : v[2], y = v[1] > v[3] ? v[1] : v[3];
     return x > y ? x : y;
+}
+
+inline float largest(f32x8 v) {
+    return largest(vmax(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7)));
+}
+
+inline float largest(f32x16 v) {
+    return largest(vmax(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
 }
 
 // e^x, within 2 units in the last place; exactly 0 below -87, so that a masked score adds nothing.
 // Cody-Waite reduction and the degree-5 polynomial of Cephes' expf.
-inline f32x16 vexp(f32x16 x) {
-    i32x16 alive = x > splat(-87.0f);
-    x = alive ? x : splat(-87.0f);
-    x = x < splat(88.0f) ? x : splat(88.0f);
-    const f32x16 magic = splat(12582912.0f);
-    f32x16 n = (x * 1.44269504088896341f + magic) - magic;
-    f32x16 f = x - n * 0.693359375f;
+template <class V> inline V vexp(V x) {
+    typedef int32_t I __attribute__((vector_size(sizeof(V))));
+    I alive = x > splat<V>(-87.0f);
+    x = alive ? x : splat<V>(-87.0f);
+    x = x < splat<V>(88.0f) ? x : splat<V>(88.0f);
+    const V magic = splat<V>(12582912.0f);
+    V n = (x * 1.44269504088896341f + magic) - magic;
+    V f = x - n * 0.693359375f;
     f = f + n * 2.12194440e-4f;
-    f32x16 p = splat(1.9875691500e-4f);
+    V p = splat<V>(1.9875691500e-4f);
     p = p * f + 1.3981999507e-3f;
     p = p * f + 8.3334519073e-3f;
     p = p * f + 4.1665795894e-2f;
     p = p * f + 1.6666665459e-1f;
     p = p * f + 5.0000001201e-1f;
     p = p * (f * f) + f + 1.0f;
-    i32x16 e = (__builtin_convertvector(n, i32x16) + 127) << 23;
-    f32x16 y = p * (f32x16)e;
-    return alive ? y : f32x16{};
+    I e = (__builtin_convertvector(n, I) + 127) << 23;
+    V y = p * (V)e;
+    return alive ? y : V{};
 }
 
 inline f32x16 silu(f32x16 x) { return x / (1.0f + vexp(-x)); }
@@ -121,15 +152,117 @@ inline Pair widen32(const bf16* p) {
     return {half(p), half(p + 16)};
 }
 
-// 32 stored values as two vectors. bf16 comes apart as (even, odd) elements, which costs a shift and a mask;
-// float32 as (first 16, last 16). place(i) says where element i of 32 ends up: vector place / 16, lane place % 16.
-inline Pair load32(const bf16* p) {
-    u32x16 v = load<u32x16>(p);
-    return {(f32x16)(v << 16), (f32x16)(v & 0xffff0000u)};
+// Four bits of exponent and three of mantissa, no infinity; all ones are NaN.
+struct e4m3 {
+    uint8_t bits;
+};
+
+// To nearest even, as torch does; saturating.
+inline void from_float(float x, e4m3& y) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    const uint32_t sign = u >> 24 & 0x80, size = u & 0x7fffffff, most = 0x43e00000;  // 448
+    float least;  // below the normal numbers steps are of 2^-9, as a float's above 2^14 are
+    memcpy(&least, &size, 4);
+    least += 16384.0f;
+    uint32_t small;
+    memcpy(&small, &least, 4);
+    const uint32_t bound = size < most ? size : most, normal = ((bound + 0x7ffff + (bound >> 20 & 1)) >> 20) - (120 << 3);
+    y.bits = (uint8_t)(sign | (size > 0x7f800000 ? 0x7f : size < 0x3c800000 ? small & 15 : normal));
 }
 
-inline Pair load32(const float* p) { return {load<f32x16>(p), load<f32x16>(p + 16)}; }
+inline float to_float(e4m3 x) {
+    static const struct Table {
+        float of[256];
+        Table() {
+            for (int code = 0; code < 256; code++) {
+                const int exponent = code >> 3 & 15, mantissa = code & 7;
+                float size = exponent ? (float)(8 + mantissa) * (float)(1 << exponent) / 1024.0f : (float)mantissa / 512.0f;
+                of[code] = (code & 127) == 127 ? __builtin_nanf("") : code & 128 ? -size : size;
+            }
+        }
+    } table;
+    return table.of[x.bits];
+}
 
-inline int place(const bf16*, int i) { return (i & 1) * 16 + (i >> 1); }
+typedef uint16_t u16x32 __attribute__((vector_size(64)));
+
+// 32 values as bf16, exact but for NaN, which becomes 480.
+inline u16x32 widen_to_bf16(const e4m3* p) {
+    // Below the normal numbers: multiples of 2^-9.
+    const u16x32 small = {0x0000, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+#if defined(__AVX512BW__)
+    __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));  // the sign in all higher bits
+    __m512i size = (__m512i)(((u16x32)x << 4 & 0x07f0) + 0x3c00);
+    size = _mm512_mask_permutexvar_epi16(size, _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78)), x, (__m512i)small);
+    return (u16x32)size | ((u16x32)x & 0x8000);
+#else
+    typedef int8_t i8x32 __attribute__((vector_size(32)));
+    typedef int16_t i16x32 __attribute__((vector_size(64)));
+    u16x32 x = (u16x32)__builtin_convertvector(load<i8x32>(p), i16x32);
+    u16x32 size = (x << 4 & 0x07f0) + 0x3c00;
+    size = (x & 0x78) == 0 ? (u16x32)__builtin_shuffle(small, x) : size;
+    return size | (x & 0x8000);
+#endif
+}
+
+// Whether any of n values, a multiple of 32, is NaN: vectors of e4m3 lose it as they widen.
+inline bool has_nan(const e4m3* p, int n) {
+    typedef uint8_t u8x32 __attribute__((vector_size(32)));
+    u8x32 most = {};
+    for (int i = 0; i < n; i += 32) {
+        u8x32 v = load<u8x32>(p + i) & 127;
+        most = most > v ? most : v;
+    }
+    for (int i = 0; i < 32; i++)
+        if (most[i] == 127) return true;
+    return false;
+}
+
+template <class KV> inline bool has_nan(const KV*, int) { return false; }  // it goes its own way
+
+// 32 stored values come apart in two halves: of bf16 and e4m3 the even and the odd elements, which costs a shift and a
+// mask; of float32 the first 16 and the last. place(i) says where element i of 32 ends up: half place / 16, number
+// place % 16. Values are those of `half` times `unit`, a power of two.
+template <int H> inline Sixteen half(const bf16* p) {
+    typedef uint32_t u32 __attribute__((vector_size(sizeof(lanes))));
+    Sixteen v;
+    for (int i = 0; i < REGISTERS; i++) {
+        u32 pair = load<u32>(p + 2 * LANES * i);
+        v.r[i] = (lanes)(H ? pair & 0xffff0000u : pair << 16);
+    }
+    return v;
+}
+
+template <int H> inline Sixteen half(const float* p) {
+    Sixteen v;
+    for (int i = 0; i < REGISTERS; i++) v.r[i] = load<lanes>(p + 16 * H + LANES * i);
+    return v;
+}
+
+// As f16 with the same bits, which is the number times 2^-8.
+template <int H> inline Sixteen half(const e4m3* p) {
+    Sixteen v;
+#if defined(__F16C__) && defined(__AVX2__)
+    __m256i pair = _mm256_loadu_si256((const __m256i*)p);
+    if (!H) pair = _mm256_slli_epi16(pair, 8);
+    pair = _mm256_and_si256(_mm256_srai_epi16(pair, 1), _mm256_set1_epi16((short)0xbf80));
+#if defined(__AVX512F__)
+    v.r[0] = (lanes)_mm512_cvtph_ps(pair);
+#else
+    v.r[0] = (lanes)_mm256_cvtph_ps(_mm256_castsi256_si128(pair));
+    v.r[1] = (lanes)_mm256_cvtph_ps(_mm256_extracti128_si256(pair, 1));
+#endif
+#else
+    for (int i = 0; i < 16; i++) v.r[i / LANES][i % LANES] = to_float(p[2 * i + H]) / 256.0f;
+#endif
+    return v;
+}
+
+inline float unit(const e4m3*) { return 256.0f; }
+
+template <class KV> inline float unit(const KV*) { return 1.0f; }
 
 inline int place(const float*, int i) { return i; }
+
+template <class KV> inline int place(const KV*, int i) { return (i & 1) * 16 + (i >> 1); }
