@@ -2,9 +2,6 @@
 //
 // A block has one half of one head's rows of W_UK in shared memory before the grid in front ends: at R = 512, N = 128
 // 64 KB, so no ring is needed. Each warp takes row tiles of 16; 8 tokens are the columns of a product.
-//
-// Attention leaves the memory half idle, and its output projection is a long stream: the beginning of each of its pieces is
-// asked into the L2 cache from here.
 #include "core.cuh"
 
 constexpr u32 UNITS = N / 32;                 // of 32 inputs: two products each
@@ -19,10 +16,8 @@ struct Arguments {
     const char* q;       // bf16 [T, H, N + P]
     const char* weight;  // bf16 [H, R / 16, N / 32, 16, 32]
     char* absorbed;      // bf16 [T, H, R + P]
-    const char* ahead;   // [pieces] of PIECE_BYTES
-    int tokens, heads, pieces, piece_ahead;  // bytes of a piece, from its beginning
+    int tokens, heads;
 };
-constexpr u32 PIECE_BYTES = 65536;
 
 // Lane 4g + t: 16 bytes of token `first` + g for each unit. A column past the last token is never stored.
 FN void load_columns(u32x4 (&x)[UNITS], const Arguments& a, u32 head, u32 first) {
@@ -61,11 +56,6 @@ FN void copy_rotated(const Arguments& a, u32 head) {
     }
 }
 
-FN void ask_ahead(const Arguments& a, u32 block) {
-    u32 blocks = grid_size() * 2, i = thread_index() * blocks + block;
-    if (i < (u32)a.pieces) prefetch_bulk(a.ahead + (u64)i * PIECE_BYTES, a.piece_ahead);
-}
-
 KERNEL_BESIDE(absorb, Arguments, 2) {
     u32 head = block_index(), half = block_index_y(), weights = shared_base(), barrier = weights + WEIGHT_BYTES;
     if (thread_index() == 0) {
@@ -78,7 +68,6 @@ KERNEL_BESIDE(absorb, Arguments, 2) {
             copy_bulk(weights + i, from + i, smaller(COPY_BYTES, WEIGHT_BYTES - i), barrier, policy);
     }
     sync_block();
-    ask_ahead(a, 2 * head + half);
     wait_for_previous_grid();
     let_next_grid_start();  // only now: `attend` reads pages, which the grid in front has written, before its own wait
     u32x4 x[UNITS], next[UNITS];

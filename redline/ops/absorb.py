@@ -2,8 +2,6 @@
 
 Attention then runs over cached latents themselves (`attend`), all heads against one row. 8.4 MB of weights at Kimi's
 sizes, read once: 128 blocks, (head, half of R), each with its 64 KB in flight before the grid in front has ended.
-Attention of few tokens over a short context leaves the memory idle for most of its 12 us; the output projection behind
-it is 117 MB, so some of that is asked into the L2 cache from here.
 """
 
 import functools
@@ -16,17 +14,11 @@ from redline.ops.cuda.kernel import Kernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import Tiled
 
-_PIECE = 65536
-_AHEAD = 16 << 20  # bytes
-
-_Arguments = structure("Arguments", "q weight absorbed ahead", "tokens heads pieces piece_ahead")
+_Arguments = structure("Arguments", "q weight absorbed", "tokens heads")
 
 
-def _reference(q_THX: Tensor, w_uk: Tiled, ahead: Tiled | None = None) -> Tensor:
-    """q [T, H, N + P], its last P rotated; w_uk [H, R, N] -> [T, H, R + P], in q's dtype.
-
-    ahead: a weight that will be read soon. A kernel asks for part of it, evenly spread, while the memory has time.
-    """
+def _reference(q_THX: Tensor, w_uk: Tiled) -> Tensor:
+    """q [T, H, N + P], its last P rotated; w_uk [H, R, N] -> [T, H, R + P], in q's dtype."""
     nope = w_uk.shape[-1]
     absorbed = torch.einsum("thn,hrn->thr", q_THX[..., :nope].float(), w_uk.dense().float())
     return torch.cat([absorbed.to(q_THX.dtype), q_THX[..., nope:]], -1)
@@ -38,25 +30,22 @@ def _kernel(nope: int, rope: int, rank: int) -> Kernel:
     return Kernel("absorb.cu", "absorb", {"N": nope, "P": rope, "R": rank}, shared)
 
 
-def _cuda(q_THX: Tensor, w_uk: Tiled, ahead: Tiled | None = None) -> Tensor:
+def _cuda(q_THX: Tensor, w_uk: Tiled) -> Tensor:
     tokens, heads, width = q_THX.shape
     _, rank, nope = w_uk.shape
     out = torch.empty(tokens, heads, rank + width - nope, dtype=torch.bfloat16, device=q_THX.device)
-    tensors = q_THX, w_uk.data, out, None if ahead is None else ahead.data
-    pieces = 0 if ahead is None else min(ahead.nbytes // _PIECE, 2 * heads * 512)
-    each = min(_PIECE, _AHEAD // max(1, pieces) // 128 * 128)
-    arguments = _Arguments(*map(address, tensors), tokens, heads, pieces, each)
+    arguments = _Arguments(address(q_THX), address(w_uk.data), address(out), tokens, heads)
     _kernel(nope, width - nope, rank).launch(arguments, heads if tokens else 0, 2)
     return out
 
 
-def _cuda_fits(q_THX: Tensor, w_uk: Tiled, ahead: Tiled | None = None) -> bool:
+def _cuda_fits(q_THX: Tensor, w_uk: Tiled) -> bool:
     _, rank, nope = w_uk.shape
     rope = q_THX.shape[-1] - nope
     return q_THX.dtype == torch.bfloat16 and nope % 128 == rank % 64 == rope % 8 == 0 and rank * nope <= 65536
 
 
-def _cost(q_THX: Tensor, w_uk: Tiled, ahead: Tiled | None = None) -> Cost:
+def _cost(q_THX: Tensor, w_uk: Tiled) -> Cost:
     heads, rank, nope = w_uk.shape
     rope = q_THX.shape[-1] - nope
     moved = q_THX.nbytes + q_THX.shape[0] * heads * (rank + rope) * q_THX.element_size()
@@ -64,20 +53,18 @@ def _cost(q_THX: Tensor, w_uk: Tiled, ahead: Tiled | None = None) -> Cost:
 
 
 def _cases() -> Iterator[Case]:
-    def make(tokens: int, heads: int, rank: int, *, ahead: bool = False):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tiled, Tiled | None]:
+    def make(tokens: int, heads: int, rank: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tiled]:
             w_uk = (torch.randn(heads, rank, 128, generator=g) * 128**-0.5).to(torch.bfloat16)
-            q = torch.randn(tokens, heads, 128 + 64, generator=g).to(torch.bfloat16)
-            return q, Tiled.prepare(w_uk), Tiled.prepare(torch.ones(320, 512).to(torch.bfloat16)) if ahead else None
+            return torch.randn(tokens, heads, 128 + 64, generator=g).to(torch.bfloat16), Tiled.prepare(w_uk)
 
         return inputs
 
     yield Case("T=1 nano", make(1, 4, 512))
-    yield Case("T=1 nano, and a weight ahead", make(1, 4, 512, ahead=True))
     yield Case("T=11 nano", make(11, 4, 512))
     yield Case("T=4 drafter", make(4, 4, 128))
     for tokens in (1, 4, 8, 512):
-        yield Case(f"T={tokens} Kimi", make(tokens, 64, 512, ahead=True), small=False)
+        yield Case(f"T={tokens} Kimi", make(tokens, 64, 512), small=False)
 
 
 absorb = Op("absorb", _reference, None, _cost, _cases, cuda=_cuda, cuda_fits=_cuda_fits)

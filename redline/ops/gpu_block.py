@@ -165,7 +165,7 @@ def many(
 def _absorbed(q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor) -> Tensor:
     """Attention of queries over latents. tokens_Q int32: their rows of q. -> o [Q, H V to a multiple of 128]"""
     longest = inputs.longest or inputs.tables.shape[1] * PAGE_TOKENS
-    q = absorb(q_THX, w.attention.w_uk, w.o_proj)
+    q = absorb(q_THX, w.attention.w_uk)
     parts = attend(q, tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, w.softmax_scale, longest)
     return unabsorb(*parts, w.attention.w_uv)
 

@@ -158,10 +158,6 @@ FN void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) 
         "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
         : "memory");
 }
-// Into the L2 cache, when there is time; `bytes` and `from` are multiples of 16.
-FN void prefetch_bulk(const void* from, u32 bytes) {
-    ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
 
 // ---- copies of 16 bytes, each thread's own: after `copies_wait` they are there for it, after a block barrier then for all.
 

@@ -143,9 +143,6 @@ void copies_commit();
 template <u32 LEFT>
 FN void copies_wait() { emulated::copies_wait(LEFT); }
 
-FN void prefetch_bulk(const void* from, u32 bytes) {
-    if ((u64)from % 16 || bytes % 16) emulated::fail("a prefetch is of whole 16 bytes");
-}
 FN void show_all() {}
 FN void let_next_grid_start() {}
 FN void wait_for_previous_grid() {}
