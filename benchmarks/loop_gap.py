@@ -11,6 +11,7 @@ host, so it is the pessimist): the share of the time in which none ran. Saved as
 import argparse
 import itertools
 import json
+import logging
 import random
 import tempfile
 import time
@@ -171,11 +172,15 @@ def main() -> None:
     parser.add_argument("--alias", type=int, help="layers of the shape in memory; the others are one of those")
     parser.add_argument("--context", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--running", type=int, default=1, help="jobs in one step, at most: for so many, steps are recorded"
+    )
     parser.add_argument("--save", type=Path, default=RESULT)
     asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # how long recording took
     if not torch.cuda.is_available():
         raise SystemExit("this measures a GPU, and torch sees none")
-    config = EngineConfig(max_running=1, max_model_len=asked.context + 8 * asked.steps + 64)
+    config = EngineConfig(max_running=asked.running, max_model_len=asked.context + 8 * asked.steps + 64)
     began = time.perf_counter()
     if asked.shape is None:
         name, engine = asked.weights.name, Engine.load(asked.weights, config)
