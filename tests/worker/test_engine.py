@@ -1,7 +1,7 @@
 """The engine as its users drive it: jobs in, deltas out, and every page back."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from redline.chat.hashing import make_job
 from redline.errors import CheckpointError, ConfigError
+from redline.model.k2 import Inputs
 from redline.model.write import random_checkpoint
+from redline.ops.transformer import Predicted, predicted
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.engine import Engine, EngineConfig, LocalEngine
@@ -131,17 +133,18 @@ def test_an_answer_ends_where_the_model_ends(engine: LocalEngine):
 
 
 def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch):
-    model, sound = engine.engine.model, engine.engine.model.logits
+    model, sound = engine.engine.model, engine.engine.model.predict
     bad, good = job(engine, "bad", prompt(1, 30)), job(engine, "good", prompt(2, 30))
     expected = answer(engine.generate([good])[good.id])
 
-    def broken(hidden_RD: Tensor) -> Tensor:
-        logits = sound(hidden_RD)
-        if len(logits) == 2:  # both jobs sample
+    def broken(inputs: Inputs, planes: Tensor, layers: Sequence[int], asked: Sequence[int]) -> Predicted:
+        out = sound(inputs, planes, layers, asked)
+        logits = out.logits()
+        if len(asked) == 2:  # both jobs sample
             logits[0, 5] = torch.nan
-        return logits
+        return predicted(out.hidden(), out.features, logits)
 
-    monkeypatch.setattr(model, "logits", broken)
+    monkeypatch.setattr(model, "predict", broken)
     deltas = engine.generate([bad, good])
     assert deltas[bad.id][-1].finish == "error"
     assert deltas[bad.id][-1].error is not None
@@ -164,7 +167,7 @@ def test_a_step_that_fails_ends_its_jobs_and_the_next_ones_run(engine: LocalEngi
 
     asked = job(engine, "bad", prompt(4, 9))
     with monkeypatch.context() as patch:
-        patch.setattr(engine.engine.model, "forward", broken)
+        patch.setattr(engine.engine.model, "predict", broken)
         deltas = engine.generate([asked])[asked.id]
     assert deltas[-1].finish == "error"
     assert "the step failed: out of luck" in (deltas[-1].error or "")
