@@ -32,6 +32,13 @@ struct Inputs2 {
     Pair even, odd;
 };
 
+// The same of as many outputs as one register holds; a panel has REGISTERS_OF_PANEL of them.
+struct Lanes2 {
+    lanes even, odd;
+};
+typedef uint32_t lanes_u32 __attribute__((vector_size(sizeof(lanes))));
+constexpr int REGISTERS_OF_PANEL = PANEL / LANES;
+
 // One panel of bf16 weights: [K / 2][32][2].
 struct Bf16Panel {
     const bf16* data;
@@ -40,6 +47,11 @@ struct Bf16Panel {
     Inputs2 two(int k, Nothing) const {  // k even
         u32x16 a = load<u32x16>(at(k)), b = load<u32x16>(at(k) + PANEL);
         return {{(f32x16)(a << 16), (f32x16)(b << 16)}, {(f32x16)(a & 0xffff0000u), (f32x16)(b & 0xffff0000u)}};
+    }
+    Nothing scale_of(int, int) const { return {}; }
+    Lanes2 two_of(int k, int r, Nothing) const {
+        lanes_u32 u = load<lanes_u32>(at(k) + 2 * r * LANES);
+        return {(lanes)(u << 16), (lanes)(u & 0xffff0000u)};
     }
 };
 
@@ -50,6 +62,11 @@ struct F32Panel {
     Inputs2 two(int k, Nothing) const {
         const float* p = data + (int64_t)k * PANEL;
         return {{load<f32x16>(p), load<f32x16>(p + 16)}, {load<f32x16>(p + 32), load<f32x16>(p + 48)}};
+    }
+    Nothing scale_of(int, int) const { return {}; }
+    Lanes2 two_of(int k, int r, Nothing) const {
+        const float* p = data + (int64_t)k * PANEL + r * LANES;
+        return {load<lanes>(p), load<lanes>(p + PANEL)};
     }
 };
 
@@ -67,15 +84,28 @@ struct Int4Panel {
         };
         return {{value(u, s.a), value(u >> 4, s.b)}, {value(u >> 16, s.a), value(u >> 20, s.b)}};
     }
+    lanes scale_of(int k, int r) const {
+        typedef uint16_t lanes_u16 __attribute__((vector_size(2 * LANES)));
+        const bf16* from = scales + (int64_t)k / GROUP * PANEL + r * LANES;
+        return (lanes)(__builtin_convertvector(load<lanes_u16>(from), lanes_u32) << 16);
+    }
+    Lanes2 two_of(int k, int r, lanes s) const {
+        typedef int32_t lanes_i32 __attribute__((vector_size(sizeof(lanes))));
+        constexpr int HALF = REGISTERS_OF_PANEL / 2;  // registers of the first 16 outputs
+        lanes_u32 u = load<lanes_u32>(at(k & ~3) + 4 * (r % HALF) * LANES) >> ((k & 2 ? 8 : 0) + (r < HALF ? 0 : 4));
+        auto value = [&](lanes_u32 code) { return (__builtin_convertvector((lanes_i32)(code & 15u), lanes) - 8.0f) * s; };
+        return {value(u), value(u >> 16)};
+    }
 };
 
 #if defined(__AVX512F__)
 constexpr int ROWS = 12;  // 24 accumulators of 32 registers
 #else
-constexpr int ROWS = 3;
+constexpr int ROWS = 6;
 #endif
 
-// acc[m][p]: M rows by P panels, exact. x is packed: x[k * M + m].
+// acc[m][p] += M rows by P panels, exact. x is packed: x[k * M + m].
+#if defined(__AVX512F__)
 template <int M, int P, class W> inline void tile(const float* x, const W* w, int K, Pair (&acc)[M][P]) {
     for (int first = 0; first < K; first += GROUP) {
         decltype(w[0].scale(0)) scale[P];
@@ -98,6 +128,38 @@ template <int M, int P, class W> inline void tile(const float* x, const W* w, in
         }
     }
 }
+
+#else
+// With 16 registers: at most 12 for sums, so of many rows a panel is taken in parts.
+template <int M, int P, class W> inline void tile(const float* x, const W* w, int K, Pair (&acc)[M][P]) {
+    constexpr int R = M * P * REGISTERS_OF_PANEL <= 12 ? REGISTERS_OF_PANEL : M <= 3 ? 4 : 2;  // registers at once
+    for (int part = 0; part < REGISTERS_OF_PANEL; part += R) {
+        lanes sum[M][P][R];
+        for (int m = 0; m < M; m++)
+            for (int p = 0; p < P; p++) memcpy(sum[m][p], (const float*)&acc[m][p] + part * LANES, sizeof sum[m][p]);
+        const float* at = x;
+        for (int first = 0; first < K; first += GROUP) {
+            decltype(w[0].scale_of(0, 0)) scale[P][R];
+            for (int p = 0; p < P; p++)
+                for (int r = 0; r < R; r++) scale[p][r] = w[p].scale_of(first, part + r);
+            for (int k = first; k < first + GROUP; k += 2, at += 2 * M) {
+#pragma GCC unroll 2
+                for (int p = 0; p < P; p++)
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) {
+                        Lanes2 v = w[p].two_of(k, part + r, scale[p][r]);
+#pragma GCC unroll 6
+                        for (int m = 0; m < M; m++) sum[m][p][r] += at[m] * v.even;
+#pragma GCC unroll 6
+                        for (int m = 0; m < M; m++) sum[m][p][r] += at[M + m] * v.odd;
+                    }
+            }
+        }
+        for (int m = 0; m < M; m++)
+            for (int p = 0; p < P; p++) memcpy((float*)&acc[m][p] + part * LANES, sum[m][p], sizeof sum[m][p]);
+    }
+}
+#endif
 
 // M rows (packed) against panels [begin, end); out(row, panel, Pair) takes the sums.
 template <int M, int P, class Panels, class Out>
@@ -294,7 +356,9 @@ inline void by_rows(const Multiply& by, const Row& row, int first, int last, int
     if (last - m == 2) by.template block<2, 4>(row, m, K, panels, begin, end, out), m += 2;
     if (last - m == 1) by.template block<1, 4>(row, m, K, panels, begin, end, out);
 #else
-    for (; last - m >= 3; m += 3) by.template block<3, 1>(row, m, K, panels, begin, end, out);
+    for (; last - m >= 6; m += 6) by.template block<6, 1>(row, m, K, panels, begin, end, out);
+    if (last - m >= 4) by.template block<4, 1>(row, m, K, panels, begin, end, out), m += 4;
+    if (last - m == 3) by.template block<3, 1>(row, m, K, panels, begin, end, out), m += 3;
     if (last - m == 2) by.template block<2, 1>(row, m, K, panels, begin, end, out), m += 2;
     if (last - m == 1) by.template block<1, 2>(row, m, K, panels, begin, end, out);
 #endif
