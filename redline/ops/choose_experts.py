@@ -20,8 +20,8 @@ from redline.ops.op import Case, Cost, Op
 
 SLOT_PAIRS = 8
 THREADS = 512
-CHOOSING_BYTES = THREADS * 12 + 512 * 8 + THREADS // 32 * 4  # of shared memory: cuda/choose.cuh
 MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 64, 512, 512  # of one kernel: two words of tokens, a thread to a pair or expert
+_CHOOSING_BYTES = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4  # of shared memory: cuda/choose.cuh
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ _Arguments = structure(
 @functools.cache
 def kernel_of(experts: int, chosen: int) -> Kernel:
     defines = {"EXPERTS": experts, "CHOSEN": chosen}
-    return Kernel("choose_experts.cu", "choose_experts", defines, CHOOSING_BYTES, THREADS)
+    return Kernel("choose_experts.cu", "choose_experts", defines, _CHOOSING_BYTES, THREADS)
 
 
 def cuda(

@@ -90,6 +90,7 @@ def _cases() -> Iterator[Case]:
     yield Case("11 queries, 9 splits, nano", make(11, 4, 9))
     yield Case("1 query, 132 splits, nano", make(1, 4, 132))
     yield Case("2 queries, 30 splits, nano", make(2, 4, 30))
+    yield Case("20 queries, 30 splits, nano", make(20, 2, 30))
     yield Case("4 queries, 3 splits, drafter", make(4, 4, 3, 128))
     for queries, splits in ((1, 1), (1, 16), (1, 128), (8, 16), (32, 4), (512, 1)):
         yield Case(f"{queries} queries, {splits} splits, Kimi", make(queries, 64, splits), small=False)

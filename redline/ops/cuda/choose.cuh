@@ -13,11 +13,11 @@ constexpr u32 MOST_PAIRS = 512;
 constexpr u32 SLOT_PAIRS = 8;
 
 // Of a room in shared memory.
-constexpr u32 TAKERS_AT = 0;                             // [THREADS][2] u32: bit t, token t takes this expert
-constexpr u32 FIRST_AT = TAKERS_AT + THREADS * 8;           // [THREADS] u32: an expert's first pair
-constexpr u32 CHOICE_AT = FIRST_AT + THREADS * 4;           // [T * K] u32
-constexpr u32 SHARE_AT = CHOICE_AT + MOST_PAIRS * 4;        // [T * K] f32
-constexpr u32 TOTALS_AT = SHARE_AT + MOST_PAIRS * 4;        // [warps] u32
+constexpr u32 TAKERS_AT = 0;                          // [THREADS][2] u32: bit t, token t takes this expert
+constexpr u32 FIRST_AT = TAKERS_AT + THREADS * 8;     // [THREADS] u32: an expert's first pair
+constexpr u32 CHOICE_AT = FIRST_AT + THREADS * 4;     // [T * K] u32
+constexpr u32 SHARE_AT = CHOICE_AT + MOST_PAIRS * 4;  // [T * K] f32
+constexpr u32 TOTALS_AT = SHARE_AT + MOST_PAIRS * 4;  // [warps] u32
 constexpr u32 CHOOSING_BYTES = TOTALS_AT + THREADS / 32 * 4;
 
 // Larger floats have larger keys; none is 0, which stands for what is taken or does not exist.
