@@ -173,4 +173,4 @@ def cases() -> Iterator[Case]:
             yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, 2048, experts, 8), small=False)
 
 
-experts_down = Op("experts_down", reference, None, cost, cases, rtol=3e-3, cuda=cuda, cuda_fits=cuda_fits)
+experts_down = Op("experts_down", reference, None, cost, cases, cuda=cuda, cuda_fits=cuda_fits)

@@ -44,9 +44,11 @@ def padded_width(weights: Records) -> int:
 def reference(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
     """x bf16 [T, D padded to 128], not yet normed; rstd float32 [T or more]; weights "up" [E, 2 I, D].
 
-    -> [pairs, I padded], in the form of `encode_h`.
+    INT4 and NVFP4 are multiplied by the normed x in float16. -> [pairs, I padded], in the form of `encode_h`.
     """
     normed = x[:, : weights.inputs].float() * rstd[: x.shape[0], None]
+    if weights.kind != "BF16":
+        normed = normed.to(torch.float16).float()
     h = x.new_zeros(len(pairs), weights.outputs // 2, dtype=torch.float32)
     firsts = pairs.slot_first.tolist()
     for slot, expert in enumerate(pairs.slot_expert[: int(pairs.count)].tolist()):
@@ -136,4 +138,4 @@ def cases() -> Iterator[Case]:
             yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, experts, 8), small=False)
 
 
-experts_up = Op("experts_up", reference, None, cost, cases, rtol=3e-3, cuda=cuda, cuda_fits=cuda_fits)
+experts_up = Op("experts_up", reference, None, cost, cases, cuda=cuda, cuda_fits=cuda_fits)

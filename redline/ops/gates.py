@@ -150,4 +150,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi, dense", make(tokens, 7168, 0, 18432), small=False)
 
 
-gates = Op("gates", reference, None, cost, cases, rtol=1e-4, cuda=cuda, cuda_fits=fits)
+gates = Op("gates", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)

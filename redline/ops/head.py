@@ -51,4 +51,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi", make(tokens, 163840, 7168), small=False)
 
 
-head = Op("head", reference, None, cost, cases, rtol=1e-4, cuda=cuda, cuda_fits=fits)
+head = Op("head", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)

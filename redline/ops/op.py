@@ -5,6 +5,7 @@ the sizes fit it and no input needs a gradient; everything else takes the refere
 handles (`ops.weights`, `ops.tiled`) that all understand, so they have one signature and one test holds them equal.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,7 +62,11 @@ def _always(*_: object, **__: object) -> bool:
 
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
-    """`fits`, `cuda_fits`: whether the kernel takes these sizes; Kimi's always do."""
+    """`fits`, `cuda_fits`: whether the kernel takes these sizes; Kimi's always do. rtol: of sums in float32.
+
+    roundings: how often the CUDA kernel rounds to an output's format what the reference keeps in float32, beside the
+    output itself, which both round.
+    """
 
     name: str
     reference: Callable[P, R]
@@ -72,6 +77,7 @@ class Op(Generic[P, R]):
     fits: Callable[..., bool] = _always
     cuda: Callable[P, R] | None = None
     cuda_fits: Callable[..., bool] = _always
+    roundings: int = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         x = args[0]
@@ -84,3 +90,22 @@ class Op(Generic[P, R]):
                 return self.kernel(*args, **kwargs)
         reference_calls[self.name] += 1
         return self.reference(*args, **kwargs)
+
+
+def limit_of(op: Op[Any, Any], case: Case, output: Tensor) -> float:
+    """The relative error (of norms) that the CUDA kernel's arithmetic allows an output of the reference.
+
+    Float32 sums in another order err by `rtol`. A rounding to nearest errs by at most half a step, and roundings do not
+    know one another, so `roundings` of them add up as squares; sums of products carry their factors' errors on.
+
+    What is rounded in the end was apart by that error e already. Two numbers that are e of a step apart are rounded to
+    different neighbours in e of all cases, so of n numbers about e n, and by chance more, are a whole step apart.
+    """
+    error = op.rtol if case.rtol is None else case.rtol
+    if output.dtype == torch.float32:
+        return error
+    step, numbers = torch.finfo(output.dtype).eps, max(output.numel(), 1)
+    error = math.hypot(error, step / 2 * math.sqrt(op.roundings))
+    apart = min(1.0, error / step) * numbers
+    by_chance = 4 * math.sqrt(apart) + 16  # one number alone may be four times as large as most
+    return math.hypot(error, step * math.sqrt((apart + by_chance) / numbers))

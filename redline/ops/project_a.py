@@ -80,4 +80,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=8 Kimi's width", make(8, 7168, 24, 24))
 
 
-project_a = Op("project_a", reference, None, cost, cases, rtol=1e-4, cuda=cuda, cuda_fits=fits)
+project_a = Op("project_a", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)

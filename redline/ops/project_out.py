@@ -96,4 +96,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=1 Kimi's dense MLP", make(1, 32, 18432))
 
 
-project_out = Op("project_out", reference, None, cost, cases, rtol=1e-4, cuda=cuda, cuda_fits=fits)
+project_out = Op("project_out", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)

@@ -154,4 +154,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi e4m3 pages", make(tokens, kimi, torch.float8_e4m3fn), small=False)
 
 
-project_q = Op("project_q", reference, None, cost, cases, rtol=1e-4, cuda=cuda, cuda_fits=fits)
+project_q = Op("project_q", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)

@@ -96,5 +96,5 @@ def _cases() -> Iterator[Case]:
         yield Case(f"{queries} queries, {splits} splits, Kimi", make(queries, 64, splits), small=False)
 
 
-# bf16 latents: where the order of summation moves a rounding, 2^-8 of one of them.
-unabsorb = Op("unabsorb", _reference, None, _cost, _cases, rtol=4e-3, cuda=_cuda, cuda_fits=_cuda_fits)
+# Both round latents to bf16, and sums in another order, 2e-5 apart, are rounded apart in 2e-5 / 2^-7 of all cases.
+unabsorb = Op("unabsorb", _reference, None, _cost, _cases, rtol=(2e-5 * 2**-7) ** 0.5, cuda=_cuda, cuda_fits=_cuda_fits)

@@ -1,9 +1,13 @@
 """Law 1 on a GPU: every CUDA kernel = its reference, at all cases, outputs poisoned first. Run by hand:
 
 python -m pytest -m gpu tests/laws/test_law_1_on_a_gpu.py
+
+At the end it says how near each op's outputs came to their limits, which follow from the kernel's arithmetic
+(`ops.op.limit_of`).
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,15 +15,24 @@ import torch
 from torch import Tensor
 
 from redline.ops.all import CUDA
-from redline.ops.op import Case, Op
+from redline.ops.choose_experts import Choice, choose_experts
+from redline.ops.op import Case, Op, limit_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 # Op name -> the arguments that it writes, beside what it returns.
 WRITES = {"project_q": (9,), "split_a": (6,), "step_rows": (1, 2), "settle_rows": (3, 4)}
-RTOL = {torch.bfloat16: 6e-3, torch.float16: 3e-3, torch.float8_e4m3fn: 4e-2, torch.float32: 2e-3}
-LIMITS = {"grouped_experts": 4e-3}  # float32 sums of pairs that are bf16, of BF16 experts through an h that is bf16
 CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in CUDA for case in op.cases()]
+
+errors: dict[str, tuple[float, float, str]] = {}  # op and output -> the error nearest to its limit, the limit, the case
+
+
+@pytest.fixture(scope="module", autouse=True)
+def how_near() -> Iterator[None]:
+    """Says at the end how near each output came to its limit."""
+    yield
+    for name, (error, limit, case) in sorted(errors.items()):
+        print(f"{name:32} {error:8.1e} of {limit:8.1e}   {case}")
 
 
 def on_gpu(value: Any) -> Any:
@@ -59,12 +72,15 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_cuda_kernel_is_the_reference(op: Op[Any, Any], case: Case) -> None:
     assert op.cuda is not None
     seed = torch.seed() % 2**31
-    args = case.make(torch.Generator().manual_seed(seed))
+    with torch.device("cuda"):  # Kimi's experts are made there in a hundredth of the time
+        args = case.make(torch.Generator("cuda").manual_seed(seed))
     assert op.cuda_fits(*args), "a case that the kernel does not take"
     ours, theirs = on_gpu(args), on_gpu(args)
     with torch.inference_mode():
         got, want = op.cuda(*ours), op.reference(*theirs)
         torch.cuda.synchronize()
+        if op.name == "gates":
+            want = _of_the_same_logits(got, want, *theirs[-1:])
     written = WRITES.get(op.name, ())
     compared = tensors((got, *(ours[i] for i in written))), tensors((want, *(theirs[i] for i in written)))
     worst: list[str] = []
@@ -72,13 +88,24 @@ def test_the_cuda_kernel_is_the_reference(op: Op[Any, Any], case: Case) -> None:
         if op.name in UNDEFINED:
             a, b = UNDEFINED[op.name](place, a, b, got, want)
         if a.is_floating_point():
-            error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)
-            limit = case.rtol or LIMITS.get(op.name) or RTOL[b.dtype]
+            error = float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30))
+            limit = limit_of(op, case, b)
+            name = f"{op.name}: output {place}, {str(b.dtype).removeprefix('torch.')}"
+            errors[name] = max(errors.get(name, (-1.0, 1.0, "")), (error, limit, case.name), key=lambda e: e[0] / e[1])
             if not error <= limit:
                 worst.append(f"output {place}: relative error {error:.2e} > {limit:.0e}")
         elif not torch.equal(a, b):
             worst.append(f"output {place}: {int((a != b).sum())} of {a.numel()} differ")
     assert not worst, f"{worst} (seed {seed})"
+
+
+def _of_the_same_logits(got: Any, want: Any, choice: Choice | None) -> Any:
+    """Experts are chosen from the kernel's own logits: two scores that rounding cannot part may change places."""
+    if choice is None:
+        return want
+    c = choice
+    pairs = choose_experts.reference(got[0], c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+    return *want[:3], dataclasses.replace(pairs, ready=want[3].ready)
 
 
 def _squares(place: int, a: Tensor, b: Tensor, got: Any, want: Any) -> tuple[Tensor, Tensor]:
@@ -95,9 +122,7 @@ def _project_a(place: int, a: Tensor, b: Tensor, got: Any, want: Any) -> tuple[T
 def _attend(place: int, a: Tensor, b: Tensor, got: Any, want: Any) -> tuple[Tensor, Tensor]:
     """A split without rows leaves its latents unwritten."""
     holds = want[1] > -torch.inf
-    if place == 0:
-        return a[holds].float(), b[holds].float()
-    assert torch.equal(got[1] > -torch.inf, holds)
+    assert place == 0 or torch.equal(got[1] > -torch.inf, holds)
     return a[holds], b[holds]
 
 
