@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-from redline.errors import ConfigError
+from redline.errors import ConfigError, MessageTooLarge
 from redline.wire.codec import Wire, decode, encode
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -44,7 +44,7 @@ class AsyncInbox(Protocol):
 
 class Outbox(Protocol):
     def put(self, message: Wire) -> None:
-        """Sends a message; never blocks."""
+        """Sends a message; never blocks. Raises MessageTooLarge, and sends nothing, where it is too large to travel."""
         ...
 
 
@@ -156,7 +156,13 @@ class SocketOutbox(_Socket):
         super().__init__(zmq.PUSH, address, key)
 
     def put(self, message: Wire) -> None:
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        data = encode(message)
+        if len(data) > MAX_MESSAGE_BYTES:  # the reader would drop it, and the connection, without a word
+            raise MessageTooLarge(
+                f"the {type(message).__name__.lower()} of this request has {len(data):,} bytes; between processes "
+                f"travel {MAX_MESSAGE_BYTES:,} at most: ask for less at once"
+            )
+        self._socket.send(data, zmq.NOBLOCK)
 
 
 class SocketInbox(_Socket):

@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from redline.errors import ConfigError
-from redline.wire.channel import AsyncSocketInbox, MemoryChannel, SocketInbox, SocketOutbox, ipc_address
+from redline.errors import ConfigError, MessageTooLarge
+from redline.wire.channel import (
+    MAX_MESSAGE_BYTES,
+    AsyncSocketInbox,
+    MemoryChannel,
+    SocketInbox,
+    SocketOutbox,
+    ipc_address,
+)
 from redline.wire.codec import encode
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, JobId
@@ -206,3 +213,28 @@ def test_closing_twice_does_no_harm():
     inbox = SocketInbox("tcp://127.0.0.1:*", KEY)
     inbox.close()
     inbox.close()
+
+
+# What is too large to travel
+
+
+def test_a_message_that_is_too_large_is_refused_where_it_is_put_and_the_next_one_arrives(tmp_path: Path):
+    address = ipc_address(tmp_path / "run", "worker")
+    with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
+        outbox.put(delta(1))
+        with pytest.raises(
+            MessageTooLarge, match=r"the delta of this request has 67,\d{3},\d{3} bytes.* 67,108,864 at"
+        ):
+            outbox.put(Delta(job=JobId("a"), tokens=(2,), error="x" * MAX_MESSAGE_BYTES))
+        outbox.put(delta(3))
+        assert drain(inbox, 2) == [1, 3]
+
+
+def test_the_largest_message_arrives(tmp_path: Path):
+    address = ipc_address(tmp_path / "run", "worker")
+    frame = len(encode(Delta(job=JobId("a"), error="x" * (1 << 17)))) - (1 << 17)
+    largest = Delta(job=JobId("a"), error="x" * (MAX_MESSAGE_BYTES - frame))
+    assert len(encode(largest)) == MAX_MESSAGE_BYTES
+    with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
+        outbox.put(largest)
+        assert inbox.drain(wait=True, timeout=20) == [largest]
