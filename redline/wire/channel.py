@@ -95,9 +95,12 @@ class MemoryChannel:
 def ipc_address(folder: Path, name: str) -> str:
     """The address of a local socket in `folder`, which is made, with mode 0700, where it is not there.
 
-    Raises ConfigError when others can enter the folder or the path is too long for a socket.
+    Raises ConfigError when there can be no such folder, others can enter it, or the path is too long for a socket.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: sockets cannot be put here: {error.strerror}") from None
     facts = folder.stat()
     if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
         raise ConfigError(f"{folder}: others can enter this folder; sockets need one of your own with mode 0700")

@@ -1,6 +1,7 @@
 """Channels deliver every message once, in order, to threads and to asyncio; strangers deliver nothing."""
 
 import asyncio
+import os
 import threading
 import time
 from pathlib import Path
@@ -193,26 +194,68 @@ def test_an_address_of_another_kind_is_refused():
         SocketOutbox("inproc://here")
 
 
-def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("bit", [0o040, 0o020, 0o010, 0o004, 0o002, 0o001])
+def test_a_folder_that_others_can_enter_read_or_write_is_refused(tmp_path: Path, bit: int):
     folder = tmp_path / "open"
     folder.mkdir()
-    folder.chmod(0o755)
+    folder.chmod(0o700 | bit)
     with pytest.raises(ConfigError, match="others can enter"):
         ipc_address(folder, "worker")
-    assert (tmp_path / "mine").exists() is False
+    folder.chmod(0o700)
+    assert ipc_address(folder, "worker") == f"ipc://{folder}/worker"
+
+
+def test_a_folder_of_another_owner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ipc_address(tmp_path / "mine", "worker")
+    monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "mine").stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="others can enter"):
+        ipc_address(tmp_path / "mine", "worker")
+
+
+def test_a_folder_is_made_for_its_owner_alone_whatever_the_umask_is(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        ipc_address(tmp_path / "mine", "worker")
+    finally:
+        os.umask(before)
     assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
 
 
+def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=f"{folder}: sockets cannot be put here: "):
+            ipc_address(folder, "worker")
+
+
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path):
+    room = 107 - len(os.fsencode(tmp_path / "mine")) - 1
+    with SocketInbox(ipc_address(tmp_path / "mine", "x" * room)) as inbox, SocketOutbox(inbox.address) as outbox:
+        outbox.put(delta(1))
+        assert drain(inbox, 1) == [1]
     with pytest.raises(ConfigError, match="at most 107 bytes"):
-        ipc_address(tmp_path / "mine", "x" * 100)
+        ipc_address(tmp_path / "mine", "x" * (room + 1))
 
 
-def test_closing_twice_does_no_harm():
-    inbox = SocketInbox("tcp://127.0.0.1:*", KEY)
-    inbox.close()
-    inbox.close()
+def test_an_address_is_free_once_its_reader_has_closed_and_closing_again_leaves_the_next_one_alone():
+    first = SocketInbox("tcp://127.0.0.1:*", KEY)
+    first.close()
+    with bound(first.address) as second, SocketOutbox(first.address, KEY) as outbox:
+        first.close()
+        outbox.put(delta(1))
+        assert drain(second, 1) == [1]
+
+
+def bound(address: str, seconds: float = 10.0) -> SocketInbox:
+    """ZeroMQ gives a port back in a thread of its own, a little after the close."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return SocketInbox(address, KEY)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 # What is too large to travel
