@@ -4,6 +4,7 @@ RedlineError
   x RequestError          the client can fix it; names the field of the request
     - ContextTooLong
     - ModelNotFound
+    - MessageTooLarge
   x ConfigError           the operator can fix it; names the place
     - CheckpointError     one line: file, tensor, what was expected
   x Overloaded            a retry can fix it
@@ -33,6 +34,13 @@ class ContextTooLong(RequestError):
 class ModelNotFound(RequestError):
     status = 404
     code = "model_not_found"
+
+
+class MessageTooLarge(RequestError):
+    """What one request is, or what it is answered, has more bytes than a message between processes may have."""
+
+    status = 413
+    code = "message_too_large"
 
 
 class ConfigError(RedlineError):

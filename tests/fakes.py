@@ -337,6 +337,7 @@ class Story:
     expected: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
     deltas: list[Delta] = field(default_factory=list)
+    scored: list[float] = field(default_factory=list)  # log probabilities of the prompt's tokens
     planned: int = 0  # positions in launched rows, since the last Begin
 
     @property
@@ -422,17 +423,19 @@ class World:
         for delta in deltas:
             story = self.stories[delta.job]
             assert story.finish is None, f"{delta.job} is told something after its end"
-            assert delta.tokens or delta.finish, "a delta says nothing"
+            assert delta.tokens or delta.finish or delta.prompt_logprobs, "a delta says nothing"
             assert not story.deltas or delta.cached_tokens == story.deltas[0].cached_tokens or not story.tokens
             sampling = story.job.sampling
             if sampling.prompt_logprobs is not None and delta.finish not in ("error", "aborted"):
-                told = [item.logprob for item in delta.prompt_logprobs]
-                complete = [-float(at) for at in range(1, len(story.job.tokens))]
-                assert told == ([] if story.deltas else complete), "prompt logprobs come whole, in the first delta"
+                story.scored += [item.logprob for item in delta.prompt_logprobs]
+                whole = [-float(at) for at in range(1, len(story.job.tokens))]
+                assert story.scored == whole[: len(story.scored)], "prompt logprobs come in order, each once"
+                if delta.tokens or delta.finish:
+                    assert story.scored == whole, "prompt logprobs come before the first token, or with it"
             if sampling.logprobs is not None:
                 assert tuple(item.token for item in delta.logprobs) == delta.tokens
             assert 0 <= delta.accepted <= delta.proposed <= self.config.draft_tokens
-            assert delta.finish or len(delta.tokens) == delta.accepted + 1
+            assert delta.finish or not delta.tokens or len(delta.tokens) == delta.accepted + 1
             story.deltas.append(delta)
             story.tokens += delta.tokens
             assert tuple(story.tokens) == story.expected[: len(story.tokens)], f"{delta.job} went astray"

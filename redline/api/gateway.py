@@ -175,11 +175,15 @@ class Gateway:
             raise WorkerLost("the worker has changed")
         self._admit(ask)
         generation = Generation(self, ask, jobs, began)
-        for lane in generation.lanes:
-            self._lanes[lane.job.id] = lane
-            self._waiting += 1
-            self._outbox.put(lane.job)
-            self.metrics.prompt_tokens.inc(len(lane.job.tokens))
+        try:
+            for lane in generation.lanes:
+                self._outbox.put(lane.job)
+                self._lanes[lane.job.id] = lane
+                self._waiting += 1
+                self.metrics.prompt_tokens.inc(len(lane.job.tokens))
+        except BaseException:  # a job that cannot be sent takes those that were with it
+            generation.close()
+            raise
         return generation
 
     async def encode(self, prompt: Prompt, param: str) -> tuple[int, ...]:
@@ -401,6 +405,9 @@ class Generation:
             return None  # its stop string was found in an earlier delta
         if delta.finish in ("error", "aborted"):
             raise JobFailed(delta.error or "the engine gave up on this job")
+        if not delta.tokens and delta.finish is None:
+            lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
+            return None
         if self._scores:
             self._gateway.forget(lane, "length")
             delta = msgspec.structs.replace(delta, tokens=(), logprobs=(), finish="length")

@@ -16,7 +16,7 @@ class Decoder:
     """Reads the deltas of one job.
 
     - `stopped` turns True when a stop string was found: the answer is over, and the engine does not know it yet.
-    - `prompt_logprobs` are the delta's, kept for whoever echoes the prompt.
+    - `prompt_logprobs` are those of all deltas so far, kept for whoever echoes the prompt.
     """
 
     def __init__(
@@ -52,14 +52,13 @@ class Decoder:
         self._rejected_tokens = 0
         self._ended = False
         self.stopped = False
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.prompt_logprobs: list[TokenLogprobs] = []
 
     def push(self, delta: Delta) -> list[Event]:
         """The events of a delta; none once the answer has ended."""
         if self._ended:
             return []
-        if delta.prompt_logprobs:
-            self.prompt_logprobs = delta.prompt_logprobs
+        self.prompt_logprobs += delta.prompt_logprobs
         tokens = delta.tokens
         stop_id = tokens[-1] if delta.finish == "stop" and tokens and tokens[-1] in self._stop_ids else None
         visible = tokens if stop_id is None or self._include_stop else tokens[:-1]

@@ -36,6 +36,10 @@ class GpuK2(K2):
         # Sums of squares of rows whose norm is divided out already.
         self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=self.device)
 
+    @property
+    def recordable(self) -> bool:
+        return True
+
     def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
         """As K2's, in bf16. Up to FEW decoding tokens take no host synchronisation and no shape from data, and no
         launch but the ops' own."""

@@ -38,6 +38,12 @@ class K2:
         self.dtype = self._weights.dtype  # of activations
         self._inv_freq = config.inv_freq().to(self.device)
 
+    @property
+    def recordable(self) -> bool:
+        """Whether a decode step takes nothing from the host. The references do; but on a CPU a recorded step is a plain
+        call."""
+        return self.device.type == "cpu"
+
     def angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [T, P / 2], of integer positions."""
         angle = positions_T.float()[:, None] * self._inv_freq

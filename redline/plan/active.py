@@ -8,7 +8,6 @@ and `length` are the most that it can come to; `slack` says by how much less it 
 from redline.tune.acceptance import Acceptance
 from redline.wire.delta import Finish
 from redline.wire.job import PAGE_TOKENS, Job, PageHash, PageId
-from redline.wire.step import TokenLogprobs
 
 
 class ActiveJob:
@@ -34,9 +33,9 @@ class ActiveJob:
         "pages",
         "planned",
         "prompt",
-        "prompt_logprobs",
         "proposed",
         "read",
+        "scored",
         "sent",
         "slack",
         "slot",
@@ -77,7 +76,7 @@ class ActiveJob:
         self.exact = True  # the cached pages that the answer began from are bit-equal to a prefill
         self.cached_tokens = 0
         self.counted = False  # its prompt is in the planner's counters
-        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.scored = 0  # prompt tokens whose log probabilities have been told
         self.finish: Finish | None = None  # set when it has ended; steps may still be in flight
 
     @property
@@ -111,7 +110,6 @@ class ActiveJob:
     def leave(self) -> None:
         """Forgets slot and pages, which have been given back: the job will begin anew from what is known."""
         assert not self.flights, f"job {self.job.id} leaves with {self.flights} steps in flight"
-        self.prompt_logprobs.clear()  # delivered, or gathered again
         self.slot = None
         self.pages = []
         self.sent = self.planned = self.computed = self.kept = self.read = self.proposed = 0

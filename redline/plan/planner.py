@@ -33,6 +33,9 @@ HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
 
 
+MOST_STEP_TOKENS = 1 << 16  # the log probabilities of so many prompt tokens, with 20 alternatives each, are 23 MB
+
+
 @dataclass(frozen=True)
 class PlanConfig:
     """Raises ConfigError when the numbers cannot work together."""
@@ -50,6 +53,8 @@ class PlanConfig:
                 f"max_running is {self.max_running} and step_tokens {self.step_tokens}: "
                 "a step needs a token for each running job"
             )
+        if self.step_tokens > MOST_STEP_TOKENS:
+            raise ConfigError(f"step_tokens is {self.step_tokens}; a step computes {MOST_STEP_TOKENS} at most")
         if self.max_waiting < 0 or self.ahead < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
         if not 0 <= self.draft_tokens <= PAGE_TOKENS:
@@ -435,8 +440,7 @@ class Planner:
         if outcome.error is not None:
             self._end(job, "error")
             return Delta(job=job.job.id, finish="error", cached_tokens=job.cached_tokens, error=outcome.error)
-        if outcome.prompt_logprobs and not job.generated:
-            job.prompt_logprobs += outcome.prompt_logprobs
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if row.start is None:
             rejected = row.count - len(outcome.tokens)
             job.planned -= rejected
@@ -445,6 +449,8 @@ class Planner:
             self._speculation.settled(job, row, outcome)
         else:
             job.computed = row.start + row.count
+            prompt_logprobs = outcome.prompt_logprobs[max(0, job.scored - row.start) :]  # a resumed job was told some
+            job.scored += len(prompt_logprobs)
         computed = job.computed
         if row.drafting:
             job.read = computed
@@ -454,14 +460,10 @@ class Planner:
         at_limit = computed >= job.prompt and job.known >= job.limit
         if finish is None and (at_limit or (row.start is None and not tokens)):
             finish = "length"
-        if not tokens and finish is None:
+        if not tokens and finish is None and not prompt_logprobs:
             return None
         if finish is not None:
             self._end(job, finish)
-        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-        if job.prompt_logprobs:
-            prompt_logprobs = tuple(job.prompt_logprobs)
-            job.prompt_logprobs.clear()
         return Delta(
             job=job.job.id,
             tokens=tokens,

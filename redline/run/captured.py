@@ -10,7 +10,6 @@ import itertools
 import logging
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from redline.wire.step import Row, RowResult, Step, StepResult
 BUCKETS = 1, 2, 4, 8, 16, 32, MOST_ROWS
 CONTEXTS = 1 << 11, 1 << 14  # tokens; and as long as a job can be. Attention over longer ones has more to combine
 BERTHS = 4  # steps whose plan or result the host may still hold
-CAPTURE_S = 60.0  # for all shapes; those that are left then run as other steps do
+MOST_SHAPES = 24  # that are recorded, all of them before the first job: a second or two each at Kimi's depth
 
 _log = logging.getLogger(__name__)
 
@@ -112,26 +111,19 @@ class CapturedSteps:
         ]
         self._count = 0
         self._flights: deque[Flight] = deque()  # those that the host's account of the slots lacks
-        self._recorded: dict[Shape, _Recorded] = {}
+        self._recorded: dict[Shape, _Recorded] = {}  # the cheapest first
         reach = board.slots.tables.shape[1] * PAGE_TOKENS
-        self._contexts = *(context for context in CONTEXTS if context < reach), reach
-        self._wanted = _shapes(len(board.slots.at), min(positions, MOST_POSITIONS), self._contexts)
+        self._wanted = shapes(len(board.slots.at), positions, reach) if board.model.recordable else []
 
     def record(self) -> None:
-        """Every shape, the smallest first, while there is time."""
-        began = time.monotonic()
-        draws = list(Draw)
+        """Every shape. The host leads steps of those that cannot be recorded."""
+        recorded: dict[Shape, _Recorded] = {}
         for shape in self._wanted:
-            recorded = None
-            while recorded is None and draws and time.monotonic() - began < CAPTURE_S:
-                recorded = self._record(shape, draws)
-                if recorded is None:
-                    draws = [Draw.LIKELIEST] if len(draws) > 1 else []  # better few kinds than none
-            if recorded is None:
-                break
-            self._recorded[shape] = recorded
-        seconds, wanted = time.monotonic() - began, len(self._wanted)
-        _log.info("%d of %d shapes of decode steps recorded in %.1f s", len(self._recorded), wanted, seconds)
+            made = self._record(shape, list(Draw)) or self._record(shape, [Draw.LIKELIEST])  # better one kind than none
+            if made is not None:
+                recorded[shape] = made
+        self._recorded = {shape: recorded[shape] for shape in sorted(recorded, key=_cost)}
+        _log.info("%d of %d shapes of decode steps are recorded", len(recorded), len(self._wanted))
 
     def _record(self, shape: Shape, draws: Sequence[Draw]) -> _Recorded | None:
         step = DecodeStep(self._board, shape)
@@ -158,13 +150,14 @@ class CapturedSteps:
                 return "sampling"
             if row.drafts and slot.proposal.q is not None:
                 return "drawn drafts"  # block verification
-        recorded = self._recorded.get(self._shape(step.rows))
-        return None if recorded is not None and self._draw(step) < len(recorded.settle) else "shape"
+        shape = self._shape(step.rows)
+        return None if shape is not None and self._draw(step) < len(self._recorded[shape].settle) else "shape"
 
     def launch(self, step: Step) -> tuple[Flight, DecodeStep]:
         """Gives the step to the device. It must be ours."""
         self._note_landed()
         shape = self._shape(step.rows)
+        assert shape is not None, "only a step that is ours is launched"
         recorded, berth = self._recorded[shape], self._berths[self._count % BERTHS]
         self._count += 1
         self._plan(shape, step.rows, berth)
@@ -191,16 +184,15 @@ class CapturedSteps:
             if outcome.tokens:
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
 
-    def _shape(self, rows: Sequence[Row]) -> Shape:
-        """The smallest that holds these rows; one of no rows, where none does."""
-        at = self._slots.at
+    def _shape(self, rows: Sequence[Row]) -> Shape | None:
+        """The cheapest recorded one that holds these rows, if there is one."""
+        at, count = self._slots.at, len(rows)
         positions = 1 + max(min(row.drafts, len(at[row.slot].proposal.tokens)) for row in rows)
         longest = PAGE_TOKENS * max(at[row.slot].pages + len(row.new_pages) for row in rows)
-        return Shape(
-            next((bucket for bucket in BUCKETS if bucket >= len(rows)), 0),
-            positions,
-            next(context for context in self._contexts if context >= longest),
-        )
+        for shape in self._recorded:
+            if shape.rows >= count and shape.positions >= positions and shape.longest >= longest:
+                return shape
+        return None
 
     def _draw(self, step: Step) -> Draw:
         return max(_draw(self._slots.at[row.slot].sampling) for row in step.rows)
@@ -249,9 +241,25 @@ def _draw(sampling: Sampling) -> Draw:
     return Draw.NARROWED if is_narrowed(sampling) else Draw.WHOLE
 
 
-def _shapes(slots: int, positions: int, contexts: Sequence[int]) -> list[Shape]:
-    """Of as many rows as there are slots, at most, rounded up to a bucket; the smallest first."""
+def shapes(slots: int, positions: int, reach: int) -> list[Shape]:
+    """Those that are recorded, in the order of their recording: a function of the configuration alone.
+
+    positions: of a row, at most. reach: the longest context.
+
+    A step is replayed in the cheapest shape that holds it. So those that hold much come first: of the longest context,
+    without drafts and with all; then of shorter contexts; then with some drafts. Within each, few rows before many.
+    """
     most = next((bucket for bucket in BUCKETS if bucket >= slots), MOST_ROWS)
-    rows = [bucket for bucket in BUCKETS if bucket <= most]
-    shapes = (Shape(*sizes) for sizes in itertools.product(rows, range(1, positions + 1), contexts))
-    return sorted(shapes, key=lambda shape: shape.rows * shape.positions)
+    positions = min(positions, MOST_POSITIONS)
+    contexts = reach, *(context for context in CONTEXTS if context < reach)
+    sizes = itertools.product([bucket for bucket in BUCKETS if bucket <= most], range(1, positions + 1), contexts)
+
+    def place(shape: Shape) -> tuple[bool, int, int]:
+        return shape.positions not in (1, positions), contexts.index(shape.longest), shape.rows * shape.positions
+
+    return sorted((Shape(*size) for size in sizes), key=place)[:MOST_SHAPES]
+
+
+def _cost(shape: Shape) -> tuple[int, int]:
+    """What a step costs is its positions, then the contexts that attention may have to combine."""
+    return shape.rows * shape.positions, shape.longest

@@ -35,6 +35,8 @@ from redline.run.verify import Verified, is_chosen_alone, verify, verify_chosen
 from redline.wire.job import Sampling
 from redline.wire.step import RowResult, Step, StepResult, TokenLogprobs
 
+SCORED_ROWS = 128  # prompt positions whose logits are there at once: 84 MB at Kimi's 163,840 tokens
+
 _log = logging.getLogger(__name__)
 
 
@@ -329,9 +331,12 @@ class Runner:
         asked, count = slot.sampling.prompt_logprobs, min(span.end, slot.prompt - 1) - span.start
         if asked is None or count <= 0:
             return ()
-        logits = self.model.logits(hidden[:count])
-        tokens = self.slots.tokens[span.slot, span.start + 1 : span.start + 1 + count].tolist()
-        return tuple(logprobs_of(row_V, token, asked) for row_V, token in zip(logits, tokens, strict=True))
+        tokens = self.slots.tokens[span.slot, span.start + 1 : span.start + 1 + count]
+        return tuple(
+            logprobs_of(row_V, token, asked)
+            for some, of_some in zip(hidden[:count].split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True)
+            for row_V, token in zip(self.model.logits(some), of_some.tolist(), strict=True)
+        )
 
 
 _NOTHING = RowResult()

@@ -22,7 +22,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils import z85
 
-from redline.errors import ConfigError
+from redline.errors import ConfigError, MessageTooLarge
 from redline.wire.codec import Wire, decode, encode
 
 MAX_MESSAGE_BYTES = 64 << 20
@@ -44,7 +44,7 @@ class AsyncInbox(Protocol):
 
 class Outbox(Protocol):
     def put(self, message: Wire) -> None:
-        """Sends a message; never blocks."""
+        """Sends a message; never blocks. Raises MessageTooLarge, and sends nothing, where it is too large to travel."""
         ...
 
 
@@ -95,9 +95,12 @@ class MemoryChannel:
 def ipc_address(folder: Path, name: str) -> str:
     """The address of a local socket in `folder`, which is made, with mode 0700, where it is not there.
 
-    Raises ConfigError when others can enter the folder or the path is too long for a socket.
+    Raises ConfigError when there can be no such folder, others can enter it, or the path is too long for a socket.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: sockets cannot be put here: {error.strerror}") from None
     facts = folder.stat()
     if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
         raise ConfigError(f"{folder}: others can enter this folder; sockets need one of your own with mode 0700")
@@ -156,7 +159,13 @@ class SocketOutbox(_Socket):
         super().__init__(zmq.PUSH, address, key)
 
     def put(self, message: Wire) -> None:
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        data = encode(message)
+        if len(data) > MAX_MESSAGE_BYTES:  # the reader would drop it, and the connection, without a word
+            raise MessageTooLarge(
+                f"the {type(message).__name__.lower()} of this request has {len(data):,} bytes; between processes "
+                f"travel {MAX_MESSAGE_BYTES:,} at most: ask for less at once"
+            )
+        self._socket.send(data, zmq.NOBLOCK)
 
 
 class SocketInbox(_Socket):

@@ -10,14 +10,19 @@ Finish = Literal["stop", "length", "aborted", "error"]
 
 
 class Delta(Message, frozen=True):
-    """New tokens of a job, perhaps its end. A stop id is the last of `tokens` where finish is "stop"."""
+    """New tokens of a job, perhaps its end; or, before its first token, a piece of its prompt's log probabilities.
+
+    A stop id is the last of `tokens` where finish is "stop".
+    """
 
     job: JobId
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; the same in every delta
     logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # complete, in the first delta that follows the prefill
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # the next ones: all have come when the first token comes, or the end
     proposed: int = 0  # drafts that the step behind this delta verified
     accepted: int = 0  # of them
     error: str | None = None

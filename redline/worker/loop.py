@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+from redline.errors import MessageTooLarge
 from redline.plan.planner import Planner
 from redline.wire.channel import Inbox, Outbox
 from redline.wire.codec import Wire
@@ -93,9 +94,9 @@ def lead(planner: Planner, runner: Runner, inbox: Inbox, outbox: Outbox, trace: 
                     return
                 case _:
                     raise AssertionError(f"a worker is sent jobs, aborts and a stop, not {message}")
-            _put_all(outbox, deltas)
+            _put_all(planner, outbox, deltas)
         last, deltas = turn(planner, runner, last)
-        _put_all(outbox, deltas)
+        _put_all(planner, outbox, deltas)
         if loads.due_in() == 0:
             loads.send()
 
@@ -180,12 +181,17 @@ def _submit(planner: Planner, job: Job) -> list[Delta]:
 
 
 def _stop(planner: Planner, last: Flight | None, outbox: Outbox) -> None:
-    _put_all(outbox, planner.abort_all())
+    _put_all(planner, outbox, planner.abort_all())
     if last is not None:
-        _put_all(outbox, planner.settle(last.step, _wait(last).result))
+        _put_all(planner, outbox, planner.settle(last.step, _wait(last).result))
     planner.check()
 
 
-def _put_all(outbox: Outbox, deltas: list[Delta]) -> None:
+def _put_all(planner: Planner, outbox: Outbox, deltas: list[Delta]) -> None:
+    """A delta that is too large to travel ends its job."""
     for delta in deltas:
-        outbox.put(delta)
+        try:
+            outbox.put(delta)
+        except MessageTooLarge as error:
+            planner.abort(delta.job)
+            outbox.put(Delta(job=delta.job, finish="error", error=str(error)))

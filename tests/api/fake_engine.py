@@ -63,6 +63,8 @@ def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cach
         most = job.sampling.max_tokens
         said, end = (tokens[:most], "length") if most < len(tokens) else (tokens, finish)
         scored = _prompt_scores(job)
+        for start in range(0, len(scored), 2):  # in pieces, as a prompt's chunks give them
+            yield Delta(job=job.id, prompt_logprobs=scored[start : start + 2], cached_tokens=cached)
         for start in range(0, len(said), per_delta):
             piece = tuple(said[start : start + per_delta])
             yield Delta(
@@ -75,7 +77,6 @@ def say(tokens: Sequence[int], finish: Finish = "stop", per_delta: int = 1, cach
                 logprobs=tuple(_score(token, job.sampling.logprobs) for token in piece)
                 if job.sampling.logprobs is not None
                 else (),
-                prompt_logprobs=scored if start == 0 else (),
             )
 
     return script

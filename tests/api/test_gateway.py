@@ -8,9 +8,10 @@ from starlette.types import Message
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Limits
 from redline.api.gateway import derived_seed
-from redline.errors import Overloaded, WorkerLost
+from redline.errors import MessageTooLarge, Overloaded, WorkerLost
+from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.job import Sampling
+from redline.wire.job import Job, Sampling
 from tests.api.fake_engine import say
 from tests.api.world import World, answer, until
 
@@ -88,6 +89,22 @@ async def test_jobs_that_were_given_up_do_not_count_as_waiting() -> None:
         for _ in range(3):
             with await world.gateway.begin(text_ask()), pytest.raises(Overloaded):
                 await world.gateway.begin(text_ask())
+
+
+async def test_a_job_that_is_too_large_to_travel_ends_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with World(answer("a")) as world:
+        send = world.engine.put
+
+        def put(message: Wire) -> None:
+            if isinstance(message, Job) and message.id.endswith("-1"):
+                raise MessageTooLarge("too many bytes")
+            send(message)
+
+        monkeypatch.setattr(world.engine, "put", put)
+        two = await world.http.post("/v1/completions", json={"prompt": "hello", "n": 2})
+        assert (two.status_code, two.json()["error"]["message"]) == (413, "too many bytes")
+        assert world.engine.aborted == {job.id for job in world.engine.jobs}
+        assert (await world.http.post("/v1/completions", json={"prompt": "hello"})).status_code == 200
 
 
 async def test_a_delta_for_a_job_that_was_aborted_here_is_dropped() -> None:

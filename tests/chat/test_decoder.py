@@ -176,9 +176,10 @@ def test_log_probabilities_end_with_the_stop_string(tiny: Tokenizer):
 
 
 def test_prompt_log_probabilities_are_kept(tiny: Tokenizer):
-    items = (TokenLogprobs(token=97, logprob=-1.0, rank=1),)
+    items = [TokenLogprobs(token=97, logprob=-float(place), rank=1) for place in range(3)]
     reader = decoder(tiny, parse=False)
-    reader.push(Delta(job=JOB, tokens=(97,), prompt_logprobs=items))
+    assert reader.push(Delta(job=JOB, prompt_logprobs=tuple(items[:2]))) == []
+    reader.push(Delta(job=JOB, tokens=(97,), prompt_logprobs=tuple(items[2:])))
     reader.push(Delta(job=JOB, tokens=(97,)))
     assert reader.prompt_logprobs == items
 

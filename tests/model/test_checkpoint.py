@@ -275,6 +275,34 @@ def test_the_fingerprint_follows_the_content(tmp_path: Path):
     assert Checkpoint.open(tmp_path / "same").fingerprint != one
 
 
+@pytest.mark.parametrize("place", ["header", "start", "start's end", "middle", "middle's end", "end's start", "end"])
+def test_the_fingerprint_samples_the_start_the_middle_and_the_end_of_every_shard(tmp_path: Path, place: str):
+    random_checkpoint(tmp_path, tiny_config(), shard_bytes=200_000)
+    before = Checkpoint.open(tmp_path).fingerprint
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    for shard in shards:
+        raw = shard.read_bytes()
+        start = 8 + int.from_bytes(raw[:8], "little")
+        middle = (start + len(raw)) // 2
+        assert middle + 8192 < len(raw)
+        at = {
+            "header": raw.index(b'"pt"') + 1,  # of its metadata, which says nothing about the tensors
+            "start": start,
+            "start's end": start + 4095,
+            "middle": middle,
+            "middle's end": middle + 4095,
+            "end's start": len(raw) - 4096,
+            "end": len(raw) - 1,
+        }[place]
+        changed = bytearray(raw)
+        changed[at] ^= 1
+        shard.write_bytes(changed)
+        assert Checkpoint.open(tmp_path).fingerprint != before, shard.name
+        shard.write_bytes(raw)
+    assert Checkpoint.open(tmp_path).fingerprint == before
+
+
 def test_a_tensor_at_an_odd_offset_is_read(tmp_path: Path):
     random_checkpoint(tmp_path, tiny_config(), shard_bytes=10**9)
     (shard,) = tmp_path.glob("*.safetensors")

@@ -71,6 +71,32 @@ def test_frequencies_and_scale_are_those_of_transformers(member: str):
     assert torch.allclose(config.inv_freq(), inv_freq, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize(
+    ("betas", "ends"),
+    [
+        ((1e9, 1e-9), (0, 63)),  # pairs that there are not
+        ((32.0, 1e-9), (8, 63)),
+        ((1e9, 1.0), (0, 20)),
+        ((600.0, 0.5), (0, 22)),  # the first pair turns 652 times
+        ((700.0, 0.5), (0, 22)),
+    ],
+)
+def test_the_ends_of_yarns_ramp_stay_among_the_pairs(betas: tuple[float, float], ends: tuple[int, int]):
+    scaling = {**FACTS["k2.6"]["rope_scaling"], "beta_fast": betas[0], "beta_slow": betas[1]}
+    config = K2Config.from_dict(flat("k2.6", rope_scaling=scaling))
+    assert config.yarn is not None
+    assert config.yarn.correction_range(64, 50000.0) == ends
+    theirs = DeepseekV3Config(
+        qk_rope_head_dim=64,
+        head_dim=64,
+        num_attention_heads=64,
+        hidden_size=4096,
+        rope_parameters={**scaling, "rope_type": "yarn", "rope_theta": 50000.0},
+    )
+    inv_freq, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    assert torch.allclose(config.inv_freq(), inv_freq, rtol=1e-6, atol=0)
+
+
 def test_without_yarn_the_scale_is_plain():
     config = K2Config.from_dict(flat(rope_scaling=None))
     assert config.yarn is None

@@ -127,6 +127,14 @@ def test_fp8_comes_back_within_half_a_step(shape: tuple[int, int]):
     assert ((back - weight).abs() <= weight.abs() * (2**-4 + 2**-8) + scale_inv.max() * 2**-9).all()
 
 
+def test_the_largest_of_an_fp8_block_is_the_largest_e4m3():
+    """So every code is used: scaled to less, the blocks' small values would lose bits."""
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+    codes, _ = quantize_fp8(weight, Fp8Blocks(2, 4))
+    largest = codes.float().abs().view(3, 2, 2, 4).amax((1, 3))
+    assert (largest == torch.finfo(torch.float8_e4m3fn).max).all()
+
+
 def test_an_fp8_block_of_zeros_stays_zero():
     codes, scale_inv = quantize_fp8(torch.zeros(4, 4), Fp8Blocks(2, 2))
     assert not dequantize_fp8(codes, scale_inv, Fp8Blocks(2, 2)).any()

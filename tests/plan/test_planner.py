@@ -1,15 +1,19 @@
 """The planner's rules, one at a time, in the smallest world that shows each."""
 
+import math
 import subprocess
 import sys
 
 import pytest
 
 from redline.errors import ConfigError
-from redline.plan.planner import PlanConfig
-from redline.wire.job import PAGE_TOKENS, MediaSpan
-from redline.wire.step import RowResult, StepResult
-from tests.fakes import World, make_job, page_hashes
+from redline.plan.planner import MOST_STEP_TOKENS, PlanConfig
+from redline.wire.channel import MAX_MESSAGE_BYTES
+from redline.wire.codec import encode
+from redline.wire.delta import Delta
+from redline.wire.job import PAGE_TOKENS, JobId, MediaSpan
+from redline.wire.step import RowResult, StepResult, TokenLogprobs
+from tests.fakes import Story, World, make_job, page_hashes
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -124,7 +128,7 @@ def test_no_tokens_asked_for_computes_the_prompt_and_ends():
     story = world.submit(prompt(150), max_tokens=0, prompt_logprobs=0)
     world.finish()
     assert (story.finish, story.tokens) == ("length", [])
-    assert len(story.deltas[0].prompt_logprobs) == 149
+    assert len(scored(story)) == 149
 
 
 def test_an_aborted_job_gives_back_its_pages_when_its_steps_have_settled():
@@ -262,14 +266,27 @@ def test_pages_behind_an_image_that_their_hash_would_not_name_are_not_cached():
         assert world.planner.load().pages_cached * PAGE_TOKENS == cached
 
 
-def test_prompt_logprobs_come_whole_although_the_prompt_is_cached():
+def scored(story: Story) -> list[int]:
+    return [item.token for delta in story.deltas for item in delta.prompt_logprobs]
+
+
+def test_prompt_logprobs_come_a_step_at_a_time_although_the_prompt_is_cached():
     world = World(step_tokens=64)
     world.submit(prompt(150))
     world.finish()
     story = world.submit(prompt(150), prompt_logprobs=0, logprobs=0)
     world.finish()
-    assert [item.token for item in story.deltas[0].prompt_logprobs] == list(prompt(150)[1:])
+    assert scored(story) == list(prompt(150)[1:])
+    assert [len(delta.prompt_logprobs) for delta in story.deltas[:4]] == [64, 64, 21, 0]
     assert story.deltas[0].cached_tokens == 0
+
+
+def test_the_log_probabilities_of_the_largest_step_travel():
+    """Each token of its own is 20 alternatives, every number as long as it can be."""
+    worst = TokenLogprobs(token=1 << 31, logprob=-math.pi, rank=1 << 31, top=((1 << 31, -math.pi),) * 20)
+    assert len(encode(Delta(job=JobId("a" * 64), prompt_logprobs=(worst,) * MOST_STEP_TOKENS))) < MAX_MESSAGE_BYTES
+    with pytest.raises(ConfigError, match="step_tokens is 65537; a step computes 65536 at most"):
+        PlanConfig(step_tokens=MOST_STEP_TOKENS + 1)
 
 
 def test_a_resumed_job_takes_no_page_that_another_job_computed_in_another_form():
@@ -306,7 +323,7 @@ def test_prompt_logprobs_come_once_although_their_prompt_was_pre_empted_half_way
     world.settle()
     world.planner._preempt(world.planner._running[0])
     world.finish()
-    assert [item.token for item in story.deltas[0].prompt_logprobs] == list(prompt(200)[1:])
+    assert scored(story) == list(prompt(200)[1:])
 
 
 # Pre-emption and order

@@ -4,6 +4,7 @@ On a CPU a recorded piece is a plain call of the same torch operations over the 
 """
 
 import functools
+import itertools
 import random
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,8 +18,10 @@ from redline.model.k2 import Inputs
 from redline.ops import native
 from redline.ops.cuda.kernel import emulation
 from redline.ops.op import reference_calls
+from redline.run.captured import shapes
 from redline.run.decode import Board, DecodeStep, Draw, Shape
 from redline.run.draws import Odds, draw_rows, signed, uniforms
+from redline.run.graph import Recorder
 from redline.run.runner import Runner
 from redline.run.sample import draw_each, uniform
 from redline.run.slots import Slots
@@ -71,6 +74,96 @@ KINDS: dict[str, dict[str, Any]] = {
     "all": {"temperature": 1.5, "top_p": 0.95, "top_k": 100, "min_p": 0.02, "seed": 1 << 63},
     "one": {"temperature": 0.7, "top_k": 1},
 }
+
+
+@pytest.mark.parametrize(
+    ("slots", "positions", "reach"),
+    [(64, 1, 262_144), (64, 4, 262_144), (64, 8, 262_144), (1, 1, 64), (5, 16, 2048), (300, 3, 16_384), (2, 2, 4096)],
+)
+def test_which_shapes_are_recorded_is_a_function_of_the_configuration(slots: int, positions: int, reach: int):
+    wanted = shapes(slots, positions, reach)
+    assert wanted == shapes(slots, positions, reach)
+    assert len(set(wanted)) == len(wanted) <= 24
+    rows, most = min(slots, 64), min(positions, 8)
+    for count, asked in ((rows, most), (1, most), (rows, 1), (1, 1)):  # every step has a shape, and small ones a small
+        assert any(shape.rows >= count and shape.positions >= asked and shape.longest >= reach for shape in wanted)
+    assert Shape(1, 1, reach) in wanted
+    assert max(shape.rows for shape in wanted) < 2 * rows or rows == 1
+    assert max(shape.positions for shape in wanted) == most
+    assert max(shape.longest for shape in wanted) == reach
+
+
+def test_the_shapes_of_kimi_with_three_drafts():
+    assert [tuple(shape) for shape in shapes(64, 4, 262_144)] == [
+        *((rows, positions, 262_144) for rows, positions in FEW_FIRST),
+        *((rows, positions, 2048) for rows, positions in FEW_FIRST[:10]),
+    ]
+
+
+FEW_FIRST = (
+    *((1, 1), (2, 1), (1, 4), (4, 1), (2, 4), (8, 1), (4, 4), (16, 1), (8, 4)),
+    *((32, 1), (16, 4), (64, 1), (32, 4), (64, 4)),
+)
+
+
+def test_what_is_recorded_does_not_depend_on_a_clock(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    """As on a machine where an hour goes by between any two looks at the clock."""
+    hours = itertools.count(0.0, 3600.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: next(hours))
+        runner = captured(draft="suffix", draft_adaptive=False, draft_tokens=3).runner
+    runner.close()
+    assert runner._captured is not None
+    assert set(runner._captured._recorded) == set(shapes(16, 4, 1024))
+
+
+def test_the_cheapest_recorded_shape_that_holds_a_step_replays_it(captured: Open):
+    tokens = prompt(seed=3, length=30)
+    answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
+    runner = captured(draft="suffix", draft_adaptive=False, draft_tokens=3).runner
+    captures = runner._captured
+    assert captures is not None
+    kept = [Shape(2, 1, 1024), Shape(8, 1, 1024), Shape(8, 4, 1024)]
+    captures._recorded = {shape: captures._recorded[shape] for shape in kept}
+    try:
+        for slot in range(9):
+            _begin(runner, tokens, limit=64, slot=slot)
+
+        def replayed(slots: int, drafts: int = 0) -> tuple[Shape | None, list[int]]:
+            """The shape of a step of so many rows, and how many of the answer's tokens it gave to each."""
+            at = [runner.slots.at[slot].length - 30 for slot in range(slots)]
+            for slot in range(slots):
+                runner.place(slot, 30 + at[slot], answer[at[slot] : at[slot] + drafts])
+            rows = tuple(Row(slot=slot, start=None, count=1 + drafts, drafts=drafts) for slot in range(slots))
+            shape, before = captures._shape(rows), runner.replays
+            given = [row.tokens for row in runner.launch(Step(number=1, rows=rows)).wait().rows]
+            captures.catch_up()
+            assert runner.replays - before == (shape is not None)
+            assert given == [answer[first : first + len(new)] for first, new in zip(at, given, strict=True)]
+            return shape, [len(new) for new in given]
+
+        assert replayed(1) == (kept[0], [1])
+        assert replayed(3) == (kept[1], [1] * 3)
+        assert replayed(1, drafts=1) == (kept[2], [2])
+        assert replayed(8, drafts=3) == (kept[2], [4] * 8)
+        assert replayed(9) == (None, [1] * 9)
+    finally:
+        runner.close()
+
+
+def test_a_shape_that_cannot_be_recorded_is_left_to_the_host(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    record = Recorder.record
+
+    def failing(recorder: Recorder, *pieces: Any) -> Any:
+        if pieces[0].__self__.shape.rows == 2:
+            raise RuntimeError("out of memory")
+        return record(recorder, *pieces)
+
+    monkeypatch.setattr(Recorder, "record", failing)
+    jobs = [job(f"{n}", prompt(seed=n, length=40), max_tokens=30, logprobs=None) for n in range(2)]
+    engine = captured(max_running=2)
+    assert answers_of(engine, jobs) == {one.id: alone(one) for one in jobs}
+    assert engine.runner.led["shape"] > 20
 
 
 @pytest.mark.parametrize("kind", KINDS)

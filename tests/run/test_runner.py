@@ -4,8 +4,10 @@ import threading
 from collections import Counter
 
 import pytest
+import torch
 
 from redline.run.runner import Runner
+from redline.run.sample import logprobs_of
 from redline.wire.job import Job, JobId, PageId, Sampling
 from redline.wire.step import Begin, Row, RowResult, Step, StepResult
 from tests.tiny_model import VOCABULARY, job, open_engine, prompt, run, run_alone, tiny_model
@@ -71,6 +73,21 @@ def test_rows_launched_before_the_error_was_read_touch_no_page():
         engine.runner.close()
     assert answers["bad"].finish == "error"
     assert answers["good"] == run_alone(model, good)
+
+
+def test_a_prompts_log_probabilities_are_those_of_its_logits_made_a_slice_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    model, whole, asked = tiny_model(), tiny_model().logits, list[torch.Tensor]()
+
+    def watched(hidden: torch.Tensor) -> torch.Tensor:
+        asked.append(hidden)
+        return whole(hidden)
+
+    monkeypatch.setattr(model, "logits", watched)
+    answer = run_alone(model, job("asked", PROMPT[:387], prompt_logprobs=5, max_tokens=1))
+    assert [len(hidden) for hidden in asked] == [128, 128, 128, 2]
+    at_once = whole(torch.cat(asked))
+    wanted = [logprobs_of(row, token, 5) for row, token in zip(at_once, PROMPT[1:387], strict=True)]
+    assert list(answer.prompt_logprobs) == wanted
 
 
 def test_a_step_without_rows_is_idle():

@@ -1,6 +1,7 @@
 """Channels deliver every message once, in order, to threads and to asyncio; strangers deliver nothing."""
 
 import asyncio
+import os
 import threading
 import time
 from pathlib import Path
@@ -8,8 +9,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from redline.errors import ConfigError
-from redline.wire.channel import AsyncSocketInbox, MemoryChannel, SocketInbox, SocketOutbox, ipc_address
+from redline.errors import ConfigError, MessageTooLarge
+from redline.wire.channel import (
+    MAX_MESSAGE_BYTES,
+    AsyncSocketInbox,
+    MemoryChannel,
+    SocketInbox,
+    SocketOutbox,
+    ipc_address,
+)
 from redline.wire.codec import encode
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, JobId
@@ -186,23 +194,90 @@ def test_an_address_of_another_kind_is_refused():
         SocketOutbox("inproc://here")
 
 
-def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path):
+@pytest.mark.parametrize("bit", [0o040, 0o020, 0o010, 0o004, 0o002, 0o001])
+def test_a_folder_that_others_can_enter_read_or_write_is_refused(tmp_path: Path, bit: int):
     folder = tmp_path / "open"
     folder.mkdir()
-    folder.chmod(0o755)
+    folder.chmod(0o700 | bit)
     with pytest.raises(ConfigError, match="others can enter"):
         ipc_address(folder, "worker")
-    assert (tmp_path / "mine").exists() is False
+    folder.chmod(0o700)
+    assert ipc_address(folder, "worker") == f"ipc://{folder}/worker"
+
+
+def test_a_folder_of_another_owner_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ipc_address(tmp_path / "mine", "worker")
+    monkeypatch.setattr(os, "getuid", lambda: (tmp_path / "mine").stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="others can enter"):
+        ipc_address(tmp_path / "mine", "worker")
+
+
+def test_a_folder_is_made_for_its_owner_alone_whatever_the_umask_is(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        ipc_address(tmp_path / "mine", "worker")
+    finally:
+        os.umask(before)
     assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700
 
 
+def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=f"{folder}: sockets cannot be put here: "):
+            ipc_address(folder, "worker")
+
+
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path):
+    room = 107 - len(os.fsencode(tmp_path / "mine")) - 1
+    with SocketInbox(ipc_address(tmp_path / "mine", "x" * room)) as inbox, SocketOutbox(inbox.address) as outbox:
+        outbox.put(delta(1))
+        assert drain(inbox, 1) == [1]
     with pytest.raises(ConfigError, match="at most 107 bytes"):
-        ipc_address(tmp_path / "mine", "x" * 100)
+        ipc_address(tmp_path / "mine", "x" * (room + 1))
 
 
-def test_closing_twice_does_no_harm():
-    inbox = SocketInbox("tcp://127.0.0.1:*", KEY)
-    inbox.close()
-    inbox.close()
+def test_an_address_is_free_once_its_reader_has_closed_and_closing_again_leaves_the_next_one_alone():
+    first = SocketInbox("tcp://127.0.0.1:*", KEY)
+    first.close()
+    with bound(first.address) as second, SocketOutbox(first.address, KEY) as outbox:
+        first.close()
+        outbox.put(delta(1))
+        assert drain(second, 1) == [1]
+
+
+def bound(address: str, seconds: float = 10.0) -> SocketInbox:
+    """ZeroMQ gives a port back in a thread of its own, a little after the close."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return SocketInbox(address, KEY)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+# What is too large to travel
+
+
+def test_a_message_that_is_too_large_is_refused_where_it_is_put_and_the_next_one_arrives(tmp_path: Path):
+    address = ipc_address(tmp_path / "run", "worker")
+    with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
+        outbox.put(delta(1))
+        with pytest.raises(
+            MessageTooLarge, match=r"the delta of this request has 67,\d{3},\d{3} bytes.* 67,108,864 at"
+        ):
+            outbox.put(Delta(job=JobId("a"), tokens=(2,), error="x" * MAX_MESSAGE_BYTES))
+        outbox.put(delta(3))
+        assert drain(inbox, 2) == [1, 3]
+
+
+def test_the_largest_message_arrives(tmp_path: Path):
+    address = ipc_address(tmp_path / "run", "worker")
+    frame = len(encode(Delta(job=JobId("a"), error="x" * (1 << 17)))) - (1 << 17)
+    largest = Delta(job=JobId("a"), error="x" * (MAX_MESSAGE_BYTES - frame))
+    assert len(encode(largest)) == MAX_MESSAGE_BYTES
+    with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
+        outbox.put(largest)
+        assert inbox.drain(wait=True, timeout=20) == [largest]

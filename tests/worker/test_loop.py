@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from redline.errors import MessageTooLarge
 from redline.plan.planner import PlanConfig, Planner
 from redline.wire.channel import MemoryChannel
+from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Load, Stop
@@ -30,8 +32,8 @@ PROMPT = tuple(range(70))
 class Worker:
     """A loop in its own thread, with both channels in hand."""
 
-    def __init__(self, runner: FakeRunner) -> None:
-        self.inbox, self.outbox = MemoryChannel(), MemoryChannel()
+    def __init__(self, runner: FakeRunner, outbox: MemoryChannel | None = None) -> None:
+        self.inbox, self.outbox = MemoryChannel(), outbox or MemoryChannel()
         self.planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
         self.thread = threading.Thread(target=lead, args=[self.planner, runner, self.inbox, self.outbox])
         self.thread.start()
@@ -55,8 +57,8 @@ class Worker:
 
 
 @contextmanager
-def worker(runner: FakeRunner | None = None) -> Iterator[Worker]:
-    it = Worker(runner or FakeRunner(32, CONFIG))
+def worker(runner: FakeRunner | None = None, outbox: MemoryChannel | None = None) -> Iterator[Worker]:
+    it = Worker(runner or FakeRunner(32, CONFIG), outbox)
     try:
         yield it
     finally:
@@ -122,6 +124,22 @@ def test_an_abort_ends_a_job_and_the_loop_goes_on():
         assert it.deltas("a")[-1].finish == "aborted"
         it.inbox.put(make_job("b", PROMPT, max_tokens=2))
         assert it.deltas("b")[-1].finish == "length"
+
+
+def test_a_delta_that_is_too_large_to_travel_ends_its_job_and_the_loop_goes_on():
+    class Narrow(MemoryChannel):
+        def put(self, message: Wire) -> None:
+            if isinstance(message, Delta) and message.job == "large" and len(message.tokens):
+                raise MessageTooLarge("too many bytes")
+            super().put(message)
+
+    with worker(outbox=Narrow()) as it:
+        it.inbox.put(make_job("large", PROMPT, max_tokens=300))
+        it.inbox.put(make_job("small", PROMPT, max_tokens=20))
+        (told,) = it.deltas("large")
+        assert (told.finish, told.error) == ("error", "too many bytes")
+        assert it.deltas("small")[-1].finish == "length"
+    assert it.planner.load().pages_used == 0
 
 
 def test_stop_ends_what_runs_and_gives_back_every_page():
