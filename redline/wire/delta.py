@@ -8,6 +8,10 @@ from redline.wire.step import TokenLogprobs
 
 Finish = Literal["stop", "length", "aborted", "error"]
 
+Fault = Literal["refused", "overloaded", "failed", "lost"]
+"""Whose an error is. refused: the job can never run, which the client can mend; overloaded: the same job may run later;
+failed: the engine could not compute this job; lost: the worker ends, and every job with it."""
+
 
 class Delta(Message, frozen=True):
     """New tokens of a job, perhaps its end. A stop id is the last of `tokens` where finish is "stop"."""
@@ -20,4 +24,5 @@ class Delta(Message, frozen=True):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # complete, in the first delta that follows the prefill
     proposed: int = 0  # drafts that the step behind this delta verified
     accepted: int = 0  # of them
-    error: str | None = None
+    error: str | None = None  # one line, where finish is "error"
+    fault: Fault | None = None  # of that error
