@@ -54,17 +54,26 @@ struct Row {
     std::vector<float> weight, pool, spare;
     std::vector<double> sums;
 
-    // Of logits x: e^(x / temperature), the greatest is 1. A NaN weighs nothing.
-    void weigh(const float* x, float temperature) {
+    // Of logits x: e^(x / temperature), the greatest is 1. False where nothing can be drawn: a NaN, an infinite
+    // greatest.
+    bool weigh(const float* x, float temperature) {
         f32x16 tail = splat(-INFINITY);
         memcpy(&tail, x + V / 16 * 16, V % 16 * sizeof(float));
         f32x16 high = tail;
         for (int i = 0; i + 16 <= V; i += 16) high = vmax(load<f32x16>(x + i), high);
-        f32x16 divisor = splat(temperature), top = splat(largest(high) / temperature);
+        float greatest = largest(high) / temperature;
+        if (!std::isfinite(greatest)) return false;
+        f32x16 divisor = splat(temperature), top = splat(greatest);
+        i32x16 numbers = tail == tail;
         for (int i = 0; i < padded; i += 16) {
             f32x16 v = i + 16 <= V ? load<f32x16>(x + i) : tail;
+            numbers &= v == v;
             store(&weight[i], vexp(v / divisor - top));
         }
+        for (int l = 0; l < 16; l++) {
+            if (!numbers[l]) return false;
+        }
+        return true;
     }
 
     // Of the weights that are at least `least`: each block's sum, and all of them.
@@ -171,7 +180,7 @@ struct Row {
     }
 
     int64_t draw(const float* x, const Odds& odds) {
-        weigh(x, (float)odds.temperature);
+        if (!weigh(x, (float)odds.temperature)) return -1;
         float least = least_kept(odds);
         return find(odds.u * add_up(least), least);
     }
@@ -185,7 +194,7 @@ struct Row {
 
 }  // namespace
 
-// x [R, V], row stride ldx; odds [R, 5] -> ids [R]
+// x [R, V], row stride ldx; odds [R, 5] -> ids [R], -1 where nothing can be drawn
 extern "C" void redline_draw(const float* x, int64_t ldx, const double* odds, int64_t* ids, int R, int V) {
     int tasks = R < Pool::get().threads() * 4 ? R : Pool::get().threads() * 4;
     parallel(tasks, [&](int task) {

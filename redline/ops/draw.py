@@ -1,6 +1,7 @@
 """A token of each row, drawn: after temperature, top-k, top-p of what is left, and min-p.      R rows, V vocabulary.
 
 It is the first token, in the order of ids, at which the cumulative probability of those kept passes u of its total.
+-1 where there is no such thing: a logit is NaN or infinite, or they are all -inf. A logit of -inf is a banned token's.
 Tokens exactly as likely as the last one kept are kept too. Probabilities are float32. Sums are float64: float32 would
 lose the many tokens that are each less likely than 2^-24.
 """
@@ -30,7 +31,9 @@ def reference(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
     mass_RV = _mass(logits_RV, odds_R5, narrowed)
     # u * total rounds to less than the total, so the search ends at a token that is possible.
     reached_R = odds_R5[:, U] * mass_RV[:, -1]
-    return torch.searchsorted(mass_RV, reached_R[:, None], right=True).squeeze(-1)
+    token_R = torch.searchsorted(mass_RV, reached_R[:, None], right=True).squeeze(-1)
+    # One logit that is NaN or infinite, or -inf in all of them, makes every weight NaN.
+    return torch.where(mass_RV[:, -1] > 0, token_R, -1)
 
 
 def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
@@ -98,6 +101,15 @@ def cases() -> Iterator[Case]:
 
         return inputs
 
+    def impossible(g: torch.Generator) -> tuple[Tensor, Tensor, bool]:
+        """Banned tokens, which may be nearly all; and rows of which nothing can be drawn."""
+        logits_RV, odds_R5, narrowed = make(48, 77, whole, nucleus, all_three)(g)
+        logits_RV[6:9, 1:76], logits_RV[6:9, 0], logits_RV[6:9, 76] = -torch.inf, -20, 20
+        for first, token, wrong in ((12, 0, torch.nan), (15, 76, torch.nan), (18, 3, torch.inf), (21, 76, torch.inf)):
+            logits_RV[first : first + 3, token] = wrong
+        logits_RV[24:27, :40], logits_RV[27:30], logits_RV[30:33] = torch.inf, -torch.inf, torch.nan
+        return logits_RV, odds_R5, narrowed
+
     whole, nucleus, all_three = (0.8, 1.0, 0.0, 0), (0.8, 0.95, 0.0, 0), (1.3, 0.9, 0.011, 40)
     others = (1.0, 0.5, 0.0, 0), (0.3, 0.999, 0.0, 0), (1.9, 1.0, 0.0, 300), (1.0, 1.0, 0.052, 0), (1.0, 1.0, 0.0, 1)
     yield Case("R=1 nano", make(1, 4096, whole))
@@ -107,6 +119,7 @@ def cases() -> Iterator[Case]:
     yield Case("hardly any that differ", make(24, 700, nucleus, all_three, *others, step=2.0))
     yield Case("V no multiple of 16", make(40, 77, whole, nucleus, all_three, *others))
     yield Case("V less than 16", make(40, 5, whole, nucleus, all_three, *others))
+    yield Case("numbers that are none", impossible)
     yield Case("R=8 Kimi, of all kinds", make(8, 163840, whole, nucleus, all_three, *others))
 
 

@@ -24,7 +24,7 @@ from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import PrefixCache
 from redline.plan.speculate import Speculation
 from redline.tune.costs import StepCosts
-from redline.wire.delta import Delta, Finish
+from redline.wire.delta import Delta, Fault, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
 from redline.wire.news import Load
 from redline.wire.step import Begin, Row, RowResult, Step, StepResult, TokenLogprobs
@@ -130,10 +130,10 @@ class Planner:
         """Queues a job. One that can never run, or finds the queue full, ends at once with an error."""
         assert job.id not in self._jobs, f"job {job.id} is submitted twice"
         reason = refusal(job, max_model_len=self._max_model_len, total_pages=self._pool.total)
-        if reason is None and len(self._waiting) >= self._config.max_waiting + len(self._free_slots):
-            reason = f"the queue is full: {len(self._waiting)} jobs wait; try again later"
         if reason is not None:
-            return [Delta(job=job.id, finish="error", error=reason)]
+            return [_error(job.id, reason, "refused")]
+        if len(self._waiting) >= self._config.max_waiting + len(self._free_slots):
+            return [_error(job.id, f"the queue is full: {len(self._waiting)} jobs wait; try again later", "overloaded")]
         active = ActiveJob(job, self._arrivals, token_limit(job, self._max_model_len))
         self._arrivals += 1
         self._jobs[job.id] = active
@@ -147,6 +147,14 @@ class Planner:
             return []
         self._end(job, "aborted")
         return [Delta(job=id, finish="aborted", cached_tokens=job.cached_tokens)]
+
+    def lose_all(self, reason: str) -> list[Delta]:
+        """The worker ends, and every job with it."""
+        ended: list[Delta] = []
+        for job in list(self._jobs.values()):
+            self._end(job, "error")
+            ended.append(_error(job.job.id, reason, "lost", job.cached_tokens))
+        return ended
 
     def abort_all(self) -> list[Delta]:
         return [delta for id in list(self._jobs) for delta in self.abort(id)]
@@ -439,7 +447,7 @@ class Planner:
     def _settle_row(self, job: ActiveJob, row: Row, outcome: RowResult) -> Delta | None:
         if outcome.error is not None:
             self._end(job, "error")
-            return Delta(job=job.job.id, finish="error", cached_tokens=job.cached_tokens, error=outcome.error)
+            return _error(job.job.id, outcome.error, "failed", job.cached_tokens)
         prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         if row.start is None:
             rejected = row.count - len(outcome.tokens)
@@ -513,3 +521,7 @@ class Planner:
             self._draining.add(job)
         else:
             self._release(job)
+
+
+def _error(id: JobId, reason: str, fault: Fault, cached_tokens: int = 0) -> Delta:
+    return Delta(job=id, finish="error", cached_tokens=cached_tokens, error=reason, fault=fault)

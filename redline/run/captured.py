@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from redline.ops.faults import is_device_error
 from redline.ops.step_rows import BEFORE, FACTS, KEEP, MOST_PAGES, MOST_POSITIONS, MOST_ROWS, NEW, RAN, TOKENS
 from redline.run.decode import Board, DecodeStep, Draw, Shape
 from redline.run.draws import signed
@@ -132,6 +133,8 @@ class CapturedSteps:
         try:
             forward, *settle = self._recorder.record(step.forward, *settles)
         except Exception as error:
+            if is_device_error(error):  # nothing that follows would work
+                raise
             _log.warning("decode steps of %s, %s, cannot be recorded: %s", shape, [draw.name for draw in draws], error)
             return None
         step.forget()

@@ -112,6 +112,7 @@ class DecodeStep:
         token_T, finite_T = best(logits_TV)
         if draw != Draw.LIKELIEST:
             token_T = self._drawn(logits_TV, token_T, narrowed=draw == Draw.NARROWED)
+            finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
         settle_rows(token_T, finite_T, self._plan_BC, board.standing, board.results)
 
     def _drawn(self, logits_TV: Tensor, likeliest_T: Tensor, *, narrowed: bool) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2
+from redline.ops.faults import is_device_error
 from redline.ops.transformer import Predicted
 from redline.run.captured import CapturedSteps, not_finite
 from redline.run.decode import Board
@@ -33,7 +34,7 @@ from redline.run.sample import draw_each, is_greedy, logprobs_of, uniform
 from redline.run.slots import Proposal, Slots, Span
 from redline.run.verify import Verified, is_chosen_alone, verify, verify_chosen
 from redline.wire.job import Sampling
-from redline.wire.step import RowResult, Step, StepResult, TokenLogprobs
+from redline.wire.step import Begin, RowResult, Step, StepResult, TokenLogprobs
 
 SCORED_ROWS = 128  # prompt positions whose logits are there at once: 84 MB at Kimi's 163,840 tokens
 
@@ -97,7 +98,7 @@ class Runner:
         captured: bool | None = None,
     ) -> None:
         """drafts: of a row, at most. captured: whether decode steps are recorded, and a thread runs all; None: on a
-        GPU."""
+        GPU. Raises what the recording raised."""
         self.model = model
         self.drafter = drafter
         self.kv = KvPool(model, layout, drafter)
@@ -112,10 +113,11 @@ class Runner:
         self._steps: queue.SimpleQueue[tuple[Step, Future[Landing]] | None] = queue.SimpleQueue()
         self._queued: deque[Queued] = deque()
         self._thread: threading.Thread | None = None
+        self._recorded: Future[None] = Future()
         if self._captured is not None:
             self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
             self._thread.start()
-            self.launch(Step(number=0)).wait()  # behind the recording, which is the thread's first work
+            self._recorded.result()
 
     @property
     def overlaps(self) -> bool:
@@ -147,11 +149,16 @@ class Runner:
         slot.length, slot.proposal, slot.told = length, Proposal(list(drafts)), False
 
     def _serve(self) -> None:
-        """Until `close`."""
+        """Until `close`; or until the recording has failed, which is the thread's first work."""
         captured = self._captured
         assert captured is not None, "a thread runs steps where they are recorded"
         with torch.inference_mode():
-            captured.record()
+            try:
+                captured.record()
+            except BaseException as error:
+                self._recorded.set_exception(error)
+                return
+            self._recorded.set_result(None)
             while (work := self._steps.get()) is not None:
                 step, future = work
                 try:
@@ -183,11 +190,22 @@ class Runner:
         return flight.result
 
     def run(self, step: Step) -> StepResult:
-        """The step, now, in this thread. Rows of a slot that has an error get it, and do not run."""
+        """The step, now, in this thread. Rows of a slot that has an error get it, and do not run; nor do those of the
+        next step, which may be launched already."""
+        for begin in step.begins:
+            self.slots.empty(begin.slot)
+        try:
+            return self._run(step)
+        except Exception:
+            for row in step.rows:
+                self.slots.at[row.slot].error = "the step before failed"
+            raise
+
+    def _run(self, step: Step) -> StepResult:
         if self._captured is not None:
             self._captured.catch_up()
         for begin in step.begins:
-            self.slots.begin(begin)
+            self._begin(begin)
         results: list[RowResult] = []
         spans: list[Span] = []
         places: list[int] = []
@@ -203,6 +221,14 @@ class Runner:
             for place, result in zip(places, self._compute(spans), strict=True):
                 results[place] = result
         return StepResult(number=step.number, rows=tuple(results))
+
+    def _begin(self, begin: Begin) -> None:
+        try:
+            self.slots.begin(begin)
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # this job's alone
 
     def _compute(self, spans: Sequence[Span]) -> list[RowResult]:
         asked: list[int] = []  # tokens of the step: all of a decode row, the last of a prompt, where the row samples
@@ -239,16 +265,16 @@ class Runner:
 
     def _verify(self, spans: Sequence[Span], out: Predicted) -> list[RowResult]:
         """What each row gives; asked for were all of a decode row's positions, and one of any other row."""
-        likeliest = out.likeliest
-        all_finite = -1 not in likeliest
         chosen = self._chosen(spans, out)
+        tokens = range(self.model.config.vocab_size)
+        all_finite = -1 not in chosen
         results: list[RowResult] = []
         end = 0
         for span in spans:
             proposed = len(span.drafts.tokens)
             first, end = end, end + 1 + proposed
             slot, position = self.slots.at[span.slot], span.end - proposed
-            sound = end - first if all_finite else [*likeliest[first:end], -1].index(-1)
+            sound = end - first if all_finite else [*chosen[first:end], -1].index(-1)
             if not sound:
                 results.append(RowResult(error=not_finite(position - 1)))
                 continue
@@ -259,8 +285,13 @@ class Runner:
                     given = verify_chosen(chosen[first : first + sound], drafts.tokens)
                 else:
                     given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
-            except Exception as error:  # this row's alone
-                results.append(RowResult(error=f"the next token could not be chosen: {error}"))
+            except Exception as error:
+                if is_device_error(error):
+                    raise
+                results.append(RowResult(error=f"the next token could not be chosen: {error}"))  # this row's alone
+                continue
+            if not given.tokens or not all(token in tokens for token in given.tokens):
+                results.append(RowResult(error=f"no token can be chosen for position {position}: {_NOT_A_CHOICE}"))
                 continue
             self.slots.append(span.slot, given.tokens, position)
             asked = slot.sampling.logprobs
@@ -283,7 +314,8 @@ class Runner:
         return results
 
     def _chosen(self, spans: Sequence[Span], out: Predicted) -> list[int]:
-        """The token of each row of logits that `is_chosen_alone`; all draws in one call. Of the others it is any."""
+        """The token of each row of logits that `is_chosen_alone`; all draws in one call. Of the others it is any. -1
+        where the logits are not finite, or give nothing to draw."""
         rows: list[int] = []
         asked: list[Sampling] = []
         us: list[float] = []
@@ -306,7 +338,8 @@ class Runner:
         for row, token in zip(
             rows, draw_each(logits_RV if len(rows) == len(chosen) else logits_RV[rows], asked, us), strict=True
         ):
-            chosen[row] = token
+            if chosen[row] >= 0:
+                chosen[row] = token
         return chosen
 
     def _verify_drawn(self, number: int, drafts: Proposal, logits_NV: Tensor, position: int) -> Verified:
@@ -340,3 +373,4 @@ class Runner:
 
 
 _NOTHING = RowResult()
+_NOT_A_CHOICE = "what was asked for leaves no finite logit"

@@ -65,12 +65,16 @@ def is_narrowed(sampling: Sampling) -> bool:
 
 
 def sample(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor, position: int) -> int:
-    """The token for `position`. prompt, generated: the tokens so far, int64, for the penalties."""
+    """The token for `position`; -1 where what is asked for leaves no finite number to choose by, as a penalty may.
+
+    prompt, generated: the tokens so far, int64, for the penalties.
+    """
     if is_plain_greedy(sampling, generated.shape[0]):
         return int(logits_V.argmax())
     logits_V = adjusted(logits_V, sampling, prompt, generated)
     if is_greedy(sampling):
-        return int(logits_V.argmax())
+        best = int(logits_V.argmax())
+        return best if logits_V[best].isfinite() else -1
     return draw_each(logits_V[None], [sampling], [uniform(sampling.seed, position)])[0]
 
 
@@ -94,7 +98,7 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
 
 def draw_each(logits_RV: Tensor, asked: Sequence[Sampling], us: Sequence[float]) -> list[int]:
     """Of each row, none of them greedy: the first token at which the cumulative probability of those that `asked` keeps
-    passes u of its total."""
+    passes u of its total; -1 where nothing can be drawn."""
     odds = [(one.temperature, one.top_p, one.min_p, one.top_k, u) for one, u in zip(asked, us, strict=True)]
     odds_R5 = torch.tensor(odds, dtype=torch.float64, device=logits_RV.device)
     return draw(logits_RV, odds_R5, any(map(is_narrowed, asked))).tolist()

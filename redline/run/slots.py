@@ -74,7 +74,7 @@ class Slot:
     proposal: Proposal = NOTHING
     suffix: Suffix | None = None
     behind: bool = False  # the drafter's row of the next position is to come, with the feature that its last page keeps
-    error: str | None = None  # its job has ids that are no tokens: its rows must not run
+    error: str | None = None  # why its job cannot go on: its rows must not run
     told: bool = False  # the device's account of length and limit holds, and is ahead of this one (captured.py)
 
 
@@ -99,9 +99,15 @@ class Slots:
         """Of `tokens`, on a CPU: writing there costs a tenth of an op."""
         return self.tokens.numpy().data if self.tokens.is_cpu else None
 
+    def empty(self, number: int) -> None:
+        """Nobody's until a job has begun in it: rows launched for one that could not begin must find nothing of the job
+        before it, whose pages may be others' by now."""
+        self.at[number] = Slot(error="the job could not begin")
+
     def begin(self, begin: Begin) -> None:
         number, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
-        slot = self.at[number] = Slot(begin.prompt, len(begin.tokens), begin.limit, sampling=begin.sampling)
+        self.empty(number)
+        slot = Slot(begin.prompt, len(begin.tokens), begin.limit, sampling=begin.sampling)
         slot.behind = begin.drafting and bool(begin.pages)
         if least >= 0 and most < self._vocabulary:
             self.tokens[number, : slot.length] = torch.tensor(begin.tokens, device=self.tokens.device)
@@ -112,6 +118,8 @@ class Slots:
             wrong = least if least < 0 else most
             slot.error = f"token ids go from 0 to {self._vocabulary - 1}; the prompt has {wrong}"
         self.add_pages(number, begin.pages)
+        slot.pages = len(begin.pages)
+        self.at[number] = slot
 
     def add_pages(self, slot: int, pages: Sequence[int]) -> None:
         if pages:

@@ -8,6 +8,7 @@ drawn from a distribution are accepted together, and at least as many as one by 
 d drafts, N = d + 1 rows of logits (row i follows the first i drafts), V vocabulary. Logits float32.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,8 @@ _HUGE = 1e30  # a logit that any temperature leaves finite
 
 
 class Verified(NamedTuple):
-    """`tokens`: the accepted drafts and one token more."""
+    """`tokens`: the accepted drafts and one token more. They end before a token for which there is no finite number to
+    choose by; so there may be none."""
 
     tokens: list[int]
     accepted: int
@@ -102,10 +104,13 @@ def _own_draws(
     """seen: what the answer has before each of the N rows."""
     tokens: list[int] = []
     for i, generated in enumerate(seen):
-        tokens.append(sample(logits_NV[i], sampling, prompt, generated, position + i))
-        if i == len(drafts) or tokens[i] != drafts[i]:
+        token = sample(logits_NV[i], sampling, prompt, generated, position + i)
+        if token < 0:
             break
-    return Verified(tokens, len(tokens) - 1)
+        tokens.append(token)
+        if i == len(drafts) or token != drafts[i]:
+            break
+    return Verified(tokens, max(0, len(tokens) - 1))
 
 
 def _probabilities(logits_NV: Tensor, sampling: Sampling, prompt: Tensor, seen: Sequence[Tensor]) -> Tensor:
@@ -126,9 +131,13 @@ def _probabilities(logits_NV: Tensor, sampling: Sampling, prompt: Tensor, seen: 
 
 def _block(p_NV: Tensor, drafts: Sequence[int], q_dV: Tensor, seed: int, position: int) -> Verified:
     """Algorithm 2 of the paper; `reached[i]` is its p_i: how much of a prefix of i drafts may be accepted."""
-    count = len(drafts)
-    p_dV = p_NV[:count]
-    index_d1 = torch.tensor(drafts, device=p_NV.device)[:, None]
+    # A row of which nothing can be drawn is NaN from end to end.
+    sound = [*map(math.isnan, p_NV[:, 0].tolist()), True].index(True)
+    if not sound:
+        return Verified([], 0)
+    count = min(len(drafts), sound - 1)  # where the numbers end, so do the drafts
+    drafts, q_dV, p_dV = drafts[:count], q_dV[:count], p_NV[:count]
+    index_d1 = torch.tensor(drafts, dtype=torch.int64, device=p_NV.device)[:, None]
     reached = [1.0]
     for [p], [q] in zip(p_dV.gather(1, index_d1).tolist(), q_dV.gather(1, index_d1).tolist(), strict=True):
         reached.append(min(reached[-1] * p / q, 1.0) if q > 0 else 0.0)

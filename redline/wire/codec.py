@@ -4,10 +4,10 @@ import msgspec
 
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job
-from redline.wire.news import Failed, Load, Ready, Stop
+from redline.wire.news import Beat, Failed, Load, Ready, Stop
 from redline.wire.step import Step
 
-Wire = Job | Abort | Step | Delta | Ready | Failed | Load | Stop
+Wire = Job | Abort | Step | Delta | Ready | Failed | Beat | Load | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder[Wire](Wire)

@@ -18,6 +18,12 @@ class Failed(Message, frozen=True):
     reason: str
 
 
+class Beat(Message, frozen=True):
+    """The worker's process runs: said every second once the model is loaded, whether jobs run or not."""
+
+    turn_s: float = 0.0  # how long the loop has been in one step; 0 where it waits for jobs
+
+
 class Load(Message, frozen=True):
     """Counters since the start, and gauges now."""
 

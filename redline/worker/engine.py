@@ -32,7 +32,8 @@ from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
 from redline.worker.config import SUFFIX, EngineConfig
-from redline.worker.loop import lead
+from redline.worker.loop import lead, one_line
+from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
@@ -60,6 +61,7 @@ class Engine:
         self.layout = layout
         self.fingerprint = fingerprint
         self.drafter = drafter
+        self.step_tokens = config.step_tokens or STEP_TOKENS[model.device.type]
         self.trace = Trace(Path(config.draft_trace)) if config.draft_trace else None
         speculates = drafter is not None or config.draft == SUFFIX
         suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
@@ -68,7 +70,7 @@ class Engine:
         self.planner = Planner(
             layout.pages,
             PlanConfig(
-                step_tokens=config.step_tokens or STEP_TOKENS[model.device.type],
+                step_tokens=self.step_tokens,
                 max_running=config.max_running,
                 ahead=int(self.runner.overlaps),
                 draft_tokens=drafts,
@@ -147,11 +149,11 @@ class Engine:
             summary=summary,
         )
 
-    def serve(self, inbox: Inbox, outbox: Outbox) -> None:
-        """The loop, in this thread, until a Stop comes."""
+    def serve(self, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None) -> None:
+        """The loop, in this thread, until a Stop comes. Raises WorkerLost where no further step should be tried."""
         try:
             with torch.inference_mode():
-                lead(self.planner, self.runner, inbox, outbox, self.trace)
+                lead(self.planner, self.runner, inbox, outbox, self.trace, pulse)
         finally:
             self.runner.close()
             if self.trace is not None:
@@ -168,9 +170,19 @@ class LocalEngine:
         self.fingerprint = engine.fingerprint
         self._inbox = MemoryChannel()
         self._outbox = MemoryChannel()
-        self._loop = threading.Thread(target=engine.serve, args=(self._inbox, self._outbox), name="loop", daemon=True)
+        self._lost = "the engine is closed"  # why the loop has ended, once it has
+        self._loop = threading.Thread(target=self._serve, name="loop", daemon=True)
         self._loop.start()
         self._generating = threading.Lock()
+
+    def _serve(self) -> None:
+        try:
+            self.engine.serve(self._inbox, self._outbox)
+        except WorkerLost as error:
+            self._lost = str(error)
+        except Exception as error:
+            self._lost = f"the engine's loop has ended: {one_line(error)}"
+            raise
 
     def generate(
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
@@ -195,7 +207,7 @@ class LocalEngine:
             while not new:
                 messages = self._outbox.drain(wait=True, timeout=5.0)
                 if not messages and not self._loop.is_alive():
-                    raise WorkerLost("the engine's loop has ended")
+                    raise WorkerLost(self._lost)
                 new = [message for message in messages if isinstance(message, Delta) and message.job in deltas]
             for delta in new:
                 deltas[delta.job].append(delta)

@@ -10,18 +10,27 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 
 import msgspec
+import torch
+import zmq
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from redline.errors import RedlineError
 from redline.ops import native
 from redline.wire.channel import SocketInbox, SocketOutbox
-from redline.wire.news import Failed
+from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
 from redline.worker.engine import Engine
+from redline.worker.loop import one_line
+from redline.worker.pulse import Heart, Pulse
+
+FLUSH_S = 1.0  # for the last words to leave a process that hangs
+
+_log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -32,22 +41,44 @@ def main() -> int:
     )
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
-    outbox = SocketOutbox(config.outbox)
-    try:
-        with _progress() as progress:
-            engine = Engine.load(config.weights, config.engine, progress=progress)
-    except RedlineError as error:
-        outbox.put(Failed(reason=str(error)))
-        outbox.close()
-        return 1
-    except MemoryError as error:
-        outbox.put(Failed(reason=f"out of memory while loading: {error}; `redline doctor` prints what fits"))
-        outbox.close()
-        return 1
-    with SocketInbox(config.inbox) as inbox, outbox:
-        outbox.put(engine.ready)
-        engine.serve(inbox, outbox)
-    return 0
+    with SocketOutbox(config.outbox) as outbox:
+        try:
+            _work(config, outbox)
+        except Exception as error:  # the last place: it becomes one line, and the end
+            _log.info("the worker ends", exc_info=error)
+            outbox.put(Failed(reason=_reason(error)))
+        else:
+            return 0
+    zmq.Context.instance().term()  # once the last message has left
+    os._exit(1)  # what is left of a device that has failed may end a process in its own way, or not at all
+
+
+def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
+    with _progress() as progress:
+        engine = Engine.load(config.weights, config.engine, progress=progress)
+    pulse = Pulse()
+    with SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as beats:
+
+        def hung(reason: str) -> None:
+            beats.put(Failed(reason=reason))
+            time.sleep(FLUSH_S)
+            os._exit(1)  # nothing else ends a thread that is inside a kernel
+
+        with Heart(pulse, beats, engine.step_tokens, hung):
+            outbox.put(Beat())
+            outbox.put(engine.ready)
+            engine.serve(inbox, outbox, pulse)
+
+
+def _reason(error: Exception) -> str:
+    """One line for the operator."""
+    match error:
+        case RedlineError():
+            return str(error)
+        case MemoryError() | torch.OutOfMemoryError():
+            return f"out of memory: {one_line(error)}; `redline doctor` prints what fits"
+        case _:
+            return f"the worker met an error that nobody foresaw: {one_line(error)}; REDLINE_LOG=INFO shows where"
 
 
 def _leave_with_parent() -> None:

@@ -175,6 +175,24 @@ def test_one_answer_is_replayed_behind_its_prompt(captured: Open, kind: str):
     assert engine.runner.led == {"prompt": 1}
 
 
+def test_a_recording_that_fails_ends_the_start_and_is_not_waited_for(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("redline.run.graph.Recorder.record", broken)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        captured()
+
+
+def test_whatever_breaks_the_thread_that_records_is_raised(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise MemoryError("no room for a plan")
+
+    monkeypatch.setattr("redline.run.captured.CapturedSteps._plan", broken)
+    with pytest.raises(MemoryError, match="no room for a plan"):
+        captured()
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 16])
 def test_rows_beside_rows_that_only_fill_a_shape_up(captured: Open, count: int):
     kinds = list(KINDS.values())
@@ -318,6 +336,33 @@ def test_a_logit_that_is_not_finite_ends_its_own_job_only(captured: Open, monkey
     assert len(answers["1"].tokens) < 20
     assert answers["0"] == expected["0"]
     assert answers["2"] == expected["2"]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=repr)
+def test_a_replayed_row_of_which_nothing_can_be_drawn_ends_its_own_job_only(
+    captured: Open, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Every logit is finite, but over so low a temperature none is: without a check token V went into the slot."""
+    model, whole, steps = tiny_model(), tiny_model().logits, 0
+    cold = {"temperature": 2e-5, "seed": 3, **options}
+    jobs = [job("0", prompt(seed=0, length=20), max_tokens=20, **GREEDY)]
+    jobs.append(job("1", prompt(seed=1, length=21), max_tokens=20, logprobs=None, **cold))
+
+    def huge(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal steps
+        steps += hidden.shape[0] == 2
+        return whole(hidden) * (1e34 if steps > 5 else 1)
+
+    engine = captured()
+    before = engine.runner.replays
+    monkeypatch.setattr(model, "logits", huge)
+    answers = answers_of(engine, jobs)
+    monkeypatch.undo()
+    assert engine.runner.replays > before + 10
+    assert (answers["1"].finish, len(answers["1"].tokens) < 20) == ("error", True)
+    assert "not finite" in answers["1"].error
+    assert all(token < VOCABULARY for token in answers["1"].tokens)
+    assert answers["0"] == alone(jobs[0])
 
 
 def test_rows_drawn_together_are_those_that_are_drawn_alone():

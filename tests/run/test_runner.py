@@ -1,13 +1,17 @@
 """What a step gives for each of its rows."""
 
+import functools
 import threading
 from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from redline.run.runner import Runner
 from redline.run.sample import logprobs_of
+from redline.run.slots import Slots
 from redline.wire.job import Job, JobId, PageId, Sampling
 from redline.wire.step import Begin, Row, RowResult, Step, StepResult
 from tests.tiny_model import VOCABULARY, job, open_engine, prompt, run, run_alone, tiny_model
@@ -60,6 +64,104 @@ def test_a_prompt_with_an_id_that_is_no_token_ends_its_own_job_only(wrong: int):
     assert answers["bad"].error == f"token ids go from 0 to {VOCABULARY - 1}; the prompt has {wrong}"
     assert again["later"].tokens == answers["before"].tokens
     assert [answers[each.id] for each in good] == [run_alone(model, each) for each in good]
+
+
+@pytest.mark.parametrize("broken", ["begin", "step"])
+def test_a_slot_whose_job_could_not_begin_is_not_run_by_the_step_that_is_launched_already(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+):
+    """What the slot has of the job before it names pages that belong to the cache, or to others, by now."""
+    engine = open_engine(tiny_model())
+    runner = engine.runner
+    beginning = Slots.add_pages
+
+    def fragile(self: Slots, slot: int, pages: Sequence[int]) -> None:
+        if 9 in pages:
+            raise MemoryError("no room for a table")
+        beginning(self, slot, pages)
+
+    try:
+        step(runner, Row(slot=0, start=0, count=20, new_pages=(PageId(3),)))
+        kept = runner.kv.planes.view(torch.int16).clone()
+        if broken == "begin":
+            monkeypatch.setattr(Slots, "add_pages", fragile)
+        sampling = Sampling(max_tokens=4)
+        begin = Begin(slot=0, tokens=PROMPT[:70], prompt=70, pages=(PageId(9),), sampling=sampling, limit=74)
+        rows = (Row(slot=0, start=64, count=6),)
+        if broken == "step":
+            monkeypatch.setattr(runner, "_begin", lambda _: 1 / 0)
+        queued = [
+            runner.launch(Step(number=2, begins=(begin,), rows=rows)),
+            runner.launch(Step(number=3, rows=(Row(slot=0, start=None, count=1),))),
+        ]
+        if broken == "step":
+            with pytest.raises(ZeroDivisionError):
+                queued[0].wait()
+        else:
+            assert queued[0].wait().rows[0].error == "the job could not begin: no room for a table"
+        assert queued[1].wait().rows[0].error is not None
+        assert torch.equal(runner.kv.planes.view(torch.int16), kept), "the job before it had these pages"
+    finally:
+        runner.close()
+
+
+def test_one_job_that_cannot_begin_leaves_the_others_of_its_step_alone(monkeypatch: pytest.MonkeyPatch):
+    beginning = Slots.begin
+
+    def fragile(self: Slots, begin: Begin) -> None:
+        if len(begin.tokens) == 51:
+            raise MemoryError("no room for a table")
+        beginning(self, begin)
+
+    monkeypatch.setattr(Slots, "begin", fragile)
+    good = [job("before", PROMPT[:50]), job("after", PROMPT[:70])]
+    engine = open_engine(tiny_model())
+    try:
+        answers = run(engine, [good[0], job("bad", PROMPT[:51]), good[1]])
+    finally:
+        engine.runner.close()
+    assert answers["bad"].error == "the job could not begin: no room for a table"
+    assert [answers[each.id] for each in good] == [run_alone(tiny_model(), each) for each in good]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize(
+    "wild",
+    [
+        {"temperature": 1.0},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 3, "seeded": True, "top_k": 40},
+        {},
+    ],
+    ids=repr,
+)
+def test_a_penalty_that_overflows_every_logit_is_its_own_jobs_error_and_no_token(
+    wild: dict[str, Any], captured: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """It would be token V, which the next step looks up behind the embedding's end."""
+    written: list[int] = []
+    write = Slots._write
+
+    def watched(self: Slots, number: int, tokens: Sequence[int], position: int) -> None:
+        written.extend(tokens)
+        write(self, number, tokens, position)
+
+    monkeypatch.setattr(Slots, "_write", watched)
+    monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=captured))
+    jobs = [
+        job("bad", PROMPT, max_tokens=20, logprobs=None, repetition_penalty=1e-40, **wild),
+        job("good", PROMPT[:70], logprobs=None),
+    ]
+    engine = open_engine(tiny_model())
+    try:
+        answers = run(engine, jobs)
+    finally:
+        engine.runner.close()
+    assert answers["bad"].finish == "error"
+    assert "leaves no finite logit" in answers["bad"].error
+    assert written
+    assert all(0 <= token < VOCABULARY for token in (*written, *answers["bad"].tokens))
+    assert answers["good"] == run_alone(tiny_model(), jobs[1])
 
 
 def test_rows_launched_before_the_error_was_read_touch_no_page():

@@ -154,6 +154,16 @@ def test_a_low_temperature_overflows_nothing():
         assert sample(logits, asked(seed=seed, temperature=COLDEST), NOTHING, NOTHING, 1) == 2
 
 
+@pytest.mark.parametrize("factor", [1e-40, 1e40])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_gives_no_token(factor: float, temperature: float):
+    """1e-40 makes an infinite logit of a positive one, 1e40 of a negative one: the latter bans it, as it should."""
+    logits, seen = torch.tensor([1.0, -2.0, 3.0, 0.0]), torch.tensor([0, 1])
+    sampling = asked(repetition_penalty=factor, temperature=temperature)
+    token = sample(logits, sampling, seen, seen[:0], 7)
+    assert token == -1 if factor < 1 else token in (0, 2, 3)
+
+
 def test_plain_greedy_means_that_the_raw_logits_decide():
     assert is_plain_greedy(asked(temperature=0.0), 0)
     assert is_plain_greedy(asked(temperature=0.0, min_tokens=3), 3)

@@ -274,6 +274,27 @@ def test_the_answer_is_the_one_without_a_drafter_whatever_was_drafted(options: d
     assert longest == K
 
 
+@pytest.mark.parametrize("certain", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("first", range(K + 1))
+def test_tokens_end_where_there_is_no_finite_number_to_choose_by(first: int, temperature: float, certain: bool):
+    """From row `first` on: there are none where it is row 0. What comes before is as if the row had so many drafts."""
+    before = tuple(PROMPT.tolist())
+    for seed in range(60):
+        sampling = asked(temperature=temperature, seed=seed, presence_penalty=0.1)
+        drafts = drafted(before, asked(seed=seed), 2)
+        rows = model_rows(before, drafts).clone()
+        q_dV = None if certain else drafter_rows(before, drafts, 1.0)
+        rows[first:, 0] = torch.inf
+        given = verify(rows, drafts, q_dV, sampling, PROMPT, NOTHING, 2)
+        assert len(given.tokens) <= first
+        assert all(0 <= token < V for token in given.tokens)
+        assert given.accepted == max(0, len(given.tokens) - 1)
+        if first > 1:
+            q_dV = None if q_dV is None else q_dV[: first - 1]
+            assert verify(rows[:first], drafts[: first - 1], q_dV, sampling, PROMPT, NOTHING, 2) == given
+
+
 def test_greedy_drafts_hold_up_to_the_first_that_differs():
     assert verify_chosen([4, 7, 7, 1], [4, 7, 7]) == Verified([4, 7, 7, 1], 3)
     assert verify_chosen([4, 7, 7, 1], [4, 8, 7]) == Verified([4, 7], 1)

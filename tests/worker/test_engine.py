@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from redline.chat.hashing import make_job
-from redline.errors import CheckpointError, ConfigError
+from redline.errors import CheckpointError, ConfigError, WorkerLost
 from redline.model.k2 import Inputs
 from redline.model.write import random_checkpoint
 from redline.ops.transformer import Predicted, predicted
@@ -121,7 +121,7 @@ def test_a_job_that_can_never_run_ends_with_the_reason(engine: LocalEngine, leng
     good = job(engine, "good", prompt(1, 20))
     bad = job(engine, "bad", prompt(1, length), max_tokens=max_tokens)
     deltas = engine.generate([bad, good])
-    assert deltas[bad.id] == [Delta(job=bad.id, finish="error", error=reason)]
+    assert deltas[bad.id] == [Delta(job=bad.id, finish="error", error=reason, fault="refused")]
     assert len(answer(deltas[good.id])) == 8
 
 
@@ -172,6 +172,23 @@ def test_a_step_that_fails_ends_its_jobs_and_the_next_ones_run(engine: LocalEngi
     assert deltas[-1].finish == "error"
     assert "the step failed: out of luck" in (deltas[-1].error or "")
     assert len(answer(engine.generate([job(engine, "good", prompt(1, 9))])[JobId("good")])) == 8
+
+
+def test_a_device_error_while_a_row_is_chosen_ends_the_engine_and_says_why(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is met in one row, but no other row will fare better."""
+
+    def broken(*_: object) -> torch.Tensor:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    with Engine.open(folder, CONFIG) as opened:
+        monkeypatch.setattr("redline.run.verify.sample", broken)
+        asked = job(opened, "asked", prompt(1, 9), presence_penalty=0.5)
+        (delta,) = opened.generate([asked])[asked.id]
+        assert (delta.finish, delta.fault) == ("error", "lost")
+        with pytest.raises(WorkerLost, match="an illegal memory access was encountered"):
+            opened.generate([job(opened, "later", prompt(1, 9))])
 
 
 def test_prompt_logprobs_are_complete_although_the_prompt_came_in_chunks(engine: LocalEngine):

@@ -4,14 +4,16 @@ import itertools
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from redline.errors import MessageTooLarge
+from redline.errors import MessageTooLarge, WorkerLost
+from redline.ops.cuda.driver import CudaError
 from redline.plan.planner import PlanConfig, Planner
 from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire
@@ -220,6 +222,112 @@ def test_a_failed_launch_is_settled_in_its_turn():
     assert [len(delta.tokens) for delta in deltas] == [1]
     _last, deltas = turn(planner, runner, second)
     assert [delta.finish for delta in deltas] == ["error"]
+
+
+class Failing(FakeRunner):
+    """Steps with these numbers fail."""
+
+    def __init__(self, config: PlanConfig, steps: Container[int], error: Exception) -> None:
+        super().__init__(32, config)
+        self._failing = steps
+        self._error = error
+
+    def launch(self, step: Step) -> FakePending:
+        pending = super().launch(step)
+        if step.number not in self._failing:
+            return pending
+        error = self._error
+
+        class Pending(FakePending):
+            def wait(self) -> StepResult:
+                raise error
+
+        return Pending(pending.result)
+
+
+def ends(jobs: int, failing: Container[int], error: Exception) -> tuple[str, list[Delta]]:
+    """Why a loop ends by itself that runs one job at a time, and what it has told."""
+    config = replace(CONFIG, max_running=1)
+    inbox, outbox = MemoryChannel(), MemoryChannel()
+    for n in range(jobs):
+        inbox.put(make_job(f"{n}", PROMPT, max_tokens=1, seed=n))
+    planner = Planner(32, config, MAX_MODEL_LEN, hash_page)
+    with pytest.raises(WorkerLost) as caught:
+        lead(planner, Failing(config, failing, error), inbox, outbox)
+    return str(caught.value), [message for message in outbox.drain(wait=False) if isinstance(message, Delta)]
+
+
+def test_three_failed_steps_in_a_row_end_the_worker_which_tells_every_job():
+    why, deltas = ends(6, range(3, 100), RuntimeError("out of luck\nat line 3"))
+    assert why == "3 steps in a row failed, the last one so: RuntimeError: out of luck"
+    assert {delta.job: delta.fault for delta in deltas} == {
+        **dict.fromkeys("01"), **dict.fromkeys("23", "failed"), **dict.fromkeys("45", "lost")
+    }  # fmt: skip
+    assert all(delta.error == why for delta in deltas[-2:])
+
+
+def test_two_failed_steps_and_one_that_runs_are_no_end():
+    failing = [step for step in range(40) if step % 3]
+    with worker(Failing(replace(CONFIG, max_running=4), failing, RuntimeError("out of luck"))) as it:
+        for n in range(12):
+            it.inbox.put(make_job(f"{n}", PROMPT, max_tokens=1, seed=n))
+            it.deltas(f"{n}")
+        job = make_job("last", PROMPT, max_tokens=1)
+        it.inbox.put(job)
+        assert it.deltas("last")[-1].finish in ("length", "error")
+        assert sum(it.deltas(f"{n}")[-1].finish == "length" for n in range(12)) == 4
+
+
+def caused() -> RuntimeError:
+    error = RuntimeError("a row could not be drawn")
+    error.__cause__ = CudaError("CUDA driver error 719: unspecified launch failure")
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        CudaError("CUDA driver error 700: an illegal memory access was encountered"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        caused(),
+    ],
+    ids=repr,
+)
+def test_one_device_error_ends_the_worker(error: Exception):
+    why, deltas = ends(3, [2], error)
+    assert why.startswith("the device gave an error: ")
+    assert "\n" not in why
+    assert [(delta.job, delta.fault) for delta in deltas] == [("0", None), ("1", "lost"), ("2", "lost")]
+
+
+def test_too_little_memory_is_a_failed_step_and_no_device_error():
+    why, deltas = ends(4, range(2, 100), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    assert why.startswith("3 steps in a row failed")
+    assert [delta.fault for delta in deltas] == [None, "failed", "failed", "lost"]
+
+
+def test_jobs_that_a_failed_launch_never_began_get_no_rows_in_the_next_step():
+    """The device would find another job's slot."""
+
+    class Fragile(FakeRunner):
+        def launch(self, step: Step) -> FakePending:
+            assert all(row.slot in self.slots or row.slot in {begin.slot for begin in step.begins} for row in step.rows)
+            if step.number == 1:
+                self.steps = 1
+                raise RuntimeError("no")
+            return super().launch(step)
+
+    planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+    planner.submit(make_job("a", PROMPT, max_tokens=3))
+    runner = Fragile(32, CONFIG)
+    last, deltas = None, []
+    for _ in range(3):
+        last, told = turn(planner, runner, last)
+        deltas += told
+    assert [(delta.finish, delta.error) for delta in deltas] == [("error", "the step could not be launched: no")]
+    assert planner.idle
 
 
 def test_a_steps_time_begins_when_the_one_before_has_ended(monkeypatch: pytest.MonkeyPatch):

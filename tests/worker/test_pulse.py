@@ -1,0 +1,87 @@
+"""A heart tells life from death: a process that runs from one that does not, a long step from one that never ends."""
+
+import threading
+
+import pytest
+
+from redline.plan.planner import PlanConfig, Planner
+from redline.wire.channel import MemoryChannel
+from redline.wire.news import Beat, Stop
+from redline.wire.step import Step, StepResult
+from redline.worker import pulse as module
+from redline.worker.loop import lead
+from redline.worker.pulse import BEAT_S, TURN_S, TURN_S_PER_TOKEN, Heart, Pulse
+from tests.fakes import FakePending, FakeRunner, hash_page, make_job
+
+
+def seconds(outbox: MemoryChannel) -> list[float]:
+    return [message.turn_s for message in outbox.drain(wait=False) if isinstance(message, Beat)]
+
+
+def test_a_beat_says_how_long_the_loop_has_been_in_one_turn():
+    pulse, outbox = Pulse(), MemoryChannel()
+    heart = Heart(pulse, outbox, 64, pytest.fail)
+    heart.beat()
+    pulse.waits, pulse.turns = False, 1
+    for _ in range(3):
+        heart.beat()
+    pulse.turns = 2
+    heart.beat()
+    assert seconds(outbox) == [0, 0, BEAT_S, 2 * BEAT_S, 0]
+
+
+def test_a_loop_that_waits_for_jobs_is_in_no_turn_however_long():
+    pulse, outbox = Pulse(), MemoryChannel()
+    heart = Heart(pulse, outbox, 64, pytest.fail)
+    for _ in range(24 * 3600):
+        heart.beat()
+    assert set(seconds(outbox)) == {0}
+
+
+@pytest.mark.parametrize("step_tokens", [1, 512, 2048])
+def test_a_step_that_never_ends_is_called_hung_and_a_long_one_is_not(step_tokens: int):
+    pulse, outbox = Pulse(), MemoryChannel()
+    said: list[str] = []
+    heart = Heart(pulse, outbox, step_tokens, said.append)
+    pulse.waits = False
+    for _ in range(int((TURN_S + TURN_S_PER_TOKEN * step_tokens) / BEAT_S)):
+        heart.beat()
+    assert not said
+    for _ in range(2):
+        heart.beat()
+    assert "a step has not ended in" in said[0]
+
+
+def test_a_heart_beats_while_the_loop_is_in_a_step_and_says_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "BEAT_S", 0.01)
+    started, done = threading.Event(), threading.Event()
+
+    class Slow(FakeRunner):
+        def launch(self, step: Step) -> FakePending:
+            pending = super().launch(step)
+
+            class Pending(FakePending):
+                def wait(self) -> StepResult:
+                    started.set()
+                    assert done.wait(10)
+                    return self.result
+
+            return Pending(pending.result)
+
+    config = PlanConfig(max_running=1)
+    pulse, inbox, beats = Pulse(), MemoryChannel(), MemoryChannel()
+    planner = Planner(8, config, 200, hash_page)
+    inbox.put(make_job("a", (1, 2, 3), max_tokens=1))
+    arguments = [planner, Slow(8, config), inbox, MemoryChannel(), None, pulse]
+    thread = threading.Thread(target=lead, args=arguments)
+    with Heart(pulse, beats, 64, pytest.fail):
+        thread.start()
+        assert started.wait(10)
+        told: list[float] = []
+        while max(told, default=0) < 0.05:
+            assert beats.drain(wait=True, timeout=10), "no beat while a step runs"
+            told += [message.turn_s for message in beats.drain(wait=True, timeout=10)]
+        done.set()
+        inbox.put(Stop())
+        thread.join(10)
+    assert not thread.is_alive()
