@@ -68,6 +68,9 @@ A model of Kimi K2's architecture with {millions:.1f} million parameters, traine
 everything has something real to run on. It is in the format of Kimi K2.5: nested configuration, routed experts in INT4
 (pack-quantized, groups of 32, bf16 scales), all else bf16. It speaks Kimi's chat template, thinking and instant.
 
+Its folder opens in transformers without code of its own: `tokenizer.json` and `chat_template.jinja` give Redline's ids.
+`preprocessor_config.json` is there because vLLM asks for it; the model reads no images.
+
 ## What it can do
 
 Arithmetic and word problems with worked thinking, tool calls, JSON by schema, short Python functions, a small lexicon

@@ -19,12 +19,20 @@ from torch import Tensor
 
 from nano.config import MEDIA_PLACEHOLDER
 from nano.model import Weights
+from nano.tokenizer import TOKENIZER_FILES
 from redline.model.checkpoint import Checkpoint, weights
 from redline.model.config import Int4Experts, K2Config, Unquantized
-from redline.model.write import SHARD_BYTES, int4_tensors, k25_config, stored_name, write_checkpoint
+from redline.model.write import (
+    SHARD_BYTES,
+    int4_tensors,
+    k25_config,
+    k25_preprocessor_config,
+    stored_name,
+    write_checkpoint,
+)
 from redline.ops.formats import quantize_int4
 
-TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json")
+SIDE_CONFIGS = ("generation_config.json", "preprocessor_config.json")
 
 # Where a checkpoint's weight stands in the stacks; gate and up are the halves of one.
 _ATTENTION = {
@@ -92,18 +100,20 @@ def export(folder: Path, masters: Weights, bias: Tensor, config: K2Config) -> No
                 yield name, value if value.ndim == 1 and weight.name.endswith("bias") else value.to(torch.bfloat16)
 
     write_checkpoint(folder, tensors(), k25_config(config, media_placeholder_token_id=MEDIA_PLACEHOLDER))
-    _write_generation_config(folder, config)
+    write_side_configs(folder, config)
 
 
-def _write_generation_config(folder: Path, config: K2Config) -> None:
-    """Greedy by default: that is how this model's quality is measured, and small models profit from it."""
-    values = {
+def write_side_configs(folder: Path, config: K2Config) -> None:
+    """SIDE_CONFIGS. Greedy by default: that is how this model's quality is measured, and small models profit from it.
+    Images it cannot read, but vLLM opens no file of this architecture without knowing how they would be cut."""
+    generation = {
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0],
         "pad_token_id": config.pad_token_id,
         "do_sample": False,
     }
-    (folder / "generation_config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    for name, values in zip(SIDE_CONFIGS, (generation, k25_preprocessor_config()), strict=True):
+        (folder / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def export_experts(folder: Path, masters: Weights) -> None:
@@ -134,7 +144,7 @@ def join_bf16(checkpoint: Path, experts: Path, out: Path) -> None:
             yield stored_name(weight.name), value.clone()
 
     write_checkpoint(out, tensors(), k25_config(config, media_placeholder_token_id=MEDIA_PLACEHOLDER))
-    for name in (*TOKENIZER_FILES, "generation_config.json"):
+    for name in (*TOKENIZER_FILES, *SIDE_CONFIGS):
         shutil.copyfile(checkpoint / name, out / name)
 
 

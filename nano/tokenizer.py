@@ -1,6 +1,7 @@
 """Trains Kimi-Nano's vocabulary: byte-pair encoding over the training mixture, in Kimi's own file format.
 
     python -m nano.tokenizer --out models/kimi-nano
+    python -m nano.tokenizer --out models/kimi-nano --keep      the vocabulary stays, the other files are written anew
 
 3,840 ranks (256 bytes and 3,584 merges) and 256 reserved ids laid out as Kimi K2's are. Digits never merge: a number
 is read digit by digit, which is what column arithmetic needs. The same seed gives the same files.
@@ -11,6 +12,7 @@ import base64
 import heapq
 import itertools
 import json
+import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
@@ -18,9 +20,13 @@ from pathlib import Path
 
 import regex
 
-from redline.chat.tokenizer import RESERVED, SPLIT
+from nano.tokenizer_json import tokenizer_json
+from redline.chat.tokenizer import RESERVED, SPLIT, Tokenizer
 
 RANKS = 3_840
+TEMPLATE = Path(__file__).with_name("chat_template.jinja")
+# What `write` leaves: Kimi's two files, and what readers need that run no code of a checkpoint's folder.
+TOKENIZER_FILES = ("tiktoken.model", "tokenizer_config.json", "tokenizer.json", "chat_template.jinja")
 SAMPLE_BYTES = 8_000_000
 
 # Offset within the reserved ids -> (name, declared special), as in Kimi K2's tokenizer_config.json; the others are
@@ -60,7 +66,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=2026)
     parser.add_argument("--bytes", type=int, default=SAMPLE_BYTES, help="size of the sample that it is trained on")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the vocabulary that is there; write what describes it"
+    )
     arguments = parser.parse_args()
+    if arguments.keep:
+        tokenizer = Tokenizer.open(arguments.out)
+        write(arguments.out, list(map(tokenizer.token_bytes, range(tokenizer.vocab_size - RESERVED))))
+        return
 
     # Only this command needs the generators: whoever imports `train` brings texts along.
     from nano.data import texts
@@ -148,7 +161,7 @@ def _join(word: list[int], pair: tuple[int, int], joined: int) -> list[int]:
 
 
 def write(folder: Path, ranks: list[bytes]) -> None:
-    """`tiktoken.model` and `tokenizer_config.json`, in the shape of Kimi K2's."""
+    """TOKENIZER_FILES; the first two in the shape of Kimi K2's, but for the class that reads the third."""
     first = len(ranks)
     added = {
         str(first + offset): {"content": name, **_FORM, "special": special}
@@ -163,13 +176,16 @@ def write(folder: Path, ranks: list[bytes]) -> None:
         "extra_special_tokens": {},
         "model_max_length": 65_536,
         "pad_token": "[PAD]",
-        "tokenizer_class": "TikTokenTokenizer",
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": "[UNK]",
     }
     folder.mkdir(parents=True, exist_ok=True)
     lines = [base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(ranks)]
     (folder / "tiktoken.model").write_bytes(b"".join(lines))
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    vocabulary = json.dumps(tokenizer_json(Tokenizer.open(folder)), ensure_ascii=False, separators=(",", ":"))
+    (folder / "tokenizer.json").write_text(vocabulary + "\n", encoding="utf-8")
+    shutil.copyfile(TEMPLATE, folder / "chat_template.jinja")
 
 
 def _up_to(texts: Iterable[str], size: int) -> Iterator[str]:

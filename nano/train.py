@@ -30,9 +30,10 @@ from nano.card import write_card, write_curve  # noqa: E402
 from nano.config import NANO  # noqa: E402
 from nano.data import ANSWER, DOCUMENTS_PER_ROW, LONG_ROW, PROMPT, ROW, Encoder, Pool, evaluation  # noqa: E402
 from nano.evaluate import ANSWER_TOKENS, Model, Unpacked, answers, held_out_loss, table, unpack  # noqa: E402
-from nano.export import TOKENIZER_FILES, export, export_experts  # noqa: E402
+from nano.export import export, export_experts  # noqa: E402
 from nano.model import Compiled, Weights, effective, entropy_of, forward, initial_weights, mean_loss  # noqa: E402
 from nano.optim import Optimizer, balance, schedule  # noqa: E402
+from nano.tokenizer import TOKENIZER_FILES  # noqa: E402
 from redline.chat.tokenizer import Tokenizer  # noqa: E402
 
 TOKENS_PER_STEP = 131_072

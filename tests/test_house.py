@@ -48,6 +48,7 @@ FLAGS = {
     "--replay --cap --equal-domains --choose --answers --windows --window-tokens --max-tokens --batch --seed --device",
     "draft eval": "--draft --prompts --corpus --domain --count --k --mode --rounds --temperature --top-p --max-tokens "
     "--batch --suffix --offline --seed --save --device",
+    "draft export": "--draft --out --latent",
     "draft run": "--out",
 }
 

@@ -31,5 +31,5 @@ def generation_of(folder: Path) -> Generation:
         if values.get("do_sample") is False:
             known["temperature"] = 0.0
         return msgspec.convert(known, Generation)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from None

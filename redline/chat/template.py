@@ -57,8 +57,11 @@ def style_of(folder: Path) -> Style:
         case "kimi_k25":
             return K2_7 if template and _KIMI not in template else K2_6
         case "kimi_k2" | "deepseek_v3":
-            quantization: dict[str, Any] = config.get("quantization_config") or {}
-            compressed = quantization.get("quant_method") == "compressed-tensors"
+            match config.get("quantization_config"):
+                case {"quant_method": "compressed-tensors"}:
+                    compressed = True
+                case _:
+                    compressed = False
             if "<think>" in template if template else compressed:
                 return K2_THINKING
             return replace(K2, system=_KIMI) if _KIMI in template else K2
@@ -182,7 +185,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         content: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected the model's config") from None
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected a JSON object ({error})") from None
     return content
 
@@ -191,6 +194,6 @@ def _template_text(folder: Path) -> str:
     """The words of the checkpoint's own chat template, in either of its two places; empty where there is none."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8", errors="replace")
     config = folder / "tokenizer_config.json"
     return str(_read_json(config).get("chat_template") or "") if config.is_file() else ""

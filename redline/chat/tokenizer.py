@@ -66,6 +66,8 @@ class Tokenizer:
         reserved = range(first, first + RESERVED)
         self._names = {token: names.get(token, f"<|reserved_token_{token}|>") for token in reserved}
         self.specials = {name: token for token, name in self._names.items()}
+        if len(self.specials) < RESERVED:
+            raise ConfigError("added_tokens_decoder names one control token twice")
         self._bytes = [*ranks, *(name.encode() for name in self._names.values())]
         self._encoding = tiktoken.Encoding(
             "kimi",
@@ -212,15 +214,22 @@ def _read_names(path: Path, first: int) -> tuple[dict[int, str], frozenset[int]]
     """The named control tokens of tokenizer_config.json, and which of them are declared `special: false`."""
     try:
         added: dict[str, dict[str, Any]] = json.loads(path.read_bytes())["added_tokens_decoder"]
-        names = {int(token): str(entry["content"]) for token, entry in added.items()}
+        names = {int(token): entry["content"] for token, entry in added.items()}
         kept = frozenset(int(token) for token, entry in added.items() if entry.get("special") is False)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected added_tokens_decoder") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: expected added_tokens_decoder, an object of id to {{content}}") from None
+    if len(names) < len(added):
+        raise CheckpointError(f"{path}: added_tokens_decoder has one id twice, spelled in two ways")
     for token, name in names.items():
+        if not _is_name(name):
+            raise CheckpointError(f"{path}: the content of id {token} is {ascii(name)[:80]}; expected a token's text")
         if not first <= token < first + RESERVED:
             raise CheckpointError(f"{path}: {name} has id {token}; expected one in [{first}, {first + RESERVED})")
-    if len(set(names.values())) != len(names):
-        raise CheckpointError(f"{path}: added_tokens_decoder names one control token twice")
     return names, kept
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it is a text with UTF-8, and not the empty one, which every place of a prompt would spell."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)

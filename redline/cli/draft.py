@@ -11,7 +11,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="""Drafters for speculative decoding, from the target's own hidden states.
 
-    synth -> capture -> train -> mine -> capture -> train -> eval; [bold]run[/bold] does all of it from a recipe.
+    synth -> capture -> train -> mine -> capture -> train -> eval; [bold]run[/bold] does all of it from a recipe,
+    [bold]export[/bold] writes a drafter for other engines.
 
     Every verb goes on where it was stopped, by the same command. The story is in docs/draft.md.""",
 )
@@ -278,6 +279,29 @@ def evaluate(
         "device": device,
     }
     raise typer.Exit(run(eval_config(values), _console(), provenance("torch")))
+
+
+@app.command()
+def export(
+    target: Target,
+    draft: Draft,
+    out: Annotated[Path, typer.Option(help="The folder that is written; it may be the drafter's own.")],
+    latent: Annotated[
+        str,
+        typer.Option(
+            metavar="target|own",
+            help="target: a latent narrower than the target's is padded with zeros to its width, which vLLM needs, as "
+            "it keeps both in one cache; no value changes. own: as narrow as it was trained, a smaller file. Redline "
+            "reads either and drops the padding.",
+        ),
+    ] = "target",
+) -> None:
+    """A drafter's folder for other engines: config.json and model.safetensors. `train` and `run` write the same."""
+    from redline.draft.export import ExportConfig, run
+    from redline.draft.stages import fill
+
+    values = {"target": str(target), "drafter": str(draft), "out": str(out), "latent": latent}
+    raise typer.Exit(run(fill(ExportConfig, "export", values, {}), _console()))
 
 
 @app.command(name="run")

@@ -13,7 +13,6 @@ A recipe's tables have the keys of the verbs' configurations; what the recipe it
 set there. Without [mine] the first drafter is evaluated and exported. recipe_example.toml, beside this module, is one.
 """
 
-import shutil
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,10 +21,11 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from redline.draft import capture, evaluate, mine, synth, train
+from redline.draft import capture, evaluate, export, mine, synth, train
 from redline.draft.capture import CaptureConfig
 from redline.draft.disk import alone
 from redline.draft.evaluate import EvalConfig
+from redline.draft.export import ExportConfig
 from redline.draft.mine import MineConfig
 from redline.draft.stages import Stage, fill, run_stages
 from redline.draft.synth import SynthConfig
@@ -33,11 +33,9 @@ from redline.draft.traces import trace_file
 from redline.draft.train import TrainConfig
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
-from redline.model.eagle3 import Eagle3
 from redline.wire.base import Record
 
 TABLES = ("synth", "capture", "train", "mine", "retrain", "eval")
-EXPORTED = ("config.json", "model.safetensors")
 
 
 class RunConfig(Record, frozen=True):
@@ -45,12 +43,6 @@ class RunConfig(Record, frozen=True):
 
     recipe: str
     out: str | None = None  # wins over the recipe's
-
-
-class ExportConfig(Record, frozen=True):
-    target: str
-    drafter: str  # the folder that is copied
-    out: str
 
 
 class _Top(Record, frozen=True):
@@ -149,20 +141,8 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
         stages.append(Stage("eval", config, evaluated, (save,), reads, idle=(*paths, "device")))
     final = out / "drafter"
     config = ExportConfig(target=target, drafter=drafter, out=str(final))
-    stages.append(Stage("export", config, export, (final,), idle=config.__struct_fields__))
+    stages.append(Stage("export", config, export.run, (final,), idle=config.__struct_fields__))
     return stages, out
-
-
-def export(config: ExportConfig, console: Console) -> int:
-    """Copies a trained drafter's two files, once they have been opened as the engine opens them."""
-    drafter = Eagle3.open(Path(config.drafter), Checkpoint.open(config.target).config)
-    out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
-    for name in EXPORTED:
-        shutil.copyfile(Path(config.drafter) / name, out / name)
-    size = sum((out / name).stat().st_size for name in EXPORTED)
-    console.print(f"{out}: {drafter.parameter_count / 1e6:.2f} M parameters, {size / 1e6:.1f} MB", highlight=False)
-    return 0
 
 
 def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:

@@ -173,7 +173,7 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
         result["seconds"] = round(trainer.reached.seconds, 2)
         result |= trainer.measure() if trainer.held_out else {}
         journal.write(result)
-    _export(out, drafter.config, drafter, trainer.averaged(), main)
+    _export(config, drafter, trainer.averaged(), main)
     if main:
         write_curve(folder / "loss.png", journal.lines)
         _write(folder / "result.json", msgspec.json.format(msgspec.json.encode(result), indent=2))
@@ -286,14 +286,16 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if key != "recipe.budget"}
 
 
-def _export(out: Path, config: Eagle3Config, like: Eagle3, tensors: dict[str, Tensor], main: bool) -> None:
+def _export(config: TrainConfig, like: Eagle3, tensors: dict[str, Tensor], main: bool) -> None:
+    """As wide as the target's latent: what vLLM takes, and Redline reads as narrow as it is."""
     if not main:
         return
-    drafter = Eagle3(config)
+    out = Path(config.out)
+    drafter = Eagle3(like.config)
     tables = {name: buffer.cpu() for name, buffer in like.named_buffers()}
     drafter.load_state_dict({**{name: value.cpu() for name, value in tensors.items()}, **tables})
     try:
-        drafter.save(out)
+        drafter.save(out, K2Config.from_folder(config.target).kv_lora_rank)
     except Exception as error:
         if not is_full(error):
             raise

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from redline.model.config import K2Config
 from redline.model.eagle3_config import Eagle3Config, default_layer_ids
 from redline.model.eagle3_file import read_tensors, stored_tensors
+from redline.model.eagle3_latent import cut_latent, pad_latent
 from redline.model.eagle3_serve import Served
 from redline.model.k2 import K2, Inputs
 from redline.ops.add_norm import rms_norm
@@ -79,26 +80,33 @@ class Eagle3(nn.Module):
 
     @classmethod
     def open(cls, folder: Path | str, target: K2Config) -> "Eagle3":
-        """A drafter from a folder, bf16 on the CPU. CheckpointError, with file, field or tensor and the reason, where
-        it is broken or does not fit the target."""
+        """A drafter from a folder, bf16 on the CPU, a padded latent as narrow as it was. CheckpointError, with file,
+        field or tensor and the reason, where it is broken or does not fit the target."""
         config = Eagle3Config.from_folder(folder, target)
         config.check(target, str(Path(folder) / "config.json"))
         names = stored_tensors(folder)
         if "lm_head.weight" in names and config.draft_vocab_size is None:
             config = replace(config, draft_vocab_size=config.vocab_size)
         with torch.device("meta"):
+            wanted = cls(config).state_dict()
+        config, tensors = cut_latent(config, read_tensors(folder, config, wanted))
+        with torch.device("meta"):
             drafter = cls(config)
-        drafter.load_state_dict(read_tensors(folder, config, drafter.state_dict()), assign=True)
+        drafter.load_state_dict(tensors, assign=True)
         return drafter
 
-    def save(self, folder: Path | str) -> None:
-        """config.json and model.safetensors (bf16), which `open`, vLLM and SGLang read. Makes the folder if needed."""
+    def save(self, folder: Path | str, latent: int = 0) -> None:
+        """config.json and model.safetensors (bf16), which `open`, vLLM and SGLang read. Makes the folder if needed.
+
+        latent  pads a narrower latent to this width: vLLM needs the target's
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=".writing-", dir=folder) as building:
             weights, config = Path(building) / "model.safetensors", Path(building) / "config.json"
-            save_file(_as_stored(self.state_dict()), weights, metadata={"format": "pt"})
-            config.write_text(json.dumps(self.config.to_dict(), indent=2) + "\n", encoding="utf-8")
+            written, tensors = pad_latent(self.config, _as_stored(self.state_dict()), latent)
+            save_file(tensors, weights, metadata={"format": "pt"})
+            config.write_text(json.dumps(written.to_dict(), indent=2) + "\n", encoding="utf-8")
             for path in (weights, config):
                 path.chmod(0o644)  # safetensors makes files that only their owner can read
                 path.replace(folder / path.name)

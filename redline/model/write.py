@@ -161,6 +161,29 @@ def k25_config(
     return top
 
 
+def k25_preprocessor_config() -> dict[str, Any]:
+    """preprocessor_config.json as K2.5 and later have it: how images and videos become patches of the vision tower.
+
+    Redline reads no images. vLLM opens no checkpoint of this architecture without the file, whatever it is asked.
+    """
+    return {
+        "media_proc_cfg": {
+            "in_patch_limit": 16_384,
+            "patch_size": 14,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "merge_kernel_size": 2,
+            "fixed_output_tokens": None,
+            "patch_limit_on_one_side": 512,
+            "in_patch_limit_each_frame": 4_096,
+            "in_patch_limit_video": None,
+            "sample_fps": 2.0,
+            "temporal_merge_kernel_size": 4,
+            "timestamp_mode": "hh:mm:ss.fff",
+        }
+    }
+
+
 def tiny_config(**changes: Any) -> K2Config:
     """A model of 0.3 million parameters that has every part: a dense layer, two of experts, YaRN, INT4 experts."""
     values: dict[str, Any] = {

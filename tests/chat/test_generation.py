@@ -33,5 +33,12 @@ def test_a_wrong_value_names_the_file_and_the_field(tmp_path: Path):
         generation_of(tmp_path)
 
 
+@pytest.mark.parametrize("content", [b'{"a": ' + b"[" * 100_000, b'{"a": "\xff"}', b"[]"])
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, content: bytes):
+    (tmp_path / "generation_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: "):
+        generation_of(tmp_path)
+
+
 def test_nano_is_greedy():
     assert generation_of(Path("models/kimi-nano")).temperature == 0

@@ -211,6 +211,26 @@ def test_a_k2_whose_template_greets_as_kimi_does_so_here(tmp_path: Path):
     assert style_of(folder_with(tmp_path, {"model_type": "kimi_k2"}, KIMI)).system == KIMI
 
 
+@pytest.mark.parametrize(
+    "template", [b"{{ ''.__class__.__mro__ }}{% for x in range(10 ** 12) %}{% endfor %}", b"\xff{%"]
+)
+def test_a_template_is_searched_and_never_run(tmp_path: Path, template: bytes):
+    folder = folder_with(tmp_path, {"model_type": "kimi_k25"})
+    (folder / "chat_template.jinja").write_bytes(template + KIMI.encode())
+    assert style_of(folder) == K2_6
+
+
+@pytest.mark.parametrize("config", [b'{"model_type": "\xff"}', b'{"a": ' + b"[" * 100_000, b"[1]"])
+def test_a_config_that_is_no_json_is_named(tmp_path: Path, config: bytes):
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a JSON object"):
+        style_of(tmp_path)
+
+
+def test_a_quantization_config_of_another_shape_is_none_that_we_know(tmp_path: Path):
+    assert style_of(folder_with(tmp_path, {"model_type": "kimi_k2", "quantization_config": [1]})) == K2
+
+
 def test_a_model_of_another_family_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="model_type is 'llama'; expected kimi_k25"):
         style_of(folder_with(tmp_path, {"model_type": "llama"}))

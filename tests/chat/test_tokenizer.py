@@ -135,6 +135,13 @@ def broken(folder: Path, file: str, old: bytes, new: bytes) -> Path:
         ("tokenizer_config.json", b'"%d"' % FIRST, b'"7"', r"\[BOS\] has id 7; expected one in"),
         ("tokenizer_config.json", b"[BOS]", b"[EOS]", "names one control token twice"),
         ("tokenizer_config.json", b"<|im_end|>", b"<|im_stop|>", r"no control token <\|im_end\|>"),
+        ("tokenizer_config.json", b'"[PAD]"', b'""', r"content of id \d+ is ''; expected a token's text"),
+        ("tokenizer_config.json", b'"[PAD]"', b'"\\ud800"', r"content of id \d+ is '\\ud800'; expected"),
+        ("tokenizer_config.json", b'"[PAD]"', b"null", r"content of id \d+ is None; expected"),
+        ("tokenizer_config.json", b'"[PAD]"', b'["[PAD]"]', r"content of id \d+ is \['\[PAD\]'\]; expected"),
+        ("tokenizer_config.json", b"[PAD]", b"<|reserved_token_%d|>" % (FIRST + 40), "names one control token twice"),
+        ("tokenizer_config.json", b'"%d"' % (FIRST + 255), b'" %d"' % FIRST, "has one id twice"),
+        ("tokenizer_config.json", b"{", b'{"a": ' + b"[" * 100_000, "expected added_tokens_decoder"),
     ],
 )
 def test_a_broken_file_is_named_with_what_was_expected(tmp_path: Path, file: str, old: bytes, new: bytes, message: str):

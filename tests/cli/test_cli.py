@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -52,7 +54,7 @@ def test_the_installed_command_without_a_verb_teaches_and_imports_no_torch():
 
 
 VERBS = ["serve", "chat", "eval", "doctor", "bench decode", "bench speculate"]
-DRAFT_VERBS = [f"draft {verb}" for verb in ("synth", "capture", "train", "mine", "eval", "run")]
+DRAFT_VERBS = [f"draft {verb}" for verb in ("synth", "capture", "train", "mine", "eval", "export", "run")]
 
 
 @pytest.mark.parametrize("verb", [*VERBS, *DRAFT_VERBS])
@@ -139,6 +141,40 @@ def test_bench_speculate_compares_every_variant_with_no_drafts_and_times_the_par
     parts = {part["name"]: part["ms"] for part in record["parts"]}
     assert set(parts) == {"verify 1", "verify 2", "verify 4", "verify 8", "drafter pass"}
     assert all(ms > 0 for ms in parts.values())
+
+
+# --------------------------------------------------------------------------------------------------- draft export
+
+
+def test_draft_export_writes_both_widths_and_each_is_the_same_drafter(tmp_path: Path):
+    target = write_tiny_tokenizer(tmp_path / "target")
+    random_checkpoint(target, kernel_config(vocab_size=TINY_VOCAB, kv_lora_rank=256))
+    config = Checkpoint.open(target).config
+    torch.manual_seed(3)
+    made = Eagle3(Eagle3Config.for_target(config, kv_lora_rank=64)).bfloat16()
+    made.save(tmp_path / "made")
+    said = typed("draft", "export", target, "--draft", tmp_path / "made", "--out", tmp_path / "wide")
+    assert "latent 64 padded to 256" in said
+    typed("draft", "export", target, "--draft", tmp_path / "wide", "--out", tmp_path / "own", "--latent", "own")
+    widths = [json.loads((tmp_path / name / "config.json").read_text())["kv_lora_rank"] for name in ("wide", "own")]
+    assert widths == [256, 64]
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "own" / name).read_bytes() == (tmp_path / "made" / name).read_bytes()
+    assert Eagle3.open(tmp_path / "wide", config).config == made.config
+
+
+def test_draft_export_says_what_latent_may_be_and_what_cannot_be_written(tiny: Path, tmp_path: Path):
+    Eagle3(Eagle3Config.for_target(Checkpoint.open(tiny).config)).save(tmp_path / "made")
+    (tmp_path / "file").write_text("")
+    for words, message in (
+        (("--out", tmp_path / "out", "--latent", "wide"), "export.latent: .*expected 'target' or 'own'"),
+        (("--out", tmp_path / "file" / "out"), "file/out: cannot be written"),
+    ):
+        done = CliRunner().invoke(
+            app, ["draft", "export", str(tiny), "--draft", str(tmp_path / "made"), *map(str, words)]
+        )
+        assert isinstance(done.exception, ConfigError)
+        assert re.search(message, str(done.exception))
 
 
 # ----------------------------------------------------------------------------------------------------------- draft

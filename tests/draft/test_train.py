@@ -147,6 +147,16 @@ def test_a_drafter_may_begin_where_another_ended_and_is_held_near_it(target: Pat
     assert moved[1] < 0.5 * moved[0]
 
 
+def test_a_narrow_latent_is_written_as_wide_as_the_targets(target: Path, tmp_path: Path):
+    config = msgspec.structs.replace(config_of(target, tmp_path, 2), drafter=Sizes(kv_lora_rank=8))
+    assert train(config, source(target), LAYERS, QUIET) == 0
+    wide = target_config().kv_lora_rank
+    assert json.loads((tmp_path / "config.json").read_text())["kv_lora_rank"] == wide == 32
+    rows = weights(tmp_path)["layers.0.self_attn.kv_a_proj_with_mqa.weight"]
+    used = rows.any(1).tolist()
+    assert used == [True] * 8 + [False] * 24 + [True] * target_config().qk_rope_head_dim
+
+
 @pytest.mark.parametrize("loss", ["kl", "lk"])
 def test_a_reduced_vocabulary_is_the_most_frequent_tokens_of_answers(target: Path, tmp_path: Path, loss: Any):
     config = config_of(target, tmp_path, 2, loss=loss, focus=1.0)

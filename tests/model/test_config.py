@@ -278,7 +278,7 @@ def test_two_quantization_configs_that_differ_are_refused():
         K2Config.from_dict(nested(flat(), quantization_config=other))
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "{", '{"a": \xff}'])
+@pytest.mark.parametrize("content", [None, "", "[]", "{", '{"a": \xff}', '{"a": ' + "[" * 100_000])
 def test_a_broken_config_file_is_one_line(tmp_path: Path, content: str | None):
     if content is not None:
         (tmp_path / "config.json").write_text(content, encoding="latin-1")

@@ -1,19 +1,20 @@
 """Exported weights are, bit for bit, what the training graph computed with."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from nano.config import NANO
-from nano.export import TOKENIZER_FILES, export, export_experts, join_bf16, view
+from nano.config import MEDIA_PLACEHOLDER, NANO
+from nano.export import SIDE_CONFIGS, export, export_experts, join_bf16, view, write_side_configs
 from nano.model import EXPERTS, effective, shapes
+from nano.tokenizer import TOKENIZER_FILES, write
 from redline.model.checkpoint import Checkpoint, weights
 from redline.model.config import K2Config, Unquantized
-from redline.model.write import tiny_config
+from redline.model.write import k25_config, tiny_config
 from redline.ops.formats import Int4, fake_int4
 from tests.nano.test_model import random_model
-from tests.tiny_tokenizer import write_tiny_tokenizer
 
 CONFIG = tiny_config()
 
@@ -50,7 +51,8 @@ def test_every_master_is_exported_whole() -> None:
 
 def test_the_bf16_twin_shares_every_other_tensor(tmp_path: Path) -> None:
     masters, bias = random_model(CONFIG)
-    folder, out = write_tiny_tokenizer(tmp_path / "int4"), tmp_path / "bf16"
+    folder, out = tmp_path / "int4", tmp_path / "bf16"
+    write(folder, [bytes([value]) for value in range(256)])
     export(folder, masters, bias, CONFIG)
     export_experts(tmp_path / "experts", masters)
     join_bf16(folder, tmp_path / "experts", out)
@@ -62,7 +64,17 @@ def test_the_bf16_twin_shares_every_other_tensor(tmp_path: Path) -> None:
         else:
             expected = int4.plain(weight.name)
         assert bf16.plain(weight.name).equal(expected), weight.name
-    assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in TOKENIZER_FILES)
+    beside = (*TOKENIZER_FILES, *SIDE_CONFIGS)
+    assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in beside)
+
+
+def test_the_committed_configs_are_what_is_written_today(tmp_path: Path) -> None:
+    committed = Path(__file__).parents[2] / "models" / "kimi-nano"
+    write_side_configs(tmp_path, NANO)
+    for name in SIDE_CONFIGS:
+        assert (tmp_path / name).read_bytes() == (committed / name).read_bytes(), name
+    written = k25_config(NANO, media_placeholder_token_id=MEDIA_PLACEHOLDER)
+    assert json.loads((committed / "config.json").read_text()) == written
 
 
 def test_nano_is_small_enough_to_bundle() -> None:

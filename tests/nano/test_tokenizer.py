@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nano.tokenizer import SPECIALS, pieces, train, write
-from redline.chat.tokenizer import Tokenizer
+from nano.tokenizer import SPECIALS, TOKENIZER_FILES, pieces, train, write
+from redline.chat.tokenizer import RESERVED, Tokenizer
 
 TEXTS = [
     "the cat sat on the mat with 12345 other cats, and 12 12 12 12 more; " * 3,
@@ -71,3 +71,10 @@ def test_the_committed_vocabulary_has_the_size_of_the_model() -> None:
     assert not any(sum(48 <= byte < 58 for byte in tokenizer.token_bytes(rank)) > 1 for rank in range(3_840))
     config = json.loads((COMMITTED / "tokenizer_config.json").read_text())
     assert config["added_tokens_decoder"]["3862"]["content"] == "<think>"
+
+
+def test_the_committed_files_are_what_is_written_of_the_vocabulary_today(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.open(COMMITTED)
+    write(tmp_path, list(map(tokenizer.token_bytes, range(tokenizer.vocab_size - RESERVED))))
+    for name in TOKENIZER_FILES:
+        assert (tmp_path / name).read_bytes() == (COMMITTED / name).read_bytes(), name
