@@ -15,6 +15,7 @@ from msgspec import Meta
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Defaults, Limits
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
+from redline.chat.generation import MinP, Temperature, TopK, TopP
 from redline.errors import RequestError
 from redline.wire.base import Record
 from redline.wire.job import Sampling
@@ -27,6 +28,8 @@ MaxTokens = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Top = Annotated[int, Meta(ge=0, le=20)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
 
 
 class _Part(msgspec.Struct):
@@ -130,13 +133,13 @@ class _Common(_Refused, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=8)] | None = None
     best_of: int | None = None
     max_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
