@@ -9,7 +9,6 @@ from msgspec import Meta
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
-
 # What a request and a checkpoint alike may ask for.
 Temperature = Annotated[float, Meta(ge=0, le=2)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
