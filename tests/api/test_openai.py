@@ -170,6 +170,19 @@ def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
         read_chat(body, Limits(), Defaults())
 
 
+@pytest.mark.parametrize("depth", [64, 65])
+def test_parameters_may_be_nested_as_deep_as_the_bound_says(depth: int) -> None:
+    deep: Any = "end"
+    for level in range(depth):
+        deep = {"a": deep} if level % 2 or level == depth - 1 else [deep]
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    if depth == 64:
+        assert conversation(tools=[tool]).tools[0].parameters == deep
+    else:
+        with pytest.raises(RequestError, match="64 deep"):
+            chat(tools=[tool])
+
+
 def test_a_body_nested_beyond_reason_is_refused_not_recursed_into() -> None:
     deep: dict[str, Any] = {}
     for _ in range(65):
