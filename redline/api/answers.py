@@ -1,15 +1,30 @@
 """Whole answers in OpenAI's shape, and the parts that streams share with them: finish reasons, usage, logprobs."""
 
-from collections.abc import AsyncIterable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
 from typing import Any
 
-from redline.api.gateway import Batch
+import msgspec
+
+from redline.api.gateway import Batch, Generation
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
 from redline.wire.step import TokenLogprobs
 
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 Scored = tuple[TokenLogprobs, bytes]
+
+_AT_ONCE = 256  # entries of a list that are written in one call, which holds the interpreter's lock
+_json = msgspec.json.Encoder().encode
+
+
+def json_list(items: Iterable[Any]) -> msgspec.Raw:
+    """A list, written piece by piece, so that streams are served between them while a thread writes a large one."""
+    pieces: list[bytes] = []
+    iterator = iter(items)
+    while some := list(islice(iterator, _AT_ONCE)):
+        pieces.append(_json(some)[1:-1])
+    return msgspec.Raw(b"[" + b",".join(pieces) + b"]")
 
 
 class Choice:
@@ -41,14 +56,19 @@ class Choice:
                 case End():
                     self.end = event
 
+    @property
+    def entries(self) -> int:
+        """Log probabilities that are told, and pieces of text."""
+        return len(self.text) + len(self.thought) + sum(1 + len(item.top) for item, _ in self.logprobs)
+
     def ended(self) -> End:
         assert self.end is not None, "the gateway's batches ended before the choice did"
         return self.end
 
 
-async def gather(batches: AsyncIterable[list[Batch]], choices: int) -> list[Choice]:
-    gathered = [Choice() for _ in range(choices)]
-    async for together in batches:
+async def gather(generation: Generation) -> list[Choice]:
+    gathered = [Choice() for _ in generation.lanes]
+    async for together in generation:
         for batch in together:
             gathered[batch.choice].add(batch)
     return gathered
@@ -61,7 +81,7 @@ def chat_answer(
     choices: Sequence[Choice],
     logprobs: bool,
     token_bytes: TokenBytes,
-) -> Json:
+) -> bytes:
     """The body of a whole chat completion."""
     answer: Json = {
         "id": id,
@@ -81,7 +101,7 @@ def chat_answer(
     }
     if (prompt_logprobs := choices[0].prompt_logprobs) is not None:
         answer["prompt_logprobs"] = vllm_prompt_logprobs(prompt_logprobs, token_bytes)
-    return answer
+    return _json(answer)
 
 
 def _message(choice: Choice) -> Json:
@@ -138,19 +158,39 @@ def usage(
     }
 
 
-def completion_answer(id: str, created: int, model: str, choices: Sequence[Json], ends: Sequence[End], n: int) -> Json:
-    """The body of a whole text completion; its choices come from `completion_choice`."""
-    return {
+def completion_answer(
+    id: str,
+    created: int,
+    model: str,
+    prompts: Sequence[Sequence[int]],
+    choices: Sequence[Choice],
+    logprobs: bool,
+    echo: bool,
+    token_bytes: TokenBytes,
+) -> bytes:
+    """The body of a whole text completion."""
+    n = len(choices) // len(prompts)
+    answer = {
         "id": id,
         "object": "text_completion",
         "created": created,
         "model": model,
-        "choices": list(choices),
-        "usage": usage_of(ends, n),
+        "choices": [
+            _completion_choice(
+                index,
+                choice,
+                Opening(prompts[index // n], choice.prompt_logprobs, echo, token_bytes),
+                logprobs,
+                token_bytes,
+            )
+            for index, choice in enumerate(choices)
+        ],
+        "usage": usage_of([choice.ended() for choice in choices], n),
     }
+    return _json(answer)
 
 
-def completion_choice(index: int, choice: Choice, opening: "Opening", logprobs: bool, token_bytes: TokenBytes) -> Json:
+def _completion_choice(index: int, choice: Choice, opening: "Opening", logprobs: bool, token_bytes: TokenBytes) -> Json:
     scored = None
     if logprobs:
         scored = completion_logprobs([*opening.scored, *choice.logprobs], token_bytes)
@@ -163,6 +203,20 @@ def completion_choice(index: int, choice: Choice, opening: "Opening", logprobs: 
     if opening.prompt_logprobs is not None:
         answer["prompt_logprobs"] = vllm_prompt_logprobs(opening.prompt_logprobs, token_bytes)
     return answer
+
+
+def tokenize_answer(tokens: Sequence[int], max_model_len: int, token_bytes: TokenBytes | None) -> bytes:
+    """`token_bytes`: where the tokens' texts are asked for."""
+    strings = None
+    if token_bytes is not None:
+        strings = json_list(token_bytes(token).decode(errors="replace") for token in tokens)
+    return _json(
+        {"count": len(tokens), "max_model_len": max_model_len, "tokens": json_list(tokens), "token_strs": strings}
+    )
+
+
+def detokenize_answer(tokens: Sequence[int], decode_bytes: Callable[[Sequence[int]], bytes]) -> bytes:
+    return _json({"prompt": decode_bytes(tokens).decode(errors="replace")})
 
 
 class Opening:
@@ -186,13 +240,13 @@ class Opening:
 def chat_logprobs(items: Iterable[Scored], token_bytes: TokenBytes) -> Json:
     """One entry per token; `bytes` carries tokens that are part of a character."""
     return {
-        "content": [
+        "content": json_list(
             {
                 **_scored(data, item.logprob),
                 "top_logprobs": [_scored(token_bytes(token), logprob) for token, logprob in item.top],
             }
             for item, data in items
-        ],
+        ),
         "refusal": None,
     }
 
@@ -218,19 +272,20 @@ def completion_logprobs(
         logprobs.append(item.logprob if item else None)
         top = {token_bytes(id).decode(errors="replace"): logprob for id, logprob in item.top} if item else None
         tops.append({token: item.logprob, **(top or {})} if item else None)
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": json_list(tops), "text_offset": offsets}
 
 
-def vllm_prompt_logprobs(items: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> list[Json | None]:
+def vllm_prompt_logprobs(items: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> msgspec.Raw:
     """vLLM's shape: per prompt token null (the first) or {id: {logprob, rank, decoded_token}}."""
-    answer: list[Json | None] = [None]
-    for item in items:
-        entry: Json = {}
-        for rank, (token, logprob) in enumerate(item.top, start=1):
-            entry[str(token)] = _ranked(token_bytes(token), logprob, rank)
-        entry[str(item.token)] = _ranked(token_bytes(item.token), item.logprob, item.rank)
-        answer.append(entry)
-    return answer
+    return json_list(chain((None,), (_prompt_entry(item, token_bytes) for item in items)))
+
+
+def _prompt_entry(item: TokenLogprobs, token_bytes: TokenBytes) -> Json:
+    entry: Json = {}
+    for rank, (token, logprob) in enumerate(item.top, start=1):
+        entry[str(token)] = _ranked(token_bytes(token), logprob, rank)
+    entry[str(item.token)] = _ranked(token_bytes(item.token), item.logprob, item.rank)
+    return entry
 
 
 def _ranked(data: bytes, logprob: float, rank: int) -> Json:

@@ -10,6 +10,8 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -24,20 +26,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redline.api import metrics
 from redline.api.answers import (
-    Opening,
     chat_answer,
     completion_answer,
-    completion_choice,
+    detokenize_answer,
     gather,
+    tokenize_answer,
 )
-from redline.api.ask import Ask
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.errors import Answer, Refusal, answer_to
 from redline.api.gateway import Gateway, Generation
-from redline.api.openai import read_chat, read_completion, read_detokenize, read_tokenize
+from redline.api.openai import Streaming, read_chat, read_completion, read_detokenize, read_tokenize
 from redline.api.sse import ChatStream, CompletionStream, Stream, data
 from redline.chat.conversation import Conversation
-from redline.errors import ConfigError, ModelNotFound
+from redline.errors import ConfigError, ModelNotFound, Overloaded, RequestError
+from redline.wire.job import Sampling
 
 OPEN_PATHS = {"/health"}  # all that needs no key
 REQUEST_ID_CHARS = 128
@@ -45,22 +47,24 @@ REQUEST_ID_CHARS = 128
 log = logging.getLogger("redline.api")
 
 T = TypeVar("T")
-Serve = Callable[[bytes, Scope, Receive, Send], Awaitable[None]]
+Respond = Callable[[Send], Awaitable[None]]
+Begin = Callable[[bytes], Awaitable[Respond]]  # what a body asks for, begun
 
 
 def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
     """The API over a gateway. Raises ConfigError where the keys' file cannot be read or is empty."""
     api = _Api(gateway, config)
+    bodies = _Bodies(config.limits.bodies_bytes)
     routes = [
         Route("/", api.root),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/version", api.version),
         Route("/v1/models", api.models),
-        Route("/v1/chat/completions", _Post(api.chat, config), methods=["POST"]),
-        Route("/v1/completions", _Post(api.completions, config), methods=["POST"]),
-        Route("/tokenize", _Post(api.tokenize, config), methods=["POST"]),
-        Route("/detokenize", _Post(api.detokenize, config), methods=["POST"]),
+        Route("/v1/chat/completions", _Post(api.chat, config, bodies), methods=["POST"]),
+        Route("/v1/completions", _Post(api.completions, config, bodies), methods=["POST"]),
+        Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
+        Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
     ]
     api.routes = [f"{'POST' if isinstance(route.endpoint, _Post) else 'GET'} {route.path}" for route in routes]
     keys = read_keys(Path(config.keys_file)) if config.keys_file else None
@@ -145,53 +149,106 @@ def _check_key(headers: Sequence[tuple[bytes, bytes]], keys: frozenset[bytes]) -
         raise Refusal(401, "Incorrect API key provided", "invalid_api_key")
 
 
+SEND_BYTES = 1 << 20  # a larger body leaves in parts, so that the loop turns between them
+
+
 async def _send(send: Send, answer: Answer) -> None:
     headers = [(name.encode(), value.encode()) for name, value in answer.headers.items()]
     headers += [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(answer.body))]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body})
+    for start in range(0, len(answer.body), SEND_BYTES):
+        part = answer.body[start : start + SEND_BYTES]
+        more = start + SEND_BYTES < len(answer.body)
+        await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
-async def _send_json(send: Send, value: Any) -> None:
-    await _send(send, Answer(200, msgspec.json.encode(value), {}))
+async def _send_json(send: Send, body: bytes) -> None:
+    await _send(send, Answer(200, body, {}))
+
+
+class _Bodies:
+    """Counts the bodies that are being read or encoded, all together, and refuses what is beyond the bound.
+
+    The first FREE_BYTES of each do not count, so that whoever sends large ones keeps no small one out.
+    """
+
+    FREE_BYTES = 64 << 10
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._bytes = 0
+
+    def grow(self, size: int, part: int) -> int:
+        """A body of `size` bytes grows by `part`: -> its new size. Raises Overloaded."""
+        grown = size + part
+        counted = max(grown - self.FREE_BYTES, 0) - max(size - self.FREE_BYTES, 0)
+        if counted > 0 and self._bytes + counted > self._most:
+            raise Overloaded(f"bodies of {self._bytes} bytes are being read already; try again later")
+        self._bytes += counted
+        return grown
+
+
+class _Body:
+    """A body while it is read and what it asks for is begun; leave the `with` block, and it counts no more."""
+
+    def __init__(self, bodies: _Bodies) -> None:
+        self._bodies = bodies
+        self._size = 0
+
+    def __enter__(self) -> "_Body":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._size = self._bodies.grow(self._size, -self._size)
+
+    async def read(self, scope: Scope, receive: Receive, most: int) -> bytes | None:
+        """None where the client left meanwhile. Raises Refusal (413) as soon as it is known to be too large."""
+        too_large = Refusal(413, f"the body is more than {most} bytes", "body_too_large")
+        declared = _header(scope["headers"], b"content-length")
+        if declared.isdigit() and int(declared[:20]) > most:
+            raise too_large
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            part: bytes = message.get("body", b"")
+            if len(body) + len(part) > most:
+                raise too_large
+            self._size = self._bodies.grow(self._size, len(part))
+            body += part
+            if not message.get("more_body", False):
+                return bytes(body)
 
 
 class _Post:
-    """A route that reads a whole body, within its bounds, and hands it to `serve`."""
+    """A route that reads a whole body, within its bounds, begins what it asks for, and answers.
 
-    def __init__(self, serve: Serve, config: ApiConfig) -> None:
-        self._serve = serve
+    Once that is begun the body is let go: an answer may take an hour.
+    """
+
+    def __init__(self, begin: Begin, config: ApiConfig, bodies: _Bodies) -> None:
+        self._begin = begin
         self._limits = config.limits
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with ExitStack() as until_begun, _Departure(receive) as departure:
+            body = await self._read(until_begun.enter_context(_Body(self._bodies)), scope, receive)
+            if body is None:
+                return
+            departure.watch()
+            respond = await self._begin(body)
+            del body
+            until_begun.close()
+            await respond(send)
+
+    async def _read(self, body: _Body, scope: Scope, receive: Receive) -> bytes | None:
         try:
             async with asyncio.timeout(self._limits.body_seconds):
-                body = await _read_body(scope, receive, self._limits.body_bytes)
+                return await body.read(scope, receive, self._limits.body_bytes)
         except TimeoutError:
             raise Refusal(408, f"the body took more than {self._limits.body_seconds} s", "timeout") from None
-        if body is not None:
-            await self._serve(body, scope, receive, send)
-
-
-async def _read_body(scope: Scope, receive: Receive, most: int) -> bytes | None:
-    """None where the client left meanwhile. Raises Refusal (413) as soon as it is known to be too large."""
-    too_large = Refusal(413, f"the body is more than {most} bytes", "body_too_large")
-    declared = _header(scope["headers"], b"content-length")
-    if declared.isdigit() and int(declared[:20]) > most:
-        raise too_large
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        part: bytes = message.get("body", b"")
-        parts.append(part)
-        size += len(part)
-        if size > most:
-            raise too_large
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 class _Api:
@@ -231,72 +288,105 @@ class _Api:
         }
         return _json({"object": "list", "data": [{"id": name, **card} for name in self._names]})
 
-    async def chat(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def chat(self, body: bytes) -> Respond:
         request = await self._read(body, read_chat)
         model = self._model(request.model)
-        logprobs = request.ask.sampling.logprobs is not None
+        generation = await self._gateway.begin(request.ask)
+        return partial(self._chat, generation, model, request.stream, request.ask.sampling)
+
+    async def _chat(
+        self, generation: Generation, model: str, how: Streaming | None, sampling: Sampling, send: Send
+    ) -> None:
+        logprobs = sampling.logprobs is not None
         token_bytes = self._gateway.tokenizer.token_bytes
         id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        with await self._gateway.begin(request.ask) as generation, _Departure(receive, generation):
-            if request.stream is not None:
+        with generation:
+            opening = max(_scored_entries(prompt, sampling) for prompt in generation.prompts)
+            if how is not None:
                 prompts = [len(prompt) for prompt in generation.prompts]
-                stream = ChatStream(id, created, model, prompts, request.ask.n, request.stream, logprobs, token_bytes)
-                await _stream(send, generation, stream)
+                stream = ChatStream(id, created, model, prompts, generation.n, how, logprobs, token_bytes)
+                await self._stream(send, generation, stream, opening)
                 return
-            choices = await gather(generation, request.ask.choices)
-            await _send_json(send, chat_answer(id, created, model, choices, logprobs, token_bytes))
+            choices = await gather(generation)
+            cost = opening + sum(choice.entries for choice in choices)
+            body = await self._gateway.in_thread(
+                ENTRY_CHARS * cost, chat_answer, id, created, model, choices, logprobs, token_bytes
+            )
+            await _send_json(send, body)
 
-    async def completions(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def completions(self, body: bytes) -> Respond:
         request = await self._read(body, read_completion)
         model = self._model(request.model)
-        ask: Ask = request.ask
-        logprobs = ask.sampling.logprobs is not None
+        generation = await self._gateway.begin(request.ask)
+        return partial(self._completions, generation, model, request.stream, request.ask.sampling, request.echo)
+
+    async def _completions(
+        self,
+        generation: Generation,
+        model: str,
+        how: Streaming | None,
+        sampling: Sampling,
+        echo: bool,
+        send: Send,
+    ) -> None:
+        logprobs = sampling.logprobs is not None
         token_bytes = self._gateway.tokenizer.token_bytes
         id, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        with await self._gateway.begin(ask) as generation, _Departure(receive, generation):
-            prompts = generation.prompts
-            if request.stream is not None:
-                stream = CompletionStream(
-                    id, created, model, prompts, ask.n, request.stream, logprobs, request.echo, token_bytes
-                )
-                await _stream(send, generation, stream)
+        with generation:
+            prompts, n = generation.prompts, generation.n
+            openings = [_scored_entries(prompt, sampling) + (len(prompt) if echo else 0) for prompt in prompts]
+            if how is not None:
+                stream = CompletionStream(id, created, model, prompts, n, how, logprobs, echo, token_bytes)
+                await self._stream(send, generation, stream, max(openings))
                 return
-            choices = await gather(generation, ask.choices)
-            written = [
-                completion_choice(
-                    index,
-                    choice,
-                    Opening(prompts[index // ask.n], choice.prompt_logprobs, request.echo, token_bytes),
-                    logprobs,
-                    token_bytes,
-                )
-                for index, choice in enumerate(choices)
-            ]
-            ends = [choice.ended() for choice in choices]
-            await _send_json(send, completion_answer(id, created, model, written, ends, ask.n))
+            choices = await gather(generation)
+            cost = n * sum(openings) + sum(choice.entries for choice in choices)
+            body = await self._gateway.in_thread(
+                ENTRY_CHARS * cost, completion_answer, id, created, model, prompts, choices, logprobs, echo, token_bytes
+            )
+            await _send_json(send, body)
 
-    async def tokenize(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _stream(self, send: Send, generation: Generation, stream: Stream, opening: int) -> None:
+        """The status waits for the first tokens, so that what fails before them fails with its own status. What fails
+        later is an error event, and the end. `opening`: the entries that open a choice."""
+        started = False
+        try:
+            async for batches in generation:
+                if not started:
+                    started = True
+                    await send(dict(STREAM_START))
+                cost = ENTRY_CHARS * opening * sum(batch.first for batch in batches)
+                if body := await self._gateway.in_thread(cost, stream.write, batches):
+                    await _send_parts(send, body)
+            await send({"type": "http.response.body", "body": stream.close(), "more_body": False})
+        except Exception as error:
+            if not started:
+                raise
+            await send({"type": "http.response.body", "body": data(answer_to(error).body), "more_body": False})
+
+    async def tokenize(self, body: bytes) -> Respond:
         request = await self._read(body, read_tokenize)
         self._model(request.model)
         param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
-        tokens = await self._gateway.encode(request.prompt, param)
-        token_bytes = self._gateway.tokenizer.token_bytes
-        strings = [token_bytes(token).decode(errors="replace") for token in tokens] if request.token_strs else None
-        await _send_json(
-            send,
-            {
-                "count": len(tokens),
-                "max_model_len": self._gateway.max_model_len,
-                "tokens": tokens,
-                "token_strs": strings,
-            },
+        most = self._limits.tokens
+        tokens = await self._gateway.encode(request.prompt, param, most)
+        if len(tokens) > most:
+            raise RequestError(f"{param} is {len(tokens)} tokens; at most {most} in one request", param)
+        token_bytes = self._gateway.tokenizer.token_bytes if request.token_strs else None
+        answer = await self._gateway.in_thread(
+            len(tokens), tokenize_answer, tokens, self._gateway.max_model_len, token_bytes
         )
+        return partial(_send_json, body=answer)
 
-    async def detokenize(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
-        request = read_detokenize(body)
+    async def detokenize(self, body: bytes) -> Respond:
+        request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body)
         self._model(request.model)
-        text = self._gateway.tokenizer.decode_bytes(request.tokens).decode(errors="replace")
-        await _send_json(send, {"prompt": text})
+        most = self._gateway.max_model_len
+        if len(request.tokens) > most:
+            raise RequestError(f"{len(request.tokens)} tokens; this model's context holds {most}", "tokens")
+        decode = self._gateway.tokenizer.decode_bytes
+        answer = await self._gateway.in_thread(len(request.tokens), detokenize_answer, request.tokens, decode)
+        return partial(_send_json, body=answer)
 
     async def _read(self, body: bytes, read: Callable[[bytes, Limits, Defaults], T]) -> T:
         """Large bodies are read beside the event loop: JSON takes about a 64th of what encoding its text takes."""
@@ -313,29 +403,43 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
-class ClientLeft(Exception):
-    """Nobody reads the answer any more."""
+ENTRY_CHARS = 8  # writing one log probability costs what encoding so many characters does
+
+
+def _scored_entries(prompt: Sequence[int], sampling: Sampling) -> int:
+    """Log probabilities that are told of a prompt."""
+    return 0 if sampling.prompt_logprobs is None else len(prompt) * (sampling.prompt_logprobs + 1)
 
 
 class _Departure:
-    """While inside, a client that leaves ends the generation (and so its jobs), wherever it is."""
+    """While it watches, a client that leaves cancels the task that serves it, wherever that is: what is not encoded yet
+    is not, and jobs are aborted. The cancellation ends with the block."""
 
-    def __init__(self, receive: Receive, generation: Generation) -> None:
+    def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._generation = generation
+        self._watching: asyncio.Task[None] | None = None
+        self._left = False
 
-    def __enter__(self) -> None:
-        self._watch = asyncio.create_task(self._wait())
+    def __enter__(self) -> "_Departure":
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        return self
+
+    def watch(self) -> None:
+        """From now on: the body has been read, and the connection has only its end to tell."""
+        self._watching = asyncio.create_task(self._wait())
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
-        self._watch.cancel()
-        return kind is ClientLeft
+        if self._watching is not None:
+            self._watching.cancel()
+        return self._left and self._task.uncancel() == 0 and kind is asyncio.CancelledError
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._generation.close()  # at once: the answer may come faster than its failure is looked at
-        self._generation.fail(ClientLeft())
+        self._left = True
+        self._task.cancel()
 
 
 STREAM_START: Message = {
@@ -349,21 +453,6 @@ STREAM_START: Message = {
 }
 
 
-async def _stream(send: Send, generation: Generation, stream: Stream) -> None:
-    """The status waits for the first tokens, so that what fails before them fails with its own status. What fails
-    later is an error event, and the end."""
-    started = False
-    try:
-        async for batches in generation:
-            if not started:
-                started = True
-                await send(dict(STREAM_START))
-            if body := stream.write(batches):
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": stream.close(), "more_body": False})
-    except ClientLeft:
-        raise
-    except Exception as error:
-        if not started:
-            raise
-        await send({"type": "http.response.body", "body": data(answer_to(error).body), "more_body": False})
+async def _send_parts(send: Send, body: bytes) -> None:
+    for start in range(0, len(body), SEND_BYTES):
+        await send({"type": "http.response.body", "body": body[start : start + SEND_BYTES], "more_body": True})

@@ -9,13 +9,17 @@ MIB = 1 << 20
 class Limits(Record, frozen=True):
     """Bounds that are checked before a request costs anything. Beyond them: 413, 431, 400 or 503."""
 
-    body_bytes: int = 32 * MIB
+    body_bytes: int = 8 * MIB  # a context of 262,144 tokens is 1.3 MB of English, 5 MB of escaped Cyrillic
     header_bytes: int = 64 << 10  # of one request, all header lines together
     messages: int = 4096
     tools: int = 128
-    json_depth: int = 64  # nesting of a tool's parameters
+    json_bytes: int = MIB // 2  # of tools' parameters, and of calls' arguments where they are objects, together
+    json_depth: int = 64  # nesting of each of them
     prompts: int = 64  # in one completions request
     waiting: int = 1024  # jobs without a first token, before new ones are refused with 503
+    tokens: int = 2 << 20  # of jobs without a first token, and so of one request: prompts, each counted n times
+    prompt_logprobs: int = 1 << 18  # of one request: prompt tokens, each n times, times the log probabilities of each
+    bodies_bytes: int = 64 * MIB  # of all bodies that are being read or encoded, together
     body_seconds: float = 60.0  # in which the whole body has to arrive
 
 

@@ -8,24 +8,25 @@ import asyncio
 import functools
 import logging
 import secrets
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from types import TracebackType
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import msgspec
 
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits
 from redline.api.metrics import Metrics
-from redline.chat.conversation import Conversation
+from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
 from redline.chat.events import End, Event
 from redline.chat.hashing import make_job
-from redline.chat.template import Style, encode
+from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ContextTooLong, Overloaded, RedlineError, RequestError, WorkerLost
 from redline.wire.channel import AsyncInbox, Outbox
@@ -67,7 +68,7 @@ class Gateway:
         style: Style,
         outbox: Outbox,
         metrics: Metrics,
-        max_waiting: int = Limits().waiting,
+        limits: Limits = Limits(),  # noqa: B008
     ) -> None:
         self.tokenizer = tokenizer
         self.metrics = metrics
@@ -75,9 +76,10 @@ class Gateway:
         self.lost: str | None = None  # why the worker ended, once it has
         self._style = style
         self._outbox = outbox
-        self._max_waiting = max_waiting
+        self._limits = limits
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
+        self._waiting_tokens = 0  # of those, and of the jobs that are being made
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
         self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
@@ -117,7 +119,7 @@ class Gateway:
         now = time.perf_counter()
         if not lane.heard:
             lane.heard = True
-            self._waiting -= 1
+            self._waits_no_more(lane)
         if delta.tokens:
             self._time(lane, now, len(delta.tokens))
         if delta.finish is not None:
@@ -144,7 +146,10 @@ class Gateway:
         """The worker has ended: so has every answer, and new ones are refused until a worker is ready again."""
         log.log(logging.ERROR if self._lanes else logging.INFO, "no worker: %s", reason)
         self.lost, self.ready = reason, None
-        lanes, self._lanes, self._waiting = self._lanes, {}, 0
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            if not lane.heard:
+                self._waits_no_more(lane)
         for generation in {lane.generation for lane in lanes.values()}:
             generation.fail(WorkerLost("the worker that ran this request has ended"))
 
@@ -156,49 +161,77 @@ class Gateway:
     # -- from a request
 
     async def begin(self, ask: Ask) -> "Generation":
-        """Encode, check, send. Raises RequestError (ContextTooLong), Overloaded or WorkerLost before anything runs."""
+        """Encode, check, send. Raises RequestError (ContextTooLong), Overloaded or WorkerLost before anything runs.
+
+        Whoever is cancelled in here leaves nothing behind: what is not encoded yet is not, and no job is sent.
+        """
         began = time.perf_counter()
         engine = self._engine()
         self._admit(ask)
         self._check_ids(ask.sampling)
         jobs: list[Job] = []
-        for place, prompt in enumerate(ask.prompts):
-            param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
-            tokens = await self.encode(prompt, param)
-            if not tokens:
-                raise RequestError(f"{param} is empty", param)
-            sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
-            job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, ask.salt)
-            jobs += _copies(job, ask)
-        # While this one was encoded, the worker may have gone and other requests may have come.
-        if self._engine() is not engine:
-            raise WorkerLost("the worker has changed")
-        self._admit(ask)
-        generation = Generation(self, ask, jobs, began)
+        tokens_before = 0  # of this request, each prompt as often as it is answered
+        try:
+            for place, prompt in enumerate(ask.prompts):
+                param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
+                tokens = await self.encode(prompt, param, engine.max_model_len)
+                if not tokens:
+                    raise RequestError(f"{param} is empty", param)
+                sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
+                self._admit_tokens(ask, tokens_before, len(tokens))
+                tokens_before += ask.n * len(tokens)
+                self._waiting_tokens += ask.n * len(tokens)
+                job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, ask.salt)
+                jobs += _copies(job, ask)
+            # While this one was encoded, the worker may have gone and other requests may have come.
+            if self._engine() is not engine:
+                raise WorkerLost("the worker has changed")
+            self._admit(ask)
+            generation = Generation(self, ask, jobs, began)
+        except BaseException:
+            self._waiting_tokens -= tokens_before
+            raise
+        for lane in generation.lanes:
+            self._lanes[lane.job.id] = lane
+            self._waiting += 1
         try:
             for lane in generation.lanes:
-                self._outbox.put(lane.job)
-                self._lanes[lane.job.id] = lane
-                self._waiting += 1
-                self.metrics.prompt_tokens.inc(len(lane.job.tokens))
+                if lane.job.id in self._lanes:  # else: the worker has gone meanwhile
+                    self._outbox.put(lane.job)
+                    self.metrics.prompt_tokens.inc(len(lane.job.tokens))
+                if len(lane.job.tokens) > INLINE_CHARS:
+                    await asyncio.sleep(0)  # a job of 262,144 tokens takes milliseconds to write
         except BaseException:  # a job that cannot be sent takes those that were with it
             generation.close()
             raise
         return generation
 
-    async def encode(self, prompt: Prompt, param: str) -> tuple[int, ...]:
-        """Token ids of a prompt. Raises RequestError for ids beyond the vocabulary and for hopelessly long texts."""
+    async def encode(self, prompt: Prompt, param: str, most: int) -> tuple[int, ...]:
+        """Token ids of a prompt; what is far beyond `most` of them is not encoded to its end.
+
+        Raises RequestError for ids beyond the vocabulary, ContextTooLong for hopelessly long texts.
+        """
+        chars = most * self._longest_token
         match prompt:
             case str():
                 size = len(prompt)
+                if size > chars:
+                    raise ContextTooLong(f"{param} is {size} characters; this model reads at most {chars}", param)
             case Conversation():
-                size = sum(len(message.content) for message in prompt.messages)
+                size = _size(prompt)
             case _:
-                self._check_range(prompt, param)
+                if len(prompt) > most:
+                    raise ContextTooLong(f"{param} is {len(prompt)} tokens; at most {most} are read", param)
+                await self.in_thread(len(prompt), self._check_range, prompt, param)
                 return prompt
-        if size > (most := self._engine().max_model_len * self._longest_token):
-            raise ContextTooLong(f"{param} is {size} characters; this model reads at most {most}", param)
-        return await self.in_thread(size, self._encode, prompt)
+        left = threading.Event()
+        try:
+            return await self.in_thread(size, self._encode, prompt, most, chars, left)
+        except ContextTooLong as error:
+            raise ContextTooLong(f"{param} is {error}; at most {most} tokens are read", param) from None
+        except asyncio.CancelledError:
+            left.set()
+            raise
 
     async def in_thread(self, chars: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Do work beside the event loop, if it costs as much as encoding INLINE_CHARS or more."""
@@ -224,7 +257,7 @@ class Gateway:
         """Stop a job that has not ended: its client has left ("abort"), or has all it wants. Idempotent."""
         if self._lanes.pop(lane.job.id, None) is not None:
             if not lane.heard:
-                self._waiting -= 1
+                self._waits_no_more(lane)
             self._ended(lane, time.perf_counter(), reason)
             self._outbox.put(Abort(job=lane.job.id))
 
@@ -236,13 +269,39 @@ class Gateway:
         return self.ready
 
     def _admit(self, ask: Ask) -> None:
-        if self._waiting + ask.choices > self._max_waiting:
+        if self._waiting + ask.choices > self._limits.waiting:
             raise Overloaded(f"{self._waiting} jobs wait already; try again later")
 
-    def _encode(self, prompt: Conversation | str) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode_with_specials(prompt))  # a raw prompt is the client's own template
-        return tuple(encode(prompt, self.tokenizer, self._style))
+    def _admit_tokens(self, ask: Ask, before: int, tokens: int) -> None:
+        """The products: prompts, their copies and their logprobs. `before`: of this request, among those that wait."""
+        asked, most = before + ask.n * tokens, self._limits.tokens
+        if asked > most and asked > tokens:  # one prompt is bounded by the context
+            raise RequestError(
+                f"the prompts, each counted n times, are {asked} tokens or more; at most {most} in one request",
+                ask.param,
+            )
+        if self._waiting_tokens > before and self._waiting_tokens + ask.n * tokens > most:
+            raise Overloaded(f"{self._waiting_tokens} tokens wait already; try again later")
+        scored = ask.sampling.prompt_logprobs
+        if scored is not None and asked * (scored + 1) > (most := self._limits.prompt_logprobs):
+            raise RequestError(
+                f"{scored + 1} log probabilities for each of {asked} prompt tokens, each prompt counted n times: "
+                f"at most {most} in one request",
+                "prompt_logprobs",
+            )
+
+    def _waits_no_more(self, lane: "_Lane") -> None:
+        self._waiting -= 1
+        self._waiting_tokens -= len(lane.job.tokens)
+
+    def _encode(self, prompt: Conversation | str, most: int, chars: int, left: threading.Event) -> tuple[int, ...]:
+        def check() -> None:
+            if left.is_set():
+                raise asyncio.CancelledError  # nobody waits for this any more
+
+        if isinstance(prompt, str):  # a raw prompt is the client's own template
+            return tuple(self.tokenizer.encode_with_specials(prompt, most, check))
+        return tuple(self.tokenizer.encode_pieces(render(prompt, self._style, chars), most, check))
 
     def _check_ids(self, sampling: Sampling) -> None:
         self._check_range(sampling.stop_ids, "stop_token_ids")
@@ -274,6 +333,33 @@ class Gateway:
             max_tokens=max(1, min(asked, left)),
             stop_ids=tuple(dict.fromkeys((*own, *ask.sampling.stop_ids))),
         )
+
+
+def _size(conversation: Conversation) -> int:
+    """Characters that are rendered, or somewhat more than INLINE_CHARS if there are more."""
+    size = 0
+    values: list[Any] = [tool.parameters for tool in conversation.tools]
+    values += [tool.description for tool in conversation.tools]
+    for message in conversation.messages:
+        size += len(message.content) + len(message.reasoning)
+        values += message.tool_calls
+        if size + len(values) > INLINE_CHARS:
+            break
+    while values and size <= INLINE_CHARS:
+        match values.pop():
+            case str() as text:
+                size += len(text)
+            case ToolCall(id=id, arguments=text):
+                size += len(id) + len(text)
+            case dict() as fields:  # pyright: ignore[reportUnknownVariableType]
+                values += cast("dict[str, Any]", fields)
+                values += cast("dict[str, Any]", fields).values()
+            case list() as items:  # pyright: ignore[reportUnknownVariableType]
+                values += cast("list[Any]", items)
+            case _:
+                pass
+        size += 1
+    return size
 
 
 def _job(tokens: tuple[int, ...], sampling: Sampling, fingerprint: str, salt: str) -> Job:

@@ -3,11 +3,15 @@
 A type annotation is the check: msgspec decodes and bounds every field, and its complaint names the place. Fields that
 we do not know are ignored, as clients send many (user, metadata, store, ...). Fields that we know and cannot honour,
 where ignoring them would change the answer, are refused by name.
+
+msgspec holds the interpreter's lock while it reads, and every stream stands still. Text costs a millisecond per MiB,
+but 8 MiB of `[],` 0.4 s and 8 MiB of `1e300,` 10 s. So fields that may hold any JSON, or a collection with a bound, are
+`Raw` at first, which makes no objects, and are read once their length is known to be bounded.
 """
 
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -15,9 +19,12 @@ from msgspec import Meta
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Defaults, Limits
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
+from redline.chat.generation import MinP, Temperature, TopK, TopP
 from redline.errors import RequestError
 from redline.wire.base import Record
 from redline.wire.job import Sampling
+
+T = TypeVar("T")
 
 # -- What a request may say ----------------------------------------------------------------------------------------
 
@@ -27,25 +34,37 @@ MaxTokens = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 Top = Annotated[int, Meta(ge=0, le=20)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
+RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
 
 
-class _Part(msgspec.Struct):
+_ABSENT = msgspec.Raw()
+
+
+class _Item(msgspec.Struct, gc=False):
+    """What a body may hold hundreds of thousands of: the collector walks none of them."""
+
+    def __post_init__(self) -> None:
+        """Python code, so that the interpreter's lock can change hands while a long list is read."""
+
+
+class _Part(_Item, gc=False):
     type: Name
     text: str | None = None
 
 
-class _Function(msgspec.Struct):
+class _Function(msgspec.Struct, gc=False):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    arguments: str | dict[str, Any] = ""
+    arguments: msgspec.Raw = _ABSENT  # str | dict[str, Any]
 
 
-class _Call(msgspec.Struct):
+class _Call(_Item, gc=False):
     id: Name
     function: _Function
     type: Literal["function"] = "function"
 
 
-class _Message(msgspec.Struct):
+class _Message(_Item, gc=False):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
     name: Name | None = None
@@ -56,13 +75,13 @@ class _Message(msgspec.Struct):
     refusal: str | None = None
 
 
-class _Declared(msgspec.Struct):
+class _Declared(msgspec.Struct, gc=False):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: msgspec.Raw = _ABSENT  # dict[str, Any] | None
 
 
-class _Tool(msgspec.Struct):
+class _Tool(_Item, gc=False):
     type: Name
     function: _Declared | None = None
 
@@ -86,31 +105,31 @@ class _Thinking(msgspec.Struct):
 class _Refused(msgspec.Struct, kw_only=True):
     """Fields that would change the answer and that are not served. Empty values and those in `_NEUTRAL` pass."""
 
-    response_format: Any = None
-    functions: Any = None
-    function_call: Any = None
-    audio: Any = None
-    modalities: Any = None
-    web_search_options: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
-    logits_processors: Any = None
-    logprob_token_ids: Any = None
-    allowed_token_ids: Any = None
-    bad_words: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    truncate_prompt_tokens: Any = None
-    prompt_embeds: Any = None
-    suffix: Any = None
-    chat_template: Any = None
-    documents: Any = None
-    continue_final_message: Any = None
-    add_generation_prompt: Any = None
-    return_tokens_as_token_ids: Any = None
+    response_format: msgspec.Raw = _ABSENT
+    functions: msgspec.Raw = _ABSENT
+    function_call: msgspec.Raw = _ABSENT
+    audio: msgspec.Raw = _ABSENT
+    modalities: msgspec.Raw = _ABSENT
+    web_search_options: msgspec.Raw = _ABSENT
+    structured_outputs: msgspec.Raw = _ABSENT
+    guided_json: msgspec.Raw = _ABSENT
+    guided_regex: msgspec.Raw = _ABSENT
+    guided_choice: msgspec.Raw = _ABSENT
+    guided_grammar: msgspec.Raw = _ABSENT
+    logits_processors: msgspec.Raw = _ABSENT
+    logprob_token_ids: msgspec.Raw = _ABSENT
+    allowed_token_ids: msgspec.Raw = _ABSENT
+    bad_words: msgspec.Raw = _ABSENT
+    use_beam_search: msgspec.Raw = _ABSENT
+    length_penalty: msgspec.Raw = _ABSENT
+    truncate_prompt_tokens: msgspec.Raw = _ABSENT
+    prompt_embeds: msgspec.Raw = _ABSENT
+    suffix: msgspec.Raw = _ABSENT
+    chat_template: msgspec.Raw = _ABSENT
+    documents: msgspec.Raw = _ABSENT
+    continue_final_message: msgspec.Raw = _ABSENT
+    add_generation_prompt: msgspec.Raw = _ABSENT
+    return_tokens_as_token_ids: msgspec.Raw = _ABSENT
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -130,21 +149,21 @@ class _Common(_Refused, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=8)] | None = None
     best_of: int | None = None
     max_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 20)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: RepetitionPenalty | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stop: StopText | Annotated[list[StopText], Meta(max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=64)] | None = None
+    stop: msgspec.Raw = _ABSENT  # see _STOP
+    stop_token_ids: msgspec.Raw = _ABSENT  # see _STOP_IDS
     min_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=300)] | None = None
+    logit_bias: msgspec.Raw = _ABSENT  # see _LOGIT_BIAS
     prompt_logprobs: Top | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
@@ -155,7 +174,7 @@ class _Chat(_Common, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     tools: list[_Tool] | None = None
-    tool_choice: Any = None
+    tool_choice: msgspec.Raw = _ABSENT
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     chat_template_kwargs: _TemplateOptions | None = None
@@ -164,9 +183,46 @@ class _Chat(_Common, kw_only=True):
 
 
 class _Completion(_Common, kw_only=True):
-    prompt: str | list[str | TokenId | list[TokenId]]
+    prompt: msgspec.Raw  # str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Top | None = None
     echo: bool | None = None
+
+
+class _Field(Generic[T]):
+    """A field that came raw: what its JSON has to be, and how many bytes of it are read at all."""
+
+    def __init__(self, decoder: msgspec.json.Decoder[T], most_bytes: int) -> None:
+        self._decoder = decoder
+        self._most_bytes = most_bytes
+
+    def read(self, raw: msgspec.Raw, place: str) -> T | None:
+        """None where it is absent or null. Raises RequestError, which names `place` and what is below it."""
+        if _is_absent(raw):
+            return None
+        data = memoryview(raw)
+        if data.nbytes > self._most_bytes:
+            raise RequestError(f"more than {self._most_bytes} bytes of JSON", place)
+        return _decoded(self._decoder, data, place)
+
+
+def _is_absent(raw: msgspec.Raw) -> bool:
+    return bytes(memoryview(raw)[:5]) in (b"", b"null")
+
+
+_STOP = _Field(msgspec.json.Decoder(StopText | Annotated[list[StopText], Meta(max_length=16)]), 256 << 10)
+_STOP_IDS = _Field(msgspec.json.Decoder(Annotated[list[TokenId], Meta(max_length=64)]), 4 << 10)
+_LOGIT_BIAS: _Field[dict[int, float]] = _Field(
+    msgspec.json.Decoder(Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=300)]),
+    16 << 10,
+)
+REFUSED_BYTES = 1 << 10  # of a field that is not served: what passes, since it changes nothing, is a word or two
+_SMALL = _Field(msgspec.json.Decoder(Any), REFUSED_BYTES)
+# float_hook: some numbers that msgspec spends microseconds on cost Python's own reader a fifth of one.
+_OBJECT = msgspec.json.Decoder(dict[str, Any], float_hook=float)
+_TEXT = msgspec.json.Decoder(str)
+_TEXTS = msgspec.json.Decoder(list[str])
+_IDS = msgspec.json.Decoder(list[TokenId])
+_LISTS_OF_IDS = msgspec.json.Decoder(list[list[TokenId]])
 
 
 # -- What a request says -------------------------------------------------------------------------------------------
@@ -197,9 +253,10 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     request = read(body, _Chat)
     _refuse(request)
     thinking, preserve = _thinking(request, defaults)
+    objects = _Objects(limits)
     conversation = Conversation(
-        messages=read_messages(request.messages, limits),
-        tools=read_tools(request.tools, limits) if _tools_wanted(request.tool_choice) else (),
+        messages=_messages(request.messages, limits, objects),
+        tools=_tools(request.tools, limits, objects) if _tools_wanted(request.tool_choice) else (),
         thinking=thinking,
         preserve_thinking=preserve,
     )
@@ -223,9 +280,7 @@ def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> Completi
     """The body of POST /v1/completions. Raises RequestError, naming the field."""
     request = read(body, _Completion)
     _refuse(request)
-    prompts = _prompts(request.prompt)
-    if len(prompts) > limits.prompts:
-        raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
+    prompts = _prompts(request.prompt, limits)
     echo = bool(request.echo)
     if request.max_tokens == 0 and not echo:
         raise RequestError("max_tokens may be 0 only together with echo", "max_tokens")
@@ -244,35 +299,45 @@ def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> Completi
     )
 
 
-T = TypeVar("T")
-_PLACE = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
+_COMPLAINT_CHARS = 400  # msgspec repeats a wrong word, however long it is
 
 
 def read(body: bytes, shape: type[T]) -> T:
     """JSON of a given shape. Raises RequestError: `param` is the place, as in `messages[2].role`."""
+    return _decoded(msgspec.json.Decoder(shape), body, "")
+
+
+def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: str) -> T:
+    """`place`: of `data` within the body, where it is a part of it."""
     try:
-        return msgspec.json.decode(body, type=shape)
+        return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise _complaint(str(error)) from None
+        raise _complaint(str(error), place) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from None
+        raise RequestError(f"The body is not valid JSON: {error}", place or None) from None
     except RecursionError:
-        raise RequestError("The body is nested too deeply") from None
+        raise RequestError("The body is nested too deeply", place or None) from None
 
 
-def _complaint(message: str) -> RequestError:
-    place = _PLACE.search(message)
-    text = message[: place.start()] if place else message
-    param = place.group(1) if place else ""
+def _complaint(message: str, place: str) -> RequestError:
+    text, _, path = message.rpartition(" - at ")  # the last one: the words before it may be the client's own
+    if not text:
+        text, path = message, ""
+    param = place + path.rpartition("`$")[2].removesuffix("`")
     if missing := _MISSING.match(text):
-        param = f"{param}.{missing.group(1)}".lstrip(".")
-    return RequestError(text, param or None)
+        param = f"{param}.{missing.group(1)}"
+    if len(text) > _COMPLAINT_CHARS:
+        text = f"{text[:_COMPLAINT_CHARS]} ..."
+    return RequestError(text, param.removeprefix(".") or None)
 
 
 def _refuse(request: _Common) -> None:
     for field in _Refused.__struct_fields__:
-        value = getattr(request, field)
+        raw: msgspec.Raw = getattr(request, field)
+        if memoryview(raw).nbytes > REFUSED_BYTES:
+            raise RequestError(f"{field} is not supported", field)
+        value = _SMALL.read(raw, field)
         if value is None or value in _NEUTRAL.get(field, ()):
             continue
         if not value and field not in _OFF_IS_NOT_NEUTRAL:
@@ -284,7 +349,7 @@ def _refuse(request: _Common) -> None:
 
 
 def _ask(request: _Common, prompts: tuple[Prompt, ...], sampling: Sampling, param: str) -> Ask:
-    stop = request.stop or ()
+    stop = _STOP.read(request.stop, "stop") or ()
     return Ask(
         prompts=prompts,
         sampling=sampling,
@@ -329,9 +394,9 @@ def _sampling(
         presence_penalty=request.presence_penalty or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
-        stop_ids=tuple(request.stop_token_ids or ()),
+        stop_ids=tuple(_STOP_IDS.read(request.stop_token_ids, "stop_token_ids") or ()),
         min_tokens=least,
-        logit_bias=tuple((request.logit_bias or {}).items()),
+        logit_bias=tuple((_LOGIT_BIAS.read(request.logit_bias, "logit_bias") or {}).items()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
@@ -341,25 +406,30 @@ def _or(value: T | None, default: T) -> T:
     return default if value is None else value
 
 
-def _prompts(prompt: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
-    match prompt:
-        case str():
-            return (prompt,)
-        case []:
+_FIRST = re.compile(rb"\s*\[\s*(.?)", re.DOTALL)
+
+
+def _prompts(raw: msgspec.Raw, limits: Limits) -> tuple[Prompt, ...]:
+    data = memoryview(raw)
+    first = _FIRST.match(data)
+    if first is None:
+        return (_decoded(_TEXT, data, "prompt"),)
+    match first[1]:
+        case b"]":
             raise RequestError("prompt is empty", "prompt")
-        case [int(), *_]:
-            return (tuple(_each(prompt, int)),)
-        case [str(), *_]:
-            return tuple(_each(prompt, str))
+        case b'"':
+            prompts: tuple[Prompt, ...] = tuple(_decoded(_TEXTS, data, "prompt"))
+        case b"[" if bytes(data).count(b"[") > limits.prompts + 1:
+            raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
+        case b"[":
+            prompts = tuple(map(tuple, _decoded(_LISTS_OF_IDS, data, "prompt")))
+        case _ if bytes(data).count(b",") >= limits.tokens:
+            raise RequestError(f"at most {limits.tokens} token ids in one request", "prompt")
         case _:
-            return tuple(tuple(ids) for ids in _each(prompt, list[int]))
-
-
-def _each(items: Sequence[Any], kind: type[T]) -> list[T]:
-    for index, item in enumerate(items):
-        if not isinstance(item, list if kind == list[int] else kind):
-            raise RequestError("prompt mixes texts, ids and lists: it has to be all of one kind", f"prompt[{index}]")
-    return cast("list[T]", items)
+            return (tuple(_decoded(_IDS, data, "prompt")),)
+    if len(prompts) > limits.prompts:
+        raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
+    return prompts
 
 
 def _thinking(request: _Chat, defaults: Defaults) -> tuple[bool, bool]:
@@ -376,7 +446,8 @@ def _thinking(request: _Chat, defaults: Defaults) -> tuple[bool, bool]:
     return thinking, bool(template.preserve_thinking) or bool(request.thinking and request.thinking.keep == "all")
 
 
-def _tools_wanted(choice: Any) -> bool:
+def _tools_wanted(raw: msgspec.Raw) -> bool:
+    choice = _SMALL.read(raw, "tool_choice")
     match choice:
         case None | "auto":
             return True
@@ -390,13 +461,35 @@ def _tools_wanted(choice: Any) -> bool:
             raise RequestError("tool_choice has to be auto or none", "tool_choice")
 
 
-def read_messages(messages: Sequence[_Message], limits: Limits) -> tuple[Message, ...]:
+class _Objects:
+    """The JSON objects of one request, which are read whole: bounded together."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._left = limits.json_bytes
+
+    def read(self, raw: msgspec.Raw, place: str) -> dict[str, Any]:
+        data = memoryview(raw)
+        self._left -= data.nbytes
+        if self._left < 0:
+            raise RequestError(
+                f"the parameters of tools and the arguments given as objects are more than {self._limits.json_bytes} "
+                "bytes together",
+                place,
+            )
+        value = _decoded(_OBJECT, data, place)
+        if _depth(value) > self._limits.json_depth:
+            raise RequestError(f"nested more than {self._limits.json_depth} deep", place)
+        return value
+
+
+def _messages(messages: Sequence[_Message], limits: Limits, objects: _Objects) -> tuple[Message, ...]:
     if len(messages) > limits.messages:
         raise RequestError(f"at most {limits.messages} messages in one request", "messages")
-    return tuple(_message(message, f"messages[{index}]") for index, message in enumerate(messages))
+    return tuple(_message(message, f"messages[{index}]", objects) for index, message in enumerate(messages))
 
 
-def _message(message: _Message, place: str) -> Message:
+def _message(message: _Message, place: str, objects: _Objects) -> Message:
     role = "system" if message.role == "developer" else message.role
     content = _content(message.content, f"{place}.content")
     if role == "tool" and not message.tool_call_id:
@@ -410,7 +503,10 @@ def _message(message: _Message, place: str) -> Message:
         content=content,
         name=message.name,
         reasoning=message.reasoning_content or message.reasoning or "",
-        tool_calls=tuple(_call(call) for call in message.tool_calls or ()),
+        tool_calls=tuple(
+            _call(call, f"{place}.tool_calls[{index}].function.arguments", objects)
+            for index, call in enumerate(message.tool_calls or ())
+        ),
     )
 
 
@@ -427,14 +523,19 @@ def _content(content: str | list[_Part] | None, place: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def _call(call: _Call) -> ToolCall:
-    arguments = call.function.arguments
-    if isinstance(arguments, dict):
-        arguments = msgspec.json.encode(arguments).decode()
+def _call(call: _Call, place: str, objects: _Objects) -> ToolCall:
+    raw = call.function.arguments
+    data = memoryview(raw)
+    if not data.nbytes:
+        arguments = ""
+    elif bytes(data[:1]) == b"{":
+        arguments = msgspec.json.encode(objects.read(raw, place)).decode()
+    else:
+        arguments = _decoded(_TEXT, data, place)
     return ToolCall(id=call.id, name=call.function.name, arguments=arguments)
 
 
-def read_tools(tools: Sequence[_Tool] | None, limits: Limits) -> tuple[Tool, ...]:
+def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: _Objects) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if len(tools) > limits.tools:
@@ -446,11 +547,8 @@ def read_tools(tools: Sequence[_Tool] | None, limits: Limits) -> tuple[Tool, ...
         function = tool.function
         if function is None:
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
-        parameters = function.parameters or {}
-        if _depth(parameters) > limits.json_depth:
-            raise RequestError(
-                f"parameters are nested more than {limits.json_depth} deep", f"tools[{index}].function.parameters"
-            )
+        raw, place = function.parameters, f"tools[{index}].function.parameters"
+        parameters = {} if _is_absent(raw) else objects.read(raw, place)
         read.append(Tool(name=function.name, description=function.description or "", parameters=parameters))
     return tuple(read)
 
@@ -505,9 +603,10 @@ def read_tokenize(body: bytes, limits: Limits, defaults: Defaults) -> TokenizeRe
     prompt: Prompt = request.prompt or ""
     if request.messages is not None:
         options = request.chat_template_kwargs or _TemplateOptions()
+        objects = _Objects(limits)
         prompt = Conversation(
-            messages=read_messages(request.messages, limits),
-            tools=read_tools(request.tools, limits),
+            messages=_messages(request.messages, limits, objects),
+            tools=_tools(request.tools, limits, objects),
             thinking=_or(options.thinking, _or(options.enable_thinking, defaults.thinking)),
             preserve_thinking=bool(options.preserve_thinking),
             add_generation_prompt=request.add_generation_prompt,

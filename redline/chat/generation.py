@@ -1,20 +1,28 @@
 """How a checkpoint wants to be sampled: its generation_config.json."""
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from redline.errors import ConfigError
 from redline.wire.base import Record
+
+# What a request and a checkpoint alike may ask for.
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 20)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Generation(Record, frozen=True):
     """Sampling where nobody says otherwise."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
 
 
 def generation_of(folder: Path) -> Generation:

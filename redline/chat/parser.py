@@ -18,6 +18,8 @@ from redline.chat.tokenizer import TextStream, Tokenizer
 
 _CALL_ID = re.compile(r"(?:functions\.)?(?P<name>.+):[0-9]+", re.DOTALL)
 
+_HEADER_CHARS = 1024  # a longer header names no function that a client may declare
+
 # Some checkpoints say "call" for "calls" here. It is no token of Kimi's, so it comes spelled out, right before a call.
 _SPELLED = "<|tool_call_section_begin|>"
 
@@ -97,9 +99,11 @@ class Parser:
         self._stream = TextStream(tokenizer, skipped - self._names.keys())
         self._stops = stops
         self._state = _State.THOUGHT if thinking else _State.ANSWER
-        self._held = ""  # text of this state that may yet turn out to be no part of it
+        self._tail = _Tail()  # an end of this state's text that may be a mark spelled out
+        self._space: list[str] = []  # whitespace before the tail that may yet turn out to be no part of the text
         self._shown = False  # something of this answer, or of these arguments, has been shown
-        self._header = ""
+        self._header: list[str] = []
+        self._header_chars = 0
         self.calls = 0
         self.reasoning_tokens = 0
 
@@ -148,19 +152,22 @@ class Parser:
 
     def _enter(self, state: _State) -> None:
         self._state = state
-        self._held = self._header = ""
+        self._tail = _Tail()
+        self._space, self._header, self._header_chars = [], [], 0
         self._shown = False
 
     def _leave(self, events: list[Event], complete: bool, for_tools: bool) -> None:
         """Show what of this state's text was held back and is part of it after all."""
         match self._state:
             case _State.THOUGHT:
-                if not (for_tools and self._held.strip() == _SPELLED):
-                    _show_thought(self._held.rstrip(), events)
+                held = self._held()
+                if not (for_tools and held.strip() == _SPELLED):
+                    _show_thought(held.rstrip(), events)
             case _State.ANSWER:
                 self._answer(self._stops.flush(), events)
-                noise = for_tools and (not self._held.strip() or self._held.strip() == _SPELLED)
-                _show_text("" if noise else self._held, events)
+                held = self._held()
+                noise = for_tools and held.strip() in ("", _SPELLED)
+                _show_text("" if noise else held, events)
             case _State.HEADER:
                 if complete:
                     self._begin_call(events)
@@ -173,8 +180,8 @@ class Parser:
                 pass
 
     def _begin_call(self, events: list[Event]) -> None:
-        header = self._header.strip()
-        match = _CALL_ID.fullmatch(header)
+        header = "".join(self._header).strip()
+        match = _CALL_ID.fullmatch(header) if self._header_chars <= _HEADER_CHARS else None
         if match is None:
             return self._enter(_State.SKIPPED)
         events.append(CallBegin(index=self.calls, id=header, name=match["name"]))
@@ -182,39 +189,79 @@ class Parser:
         self._enter(_State.ARGUMENTS)
 
     def _text(self, text: str, events: list[Event]) -> None:
+        if not text:
+            return
         match self._state:
             case _State.THOUGHT:
-                text = self._held + text
-                shown = len(text[: _settled(text)].rstrip())  # whitespace that ends the reasoning is no part of it
-                self._held = text[shown:]
-                _show_thought(text[:shown], events)
+                text = self._tail.push(text)
+                if shown := text.rstrip():  # whitespace that ends the reasoning is no part of it
+                    _show_thought(self._take_space() + shown, events)
+                if len(shown) < len(text):
+                    self._space.append(text[len(shown) :])
             case _State.ANSWER:
                 self._answer(self._stops.push(text), events)
             case _State.HEADER:
-                self._header += text
+                self._header_chars += len(text)
+                if self._header_chars <= _HEADER_CHARS:
+                    self._header.append(text)
             case _State.ARGUMENTS:
-                self._held += text
-                if self._shown or self._held.strip():
-                    _show_arguments(self.calls - 1, self._held, events)
-                    self._held, self._shown = "", True
+                self._shown = self._shown or not text.isspace()
+                if self._shown:
+                    _show_arguments(self.calls - 1, self._take_space() + text, events)
+                else:
+                    self._space.append(text)
             case _State.SECTION | _State.SKIPPED:
                 pass
 
     def _answer(self, text: str, events: list[Event]) -> None:
-        text = self._held + text
-        shown = _settled(text)
-        if not self._shown and not text[:shown].strip():
-            shown = 0  # whitespace is no answer, should tools follow
-        self._held = text[shown:]
-        self._shown = self._shown or shown > 0
-        _show_text(text[:shown], events)
+        text = self._tail.push(text)
+        if not self._shown and not text.strip():
+            self._space.append(text)  # whitespace is no answer, should tools follow
+        elif text:
+            self._shown = True
+            _show_text(self._take_space() + text, events)
+
+    def _take_space(self) -> str:
+        """It is part of the text after all, and held no more."""
+        space = "".join(self._space)
+        self._space.clear()
+        return space
+
+    def _held(self) -> str:
+        """All that this state has held back until now."""
+        return self._take_space() + self._tail.flush()
 
 
-def _settled(text: str) -> int:
-    """How much of `text` is text whatever follows: all but an end that may be, or become, _SPELLED."""
-    begin = text.rfind("<")
-    end = text[begin:] if begin >= 0 else ""
-    return begin if end and (_SPELLED.startswith(end) or end.rstrip() == _SPELLED) else len(text)
+class _Tail:
+    """Holds back an end of a text that may be, or become, _SPELLED with whitespace behind it."""
+
+    def __init__(self) -> None:
+        self._begun = ""  # a beginning of _SPELLED, or all of it
+        self._behind: list[str] = []  # whitespace behind all of it, in pieces: joined once, however many they are
+
+    def push(self, text: str) -> str:
+        """The text that is text whatever follows."""
+        if self._begun == _SPELLED and not text.strip():
+            self._behind.append(text)
+            return ""
+        text = self.flush() + text
+        begin = text.rfind("<")
+        if begin < 0:
+            return text
+        end = text[begin:]
+        if end.startswith(_SPELLED) and not end[len(_SPELLED) :].strip():
+            self._begun, self._behind = _SPELLED, [end[len(_SPELLED) :]]
+        elif _SPELLED.startswith(end):
+            self._begun = end
+        else:
+            return text
+        return text[:begin]
+
+    def flush(self) -> str:
+        """No more text will come, so what was held back is only text."""
+        held = self._begun + "".join(self._behind)
+        self._begun, self._behind = "", []
+        return held
 
 
 def _show_text(text: str, events: list[Event]) -> None:

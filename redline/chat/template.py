@@ -5,6 +5,7 @@ four facts, which `Style` holds: the system message that stands in for a missing
 assistant turns carry <think> blocks, and what opens an answer.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import msgspec
 from redline.chat.conversation import Conversation, Message, ToolCall
 from redline.chat.tokenizer import Piece, Special, Tokenizer
 from redline.chat.tools import declare_json, declare_typescript
-from redline.errors import CheckpointError
+from redline.errors import CheckpointError, ContextTooLong
 
 _KIMI = "You are Kimi, an AI assistant created by Moonshot AI."
 
@@ -74,10 +75,17 @@ def encode(conversation: Conversation, tokenizer: Tokenizer, style: Style = K2_6
     return tokenizer.encode_pieces(render(conversation, style))
 
 
-def render(conversation: Conversation, style: Style = K2_6) -> list[Piece]:
-    """The prompt in pieces; no two texts are neighbours, so each is encoded whole."""
+def render(conversation: Conversation, style: Style = K2_6, most: int = sys.maxsize) -> list[Piece]:
+    """The prompt in pieces; no two texts are neighbours, so each is encoded whole.
+
+    Raises ContextTooLong as soon as the texts are more than `most` characters.
+    """
     pieces: list[Piece] = []
-    for piece in _pieces(conversation, style):
+    left = most
+    for piece in _pieces(conversation, style, most):
+        left -= len(piece) if isinstance(piece, str) else 0
+        if left < 0:
+            raise ContextTooLong(f"more than {most} characters")
         if isinstance(piece, str) and pieces and isinstance(pieces[-1], str):
             pieces[-1] += piece
         elif piece:
@@ -85,11 +93,11 @@ def render(conversation: Conversation, style: Style = K2_6) -> list[Piece]:
     return pieces
 
 
-def _pieces(conversation: Conversation, style: Style) -> Iterator[Piece]:
+def _pieces(conversation: Conversation, style: Style, most: int) -> Iterator[Piece]:
     messages = native_ids(conversation.messages)
     if conversation.tools:
         declare = declare_json if style.tools == "json" else declare_typescript
-        yield from _turn("system", "tool_declare", declare(conversation.tools))
+        yield from _turn("system", "tool_declare", declare(conversation.tools, most))
     if style.system is not None and (not messages or messages[0].role != "system"):
         yield from _turn("system", "system", style.system)
 

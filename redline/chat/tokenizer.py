@@ -10,14 +10,16 @@ import binascii
 import codecs
 import json
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tiktoken
 
-from redline.errors import CheckpointError, ConfigError, RequestError
+from redline.errors import CheckpointError, ConfigError, ContextTooLong, RequestError
 
 RESERVED = 256  # ids behind the ranks
 
@@ -105,10 +107,14 @@ class Tokenizer:
         """Ids of plain text: a control token spelled in it is text."""
         return self.encode_pieces((text,))
 
-    def encode_pieces(self, pieces: Iterable[Piece]) -> list[int]:
+    def encode_pieces(
+        self, pieces: Iterable[Piece], most: int = sys.maxsize, between: Callable[[], None] = lambda: None
+    ) -> list[int]:
         """Ids of text with control tokens in between, equal to what upstream makes of the joined string.
 
         That string's own slices (see _cuts) fall on the same characters here, so the ids of long prompts agree too.
+        Encoding takes up to a second per million characters, so `between` is called before each slice, and may raise.
+        Raises ContextTooLong, without encoding the rest, where there are more than `most` ids before the last slice.
         """
         pieces = tuple(pieces)
         joined = "".join(piece.name if isinstance(piece, Special) else piece for piece in pieces)
@@ -121,14 +127,24 @@ class Tokenizer:
                 end += len(piece.name)
             else:
                 start, end = end, end + len(piece)
-                for text in _slices(piece, [cut - start for cut in cuts if start < cut < end]):
+                inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, end)]
+                for text in _slices(piece, [cut - start for cut in inside]):
+                    between()
+                    _check_length(ids, most)
                     ids += self._encoding.encode_ordinary(text)
         return ids
 
-    def encode_with_specials(self, text: str) -> list[int]:
-        """Ids of text in which control tokens may be spelled out. Never for text that a user wrote into a chat."""
+    def encode_with_specials(
+        self, text: str, most: int = sys.maxsize, between: Callable[[], None] = lambda: None
+    ) -> list[int]:
+        """Ids of text in which control tokens may be spelled out. Never for text that a user wrote into a chat.
+
+        `most`, `between`: as for encode_pieces.
+        """
         ids: list[int] = []
         for part in _slices(text, _cuts(text)):
+            between()
+            _check_length(ids, most)
             ids += self._encoding.encode(part, allowed_special="all")
         return ids
 
@@ -167,6 +183,11 @@ class TextStream:
         """No more bytes will come: what is left cannot be a character."""
         pending, self._pending = self._pending, b""
         return pending.decode(errors="replace")
+
+
+def _check_length(ids: Sequence[int], most: int) -> None:
+    if len(ids) > most:
+        raise ContextTooLong(f"more than {len(ids)} tokens")
 
 
 def _cuts(text: str) -> list[int]:

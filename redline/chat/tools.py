@@ -5,11 +5,14 @@ Both are written with every key sorted, as Moonshot's tokenizer does, so that eq
 """
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from redline.chat.conversation import Tool
+from redline.errors import ContextTooLong
 
 _INDENT = "  "
 _UNION = {
@@ -30,19 +33,47 @@ _CONSTRAINTS = {
 _PYTHON = {"string": str, "number": (int, float), "integer": int, "boolean": bool}
 
 
-def declare_json(tools: Sequence[Tool]) -> str:
-    """The OpenAI tools array as compact JSON."""
+class _Paper:
+    """Where a text is written, piece by piece, up to `most` characters: a schema of a thousand lines that is nested 60
+    deep has 60 indents before each of them, so its length has to be known while it is written."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+        self._pieces: list[str] = []
+
+    def write(self, *pieces: str) -> None:
+        for piece in pieces:
+            self._left -= len(piece)
+            if self._left < 0:
+                raise ContextTooLong(f"more than {self._most} characters")
+            self._pieces.append(piece)
+
+    def text(self) -> str:
+        return "".join(self._pieces)
+
+
+def declare_json(tools: Sequence[Tool], most: int = sys.maxsize) -> str:
+    """The OpenAI tools array as compact JSON. Raises ContextTooLong beyond `most` characters."""
     array = [{"function": _function(tool), "type": "function"} for tool in tools]
-    return json.dumps(array, ensure_ascii=False, separators=(",", ":"))
+    paper = _Paper(most)
+    for piece in json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(array):
+        paper.write(piece)
+    return paper.text()
 
 
-def declare_typescript(tools: Sequence[Tool]) -> str:
-    """A TypeScript namespace of the tools; compact JSON where a schema has no TypeScript form, as upstream."""
+def declare_typescript(tools: Sequence[Tool], most: int = sys.maxsize) -> str:
+    """A TypeScript namespace of the tools; compact JSON where a schema has no TypeScript form, as upstream. Raises
+    ContextTooLong beyond `most` characters."""
+    paper = _Paper(most)
+    paper.write("# Tools\n\n## functions\nnamespace functions {\n")
     try:
-        functions = [_declaration(_function(tool)) for tool in tools]
+        for tool in tools:
+            _declare(_function(tool), paper)
+            paper.write("\n")
     except (ValueError, TypeError, KeyError, AttributeError):  # what a schema out of shape raises below
-        return declare_json(tools)
-    return "# Tools\n\n## functions\nnamespace functions {\n" + "\n".join(functions) + "\n}\n"
+        return declare_json(tools, most)
+    paper.write("}\n")
+    return paper.text()
 
 
 def _function(tool: Tool) -> dict[str, Any]:
@@ -61,13 +92,16 @@ def _sorted(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Type:
-    """A type that can be printed at any depth."""
+    """A type that can be written at any depth."""
 
-    text: Callable[[str], str]  # indent -> TypeScript
+    write: Callable[[_Paper, str], None]  # onto the paper, with an indent
     comments: tuple[str, ...] = ()  # lines, without indent
 
-    def comment(self, indent: str) -> str:
-        return "".join((f"{indent}// {line}" if line else "") + "\n" for line in self.comments)
+    def write_comments(self, paper: _Paper, indent: str) -> None:
+        for line in self.comments:
+            if line:
+                paper.write(indent, "// ", line)
+            paper.write("\n")
 
 
 class _Property(NamedTuple):
@@ -76,33 +110,41 @@ class _Property(NamedTuple):
     type: _Type
     default: Any
 
-    def text(self, indent: str) -> str:
-        comment = self.type.comment(indent)
+    def write(self, paper: _Paper, indent: str) -> None:
+        self.type.write_comments(paper, indent)
         if self.default is not None:
             python = isinstance(self.default, int | float)  # upstream prints these as Python does: True, not true
             default = repr(self.default) if python else json.dumps(self.default, ensure_ascii=False)
-            comment += f"{indent}// Default: {default}\n"
-        return f"{comment}{indent}{self.name}{'?' if self.optional else ''}: {self.type.text(indent)}"
+            paper.write(indent, "// Default: ", default, "\n")
+        paper.write(indent, self.name, "?: " if self.optional else ": ")
+        self.type.write(paper, indent)
 
 
-def _declaration(function: dict[str, Any]) -> str:
+def _declare(function: dict[str, Any], paper: _Paper) -> None:
     reader = _Reader()
     schema: dict[str, Any] = function.get("parameters", {})
     properties = reader.properties(schema)
-    interfaces: list[str] = []
-    argument: str | None = None
-    if reader.refers_to_root:
-        argument = "parameters"
-        fields = ",\n".join(field.text(_INDENT) for field in properties.fields)
-        interfaces.append(f"interface parameters {{\n{fields}\n}}" if fields else "interface parameters {}")
+    named = reader.refers_to_root  # by a property: what a definition says of the root comes too late, as upstream
+    if named:
+        paper.write("interface parameters ")
+        _Properties(properties.fields, None).write(paper, "", required_first=False)
+        paper.write("\n")
     for name, definition in list(reader.definitions.items()):
-        comment = _Type(str, _lines(definition)).comment("")
-        interfaces.append(f"{comment}interface {name} {reader.read(definition).text('')}")
-    if argument is None:
-        argument = properties.text("")
-    description = "\n".join(f"// {line}" if line else "" for line in _lines(function))
-    declaration = f"type {function['name']} = (_: {argument}) => any;"
-    return "\n".join(part for part in ("\n".join(interfaces), description, declaration) if part)
+        _Type(_nothing, _lines(definition)).write_comments(paper, "")
+        paper.write("interface ", name, " ")
+        reader.read(definition).write(paper, "")
+        paper.write("\n")
+    _Type(_nothing, _lines(function)).write_comments(paper, "")
+    paper.write("type ", function["name"], " = (_: ")
+    if named:
+        paper.write("parameters")
+    else:
+        properties.write(paper, "")
+    paper.write(") => any;")
+
+
+def _nothing(paper: _Paper, indent: str) -> None:
+    pass
 
 
 def _lines(schema: dict[str, Any], constraints: Sequence[str] = ()) -> tuple[str, ...]:
@@ -119,13 +161,19 @@ class _Properties(NamedTuple):
     fields: tuple[_Property, ...]  # by name
     others: _Type | None
 
-    def text(self, indent: str) -> str:
+    def write(self, paper: _Paper, indent: str, required_first: bool = True) -> None:
         inner = indent + _INDENT
-        required_first = sorted(self.fields, key=lambda field: field.optional)
-        texts = [field.text(inner) for field in required_first]
+        fields = sorted(self.fields, key=lambda field: field.optional) if required_first else self.fields
+        before = "{\n"
+        for field in fields:
+            paper.write(before)
+            field.write(paper, inner)
+            before = ",\n"
         if self.others is not None:
-            texts.append(f"{inner}[k: string]: {self.others.text(inner)}")
-        return "{\n" + ",\n".join(texts) + f"\n{indent}}}" if texts else "{}"
+            paper.write(before, inner, "[k: string]: ")
+            self.others.write(paper, inner)
+            before = ",\n"
+        paper.write("{}" if before == "{\n" else f"\n{indent}}}")
 
 
 class _Reader:
@@ -141,8 +189,7 @@ class _Reader:
         if "$ref" in schema:
             return _named(self._reference(schema["$ref"]), _lines(schema))
         if "anyOf" in schema:
-            types = [self.read(one) for one in schema["anyOf"]]
-            return _Type(lambda indent: " | ".join(one.text(indent) for one in types), _lines(schema))
+            return _Type(partial(_write_union, [self.read(one) for one in schema["anyOf"]]), _lines(schema))
         if "enum" in schema:
             _check_enum(schema)
             values = " | ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in schema["enum"])
@@ -155,12 +202,12 @@ class _Reader:
         if isinstance(kind, list):
             return _named(" | ".join(_UNION[one] for one in schema["type"]), _lines(schema))
         if kind == "object":
-            return _Type(self.properties(schema).text, _lines(schema))
+            return _Type(self.properties(schema).write, _lines(schema))
         comments = _lines(schema, _CONSTRAINTS.get(kind, ()))
         if kind == "array":
             item = self.read(schema["items"]) if schema.get("items") else _named("any")
-            return _Type(lambda indent: _array(item, indent), comments)
-        return _named("number" if kind == "integer" else kind, comments)
+            return _Type(partial(_write_array, item), comments)
+        return _named("number" if kind == "integer" else str(kind), comments)
 
     def properties(self, schema: dict[str, Any]) -> _Properties:
         self.definitions.update(schema.get("$defs") or {})
@@ -186,14 +233,27 @@ class _Reader:
 
 
 def _named(text: str, comments: tuple[str, ...] = ()) -> _Type:
-    return _Type(lambda indent: text, comments)
+    return _Type(lambda paper, indent: paper.write(text), comments)
 
 
-def _array(item: _Type, indent: str) -> str:
-    inner = indent + _INDENT
+def _write_union(types: Sequence[_Type], paper: _Paper, indent: str) -> None:
+    for index, one in enumerate(types):
+        paper.write(" | " if index else "")
+        one.write(paper, indent)
+
+
+def _write_array(item: _Type, paper: _Paper, indent: str) -> None:
     if not item.comments:
-        return f"Array<{item.text(indent)}>"
-    return f"Array<\n{item.comment(inner)}{inner}{item.text(inner)}\n{indent}>"
+        paper.write("Array<")
+        item.write(paper, indent)
+        paper.write(">")
+        return
+    inner = indent + _INDENT
+    paper.write("Array<\n")
+    item.write_comments(paper, inner)
+    paper.write(inner)
+    item.write(paper, inner)
+    paper.write("\n", indent, ">")
 
 
 def _check_enum(schema: dict[str, Any]) -> None:

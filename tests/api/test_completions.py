@@ -124,6 +124,13 @@ async def test_echo_opens_the_answer_with_the_prompt_and_its_logprobs() -> None:
     assert bare.choices[0].logprobs is None
 
 
+async def test_every_choice_of_a_stream_opens_with_its_own_prompt() -> None:
+    async with World(parrot) as world:
+        stream = await chunks(world, prompt=["one", "two", "six"], n=2, echo=True)
+    texts = ["".join(c.text for chunk in stream for c in chunk.choices if c.index == index) for index in range(6)]
+    assert texts == ["oneONE", "oneONE", "twoTWO", "twoTWO", "sixSIX", "sixSIX"]
+
+
 async def test_scoring_generates_nothing() -> None:
     async with World(say(ids("never shown"))) as world:
         whole = await complete(world, prompt=["hello", "one two"], echo=True, logprobs=0, max_tokens=0)

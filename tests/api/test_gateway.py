@@ -103,8 +103,24 @@ async def test_a_job_that_is_too_large_to_travel_ends_its_own_request(monkeypatc
         monkeypatch.setattr(world.engine, "put", put)
         two = await world.http.post("/v1/completions", json={"prompt": "hello", "n": 2})
         assert (two.status_code, two.json()["error"]["message"]) == (413, "too many bytes")
-        assert world.engine.aborted == {job.id for job in world.engine.jobs}
+        assert world.engine.aborted >= {job.id for job in world.engine.jobs}
         assert (await world.http.post("/v1/completions", json={"prompt": "hello"})).status_code == 200
+
+
+async def test_requests_that_were_encoded_together_are_still_bounded_together() -> None:
+    async with World(answer("a"), limits=Limits(waiting=2), max_model_len=1 << 20) as world:
+        world.engine.gate.clear()
+        begun = [asyncio.create_task(world.gateway.begin(text_ask("the end " * 2000))) for _ in range(3)]
+        ends = await asyncio.gather(*begun, return_exceptions=True)
+        assert sorted(type(end).__name__ for end in ends) == ["Generation", "Generation", "Overloaded"]
+        assert len(world.engine.jobs) == 2
+
+
+async def test_tokens_behind_a_stop_string_are_not_counted_in_its_batch() -> None:
+    async with World(say(list(b"abSTOPcd"), per_delta=8)) as world:
+        ask = Ask(prompts=("x",), sampling=Sampling(max_tokens=WHAT_IS_LEFT), stop=("STOP",), param="prompt")
+        with await world.gateway.begin(ask) as generation:
+            assert [batch.completion_tokens for batch in await anext(generation)] == [6]
 
 
 async def test_a_delta_for_a_job_that_was_aborted_here_is_dropped() -> None:

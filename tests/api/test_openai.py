@@ -12,6 +12,7 @@ from redline.chat.conversation import Conversation
 from redline.errors import RequestError
 
 HELLO = [{"role": "user", "content": "hello"}]
+BOUNDS = (Limits(), Defaults())
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 
@@ -44,6 +45,25 @@ def conversation(**fields: Any) -> Conversation:
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+        ({"repetition_penalty": 0.0099}, "repetition_penalty"),
+        ({"repetition_penalty": 10.1}, "repetition_penalty"),
+        ({"presence_penalty": -2.1}, "presence_penalty"),
+        ({"frequency_penalty": 1e300}, "frequency_penalty"),
+        ({"top_p": -1e-320}, "top_p"),
+        ({"top_k": (1 << 20) + 1}, "top_k"),
+        ({"top_k": 1 << 70}, "top_k"),
+        ({"min_p": -1e-320}, "min_p"),
+        ({"max_tokens": (1 << 31) - 1}, "max_tokens"),
+        ({"max_completion_tokens": 1 << 64}, "max_completion_tokens"),
+        ({"min_tokens": (1 << 31) - 1}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"stop_token_ids": [1 << 31]}, "stop_token_ids[0]"),
+        ({"stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ({"logit_bias": {"1": -100.5}}, "logit_bias[...]"),
+        ({"logit_bias": {str(1 << 31): 1}}, "logit_bias"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"seed": -(1 << 63) - 1}, "seed"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -125,10 +145,42 @@ def test_a_completion_request_is_refused_by_the_name_of_its_field(fields: dict[s
     assert refused.value.param == param
 
 
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 400, "1e-40x"])
+@pytest.mark.parametrize("field", ["temperature", "top_p", "repetition_penalty", "presence_penalty"])
+def test_a_number_that_is_none_or_beyond_float64_is_refused(field: str, number: str) -> None:
+    with pytest.raises(RequestError):
+        read_chat(b'{"messages":[{"role":"user","content":"x"}],"%b":%b}' % (field.encode(), number.encode()), *BOUNDS)
+
+
+def test_numbers_at_their_bounds_are_served() -> None:
+    for field, values in {
+        "repetition_penalty": (0.01, 10),
+        "temperature": (0, 5e-324, 2),
+        "top_p": (5e-324, 1),
+        "top_k": (0, 1 << 20),
+        "presence_penalty": (-2, 2),
+    }.items():
+        for value in values:
+            assert getattr(chat(**{field: value}).ask.sampling, field) == value
+
+
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b'{"messages": "\xff"}', b'{"messages":' + b"[" * 100_000])
 def test_a_body_that_is_no_request_is_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
         read_chat(body, Limits(), Defaults())
+
+
+@pytest.mark.parametrize("depth", [64, 65])
+def test_parameters_may_be_nested_as_deep_as_the_bound_says(depth: int) -> None:
+    deep: Any = "end"
+    for level in range(depth):
+        deep = {"a": deep} if level % 2 or level == depth - 1 else [deep]
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    if depth == 64:
+        assert conversation(tools=[tool]).tools[0].parameters == deep
+    else:
+        with pytest.raises(RequestError, match="64 deep"):
+            chat(tools=[tool])
 
 
 def test_a_body_nested_beyond_reason_is_refused_not_recursed_into() -> None:

@@ -50,7 +50,7 @@ class World:
     def __init__(self, script: Script, limits: Limits = Limits(), max_model_len: int = 4096, **config: Any) -> None:  # noqa: B008
         self.engine = FakeEngine(script)
         self.metrics = Metrics(MODEL)
-        self.gateway = Gateway(TOKENIZER, K2_6, self.engine, self.metrics, limits.waiting)
+        self.gateway = Gateway(TOKENIZER, K2_6, self.engine, self.metrics, limits)
         self.engine.serve(self.gateway, max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
         self.app: ASGIApp = create_app(self.gateway, self.config)

@@ -1,6 +1,11 @@
 """From deltas to events: characters, stop strings, counts, log probabilities, ends."""
 
+import time
+from collections.abc import Callable
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from redline.chat.decoder import Decoder
 from redline.chat.events import End, Event, Text
@@ -104,6 +109,88 @@ def test_stop_strings_work_at_hostile_lengths():
     assert len(shown) == 10_000 - 4_000
     assert stops.push("b") == ""
     assert stops.found
+
+
+def naive(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str | None]:
+    """What StopStrings is to give, by looking at everything."""
+    shown: list[str] = []
+    held = ""
+    for piece in pieces:
+        held += piece
+        if begins := [(held.find(stop), stop) for stop in stops if stop in held]:
+            begin, found = min(begins, key=lambda match: match[0])
+            return [*shown, held[:begin]], found
+        ends = [held[begin:] for begin in range(len(held) + 1)]
+        kept = next(end for end in ends if any(stop.startswith(end) for stop in stops))
+        shown.append(held[: len(held) - len(kept)])
+        held = kept
+    return [*shown, held], None
+
+
+letters = st.text("ab", max_size=5)
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), st.lists(letters, max_size=12))
+def test_the_automaton_finds_what_looking_at_everything_finds(stops: list[str], pieces: list[str]):
+    search = StopStrings(tuple(stops))
+    shown: list[str] = []
+    for piece in pieces:
+        shown.append(search.push(piece))
+        if search.found is not None:
+            break
+    else:
+        shown.append(search.flush())
+    assert (shown, search.found) == naive(tuple(stops), pieces)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """The least processor time of three runs."""
+    times: list[float] = []
+    for _ in range(3):
+        begin = time.thread_time()
+        work()
+        times.append(time.thread_time() - begin)
+    return min(times)
+
+
+def test_a_token_costs_the_same_however_long_the_stop_strings_are():
+    def feed(length: int) -> float:
+        others = (f"a{chr(ord('c') + index)}" + "x" * (length - 2) for index in range(15))
+        stops = StopStrings(("a" * (length - 1) + "b", *others))
+        stops.push("a" * length)
+        return seconds(lambda: [stops.push("aaaa") for _ in range(500)])
+
+    assert feed(1024) < 8 * feed(32)  # measured: 1.2 times; what searched each string again took 60 times as long
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "<think>",
+        "",
+        "a</think>",
+        "</think><|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>",
+        "<|tool_call_section_¦begin|>",
+        "a</think>b<|tool_call_section_¦begin|>",
+    ],
+)
+def test_whitespace_that_is_held_back_costs_no_more_than_its_length(tiny: Tokenizer, before: str):
+    def feed(count: int) -> float:
+        def once() -> None:
+            reader = decoder(tiny, thinking=True)
+            reader.push(delta(*tokens_of(tiny, before)))
+            for _ in range(count):
+                reader.push(spaces)
+
+        return seconds(once)
+
+    spaces = delta(*tokens_of(tiny, "    ") * 40)
+    assert feed(2000) < 12 * feed(400)  # 5 where linear, 25 where quadratic
+
+
+def test_a_header_without_an_end_is_no_call(tiny: Tokenizer):
+    assert calls(answer(tiny, call("functions.f:" + "0" * 1012, "{}"))) == [("functions.f:" + "0" * 1012, "f", "{}")]
+    assert calls(answer(tiny, call("functions.f:" + "0" * 1013, "{}"))) == []
 
 
 def test_a_stop_id_is_counted_and_reported_but_not_shown(tiny: Tokenizer):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from redline.chat.tokenizer import Special, TextStream, Tokenizer
-from redline.errors import CheckpointError, ConfigError, RequestError
+from redline.errors import CheckpointError, ConfigError, ContextTooLong, RequestError
 from tests.tiny_tokenizer import MERGES, TINY_VOCAB, write_tiny_tokenizer
 
 FIRST = 256 + len(MERGES)
@@ -83,6 +83,52 @@ def test_long_texts_are_cut_every_400_000_characters(tiny: Tokenizer):
     text = "x" + " the" * 100_000
     assert tiny.encode(text) == tiny.encode(text[:400_000]) + tiny.encode(text[400_000:])
     assert tiny.encode(text) != tiny.encode("x") + tiny.encode(" the") * 100_000
+
+
+def test_a_run_is_not_cut_at_its_end(tiny: Tokenizer):
+    text = " " * 50_000 + "the"
+    whole = tiny.encode(text[25_000:])
+    assert tiny.encode(text) == tiny.encode(" " * 25_000) + whole
+    assert whole != tiny.encode(" " * 25_000) + tiny.encode("the")
+
+
+def test_a_run_is_cut_as_often_as_it_is_long(tiny: Tokenizer):
+    odd = "x" + "th" * 30_000  # both cuts fall into a "th"
+    assert tiny.encode(odd) == [
+        token for part in (odd[:25_000], odd[25_000:50_000], odd[50_000:]) for token in tiny.encode(part)
+    ]
+
+
+def test_encoding_ends_at_the_first_slice_behind_as_many_ids_as_are_wanted(tiny: Tokenizer):
+    text = "x" * 50_001  # three slices
+    for encode in (tiny.encode_with_specials, lambda text, most: tiny.encode_pieces((text,), most)):
+        assert len(encode(text, 50_000)) == 50_001
+        with pytest.raises(ContextTooLong, match="more than 50000 tokens"):
+            encode(text, 49_999)
+
+
+def test_whoever_waits_is_asked_before_each_slice(tiny: Tokenizer):
+    for encode in (tiny.encode_with_specials, lambda text, *rest: tiny.encode_pieces((text,), *rest)):
+        calls: list[None] = []
+        encode("x" * 50_001, 10**6, lambda: calls.append(None))
+        assert len(calls) == 3
+
+
+def test_runs_in_later_slices_are_cut_where_they_lie(tiny: Tokenizer):
+    text = "a b " * 100_000 + "ab c" + "th" * 20_000  # the cuts: every 400,000, and 25,000 behind the c
+    odd = 400_003 + 25_000
+    assert tiny.encode(text) == [
+        token for part in (text[:400_000], text[400_000:odd], text[odd:]) for token in tiny.encode(part)
+    ]
+    assert tiny.encode(text) != tiny.encode(text[:400_000]) + tiny.encode("ab ") + tiny.encode("c" + "th" * 20_000)[1:]
+
+
+def test_half_a_character_ends_at_a_control_token_that_has_no_text(tiny: Tokenizer):
+    skipped = tiny.special("<|im_user|>")
+    stream = TextStream(tiny, frozenset({skipped}))
+    assert [stream.push(token) for token in (0xC3, skipped, 0xA9)] == ["", "\ufffd", "\ufffd"]
+    shown = TextStream(tiny, frozenset())
+    assert [shown.push(token) for token in (0x61, skipped)] == ["a", "<|im_user|>"]
 
 
 def test_cuts_count_the_control_tokens_around_a_text_too(tiny: Tokenizer):

@@ -1,0 +1,411 @@
+"""What one request may cost the others: every product of what it may say is bounded, and large work leaves the loop."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from redline.api.ask import WHAT_IS_LEFT, Ask
+from redline.api.config import Defaults, Limits
+from redline.api.openai import read_chat, read_completion, read_detokenize
+from redline.chat.conversation import Conversation, Tool
+from redline.chat.conversation import Message as Turn
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import ContextTooLong, Overloaded, RequestError
+from redline.wire.job import Sampling
+from tests.api.world import TOKENIZER, World, answer, ids, until
+
+pytestmark = pytest.mark.anyio
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = b'{"messages":[{"role":"user","content":"x"}],'
+MIB = 1 << 20
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def text_ask(*prompts: str, n: int = 1, **sampling: Any) -> Ask:
+    return Ask(prompts=prompts, n=n, sampling=Sampling(max_tokens=WHAT_IS_LEFT, **sampling), param="prompt")
+
+
+def repeated(unit: bytes, head: bytes, tail: bytes, size: int = 4 * MIB) -> bytes:
+    return head + unit * (size // len(unit)) + tail
+
+
+def chat(body: bytes) -> object:
+    return read_chat(body, Limits(), Defaults())
+
+
+def completion(body: bytes) -> object:
+    return read_completion(body, Limits(), Defaults())
+
+
+# Each took seconds, in which no other Python code ran: floats of the slow kind, and containers with the collector.
+@pytest.mark.parametrize(
+    ("read", "body"),
+    [
+        (chat, repeated(b"1e300,", USER + b'"suffix":[', b"1]}")),
+        (chat, repeated(b"1e300,", USER + b'"tool_choice":[', b"1]}")),
+        (
+            chat,
+            repeated(
+                b"1e300,",
+                USER + b'"tools":[{"type":"function","function":{"name":"f","parameters":{"enum":[',
+                b"1]}}}]}",
+            ),
+        ),
+        (
+            chat,
+            repeated(
+                b"1e300,",
+                b'{"messages":[{"role":"assistant","tool_calls":[{"id":"","function":{"name":"f","arguments":{"a":[',
+                b"1]}}}]}]}",
+            ),
+        ),
+        (completion, repeated(b"[],", b'{"prompt":[', b"[]]}")),
+    ],
+)
+def test_a_field_that_is_refused_is_not_read_whole(read: Callable[[bytes], object], body: bytes) -> None:
+    begin = time.thread_time()
+    with pytest.raises(RequestError):
+        read(body)
+    assert time.thread_time() - begin < 0.25  # 0.01 to 0.03 s; floats took 5 s
+
+
+def test_slow_floats_within_the_bound_are_read_fast() -> None:
+    parameters = repeated(b"1e300,", b'{"enum":[', b"1]}", 400_000)
+    body = USER + b'"tools":[{"type":"function","function":{"name":"f","parameters":' + parameters + b"}}]}"
+    begin = time.thread_time()
+    request = read_chat(body, Limits(), Defaults())
+    assert time.thread_time() - begin < 0.25  # 0.02 s; msgspec's own reading took 0.46 s
+    (prompt,) = request.ask.prompts
+    assert isinstance(prompt, Conversation)
+    assert prompt.tools[0].parameters["enum"][:2] == [1e300, 1e300]
+
+
+@pytest.mark.parametrize("word", ["x" * MIB, " - at `$.n" * 100_000])
+def test_a_complaint_does_not_repeat_what_is_long(word: str) -> None:
+    body = b'{"messages":[{"role":"' + word.encode() + b'"}]}'
+    with pytest.raises(RequestError) as refused:
+        chat(body)
+    assert len(str(refused.value)) < 500
+    assert refused.value.param == "messages[0].role"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (USER + b'"logit_bias":{"1":1,"x":2}}', "logit_bias"),
+        (USER + b'"stop":[7]}', "stop[0]"),
+        (USER + b'"stop":["\xff"]}', "stop"),
+        (USER + b'"suffix":' + b"[" * 400 + b"]" * 400 + b"}", "suffix"),
+        (
+            b'{"messages":[{"role":"assistant","tool_calls":[{"id":"","function":{"name":"f","arguments":7}}]}]}',
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            b'{"messages":[{"role":"assistant","tool_calls":[{"id":"","function":{"name":"f","arguments":{"a":'
+            + b"[" * 64
+            + b"]" * 64
+            + b"}}}]}]}",
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        (
+            USER + b'"tools":[{"type":"function","function":{"name":"f","parameters":{"a":"\xff"}}}]}',
+            "tools[0].function.parameters",
+        ),
+    ],
+)
+def test_a_field_that_is_read_on_its_own_is_named_in_full(body: bytes, param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        chat(body)
+    assert refused.value.param == param
+
+
+def test_objects_of_a_request_are_bounded_together() -> None:
+    tool = b'{"type":"function","function":{"name":"f","parameters":{"a":"%b"}}}' % (b"x" * 1000)
+    limits = Limits(json_bytes=3000)
+
+    def read(count: int) -> object:
+        return read_chat(USER + b'"tools":[' + b",".join([tool] * count) + b"]}", limits, Defaults())
+
+    read(2)
+    with pytest.raises(RequestError, match="3000") as refused:
+        read(3)
+    assert refused.value.param == "tools[2].function.parameters"
+
+
+def test_as_many_prompts_and_ids_as_the_bounds_allow_are_read() -> None:
+    limits = Limits(prompts=3, tokens=5)
+
+    def prompts(prompt: bytes) -> int:
+        return len(read_completion(b'{"prompt":' + prompt + b"}", limits, Defaults()).ask.prompts)
+
+    assert prompts(b"[[1],[2],[3]]") == prompts(b'["a","b","c"]') == 3
+    assert prompts(b"[1,2,3,4,5]") == 1
+    for beyond in (b"[[1],[2],[3],[4]]", b'["a","b","c","d"]', b"[1,2,3,4,5,6]"):
+        with pytest.raises(RequestError) as refused:
+            prompts(beyond)
+        assert refused.value.param == "prompt"
+
+
+# -- products
+
+
+async def test_prompts_and_their_copies_are_bounded_together() -> None:
+    async with World(answer("a"), limits=Limits(tokens=40)) as world:
+        long = "x" * 30
+        for ask in (text_ask(long, n=2), text_ask(long, long)):
+            with pytest.raises(RequestError, match="40 in one request"):
+                await world.gateway.begin(ask)
+        with await world.gateway.begin(text_ask("x" * 20, n=2)):
+            pass
+        with await world.gateway.begin(text_ask("x" * 50)):  # a prompt alone is bounded by the context
+            pass
+    assert len(world.engine.jobs) == 3
+
+
+async def test_log_probabilities_of_prompts_are_bounded_as_a_product() -> None:
+    async with World(answer("a"), limits=Limits(prompt_logprobs=60)) as world:
+        for prompts, n, top, served in ((1, 1, 5, True), (1, 1, 6, False), (2, 3, 0, True), (2, 3, 1, False)):
+            ask = text_ask(*["x" * 10] * prompts, n=n, prompt_logprobs=top)
+            if served:
+                with await world.gateway.begin(ask):
+                    pass
+            else:
+                with pytest.raises(RequestError, match="at most 60") as refused:
+                    await world.gateway.begin(ask)
+                assert refused.value.param == "prompt_logprobs"
+
+
+async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
+    async with World(answer("a"), limits=Limits(tokens=50)) as world:
+        world.engine.gate.clear()
+        for _ in range(3):  # given up
+            with await world.gateway.begin(text_ask("x" * 20, n=2)), pytest.raises(Overloaded, match="40 tokens"):
+                await world.gateway.begin(text_ask("x" * 11))
+        for ask in (text_ask("x" * 20, "x" * 40), text_ask("x" * 20, ""), text_ask("x" * 20, "x" * 5000)):  # refused
+            with pytest.raises(RequestError):
+                await world.gateway.begin(ask)
+        with await world.gateway.begin(text_ask("x" * 50)):  # lost
+            world.gateway.lose("gone")
+        world.engine.serve(world.gateway)
+        with await world.gateway.begin(text_ask("x" * 50)) as heard:
+            world.engine.gate.set()
+            async for _ in heard:
+                pass
+            with await world.gateway.begin(text_ask("x" * 50)):
+                pass
+
+
+async def test_large_bodies_are_bounded_together_and_small_ones_are_served_meanwhile() -> None:
+    limits = Limits(bodies_bytes=300_000)
+    body = b'{"prompt":"' + b"x" * 200_000 + b'"}'
+    async with World(answer("a"), limits=limits, max_model_len=1 << 20) as world:
+        for _ in range(3):
+            feed = asyncio.Event()
+
+            async def slow(feed: asyncio.Event = feed) -> Any:
+                yield body[:-1]
+                await feed.wait()
+                yield body[-1:]
+
+            first = [asyncio.create_task(world.http.post(COMPLETIONS, content=slow())) for _ in range(2)]
+            await asyncio.sleep(0.01)
+            refused = await world.http.post(COMPLETIONS, content=body)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+            assert refused.headers["retry-after"]
+            assert (await world.http.post(COMPLETIONS, json={"prompt": "x" * 1000})).status_code == 200
+            feed.set()
+            assert [(await one).status_code for one in first] == [200, 200]
+
+
+# -- clients that leave
+
+
+class Visitor:
+    """A client that speaks ASGI, and leaves when told."""
+
+    def __init__(self, world: World, body: bytes, path: str = COMPLETIONS) -> None:
+        self.sent: list[Message] = []
+        self._left = asyncio.Event()
+        self._body: bytes | None = body
+        scope = {"type": "http", "method": "POST", "path": path, "root_path": ""}
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        self.task = asyncio.ensure_future(world.app({**scope, "headers": headers}, self._receive, self._send))
+
+    def leave(self) -> None:
+        self._left.set()
+
+    async def _receive(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+async def test_who_has_left_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    gate = threading.Event()
+    encode = Tokenizer.encode_with_specials
+
+    def slowly(self: Tokenizer, text: str, *rest: Any) -> list[int]:
+        gate.wait(10)
+        encoded.append(len(text))
+        return encode(self, text, *rest)
+
+    script = answer("a")
+    monkeypatch.setattr(Tokenizer, "encode_with_specials", slowly)
+    async with World(script, max_model_len=1 << 20) as world:
+        visitors = [Visitor(world, b'{"prompt":"%b"}' % (b"x" * size)) for size in (5001, 5002, 5003, 5004)]
+        await asyncio.sleep(0.05)  # two threads are at work, the others wait for them
+        visitors[2].leave()
+        async with asyncio.timeout(5):
+            await visitors[2].task
+        gate.set()
+        for visitor in visitors:
+            await visitor.task
+    assert sorted(encoded) == [5001, 5002, 5004]
+    assert sorted(len(job.tokens) for job in world.engine.jobs) == [5001, 5002, 5004]
+    assert visitors[2].sent == []
+
+
+async def test_who_leaves_while_encoded_is_encoded_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+    gate = threading.Event()
+    check = "redline.chat.tokenizer._check_length"
+
+    def slowly(tokens: list[int], most: int) -> None:
+        pieces.append(len(tokens))
+        gate.wait(10)
+
+    script = answer("a")
+    monkeypatch.setattr(check, slowly)
+    async with World(script, max_model_len=1 << 20) as world:
+        visitor = Visitor(world, b'{"prompt":"%b"}' % (b"x" * 200_000))  # eight slices
+        await until(lambda: len(pieces) == 1)
+        visitor.leave()
+        async with asyncio.timeout(5):
+            await visitor.task
+        gate.set()
+        await world.gateway.in_thread(MIB, lambda: None)
+        assert (await world.http.post(COMPLETIONS, json={"prompt": "a"})).status_code == 200
+    assert len(pieces) == 2  # the second is the other request's
+    assert len(world.engine.jobs) == 1
+
+
+# -- off the event loop
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        (COMPLETIONS, {"prompt": "x" * 5000, "echo": True}, "completion_answer"),
+        (COMPLETIONS, {"prompt": "x" * 500, "logprobs": 3, "echo": True}, "completion_answer"),
+        (COMPLETIONS, {"prompt": "x" * 500, "prompt_logprobs": 3, "stream": True}, "CompletionStream.write"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 500}], "prompt_logprobs": 3}, "chat_answer"),
+        ("/tokenize", {"prompt": "x" * 5000, "return_token_strs": True}, "tokenize_answer"),
+        ("/detokenize", {"tokens": [65] * 5000}, "detokenize_answer"),
+    ],
+)
+async def test_a_large_answer_is_written_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], name: str
+) -> None:
+    import redline.api.app as app
+
+    owner: Any = app
+    *owners, last = name.split(".")
+    for one in owners:
+        owner = getattr(owner, one)
+    write = getattr(owner, last)
+    threads: list[str] = []
+
+    def watched(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return write(*arguments)
+
+    monkeypatch.setattr(owner, last, watched)
+    async with World(answer("a"), max_model_len=1 << 20) as world:
+        small = {key: (value[:5] if key in ("prompt", "tokens") else value) for key, value in body.items()}
+        if path != CHAT:
+            assert (await world.http.post(path, json=small)).status_code == 200
+            assert not any(name.startswith("encode") for name in threads)
+        threads.clear()
+        assert (await world.http.post(path, json=body)).status_code == 200
+    assert threads[0].startswith("encode")
+
+
+async def test_a_large_answer_leaves_in_parts() -> None:
+    async with World(answer("a"), max_model_len=1 << 22) as world:
+        visitor = Visitor(world, b'{"echo":true,"prompt":"%b"}' % (b"x" * (MIB * 5 // 2)))
+        await visitor.task
+    start, *parts = visitor.sent
+    assert [part["more_body"] for part in parts] == [True, True, False]
+    assert sum(len(part["body"]) for part in parts) == int(dict(start["headers"])[b"content-length"])
+
+
+async def test_a_prompt_far_beyond_the_context_is_not_encoded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+
+    def counted(tokens: list[int], most: int) -> None:
+        lengths.append(len(tokens))
+        if len(tokens) > most:
+            raise ContextTooLong(f"more than {len(tokens)} tokens")
+
+    script = answer("a")
+    monkeypatch.setattr("redline.chat.tokenizer._check_length", counted)
+    async with World(script, max_model_len=20_000) as world:
+        response = await world.http.post(COMPLETIONS, json={"prompt": "x" * 120_000})
+        assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "20000" in response.json()["error"]["message"]
+    assert lengths == [0, 25_000]
+
+
+@pytest.mark.parametrize("place", ["content", "reasoning", "arguments", "description", "parameters"])
+async def test_all_that_is_rendered_counts_towards_the_bound(place: str) -> None:
+    long = "x" * 50_000
+    call = {"id": "functions.f:0", "function": {"name": "f", "arguments": long if place == "arguments" else "{}"}}
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": long}}}
+    tool = {
+        "name": "f",
+        "description": long if place == "description" else "",
+        "parameters": parameters if place == "parameters" else {},
+    }
+    message = {"role": "assistant", "content": long if place == "content" else "a", "tool_calls": [call]}
+    message["reasoning"] = long if place == "reasoning" else ""
+    async with World(answer("a"), max_model_len=1000) as world:
+        body = {"messages": [message], "tools": [{"type": "function", "function": tool}]}
+        response = await world.http.post(CHAT, json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+        assert "characters" in error["message"]
+        assert world.engine.jobs == []
+
+
+async def test_a_schema_of_many_lines_deep_within_others_costs_no_more_than_it_may_be_long() -> None:
+    schema: dict[str, Any] = {"type": "string", "description": "a\n" * 200_000}
+    for _ in range(60):
+        schema = {"type": "array", "description": "a", "items": schema}
+    tool = Tool(name="f", parameters={"type": "object", "properties": {"x": schema}})
+    prompt = Conversation(messages=(Turn(role="user", content="x"),), tools=(tool,))
+    ask = Ask(prompts=(prompt,), sampling=Sampling(max_tokens=1))
+    async with World(answer("a"), max_model_len=10_000) as world:
+        begin = time.process_time()
+        with pytest.raises(ContextTooLong):
+            await world.gateway.begin(ask)
+        assert time.process_time() - begin < 1  # 0.02 s; rendered whole and copied at each depth it took 2 s or more
+
+
+def test_reading_ids_gives_them_all() -> None:
+    assert read_detokenize(b'{"tokens":[1,2,3]}').tokens == (1, 2, 3)
+    assert TOKENIZER.decode_bytes(ids("abc")) == b"abc"
