@@ -180,7 +180,8 @@ def test_the_changelog_knows_this_version():
 RUN_TIME = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "msgspec": "msgspec", "pyzmq": "zmq",
     "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": "uvloop",
-    "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer", "rich": "rich",
+    "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer",
+    "rich": "rich",
 }  # fmt: skip
 EXTRAS = {"matplotlib", "accelerate", "deepspeed"}  # plots and training: `bench`, `draft`, `train`
 TRITON = ROOT / "redline" / "ops" / "triton_kernels"  # comes with torch for CUDA; imported where a GPU's op is called

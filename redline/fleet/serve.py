@@ -6,6 +6,7 @@ to reach the server once the model is loaded; and stops the worker when it stops
 
 import asyncio
 import json
+import logging
 import shlex
 import shutil
 import signal
@@ -36,6 +37,8 @@ from redline.fleet.lines import lines_on_stderr
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Failed, Ready, Stop
 from redline.worker.config import SUFFIX, EngineConfig, WorkerConfig
+
+log = logging.getLogger("redline.fleet")
 
 KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
@@ -133,9 +136,9 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
                     f"the worker has ended with code {process.returncode}" if ended.done() else "the server has failed"
                 )
                 gateway.lose(what)
-                console.print(f"{what}; stopping", style="red")
+                log.error("%s; stopping", what)
             else:
-                console.print("stopping", style="dim")
+                log.info("stopping")
             stopping.cancel()
             server.should_exit = True
             await asyncio.wait({serving}, timeout=GRACE_S)
