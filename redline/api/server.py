@@ -137,7 +137,9 @@ class Connection(HttpToolsProtocol):
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
         if has_body and self.parser.should_upgrade():
             # The parser skips the body, and would read it as the next request.
-            self._refusal = Refusal(400, "nothing is upgraded here: send no Upgrade header with a body", "no_upgrade")
+            self._refusal = Refusal(
+                400, "nothing is upgraded: send a body as HTTP/1.1, without an Upgrade header", "no_upgrade"
+            )
             raise self._refusal
         super().on_headers_complete()
         self._forget_head()

@@ -136,6 +136,13 @@ def group(leader: int) -> set[int]:
     return found
 
 
+def printed_python(server: Server) -> str:
+    """The lines to paste into Python."""
+    found = re.search(r"^import .*flush=True\)$", server.said, re.MULTILINE | re.DOTALL)
+    assert found is not None, server.said
+    return found[0]
+
+
 def open_socket(server: Server, receive_buffer: int | None = None) -> socket.socket:
     """A client that has said nothing."""
     client = socket.socket()
@@ -219,9 +226,7 @@ def test_the_curl_line_works_when_pasted(nano: Server):
 
 
 def test_the_python_lines_work_when_pasted_and_need_nothing_installed(nano: Server):
-    lines = nano.said.splitlines()
-    first = next(n for n, line in enumerate(lines) if re.match(r"(import|from) ", line))
-    snippet = "\n".join(lines[first:])
+    snippet = printed_python(nano)
     assert "openai" not in snippet, "the run-time installation has no OpenAI client"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", snippet], capture_output=True, text=True, check=True, timeout=60
@@ -288,10 +293,9 @@ def test_with_keys_the_printed_lines_take_one_from_the_environment(
     (export,) = [line for line in lines if line.startswith("export ")]
     assert str(keys) in export
     name = export.removeprefix("export ").partition("=")[0]
-    first = next(n for n, line in enumerate(lines) if line.startswith("import "))
     curl = next(line for line in lines if line.startswith("curl "))
     # The tiny model talks for as long as it is let.
-    snippet = "\n".join(lines[first:]).replace('"stream": True', '"stream": True, "max_tokens": 5')
+    snippet = printed_python(server).replace('"stream": True', '"stream": True, "max_tokens": 5')
     curl = curl.replace('"messages"', '"max_tokens": 5, "messages"') + " --silent --noproxy '*'"
     alone = {**os.environ, name: "a secret"}
     done = subprocess.run(curl, shell=True, capture_output=True, check=True, timeout=60, env=alone)
@@ -335,7 +339,8 @@ def test_a_held_terminal_holds_up_nobody(start: Callable[..., Server], tiny: Pat
 
 def test_silent_clients_and_clients_that_do_not_read_do_not_hold_up_its_end(start: Callable[..., Server], tiny: Path):
     server = start(tiny).until_ready()
-    body = json.dumps({"prompt": "the", "max_tokens": 50_000, "stream": True, "ignore_eos": True}).encode()
+    asks = {"prompt": "the", "max_tokens": 50_000, "stream": True, "ignore_eos": True, "logprobs": 5}
+    body = json.dumps(asks).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     asked = head + b"content-length: %d\r\n\r\n" % len(body) + body
     open_files(4096)
@@ -344,7 +349,7 @@ def test_silent_clients_and_clients_that_do_not_read_do_not_hold_up_its_end(star
         clients.append(open_socket(server, receive_buffer=4096))
         clients[-1].sendall(asked)
     assert urlopen(f"{server.url}/v1/models", timeout=10).status == 200
-    time.sleep(1)
+    time.sleep(2)  # for some to be given as much as waits for a client
     os.killpg(server.process.pid, signal.SIGTERM)
     began = time.monotonic()
     assert server.process.wait(20) == 0
