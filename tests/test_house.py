@@ -32,7 +32,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("mode
 
 FLAGS = {
     "serve": "--host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
-    "--draft --draft-tokens --draft-trace",
+    "--draft --draft-tokens --draft-trace --log-level",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --run-code --against --kv-dtype --save",
     "doctor": "",
@@ -53,7 +53,7 @@ FLAGS = {
 }
 
 KEYS = """
-    weights host port served_model_name keys_file
+    weights host port served_model_name keys_file log_level
     engine.kv_memory engine.max_model_len engine.max_running engine.step_tokens engine.kv_dtype engine.device
     engine.draft engine.draft_tokens engine.draft_trace engine.draft_adaptive engine.suffix
 """
@@ -177,11 +177,12 @@ def test_the_changelog_knows_this_version():
 
 # ---------------------------------------------------------------------------------------------------- dependencies
 
-# DESIGN section 5. uvloop and httptools are what uvicorn runs on; httpx is `redline chat`'s client.
+# DESIGN section 5. uvicorn runs on uvloop and httptools; httpx is `redline chat`'s client.
 RUN_TIME = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "msgspec": "msgspec", "pyzmq": "zmq",
-    "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": None, "httptools": None,
-    "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer", "rich": "rich",
+    "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": "uvloop",
+    "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer",
+    "rich": "rich",
 }  # fmt: skip
 EXTRAS = {"matplotlib", "accelerate", "deepspeed"}  # plots and training: `bench`, `draft`, `train`
 TRITON = ROOT / "redline" / "ops" / "triton_kernels"  # comes with torch for CUDA; imported where a GPU's op is called

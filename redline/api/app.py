@@ -5,17 +5,16 @@ that met it and no other. The two generating routes are plain ASGI, since that i
 """
 
 import asyncio
-import hmac
 import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from starlette.exceptions import HTTPException
@@ -25,6 +24,7 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redline.api import metrics
+from redline.api.access import OPEN_PATHS, check_key, check_page, header, read_keys
 from redline.api.answers import (
     chat_answer,
     completion_answer,
@@ -38,17 +38,18 @@ from redline.api.gateway import Gateway, Generation
 from redline.api.openai import Streaming, read_chat, read_completion, read_detokenize, read_tokenize
 from redline.api.sse import ChatStream, CompletionStream, Stream, data
 from redline.chat.conversation import Conversation
-from redline.errors import ConfigError, ModelNotFound, Overloaded, RequestError
+from redline.errors import ModelNotFound, Overloaded, RequestError
 from redline.wire.job import Sampling
 
-OPEN_PATHS = {"/health"}  # all that needs no key
+QUIET_PATHS = {"/health", "/live", "/metrics"}  # asked every few seconds by machines: access lines at debug only
 REQUEST_ID_CHARS = 128
+SHOWN_PATH_CHARS = 200
 
-log = logging.getLogger("redline.api")
+access_log = logging.getLogger("redline.access")
 
 T = TypeVar("T")
 Respond = Callable[[Send], Awaitable[None]]
-Begin = Callable[[bytes], Awaitable[Respond]]  # what a body asks for, begun
+Begin = Callable[[bytes, Scope], Awaitable[Respond]]  # what a body asks for, begun
 
 
 def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
@@ -68,27 +69,16 @@ def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
     ]
     api.routes = [f"{'POST' if isinstance(route.endpoint, _Post) else 'GET'} {route.path}" for route in routes]
     keys = read_keys(Path(config.keys_file)) if config.keys_file else None
-    return _Border(Router(routes, redirect_slashes=False), keys, config.limits.header_bytes)
-
-
-def read_keys(path: Path) -> frozenset[bytes]:
-    """SHA-256 of every key in a file of one per line, so that comparing takes the same time whatever their lengths."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the file of API keys cannot be read: {error}") from None
-    keys = {line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")}
-    if not keys:
-        raise ConfigError(f"{path}: no API key in the file; expected one per line")
-    return frozenset(sha256(key.encode()).digest() for key in keys)
+    return _Border(Router(routes, redirect_slashes=False), keys, config.local, config.limits.header_bytes)
 
 
 class _Border:
     """Around every request."""
 
-    def __init__(self, app: ASGIApp, keys: frozenset[bytes] | None, header_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: frozenset[bytes] | None, local: bool, header_bytes: int) -> None:
         self._app = app
         self._keys = keys
+        self._local = local
         self._header_bytes = header_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -96,31 +86,60 @@ class _Border:
             await self._app(scope, receive, send)
             return
         scope["app"] = self  # so that the router raises its 404 and 405
-        started = False
+        began = time.perf_counter()
+        status, complete = 0, False
         headers: list[tuple[bytes, bytes]] = scope["headers"]
-        request_id = _header(headers, b"x-request-id")
+        request_id = header(headers, b"x-request-id")
         if not 0 < len(request_id) <= REQUEST_ID_CHARS or not _is_plain(request_id):
             request_id = uuid.uuid4().hex.encode()
 
-        async def send_with_id(message: Message) -> None:
-            nonlocal started
+        async def send_on(message: Message) -> None:
+            nonlocal status, complete
             if message["type"] == "http.response.start":
-                started = True
+                status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            else:
+                complete = not message.get("more_body", False)
             await send(message)
 
         try:
             if sum(len(name) + len(value) for name, value in headers) > self._header_bytes:
                 raise Refusal(431, f"the headers are more than {self._header_bytes} bytes", "headers_too_large")
-            if self._keys is not None and scope["path"] not in OPEN_PATHS:
-                _check_key(headers, self._keys)
-            await self._app(scope, receive, send_with_id)
+            if self._keys is None:
+                check_page(scope["method"], headers, self._local)
+            elif scope["path"] not in OPEN_PATHS:
+                check_key(headers, self._keys)
+            await self._app(scope, receive, send_on)
         except HTTPException as error:
-            await _send(send_with_id, _no_route(scope, error))
+            await _send(send_on, _no_route(scope, error))
         except Exception as error:  # the last place where an exception can end one request only
             answer = answer_to(error)
-            if not started:
-                await _send(send_with_id, answer)
+            if not status:
+                await _send(send_on, answer)
+        finally:
+            _tell(scope, status, complete, time.perf_counter() - began, request_id)
+
+
+def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id: bytes) -> None:
+    """The access line. Nothing in it was chosen freely by the client but what stands percent-encoded or as the id."""
+    level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+    if not access_log.isEnabledFor(level):
+        return
+    path = quote(scope["path"], safe="/:@!$&'()*+,;=")
+    tokens = ""
+    if (generation := scope.get("generation")) is not None:
+        tokens = f", tokens {sum(map(len, generation.prompts))} + {sum(lane.read for lane in generation.lanes)}"
+    access_log.log(
+        level,
+        "%s %s %s, %.0f ms%s, id %s%s",
+        scope["method"],
+        path if len(path) <= SHOWN_PATH_CHARS else path[:SHOWN_PATH_CHARS] + "...",
+        status or "-",
+        seconds * 1000,
+        tokens,
+        request_id.decode(),
+        "" if complete else ", the client left",
+    )
 
 
 def _no_route(scope: Scope, error: HTTPException) -> Answer:
@@ -128,25 +147,14 @@ def _no_route(scope: Scope, error: HTTPException) -> Answer:
     if error.status_code == 405:
         refusal = Refusal(405, f"{scope['method']} is not served at {scope['path']}", "method_not_allowed")
     else:
-        refusal = Refusal(error.status_code, f"there is no route {scope['path']}; GET / lists them", "not_found")
+        refusal = Refusal(
+            error.status_code, f"there is no route {scope['path'][:SHOWN_PATH_CHARS]}; GET / lists them", "not_found"
+        )
     return answer_to(refusal)._replace(headers={key.lower(): value for key, value in (error.headers or {}).items()})
-
-
-def _header(headers: Sequence[tuple[bytes, bytes]], name: bytes) -> bytes:
-    return next((value for key, value in headers if key == name), b"")
 
 
 def _is_plain(value: bytes) -> bool:
     return all(33 <= byte < 127 for byte in value)
-
-
-def _check_key(headers: Sequence[tuple[bytes, bytes]], keys: frozenset[bytes]) -> None:
-    scheme, _, key = _header(headers, b"authorization").partition(b" ")
-    digest = sha256(key.strip()).digest()
-    # Every key is compared, in constant time each.
-    matches = [hmac.compare_digest(digest, known) for known in keys]
-    if scheme.lower() != b"bearer" or not any(matches):
-        raise Refusal(401, "Incorrect API key provided", "invalid_api_key")
 
 
 SEND_BYTES = 1 << 20  # a larger body leaves in parts, so that the loop turns between them
@@ -204,7 +212,7 @@ class _Body:
     async def read(self, scope: Scope, receive: Receive, most: int) -> bytes | None:
         """None where the client left meanwhile. Raises Refusal (413) as soon as it is known to be too large."""
         too_large = Refusal(413, f"the body is more than {most} bytes", "body_too_large")
-        declared = _header(scope["headers"], b"content-length")
+        declared = header(scope["headers"], b"content-length")
         if declared.isdigit() and int(declared[:20]) > most:
             raise too_large
         body = bytearray()
@@ -238,7 +246,7 @@ class _Post:
             if body is None:
                 return
             departure.watch()
-            respond = await self._begin(body)
+            respond = await self._begin(body, scope)
             del body
             until_begun.close()
             await respond(send)
@@ -288,10 +296,10 @@ class _Api:
         }
         return _json({"object": "list", "data": [{"id": name, **card} for name in self._names]})
 
-    async def chat(self, body: bytes) -> Respond:
+    async def chat(self, body: bytes, scope: Scope) -> Respond:
         request = await self._read(body, read_chat)
         model = self._model(request.model)
-        generation = await self._gateway.begin(request.ask)
+        scope["generation"] = generation = await self._gateway.begin(request.ask)  # for the access line
         return partial(self._chat, generation, model, request.stream, request.ask.sampling)
 
     async def _chat(
@@ -314,10 +322,10 @@ class _Api:
             )
             await _send_json(send, body)
 
-    async def completions(self, body: bytes) -> Respond:
+    async def completions(self, body: bytes, scope: Scope) -> Respond:
         request = await self._read(body, read_completion)
         model = self._model(request.model)
-        generation = await self._gateway.begin(request.ask)
+        scope["generation"] = generation = await self._gateway.begin(request.ask)  # for the access line
         return partial(self._completions, generation, model, request.stream, request.ask.sampling, request.echo)
 
     async def _completions(
@@ -364,7 +372,7 @@ class _Api:
                 raise
             await send({"type": "http.response.body", "body": data(answer_to(error).body), "more_body": False})
 
-    async def tokenize(self, body: bytes) -> Respond:
+    async def tokenize(self, body: bytes, scope: Scope) -> Respond:
         request = await self._read(body, read_tokenize)
         self._model(request.model)
         param = "messages" if isinstance(request.prompt, Conversation) else "prompt"
@@ -378,7 +386,7 @@ class _Api:
         )
         return partial(_send_json, body=answer)
 
-    async def detokenize(self, body: bytes) -> Respond:
+    async def detokenize(self, body: bytes, scope: Scope) -> Respond:
         request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body)
         self._model(request.model)
         most = self._gateway.max_model_len

@@ -10,7 +10,11 @@ class Limits(Record, frozen=True):
     """Bounds that are checked before a request costs anything. Beyond them: 413, 431, 400 or 503."""
 
     body_bytes: int = 8 * MIB  # a context of 262,144 tokens is 1.3 MB of English, 5 MB of escaped Cyrillic
-    header_bytes: int = 64 << 10  # of one request, all header lines together
+    header_bytes: int = 64 << 10  # of one request, all header lines together; and of its trailers
+    headers: int = 128  # lines of one request; each costs the event loop about a microsecond
+    header_seconds: float = 10.0  # in which they have to arrive; so long may a connection idle between requests
+    write_seconds: float = 30.0  # a client that takes nothing of what it has asked for in so long is given up
+    connections: int = 4096  # at once; fewer where the process may not open as many files
     messages: int = 4096
     tools: int = 128
     json_bytes: int = MIB // 2  # of tools' parameters, and of calls' arguments where they are objects, together
@@ -39,5 +43,6 @@ class ApiConfig(Record, frozen=True):
 
     served_model_names: tuple[str, ...]  # the first is what answers carry; requests may use any
     keys_file: str | None = None  # one key per line; blank lines and lines that start with # do not count
+    local: bool = False  # only this machine reaches the server: without keys its name is then looked at
     limits: Limits = Limits()
     defaults: Defaults = Defaults()

@@ -40,7 +40,7 @@ def answer_to(error: Exception) -> Answer:
     match error:
         case RequestError():
             body = error_body(str(error), "invalid_request_error", error.param, error.code)
-            return Answer(error.status, body, {})
+            return Answer(error.status, body, {"www-authenticate": "Bearer"} if error.status == 401 else {})
         case Overloaded():
             body = error_body(str(error), "server_error", None, "overloaded")
             return Answer(503, body, {"retry-after": str(RETRY_AFTER_S)})

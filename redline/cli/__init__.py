@@ -61,6 +61,13 @@ def serve(
         ),
     ] = None,
     keys_file: Annotated[str | None, typer.Option(help="API keys, one per line.")] = None,
+    log_level: Annotated[
+        str | None,
+        typer.Option(
+            metavar="debug|info|warning|error",
+            help="What is written while it serves. Absent: info, a line per request.",
+        ),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
     draft: Annotated[
         str | None,
@@ -94,6 +101,7 @@ def serve(
         "port": port,
         "served_model_name": served_model_name,
         "keys_file": keys_file,
+        "log_level": log_level,
         "engine.max_model_len": max_model_len,
         "engine.kv_memory": kv_memory,
         "engine.kv_dtype": kv_dtype,

@@ -6,6 +6,7 @@ host = "127.0.0.1"
 port = 8000
 served_model_name = ["kimi-k2.6"]      # absent: the folder's name
 keys_file = "keys.txt"                 # API keys, one per line; absent: everyone who reaches the port is served
+log_level = "info"                     # a line for each request; "warning": none; or "debug", "error"
 
 [engine]
 kv_memory = "8GB"
@@ -18,7 +19,7 @@ import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -37,6 +38,7 @@ class ServeConfig(Record, frozen=True):
     port: int = 8000
     served_model_name: tuple[str, ...] = ()
     keys_file: str | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
     engine: EngineConfig = EngineConfig()
 
     @property

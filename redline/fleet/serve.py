@@ -6,36 +6,44 @@ to reach the server once the model is loaded; and stops the worker when it stops
 
 import asyncio
 import json
+import logging
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import uvicorn
+import uvloop
 from rich.console import Console
+from rich.markup import escape
 
-from redline.api.app import create_app, read_keys
+from redline.api.access import is_loopback, read_keys
+from redline.api.app import create_app
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
-from redline.api.server import uvicorn_config
+from redline.api.server import Server, uvicorn_config
 from redline.chat.generation import generation_of
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import ServeConfig
+from redline.fleet.lines import lines_on_stderr
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Failed, Ready, Stop
 from redline.worker.config import SUFFIX, EngineConfig, WorkerConfig
 
+log = logging.getLogger("redline.fleet")
+
+KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE_S = 3.0  # for running answers to come to their ends; the others are told that it is over
+TELL_S = 1.0  # for clients to take what they are told
 STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
 
 
@@ -48,7 +56,7 @@ def serve(config: ServeConfig, console: Console) -> int:
     if config.keys_file is not None:
         read_keys(Path(config.keys_file))  # before a model is loaded for minutes
     listener = _listen(config.host, config.port)
-    if config.host not in ("127.0.0.1", "::1", "localhost") and config.keys_file is None:
+    if not is_loopback(config.host) and config.keys_file is None:
         console.print(
             f"warning: {config.host} is reachable from other machines and no keys_file is set: "
             "everyone who reaches the port is served",
@@ -58,7 +66,8 @@ def serve(config: ServeConfig, console: Console) -> int:
         console.print(f"warning: users' text is written to {config.engine.draft_trace} (draft_trace)", style="yellow")
     sockets = Path(tempfile.mkdtemp(prefix="redline-"))  # mode 0700
     try:
-        return asyncio.run(_serve(config, folder, listener, sockets, console))
+        with lines_on_stderr(config.log_level):
+            return uvloop.run(_serve(config, folder, listener, sockets, console))
     finally:
         listener.close()
         shutil.rmtree(sockets, ignore_errors=True)
@@ -108,9 +117,13 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
             gateway.deliver(ready)
             defaults = Defaults(**msgspec.structs.asdict(generation_of(folder)))
             api = ApiConfig(
-                served_model_names=config.names, keys_file=config.keys_file, defaults=defaults, limits=Limits()
+                served_model_names=config.names,
+                keys_file=config.keys_file,
+                local=is_loopback(config.host),
+                defaults=defaults,
+                limits=Limits(),
             )
-            server = _Server(uvicorn_config(create_app(gateway, api), api.limits, config.host, config.port))
+            server = Server(uvicorn_config(create_app(gateway, api), api.limits, config.host, config.port))
             following = asyncio.create_task(gateway.follow(inbox))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             _announce(config, listener, ready, console)
@@ -123,13 +136,15 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
                     f"the worker has ended with code {process.returncode}" if ended.done() else "the server has failed"
                 )
                 gateway.lose(what)
-                console.print(f"{what}; stopping", style="red")
+                log.error("%s; stopping", what)
             else:
-                console.print("stopping", style="dim")
+                log.info("stopping")
             stopping.cancel()
             server.should_exit = True
             await asyncio.wait({serving}, timeout=GRACE_S)
             gateway.lose("the server is stopping")
+            await asyncio.wait({serving}, timeout=TELL_S)
+            server.abort()
             await serving
             following.cancel()
             with suppress(asyncio.CancelledError):
@@ -159,14 +174,6 @@ def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.P
     process.stdin.write(msgspec.json.encode(told) + b"\n")
     process.stdin.flush()
     return process
-
-
-class _Server(uvicorn.Server):
-    """uvicorn, but the signals are ours: there is a worker to stop as well."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
 
 
 async def _until_ready(inbox: AsyncSocketInbox, ended: "asyncio.Task[int]", stop: asyncio.Event) -> Ready | None:
@@ -201,16 +208,25 @@ def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, consol
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     name = config.names[0]
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is 347 + 586?"}]})
-    console.print(f"[bold]{name}[/bold] is ready at [bold]{url}[/bold]   (Ctrl-C stops it)")
-    console.print(f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n", style="dim", highlight=False)
-    # Plain prints: what is pasted must not be wrapped or coloured.
-    print(f"curl {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n")
+    console.print(f"[bold]{escape(name)}[/bold] is ready at [bold]{url}[/bold]   (Ctrl-C stops it)", highlight=False)
+    console.print(
+        f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n", style="dim", markup=False, highlight=False
+    )
+    # Plain prints: what is pasted must not be wrapped or coloured. Keys stay in their file.
+    curl_key = python_key = python_import = ""
+    if config.keys_file is not None:
+        curl_key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
+        python_key = f', "Authorization": "Bearer " + os.environ["{KEY_VARIABLE}"]'
+        python_import = "os, "
+        print(f"export {KEY_VARIABLE}=...   # one of the keys in {config.keys_file}\n")
     print(
-        "import json, urllib.request\n"
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{curl_key} -d {shlex.quote(body)}\n\n"
+        f"import json, {python_import}urllib.request\n"
         'question = "Write a Python function that adds two numbers."\n'
-        f'body = {{"model": "{name}", "stream": True, "messages": [{{"role": "user", "content": question}}]}}\n'
+        f'body = {{"model": {json.dumps(name)}, "stream": True,\n'
+        '    "messages": [{"role": "user", "content": question}]}\n'
         f'request = urllib.request.Request("{url}/v1/chat/completions", json.dumps(body).encode(),\n'
-        '    {"Content-Type": "application/json"})\n'
+        f'    {{"Content-Type": "application/json"{python_key}}})\n'
         "for line in urllib.request.urlopen(request):\n"
         '    if line.startswith(b"data: {"):\n'
         '        delta = json.loads(line[6:])["choices"][0]["delta"]\n'

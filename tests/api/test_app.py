@@ -140,7 +140,10 @@ async def test_a_body_that_never_ends_is_given_up() -> None:
     async with World(answer("a"), limits=Limits(body_seconds=0.05)) as world, world.listening() as address:
         port = int(address.rsplit(":", 1)[1])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+        head = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+        )
+        writer.write(head + b"{")
         async with asyncio.timeout(5):
             assert (await reader.readline()).startswith(b"HTTP/1.1 408")
         writer.close()

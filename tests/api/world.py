@@ -1,6 +1,7 @@
 """A server over the tiny tokenizer and a fake engine, and the official client on it: in process, or over a socket."""
 
 import asyncio
+import json
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,7 +10,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx2
-import uvicorn
 from openai import AsyncOpenAI
 from starlette.types import ASGIApp
 
@@ -17,13 +17,16 @@ from redline.api.app import create_app
 from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
-from redline.api.server import uvicorn_config
+from redline.api.server import Server, uvicorn_config
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
 from tests.api.fake_engine import FakeEngine, Script, say
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 MODEL = "kimi-nano"
+HOST = b"host: localhost\r\n"
+SOON_S = 10.0  # for what takes milliseconds, on a busy machine
+UNREAD: list[socket.socket] = []  # clients that read nothing
 
 
 def _tokenizer() -> Tokenizer:
@@ -54,7 +57,9 @@ class World:
         self.engine.serve(self.gateway, max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
         self.app: ASGIApp = create_app(self.gateway, self.config)
-        self.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(self.app), base_url="http://redline")
+        kind = {"content-type": "application/json"}  # also for bodies that are given as bytes
+        transport = httpx2.ASGITransport(self.app)
+        self.http = httpx2.AsyncClient(transport=transport, base_url="http://redline", headers=kind)
         self.client = openai_client("http://redline", self.http)
 
     async def __aenter__(self) -> "World":
@@ -67,7 +72,7 @@ class World:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[str]:
         """The address of a real server on a loopback port."""
-        server = uvicorn.Server(uvicorn_config(self.app, self.config.limits, "127.0.0.1", 0))
+        server = Server(uvicorn_config(self.app, self.config.limits, "127.0.0.1", 0))
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
             task = asyncio.create_task(server.serve(sockets=[listener]))
@@ -89,3 +94,27 @@ async def until(condition: Any, seconds: float = 5.0) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+def unread(port: int, data: bytes = b"") -> socket.socket:
+    """A client that says `data` and reads nothing, for whoever opens it to close."""
+    client = socket.socket()
+    UNREAD.append(client)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(SOON_S)
+    client.connect(("127.0.0.1", port))
+    client.sendall(data)
+    client.setblocking(False)
+    return client
+
+
+def asked(max_tokens: int | None = None, stream: bool = True, header: bytes = b"") -> bytes:
+    """A chat request."""
+    body = {"messages": [{"role": "user", "content": "hello"}], "stream": stream, "max_tokens": max_tokens}
+    data = json.dumps(body).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\ncontent-type: application/json\r\n" + HOST + header
+    return head + b"content-length: %d\r\n\r\n" % len(data) + data
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])

@@ -108,8 +108,9 @@ def test_encoding_ends_at_the_first_slice_behind_as_many_ids_as_are_wanted(tiny:
 
 
 def test_whoever_waits_is_asked_before_each_slice(tiny: Tokenizer):
+    calls: list[None] = []
     for encode in (tiny.encode_with_specials, lambda text, *rest: tiny.encode_pieces((text,), *rest)):
-        calls: list[None] = []
+        calls.clear()
         encode("x" * 50_001, 10**6, lambda: calls.append(None))
         assert len(calls) == 3
 

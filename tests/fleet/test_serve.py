@@ -1,21 +1,31 @@
 """`redline serve` as its operator meets it: a child process, its words, its API, its ends."""
 
+import asyncio
+import io
 import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+import uvloop
 from openai import APIError, OpenAI
+from rich.console import Console
 
+from redline.api.server import open_files
+from redline.fleet import serve as fleet
+from redline.fleet.config import ServeConfig
 from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.write import random_checkpoint
 from tests.tiny_model import kernel_config
@@ -34,9 +44,14 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="lo
 class Server:
     """A `redline serve` in a process group of its own, and everything that it has said."""
 
-    def __init__(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: str | Path, environment: dict[str, str] | None = None, files: int | None = None
+    ) -> None:
+        """files: how many it may open at most."""
         self.process = subprocess.Popen(
-            [REDLINE, "serve", *arguments],
+            ["prlimit", f"--nofile={files}:{files}", REDLINE, "serve", *arguments]
+            if files
+            else [REDLINE, "serve", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -44,6 +59,8 @@ class Server:
             env={**os.environ, **(environment or {})},
         )
         self.said = ""
+        self._heard = threading.Event()
+        self._heard.set()
         self._listener = threading.Thread(target=self._listen)
         self._listener.start()
 
@@ -51,6 +68,14 @@ class Server:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said += line
+            self._heard.wait()
+
+    def hold(self) -> None:
+        """From now on nobody reads what it says, as behind a terminal that is held."""
+        self._heard.clear()
+
+    def let_go(self) -> None:
+        self._heard.set()
 
     def until_ready(self) -> "Server":
         wait_for(lambda: "flush=True)" in self.said or self.process.poll() is not None, START_S, self)
@@ -62,6 +87,11 @@ class Server:
         address = re.search(r"is ready at (http://\S+)", self.said)
         assert address is not None, self.said
         return address[1]
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").rpartition(":")
+        return host, int(port)
 
     @property
     def client(self) -> OpenAI:
@@ -83,6 +113,7 @@ class Server:
 
     def close(self) -> None:
         """Leaves nothing behind, whatever the test came to."""
+        self.let_go()
         if group(self.process.pid):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -105,6 +136,23 @@ def group(leader: int) -> set[int]:
     return found
 
 
+def printed_python(server: Server) -> str:
+    """The lines to paste into Python."""
+    found = re.search(r"^import .*flush=True\)$", server.said, re.MULTILINE | re.DOTALL)
+    assert found is not None, server.said
+    return found[0]
+
+
+def open_socket(server: Server, receive_buffer: int | None = None) -> socket.socket:
+    """A client that has said nothing."""
+    client = socket.socket()
+    if receive_buffer is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    client.settimeout(10)
+    client.connect(server.address)
+    return client
+
+
 def wait_for(condition: Callable[[], object], seconds: float, server: Server) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -125,7 +173,7 @@ def start() -> Iterator[Callable[..., Server]]:
     """Starts servers that are gone at the end."""
     servers: list[Server] = []
 
-    def begin(*arguments: str | Path, **how: dict[str, str]) -> Server:
+    def begin(*arguments: str | Path, **how: Any) -> Server:
         servers.append(Server(*arguments, "--port", "0", **how))
         return servers[-1]
 
@@ -178,9 +226,7 @@ def test_the_curl_line_works_when_pasted(nano: Server):
 
 
 def test_the_python_lines_work_when_pasted_and_need_nothing_installed(nano: Server):
-    lines = nano.said.splitlines()
-    first = next(n for n, line in enumerate(lines) if re.match(r"(import|from) ", line))
-    snippet = "\n".join(lines[first:])
+    snippet = printed_python(nano)
     assert "openai" not in snippet, "the run-time installation has no OpenAI client"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", snippet], capture_output=True, text=True, check=True, timeout=60
@@ -206,7 +252,112 @@ def test_a_second_server_is_told_that_the_port_is_in_use(nano: Server):
     assert re.fullmatch(rf"error: port {port} on 127\.0\.0\.1 cannot be used .*--port\n", done.stderr)
 
 
+def test_the_loop_that_serves_is_uvloops(monkeypatch: pytest.MonkeyPatch):
+    """As benchmarks/frontend.py has it."""
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def look(*_: object) -> int:
+        loops.append(asyncio.get_running_loop())
+        return 0
+
+    monkeypatch.setattr(fleet, "_serve", look)
+    assert fleet.serve(ServeConfig(weights=str(NANO), port=0), Console(file=io.StringIO())) == 0
+    assert isinstance(loops[0], uvloop.Loop)
+
+
+def test_each_request_is_a_line_unless_it_is_a_machines_question(nano: Server):
+    nano.client.chat.completions.create(
+        model="kimi-nano",
+        messages=[{"role": "user", "content": "hi"}],
+        max_tokens=5,
+        extra_headers={"x-request-id": "q7"},
+    )
+    wait_for(lambda: "id q7" in nano.said, 5, nano)
+    (line,) = [line for line in nano.said.splitlines() if line.endswith("id q7")]
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d INFO POST /v1/chat/completions 200, \d+ ms, tokens \d+ \+ 5, id q7", line
+    )
+    assert not re.search("GET /(health|metrics)", nano.said)
+
+
+def test_with_keys_the_printed_lines_take_one_from_the_environment(
+    start: Callable[..., Server], tiny: Path, tmp_path: Path
+):
+    keys = tmp_path / "keys"
+    keys.write_text("# ours\na secret\n")
+    server = start(tiny, "--keys-file", keys, "--log-level", "warning").until_ready()
+    assert "a secret" not in server.said
+    with pytest.raises(HTTPError, match="401"):
+        urlopen(f"{server.url}/v1/models")
+    lines = server.said.splitlines()
+    (export,) = [line for line in lines if line.startswith("export ")]
+    assert str(keys) in export
+    name = export.removeprefix("export ").partition("=")[0]
+    curl = next(line for line in lines if line.startswith("curl "))
+    # The tiny model talks for as long as it is let.
+    snippet = printed_python(server).replace('"stream": True', '"stream": True, "max_tokens": 5')
+    curl = curl.replace('"messages"', '"max_tokens": 5, "messages"') + " --silent --noproxy '*'"
+    alone = {**os.environ, name: "a secret"}
+    done = subprocess.run(curl, shell=True, capture_output=True, check=True, timeout=60, env=alone)
+    assert "choices" in json.loads(done.stdout)
+    subprocess.run([sys.executable, "-I", "-S", "-c", snippet], check=True, timeout=60, env=alone, capture_output=True)
+    assert " INFO " not in server.said, "--log-level warning"
+
+
+def test_a_server_with_few_descriptors_serves_on(start: Callable[..., Server], tiny: Path):
+    """More silent clients come than it can open files."""
+    server = start(tiny, files=300).until_ready()
+    silent = [open_socket(server) for _ in range(400)]
+    for _ in range(3):
+        assert urlopen(f"{server.url}/health", timeout=10).status == 200
+    assert "the most that there may be" in server.said
+    for client in silent:
+        client.close()
+    os.killpg(server.process.pid, signal.SIGTERM)
+    assert server.ends() == 0
+
+
+def test_a_held_terminal_holds_up_nobody(start: Callable[..., Server], tiny: Path):
+    """Nobody reads what it says: its pipe is full after 64 KiB, about 700 lines."""
+    server = start(tiny, "--log-level", "debug").until_ready()
+    server.hold()
+    with socket.create_connection(server.address, timeout=10) as client:
+        for _ in range(2500):
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            answered = b""
+            while not answered.endswith(b"}"):
+                answered += client.recv(4096)
+    os.killpg(server.process.pid, signal.SIGTERM)
+    server.process.wait(20)
+    server.let_go()
+    assert server.ends() == 0
+    assert server.said.count("GET /health 200") < 2500
+
+
 # -------------------------------------------------------------------------------------------------------- it ends
+
+
+def test_silent_clients_and_clients_that_do_not_read_do_not_hold_up_its_end(start: Callable[..., Server], tiny: Path):
+    server = start(tiny).until_ready()
+    asks = {"prompt": "the", "max_tokens": 50_000, "stream": True, "ignore_eos": True, "logprobs": 5}
+    body = json.dumps(asks).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    asked = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    open_files(4096)
+    clients = [open_socket(server) for _ in range(1100)]
+    for _ in range(200):
+        clients.append(open_socket(server, receive_buffer=4096))
+        clients[-1].sendall(asked)
+    assert urlopen(f"{server.url}/v1/models", timeout=10).status == 200
+    time.sleep(2)  # for some to be given as much as waits for a client
+    os.killpg(server.process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    assert server.process.wait(20) == 0
+    assert server.ends() == 0
+    assert time.monotonic() - began < 20
+    assert "Traceback" not in server.said
+    for client in clients:
+        client.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -1,0 +1,330 @@
+"""What only the connection can bound: heads, trailers, time, how many there are, and clients that do not read."""
+
+import asyncio
+import fcntl
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from redline.api.config import Limits
+from redline.api.server import Connections, Server, open_files, uvicorn_config
+from redline.wire.delta import Delta
+from redline.wire.job import Job
+from tests.api.world import HOST, SOON_S, UNREAD, World, answer, asked, port_of, unread, until
+
+pytestmark = pytest.mark.anyio
+SIOCOUTQ = 0x5411  # linux/sockios.h: bytes that the kernel holds for a socket's peer
+
+
+@pytest.fixture
+def anyio_backend() -> tuple[str, dict[str, Any]]:
+    return "asyncio", {"use_uvloop": True}  # what is served
+
+
+class App:
+    """Says as many pieces of as many bytes to everyone (one piece at /short), and counts who came and who left."""
+
+    def __init__(self, size: int = 2, pieces: int = 1) -> None:
+        self._size, self._pieces = size, pieces
+        self.requests = 0
+        self.left = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.requests += 1
+        while (message := await receive()).get("more_body"):
+            pass
+        if message["type"] == "http.disconnect":
+            self.left += 1
+            return
+        pieces = 1 if scope["path"] == "/short" else self._pieces
+        headers = [(b"content-length", b"%d" % (self._size * pieces))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for place in range(pieces):
+            more = place + 1 < pieces
+            await send({"type": "http.response.body", "body": b"x" * self._size, "more_body": more})
+        self.left += (await receive())["type"] == "http.disconnect"
+
+
+@asynccontextmanager
+async def serving(app: Any, limits: Limits) -> AsyncIterator[tuple[int, Server]]:
+    """A port, and the server behind it."""
+    server = Server(uvicorn_config(app, limits, "127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        task = asyncio.create_task(server.serve(sockets=[listener]))
+        await until(lambda: server.started)
+        try:
+            yield listener.getsockname()[1], server
+        finally:
+            server.should_exit = True
+            server.abort()
+            await task
+
+
+@pytest.fixture(autouse=True)
+def nobody_stays() -> Iterator[None]:
+    yield
+    while UNREAD:
+        UNREAD.pop().close()
+
+
+@asynccontextmanager
+async def connect(port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(sock=unread(port), limit=4096)
+    try:
+        async with asyncio.timeout(SOON_S):
+            yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def say(port: int, data: bytes) -> bytes:
+    """All that comes back until the server closes."""
+    async with connect(port) as (reader, writer):
+        writer.write(data)
+        return await reader.read()
+
+
+def error_of(answered: bytes) -> tuple[int, str]:
+    head, _, body = answered.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error["code"]
+
+
+GET = b"GET / HTTP/1.1\r\n" + HOST + b"\r\n"
+CHUNKED = b"POST / HTTP/1.1\r\nconnection: close\r\n" + HOST + b"transfer-encoding: chunked\r\n\r\n"
+
+
+# --------------------------------------------------------------------------------------------------- heads, trailers
+
+
+@pytest.mark.parametrize(
+    "trailer", [b"x: " + b"y" * 1000, b"y" * 1000, b"x: y\r\n" * 100], ids=["value", "name", "many"]
+)
+async def test_trailers_are_bounded_as_headers_are(trailer: bytes) -> None:
+    async with serving(App(), Limits(header_bytes=8192)) as (port, _), connect(port) as (reader, writer):
+        writer.write(CHUNKED + b"2\r\n{}\r\n0\r\n")
+        answered = asyncio.create_task(reader.read())
+        sent = 0
+        while not answered.done():
+            writer.write(trailer)
+            sent += len(trailer)
+            await asyncio.sleep(0.001)
+            assert sent < 1 << 20
+        assert error_of(await answered) == (431, "headers_too_large")
+
+
+async def test_a_body_in_many_small_chunks_is_no_trailer() -> None:
+    async with serving(App(), Limits(header_bytes=8192)) as (port, _):
+        answered = await say(port, CHUNKED + b"1\r\nx\r\n" * 20_000 + b"0\r\nchecksum: 1\r\n\r\n")
+    assert answered.startswith(b"HTTP/1.1 200")
+
+
+async def test_a_chunk_whose_extension_never_ends_is_refused() -> None:
+    async with serving(App(), Limits(header_bytes=8192)) as (port, _):
+        assert error_of(await say(port, CHUNKED + b"5;x=" + b"y" * 300_000))[0] == 431
+
+
+async def test_more_header_lines_than_may_be_are_refused() -> None:
+    async with serving(App(), Limits()) as (port, _):
+        head = b"GET / HTTP/1.1\r\nconnection: close\r\n"
+        assert (await say(port, head + b"a:\r\n" * 127 + b"\r\n")).startswith(b"HTTP/1.1 200")
+        assert error_of(await say(port, head + b"a:\r\n" * 128 + b"\r\n")) == (431, "headers_too_large")
+
+
+async def test_a_head_has_its_time_however_it_drips() -> None:
+    async with serving(App(), Limits(header_seconds=0.4)) as (port, server):
+        async with connect(port) as (reader, writer):
+            answered = asyncio.create_task(reader.read())
+            for byte in b"GET / HTTP/1.1\r\nx: " + b"y" * 4000:
+                writer.write(bytes([byte]))
+                await asyncio.sleep(0.02)
+                if answered.done():
+                    break
+            assert error_of(await answered) == (408, "timeout")
+        await until(lambda: not server.server_state.connections)
+
+
+async def test_a_silent_connection_is_closed_before_and_after_a_request() -> None:
+    async with serving(App(), Limits(header_seconds=0.4)) as (port, _):
+        assert await say(port, b"") == b""
+        assert (await say(port, GET)).endswith(b"\r\n\r\nxx")
+        async with connect(port) as (reader, writer):
+            writer.write(GET)
+            await reader.readuntil(b"xx")
+            writer.write(b"G")  # buys no other wait, only an answer
+            assert (await reader.read()).startswith(b"HTTP/1.1 408")
+
+
+# ------------------------------------------------------------------------------------------------- what a request is
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\n{}",
+        b"POST / HTTP/1.1\r\ncontent-length: +2\r\n\r\n{}",
+        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked, identity\r\n\r\n{}",
+        b"POST / HTTP/1.1\r\ntransfer-encoding : chunked\r\n\r\n0\r\n\r\n",
+        b"POST / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\ncontent-length: 18\r\n\r\nGET / HTTP/1.1\r\n\r\n",
+        b"CONNECT localhost:80 HTTP/1.1\r\n\r\n",
+    ],
+)
+async def test_what_two_readers_might_read_differently_is_refused(request_bytes: bytes) -> None:
+    app = App()
+    async with serving(app, Limits()) as (port, _):
+        answered = await say(port, request_bytes)
+    assert error_of(answered)[0] == 400
+    assert app.requests == app.left, "a request was served"
+
+
+async def test_an_upgrade_without_a_body_is_a_request_as_any_other() -> None:
+    async with serving(App(), Limits(header_seconds=0.5)) as (port, _):
+        request = b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + HOST + b"\r\n"
+        assert (await say(port, request)).startswith(b"HTTP/1.1 200")
+
+
+async def test_http_1_0_is_answered_and_closed() -> None:
+    async with serving(App(), Limits()) as (port, _):
+        answered = await say(port, b"GET / HTTP/1.0\r\n\r\n")
+    assert answered.startswith(b"HTTP/1.1 200")
+    assert answered.endswith(b"\r\n\r\nxx")
+
+
+async def test_requests_that_do_not_wait_for_answers_get_one_and_the_end() -> None:
+    app = App()
+    async with serving(app, Limits()) as (port, _):
+        answered = await say(port, GET * 1000)
+    assert answered.count(b"HTTP/1.1 200") == 1
+    assert b"connection: close" in answered
+    assert app.requests == 1
+
+
+async def test_a_client_that_sends_a_second_request_and_leaves_ends_the_first() -> None:
+    async with World(answer("a" * 4000)) as world, world.listening() as address:
+        world.engine.gate.clear()
+        client = unread(port_of(address), asked())
+        await until(lambda: world.engine.jobs)
+        client.sendall(GET)
+        await asyncio.sleep(0.05)
+        client.close()
+        await until(lambda: world.engine.aborted)
+
+
+# -------------------------------------------------------------------------------------------- clients that do not read
+
+
+def long(job: Job) -> Iterator[Delta]:
+    for _ in range(100_000):
+        yield Delta(job=job.id, tokens=(ord("a"),) * 20)
+
+
+async def test_a_stream_that_nobody_reads_is_ended_and_its_jobs_aborted() -> None:
+    async with World(long, Limits(write_seconds=0.3)) as world, world.listening() as address:
+        unread(port_of(address), asked())
+        await until(lambda: world.engine.jobs)
+        await until(lambda: world.engine.aborted, SOON_S)
+
+
+@pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
+async def test_an_answer_that_nobody_takes_does_not_hold_its_connection(close: bytes) -> None:
+    """In one write of megabytes; in pieces that wait; and with so little left that nothing waits."""
+    for app in (App(size=8 << 20), App(size=60_000, pieces=200), App(size=60_000, pieces=5)):
+        async with serving(app, Limits(header_seconds=0.3, write_seconds=0.3)) as (port, server):
+            unread(port, b"GET / HTTP/1.1\r\n" + HOST + close + b"\r\n")
+            await until(lambda app=app: app.requests)
+            await until(lambda server=server: not server.server_state.connections, SOON_S)
+
+
+async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
+    size = 3 << 20
+    for app in (App(size=size), App(size=size // 48, pieces=48)):
+        limits = Limits(header_seconds=0.3, write_seconds=0.3)
+        async with serving(app, limits) as (port, _), connect(port) as (reader, writer):
+            writer.write(GET)
+            got, began = 0, time.monotonic()
+            while data := await reader.read(64 << 10):
+                got += len(data)
+                if time.monotonic() - began < 1.2:
+                    await asyncio.sleep(0.01)
+        assert got > size
+
+
+async def test_what_waits_for_a_client_in_the_kernel_is_bounded() -> None:
+    app = App(size=16 << 10, pieces=10_000)
+    async with serving(app, Limits()) as (port, server):
+        unread(port, GET)
+        await until(lambda: app.requests)
+        (connection,) = server.server_state.connections
+        await until(lambda: connection.flow.write_paused)
+        number = connection.transport.get_extra_info("socket").fileno()
+        unsent = int.from_bytes(fcntl.ioctl(number, SIOCOUTQ, bytes(4)), "little")
+        assert unsent + connection.transport.get_write_buffer_size() < 1 << 19
+
+
+# ---------------------------------------------------------------------------------------------------------- how many
+
+
+async def test_at_the_most_connections_the_longest_silent_one_makes_room() -> None:
+    async with serving(App(), Limits(connections=20)) as (port, server):
+        silent: list[socket.socket] = []
+        for _ in range(60):
+            silent.append(unread(port))
+            await asyncio.sleep(0.001)
+        await until(lambda: len(server.server_state.connections) == 20)
+        assert (await say(port, b"GET / HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200")
+        assert [client.recv(1) for client in silent[:40]] == [b""] * 40
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+
+
+async def test_where_all_connections_are_answered_a_new_one_is_told_to_come_back() -> None:
+    async with serving(App(size=1 << 20, pieces=100), Limits(connections=3)) as (port, server):
+        busy = [unread(port, GET) for _ in range(3)]
+        connections = server.server_state.connections
+        await until(lambda: len(connections) == 3 and all(each.cycle for each in connections))
+        answered = await say(port, GET)
+        assert error_of(answered) == (503, "overloaded")
+        assert b"retry-after: 1\r\n" in answered
+        busy[0].close()
+        await until(lambda: len(connections) == 2)
+        async with connect(port) as (reader, writer):
+            writer.write(GET)
+            assert await reader.read(12) == b"HTTP/1.1 200"
+
+
+def test_there_are_fewer_connections_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = [(256, 1024)]
+    monkeypatch.setattr("resource.getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr("resource.setrlimit", lambda _, pair: limits.append(pair))
+    assert open_files(512) == 512
+    assert limits[-1] == (512, 1024)
+    assert Connections(Limits(connections=4096)).most == 1024 - 128
+    assert limits[-1] == (1024, 1024)
+    assert open_files(100) == 1024, "a limit is never lowered"
+
+
+async def test_silent_and_unread_connections_hold_up_nobody() -> None:
+    """1,100 that say nothing and 200 that read nothing; the others are served at once."""
+    open_files(8192)  # of clients and server, both in this process
+    app = App(size=60_000, pieces=50)
+    async with serving(app, Limits()) as (port, server):
+        for count in range(1300):
+            unread(port, GET if count >= 1100 else b"")
+            if count % 50 == 0:
+                await asyncio.sleep(0.01)
+        connections = server.server_state.connections
+        await until(lambda: sum(bool(each.cycle and each.flow.write_paused) for each in connections) == 200, SOON_S)
+        for _ in range(20):
+            answered = await say(port, b"GET /short HTTP/1.0\r\n\r\n")
+            assert answered.startswith(b"HTTP/1.1 200")
+        assert len(connections) >= 1300
