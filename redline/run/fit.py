@@ -197,7 +197,7 @@ def fit(sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int
 
 
 def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
-    """0: no job fits. Where nothing is said of pages either, their share decides; all that is left where that is none."""
+    """0: no job fits. Where nothing is said of pages either, their share decides; all that is left where it is none."""
     if kv_bytes is not None:
         return _longest(sizes, free, kv_bytes)
     return _longest(sizes, free, _share(sizes.left(free, 1))) or _longest(sizes, free, None)
