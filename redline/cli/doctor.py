@@ -7,13 +7,16 @@ import torch
 from rich.console import Console
 
 from redline.bench.local.machine import cpu_name, measure
+from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
 from redline.model.config import K2Config
 from redline.ops import native
 from redline.ops.cuda.kernel import why_not
 from redline.ops.op import Machine
-from redline.run.fit import fit
-from redline.worker.engine import KV_DTYPES, KV_MOST, KV_SHARE, free_memory, kv_budget, pick_device
+from redline.run.fit import KV_MOST, KV_SHARE, Sizes, fit
+from redline.run.shapes import shapes
+from redline.worker.config import EngineConfig
+from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
 
 KIMI = (
     "Kimi K2.6 (61 layers, INT4 experts) is 594 GB of weights: it wants eight GPUs of 80 GB and more, or four of 180 GB"
@@ -51,27 +54,36 @@ def doctor(folder: Path | None, console: Console) -> int:
 
 
 def _checkpoint(config: K2Config, device: torch.device, machine: Machine, console: Console) -> None:
-    free = free_memory(device)
-    left = free - config.weight_bytes
+    free, sizes = free_memory(device), sizes_of(config, EngineConfig(), device, KV_DTYPES["bf16"])
     lines = [*config.explain_parameters(), *config.explain_weight_bytes()]
     lines.append(config.explain_kv_bytes(KV_DTYPES["bf16"]))
-    lines.append(
-        f"memory           {free / 1e9:.2f} GB free - weights {config.weight_bytes / 1e9:.2f} GB = {left / 1e9:.2f} GB"
-    )
-    if left > 0:
-        budget = kv_budget(left)
-        lines.append(f"for pages        {KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB = {budget / 1e9:.2f} GB")
-        lines.extend(fit(config, budget, KV_DTYPES["bf16"], None).explain())
+    lines.extend(_memory(sizes, free))
+    if sizes.left(free, 1) > 0:
         read = _bytes_per_token(config)
         seconds = read / machine.bytes_per_s
         lines.append(
             f"floor            a token reads {read / 1e6:.1f} MB of weights: {seconds * 1e3:.2f} ms at "
             f"{machine.bytes_per_s / 1e9:.1f} GB/s, {1 / seconds:,.0f} tokens/s at batch 1"
         )
-    else:
-        lines.append(f"does not fit     {-left / 1e9:.2f} GB too little for the weights alone")
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _memory(sizes: Sizes, free: int) -> list[str]:
+    """What a server without flags takes, by the same figures as the server's own."""
+    try:
+        layout = fit(sizes, free)
+    except ConfigError as error:
+        return [f"does not fit     {error}"]
+    needs, left = sizes.needs(layout.max_model_len), sizes.left(free, layout.max_model_len)
+    lines = needs.explain()[1:]  # the weights stand above
+    if sizes.gpu_kernels:
+        wanted = shapes(sizes.max_running, sizes.positions, layout.max_model_len)
+        lines.append("recorded shapes  " + ", ".join(f"{rows} x {positions}" for rows, positions, _ in wanted))
+    lines.append(f"memory           {free / 1e9:.2f} GB free - {needs.whole / 1e9:.2f} GB = {left / 1e9:.2f} GB")
+    share = f"{KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB, and of one job at least"
+    lines.append(f"for pages        {share} = {layout.kv_bytes / 1e9:.2f} GB")
+    return [*lines, *layout.explain()]
 
 
 def _bytes_per_token(config: K2Config) -> int:

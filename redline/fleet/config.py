@@ -106,4 +106,4 @@ def size(text: str, place: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if match is None:
         raise ConfigError(f"{place} is {text!r}; expected a size such as 500MB, 2GB or 1.5GiB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
+    return round(float(match[1]) * _UNITS[match[2] or ""])  # 1.13e9 is a little less in binary

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from redline.ops.limits import processors
+
 HERE = Path(__file__).parent
 SOURCES = (
     "cpu/pool.cpp",
@@ -66,8 +68,8 @@ def why_not() -> str | None:
 
 
 def threads() -> int:
-    """As many as the cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """As many as this process may run at once: a thread that its quota stops holds up those that wait for it."""
+    return processors()
 
 
 @functools.cache

@@ -6,7 +6,6 @@ the next plan tells the device (`Slot.told`).
 """
 
 import functools
-import itertools
 import logging
 import struct
 import threading
@@ -17,19 +16,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 from redline.ops.faults import is_device_error
-from redline.ops.step_rows import BEFORE, FACTS, KEEP, MOST_PAGES, MOST_POSITIONS, MOST_ROWS, NEW, RAN, TOKENS
-from redline.run.decode import Board, DecodeStep, Draw, Shape
+from redline.ops.step_rows import BEFORE, FACTS, KEEP, MOST_PAGES, MOST_POSITIONS, NEW, RAN, TOKENS
+from redline.run.decode import Board, DecodeStep, Draw
 from redline.run.draws import signed
 from redline.run.graph import Piece, Recorder
 from redline.run.sample import is_greedy, is_narrowed, is_unadjusted
+from redline.run.shapes import Shape, shapes
 from redline.run.slots import NOTHING, Slot, Span
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Row, RowResult, Step, StepResult
 
-BUCKETS = 1, 2, 4, 8, 16, 32, MOST_ROWS
-CONTEXTS = 1 << 11, 1 << 14  # tokens; and as long as a job can be. Attention over longer ones has more to combine
 BERTHS = 4  # steps whose plan or result the host may still hold
-MOST_SHAPES = 24  # that are recorded, all of them before the first job: a second or two each at Kimi's depth
 
 _log = logging.getLogger(__name__)
 
@@ -242,25 +239,6 @@ def _draw(sampling: Sampling) -> Draw:
     if is_greedy(sampling):
         return Draw.LIKELIEST
     return Draw.NARROWED if is_narrowed(sampling) else Draw.WHOLE
-
-
-def shapes(slots: int, positions: int, reach: int) -> list[Shape]:
-    """Those that are recorded, in the order of their recording: a function of the configuration alone.
-
-    positions: of a row, at most. reach: the longest context.
-
-    A step is replayed in the cheapest shape that holds it. So those that hold much come first: of the longest context,
-    without drafts and with all; then of shorter contexts; then with some drafts. Within each, few rows before many.
-    """
-    most = next((bucket for bucket in BUCKETS if bucket >= slots), MOST_ROWS)
-    positions = min(positions, MOST_POSITIONS)
-    contexts = reach, *(context for context in CONTEXTS if context < reach)
-    sizes = itertools.product([bucket for bucket in BUCKETS if bucket <= most], range(1, positions + 1), contexts)
-
-    def place(shape: Shape) -> tuple[bool, int, int]:
-        return shape.positions not in (1, positions), contexts.index(shape.longest), shape.rows * shape.positions
-
-    return sorted((Shape(*size) for size in sizes), key=place)[:MOST_SHAPES]
 
 
 def _cost(shape: Shape) -> tuple[int, int]:

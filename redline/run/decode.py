@@ -9,7 +9,6 @@ B rows of a shape, K positions of each, T = B K, V vocabulary.
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from redline.ops.step_rows import (
 )
 from redline.run.draws import Odds, draw_rows
 from redline.run.kv import KvPool
+from redline.run.shapes import Shape
 from redline.run.slots import Slots
 
 
@@ -42,12 +42,6 @@ class Draw(IntEnum):
     LIKELIEST = 0
     WHOLE = 1
     NARROWED = 2
-
-
-class Shape(NamedTuple):
-    rows: int
-    positions: int  # of each row
-    longest: int  # context of any row, in tokens
 
 
 class Board:

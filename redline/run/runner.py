@@ -30,13 +30,11 @@ from redline.run.decode import Board
 from redline.run.draft import Drafting
 from redline.run.fit import Layout
 from redline.run.kv import KvPool
-from redline.run.sample import draw_each, is_greedy, logprobs_of, uniform
+from redline.run.sample import SCORED_ROWS, draw_each, is_greedy, logprobs_of, uniform
 from redline.run.slots import Proposal, Slots, Span
 from redline.run.verify import Verified, is_chosen_alone, verify, verify_chosen
 from redline.wire.job import Sampling
 from redline.wire.step import Begin, RowResult, Step, StepResult, TokenLogprobs
-
-SCORED_ROWS = 128  # prompt positions whose logits are there at once: 84 MB at Kimi's 163,840 tokens
 
 _log = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@
 
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,12 +18,13 @@ from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
 from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
 from redline.model.eagle3 import Eagle3
 from redline.model.k2 import K2
 from redline.model.load import load, why_not
-from redline.ops import native
+from redline.ops import limits, native
 from redline.plan.planner import PlanConfig, Planner
-from redline.run.fit import Layout, check_weights, fit
+from redline.run.fit import Layout, Sizes, fit
 from redline.run.runner import Runner
 from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
@@ -37,8 +37,6 @@ from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
-KV_SHARE = 0.25  # of the memory that is free once the weights are there, where nothing is said; at most KV_MOST
-KV_MOST = 4 << 30
 DRAFT_TOKENS = 3  # where nothing is said
 # A prompt's chunk reads nearly all experts: on a GPU 2,048 tokens take four times the work of 512 for the same reading.
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
@@ -63,9 +61,8 @@ class Engine:
         self.drafter = drafter
         self.step_tokens = config.step_tokens or STEP_TOKENS[model.device.type]
         self.trace = Trace(Path(config.draft_trace)) if config.draft_trace else None
-        speculates = drafter is not None or config.draft == SUFFIX
         suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
-        drafts = (DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens) * speculates
+        drafts = draft_tokens_of(config, drafter)
         self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts)
         self.planner = Planner(
             layout.pages,
@@ -110,10 +107,9 @@ class Engine:
         device = device or pick_device(config.device)
         dtype = kv_dtype_of(config.kv_dtype)
         free = free_memory(device)
-        check_weights(checkpoint.config, free, config.kv_memory or 0)
-        kv_bytes = config.kv_memory or kv_budget(free - checkpoint.config.weight_bytes)
         drafter = Eagle3.open(config.draft, checkpoint.config) if config.draft not in (None, SUFFIX) else None
-        layout = fit(checkpoint.config, kv_bytes, dtype, config.max_model_len, drafter and drafter.config)
+        sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
+        layout = fit(sizes, free, config.kv_memory, config.max_model_len)
         if progress is not None:
             done = 0
 
@@ -123,8 +119,8 @@ class Engine:
                 progress(done, checkpoint.bytes)
 
             checkpoint.progress = read
-        if device.type == "cpu" and native.library() is not None:
-            torch.set_num_threads(1)  # the kernels have threads of their own; torch does small things beside them
+        # The CPU's kernels have threads of their own; torch does small things beside them.
+        torch.set_num_threads(1 if device.type == "cpu" and native.library() is not None else native.threads())
         model = load(checkpoint, device)
         if drafter is not None:
             drafter.prepare(model)
@@ -261,20 +257,30 @@ def kv_dtype_of(name: str) -> torch.dtype:
     return KV_DTYPES[name]
 
 
-def kv_budget(free: int) -> int:
-    """Bytes for the pages where the operator has said nothing."""
-    return max(0, min(KV_MOST, int(free * KV_SHARE)))
+def draft_tokens_of(config: EngineConfig, drafter: Eagle3 | None) -> int:
+    """Of a row in a step, at most."""
+    if drafter is None and config.draft != SUFFIX:
+        return 0
+    return DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
+
+
+def sizes_of(
+    model: K2Config, config: EngineConfig, device: torch.device, kv_dtype: torch.dtype, drafter: Eagle3 | None = None
+) -> Sizes:
+    """What decides how much memory an engine takes."""
+    return Sizes(
+        model,
+        kv_dtype,
+        step_tokens=config.step_tokens or STEP_TOKENS[device.type],
+        max_running=config.max_running,
+        positions=1 + draft_tokens_of(config, drafter),
+        device=device.type,
+        gpu_kernels=why_not(model, device) is None,
+        drafter=drafter and drafter.config,
+        drafter_parameters=drafter.parameter_count if drafter is not None else 0,
+    )
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    """Bytes that this process could still take, control groups counted (`ops.limits`)."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.free_memory()

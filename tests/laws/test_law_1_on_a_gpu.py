@@ -17,6 +17,7 @@ from torch import Tensor
 from redline.ops.all import CUDA
 from redline.ops.choose_experts import Choice, choose_experts
 from redline.ops.op import Case, Op, limit_of
+from tests.seeds import fresh_seed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -71,7 +72,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("poisoned")
 def test_the_cuda_kernel_is_the_reference(op: Op[Any, Any], case: Case) -> None:
     assert op.cuda is not None
-    seed = torch.seed() % 2**31
+    seed = fresh_seed()
     with torch.device("cuda"):  # Kimi's experts are made there in a hundredth of the time
         args = case.make(torch.Generator("cuda").manual_seed(seed))
     assert op.cuda_fits(*args), "a case that the kernel does not take"

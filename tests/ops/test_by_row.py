@@ -8,6 +8,7 @@ import torch
 
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
 from redline.ops.op import Case, Op
+from tests.seeds import fresh_generator
 
 OPS: tuple[Op[Any, Any], ...] = (norm_rows, split_a, rotate_heads, swiglu)
 CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in OPS for case in op.cases() if case.small]
@@ -17,7 +18,7 @@ CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in OPS for 
 @pytest.mark.parametrize(("op", "case"), CASES)
 def test_triton_is_the_reference(op: Op[Any, Any], case: Case):
     assert op.cuda is not None
-    args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
+    args = case.make(fresh_generator())
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
     got, want = op.cuda(*ours), op.reference(*theirs)
     tensors = [x for x in (got if isinstance(got, tuple) else (got,)) + ours if isinstance(x, torch.Tensor)]

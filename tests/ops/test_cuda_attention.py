@@ -15,12 +15,13 @@ from redline.ops.op import Case, Op
 from redline.ops.tiled import Tiled
 from redline.ops.unabsorb import MAX_SPLITS, unabsorb
 from redline.ops.weights import Matrix
+from tests.seeds import fresh_generator
 
 FP8 = torch.float8_e4m3fn
 
 
 def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(torch.seed() % 2**31)
+    return fresh_generator()
 
 
 def emulated(op: Op[Any, Any], args: tuple[Any, ...]) -> Any:

@@ -16,6 +16,7 @@ from redline.ops.gates import gates
 from redline.ops.moe import Routed, moe
 from redline.ops.op import Case
 from redline.ops.records import KINDS, Kind, Records, Slabs, Use, Weight, one_of, random_experts, random_int4
+from tests.seeds import fresh_generator
 
 pytestmark = [
     pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler"),
@@ -40,7 +41,7 @@ def same_lists(got: Pairs, want: Pairs) -> None:
 
 @pytest.mark.parametrize("case", list(choose_experts.cases()), ids=lambda case: case.name)
 def test_the_lists_name_every_choice_once(case: Case) -> None:
-    args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
+    args = case.make(fresh_generator())
     same_lists(emulated(choose_experts, *args), choose_experts.reference(*args))
 
 
@@ -60,7 +61,7 @@ def near(got: Tensor, want: Tensor, tolerance: float = 3e-3) -> None:
 
 @pytest.mark.parametrize("case", [case for case in experts_up.cases() if case.small], ids=lambda case: case.name)
 def test_the_first_half_of_the_experts_is_its_reference(case: Case) -> None:
-    args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
+    args = case.make(fresh_generator())
     width, kind = args[2].outputs // 2, args[2].kind
     got, want = (decode_h(h, width, kind) for h in (emulated(experts_up, *args), experts_up.reference(*args)))
     near(got, want, 8e-3 if kind == "BF16" else 3e-3)
@@ -68,7 +69,7 @@ def test_the_first_half_of_the_experts_is_its_reference(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [case for case in experts_down.cases() if case.small], ids=lambda case: case.name)
 def test_the_second_half_of_the_experts_is_its_reference(case: Case) -> None:
-    args = case.make(torch.Generator().manual_seed(torch.seed() % 2**31))
+    args = case.make(fresh_generator())
     got, want = emulated(experts_down, *args), experts_down.reference(*args)
     near(got[0] - args[5], want[0] - args[5])
     near(got[1], want[1], 8e-3)  # bf16
@@ -85,7 +86,7 @@ def crowded(g: torch.Generator) -> Pairs:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hidden", "width"), [(320, 128), (7168, 64)])
 def test_an_expert_serves_any_number_of_tokens(hidden: int, width: int, kind: Kind) -> None:
-    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    g = fresh_generator()
     pairs, x, rstd = crowded(g), random_x(g, 9, hidden), torch.rand(9, generator=g) + 0.5
     up = Records.prepare("up", random_experts(g, kind, "up", 5, 2 * width, hidden))
     h, want = emulated(experts_up, x, rstd, up, pairs), experts_up.reference(x, rstd, up, pairs)
@@ -96,7 +97,7 @@ def test_an_expert_serves_any_number_of_tokens(hidden: int, width: int, kind: Ki
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("hidden", "width"), [(320, 128), (128, 2048)])
 def test_a_token_sums_over_its_own_experts(hidden: int, width: int, kind: Kind) -> None:
-    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    g = fresh_generator()
     pairs, down = crowded(g), Records.prepare("down", random_experts(g, kind, "down", 5, hidden, width))
     h = encode_h(torch.randn(len(pairs), width, generator=g), width, kind)
     args = h, pairs, down, None, None, torch.zeros(9, hidden), torch.ones(hidden)
@@ -108,7 +109,7 @@ def test_a_token_sums_over_its_own_experts(hidden: int, width: int, kind: Kind) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_company_that_shares_no_expert_changes_no_bit(kind: Kind) -> None:
-    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    g = fresh_generator()
     ids, shares = torch.randperm(12, generator=g).view(4, 3).to(torch.int32), torch.rand(4, 3, generator=g)
     up = Records.prepare("up", random_experts(g, kind, "up", 12, 64, 256))
     down = Records.prepare("down", random_experts(g, kind, "down", 12, 128, 2048))
@@ -132,7 +133,7 @@ def test_company_that_shares_no_expert_changes_no_bit(kind: Kind) -> None:
 
 
 def test_route_up_and_down_are_a_mixture_of_experts() -> None:
-    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    g = fresh_generator()
     logits, x = torch.randn(5, 16, generator=g), random_x(g, 5, 320)
     int4 = random_int4(g, 16, 256, 320), random_int4(g, 16, 320, 128)
     pairs = emulated(choose_experts, logits, torch.zeros(16), 4, True, 2.827, None)
@@ -144,7 +145,7 @@ def test_route_up_and_down_are_a_mixture_of_experts() -> None:
 
 
 def test_the_choice_of_gates_serves_the_experts() -> None:
-    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    g = fresh_generator()
     case = next(case for case in gates.cases() if case.name == "T=5 nano, forced")
     x, *rest, choice = case.make(g)
     _, h, rstd, pairs = emulated(gates, x, *rest, choice)
@@ -164,7 +165,7 @@ def test_the_choice_of_gates_serves_the_experts() -> None:
     [("up", 2 * 40, 96), ("up", 256, 7168), ("up", 64, 2112), ("down", 200, 2048), ("down", 320, 128)],
 )
 def test_records_give_the_weight_back(use: Use, outputs: int, inputs: int, kind: Kind) -> None:
-    weight = random_experts(torch.Generator().manual_seed(torch.seed() % 2**31), kind, use, 3, outputs, inputs)
+    weight = random_experts(fresh_generator(), kind, use, 3, outputs, inputs)
     records = Records.prepare(use, weight)
     for expert in range(3):
         for given, back in zip(bits(one_of(weight, expert)), bits(records.expert(expert)), strict=True):
@@ -179,7 +180,7 @@ def bits(weight: Weight) -> list[Tensor]:
 @pytest.mark.parametrize("use", ["up", "down"])
 def test_what_fills_up_a_record_stands_for_zero(use: Use) -> None:
     for kind in KINDS:
-        g = torch.Generator().manual_seed(torch.seed() % 2**31)
+        g = fresh_generator()
         records = Records.prepare(use, random_experts(g, kind, use, 1, 2 * 40 if use == "up" else 72, 96))
         form = records.form
         outputs = 16 * form.tiles

@@ -10,6 +10,7 @@ from redline.ops.grouped import grouped_experts, rtol_of
 from redline.ops.op import Case
 from redline.ops.records import KINDS, Kind, Records, random_experts
 from redline.ops.sort_pairs import WIDEST, sort_pairs, tile_width
+from tests.seeds import fresh_generator
 
 pytestmark = pytest.mark.skipif(native.find_compiler() is None, reason="no C++ compiler")
 HIDDEN, WIDTH = 320, 128  # Kimi-Nano's: these tests share one program
@@ -17,7 +18,7 @@ HIDDEN, WIDTH = 320, 128  # Kimi-Nano's: these tests share one program
 
 @pytest.fixture
 def g() -> torch.Generator:
-    return torch.Generator().manual_seed(torch.seed() % 2**31)
+    return fresh_generator()
 
 
 def small(case: Case) -> bool:

@@ -29,6 +29,7 @@ from redline.ops.step_rows import (
     step_rows,
 )
 from redline.wire.job import PAGE_TOKENS
+from tests.seeds import fresh_generator
 
 pytestmark = [
     pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler"),
@@ -37,7 +38,7 @@ pytestmark = [
 
 
 def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(torch.seed() % 2**31)
+    return fresh_generator()
 
 
 def emulated(op: Op[Any, Any], *args: Any) -> Any:

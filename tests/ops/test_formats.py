@@ -3,6 +3,7 @@
 import torch
 
 from redline.ops.formats import Nvfp4, quantize_nvfp4
+from tests.seeds import fresh_generator
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
@@ -15,7 +16,7 @@ def test_every_code_stands_for_its_value():
 
 
 def test_what_nvfp4_can_say_is_kept_to_the_last_bit():
-    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    g = fresh_generator()
     values = VALUES[torch.randint(0, 8, (3, 40, 64), generator=g)] * (
         1 - 2 * torch.randint(0, 2, (3, 40, 64), generator=g)
     )
@@ -30,7 +31,7 @@ def test_what_nvfp4_can_say_is_kept_to_the_last_bit():
 
 
 def test_rounding_is_to_the_nearest_code_of_two_to_the_even_one():
-    g = torch.Generator().manual_seed(torch.seed() % 2**31)
+    g = fresh_generator()
     block = torch.cat([torch.tensor([6.0, 0.25, 0.75, 1.25, -1.75, 2.5, 3.5, 5.0]), torch.rand(8, generator=g) * 6])
     weight = torch.cat([block, torch.full((16,), 6.0 * 448.0)])[None]  # the second block makes the matrix's scale 1
     given = quantize_nvfp4(weight).dequantize()[0, :16]

@@ -6,13 +6,14 @@ from torch import Tensor
 
 from redline.ops.tiled import Tiled
 from redline.ops.triton_kernels.linear import linear
+from tests.seeds import fresh_generator
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture
 def g() -> torch.Generator:
-    return torch.Generator().manual_seed(torch.seed() % 2**31)
+    return fresh_generator()
 
 
 def close(given: Tensor, wanted: Tensor, rtol: float) -> bool:

@@ -18,12 +18,12 @@ from redline.model.k2 import Inputs
 from redline.ops import native
 from redline.ops.cuda.kernel import emulation
 from redline.ops.op import reference_calls
-from redline.run.captured import shapes
-from redline.run.decode import Board, DecodeStep, Draw, Shape
+from redline.run.decode import Board, DecodeStep, Draw
 from redline.run.draws import Odds, draw_rows, signed, uniforms
 from redline.run.graph import Recorder
 from redline.run.runner import Runner
 from redline.run.sample import draw_each, uniform
+from redline.run.shapes import Shape, shapes
 from redline.run.slots import Slots
 from redline.wire.job import Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step

@@ -1,56 +1,96 @@
-"""What fits into memory, to the last page; what does not is one line with its arithmetic."""
+"""What fits into memory, to the last page; what does not is one line with its arithmetic, and advice that works."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from redline.errors import ConfigError
+from redline.fleet.config import size
+from redline.model.config import K2Config, Nvfp4Experts
+from redline.model.shapes import shape
 from redline.model.write import tiny_config
-from redline.run.fit import Layout, check_weights, fit
+from redline.run.fit import KV_MOST, Layout, Sizes, fit
 from redline.run.kv import KvPool
-from tests.tiny_model import tiny_model
+from tests.tiny_model import tiny_drafter, tiny_model
 
 CONFIG = tiny_config(max_position_embeddings=1000)
 PAGE = 64 * 3 * (32 + 8) * 2  # tokens x layers x (latent + rotated key) x bf16
+SIZES = Sizes(CONFIG)
+PLENTY = 10**12
+KIMI = shape("kimi-k2.6")
 
 
 @pytest.mark.parametrize(("kv_bytes", "pages"), [(PAGE, 1), (10 * PAGE - 1, 9), (10 * PAGE, 10)])
 def test_pages_fill_the_memory(kv_bytes: int, pages: int):
-    layout = fit(CONFIG, kv_bytes, torch.bfloat16, None)
+    layout = fit(SIZES, PLENTY, kv_bytes)
     assert (layout.pages, layout.page_bytes, layout.kv_bytes) == (pages, PAGE, pages * PAGE)
     assert layout.tokens == layout.max_model_len == 64 * pages
 
 
 def test_float32_pages_are_twice_as_large():
-    assert fit(CONFIG, 10 * PAGE, torch.float32, None).pages == 5
+    assert fit(replace(SIZES, kv_dtype=torch.float32), PLENTY, 10 * PAGE).pages == 5
 
 
 def test_no_job_is_longer_than_the_model_reads():
-    assert fit(CONFIG, 100 * PAGE, torch.bfloat16, None).max_model_len == 1000
+    assert fit(SIZES, PLENTY, 100 * PAGE).max_model_len == 1000
     with pytest.raises(ConfigError, match="1,001; this model reads 1,000 tokens at most"):
-        fit(CONFIG, 100 * PAGE, torch.bfloat16, 1001)
+        fit(SIZES, PLENTY, 100 * PAGE, 1001)
 
 
 @pytest.mark.parametrize("wanted", [0, -5])
 def test_a_job_has_room_for_a_token(wanted: int):
     with pytest.raises(ConfigError, match=f"max-model-len is {wanted}; .* 1 at least"):
-        fit(CONFIG, 100 * PAGE, torch.bfloat16, wanted)
+        fit(SIZES, PLENTY, 100 * PAGE, wanted)
 
 
-def test_one_job_must_fit():
-    assert fit(CONFIG, 4 * PAGE, torch.bfloat16, 256).pages == 4
-    for kv_bytes, wanted in ((4 * PAGE, 257), (PAGE - 1, None), (0, None)):
-        with pytest.raises(ConfigError) as caught:
-            fit(CONFIG, kv_bytes, torch.bfloat16, wanted)
-        assert len(str(caught.value).splitlines()) == 1
-        advice = re.search(r"--kv-memory (\d+\.\d\d)GB", str(caught.value))
-        assert advice is not None
-        assert fit(CONFIG, round(float(advice[1]) * 1e9), torch.bfloat16, wanted).max_model_len >= (wanted or 1)
+def test_a_share_of_what_is_left_goes_to_pages_and_more_where_a_job_needs_it():
+    free = SIZES.needs(1000).whole + 100 * PAGE
+    assert abs(fit(SIZES, free).pages - 25) <= 1
+    assert fit(SIZES, free, max_model_len=1000).pages == 25
+    free = SIZES.needs(1000).whole + 16 * PAGE
+    assert fit(SIZES, free, max_model_len=1000).pages == 16  # 1,000 tokens are 16 pages
+    assert fit(SIZES, PLENTY).kv_bytes > KV_MOST - PAGE
+
+
+def test_what_is_not_pages_counts_too():
+    needs = SIZES.needs(1000)
+    assert needs.weights == CONFIG.weight_bytes
+    fit(SIZES, needs.whole + 16 * PAGE, 16 * PAGE, 1000)
+    with pytest.raises(ConfigError, match="do not fit into"):
+        fit(SIZES, needs.whole + 16 * PAGE - 1, 16 * PAGE, 1000)
+
+
+def test_each_part_follows_what_it_is_made_of():
+    base = Sizes(KIMI)
+    short = base.needs(1000)
+    assert short.recorded == short.drafter == 0
+    assert base.needs(100_000).scratch > short.scratch  # a prompt's context is unfolded
+    assert base.needs(100_000).slots > short.slots + 65 * 8 * 99_000
+    assert replace(base, step_tokens=2048).needs(1000).scratch > short.scratch
+    assert replace(base, positions=4).needs(1000).scratch > short.scratch
+    gpu = replace(base, device="cuda", gpu_kernels=True)
+    assert gpu.needs(1000).recorded > 0
+    assert replace(gpu, positions=4).needs(100_000).recorded > gpu.needs(1000).recorded
+    drafter = tiny_drafter()
+    drafts = Sizes(tiny_model().config, drafter=drafter.config, drafter_parameters=drafter.parameter_count, positions=4)
+    assert drafts.needs(100).drafter >= 6 * sum(parameter.numel() for parameter in drafter.parameters())
+    assert fit(drafts, PLENTY).draft_bytes == 64 * drafter.config.kv_width * 2 + 4 * drafter.config.hidden_size
+
+
+def test_nvfp4_is_as_large_as_bf16_where_it_is_not_read_as_it_is():
+    config = replace(KIMI, quantization=Nvfp4Experts("ModelOpt"))
+    read = Sizes(config, device="cuda", gpu_kernels=True).needs(1000).weights
+    widened = Sizes(config).needs(1000).weights
+    assert read == config.weight_bytes
+    assert widened == 2 * config.total_parameters
 
 
 def test_the_explanation_multiplies_out():
-    layout = fit(CONFIG, 10 * PAGE, torch.bfloat16, 320)
+    layout = fit(SIZES, PLENTY, 10 * PAGE, 320)
     assert layout.explain() == [
         f"a page           64 tokens x 240 bytes = {PAGE:,} bytes",
         f"KV memory        10 pages x {PAGE:,} bytes = 0.00 GB",
@@ -64,14 +104,105 @@ def test_pages_that_no_machine_has_memory_for_are_one_line():
 
 
 def test_weights_that_do_not_fit_are_told_with_what_is_missing():
-    free = CONFIG.weight_bytes - 1
-    with pytest.raises(ConfigError, match=r"of weights do not fit into .* too many; a larger device") as told:
-        check_weights(CONFIG, free, 0)
-    assert all(line in str(told.value) for line in CONFIG.explain_weight_bytes())
+    for free in (0, CONFIG.weight_bytes - 1, SIZES.needs(1).whole + PAGE - 1):
+        with pytest.raises(ConfigError, match=r"GB of weights .* do not fit into .* too many; a larger device") as told:
+            fit(SIZES, free)
+        assert all(line in str(told.value) for line in CONFIG.explain_weight_bytes())
 
 
-def test_pages_that_do_not_fit_beside_the_weights_are_told_what_would():
-    free = CONFIG.weight_bytes + 10**9
-    check_weights(CONFIG, free, 10**9)
-    with pytest.raises(ConfigError, match=r"2\.00 GB of pages \(kv-memory\).*give --kv-memory 1\.00GB or less"):
-        check_weights(CONFIG, free, 2 * 10**9)
+FLAGS = {"--kv-memory": lambda text: size(text, "kv-memory"), "--max-model-len": int}
+
+
+def advised(message: str) -> list[dict[str, int]]:
+    """The flags that a refusal tells to give, each of its alternatives by itself."""
+    assert "\n" not in message
+    found = re.findall(r"(?:give|or) ((?:--[a-z-]+ \S+(?<![,.]) ?)+)", message.replace(",", " ,"))
+    alternatives = [dict(re.findall(r"(--[a-z-]+) (\S+)", one)) for one in found]
+    return [{name: FLAGS[name](value) for name, value in one.items()} for one in alternatives]
+
+
+CONFIGS = {
+    "tiny": CONFIG,
+    "kimi": KIMI,
+    "nano": shape("kimi-nano"),
+    "nvfp4": replace(KIMI, quantization=Nvfp4Experts("ModelOpt")),
+}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    config=st.sampled_from(list(CONFIGS.values())),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32, torch.float8_e4m3fn]),
+    gpu=st.booleans(),
+    positions=st.integers(1, 16),
+    room=st.floats(0, 3),
+    kv=st.none() | st.floats(0, 1.5),
+    length=st.none() | st.floats(0, 1),
+    digits=st.integers(0, 10),
+)
+def test_what_fits_fits_and_following_the_advice_fits(
+    config: K2Config,
+    dtype: torch.dtype,
+    gpu: bool,
+    positions: int,
+    room: float,
+    kv: float | None,
+    length: float | None,
+    digits: int,
+):
+    """Memory from nothing to much, pages from none to more than there is, every length."""
+    device = "cuda" if gpu else "cpu"
+    sizes = Sizes(config, dtype, positions=positions, device=device, gpu_kernels=gpu)
+    beside = sizes.page_bytes * 10**digits
+    free = int(room * sizes.needs(1).whole) if room < 1 else sizes.needs(1).whole + int((room - 1) * beside)
+    kv_bytes = None if kv is None else int(kv * max(free - sizes.needs(1).whole, sizes.page_bytes))
+    wanted = None if length is None else max(1, int(length * config.max_position_embeddings))
+
+    def check(kv_bytes: int | None, wanted: int | None) -> None:
+        layout = fit(sizes, free, kv_bytes, wanted)
+        assert layout.kv_bytes + sizes.needs(layout.max_model_len).whole <= free
+        assert 1 <= layout.max_model_len <= min(layout.tokens, config.max_position_embeddings)
+        assert wanted in (None, layout.max_model_len)
+        assert kv_bytes is None or layout.kv_bytes <= kv_bytes < layout.kv_bytes + layout.page_bytes
+
+    try:
+        check(kv_bytes, wanted)
+    except ConfigError as error:
+        refusal = str(error)
+    else:
+        return
+    advice = advised(refusal)
+    for flags in advice:
+        check(flags.get("--kv-memory", kv_bytes), flags.get("--max-model-len", wanted))
+    hopeless = sizes.left(free, 1) < sizes.page_bytes
+    assert bool(advice) != hopeless, refusal
+    assert ("a larger device" in refusal) == hopeless
+
+
+@pytest.mark.parametrize(
+    ("kv_bytes", "wanted", "flags"),
+    [
+        (5 * PAGE, 1000, ["--kv-memory", "--max-model-len"]),
+        (50 * PAGE, 1000, ["--kv-memory", "--max-model-len"]),
+        (None, 1000, []),
+        (PAGE - 1, None, ["--kv-memory"]),
+        (PAGE - 1, 1000, ["--kv-memory"]),
+    ],
+)
+def test_the_advice_changes_one_flag_where_that_is_enough(kv_bytes: int | None, wanted: int | None, flags: list[str]):
+    free = SIZES.needs(1000).whole + 20 * PAGE
+    if not flags:
+        assert fit(SIZES, free, kv_bytes, wanted).pages == 16
+        return
+    with pytest.raises(ConfigError) as told:
+        fit(SIZES, free, kv_bytes, wanted)
+    assert [*map(list, advised(str(told.value)))] == [[flag] for flag in flags]
+
+
+def test_the_advice_changes_both_where_neither_alone_is_enough():
+    free = SIZES.needs(1000).whole + 10 * PAGE
+    with pytest.raises(ConfigError) as told:
+        fit(SIZES, free, PAGE - 1, 1000)
+    (both,) = advised(str(told.value))
+    assert set(both) == {"--kv-memory", "--max-model-len"}
+    assert fit(SIZES, free, both["--kv-memory"], both["--max-model-len"]).max_model_len > 500
