@@ -28,8 +28,9 @@ from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.server import uvicorn_config
+from redline.chat.conversation import Conversation, Message
 from redline.chat.generation import generation_of
-from redline.chat.template import style_of
+from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import ServeConfig
@@ -82,7 +83,7 @@ def _check_drafting(engine: EngineConfig) -> None:
 
 def _check_length(max_model_len: int, tokenizer: Tokenizer, style: Style) -> None:
     """ConfigError where not even the question that we print could be asked."""
-    prompt = len(tokenizer.encode(render(Conversation((Message("user", EXAMPLE),)), style)))
+    prompt = len(encode(Conversation((Message("user", EXAMPLE),)), tokenizer, style))
     least = prompt + LEAST_ANSWER
     if max_model_len < least:
         raise ConfigError(
@@ -105,7 +106,7 @@ def _listen(host: str, port: int) -> socket.socket:
             errno.EACCES: "ports below 1024 are the administrator's; choose one with --port",
         }.get(error.errno or 0, "is host an address of this machine?")
         raise ConfigError(f"port {port} on {host} cannot be used ({error.strerror}): {why}") from None
-    except (UnicodeError, ValueError):  # no name at all: too long, or with a zero byte
+    except (TypeError, ValueError):  # no name at all: too long, or with a zero byte
         listener.close()
         raise ConfigError(f"host is {host!r}; expected an address of this machine, such as 127.0.0.1") from None
     listener.setblocking(False)
@@ -227,9 +228,7 @@ def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, consol
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     name = config.names[0]
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": EXAMPLE}]})
-    console.print(
-        Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True
-    )
+    console.print(Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True)
     summary = f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n"
     console.print(summary, style="dim", highlight=False, soft_wrap=True)
     # Plain prints: what is pasted must not be wrapped or coloured. JSON and repr() escape what is not text.
