@@ -87,7 +87,7 @@ def _floor(config: K2Config, device: torch.device) -> str:
     """The least time of a token. A small model's weights may live in a cache, which is faster than memory: bandwidth is
     measured over as many bytes as a token reads, or over so many that no cache holds them.
     """
-    read = _bytes_per_token(config)
+    read = bytes_per_token(config)
     machine = measure(device, working_set_bytes=min(read, WORKING_SET_BYTES))
     seconds = read / machine.bytes_per_s
     return (
@@ -96,7 +96,7 @@ def _floor(config: K2Config, device: torch.device) -> str:
     )
 
 
-def _bytes_per_token(config: K2Config) -> int:
+def bytes_per_token(config: K2Config) -> int:
     """Of the weights that one token passes through; the embedding is one row."""
     chosen = config.moe_layers * config.num_experts_per_tok * config.expert_parameters
     dense = config.dense_parameters - config.vocab_size * config.hidden_size

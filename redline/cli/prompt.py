@@ -80,7 +80,8 @@ class Prompt:
         self._terminate = signal.signal(signal.SIGTERM, _leave)
         mode: list[Any] = termios.tcgetattr(self._input)
         mode[0] &= ~termios.ICRNL  # input modes
-        mode[3] &= ~(termios.ICANON | termios.ECHO)  # local modes; Ctrl-C still interrupts
+        mode[3] &= ~(termios.ICANON | termios.ECHO)  # local modes; Ctrl-C still interrupts,
+        mode[3] |= termios.NOFLSH  # and takes nothing with it that was typed for the next question
         mode[6][termios.VMIN], mode[6][termios.VTIME] = 1, 0
         termios.tcsetattr(self._input, termios.TCSANOW, mode)
         self._bracket_pastes()

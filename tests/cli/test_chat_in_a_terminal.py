@@ -195,6 +195,21 @@ def test_ctrl_c_stops_an_answer_and_what_was_said_stays():
         one.until(lambda: "answer 2" in one.shown)
 
 
+def test_what_was_pasted_before_ctrl_c_stopped_an_answer_is_still_there():
+    with chat(hold=True) as (one, asked, answers):
+        one.until_prompt(1)
+        one.type("first\r")
+        answers.begun.wait(30)
+        one.until(lambda: "answer " in one.shown)
+        one.paste(PASTED)
+        one.type("\x03")
+        one.until_prompt(2)
+        one.until(lambda: "rm -rf everything" in one.shown)
+        one.type("\r")
+        one.until(lambda: len(asked) == 2)
+        assert questions(asked)[1] == PASTED
+
+
 def test_ctrl_c_at_the_prompt_clears_the_line_and_does_not_leave():
     with chat() as (one, asked, _):
         one.until_prompt(1)

@@ -1,17 +1,20 @@
 """The verbs, as typed: help that teaches, one line for a mistake, and what each prints."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from redline.cli import app
 from redline.model.checkpoint import Checkpoint
 from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.write import random_checkpoint
+from redline.ops.op import Machine
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
@@ -85,6 +88,52 @@ def test_doctor_prints_what_fits_with_its_arithmetic(tiny: Path):
         assert words in said
     # 3 layers x (64 + 32) values x 2 bytes
     assert "64 tokens x 576 bytes = 36,864 bytes" in said
+
+
+def test_doctor_answers_from_config_json_alone_and_says_so(tiny: Path, tmp_path: Path):
+    folder = tmp_path / "k2 [bold]"
+    folder.mkdir()
+    config = json.loads((tiny / "config.json").read_bytes())
+    text = config.get("text_config", config)
+    # Kimi K2's sizes: 61 layers of 384 experts of 3 x 7168 x 2048, of which the first has none.
+    sizes = {"num_hidden_layers": 61, "n_routed_experts": 384, "hidden_size": 7168, "moe_intermediate_size": 2048}
+    text |= {**sizes, "num_experts_per_tok": 8, "first_k_dense_replace": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    said = typed("doctor", folder)
+    assert "k2 [bold]\n" in said
+    assert "config.json alone: what follows is arithmetic, and no weights are here yet" in said
+    assert "60 layers x 384 experts x 44,040,192 = 1,014.7 B" in said
+    assert "does not fit" in said
+    assert "whole" not in said
+
+
+def test_doctor_says_what_is_wrong_with_the_files_and_answers_all_the_same(tiny: Path, tmp_path: Path):
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny, broken)
+    shard = next(broken.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    done = CliRunner().invoke(app, ["doctor", str(broken)], env={"COLUMNS": "200"})
+    assert done.exit_code == 1
+    assert "truncated" in done.output
+    assert "floor " in done.output
+
+
+def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    """What lives in a cache is read faster than memory: a floor by memory's bandwidth was beaten."""
+    from redline.cli import doctor
+
+    measured: list[int] = []
+
+    def measure(device: torch.device, working_set_bytes: int = doctor.WORKING_SET_BYTES) -> Machine:
+        measured.append(working_set_bytes)
+        return Machine("any", 1e9 if working_set_bytes == doctor.WORKING_SET_BYTES else 1e12, 1e12)
+
+    monkeypatch.setattr(doctor, "measure", measure)
+    read = doctor.bytes_per_token(Checkpoint.open(tiny).config)
+    said = typed("doctor", tiny)
+    assert measured == [doctor.WORKING_SET_BYTES, read]
+    assert "at 1000.0 GB/s (measured over so much)" in said
+    assert f"at most {1e12 / read:,.0f} tokens/s" in said
 
 
 def test_doctor_without_a_folder_speaks_of_the_machine_alone():
