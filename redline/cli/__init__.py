@@ -118,7 +118,9 @@ def chat(
     instant: Annotated[bool, typer.Option("--instant", help="Answer without thinking first.")] = False,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.6,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
-    key: Annotated[str | None, typer.Option(help="API key.")] = None,
+    key: Annotated[
+        str | None, typer.Option(envvar="REDLINE_API_KEY", help="API key, where the server wants one.")
+    ] = None,
     prompt: Annotated[str | None, typer.Argument(help="Ask this and leave. Absent: a conversation.")] = None,
 ) -> None:
     """Talk to a server in the terminal: the thinking dimmed, the answer as it comes, tokens/s at the end."""

@@ -327,7 +327,7 @@ def _refusal(answer: httpx.Response, body: bytes) -> str:
     """What to know of an answer that is not 200."""
     hints = {
         301: f"it has moved to {answer.headers.get('location')}; see --url",
-        401: "give the server's key with --key",
+        401: "give the server's key with --key or in REDLINE_API_KEY",
         403: "is the key of --key one of this server's?",
         404: "is that the address of an OpenAI server? see --url",
         429: "it is busy; ask again",

@@ -303,7 +303,10 @@ def test_without_a_key_none_is_sent():
     with server(models=models) as (url, _):
         client(url, key=None).connect(print)
         client(url, key="secret").connect(print)
-    assert headers == [None, "Bearer secret"]
+        command = [sys.executable, "-m", "redline", "chat", "--url", url, "hi"]
+        environment = {**os.environ, "REDLINE_API_KEY": "from-the-environment"}
+        subprocess.run(command, check=True, capture_output=True, timeout=60, env=environment)
+    assert headers == [None, "Bearer secret", "Bearer from-the-environment"]
 
 
 # ------------------------------------------------------------------------------------------------- foreign text
