@@ -1,13 +1,17 @@
 """The command line. Each verb is a module; those that compute import torch when they run: `--help` is instant."""
 
+import os
 import sys
+import tempfile
+import traceback
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
-from rich.console import Console
 
 from redline.cli.draft import app as draft
+from redline.cli.terminal import Terminal, one_line
 from redline.errors import ConfigError, RedlineError
 from redline.fleet import config as deployment
 from redline.fleet.serve import serve as run_server
@@ -19,7 +23,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="""From a published Kimi K2 checkpoint to record serving speed.
 
-    Start with  [bold]redline serve models/kimi-nano[/bold]  and talk to it with  [bold]redline chat[/bold].""",
+    Start with  [bold]redline serve models/kimi-nano[/bold]  and talk to it with  [bold]redline chat[/bold].
+    Redline runs on Linux.""",
 )
 bench = typer.Typer(no_args_is_help=True, help="Speed, each number beside the least time that the hardware allows.")
 app.add_typer(bench, name="bench")
@@ -111,7 +116,7 @@ def serve(
         "engine.draft_trace": draft_trace,
     }
     flags = {key: value for key, value in given.items() if value is not None}
-    raise typer.Exit(run_server(deployment.read(source, flags), Console()))
+    raise typer.Exit(run_server(deployment.read(source, flags), Terminal()))
 
 
 @app.command()
@@ -121,13 +126,15 @@ def chat(
     instant: Annotated[bool, typer.Option("--instant", help="Answer without thinking first.")] = False,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.6,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
-    key: Annotated[str, typer.Option(help="API key.")] = "none",
+    key: Annotated[
+        str | None, typer.Option(envvar="REDLINE_API_KEY", help="API key, where the server wants one.")
+    ] = None,
     prompt: Annotated[str | None, typer.Argument(help="Ask this and leave. Absent: a conversation.")] = None,
 ) -> None:
     """Talk to a server in the terminal: the thinking dimmed, the answer as it comes, tokens/s at the end."""
     from redline.cli.chat import Client, talk
 
-    raise typer.Exit(talk(Client(url, key, model, not instant, temperature, system), prompt, Console()))
+    raise typer.Exit(talk(Client(url, key, model, not instant, temperature, system), prompt, Terminal()))
 
 
 @app.command(name="eval")
@@ -145,7 +152,7 @@ def evaluate(
     """Grade a model on the prompts in FOLDER/eval: greedy, thinking, a table by kind."""
     from redline.cli.evaluate import evaluate as run
 
-    raise typer.Exit(run(folder, sets, run_code, against, kv_dtype, save, Console()))
+    raise typer.Exit(run(folder, sets, run_code, against, kv_dtype, save, Terminal()))
 
 
 @app.command()
@@ -153,7 +160,7 @@ def doctor(folder: Annotated[Path | None, typer.Argument(help="A checkpoint whos
     """What this machine has, what fits on it, and why: each number with its arithmetic."""
     from redline.cli.doctor import doctor as run
 
-    raise typer.Exit(run(folder, Console()))
+    raise typer.Exit(run(folder, Terminal()))
 
 
 @bench.command(name="decode")
@@ -229,7 +236,7 @@ def bench_decode(
             name = next(iter(given)).replace("_", "-")
             raise ConfigError(f"--{name} is of a --shape; a checkpoint is measured as it is")
         batches, contexts = batch or [1, 4, 16], context or [200, 4000]
-        raise typer.Exit(run(folder, batches, contexts, kv_dtype or "bf16", repeats or 40, save, Console()))
+        raise typer.Exit(run(folder, batches, contexts, kv_dtype or "bf16", repeats or 40, save, Terminal()))
     if folder is not None or shape is None:
         raise ConfigError("give a checkpoint's folder or --shape, one of the two")
     config = DepthConfig(
@@ -241,7 +248,7 @@ def bench_decode(
         save=None if save is None else str(save),
         **given,
     )
-    raise typer.Exit(bench_depth(config, Console()))
+    raise typer.Exit(bench_depth(config, Terminal()))
 
 
 @bench.command(name="speculate")
@@ -281,15 +288,64 @@ def bench_speculate(
         repeats=repeats,
         save=None if save is None else str(save),
     )
-    raise typer.Exit(measure(config, Console()))
+    raise typer.Exit(measure(config, Terminal()))
 
 
 def main() -> None:
-    """Errors that somebody can mend are one line; the rest keep their traceback."""
+    """Every error is one line and exit code 1. REDLINE_DEBUG=1 prints the traceback as well."""
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        _accept_any_text(stream)
     try:
         app()
     except RedlineError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        code = _report(str(error))
+    except OSError as error:
+        code = _report(": ".join(filter(None, [error.filename and str(error.filename), error.strerror or str(error)])))
+    except Exception as error:
+        code = _report(f"{type(error).__name__}: {one_line(str(error))}; this is a mistake of ours{_kept_traceback()}")
+    else:
+        code = 0
+    finally:
+        _flush()
+    sys.exit(code)
+
+
+def _accept_any_text(stream: TextIO | None) -> None:
+    """No character stops us: one that a stream's encoding lacks, or half of one, is written as an escape."""
+    reconfigure = getattr(stream, "reconfigure", None)  # None where the stream is closed
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
+
+
+def _report(message: str) -> int:
+    if os.environ.get("REDLINE_DEBUG"):
+        traceback.print_exc()
+    with suppress(OSError):
+        screen = Terminal(stderr=True)
+        screen.print("error:", end=" ", style="red")
+        screen.print(message, highlight=False, soft_wrap=True)
+    return 1
+
+
+def _kept_traceback() -> str:
+    """Where the traceback of the current exception is kept, as the end of a sentence."""
+    if os.environ.get("REDLINE_DEBUG"):
+        return ""
+    try:
+        descriptor, name = tempfile.mkstemp(prefix="redline-", suffix=".traceback")
+        with open(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(traceback.format_exc())
+    except OSError:
+        return "; REDLINE_DEBUG=1 prints the traceback"
+    return f"; the traceback is in {name}"
+
+
+def _flush() -> None:
+    """What cannot be written, as to a pipe that nobody reads, is no second error when the interpreter ends."""
+    open_ones: list[TextIO | None] = [sys.stdout, sys.stderr]  # None: closed before we began
+    for stream in filter(None, open_ones):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+
+from redline.cli.terminal import Terminal
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -319,10 +320,10 @@ def run_recipe(
     raise typer.Exit(run(config, _console(), provenance("torch")))
 
 
-def _console() -> Console:
+def _console() -> Terminal:
     """A terminal as wide as it is; in a file no line is broken and no table cut."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    console = Terminal()
+    return console if console.is_terminal else Terminal(width=160)
 
 
 def _names(paths: list[Path] | None) -> tuple[str, ...]:

@@ -62,7 +62,7 @@ def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
         found = _read(path)
         title = f"{number}/{len(stages)} {stage.name}"
         if found is not None and found.done and found.stamp == stamp and all(made.exists() for made in stage.makes):
-            console.print(f"[dim]{title}: done[/dim]")
+            console.print(f"{title}: done", style="dim")
             continue
         if found is None or found.stamp != stamp:
             if found is None or found.ground != ground:

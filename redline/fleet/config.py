@@ -15,6 +15,7 @@ kv_dtype = "fp8"                       # bf16 where nothing is said
 draft = "weights/kimi-k2.6-eagle3"     # a drafter's folder, or "suffix"; absent: no speculation
 """
 
+import difflib
 import re
 import tomllib
 from collections.abc import Sequence
@@ -28,6 +29,9 @@ from redline.wire.base import Record
 from redline.worker.config import SUFFIX, EngineConfig
 
 MOST_DRAFTS = 15  # of a row in a step; more never pay
+
+# Of numbers whose true bound the machine or the model sets, or a measurement: far beyond all of them.
+_MOST = {"kv_memory": 2**50, "max_model_len": 2**31, "max_running": 4096, "step_tokens": 2**20}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -56,8 +60,11 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     elif source.is_file():
         try:
             values = tomllib.loads(source.read_text(encoding="utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except OSError as error:
+            raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{source}: not a TOML file: {error}") from None
+        _check_keys(values, source)
         _resolve(values, ("weights", "keys_file"), source.parent)
         if isinstance(values.get("engine"), dict):
             _resolve(values["engine"], ("draft", "draft_trace"), source.parent)
@@ -78,8 +85,37 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         raise ConfigError(f"{source}: {error}") from None
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"{source}: port is {config.port}; expected 0 to 65535 (0: any free one)")
+    if not config.host:
+        raise ConfigError(f"{source}: host is empty; expected an address, such as 127.0.0.1, or 0.0.0.0 for every one")
+    for name in config.names:
+        if not name.isprintable() or not name:
+            raise ConfigError(f"{source}: the model would be called {name!r}; set served_model_name to printable text")
+    for key, most in _MOST.items():
+        number: int | None = getattr(config.engine, key)
+        if number is not None and not 1 <= number <= most:
+            raise ConfigError(f"{source}: engine.{key} is {number:,}; expected 1 to {most:,}")
     _check_drafting(config.engine, source)
     return config
+
+
+def _check_keys(values: dict[str, Any], source: Path) -> None:
+    """ConfigError for a key that we do not know, with the ones that we do, and for text that no path or name can be."""
+    outer = [key for key in ServeConfig.__struct_fields__ if key != "engine"]
+    inner = EngineConfig.__struct_fields__
+    places = {"engine": "[engine]", **{key: f"engine.{key}" for key in inner}, **{key: key for key in outer}}
+    table: dict[str, Any] = values["engine"] if isinstance(values.get("engine"), dict) else {}
+    for place, known, found in (("", [*outer, "engine"], values), ("engine.", inner, table)):
+        for key, value in found.items():
+            if isinstance(value, str) and "\0" in value:
+                raise ConfigError(f"{source}: {place}{key} is {value!r}; expected text without zero bytes")
+            if key in known:
+                continue
+            near = difflib.get_close_matches(key.lower().replace("-", "_"), places, 1)
+            raise ConfigError(
+                f"{source}: unknown key {place}{key}; "
+                + (f"did you mean {places[near[0]]}? " if near else "")
+                + f"the keys are {', '.join(outer)}, and under [engine] {', '.join(inner)}"
+            )
 
 
 def _resolve(values: dict[str, Any], keys: Sequence[str], folder: Path) -> None:

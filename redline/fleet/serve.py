@@ -5,6 +5,7 @@ to reach the server once the model is loaded; and stops the worker when it stops
 """
 
 import asyncio
+import errno
 import json
 import logging
 import shlex
@@ -20,7 +21,7 @@ from pathlib import Path
 import msgspec
 import uvloop
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from redline.api.access import is_loopback, read_keys
 from redline.api.app import create_app
@@ -28,8 +29,9 @@ from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.server import Server, uvicorn_config
+from redline.chat.conversation import Conversation, Message
 from redline.chat.generation import generation_of
-from redline.chat.template import style_of
+from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import ServeConfig
@@ -44,6 +46,8 @@ KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE_S = 3.0  # for running answers to come to their ends; the others are told that it is over
 TELL_S = 1.0  # for clients to take what they are told
+EXAMPLE = "What is 347 + 586?"
+LEAST_ANSWER = 16  # tokens
 STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
 
 
@@ -61,9 +65,12 @@ def serve(config: ServeConfig, console: Console) -> int:
             f"warning: {config.host} is reachable from other machines and no keys_file is set: "
             "everyone who reaches the port is served",
             style="yellow",
+            highlight=False,
+            soft_wrap=True,
         )
     if config.engine.draft_trace is not None:
-        console.print(f"warning: users' text is written to {config.engine.draft_trace} (draft_trace)", style="yellow")
+        warning = f"warning: users' text is written to {config.engine.draft_trace} (draft_trace)"
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     sockets = Path(tempfile.mkdtemp(prefix="redline-"))  # mode 0700
     try:
         with lines_on_stderr(config.log_level):
@@ -81,6 +88,17 @@ def _check_drafting(engine: EngineConfig) -> None:
         raise ConfigError(f"draft_trace: {engine.draft_trace}: its folder does not exist")
 
 
+def _check_length(max_model_len: int, tokenizer: Tokenizer, style: Style) -> None:
+    """ConfigError where not even the question that we print could be asked."""
+    prompt = len(encode(Conversation((Message("user", EXAMPLE),)), tokenizer, style))
+    least = prompt + LEAST_ANSWER
+    if max_model_len < least:
+        raise ConfigError(
+            f"max-model-len is {max_model_len}; expected {least} at least: {EXAMPLE!r} is a prompt of {prompt} tokens, "
+            f"and its answer needs some, say {LEAST_ANSWER}; where max-model-len is not set, give a larger kv-memory"
+        )
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -90,10 +108,14 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(1024)
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"port {port} on {host} cannot be used ({error.strerror}): another server may be running there; "
-            "choose one with --port"
-        ) from None
+        why = {
+            errno.EADDRINUSE: "another server may be running there; choose one with --port",
+            errno.EACCES: "ports below 1024 are the administrator's; choose one with --port",
+        }.get(error.errno or 0, "is host an address of this machine?")
+        raise ConfigError(f"port {port} on {host} cannot be used ({error.strerror}): {why}") from None
+    except (TypeError, ValueError):  # no name at all: too long, or with a zero byte
+        listener.close()
+        raise ConfigError(f"host is {host!r}; expected an address of this machine, such as 127.0.0.1") from None
     listener.setblocking(False)
     return listener
 
@@ -101,6 +123,8 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, sockets: Path, console: Console) -> int:
     to_worker, from_worker = ipc_address(sockets, "jobs"), ipc_address(sockets, "deltas")
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
+    if config.engine.max_model_len is not None:
+        _check_length(config.engine.max_model_len, tokenizer, style)  # before a model is loaded for minutes
     stop = asyncio.Event()
     for number in STOP_SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -112,6 +136,7 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
             ready = await _until_ready(inbox, ended, stop)
             if ready is None:
                 return 0
+            _check_length(ready.max_model_len, tokenizer, style)
             metrics = Metrics(config.names[0])
             gateway = Gateway(tokenizer, style, outbox, metrics)
             gateway.deliver(ready)
@@ -207,12 +232,12 @@ def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, consol
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     name = config.names[0]
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "What is 347 + 586?"}]})
-    console.print(f"[bold]{escape(name)}[/bold] is ready at [bold]{url}[/bold]   (Ctrl-C stops it)", highlight=False)
-    console.print(
-        f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n", style="dim", markup=False, highlight=False
-    )
-    # Plain prints: what is pasted must not be wrapped or coloured. Keys stay in their file.
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": EXAMPLE}]})
+    console.print(Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True)
+    summary = f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n"
+    console.print(summary, style="dim", highlight=False, soft_wrap=True)
+    # Plain prints: what is pasted must not be wrapped or coloured. JSON and repr() escape what is not text; keys stay
+    # in their file.
     curl_key = python_key = python_import = ""
     if config.keys_file is not None:
         curl_key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
@@ -223,7 +248,7 @@ def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, consol
         f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{curl_key} -d {shlex.quote(body)}\n\n"
         f"import json, {python_import}urllib.request\n"
         'question = "Write a Python function that adds two numbers."\n'
-        f'body = {{"model": {json.dumps(name)}, "stream": True,\n'
+        f'body = {{"model": {name!r}, "stream": True,\n'
         '    "messages": [{"role": "user", "content": question}]}\n'
         f'request = urllib.request.Request("{url}/v1/chat/completions", json.dumps(body).encode(),\n'
         f'    {{"Content-Type": "application/json"{python_key}}})\n'

@@ -1,28 +1,22 @@
 """The verbs, as typed: help that teaches, one line for a mistake, and what each prints."""
 
-import io
 import json
 import re
+import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from typer.testing import CliRunner
 
 from redline.cli import app
-from redline.cli.chat import Client, talk
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
 from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.write import random_checkpoint
+from redline.ops.op import Machine
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
@@ -96,6 +90,52 @@ def test_doctor_prints_what_fits_with_its_arithmetic(tiny: Path):
         assert words in said
     # 3 layers x (64 + 32) values x 2 bytes
     assert "64 tokens x 576 bytes = 36,864 bytes" in said
+
+
+def test_doctor_answers_from_config_json_alone_and_says_so(tiny: Path, tmp_path: Path):
+    folder = tmp_path / "k2 [bold]"
+    folder.mkdir()
+    config = json.loads((tiny / "config.json").read_bytes())
+    text = config.get("text_config", config)
+    # Kimi K2's sizes: 61 layers of 384 experts of 3 x 7168 x 2048, of which the first has none.
+    sizes = {"num_hidden_layers": 61, "n_routed_experts": 384, "hidden_size": 7168, "moe_intermediate_size": 2048}
+    text |= {**sizes, "num_experts_per_tok": 8, "first_k_dense_replace": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    said = typed("doctor", folder)
+    assert "k2 [bold]\n" in said
+    assert "config.json alone: what follows is arithmetic, and no weights are here yet" in said
+    assert "60 layers x 384 experts x 44,040,192 = 1,014.7 B" in said
+    assert "does not fit" in said
+    assert "whole" not in said
+
+
+def test_doctor_says_what_is_wrong_with_the_files_and_answers_all_the_same(tiny: Path, tmp_path: Path):
+    broken = tmp_path / "broken"
+    shutil.copytree(tiny, broken)
+    shard = next(broken.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    done = CliRunner().invoke(app, ["doctor", str(broken)], env={"COLUMNS": "200"})
+    assert done.exit_code == 1
+    assert "truncated" in done.output
+    assert "floor " in done.output
+
+
+def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    """What lives in a cache is read faster than memory: a floor by memory's bandwidth was beaten."""
+    from redline.cli import doctor
+
+    measured: list[int] = []
+
+    def measure(device: torch.device, working_set_bytes: int = doctor.WORKING_SET_BYTES) -> Machine:
+        measured.append(working_set_bytes)
+        return Machine("any", 1e9 if working_set_bytes == doctor.WORKING_SET_BYTES else 1e12, 1e12)
+
+    monkeypatch.setattr(doctor, "measure", measure)
+    read = doctor.bytes_per_token(Checkpoint.open(tiny).config)
+    said = typed("doctor", tiny)
+    assert measured == [doctor.WORKING_SET_BYTES, read]
+    assert "at 1000.0 GB/s (measured over so much)" in said
+    assert f"at most {1e12 / read:,.0f} tokens/s" in said
 
 
 def test_doctor_without_a_folder_speaks_of_the_machine_alone():
@@ -221,127 +261,3 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
     assert "add" in said
     assert "90" in said
     assert json.loads(result.read_bytes())
-
-
-# ------------------------------------------------------------------------------------------------------------ chat
-
-CHUNKS = [
-    {"choices": [{"delta": {"role": "assistant", "reasoning": "Two "}}]},
-    {"choices": [{"delta": {"reasoning": "and two."}}]},
-    {"choices": [{"delta": {"content": "It is "}}]},
-    {"choices": [{"delta": {"content": "[4]."}}]},
-    {"choices": [], "usage": {"completion_tokens": 7}},
-]
-
-
-class Fake(BaseHTTPRequestHandler):
-    """Any OpenAI server: it says CHUNKS, and refuses whoever says no."""
-
-    asked: list[dict[str, Any]]
-
-    def do_GET(self) -> None:
-        self._answer(200, json.dumps({"data": [{"id": "fake"}]}))
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.asked.append(body)
-        if body["messages"][-1]["content"] == "no":
-            self._answer(400, json.dumps({"error": {"message": "messages: not that"}}))
-            return
-        self._answer(200, "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in CHUNKS) + "data: [DONE]\n\n")
-
-    def _answer(self, status: int, text: str) -> None:
-        data = text.encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
-
-@contextmanager
-def fake_server() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    asked: list[dict[str, Any]] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Server", (Fake,), {"asked": asked}))
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def client(url: str, **changes: Any) -> Client:
-    return Client(
-        **{"url": url, "key": "k", "model": None, "thinking": True, "temperature": 0.6, "system": None, **changes}
-    )
-
-
-def test_a_question_is_answered_with_the_thinking_dimmed_and_the_rate_below():
-    with fake_server() as (url, asked):
-        screen = io.StringIO()
-        assert talk(client(url, system="Be brief."), "2 + 2?", Console(file=screen, force_terminal=True)) == 0
-    said = screen.getvalue()
-    assert "\x1b[2mTwo \x1b[0m" in said
-    assert "It is [4]." in said.replace("\x1b[0m", ""), "brackets are text, not markup"
-    assert "7 tokens" in said
-    assert "tokens/s" in said
-    assert asked[0]["model"] == "fake"
-    assert [message["role"] for message in asked[0]["messages"]] == ["system", "user"]
-    assert asked[0]["chat_template_kwargs"] == {"thinking": True}
-
-
-@pytest.mark.parametrize(
-    ("details", "says"),
-    [
-        ({"accepted_prediction_tokens": 6, "rejected_prediction_tokens": 2}, "6 of 8 drafts accepted (75%)"),
-        ({"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}, None),
-        ({"reasoning_tokens": 1, "accepted_prediction_tokens": None}, None),
-        (None, None),
-    ],
-)
-def test_acceptance_stands_below_an_answer_where_the_server_tells_it(
-    monkeypatch: pytest.MonkeyPatch, details: dict[str, int | None] | None, says: str | None
-):
-    usage = {"choices": [], "usage": {"completion_tokens": 7, "completion_tokens_details": details}}
-    monkeypatch.setitem(globals(), "CHUNKS", [*CHUNKS[:-1], usage])
-    screen = io.StringIO()
-    with fake_server() as (url, _):
-        talk(client(url), "2 + 2?", Console(file=screen, width=200))
-    said = screen.getvalue()
-    assert "7 tokens" in said
-    assert says in said if says else "drafts" not in said
-
-
-def test_a_conversation_remembers_what_was_said_but_not_the_thinking(monkeypatch: pytest.MonkeyPatch):
-    lines = iter(["2 + 2?", "And now?", ""])
-    console = Console(file=io.StringIO())
-    monkeypatch.setattr(console, "input", lambda _: next(lines))
-    with fake_server() as (url, asked):
-        assert talk(client(url, thinking=False), None, console) == 0
-    assert asked[1]["messages"] == [
-        {"role": "user", "content": "2 + 2?"},
-        {"role": "assistant", "content": "It is [4]."},
-        {"role": "user", "content": "And now?"},
-    ]
-    assert asked[0]["chat_template_kwargs"] == {"thinking": False}
-
-
-def test_a_refused_question_is_said_and_forgotten(monkeypatch: pytest.MonkeyPatch):
-    lines = iter(["no", "2 + 2?", ""])
-    screen = io.StringIO()
-    console = Console(file=screen)
-    monkeypatch.setattr(console, "input", lambda _: next(lines))
-    with fake_server() as (url, asked):
-        talk(client(url), None, console)
-    assert "error: messages: not that" in screen.getvalue()
-    assert [message["content"] for message in asked[1]["messages"]] == ["2 + 2?"]
-
-
-def test_nobody_there():
-    with pytest.raises(ConfigError, match="start one with `redline serve FOLDER`"):
-        talk(client("http://127.0.0.1:9"), "hi", Console(file=io.StringIO()))

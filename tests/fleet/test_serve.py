@@ -419,7 +419,18 @@ def test_a_broken_checkpoint_is_one_line(start: Callable[..., Server], tiny: Pat
     [
         (["{tiny}/nowhere"], "no such folder or file"),
         (["{tiny}", "--max-model-len", "100000"], "this model reads 65,536 tokens at most"),
+        (
+            ["{tiny}", "--max-model-len", "10"],
+            r"max-model-len is 10; expected \d+ at least: .* is a prompt of \d+ tokens",
+        ),
         (["{tiny}", "--kv-memory", "much"], "expected a size such as 500MB"),
+        (
+            ["{tiny}", "--host", "192.0.2.1"],
+            r"port 0 on 192\.0\.2\.1 cannot be used .*is host an address of this machine",
+        ),
+        (["{tiny}", "--host", "ü" * 70], "host is 'ü+'; expected an address of this machine"),
+        (["{tiny}/" + "x" * 300], "File name too long"),
+        (["{tiny}/[/bold] [red]"], r"/\[/bold\] \[red\]: no such folder or file"),
         (["{tiny}", "--keys-file", "{tiny}/no-keys"], "the file of API keys cannot be read"),
         (["{tiny}", "--draft", "{tiny}/nowhere"], "draft: .*/nowhere: no such folder; expected a drafter's folder"),
         (["{tiny}", "--draft", "suffix", "--draft-tokens", "16"], "draft_tokens is 16; expected 0 to 15"),
@@ -435,6 +446,28 @@ def test_a_mistake_of_the_operator_is_one_line(
     server = start(*(argument.format(tiny=tiny) for argument in arguments))
     assert server.ends() == 1
     assert re.fullmatch(rf"error: .*{words}.*\n", server.said)
+
+
+def test_the_shortest_context_answers_the_example_that_is_printed(start: Callable[..., Server], tiny: Path):
+    refused = start(tiny, "--max-model-len", "10")
+    assert refused.ends() == 1
+    least = re.search(r"expected (\d+) at least", refused.said)
+    assert least is not None, refused.said
+    server = start(tiny, "--max-model-len", least[1]).until_ready()
+    asked = [{"role": "user", "content": "What is 347 + 586?"}]
+    answer = server.client.chat.completions.create(model="tiny", messages=asked, extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens >= 16
+
+
+def test_a_name_is_text_and_what_is_printed_with_it_works_when_pasted(start: Callable[..., Server], tiny: Path):
+    name = 'it\'s [bold]"6 x 7"[/red] $HOME :smile:'
+    server = start(tiny, "--served-model-name", name).until_ready()
+    assert f"{name} is ready at http://" in server.said
+    curl, python = server.said.split("\ncurl ")[1].split("\n\n", 1)
+    done = subprocess.run(f"curl {curl} --silent --noproxy '*'", shell=True, capture_output=True, timeout=60)
+    assert json.loads(done.stdout)["model"] == name
+    subprocess.run([sys.executable, "-I", "-S", "-c", python], capture_output=True, check=True, timeout=60)
 
 
 def test_a_drafter_of_another_model_is_one_line(start: Callable[..., Server], tiny: Path, tmp_path: Path):

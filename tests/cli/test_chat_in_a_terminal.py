@@ -1,0 +1,250 @@
+"""`redline chat` at a real pseudo-terminal: what is typed and pasted there, at every moment, and how it is left."""
+
+import os
+import signal
+import termios
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+
+from tests.cli.pty_session import BRACKETS_OFF, BRACKETS_ON, Session, session
+from tests.cli.servers import DONE, Fake, server, stream, text
+
+PASTED = "def f():\n\n    return 1\n\nrm -rf everything\n"
+
+
+class Answers:
+    """The server's side: the first answer goes on until it is let end, the others come at once."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, fake: Fake) -> None:
+        if len(fake.asked) > 1:
+            fake.say(stream(*text(f"answer {len(fake.asked)}")))
+            return
+        begun, ended = stream(*text("answer ", "1")).removesuffix(DONE).split("\n\n", 1)
+        fake.send_response(200)
+        fake.send_header("content-type", "text/event-stream")
+        fake.end_headers()
+        fake.wfile.write(f"{begun}\n\n".encode())
+        fake.wfile.flush()
+        self.begun.set()
+        self.go_on.wait(60)
+        with suppress(OSError):  # whoever asked has left
+            fake.wfile.write((ended + DONE).encode())
+
+
+@contextmanager
+def chat(*, hold: bool = False, **how: Any) -> Iterator[tuple[Session, list[dict[str, Any]], Answers]]:
+    """hold: the first answer."""
+    answers = Answers()
+    if not hold:
+        answers.go_on.set()
+    with server(answers) as (url, asked):
+        try:
+            with session("chat", "--url", url, **how) as one:
+                yield one, asked, answers
+        finally:
+            answers.go_on.set()
+
+
+def questions(asked: list[dict[str, Any]]) -> list[str]:
+    return [body["messages"][-1]["content"] for body in asked]
+
+
+# ---------------------------------------------------------------------------------------------------------- pastes
+
+
+def test_a_paste_with_empty_lines_is_one_question_and_is_asked_at_enter():
+    with chat() as (one, asked, _):
+        one.until_prompt(1)
+        one.paste(PASTED)
+        one.until(lambda: "rm -rf everything" in one.shown)
+        assert not asked
+        one.type("\r")
+        one.until_prompt(2)
+        assert questions(asked) == [PASTED]
+        assert one.process.poll() is None
+
+
+def test_a_paste_that_no_terminal_marks_is_one_question():
+    with chat() as (one, asked, _):
+        one.until_prompt(1)
+        one.type(PASTED.replace("\n", "\r"))
+        one.until(lambda: asked)
+        one.until_prompt(2)
+        assert questions(asked) == [PASTED.rstrip("\n")]
+
+
+def test_a_paste_while_an_answer_streams_waits_for_the_next_question():
+    with chat(hold=True) as (one, asked, answers):
+        one.until_prompt(1)
+        one.type("first\r")
+        answers.begun.wait(30)
+        one.until(lambda: "answer " in one.shown)
+        one.paste(PASTED)
+        answers.go_on.set()
+        one.until(lambda: "rm -rf everything" in one.shown)
+        one.type("\r")
+        one.until(lambda: len(asked) == 2)
+        assert questions(asked) == ["first", PASTED]
+        assert one.process.poll() is None
+
+
+def test_a_paste_before_chat_has_started_is_one_question():
+    with chat(typed=PASTED) as (one, asked, _):
+        one.until(lambda: asked)
+        one.until(lambda: "answer 1" in one.shown)
+        assert questions(asked) == [PASTED.rstrip("\n")]
+        assert one.process.poll() is None
+
+
+def test_a_long_paste_arrives_whole():
+    lines = "\n".join(f"{i} " + "x" * 90 for i in range(400)) + "\n" + "y" * 6000  # a cooked line has 4,095 at most
+    with chat(hold=True) as (one, asked, answers):
+        one.until_prompt(1)
+        one.type("first\r")
+        answers.begun.wait(30)
+        one.until(lambda: "answer " in one.shown)
+        typing = threading.Thread(target=one.paste, args=[lines])  # it waits where the terminal's buffer is full
+        typing.start()
+        answers.go_on.set()
+        typing.join()
+        one.type("\r")
+        one.until(lambda: len(asked) == 2, 60)
+        assert questions(asked)[1] == lines
+
+
+# --------------------------------------------------------------------------------------------------------- leaving
+
+
+def test_empty_lines_do_not_leave_and_ctrl_d_does():
+    with chat() as (one, asked, _):
+        before = termios.tcgetattr(one.slave)
+        one.until_prompt(1)
+        for number in range(2, 5):
+            one.type("\r")
+            one.until_prompt(number)
+        assert one.process.poll() is None
+        one.type("\x04")
+        assert one.ends() == 0
+        assert not asked
+        assert termios.tcgetattr(one.slave) == before
+        assert one.raw.rfind(BRACKETS_OFF) > one.raw.rfind(BRACKETS_ON) > 0
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_what_was_not_read_is_not_left_to_the_shell(times: int):
+    with chat(hold=True) as (one, _, answers):
+        one.until_prompt(1)
+        one.type("first\r")
+        answers.begun.wait(30)
+        one.until(lambda: "answer " in one.shown)
+        typing = threading.Thread(target=one.paste, args=[PASTED * times])  # it waits where the buffer is full
+        typing.start()
+        one.until(lambda: one.waiting() > len(PASTED))
+        os.kill(one.process.pid, signal.SIGTERM)
+        assert one.ends() == 128 + signal.SIGTERM
+        typing.join()
+        assert one.unread() == b""
+
+
+def test_a_server_that_is_not_there_leaves_the_terminal_as_it_was():
+    with session("chat", "--url", "http://127.0.0.1:9", typed=PASTED) as one:
+        assert one.ends() == 1
+        assert "no server at http://127.0.0.1:9" in one.shown
+        assert termios.tcgetattr(one.slave)[3] & (termios.ICANON | termios.ECHO)
+        assert one.unread() == b""
+
+
+@pytest.mark.parametrize("where", ["prompt", "answer"])
+def test_sigterm_leaves_the_terminal_as_it_was(where: str):
+    with chat(hold=True) as (one, _, answers):
+        before = termios.tcgetattr(one.slave)
+        one.until_prompt(1)
+        if where == "answer":
+            one.type("first\r")
+            answers.begun.wait(30)
+        os.kill(one.process.pid, signal.SIGTERM)
+        assert one.ends() == 128 + signal.SIGTERM
+        assert termios.tcgetattr(one.slave) == before
+        assert one.raw.rfind(BRACKETS_OFF) > one.raw.rfind(BRACKETS_ON)
+        assert "Traceback" not in one.shown
+
+
+# ---------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+def test_ctrl_c_stops_an_answer_and_what_was_said_stays():
+    with chat(hold=True) as (one, asked, answers):
+        one.until_prompt(1)
+        one.type("first\r")
+        answers.begun.wait(30)
+        one.until(lambda: "answer " in one.shown)
+        one.type("\x03")
+        one.until(lambda: "(stopped)" in one.shown)
+        one.until_prompt(2)
+        one.type("second\r")
+        one.until(lambda: len(asked) == 2)
+        said = [(message["role"], message["content"]) for message in asked[1]["messages"]]
+        assert said == [("user", "first"), ("assistant", "answer "), ("user", "second")]
+        one.until(lambda: "answer 2" in one.shown)
+
+
+def test_what_was_pasted_before_ctrl_c_stopped_an_answer_is_still_there():
+    with chat(hold=True) as (one, asked, answers):
+        one.until_prompt(1)
+        one.type("first\r")
+        answers.begun.wait(30)
+        one.until(lambda: "answer " in one.shown)
+        one.paste(PASTED)
+        one.type("\x03")
+        one.until_prompt(2)
+        one.until(lambda: "rm -rf everything" in one.shown)
+        one.type("\r")
+        one.until(lambda: len(asked) == 2)
+        assert questions(asked)[1] == PASTED
+
+
+def test_ctrl_c_at_the_prompt_clears_the_line_and_does_not_leave():
+    with chat() as (one, asked, _):
+        one.until_prompt(1)
+        one.type("half a quest\x03")
+        one.until(lambda: "(Ctrl-D leaves)" in one.shown)
+        one.until_prompt(2)
+        one.type("whole\r")
+        one.until(lambda: asked)
+        assert questions(asked) == ["whole"]
+
+
+# ------------------------------------------------------------------------------------------------- odd terminals
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"size": (1, 1)},
+        {"size": (24, 2)},
+        {"size": (0, 0)},
+        {"environment": {"TERM": "dumb"}},
+        {"environment": {"TERM": ""}},
+        {"environment": {"TERM": "no-such-terminal"}},
+        {"environment": {"PYTHONIOENCODING": "ascii"}},
+        {"environment": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}},
+        {"environment": {"HOME": "/nowhere/at/all"}},
+    ],
+    ids=str,
+)
+def test_an_odd_terminal_is_talked_to_all_the_same(how: dict[str, Any]):
+    with chat(**how) as (one, asked, _):
+        one.until(lambda: ">" in one.shown or one.raw.count(BRACKETS_ON) >= 2)  # one column shows no prompt
+        one.type("hi\r")
+        one.until(lambda: "answer1" in "".join(one.shown.split()))
+        one.until(lambda: one.process.poll() is not None or one.type("\x04") or one.ended_within(0.5))
+        assert one.ends() == 0
+        assert questions(asked) == ["hi"]
+        assert "Traceback" not in one.shown

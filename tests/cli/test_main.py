@@ -1,0 +1,165 @@
+"""The command around every verb: an error is one line and code 1, whatever it is, wherever it is printed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.cli import main
+from redline.errors import ConfigError
+from tests.cli.pty_session import session
+
+COMMAND = [sys.executable, "-m", "redline"]
+
+
+def run(*words: str, **how: Any) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [*COMMAND, *words], capture_output=True, text=True, timeout=120, **{"env": {**os.environ}, **how}
+    )
+
+
+def main_raises(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception) -> str:
+    """What `main` prints where a verb raises `error`."""
+
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr("redline.cli.app", fails)
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    return capfd.readouterr().err
+
+
+def test_an_error_that_nobody_foresaw_is_one_line_and_its_traceback_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    said = main_raises(monkeypatch, capfd, ZeroDivisionError("by [/red]\nnought"))
+    assert re.fullmatch(r"error: ZeroDivisionError: by \[/red\] nought; this is a mistake of ours; .*\n", said)
+    (kept,) = tmp_path.iterdir()
+    assert said.rstrip("\n").endswith(f"the traceback is in {kept}")
+    assert "in fails" in kept.read_text()
+    assert kept.stat().st_mode & 0o077 == 0, "it may hold users' text"
+
+
+def test_where_no_traceback_can_be_kept_the_error_is_one_line_still(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    def full(**_: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("redline.cli.tempfile.mkstemp", full)
+    said = main_raises(monkeypatch, capfd, ZeroDivisionError("by nought"))
+    assert re.fullmatch(r"error: ZeroDivisionError: by nought; .*; REDLINE_DEBUG=1 prints the traceback\n", said)
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("by nought"), ConfigError("port: no")])
+def test_the_traceback_of_any_error_is_printed_on_demand(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception
+):
+    monkeypatch.setenv("REDLINE_DEBUG", "1")
+    said = main_raises(monkeypatch, capfd, error)
+    assert "Traceback" in said
+    assert said.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(28, "No space left on device"), "No space left on device"),
+        (PermissionError(13, "Permission denied", "/a/[/b]"), r"/a/\[/b\]: Permission denied"),
+        (ConfigError("\x1b[2J [bold]\ud800"), r"\\x1b\[2J \[bold\]\\ud800"),
+    ],
+)
+def test_an_error_that_somebody_can_mend_keeps_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception, words: str
+):
+    assert re.fullmatch(f"error: {words}\n", main_raises(monkeypatch, capfd, error))
+
+
+# ------------------------------------------------------------------------------------------------ where it is printed
+
+
+def test_a_pipe_that_nobody_reads_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        done = subprocess.run([*COMMAND, "doctor"], stdout=nobody, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["--help"]])
+def test_a_full_disk_is_one_line(words: list[str]):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == "error: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("redirected", "code"),
+    [("doctor >&-", 0), ("--help >&-", 0), ("serve nowhere 2>&-", 1), ("serve nowhere >&- 2>&-", 1), ("chat <&-", 1)],
+)
+def test_a_stream_that_is_closed_is_done_without(redirected: str, code: int):
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m redline {redirected}', sys.executable], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"COLUMNS": "1"},
+        {"COLUMNS": "0"},
+        {"TERM": ""},
+        {"TERM": "dumb"},
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"},
+        {"HOME": "/proc/nowhere"},
+        {"HOME": ""},
+    ],
+    ids=str,
+)
+def test_every_environment_will_do(environment: dict[str, str]):
+    for words, code in ((["--help"], 0), (["doctor", "/no/[/földer]\udcff"], 1), (["serve", "--port", "[/x]"], 2)):
+        done = run(*words, env={**os.environ, **environment}, errors="surrogateescape")
+        assert done.returncode == code, done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_it_says_that_it_wants_linux():
+    assert "Linux" in run("--help").stdout
+
+
+# ---------------------------------------------------------------------------------------------------------- Ctrl-C
+
+
+@pytest.mark.parametrize("delay_s", [0.05, 0.3, 1.0])
+def test_ctrl_c_ends_a_verb_without_a_word_at_any_moment(delay_s: float):
+    program = "import sys; print('begun', flush=True); import runpy; runpy.run_module('redline', run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "doctor"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()  # the interpreter is up: Ctrl-C before that is not ours to catch
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode in (0, 130, -signal.SIGINT)
+    assert said == ""
+
+
+def test_the_greeting_of_a_terminal_that_is_one_column_wide():
+    with session("doctor", "/no/such/folder", size=(1, 1)) as one:
+        assert one.ends() == 1
+        assert "error:" in one.shown
+        assert "Traceback" not in one.shown
