@@ -43,8 +43,9 @@ class Lines(logging.Handler):
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self._descriptor = descriptor
-        self._waiting: queue.Queue[str | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[str] = queue.Queue(MOST_WAITING)
         self._dropped = 0
+        self._closing = False
         # A daemon, which writes by os.write: held by a terminal, it can hold neither the process's end nor sys.stderr.
         self._thread = threading.Thread(target=self._write, name="lines", daemon=True)
         self._thread.start()
@@ -57,17 +58,20 @@ class Lines(logging.Handler):
             self._dropped += 1
 
     def close(self) -> None:
+        """What waits is still written, if that takes no longer than END_S."""
+        self._closing = True
         with suppress(queue.Full):
-            self._waiting.put_nowait(None)
-            self._thread.join(END_S)
+            self._waiting.put_nowait("")  # so that the thread looks
+        self._thread.join(END_S)
         super().close()
 
     def _write(self) -> None:
-        while (line := self._waiting.get()) is not None:
+        while not (self._closing and self._waiting.empty()):
+            line = self._waiting.get()
             if self._dropped:
                 line, self._dropped = f"({self._dropped} lines were dropped here: nobody read them)\n{line}", 0
             data = line.encode(errors="backslashreplace")
-            with suppress(OSError):  # nobody reads them any more
+            with suppress(OSError):  # nobody is there to read them
                 while data:
                     data = data[os.write(self._descriptor, data) :]
 

@@ -1,0 +1,59 @@
+"""Lines on standard error: what they let through, and what they do where nobody reads them."""
+
+import logging
+import os
+import threading
+
+from redline.fleet.lines import MOST_WAITING, Lines, printable
+
+
+def read_all(descriptor: int) -> str:
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read().decode()
+
+
+def record(message: str, level: int = logging.INFO) -> logging.LogRecord:
+    return logging.LogRecord("redline.access", level, "", 0, message, None, None)
+
+
+def test_what_a_terminal_would_obey_is_escaped():
+    assert printable("GET / 200, [bold] é 東京") == "GET / 200, [bold] é 東京"
+    assert printable("a\x1b[31mb\rc\x9bd") == "a\\x1b[31mb\\rc\\x9bd"
+    assert printable("a\u202eb\ud800") == "a\\u202eb\\ud800"
+    assert printable("Traceback\n  File") == "Traceback\n  File"
+
+
+def test_lines_are_written_in_order_and_all_of_them_before_the_end():
+    reader, writer = os.pipe()
+    lines = Lines(writer)
+    for number in range(100):
+        lines.handle(record(f"{number}"))
+    lines.close()
+    os.close(writer)
+    assert read_all(reader) == "".join(f"{number}\n" for number in range(100))
+
+
+def test_where_nobody_reads_lines_are_dropped_and_counted_and_nobody_waits():
+    reader, writer = os.pipe()
+    lines = Lines(writer)
+    long = "x" * 4000  # a pipe holds 16 of them
+    told = 3 * MOST_WAITING
+    for _ in range(told):
+        lines.handle(record(long))
+    read: list[str] = []
+    thread = threading.Thread(target=lambda: read.append(read_all(reader)))
+    thread.start()
+    lines.close()
+    os.close(writer)
+    thread.join()
+    assert MOST_WAITING <= read[0].count(long) < told
+    assert "lines were dropped here: nobody read them)" in read[0]
+
+
+def test_a_reader_that_is_gone_is_no_error():
+    reader, writer = os.pipe()
+    lines = Lines(writer)
+    os.close(reader)
+    lines.handle(record("a"))
+    lines.close()
+    os.close(writer)
