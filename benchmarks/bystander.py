@@ -45,8 +45,10 @@ END_S = 20.0  # from SIGTERM to the end
 START_S = 120.0
 CALM_S = 90.0  # for what an attack has left in the engine to end
 OPEN_FILES = 1024  # of the server, as a login shell gives
+ANSWER_S = 120.0  # in which a random request is answered
 AT_ONCE = 16  # random requests
 SAY_S = 10.0
+TAKE_S = 2.0  # notes are taken often, since telling them holds up the bystander
 QUESTION = body(prompt="The capital of France is", max_tokens=24, temperature=0, ignore_eos=True)
 ANSWER = 4000  # tokens of an answer of the bystander, at most
 POLITE_TOKENS = 6000  # of each polite prompt
@@ -178,7 +180,10 @@ class Watch:
 
 
 class Phase(NamedTuple):
-    """calm_s: until the engine had ended what was left of it; None: not within CALM_S. mib: of API and worker."""
+    """preempted: jobs that lost their pages to older ones. mib: of API and worker.
+
+    calm_s: until the engine had ended what was left of it; None: not within CALM_S.
+    """
 
     name: str
     item: str
@@ -186,6 +191,7 @@ class Phase(NamedTuple):
     seconds: float
     pauses: Pauses
     replies: dict[str, int]
+    preempted: int
     calm_s: float | None
     right: bool
     mib: tuple[int, int]
@@ -205,6 +211,8 @@ class Phase(NamedTuple):
             f" max {pauses.knock.most:8.1f}"
             f"  left out {pauses.left_out:7.1f}  engine {pauses.engine:7.1f}  gap p50 {pauses.gap.p50:6.1f}"
             f" p99 {pauses.gap.p99:7.1f} max {pauses.gap.most:8.1f}  MiB {self.mib[0]} {self.mib[1]}  {replies}"
+            f"{f'  refused {pauses.refused}' if pauses.refused else ''}"
+            f"{f'  pre-empted {self.preempted}' if self.preempted else ''}"
             f"{'' if self.right else '  ANSWERS WRONGLY'}{'' if self.calm_s is not None else '  NEVER CALM'}"
         )
 
@@ -282,7 +290,7 @@ class Bench:
                 self.memory.requests = sent
                 self.doing = f"random request {sent} of {count}"
                 request = next(source)
-                reply = await self.world.send(request.data, **request.how)
+                reply = await self.world.send(request.data, **{"limit_s": ANSWER_S, **request.how})
                 by_route[f"{request.route} {reply.kind}"] += 1
                 self._judge(request, reply)
 
@@ -308,34 +316,44 @@ class Bench:
     async def _phase(self, name: str, item: str, what: str, fire: Callable[[], Any]) -> None:
         self.doing = name
         self.world.tally.clear()
+        before = (await self._metrics()).get("num_preemptions_total", 0.0)
         self.watch.take()
         began = time.monotonic()
         work = asyncio.ensure_future(fire())
         parts: list[Notes] = []
         while not work.done():
-            await asyncio.wait({work}, timeout=SAY_S)
+            await asyncio.wait({work}, timeout=TAKE_S)
             parts.append(await asyncio.to_thread(self.watch.take))
         await work
         seconds = time.monotonic() - began
-        calm = await self._calm()
+        calm = await self._calm(parts)
         parts.append(await asyncio.to_thread(self.watch.take))
         replies = dict(sorted(self.world.tally.items()))
         right = await self._answers_rightly()
-        mib = tuple(size >> 20 for size in self.memory.now())
+        preempted = int((await self._metrics()).get("num_preemptions_total", 0.0) - before)
+        api, worker = self.memory.now()
+        mib = api >> 20, worker >> 20
         pauses = await asyncio.to_thread(read, joined(parts))
-        self.phases.append(Phase(name, item, what, round(seconds, 1), pauses, replies, calm, right, (mib[0], mib[1])))
+        self.phases.append(Phase(name, item, what, round(seconds, 1), pauses, replies, preempted, calm, right, mib))
         self._say(self.phases[-1].line())
 
-    async def _calm(self) -> float | None:
+    async def _calm(self, parts: list[Notes]) -> float | None:
         """Seconds until no job but the bystander's runs or waits."""
         began = time.monotonic()
         while (past := time.monotonic() - began) < CALM_S:
-            reply = await ask(self.port, get("/metrics"), limit_s=CALM_S)
-            values = re.findall(rb"^vllm:num_requests_(?:running|waiting)\{.*\} ([\d.]+)$", reply.body, re.MULTILINE)
-            if values and sum(map(float, values)) <= 2:
+            metrics = await self._metrics()
+            if metrics and metrics["num_requests_running"] + metrics["num_requests_waiting"] <= 2:
                 return round(past, 1)
             await asyncio.sleep(0.25)
+            parts.append(await asyncio.to_thread(self.watch.take))
         return None
+
+    async def _metrics(self) -> dict[str, float]:
+        reply = await ask(self.port, get("/metrics"), limit_s=CALM_S)
+        return {
+            name.decode(): float(value)
+            for name, value in re.findall(rb"^vllm:(num_\w+)\{.*\} ([\d.]+)$", reply.body, re.MULTILINE)
+        }
 
     async def _answers_rightly(self) -> bool:
         def said(answer: bytes) -> Any:
@@ -349,7 +367,7 @@ class Bench:
         odd = ""
         if reply.outcome in ("closed", "unanswered") or (reply.status >= 500 and reply.status != 503):
             odd = reply.kind
-        elif reply.status == 200 and not reply.whole:
+        elif reply.status == 200 and not reply.whole and request.shape != "any":
             odd = "not whole"
         elif reply.status == 200 and request.shape == "stream" and not _ends_well(reply.body):
             odd = "a stream without its end"
@@ -463,9 +481,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--draft", help="its drafter's folder; absent: the one beside the model, where there is one")
     parser.add_argument("--tree", type=Path, default=ROOT, help="the copy of the project that is served")
     parser.add_argument("--python", default=sys.executable, help="what serves it")
-    parser.add_argument("--kv-memory", default="300MB")
+    parser.add_argument("--kv-memory", default="1GB")
     parser.add_argument(
-        "--kv-tokens", type=int, default=32_000, help="so many are prefilled first, to touch every page"
+        "--kv-tokens", type=int, default=105_000, help="so many are prefilled first, to touch every page"
     )
     parser.add_argument("--list", action="store_true", help="say what the attacks are, and do nothing")
     parser.add_argument("--only", action="append", help="an attack's name or item (repeatable)")

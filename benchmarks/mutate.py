@@ -41,6 +41,7 @@ LINKED = ".venv", "models"  # of the copies: large, and nobody writes there
 NOT_OURS = "redline/ops/cuda/emulate"  # the tests' own apparatus
 PATIENCE = 4.0  # times what the tests take without a bug, before a mutant counts as one that hangs
 SLACK_S = 40.0
+MEASURED = 8  # test files whose times have to be known for a mutant
 
 # What lived through the search at commit 243b700: file, text before, text after.
 NAMED = (
@@ -152,6 +153,7 @@ class Tests:
         self._root = root
         self._kept = kept
         self._lock = threading.Lock()
+        self._measured: set[str] = set()  # or being measured
         self._files = sorted(
             str(path.relative_to(root))
             for path in (root / "tests").rglob("test_*.py")
@@ -207,7 +209,11 @@ class Tests:
 
     def measure(self, tree: "Tree", tests: Sequence[str]) -> None:
         """How long each takes that nobody has run yet, and which fail."""
-        for file in [test for test in tests if test not in self.seconds]:
+        for file in tests:
+            with self._lock:
+                if file in self.seconds or file in self._measured:
+                    continue
+                self._measured.add(file)
             report = tree.folder / "report.xml"
             began = time.monotonic()
             tree.pytest([file, f"--junitxml={report}", "-p", "no:randomly"], 900)
@@ -307,7 +313,7 @@ class Tree:
     def try_out(self, mutant: Mutant, tests: Tests, seconds: float) -> Found:
         source = (self.project / mutant.file).read_bytes()
         nearest = tests.nearest(mutant.file)
-        tests.measure(self, nearest[:12])
+        tests.measure(self, nearest[:MEASURED])
         chosen = tests.within([test for test in nearest if test in tests.seconds], seconds)
         least = sum(tests.seconds[test] for test in chosen)
         words = [*chosen, "-x", *(f"--deselect={test}" for test in sorted(tests.failing))]
