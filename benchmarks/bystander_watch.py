@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class Pauses(NamedTuple):
     """What a phase was like for the bystander; milliseconds.
 
     gap: between two chunks of a stream. knock: until the event loop answered; loop: without waiting for a core.
-    left_out: the longest silence of one stream in which the other was told of steps that the one was not in.
+    left_out: how much later than the other one stream was told of a step, at most: the engine left it out, or the API.
     engine: the longest silence of both streams, without the loop's pauses within it: a step, as a rule.
     beyond: the longest pause that the engine's own steps do not explain.
     chunks: of both streams; none, and there was nothing to pause.
@@ -107,7 +107,7 @@ def read(notes: Notes) -> Pauses:
     times = [[chunk.at for answer in answers for chunk in answer] for answers in notes.streams]
     left_out = max(
         (
-            _steps_within(others, gap)
+            _late(others, gap)
             for own, stream in enumerate(gaps)
             for other, others in enumerate(times)
             if other != own
@@ -151,13 +151,15 @@ def _gaps(answers: Answers) -> Iterator[Gap]:
             yield Gap(last.at, chunk.at, chunk.waited - last.waited)
 
 
-def _steps_within(times: Sequence[float], gap: Gap) -> float:
-    """Seconds of the gap that another stream's times fill with steps of its own.
+def _late(times: Sequence[float], gap: Gap) -> float:
+    """How many seconds later than another stream this one is told of a step.
 
-    The first time within may be of the step that the gap begins with, the last one of the step that ends it.
+    The other's first time within the gap may be of the step that the gap begins with; from the second one on this
+    stream should have been told as well.
     """
-    inside = times[bisect_right(times, gap.begin) : bisect_left(times, gap.end)]
-    return max(0.0, inside[-2] - inside[0] - gap.excused) if len(inside) > 2 else 0.0
+    first = bisect_right(times, gap.begin)
+    late = gap.end - times[first + 1] if first + 1 < len(times) else 0.0
+    return max(0.0, late - gap.excused)
 
 
 def _longest_step(gaps: Sequence[Sequence[Gap]], knocks: Sequence[Knock]) -> float:

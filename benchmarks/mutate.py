@@ -146,7 +146,7 @@ def named(root: Path) -> Iterator[Mutant | Found]:
 # -- Which tests ---------------------------------------------------------------------------------------------------
 
 
-class Tests:
+class Suite:
     """Test files, what each imports, and how long it takes without a bug."""
 
     def __init__(self, root: Path, kept: Path) -> None:
@@ -310,13 +310,13 @@ class Tree:
             said.seek(0)
             return code, said.read()
 
-    def try_out(self, mutant: Mutant, tests: Tests, seconds: float) -> Found:
+    def try_out(self, mutant: Mutant, suite: Suite, seconds: float) -> Found:
         source = (self.project / mutant.file).read_bytes()
-        nearest = tests.nearest(mutant.file)
-        tests.measure(self, nearest[:MEASURED])
-        chosen = tests.within([test for test in nearest if test in tests.seconds], seconds)
-        least = sum(tests.seconds[test] for test in chosen)
-        words = [*chosen, "-x", *(f"--deselect={test}" for test in sorted(tests.failing))]
+        nearest = suite.nearest(mutant.file)
+        suite.measure(self, nearest[:MEASURED])
+        chosen = suite.within([test for test in nearest if test in suite.seconds], seconds)
+        least = sum(suite.seconds[test] for test in chosen)
+        words = [*chosen, "-x", *(f"--deselect={test}" for test in sorted(suite.failing))]
         began = time.monotonic()
         (self.project / mutant.file).write_bytes(mutant.apply(source))
         try:
@@ -337,7 +337,7 @@ def _reason(said: str) -> str:
 
 def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -> list[Found]:
     """Tries out what the journal does not know yet, and adds it there."""
-    tests = Tests(ROOT, RUNS / "mutation-tests.json")
+    suite = Suite(ROOT, RUNS / "mutation-tests.json")
     known = {found.id: found for found in read_journal(journal)}
     left = [mutant for mutant in wanted if mutant.id not in known]
     print(f"{len(wanted)} mutants, {len(wanted) - len(left)} of them known", flush=True)
@@ -359,7 +359,7 @@ def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -
             with lock:
                 tree = free.pop()
             try:
-                found = tree.try_out(mutant, tests, asked.seconds)
+                found = tree.try_out(mutant, suite, asked.seconds)
             finally:
                 with lock:
                     free.append(tree)
