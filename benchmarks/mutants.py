@@ -20,6 +20,7 @@ _ARITHMETIC = {"+": "-", "-": "+", "*": "+", "//": "*", "/": "*", "%": "*", "<<"
 _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
 _TENSOR_CALLS = {"detach", "clone", "contiguous", "clamp", "clamp_", "strip", "copy"}  # dropped from a chain
 _MAKES_INPUTS = re.compile(r"^_?(random_|cases$|.*_cases$)")  # for tests and timing; a test's own inputs prove nothing
+_NO_RESULT = {"strict", "frozen", "timeout"}  # keywords that a right program gives the same answers with or without
 _SAYS = re.compile(r"^_?(log|logger|console)$")
 
 CPP = {".cpp", ".h", ".cu", ".cuh"}
@@ -128,7 +129,7 @@ def _computed(node: ast.AST) -> Iterator[ast.AST]:
         if name == "decorator_list" or (name == "msg" and isinstance(node, ast.Assert)):
             continue
         for child in children:
-            if not _is_said(child) and not (isinstance(child, ast.keyword) and child.arg == "strict"):
+            if not _is_said(child) and not (isinstance(child, ast.keyword) and child.arg in _NO_RESULT):
                 yield from _computed(child)
 
 
