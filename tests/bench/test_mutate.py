@@ -1,0 +1,169 @@
+"""Which small bugs are written, which tests are run for them, and what is said of one that they do not see."""
+
+import ast
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.mutants import Mutant, mutants
+from benchmarks.mutate import NAMED, Found, Suite, Tree, drawn, read_journal, room, sources, summary
+
+ROOT = Path(__file__).parents[2]
+
+PYTHON = '''"""3 words are 3 words."""
+
+def middle(low: int, high: int = 9) -> int:
+    if not low <= high:
+        raise ValueError(f"{low + 1} is too much")
+    log.warning("1 and 2")
+    note(low)  # 4 > 3
+    return low + (
+        # half of it, 2 > 1
+        (high - low) // 2
+    )
+
+
+def bounded(x: Annotated[int, Meta(ge=3)], y: list[int]) -> object:
+    return (x + 1).detach() and -(x)
+'''
+
+CUDA = """// 3 < 4
+#ifdef REDLINE_EMULATE
+  int a = 1;
+#else
+  int b = 2;
+#endif
+__global__ __launch_bounds__(256) void sum(const float* x_T, float* y_T, int count) {
+    for (int t = threadIdx.x; t < count; t += 32) {
+        y_T[t] = max(x_T[t] * 2, y_T[t]);  // 5 < 6
+    }
+    if (!done && count > 0) settle(y_T);
+}
+"""
+
+
+def found(folder: Path, name: str, text: str) -> set[tuple[str, str]]:
+    (folder / name).write_text(text)
+    return {(mutant.before, mutant.after) for mutant in mutants(folder, name)}
+
+
+def test_bugs_are_written_into_what_a_program_computes_with(tmp_path: Path):
+    assert found(tmp_path, "a.py", PYTHON) == {
+        *(("9", "10"), ("9", "8"), ("not", ""), ("<=", "<"), ("note(low)", "pass"), ("+", "-"), ("-", "+")),
+        *(("//", "*"), ("2", "3"), ("2", "1"), ("3", "4"), ("3", "2"), ("1", "2"), (".detach()", "")),
+        *(("and", "or"), ("-", "")),
+    }
+
+
+def test_bugs_are_written_into_what_the_emulator_compiles(tmp_path: Path):
+    assert found(tmp_path, "a.cu", CUDA) == {
+        *(("1", "2"), ("<", "<="), ("+", "-"), ("32", "33"), ("max", "min"), ("*", "+"), ("2", "3")),
+        *(("!", ""), ("&&", "||"), (">", ">="), ("0", "1")),
+        ("y_T[t] = max(x_T[t] * 2, y_T[t]);", ";"),
+    }
+
+
+@pytest.mark.parametrize("file", ["redline/plan/planner.py", "redline/api/openai.py", "redline/draft/losses.py"])
+def test_every_bug_of_a_file_is_a_program(file: str):
+    source = (ROOT / file).read_bytes()
+    written = mutants(ROOT, file)
+    assert len(written) > 30
+    assert len({mutant.id for mutant in written}) == len(written)
+    for mutant in written:
+        ast.parse(mutant.apply(source))
+
+
+def test_a_mutant_is_known_by_its_text_wherever_it_moves(tmp_path: Path):
+    (tmp_path / "a.py").write_text("x = 1\nif x < 2:\n    y = 2\n")
+    before = {mutant.id: mutant for mutant in mutants(tmp_path, "a.py")}
+    (tmp_path / "a.py").write_text("z = None\nx = 1\nif x < 2:\n    y = 2\n")
+    after = {mutant.id: mutant for mutant in mutants(tmp_path, "a.py")}
+    assert set(before) == set(after)
+    assert all(after[id].line == before[id].line + 1 for id in before)
+    with pytest.raises(AssertionError, match="has changed"):
+        next(iter(before.values())).apply(b"something else")
+
+
+def test_every_room_and_its_kernels_are_drawn_from():
+    rooms = Counter(room(mutant.file) for mutant in drawn(ROOT, 100, seed=5))
+    assert set(rooms) == {room(file) for file in sources(ROOT)} - {"__init__"}
+    assert 95 <= sum(rooms.values()) <= 106
+    assert rooms["cuda"] >= 5
+    assert rooms["cpu"] >= 5
+    lines = [(mutant.file, mutant.line) for mutant in drawn(ROOT, 100, seed=5)]
+    assert len(set(lines)) == len(lines)
+    assert {mutant.file for mutant in drawn(ROOT, 10, 0, ["plan/prefix.py"])} == {"redline/plan/prefix.py"}
+
+
+def test_the_nearest_tests_come_first():
+    suite = Suite(ROOT, Path("nowhere"))
+    assert suite.nearest("redline/plan/prefix.py")[0] == "tests/plan/test_prefix.py"
+    assert "tests/laws/test_law_3_the_cache_changes_nothing.py" in suite.nearest("redline/plan/prefix.py")
+    assert suite.nearest("redline/ops/attend.cu")[0] == "tests/ops/test_cuda_attention.py"
+    assert "tests/laws/test_law_1_kernel_is_reference.py" in suite.nearest("redline/ops/moe.cpp")[:2]
+    suite.seconds = {"a": 50.0, "b": 40.0, "c": 5.0}
+    assert suite.within(["a", "b", "c"], 60) == ["a", "c"]
+    assert suite.within(["a"], 1) == ["a"], "one at least"
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A project of one function, whose test sees that it adds and not what happens to 0."""
+    root = tmp_path / "root"
+    for folder in ("redline/plan", "tests/plan"):
+        (root / folder).mkdir(parents=True)
+        (root / folder / "__init__.py").touch()
+    (root / "redline/plan/add.py").write_text(
+        "def add(a, b):\n    if a < 0:\n        return 0\n    while b > 0:\n        a, b = a + 1, b - 1\n    return a\n"
+    )
+    (root / "tests/plan/test_add.py").write_text(
+        "from redline.plan.add import add\ndef test_it():\n    assert add(1, 2) == 3\ndef test_no():\n    assert 0\n"
+    )
+    for words in (["init", "-q"], ["add", "-A"]):
+        subprocess.run(["git", *words], cwd=root, check=True)
+    return root
+
+
+def test_what_becomes_of_a_mutant(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.mutate.SLACK_S", 5.0)
+    monkeypatch.setattr("benchmarks.mutate.PATIENCE", 1.0)
+    (tmp_path / "tree").mkdir()
+    tree = Tree(project, tmp_path / "tree", tmp_path / "cache")
+    suite = Suite(project, tmp_path / "tests.json")
+    chosen = {
+        f"{mutant.before} {mutant.line}": mutant
+        for mutant in mutants(project, "redline/plan/add.py")
+        if (mutant.before, mutant.line) in {("+", 5), ("<", 2), ("-", 5)}
+    }
+    outcomes = {place: tree.try_out(mutant, suite, 60) for place, mutant in chosen.items()}
+    assert {place: one.outcome for place, one in outcomes.items()} == {"+ 5": "killed", "< 2": "lived", "- 5": "hung"}
+    assert "test_it" in outcomes["+ 5"].by
+    assert outcomes["< 2"].diff == "-    if a < 0:\n+    if a <= 0:"
+    assert suite.failing == {"tests/plan/test_add.py::test_no"}, "a test that fails anyway sees nothing"
+    assert Suite(project, tmp_path / "tests.json").seconds == suite.seconds
+    assert (tree.project / "redline/plan/add.py").read_bytes() == (project / "redline/plan/add.py").read_bytes()
+
+
+def test_a_search_is_summed_up(tmp_path: Path):
+    def one(outcome: str, file: str) -> Found:
+        return Found(f"{file}:{outcome}", file, 1, "compare", "-a\n+b", outcome, "", 1.0)
+
+    results = [one("killed", "redline/plan/a.py"), one("hung", "redline/plan/b.py"), one("lived", "redline/ops/c.cu")]
+    journal = tmp_path / "journal"
+    journal.write_text("".join(json.dumps(result._asdict()) + "\n" for result in results))
+    assert read_journal(journal) == results
+    told = summary([*results, one("gone", "redline/api/d.py")])
+    assert (told["mutants"], told["killed"], told["killed_share"]) == (3, 2, 0.667)
+    assert told["by_room"] == {"cuda": {"lived": 1}, "plan": {"killed": 1, "hung": 1}}
+    assert [lived["file"] for lived in told["lived"]] == ["redline/ops/c.cu"]
+    assert told["gone"] == ["redline/api/d.py:gone"]
+
+
+def test_the_first_survivors_are_of_files_that_are_there():
+    assert all((ROOT / file).exists() for file, _, _ in NAMED)
+    assert len({Mutant(file, 0, "named", 0, 0, before, after, before).id for file, before, after in NAMED}) == len(
+        NAMED
+    )
