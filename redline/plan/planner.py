@@ -13,7 +13,7 @@ every job becomes the oldest.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -266,11 +266,17 @@ class Planner:
 
     def check(self) -> None:
         """Raises AssertionError unless every page and slot is where the books say, and nobody has overtaken."""
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """The same a slice of pages at a time, for who may have something better to do. It goes on only while nothing
+        has changed; otherwise it is begun anew."""
         holding = [*self._running, *self._draining]
-        self._pool.check(
+        yield from self._pool.checks(
             {Holder.CACHE: self._cache.pages(), Holder.JOBS: [page for job in holding for page in job.pages]}
         )
-        self._cache.check()
+        yield from self._cache.checks()
         slots = sorted([*self._free_slots, *(job.slot for job in holding if job.slot is not None)])
         assert slots == list(range(self._config.max_running)), f"slots {slots} are free or taken"
         flights = [job for flight in self._flights for job in flight.jobs]
