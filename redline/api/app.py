@@ -58,6 +58,7 @@ def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
     bodies = _Bodies(config.limits.bodies_bytes)
     routes = [
         Route("/", api.root),
+        Route("/live", api.live),
         Route("/health", api.health),
         Route("/metrics", api.metrics),
         Route("/version", api.version),
@@ -274,11 +275,17 @@ class _Api:
         """What this is, and its routes."""
         return _json({"name": "redline", "version": version("redline"), "models": self._names, "routes": self.routes})
 
+    async def live(self, request: Request) -> Response:
+        """200: this process answers. It says nothing of the model: `health` does."""
+        return _json({"status": "live"})
+
     async def health(self, request: Request) -> Response:
-        """200 while the model answers; 503 while it loads and after the worker has ended."""
-        if self._gateway.ready is not None:
-            return _json({"status": "ready"})
-        return _json({"status": "worker lost" if self._gateway.lost else "loading"}, 503)
+        """200 while the model answers; 503 while it loads, while it seems stuck, and after the worker has ended."""
+        if self._gateway.ready is None:
+            return _json({"status": "worker lost" if self._gateway.lost else "loading"}, 503)
+        if (trouble := self._gateway.trouble) is not None:
+            return _json({"status": "stalled", "reason": trouble}, 503)
+        return _json({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._gateway.metrics.expose(), headers={"content-type": metrics.CONTENT_TYPE})

@@ -33,11 +33,13 @@ from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId, Sampling
-from redline.wire.news import Failed, Load, Ready
+from redline.wire.news import Beat, Failed, Load, Ready
 from redline.wire.step import TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
+SILENT_S = 5.0  # without a heartbeat, of which there is one a second, the worker is stopped or gone
+STALLED_S = 60.0  # in one step: there may be good reasons, but no new request should come here meanwhile
 
 log = logging.getLogger("redline.api")
 
@@ -69,11 +71,16 @@ class Gateway:
         outbox: Outbox,
         metrics: Metrics,
         limits: Limits = Limits(),  # noqa: B008
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.ready: Ready | None = None
         self.lost: str | None = None  # why the worker ended, once it has
+        self.beats = 0
+        self._clock = clock
+        self._beat_at: float | None = None  # None: this worker has no heart
+        self._turn_s = 0.0
         self._style = style
         self._outbox = outbox
         self._limits = limits
@@ -86,6 +93,18 @@ class Gateway:
     @property
     def max_model_len(self) -> int:
         return self._engine().max_model_len
+
+    @property
+    def silence(self) -> str | None:
+        """Why new requests are refused for now, though the model is loaded: nothing is heard of its worker."""
+        silent = 0.0 if self._beat_at is None else self._clock() - self._beat_at
+        return f"the worker has not been heard of for {silent:.0f} s" if silent > SILENT_S else None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nobody should be sent here, though the model is loaded; None: it works."""
+        stalled = f"a step has been running for {self._turn_s:.0f} s" if self._turn_s > STALLED_S else None
+        return self.silence or stalled
 
     # -- from the worker
 
@@ -106,10 +125,14 @@ class Gateway:
                     self._deliver(lane, message)
             case Load():
                 self.metrics.load(message)
+            case Beat():
+                self.beats += 1
+                self._beat_at, self._turn_s = self._clock(), message.turn_s
             case Ready():  # perhaps of a new worker, which knows nothing of the old one's jobs
                 if self._lanes:
                     self.lose("another worker has taken its place")
                 self.ready, self.lost = message, None
+                self._beat_at, self._turn_s = None, 0.0
             case Failed():
                 self.lose(message.reason)
             case _:
@@ -266,6 +289,8 @@ class Gateway:
             raise WorkerLost("the worker has ended")
         if self.ready is None:
             raise Overloaded("the model is still loading")
+        if (silence := self.silence) is not None:
+            raise Overloaded(silence)
         return self.ready
 
     def _admit(self, ask: Ask) -> None:
@@ -386,6 +411,19 @@ def derived_seed(seed: int, k: int) -> int:
     return int.from_bytes(digest, "little") & SEED_MASK
 
 
+def _failure(delta: Delta) -> Exception:
+    reason = delta.error or "the engine gave up on this job"
+    match delta.fault:
+        case "refused":
+            return RequestError(reason)
+        case "overloaded":
+            return Overloaded(reason)
+        case "lost":
+            return WorkerLost("the worker that ran this request has ended")
+        case "failed" | None:
+            return JobFailed(reason)
+
+
 class _Lane:
     """One job on its way: its decoder, and when its tokens came."""
 
@@ -425,7 +463,7 @@ class Generation:
         with await gateway.begin(ask) as generation:
             async for batches in generation: ...
 
-    Raises WorkerLost or JobFailed where the answer cannot be completed.
+    Raises WorkerLost, Overloaded, RequestError or JobFailed where the answer cannot be completed.
     """
 
     def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float) -> None:
@@ -490,7 +528,7 @@ class Generation:
         if lane.ended:
             return None  # its stop string was found in an earlier delta
         if delta.finish in ("error", "aborted"):
-            raise JobFailed(delta.error or "the engine gave up on this job")
+            raise _failure(delta)
         if not delta.tokens and delta.finish is None:
             lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
             return None

@@ -1,7 +1,8 @@
 """`redline serve`: one worker process with the model, one API process with everything else, and the life of both.
 
-This process has the API. It claims its port first, so that a port in use is said at once; starts the worker; prints how
-to reach the server once the model is loaded; and stops the worker when it stops itself.
+This process has the API. It claims its port first, so that a port in use is said at once; starts the worker, and serves
+while it loads, if only to say so; prints how to reach the server once the model is loaded; and stops the worker when it
+stops itself.
 """
 
 import asyncio
@@ -49,6 +50,8 @@ TELL_S = 1.0  # for clients to take what they are told
 EXAMPLE = "What is 347 + 586?"
 LEAST_ANSWER = 16  # tokens
 STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
+WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
+SILENCE_S = 60  # without a heartbeat, after which nothing will come of the answers that wait
 
 
 def serve(config: ServeConfig, console: Console) -> int:
@@ -71,13 +74,11 @@ def serve(config: ServeConfig, console: Console) -> int:
     if config.engine.draft_trace is not None:
         warning = f"warning: users' text is written to {config.engine.draft_trace} (draft_trace)"
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
-    sockets = Path(tempfile.mkdtemp(prefix="redline-"))  # mode 0700
     try:
         with lines_on_stderr(config.log_level):
-            return uvloop.run(_serve(config, folder, listener, sockets, console))
+            return uvloop.run(_serve(config, folder, listener, console))
     finally:
         listener.close()
-        shutil.rmtree(sockets, ignore_errors=True)
 
 
 def _check_drafting(engine: EngineConfig) -> None:
@@ -120,64 +121,86 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, sockets: Path, console: Console) -> int:
+async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, console: Console) -> int:
+    stop = asyncio.Event()
+    for number in STOP_SIGNALS:  # before there is anything to leave behind
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    with _sockets() as sockets:
+        return await _serve_through(sockets, config, folder, listener, stop, console)
+
+
+@contextmanager
+def _sockets() -> Generator[Path]:
+    """A folder of mode 0700 for the sockets. Raises ConfigError."""
+    try:
+        sockets = Path(tempfile.mkdtemp(prefix="redline-"))
+    except OSError as error:
+        raise ConfigError(f"no folder for the sockets: {error}; TMPDIR names one that can be written") from None
+    try:
+        yield sockets
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+async def _serve_through(
+    sockets: Path, config: ServeConfig, folder: Path, listener: socket.socket, stop: asyncio.Event, console: Console
+) -> int:
     to_worker, from_worker = ipc_address(sockets, "jobs"), ipc_address(sockets, "deltas")
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
     if config.engine.max_model_len is not None:
         _check_length(config.engine.max_model_len, tokenizer, style)  # before a model is loaded for minutes
-    stop = asyncio.Event()
-    for number in STOP_SIGNALS:
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    api = ApiConfig(
+        served_model_names=config.names,
+        keys_file=config.keys_file,
+        local=is_loopback(config.host),
+        defaults=Defaults(**msgspec.structs.asdict(generation_of(folder))),
+        limits=Limits(),
+    )
     with AsyncSocketInbox(from_worker) as inbox, SocketOutbox(to_worker) as outbox:
+        gateway = Gateway(tokenizer, style, outbox, Metrics(config.names[0]))
+        server = Server(uvicorn_config(create_app(gateway, api), api.limits, config.host, config.port))
         process = _start_worker(config, to_worker, from_worker)
         ended = asyncio.create_task(asyncio.to_thread(process.wait))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
         ready: Ready | None = None
         try:
-            ready = await _until_ready(inbox, ended, stop)
+            ready = await _until_ready(gateway, inbox, ended, serving, stop)
             if ready is None:
                 return 0
             _check_length(ready.max_model_len, tokenizer, style)
-            metrics = Metrics(config.names[0])
-            gateway = Gateway(tokenizer, style, outbox, metrics)
-            gateway.deliver(ready)
-            defaults = Defaults(**msgspec.structs.asdict(generation_of(folder)))
-            api = ApiConfig(
-                served_model_names=config.names,
-                keys_file=config.keys_file,
-                local=is_loopback(config.host),
-                defaults=defaults,
-                limits=Limits(),
-            )
-            server = Server(uvicorn_config(create_app(gateway, api), api.limits, config.host, config.port))
             following = asyncio.create_task(gateway.follow(inbox))
-            serving = asyncio.create_task(server.serve(sockets=[listener]))
             _announce(config, listener, ready, console)
-            stopping = asyncio.create_task(stop.wait())
-            await asyncio.wait({stopping, ended, following, serving}, return_when=asyncio.FIRST_COMPLETED)
+            stopping, silence = asyncio.create_task(stop.wait()), asyncio.create_task(_until_silent(gateway))
+            await asyncio.wait({stopping, ended, following, serving, silence}, return_when=asyncio.FIRST_COMPLETED)
             lost = not stopping.done()
             if lost:
                 # Whatever has ended, a server that answers nothing but errors must end too, so that it is restarted.
-                what = (
-                    f"the worker has ended with code {process.returncode}" if ended.done() else "the server has failed"
-                )
+                if ended.done():
+                    what = await _last_words(gateway, process)
+                elif silence.done():
+                    what = f"the worker has not been heard of for {SILENCE_S} s"
+                else:
+                    what = "the server has failed"
                 gateway.lose(what)
                 log.error("%s; stopping", what)
             else:
                 log.info("stopping")
             stopping.cancel()
+            silence.cancel()
             server.should_exit = True
             await asyncio.wait({serving}, timeout=GRACE_S)
             gateway.lose("the server is stopping")
-            await asyncio.wait({serving}, timeout=TELL_S)
-            server.abort()
-            await serving
+            await _end(server, serving)
+            serving.result()
             following.cancel()
             with suppress(asyncio.CancelledError):
                 await following
             gateway.close()
             return int(lost)
         finally:
-            if ready is not None and process.poll() is None:
+            gateway.close()
+            await _end(server, serving)
+            if ready is not None and process.poll() is None and gateway.silence is None:
                 outbox.put(Stop())
                 with suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(asyncio.shield(ended), STOP_S)
@@ -186,6 +209,14 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, soc
             await ended
             if process.stdin is not None:
                 process.stdin.close()
+
+
+async def _end(server: Server, serving: "asyncio.Task[None]") -> None:
+    """Whoever has not taken within TELL_S what it was told is not waited for."""
+    server.should_exit = True
+    await asyncio.wait({serving}, timeout=TELL_S)
+    server.abort()
+    await asyncio.wait({serving})
 
 
 def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.Popen[bytes]":
@@ -201,30 +232,57 @@ def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.P
     return process
 
 
-async def _until_ready(inbox: AsyncSocketInbox, ended: "asyncio.Task[int]", stop: asyncio.Event) -> Ready | None:
+async def _until_ready(
+    gateway: Gateway,
+    inbox: AsyncSocketInbox,
+    ended: "asyncio.Task[int]",
+    serving: "asyncio.Task[None]",
+    stop: asyncio.Event,
+) -> Ready | None:
     """None: asked to stop meanwhile.
 
     Raises ConfigError with the worker's reason, or WorkerLost where it had no time to give one.
     """
     stopping = asyncio.create_task(stop.wait())
-    while True:
+    while gateway.ready is None:
         messages = asyncio.create_task(inbox.get())
-        await asyncio.wait({messages, ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({messages, ended, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if stopping.done():
             messages.cancel()
             return None
+        if serving.done():
+            messages.cancel()
+            raise WorkerLost(f"the server has failed while the model was loading: {serving.exception()}")
         if not messages.done():
             # It may have spoken just before it ended.
-            await asyncio.wait({messages}, timeout=0.5)
+            await asyncio.wait({messages}, timeout=WORDS_S)
         if not messages.done():
             messages.cancel()
             raise WorkerLost(f"the worker ended with code {ended.result()} while it was loading the model")
         for message in messages.result():
-            if isinstance(message, Ready):
-                stopping.cancel()
-                return message
             if isinstance(message, Failed):
                 raise ConfigError(message.reason)
+            gateway.deliver(message)
+    stopping.cancel()
+    return gateway.ready
+
+
+async def _last_words(gateway: Gateway, process: "subprocess.Popen[bytes]") -> str:
+    """Why a worker has ended, if it could say so: its message may still be on its way."""
+    for _ in range(10):
+        if gateway.lost is not None:
+            return f"the worker has ended: {gateway.lost}"
+        await asyncio.sleep(WORDS_S / 10)
+    return f"the worker has ended with code {process.returncode}"
+
+
+async def _until_silent(gateway: Gateway) -> None:
+    """Returns once no heartbeat has come for SILENCE_S. Seconds are counted by waking up in each: where this process is
+    stopped together with its worker, none pass."""
+    silent, beats = 0, gateway.beats
+    while silent < SILENCE_S:
+        await asyncio.sleep(1)
+        silent, beats = silent + 1 if gateway.beats == beats else 0, gateway.beats
 
 
 def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, console: Console) -> None:

@@ -85,6 +85,14 @@ class ActiveJob:
         return self.prompt + len(self.generated)
 
     @property
+    def usable(self) -> int:
+        """Pages of the prompt that may come from the cache: not what is sampled from, and where the prompt's log
+        probabilities are asked for every position must be computed."""
+        if self.job.sampling.prompt_logprobs is not None:
+            return 0
+        return min((self.known - 1) // PAGE_TOKENS, len(self.job.pages))
+
+    @property
     def decodes(self) -> bool:
         """All but the last token is launched: the next row goes on from there, wherever that is."""
         return self.planned >= self.prompt and self.planned == self.length - 1

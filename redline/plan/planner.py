@@ -13,7 +13,7 @@ every job becomes the oldest.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -271,11 +271,17 @@ class Planner:
 
     def check(self) -> None:
         """Raises AssertionError unless every page and slot is where the books say, and nobody has overtaken."""
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """The same a slice of pages at a time, for who may have something better to do. It goes on only while nothing
+        has changed; otherwise it is begun anew."""
         holding = [*self._running, *self._draining]
-        self._pool.check(
+        yield from self._pool.checks(
             {Holder.CACHE: self._cache.pages(), Holder.JOBS: [page for job in holding for page in job.pages]}
         )
-        self._cache.check()
+        yield from self._cache.checks()
         slots = sorted([*self._free_slots, *(job.slot for job in holding if job.slot is not None)])
         assert slots == list(range(self._config.max_running)), f"slots {slots} are free or taken"
         flights = [job for flight in self._flights for job in flight.jobs]
@@ -376,8 +382,10 @@ class Planner:
         return self._pool.take(count)
 
     def _admit(self, job: ActiveJob) -> Begin | None:
-        """Gives the first waiting job slot and pages; None when there is no room."""
+        """Gives the first waiting job slot and pages; None when there is no room, or when it pays to wait."""
         matched = self._match(job)
+        if self._is_coming(job, len(matched)):
+            return None
         need = pages_for(job.known) - len(matched)
         matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
         free, idle = self._pool.free, self._pool.idle
@@ -418,16 +426,31 @@ class Planner:
         Pages that the learned drafter has not read lose it for the job. Where one step is enough to compute them again,
         that is done, and the cache has the better pages from then on.
         """
-        if job.job.sampling.prompt_logprobs is not None:
-            return []  # every prompt position must be computed
-        usable = min((job.known - 1) // PAGE_TOKENS, len(job.job.pages))
-        hashes, exact = job.hashes[:usable], bool(job.generated) and job.exact
+        hashes, exact = job.hashes[: job.usable], bool(job.generated) and job.exact
         matched = self._cache.match(hashes, exact=exact)
         if self._speculation.follows:
             drafted = self._cache.match(hashes, exact=exact, drafted=True)
             if (len(matched) - len(drafted)) * PAGE_TOKENS <= self._config.step_tokens:
                 return drafted
         return matched
+
+    def _is_coming(self, job: ActiveJob, index: int) -> bool:
+        """Whether a running job is computing page `index` of this job's prompt: so it waits, and shares that page.
+
+        So the n choices of one request, and requests that begin alike and come together, compute what they share once,
+        each but the first only from its last full page on. Nobody waits for ever: the older job settles the page, and
+        the cache has it, or it leaves. Who stands behind loses nothing: fewer positions come before its own.
+        """
+        if index >= job.usable:
+            return False
+        hash, exact = job.hashes[index], bool(job.generated) and job.exact
+        return any(
+            other.kept <= index < len(other.job.pages)
+            and other.hashes[index] == hash
+            and (other.exact or not exact)
+            and (other.drafting or not self._speculation.follows)
+            for other in self._running
+        )
 
     def _preempt(self, job: ActiveJob) -> None:
         assert self._running.pop() is job, f"job {job.job.id} is not the youngest"

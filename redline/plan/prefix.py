@@ -10,9 +10,9 @@ comes back. So `PagePool.idle` is exactly the number of pages that eviction can 
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from redline.plan.pages import Holder, PagePool
+from redline.plan.pages import SLICE, Holder, PagePool
 from redline.wire.job import PAGE_TOKENS, PageHash, PageId
 
 
@@ -117,16 +117,33 @@ class PrefixCache:
 
     def check(self) -> None:
         """The tree, its index by page and its counts of children agree; every evictable leaf is a candidate."""
-        assert {node.page: node.hash for node in self._nodes.values()} == {
-            page: node.hash for page, node in self._by_page.items()
-        }, "pages and hashes differ"
-        children = Counter(node.previous for node in self._nodes.values() if node.previous is not None)
-        assert children == +self._children, f"children counted {self._children}, found {children}"
-        queued = sorted(hash for _, hash in self._candidates)
-        assert queued == sorted(hash for hash, node in self._nodes.items() if node.queued), "candidates differ"
-        for node in self._nodes.values():
-            if self._pool.is_idle(node.page) and not self._children[node.hash]:
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """The same a slice at a time, over which nothing may change."""
+        queued: Counter[PageHash] = Counter()
+        for at, (_, hash) in enumerate(self._candidates):
+            assert hash in self._nodes, "a candidate for eviction is forgotten already"
+            queued[hash] += 1
+            if at % SLICE == 0:
+                yield
+        children: Counter[PageHash] = Counter()
+        for at, (hash, node) in enumerate(self._nodes.items()):
+            assert (hash, node) == (node.hash, self._by_page.get(node.page)), "pages and hashes differ"
+            assert queued[hash] == node.queued, f"page {node.page}: candidates differ"
+            if node.previous is not None:
+                children[node.previous] += 1
+            if self._pool.is_idle(node.page) and not self._children[hash]:
                 assert node.queued, f"page {node.page} could be evicted and would never be"
+            if at % SLICE == 0:
+                yield
+        assert len(self._by_page) == len(self._nodes), "pages and hashes differ"
+        for counted, found in ((self._children, children), (children, self._children)):
+            for at, (hash, count) in enumerate(counted.items()):
+                assert found[hash] == count, f"children counted {self._children[hash]}, found {children[hash]}"
+                if at % SLICE == 0:
+                    yield
 
     def _replace(self, node: _Node, page: PageId, exact: bool) -> None:
         self._pool.give(node.page, Holder.CACHE)

@@ -65,8 +65,8 @@ def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
             os._exit(1)  # nothing else ends a thread that is inside a kernel
 
         with Heart(pulse, beats, engine.step_tokens, hung):
-            outbox.put(Beat())
             outbox.put(engine.ready)
+            outbox.put(Beat())
             engine.serve(inbox, outbox, pulse)
 
 

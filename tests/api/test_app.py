@@ -10,13 +10,15 @@ from openai import AuthenticationError
 
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Limits
-from redline.api.gateway import Gateway
+from redline.api.gateway import SILENT_S, STALLED_S, Gateway
 from redline.api.metrics import Metrics
 from redline.api.sse import ChatStream
 from redline.chat.template import K2_6
 from redline.errors import ConfigError
 from redline.wire.channel import MemoryChannel
-from redline.wire.news import Load
+from redline.wire.delta import Delta, Fault
+from redline.wire.job import Job
+from redline.wire.news import Beat, Load
 from tests.api.fake_engine import FakeEngine
 from tests.api.world import MODEL, TOKENIZER, World, answer, ids, openai_client, until
 
@@ -83,6 +85,7 @@ async def test_keys_open_every_route_and_only_health_needs_none(tmp_path: Path) 
             refused = await world.http.get(path)
             assert (refused.status_code, error_of(refused)["code"]) == (401, "invalid_api_key")
         assert (await world.http.get("/health")).status_code == 200
+        assert (await world.http.get("/live")).status_code == 200
         for header in ("Bearer wrong", "Bearer ", "secret-one", "Basic secret-one", "Bearer # team a"):
             assert (await world.http.get("/v1/models", headers={"authorization": header})).status_code == 401
         for key in ("secret-one", "secret-two"):
@@ -182,6 +185,67 @@ async def test_an_exception_ends_its_own_request_and_tells_nothing(
         assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
         assert "secret" not in response.text
         assert (await world.http.post(CHAT, json={**HELLO, "stream": True})).text.endswith("data: [DONE]\n\n")
+
+
+async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_is_not_dead() -> None:
+    now = 0.0
+    engine, world = FakeEngine(answer("a")), World(answer("a"))
+    gateway = Gateway(TOKENIZER, K2_6, engine, Metrics(MODEL), clock=lambda: now)
+    world.http._transport.app = create_app(gateway, ApiConfig(served_model_names=(MODEL,)))  # type: ignore[attr-defined]
+    engine.serve(gateway)
+
+    async def health() -> tuple[int, str | None]:
+        response = await world.http.get("/health")
+        return response.status_code, response.json().get("reason")
+
+    async with world:
+        gateway.deliver(Beat())
+        for _ in range(24 * 3600):  # a day without a request
+            now += 1
+            gateway.deliver(Beat())
+        assert await health() == (200, None)
+        now += SILENT_S
+        assert await health() == (200, None)
+        now += 0.5
+        assert await health() == (503, "the worker has not been heard of for 6 s")
+        response = await world.http.post(CHAT, json=HELLO)
+        assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
+        assert response.headers["retry-after"] == "1"
+        assert (await world.http.get("/live")).json() == {"status": "live"}
+        gateway.deliver(Beat(turn_s=STALLED_S))
+        assert await health() == (200, None)
+        gateway.deliver(Beat(turn_s=STALLED_S + 1))
+        assert await health() == (503, "a step has been running for 61 s")
+        assert (await world.http.post(CHAT, json=HELLO)).status_code == 200, "it may end at any moment"
+        gateway.deliver(Beat())
+        assert await health() == (200, None)
+        now += 100
+        engine.serve(gateway)  # a new worker, whose heart has not beaten yet
+        assert await health() == (200, None)
+    gateway.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "code"),
+    [
+        ("refused", 400, "invalid_value"),
+        ("overloaded", 503, "overloaded"),
+        ("lost", 503, "worker_lost"),
+        ("failed", 500, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_engine_cannot_do_is_answered_by_whose_fault_it_is(
+    fault: Fault, status: int, code: str | None, stream: bool
+) -> None:
+    def script(job: Job) -> list[Delta]:
+        return [Delta(job=job.id, finish="error", error="so it is", fault=fault)]
+
+    async with World(script) as world:
+        response = await world.http.post(CHAT, json={**HELLO, "n": 3, "stream": stream})
+        assert (response.status_code, error_of(response)["code"]) == (status, code)
+        assert response.headers.get("retry-after") == ("1" if status == 503 else None)
+        assert not world.gateway._lanes
 
 
 async def test_a_server_still_loading_says_so() -> None:

@@ -12,11 +12,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 import uvloop
@@ -45,13 +45,13 @@ class Server:
     """A `redline serve` in a process group of its own, and everything that it has said."""
 
     def __init__(
-        self, *arguments: str | Path, environment: dict[str, str] | None = None, files: int | None = None
+        self,
+        *arguments: str | Path,
+        environment: dict[str, str] | None = None,
+        command: Sequence[str | Path] = (REDLINE, "serve"),
     ) -> None:
-        """files: how many it may open at most."""
         self.process = subprocess.Popen(
-            ["prlimit", f"--nofile={files}:{files}", REDLINE, "serve", *arguments]
-            if files
-            else [REDLINE, "serve", *arguments],
+            [*command, *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -306,7 +306,7 @@ def test_with_keys_the_printed_lines_take_one_from_the_environment(
 
 def test_a_server_with_few_descriptors_serves_on(start: Callable[..., Server], tiny: Path):
     """More silent clients come than it can open files."""
-    server = start(tiny, files=300).until_ready()
+    server = start(tiny, command=("prlimit", "--nofile=300:300", REDLINE, "serve")).until_ready()
     silent = [open_socket(server) for _ in range(400)]
     for _ in range(3):
         assert urlopen(f"{server.url}/health", timeout=10).status == 200
@@ -334,6 +334,56 @@ def test_a_held_terminal_holds_up_nobody(start: Callable[..., Server], tiny: Pat
     assert server.said.count("GET /health 200") < 2500
 
 
+def answered(url: str, body: dict[str, object] | None = None) -> tuple[int, dict[str, object], str | None]:
+    """Status, body and Retry-After."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        with urlopen(Request(url, data, {"content-type": "application/json"}), timeout=10) as answer:
+            return answer.status, json.load(answer), answer.headers["retry-after"]
+    except HTTPError as error:
+        with error:
+            return error.code, json.load(error), error.headers["retry-after"]
+
+
+def test_while_the_model_loads_the_api_answers_and_says_so(tiny: Path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    url, asked = f"http://127.0.0.1:{port}", {"model": "tiny", "prompt": "the", "max_tokens": 3}
+    server = Server(tiny, "--port", str(port))
+    try:
+        wait_for(lambda: server.workers, START_S, server)
+        assert answered(f"{url}/live") == (200, {"status": "live"}, None)
+        assert answered(f"{url}/health") == (503, {"status": "loading"}, None)
+        status, body, retry_after = answered(f"{url}/v1/completions", asked)
+        assert (status, retry_after) == (503, "1")
+        assert body["error"]["message"] == "the model is still loading"
+        assert "ready" not in server.said
+        server.until_ready()
+        assert answered(f"{url}/health") == (200, {"status": "ready"}, None)
+        assert answered(f"{url}/v1/completions", asked)[0] == 200
+    finally:
+        server.close()
+
+
+def test_a_stopped_worker_is_noticed_and_one_that_goes_on_is_ready_again(start: Callable[..., Server], tiny: Path):
+    server = start(tiny).until_ready()
+    asked = {"model": "tiny", "prompt": "the", "max_tokens": 3}
+    (worker,) = server.workers
+    with talk_for_ever(server) as stream:
+        os.kill(worker, signal.SIGSTOP)
+        wait_for(lambda: answered(f"{server.url}/health")[0] == 503, 30, server)
+        status, body, _ = answered(f"{server.url}/health")
+        assert (status, body["status"]) == (503, "stalled")
+        assert "has not been heard of" in str(body["reason"])
+        assert answered(f"{server.url}/live")[0] == 200
+        status, _, retry_after = answered(f"{server.url}/v1/completions", asked)
+        assert (status, retry_after) == (503, "1")
+        os.kill(worker, signal.SIGCONT)
+        wait_for(lambda: answered(f"{server.url}/health")[0] == 200, 30, server)
+        next(iter(stream))
+        assert answered(f"{server.url}/v1/completions", asked)[0] == 200
+
+
 # -------------------------------------------------------------------------------------------------------- it ends
 
 
@@ -358,6 +408,43 @@ def test_silent_clients_and_clients_that_do_not_read_do_not_hold_up_its_end(star
     assert "Traceback" not in server.said
     for client in clients:
         client.close()
+
+
+FAILING_WORKER = """
+import subprocess, sys
+from rich.console import Console
+from redline.fleet import serve
+from redline.fleet.config import ServeConfig
+worker = '''
+import sys, msgspec
+from redline.wire.channel import SocketInbox, SocketOutbox
+from redline.wire.news import Beat, Failed, Ready
+from redline.worker.config import WorkerConfig
+config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+with SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as outbox:
+    outbox.put(Ready(max_model_len=500, pages=9, fingerprint="f", summary="a worker whose device fails"))
+    outbox.put(Beat())
+    inbox.drain(wait=True)
+    outbox.put(Failed(reason="the device gave an error: CudaError: [CUDA] gone"))
+sys.exit(1)
+'''
+popen = subprocess.Popen
+subprocess.Popen = lambda command, **how: popen([command[0], "-c", worker], **how)
+sys.exit(serve.serve(ServeConfig(weights=sys.argv[1], port=0), Console(stderr=True)))
+"""
+
+
+def test_a_worker_that_ends_says_why_to_the_operator_and_to_clients_that_it_is_lost(tiny: Path):
+    server = Server(command=[sys.executable, "-c", FAILING_WORKER, str(tiny)])
+    try:
+        server.until_ready()
+        status, body, retry_after = answered(f"{server.url}/v1/completions", {"model": "tiny", "prompt": "the"})
+        assert (status, body["error"]["code"], retry_after) == (503, "worker_lost", "1")
+        assert server.ends() == 1
+        assert "the worker has ended: the device gave an error: CudaError: [CUDA] gone; stopping\n" in server.said
+        assert "Traceback" not in server.said
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 
 from redline.ops import native
 from redline.wire.job import Job
-from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_model
+from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
 KINDS = {
     "greedy": {},
@@ -70,6 +71,38 @@ def test_every_row_of_a_batch_is_what_it_is_alone():
         engine.runner.close()
     for one in jobs:
         assert together[one.id] == run_alone(tiny_model(), one), one.id
+
+
+@pytest.mark.parametrize("length", [40, 129, 200])
+@pytest.mark.parametrize("way", ["alone", "drafter", "suffix", "fp8"])
+def test_choices_of_one_request_share_its_prompt_and_are_what_they_are_alone(length: int, way: str):
+    """They come together: the first computes the full pages, the others begin from them."""
+    config: dict[str, Any] = {
+        "alone": {},
+        "drafter": {"drafter": tiny_drafter(), "draft_adaptive": False},
+        "suffix": {"draft": "suffix", "draft_adaptive": False},
+        "fp8": {"kv_dtype": torch.float8_e4m3fn},
+    }[way]
+    asked = prompt(seed=1, length=length)
+    jobs = [
+        job(f"{n}", asked, max_tokens=30, **({} if n == 3 else {"temperature": 1.0, "seed": n, "seeded": True}))
+        for n in range(4)
+    ]
+    engine = open_engine(tiny_model(), **config)
+    try:
+        together = run(engine, jobs)
+    finally:
+        engine.runner.close()
+    shared = (length - 1) // 64 * 64
+    assert [together[one.id].cached_tokens for one in jobs] == [0, shared, shared, shared]
+    for one in jobs:
+        told = run_alone(tiny_model(), one, **config)
+        assert together[one.id]._replace(cached_tokens=0, proposed=0, accepted=0) == told._replace(
+            proposed=0, accepted=0
+        ), one.id
+        if way != "fp8":
+            plain = run_alone(tiny_model(), one)
+            assert together[one.id].tokens == plain.tokens, one.id
 
 
 def test_nor_does_it_over_fp8_pages():

@@ -191,7 +191,64 @@ def test_a_full_queue_refuses_in_words():
     stories = [world.submit(prompt(5, first)) for first in range(4)]
     assert [story.finish for story in stories] == [None, None, None, "error"]
     assert "queue is full" in stories[3].deltas[0].error
+    assert stories[3].deltas[0].fault == "overloaded", "it is the same request that may succeed later"
     world.finish()
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize(("length", "each"), [(40, 40), (64, 64), (65, 1), (200, 8), (600, 24)])
+def test_choices_of_one_request_compute_its_full_pages_once(length: int, each: int, ahead: int, learned: bool):
+    """`each`: positions that every choice but the first computes. They may all fit into the first step."""
+    drafts = {"draft_tokens": 3, "learned": True} if learned else {}
+    world = World(pages=100, max_model_len=700, max_running=16, step_tokens=2048, ahead=ahead, **drafts)
+    stories = [world.submit(prompt(length), max_tokens=1) for _ in range(8)]
+    world.finish()
+    assert {story.finish for story in stories} == {"length"}
+    assert world.runner.computed_positions == length + 7 * each
+    assert world.planner.load().pages_used == 0
+
+
+def test_jobs_that_begin_alike_share_while_they_come_together():
+    world = World(pages=100, max_running=16, step_tokens=2048)
+    stories = [world.submit((*prompt(192), *prompt(100, first)), max_tokens=1) for first in range(2, 6)]
+    world.finish()
+    assert world.runner.computed_positions == 4 * 292 - 3 * 192
+    assert [story.deltas[0].cached_tokens for story in stories] == [0, 192, 192, 192]
+
+
+def test_who_waits_for_a_job_that_leaves_computes_by_itself():
+    world = World(pages=100, max_running=16, step_tokens=64)
+    first, *others = [world.submit(prompt(200), max_tokens=4) for _ in range(4)]
+    world.turn()
+    world.turn()
+    world.abort(first)
+    world.finish()
+    assert {story.finish for story in others} == {"length"}
+
+
+def test_a_prompt_whose_log_probabilities_are_asked_for_waits_for_nobody():
+    world = World(pages=100, max_running=16, step_tokens=2048)
+    for _ in range(3):
+        world.submit(prompt(200), max_tokens=1, prompt_logprobs=1)
+    assert len(world.plan().begins) == 3
+    world.finish()
+
+
+@pytest.mark.parametrize("length", [100, 300, 390])
+def test_a_job_behind_choices_that_share_ends_no_later_than_behind_jobs_that_do_not(length: int):
+    def turns(firsts: list[int]) -> int:
+        world = World(pages=200, max_running=16, step_tokens=128)
+        for first in firsts:
+            world.submit(prompt(length, first), max_tokens=4)
+        behind = world.submit(prompt(70, 88), max_tokens=4)
+        for turn in range(1000):
+            if behind.finish:
+                return turn
+            world.turn()
+        raise AssertionError("it did not end")
+
+    assert turns([1] * 8) <= turns(list(range(8)))
 
 
 # The prefix cache
@@ -422,7 +479,7 @@ def test_check_finds_a_lost_page():
 def test_check_finds_a_slot_given_twice():
     world = World(max_running=2)
     world.submit(prompt(100))
-    world.submit(prompt(90))
+    world.submit(prompt(90, first=2))
     world.plan()
     first, second = world.planner._running
     second.slot = first.slot

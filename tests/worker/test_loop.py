@@ -146,8 +146,8 @@ def test_a_delta_that_is_too_large_to_travel_ends_its_job_and_the_loop_goes_on()
 
 def test_stop_ends_what_runs_and_gives_back_every_page():
     with worker() as it:
-        for name in "abcdef":
-            it.inbox.put(make_job(name, PROMPT, max_tokens=300))
+        for seed, name in enumerate("abcdef"):
+            it.inbox.put(make_job(name, PROMPT, max_tokens=300, seed=seed))
         it.inbox.put(Stop())
         it.thread.join(10)
         assert [it.deltas(name)[-1].finish for name in "abcdef"] == ["aborted"] * 6
@@ -396,8 +396,8 @@ def test_a_trace_has_a_line_for_each_job_that_ended(tmp_path: Path):
 def test_loads_are_sent_when_something_changed_and_not_too_often():
     started = time.monotonic()
     with worker() as it:
-        for name in "abc":
-            it.inbox.put(make_job(name, PROMPT, max_tokens=100))
+        for seed, name in enumerate("abc"):
+            it.inbox.put(make_job(name, PROMPT, max_tokens=100, seed=seed))
         for name in "abc":
             it.deltas(name)
         time.sleep(2.5 * loop.LOAD_INTERVAL_S)
@@ -412,12 +412,55 @@ def test_loads_are_sent_when_something_changed_and_not_too_often():
         assert before != after
 
 
+def test_a_job_that_comes_while_the_books_are_checked_is_begun_at_once(monkeypatch: pytest.MonkeyPatch):
+    """A check of 100,000 pages takes some 50 ms."""
+    slices, inbox, outbox = 0, MemoryChannel(), MemoryChannel()
+    planner = Planner(100_000, CONFIG, MAX_MODEL_LEN, hash_page)
+    checks, submitted = planner.checks, planner.submit
+
+    def watched() -> Iterator[None]:
+        nonlocal slices
+        for _ in checks():
+            slices += 1
+            if slices == 3:
+                inbox.put(make_job("a", PROMPT, max_tokens=1))
+            yield
+
+    def submit(job: Job) -> list[Delta]:
+        assert slices == 3
+        inbox.put(Stop())
+        return submitted(job)
+
+    monkeypatch.setattr(planner, "checks", watched)
+    monkeypatch.setattr(planner, "submit", submit)
+    lead(planner, FakeRunner(100_000, CONFIG), inbox, outbox)
+    assert slices > 1000, "and at the end it is gone through from end to end"
+
+
+def test_an_idle_loop_that_has_checked_its_books_rests(monkeypatch: pytest.MonkeyPatch):
+    """Whatever wakes it: nothing has changed."""
+    checked = 0
+    with worker() as it:
+        checks = it.planner.checks
+
+        def counted() -> Iterator[None]:
+            nonlocal checked
+            checked += 1
+            return checks()
+
+        monkeypatch.setattr(it.planner, "checks", counted)
+        it.inbox.put(make_job("a", PROMPT, max_tokens=2))
+        it.deltas("a")
+        time.sleep(3 * loop.LOAD_INTERVAL_S)
+        assert checked == 1
+
+
 def test_an_idle_loop_checks_its_books(monkeypatch: pytest.MonkeyPatch):
     checked = threading.Event()
     with worker() as it:
         it.inbox.put(make_job("a", PROMPT, max_tokens=2))
         it.deltas("a")
-        monkeypatch.setattr(it.planner, "check", checked.set)
+        monkeypatch.setattr(it.planner, "checks", lambda: checked.set() or [])
         it.inbox.put(make_job("b", PROMPT, max_tokens=2))
         it.deltas("b")
         assert checked.wait(5)

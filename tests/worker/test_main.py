@@ -1,0 +1,116 @@
+"""A worker's process ends with one line for the operator and code 1, however it comes to its end."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from redline.chat.hashing import make_job
+from redline.model.write import random_checkpoint
+from redline.wire.channel import SocketInbox, SocketOutbox, ipc_address
+from redline.wire.codec import Wire
+from redline.wire.delta import Delta
+from redline.wire.job import JobId, Sampling
+from redline.wire.news import Beat, Failed, Ready
+from redline.worker.config import EngineConfig, WorkerConfig
+from tests.tiny_model import kernel_config
+from tests.tiny_tokenizer import TINY_VOCAB
+
+BROKEN = """
+import sys, time, torch
+from redline.worker import engine, main, pulse
+load = engine.Engine.load
+def broken(*arguments, **named):
+    loaded = load(*arguments, **named)
+    loaded.model.predict = fails
+    return loaded
+def fails(*_):
+    {step}
+main.Engine.load = broken
+{more}
+sys.exit(main.main())
+"""
+DEVICE = 'raise torch.AcceleratorError("CUDA error: unspecified launch failure\\nCompile with TORCH_USE_CUDA_DSA")'
+START_S = 60.0  # torch's import on a busy machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("main")
+    random_checkpoint(folder, kernel_config(vocab_size=TINY_VOCAB))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("step", "more", "reason", "faults"),
+    [
+        (
+            DEVICE,
+            "",
+            "the device gave an error: AcceleratorError: CUDA error: unspecified launch failure",
+            ["lost"] * 2,
+        ),
+        (
+            'raise ValueError("out of luck")',
+            "",
+            "3 steps in a row failed, the last one so: ValueError: out of luck",
+            ["failed", "failed", "lost", "lost"],
+        ),
+        (
+            "time.sleep(1000)",
+            "pulse.BEAT_S, pulse.TURN_S, pulse.TURN_S_PER_TOKEN = 0.02, 0.5, 0",
+            "a step has not ended in 1 s: a kernel, or the device, hangs",
+            [],
+        ),
+        (
+            "",
+            'def fails(self): raise RuntimeError("no such luck")\nengine.Engine.ready = property(fails)',
+            "the worker met an error that nobody foresaw: RuntimeError: no such luck; REDLINE_LOG=INFO shows where",
+            [],
+        ),
+        (
+            "",
+            'def fails(*_, **__): raise torch.OutOfMemoryError("CUDA out of memory.")\nmain.Engine.load = fails',
+            "out of memory: OutOfMemoryError: CUDA out of memory.; `redline doctor` prints what fits",
+            [],
+        ),
+    ],
+    ids=["device", "three", "hangs", "ours", "memory"],
+)
+def test_a_worker_that_cannot_go_on_says_why_and_exits_with_1(
+    folder: Path, tmp_path: Path, step: str, more: str, reason: str, faults: list[str]
+):
+    jobs, deltas = ipc_address(tmp_path / "run", "jobs"), ipc_address(tmp_path / "run", "deltas")
+    engine = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=1)
+    config = WorkerConfig(weights=str(folder), engine=engine, inbox=jobs, outbox=deltas)
+    with SocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
+        process = subprocess.Popen(
+            [sys.executable, "-c", BROKEN.format(step=step or "pass", more=more)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(config) + b"\n")
+            process.stdin.flush()
+            for n in range(len(faults)):
+                outbox.put(make_job(JobId(f"{n}"), (1, 2, 3), Sampling(max_tokens=4), "tiny"))
+            if not faults:
+                outbox.put(make_job(JobId("0"), (1, 2, 3), Sampling(max_tokens=4), "tiny"))
+            messages: list[Wire] = []
+            deadline = time.monotonic() + START_S
+            while not any(isinstance(message, Failed) for message in messages):
+                assert time.monotonic() < deadline, messages
+                messages += inbox.drain(wait=True, timeout=1)
+            assert process.wait(10) == 1
+        finally:
+            process.kill()
+            said = process.communicate()[1].decode()
+    assert [message.reason for message in messages if isinstance(message, Failed)] == [reason]
+    assert [message.fault for message in messages if isinstance(message, Delta)] == faults
+    if faults:
+        assert {Ready, Beat} <= {type(message) for message in messages}
+    assert "Traceback" not in said
