@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
