@@ -19,7 +19,9 @@ _COMPARE = {
 _ARITHMETIC = {"+": "-", "-": "+", "*": "+", "//": "*", "/": "*", "%": "*", "<<": ">>", ">>": "<<", "&": "|", "|": "&"}
 _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
 _TENSOR_CALLS = {"detach", "clone", "contiguous", "clamp", "clamp_", "strip", "copy"}  # dropped from a chain
-_MAKES_INPUTS = re.compile(r"^_?(random_|cases$|.*_cases$)")  # for tests and timing; a test's own inputs prove nothing
+_MAKES_INPUTS = re.compile(
+    r"^_?(random_|example$|cases$|.*_cases$)"
+)  # for tests and timing; a test's own inputs prove nothing
 _NO_RESULT = {"strict", "frozen", "timeout"}  # keywords that a right program gives the same answers with or without
 _SAYS = re.compile(r"^_?(log|logger|console)$")
 
