@@ -14,6 +14,15 @@ from tests.fakes import World
 LENGTHS = st.sampled_from([1, 2, 63, 64, 65, 127, 128, 129, 200])
 
 
+def everything_can_be_had(world: World) -> None:
+    """What no job holds is free or remembered; and what is remembered can be had too, every page of it."""
+    pool, cache = world.planner._pool, world.planner._cache
+    assert (pool.used, pool.free + len(cache)) == (0, pool.total)
+    cache.evict(pool.idle)
+    assert (pool.free, len(cache)) == (pool.total, 0)
+    assert sorted(pool.take(pool.total)) == list(range(pool.total)), "a page is handed out twice, or never"
+
+
 class Life(RuleBasedStateMachine):
     world: World
 
@@ -80,9 +89,7 @@ class Life(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "world"):
             self.world.finish()
-            load = self.world.planner.load()
-            assert load.pages_used == 0
-            assert load.pages_cached <= load.pages_total
+            everything_can_be_had(self.world)
 
 
 Life.TestCase.settings = settings(
@@ -102,4 +109,5 @@ def test_aborting_everything_in_every_phase_leaves_nothing_behind():
         while world.flights:
             world.settle()
         world.check_end()
+        everything_can_be_had(world)
         assert all(story.finish == "aborted" for story in stories)

@@ -119,6 +119,22 @@ def test_a_page_in_the_middle_goes_when_all_that_continues_it_is_in_use():
     assert a not in cache.pages()
 
 
+def test_of_the_pages_in_the_middle_the_least_recently_used_goes():
+    pool = PagePool(8)
+    cache = PrefixCache(pool)
+    firsts = [remember(cache, pool, chain)[0] for chain in "abc"]
+    for letter, child in zip("abc", pool.take(3), strict=True):  # a running job's, which has a twin of the first page
+        cache.insert(name(f"{letter}x"), child, name(letter), exact=True)
+    for first in (firsts[1], firsts[0], firsts[2]):
+        cache.use([first], of_tokens=PAGE_TOKENS)
+        cache.release(first)
+    for expected in (firsts[1], firsts[0], firsts[2]):
+        assert expected in cache.pages()
+        cache.evict(1)
+        assert expected not in cache.pages()
+        cache.check()
+
+
 def test_hits_and_queries_are_counted_in_tokens():
     pool = PagePool(4)
     cache = PrefixCache(pool)

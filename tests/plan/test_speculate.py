@@ -8,7 +8,7 @@ import pytest
 from redline.plan.active import ActiveJob
 from redline.plan.speculate import Speculation
 from redline.tune.costs import StepCosts
-from redline.wire.step import Row, RowResult
+from redline.wire.step import Row, RowResult, Step, StepResult
 from tests.fakes import make_job
 
 COSTS = StepCosts(rows=(1, 4), counts=(1, 2, 4, 8), target_ms=((10, 13, 18, 30), (14, 22, 40, 78)), draft_ms=(2.5, 2.5))
@@ -56,3 +56,42 @@ def test_a_drafter_that_was_bad_is_tried_again(learned: bool):
     speculation = Speculation(7, learned, COSTS)
     served(speculation, 0.05, 1000, learned)
     assert mean(served(speculation, 0.95, 6000, learned, seed=1)[-100:]) > 2.5
+
+
+def test_the_passes_of_a_step_are_those_that_its_rows_ask_for(monkeypatch: pytest.MonkeyPatch):
+    """The first pass reads every row that the drafter follows; each further one drafts for those that want more."""
+    seen: list[tuple[int, int, list[float], float]] = []
+
+    def observed(self: StepCosts, rows: int, positions: int, passes: list[float], ms: float) -> StepCosts:
+        seen.append((rows, positions, passes, ms))
+        return self
+
+    monkeypatch.setattr(StepCosts, "observed", observed)
+    speculation = Speculation(7, True, COSTS)
+
+    def took(
+        *proposals: int, number: int = 2, drafting: bool = True, ran: bool = True, start: int | None = None
+    ) -> None:
+        rows = tuple(
+            Row(slot=slot, start=start, count=3, drafts=2, propose=propose, drafting=drafting)
+            for slot, propose in enumerate(proposals)
+        )
+        outcome = RowResult(tokens=(1,), proposed=2) if ran else RowResult()
+        results = StepResult(number=number, rows=(outcome,) * len(rows))
+        speculation.took(Step(number=number, rows=rows), results, 0.5)
+
+    took(3, 1, 0)
+    took(2, 2)
+    took(1)
+    took(0, 0)
+    took(3, 3, drafting=False)
+    took(3, number=3)
+    took(3, ran=False)
+    took(3, start=5)
+    assert seen == [
+        (3, 9, [3, 1, 1], 500),
+        (2, 6, [2, 2], 500),
+        (1, 3, [1], 500),
+        (2, 6, [2], 500),
+        (2, 6, [], 500),
+    ]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from redline.run import verify as module
-from redline.run.sample import adjusted, draw_each, kept, sample, uniform_of
+from redline.run.sample import adjusted, draw_each, kept, pick, sample, uniform_of
 from redline.run.verify import Verified, draft_token, verify, verify_chosen
 from redline.wire.job import Sampling
 
@@ -319,6 +319,18 @@ def test_a_draft_that_its_own_distribution_has_not_is_no_division_by_zero():
     new = verify(logits, [3], torch.tensor([[0.5, 0.5, 0.0, 0.0]]), asked(seed=3), NOTHING, NOTHING, 4)
     assert new.accepted == 0
     assert new.tokens[0] in (2, 3)  # what the drafter has too much of is not owed
+
+
+def test_where_nothing_is_left_of_a_row_its_token_is_drawn_from_the_whole_of_it():
+    """Rejected though p and q are one but for rounding, here by a half, so that it is met often."""
+    q_dV = torch.tensor([[0.5, 0.25, 0.25, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.25, 0.25, 0.5]], dtype=torch.float64)
+    p_NV = torch.cat([q_dV / 2, q_dV[1:]])
+    given = [module._block(p_NV, (0, 5), q_dV, seed, 7) for seed in range(400)]
+    assert {len(one.tokens) for one in given} == {1, 3}
+    for seed, one in enumerate(given):
+        assert one.accepted == len(one.tokens) - 1
+        assert one.tokens[:-1] == [0, 5][: one.accepted]
+        assert one.tokens[-1] == pick(p_NV[one.accepted], uniform_of(seed, 2, 7))
 
 
 def test_a_perfect_drafter_is_always_accepted():
