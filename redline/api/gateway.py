@@ -167,7 +167,7 @@ class Gateway:
 
     def lose(self, reason: str) -> None:
         """The worker has ended: so has every answer, and new ones are refused until a worker is ready again."""
-        log.log(logging.ERROR if self._lanes else logging.INFO, "no worker: %s", reason)
+        log.log(logging.ERROR if self._lanes else logging.DEBUG, "no worker: %s", reason)
         self.lost, self.ready = reason, None
         lanes, self._lanes = self._lanes, {}
         for lane in lanes.values():

@@ -75,7 +75,8 @@ async def test_a_client_that_leaves_with_its_connection_full_aborts_its_job() ->
             await asyncio.Event().wait()  # nobody reads
 
     async with World(say([65] * 1000)) as world:
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "root_path": ""}
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "root_path": ""}
         task = asyncio.ensure_future(world.app(scope, receive, send))
         await full.wait()
         left.set()
