@@ -182,7 +182,7 @@ class _Bodies:
         """A body of `size` bytes grows by `part`: -> its new size. Raises Overloaded."""
         grown = size + part
         counted = max(grown - self.FREE_BYTES, 0) - max(size - self.FREE_BYTES, 0)
-        if counted > 0 and self._bytes + counted > self._most:
+        if self._bytes + counted > self._most:
             raise Overloaded(f"bodies of {self._bytes} bytes are being read already; try again later")
         self._bytes += counted
         return grown
