@@ -6,9 +6,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Message
 
+from redline.api.answers import json_list
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.openai import read_chat, read_completion, read_detokenize
@@ -441,6 +443,11 @@ async def test_a_prompt_far_beyond_the_context_is_not_encoded_to_its_end(monkeyp
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert "20000" in response.json()["error"]["message"]
     assert lengths == [0, 25_000]
+
+
+def test_a_list_in_pieces_is_the_list() -> None:
+    for count in (0, 1, 256, 257, 1000):
+        assert msgspec.json.decode(msgspec.json.encode({"a": json_list(range(count))})) == {"a": list(range(count))}
 
 
 @pytest.mark.parametrize("place", ["content", "reasoning", "arguments", "description", "parameters"])
