@@ -379,7 +379,7 @@ class _Api:
         return partial(_send_json, body=answer)
 
     async def detokenize(self, body: bytes) -> Respond:
-        request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body)
+        request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body, self._limits)
         self._model(request.model)
         most = self._gateway.max_model_len
         if len(request.tokens) > most:

@@ -12,6 +12,7 @@ class Limits(Record, frozen=True):
     body_bytes: int = 8 * MIB  # a context of 262,144 tokens is 1.3 MB of English, 5 MB of escaped Cyrillic
     header_bytes: int = 64 << 10  # of one request, all header lines together
     messages: int = 4096
+    calls: int = 8192  # that a conversation's messages hold
     tools: int = 128
     json_bytes: int = MIB // 2  # of tools' parameters, and of calls' arguments where they are objects, together
     json_depth: int = 64  # nesting of each of them

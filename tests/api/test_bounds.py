@@ -19,7 +19,7 @@ from redline.chat.conversation import Message as Turn
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ContextTooLong, Overloaded, RequestError, WorkerLost
 from redline.wire.job import Sampling
-from tests.api.world import TOKENIZER, World, answer, ids, until
+from tests.api.world import World, answer, until
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -485,6 +485,22 @@ async def test_a_schema_of_many_lines_deep_within_others_costs_no_more_than_it_m
         assert time.process_time() - begin < 1  # 0.02 s; rendered whole and copied at each depth it took 2 s or more
 
 
-def test_reading_ids_gives_them_all() -> None:
-    assert read_detokenize(b'{"tokens":[1,2,3]}').tokens == (1, 2, 3)
-    assert TOKENIZER.decode_bytes(ids("abc")) == b"abc"
+def test_as_many_ids_to_detokenize_as_the_bound_allows_are_read() -> None:
+    assert read_detokenize(b'{"tokens":[1,2,3]}', Limits(tokens=3)).tokens == (1, 2, 3)
+    for wrong in (b"[1,2,3,4]", b"[1,-1]", b"7"):
+        with pytest.raises(RequestError) as refused:
+            read_detokenize(b'{"tokens":%b}' % wrong, Limits(tokens=3))
+        assert refused.value.param in ("tokens", "tokens[1]")
+
+
+def test_the_tool_calls_of_a_conversation_are_bounded_together() -> None:
+    call = b'{"id":"a","function":{"name":"f"}}'
+
+    def read(*calls: int) -> object:
+        messages = b",".join(b'{"role":"assistant","tool_calls":[%b]}' % b",".join([call] * count) for count in calls)
+        return read_chat(b'{"messages":[%b]}' % messages, Limits(calls=5), Defaults())
+
+    read(2, 3)
+    with pytest.raises(RequestError, match="5 tool calls") as refused:
+        read(3, 3)
+    assert refused.value.param == "messages"
