@@ -191,7 +191,7 @@ class _Bodies:
         """A body of `size` bytes grows by `part`: -> its new size. Raises Overloaded."""
         grown = size + part
         counted = max(grown - self.FREE_BYTES, 0) - max(size - self.FREE_BYTES, 0)
-        if counted > 0 and self._bytes + counted > self._most:
+        if self._bytes + counted > self._most:
             raise Overloaded(f"bodies of {self._bytes} bytes are being read already; try again later")
         self._bytes += counted
         return grown
@@ -394,7 +394,7 @@ class _Api:
         return partial(_send_json, body=answer)
 
     async def detokenize(self, body: bytes, scope: Scope) -> Respond:
-        request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body)
+        request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body, self._limits)
         self._model(request.model)
         most = self._gateway.max_model_len
         if len(request.tokens) > most:

@@ -16,6 +16,7 @@ class Limits(Record, frozen=True):
     write_seconds: float = 30.0  # a client that takes nothing of what it has asked for in so long is given up
     connections: int = 4096  # at once; fewer where the process may not open as many files
     messages: int = 4096
+    calls: int = 8192  # that a conversation's messages hold
     tools: int = 128
     json_bytes: int = MIB // 2  # of tools' parameters, and of calls' arguments where they are objects, together
     json_depth: int = 64  # nesting of each of them

@@ -423,13 +423,18 @@ def _prompts(raw: msgspec.Raw, limits: Limits) -> tuple[Prompt, ...]:
             raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
         case b"[":
             prompts = tuple(map(tuple, _decoded(_LISTS_OF_IDS, data, "prompt")))
-        case _ if bytes(data).count(b",") >= limits.tokens:
-            raise RequestError(f"at most {limits.tokens} token ids in one request", "prompt")
         case _:
-            return (tuple(_decoded(_IDS, data, "prompt")),)
+            return (_ids(raw, "prompt", limits),)
     if len(prompts) > limits.prompts:
         raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
     return prompts
+
+
+def _ids(raw: msgspec.Raw, place: str, limits: Limits) -> tuple[int, ...]:
+    data = memoryview(raw)
+    if bytes(data).count(b",") >= limits.tokens:
+        raise RequestError(f"at most {limits.tokens} token ids in one request", place)
+    return tuple(_decoded(_IDS, data, place))
 
 
 def _thinking(request: _Chat, defaults: Defaults) -> tuple[bool, bool]:
@@ -486,6 +491,8 @@ class _Objects:
 def _messages(messages: Sequence[_Message], limits: Limits, objects: _Objects) -> tuple[Message, ...]:
     if len(messages) > limits.messages:
         raise RequestError(f"at most {limits.messages} messages in one request", "messages")
+    if sum(len(message.tool_calls or ()) for message in messages) > limits.calls:
+        raise RequestError(f"at most {limits.calls} tool calls in one request", "messages")
     return tuple(_message(message, f"messages[{index}]", objects) for index, message in enumerate(messages))
 
 
@@ -581,7 +588,7 @@ class _Tokenize(msgspec.Struct, kw_only=True):
 
 class _Detokenize(msgspec.Struct, kw_only=True):
     model: Name | None = None
-    tokens: list[TokenId]
+    tokens: msgspec.Raw  # list[TokenId]
 
 
 class TokenizeRequest(Record, frozen=True):
@@ -614,6 +621,6 @@ def read_tokenize(body: bytes, limits: Limits, defaults: Defaults) -> TokenizeRe
     return TokenizeRequest(model=request.model, prompt=prompt, token_strs=bool(request.return_token_strs))
 
 
-def read_detokenize(body: bytes) -> DetokenizeRequest:
+def read_detokenize(body: bytes, limits: Limits) -> DetokenizeRequest:
     request = read(body, _Detokenize)
-    return DetokenizeRequest(model=request.model, tokens=tuple(request.tokens))
+    return DetokenizeRequest(model=request.model, tokens=_ids(request.tokens, "tokens", limits))

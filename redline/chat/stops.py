@@ -13,7 +13,6 @@ class StopStrings:
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._search = _search_for(tuple(stop for stop in stops if stop))
-        self._stops = self._search.stops
         self._node = 0  # the longest end of the text so far that begins a stop string
         self._held = ""  # that end
         self.found: str | None = None
@@ -23,10 +22,10 @@ class StopStrings:
 
         Where several have come, it is the one that begins first, and of those the one that was named first.
         """
-        if not self._stops or (not self._node and self._search.first.isdisjoint(text)):
-            return text
         if self.found is not None:
             return ""
+        if not self._node and self._search.first.isdisjoint(text):
+            return text
         _, _, children, fallback, ends, depth = self._search
         node = self._node
         best: tuple[int, int] | None = None  # (where it begins, its place among the stops)
@@ -40,8 +39,8 @@ class StopStrings:
         text = self._held + text
         if best is not None:
             begin, place = best
-            self.found = self._stops[place]
-            self._node, self._held = 0, ""
+            self.found = self._search.stops[place]
+            self._held = ""
             return text[:begin]
         shown = len(text) - depth[node]
         self._node, self._held = node, text[shown:]

@@ -6,18 +6,20 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.types import Message
 
+from redline.api.answers import json_list
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.openai import read_chat, read_completion, read_detokenize
 from redline.chat.conversation import Conversation, Tool
 from redline.chat.conversation import Message as Turn
 from redline.chat.tokenizer import Tokenizer
-from redline.errors import ContextTooLong, Overloaded, RequestError
+from redline.errors import ContextTooLong, Overloaded, RequestError, WorkerLost
 from redline.wire.job import Sampling
-from tests.api.world import TOKENIZER, World, answer, ids, until
+from tests.api.world import World, answer, until
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -135,6 +137,8 @@ def test_objects_of_a_request_are_bounded_together() -> None:
     def read(count: int) -> object:
         return read_chat(USER + b'"tools":[' + b",".join([tool] * count) + b"]}", limits, Defaults())
 
+    size = len(b'{"a":"%b"}' % (b"x" * 1000))
+    assert read_chat(USER + b'"tools":[%b,%b]}' % (tool, tool), Limits(json_bytes=2 * size), Defaults())
     read(2)
     with pytest.raises(RequestError, match="3000") as refused:
         read(3)
@@ -189,7 +193,7 @@ async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
         world.engine.gate.clear()
         for _ in range(3):  # given up
             with await world.gateway.begin(text_ask("x" * 20, n=2)), pytest.raises(Overloaded, match="40 tokens"):
-                await world.gateway.begin(text_ask("x" * 11))
+                await world.gateway.begin(text_ask("x" * 6, n=2))
         for ask in (text_ask("x" * 20, "x" * 40), text_ask("x" * 20, ""), text_ask("x" * 20, "x" * 5000)):  # refused
             with pytest.raises(RequestError):
                 await world.gateway.begin(ask)
@@ -202,6 +206,20 @@ async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
                 pass
             with await world.gateway.begin(text_ask("x" * 50)):
                 pass
+
+
+async def test_a_worker_that_is_lost_between_the_jobs_of_a_request_is_sent_no_more() -> None:
+    async with World(answer("a"), max_model_len=1 << 20) as world:
+        put = world.engine.put
+
+        def put_and_lose(message: Any) -> None:
+            put(message)
+            world.gateway.lose("gone")
+
+        world.engine.put = put_and_lose  # type: ignore[method-assign]
+        with await world.gateway.begin(text_ask("x" * 5000, n=3)) as generation, pytest.raises(WorkerLost):
+            await anext(generation)
+    assert len(world.engine.jobs) == 1
 
 
 async def test_large_bodies_are_bounded_together_and_small_ones_are_served_meanwhile() -> None:
@@ -224,6 +242,40 @@ async def test_large_bodies_are_bounded_together_and_small_ones_are_served_meanw
             assert (await world.http.post(COMPLETIONS, json={"prompt": "x" * 1000})).status_code == 200
             feed.set()
             assert [(await one).status_code for one in first] == [200, 200]
+
+
+async def test_a_body_counts_no_more_once_its_job_is_sent() -> None:
+    body = b'{"prompt":"' + b"x" * 200_000 + b'"}'
+    async with World(answer("a"), limits=Limits(bodies_bytes=300_000), max_model_len=1 << 20) as world:
+        world.engine.gate.clear()
+        running = [Visitor(world, body) for _ in range(2)]
+        await until(lambda: len(world.engine.jobs) == 2)
+        running.append(Visitor(world, body))
+        await until(lambda: len(world.engine.jobs) == 3)
+        world.engine.gate.set()
+        for one in running:
+            await one.task
+
+
+async def test_what_is_exactly_as_large_as_its_bound_is_served() -> None:
+    body = b'{"prompt":"' + b"x" * 39 + b'"}'
+    limits = Limits(tokens=40, body_bytes=len(body))
+    async with World(answer("a"), limits=limits, max_model_len=12) as world:
+
+        async def chunked(more: bytes) -> Any:
+            yield body[:20]
+            yield body[20:] + more
+
+        async def status(path: str, content: Any) -> int:
+            return (await world.http.post(path, content=content)).status_code
+
+        assert await status("/tokenize", chunked(b"")) == 200
+        assert await status("/tokenize", chunked(b" ")) == 413
+        assert await status("/detokenize", b'{"tokens":[1,1,1,1,1,1,1,1,1,1,1,1]}') == 200
+        assert await status("/detokenize", b'{"tokens":[1,1,1,1,1,1,1,1,1,1,1,1,1]}') == 400
+    async with World(answer("a"), limits=Limits(tokens=40)) as world:
+        assert await status("/tokenize", b'{"prompt":"%b"}' % (b"x" * 40)) == 200
+        assert await status("/tokenize", b'{"prompt":"%b"}' % (b"x" * 41)) == 400
 
 
 # -- clients that leave
@@ -304,6 +356,19 @@ async def test_who_leaves_while_encoded_is_encoded_no_further(monkeypatch: pytes
     assert len(world.engine.jobs) == 1
 
 
+async def test_a_server_that_stops_ends_the_requests_of_those_who_leave_too() -> None:
+    async with World(answer("a")) as world:
+        world.engine.gate.clear()
+        visitor = Visitor(world, b'{"prompt":"a"}')
+        await until(lambda: world.engine.jobs)
+        visitor.leave()
+        await asyncio.sleep(0)  # its departure is on the way
+        visitor.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await visitor.task
+        await until(lambda: world.engine.aborted)
+
+
 # -- off the event loop
 
 
@@ -354,6 +419,15 @@ async def test_a_large_answer_leaves_in_parts() -> None:
     assert sum(len(part["body"]) for part in parts) == int(dict(start["headers"])[b"content-length"])
 
 
+async def test_an_answer_of_whole_parts_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = b'{"tokens":[65,66]}'
+    async with World(answer("a")) as world:
+        monkeypatch.setattr("redline.api.app.SEND_BYTES", len(b'{"prompt":"AB"}') // 3)
+        visitor = Visitor(world, body, "/detokenize")
+        await visitor.task
+    assert [part["more_body"] for part in visitor.sent[1:]] == [True, True, False]
+
+
 async def test_a_prompt_far_beyond_the_context_is_not_encoded_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths: list[int] = []
 
@@ -369,6 +443,11 @@ async def test_a_prompt_far_beyond_the_context_is_not_encoded_to_its_end(monkeyp
         assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
         assert "20000" in response.json()["error"]["message"]
     assert lengths == [0, 25_000]
+
+
+def test_a_list_in_pieces_is_the_list() -> None:
+    for count in (0, 1, 256, 257, 1000):
+        assert msgspec.json.decode(msgspec.json.encode({"a": json_list(range(count))})) == {"a": list(range(count))}
 
 
 @pytest.mark.parametrize("place", ["content", "reasoning", "arguments", "description", "parameters"])
@@ -406,6 +485,22 @@ async def test_a_schema_of_many_lines_deep_within_others_costs_no_more_than_it_m
         assert time.process_time() - begin < 1  # 0.02 s; rendered whole and copied at each depth it took 2 s or more
 
 
-def test_reading_ids_gives_them_all() -> None:
-    assert read_detokenize(b'{"tokens":[1,2,3]}').tokens == (1, 2, 3)
-    assert TOKENIZER.decode_bytes(ids("abc")) == b"abc"
+def test_as_many_ids_to_detokenize_as_the_bound_allows_are_read() -> None:
+    assert read_detokenize(b'{"tokens":[1,2,3]}', Limits(tokens=3)).tokens == (1, 2, 3)
+    for wrong in (b"[1,2,3,4]", b"[1,-1]", b"7"):
+        with pytest.raises(RequestError) as refused:
+            read_detokenize(b'{"tokens":%b}' % wrong, Limits(tokens=3))
+        assert refused.value.param in ("tokens", "tokens[1]")
+
+
+def test_the_tool_calls_of_a_conversation_are_bounded_together() -> None:
+    call = b'{"id":"a","function":{"name":"f"}}'
+
+    def read(*calls: int) -> object:
+        messages = b",".join(b'{"role":"assistant","tool_calls":[%b]}' % b",".join([call] * count) for count in calls)
+        return read_chat(b'{"messages":[%b]}' % messages, Limits(calls=5), Defaults())
+
+    read(2, 3)
+    with pytest.raises(RequestError, match="5 tool calls") as refused:
+        read(3, 3)
+    assert refused.value.param == "messages"

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from redline.chat.decoder import Decoder
@@ -86,6 +86,16 @@ def test_nothing_comes_after_a_stop_string(tiny: Tokenizer):
     assert reader.push(Delta(job=JOB, finish="aborted")) == []
 
 
+@pytest.mark.parametrize("parse", [True, False])
+def test_half_a_character_behind_a_stop_string_is_not_shown(tiny: Tokenizer, parse: bool):
+    stops = StopStrings(("a",))
+    assert (stops.push("xa"), stops.push("y"), stops.flush()) == ("x", "", "")
+    ranks = {bytes([value]): value for value in range(256)} | {b"a\xc3": 256}
+    names = {257: "[EOS]", 258: "<|im_end|>"}
+    reader = Decoder(Tokenizer(ranks, names), False, ("a",), (257,), 1, parse)
+    assert text(reader.push(Delta(job=JOB, tokens=(0x78, 256), finish="length"))) == "x"
+
+
 def test_an_end_without_a_stop_string_is_not_stopped(tiny: Tokenizer):
     reader = decoder(tiny, "STOP")
     reader.push(Delta(job=JOB, tokens=(97,), finish="length"))
@@ -130,6 +140,7 @@ def naive(stops: tuple[str, ...], pieces: list[str]) -> tuple[list[str], str | N
 letters = st.text("ab", max_size=5)
 
 
+@example(["abb", "b"], ["ab"])
 @given(st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=4), st.lists(letters, max_size=12))
 def test_the_automaton_finds_what_looking_at_everything_finds(stops: list[str], pieces: list[str]):
     search = StopStrings(tuple(stops))

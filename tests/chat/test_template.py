@@ -8,10 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from redline.chat.conversation import Conversation, Message, ToolCall
+from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.chat.template import K2, K2_6, K2_7, K2_THINKING, Style, encode, native_ids, render, style_of
 from redline.chat.tokenizer import Special, Tokenizer
-from redline.errors import CheckpointError
+from redline.chat.tools import declare_json, declare_typescript
+from redline.errors import CheckpointError, ContextTooLong
 from tests.tiny_tokenizer import write_tiny_tokenizer
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parent / "golden.json").read_text(encoding="utf-8"))
@@ -239,3 +240,20 @@ def test_a_model_of_another_family_is_refused(tmp_path: Path):
 def test_a_folder_without_a_config_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"config\.json"):
         style_of(tmp_path)
+
+
+@pytest.mark.parametrize("style", [K2, K2_6])
+def test_a_prompt_is_rendered_up_to_as_many_characters_as_are_wanted(style: Style):
+    tool = Tool(name="f", description="D", parameters={"type": "object", "properties": {"a": {"type": "string"}}})
+    for tools in ((), (tool,)):
+        asked = Conversation(messages=(Message(role="user", content="hello"),), tools=tools)
+        pieces = render(asked, style)
+        length = sum(len(piece) for piece in pieces if isinstance(piece, str))
+        assert render(asked, style, length) == pieces
+        with pytest.raises(ContextTooLong, match=f"more than {length - 1} characters"):
+            render(asked, style, length - 1)
+    for declare in (declare_json, declare_typescript):
+        text = declare((tool,))
+        assert declare((tool,), len(text)) == text
+        with pytest.raises(ContextTooLong):
+            declare((tool,), len(text) - 1)
