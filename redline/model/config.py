@@ -319,7 +319,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: missing") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: expected one JSON object: {error}") from None
 
 
