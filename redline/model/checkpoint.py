@@ -252,16 +252,19 @@ def _grouped(weight_map: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _header(path: Path) -> dict[str, _Stored]:
-    """The tensors of a shard, by stored name. A shard is 8 bytes of length, JSON, data."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        start = 8 + length
-        if length > _HEADER_BYTES or start > size:
-            raise CheckpointError(
-                f"{path}: {size:,} bytes, truncated or not safetensors; expected a header of {length:,}"
-            )
-        raw = file.read(length)
+    """The tensors of a shard, by stored name. A shard is 8 bytes of length, JSON, and data without a gap."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            start = 8 + length
+            if length > _HEADER_BYTES or start > size:
+                raise CheckpointError(
+                    f"{path}: {size:,} bytes, truncated or not safetensors; expected a header of {length:,}"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     name = "its header"
     tensors: dict[str, _Stored] = {}
     try:
@@ -271,9 +274,15 @@ def _header(path: Path) -> dict[str, _Stored]:
             entry = msgspec.json.decode(value, type=_Entry)
             first, last = entry.data_offsets
             tensors[name] = _Stored(path, name, entry.dtype, entry.shape, start + first, start + last)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {name}: expected a safetensors header: {error}") from None
-    end, name = max(((tensor.stop, name) for name, tensor in tensors.items()), default=(start, "its header"))
+    end, name = start, "its header"
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+        if tensor.stop < tensor.start:
+            raise CheckpointError(f"{path}: {tensor.name}: its data ends before it begins")
+        if tensor.start != end:
+            raise CheckpointError(f"{path}: {tensor.name}: its data begins at {tensor.start:,}; expected {end:,}")
+        end, name = tensor.stop, tensor.name
     if end != size:
         fault = "truncated" if size < end else "too long"
         raise CheckpointError(f"{path}: {name}: {fault}: the file has {size:,} bytes; expected {end:,}")

@@ -141,7 +141,7 @@ class _Reader(Reader):
             attention=self.gpu_attention(f"{at}.self_attn"),
             o_proj=self.tiled(f"{at}.self_attn.o_proj.weight"),
             mlp_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
-            gates=gates_weight(self.plain(f"{at}.mlp.gate.weight") if is_moe else None, gate_up),
+            gates=gates_weight(self.router(f"{at}.mlp.gate") if is_moe else None, gate_up),
             width=down.shape[1],
             down=Slabs.prepare(down) if is_moe else Tiled.prepare(down),
             experts=self.gpu_moe(layer) if is_moe else None,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from redline.errors import CheckpointError
 from redline.model.checkpoint import Checkpoint, Projection
 from redline.model.config import K2Config
 from redline.ops.block import Block, Inputs, Moe
@@ -97,7 +98,17 @@ class Reader:
 
     def vector(self, name: str) -> Tensor:
         """Norms and biases are kept in float32."""
-        return self._checkpoint.plain(name).to(self._device, torch.float32, copy=True)
+        return self._finite(name, self._checkpoint.plain(name).to(self._device, torch.float32, copy=True))
+
+    def router(self, at: str) -> Tensor:
+        """[E, D]"""
+        return self._finite(f"{at}.weight", self.plain(f"{at}.weight"))
+
+    def _finite(self, name: str, weight: Tensor) -> Tensor:
+        """CheckpointError where a number is NaN or infinite. Of weights that choose experts no logit would show it."""
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{name}: expected finite numbers, found NaN or infinity")
+        return weight
 
     def matrix(self, *names: str) -> Matrix:
         """Weights over the same inputs, stacked."""
@@ -144,7 +155,7 @@ class Reader:
         config = self._checkpoint.config
         at = f"layers.{layer}.mlp.gate"
         return Moe(
-            router=self.matrix(f"{at}.weight"),
+            router=Matrix.prepare(self.router(at)),
             bias_E=self.vector(f"{at}.e_score_correction_bias"),
             gate_up=self.experts(layer, "gate", "up"),
             down=self.experts(layer, "down"),

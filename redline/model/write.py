@@ -24,6 +24,7 @@ from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4, quantize_i
 Layout = Literal["k25", "k25-short", "k2"]
 
 SHARD_BYTES = 14_000_000
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 
 _PREFIX = {"k25": "language_model.model.", "k25-short": "language_model.", "k2": "model."}
 _HEAD = {"k25": "language_model.lm_head.weight", "k25-short": "language_model.lm_head.weight", "k2": "lm_head.weight"}
@@ -47,8 +48,8 @@ def write_checkpoint(
     tensors      (stored name, CPU tensor that shares no memory with another); at most one shard of them is held
     shard_bytes  of tensor data in a file; a tensor larger than that gets a file of its own
 
-    Replaces a checkpoint that is there. Shards get their names once all are written, and the index comes last: a folder
-    with an index is whole.
+    Replaces a checkpoint that is there, once all that is new is written: where the disk is full before, the old one is
+    as it was. Shards get their names first, and the index comes last: a folder with an index is whole.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -63,21 +64,20 @@ def write_checkpoint(
             save_file(shard, path, metadata={"format": "pt"})
             path.chmod(0o644)  # safetensors makes files that only their owner can read
             del shard  # before the next one is gathered
-        index = folder / "model.safetensors.index.json"
-        index.unlink(missing_ok=True)
+        files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(building / CONFIG, config)
+        _write_json(building / INDEX, index)
+        (folder / INDEX).unlink(missing_ok=True)
         for old in folder.glob("model-*-of-*.safetensors"):
             old.unlink()
-        weight_map: dict[str, str] = {}
-        for number, names in enumerate(shards, 1):
-            file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        for number, file in enumerate(files, 1):
             (building / str(number)).replace(folder / file)
-            weight_map.update(dict.fromkeys(names, file))
-        _write_json(folder / "config.json", config, building)
-        _write_json(
-            index, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}, building
-        )
+        for file in (CONFIG, INDEX):
+            (building / file).replace(folder / file)
     finally:
-        shutil.rmtree(building)
+        shutil.rmtree(building, ignore_errors=True)
 
 
 def checkpoint_names(config: K2Config, layout: Layout = "k25") -> dict[str, str]:
@@ -299,10 +299,8 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator
         yield shard
 
 
-def _write_json(path: Path, value: dict[str, Any], building: Path) -> None:
-    partial = building / path.name
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 # Fields of K2Config whose key and value in config.json are the same.

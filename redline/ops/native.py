@@ -84,7 +84,7 @@ def library() -> ctypes.CDLL | None:
     try:
         path = cache_folder() / f"kernels-{_key(compiler)}.so"
         failure = None if path.exists() else _build(compiler, path)
-        loaded = None if failure else ctypes.CDLL(str(path))
+        loaded = None if failure else _load(compiler, path)
     except OSError as error:  # no place to write to, or a file that cannot be loaded
         failure, loaded = str(error), None
     if loaded is None:
@@ -98,10 +98,26 @@ def library() -> ctypes.CDLL | None:
     return loaded
 
 
+def _load(compiler: str, path: Path) -> ctypes.CDLL:
+    """One that cannot be loaded is made anew."""
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:
+        for file in (path, *_objects(compiler, path.parent)):
+            file.unlink(missing_ok=True)
+        failure = _build(compiler, path)
+        if failure is not None:
+            raise OSError(failure) from None
+        return ctypes.CDLL(str(path))
+
+
 def must_build() -> bool:
     """Whether the first call of `library` would build, which takes a while: callers say so."""
     compiler = find_compiler()
-    return compiler is not None and not os.path.exists(cache_folder() / f"kernels-{_key(compiler)}.so")
+    try:
+        return compiler is not None and not (cache_folder() / f"kernels-{_key(compiler)}.so").exists()
+    except OSError:
+        return False  # and `library` says why
 
 
 def pointer(x: torch.Tensor) -> int:
@@ -116,7 +132,11 @@ def find_compiler() -> str | None:
 
 
 def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
+    """Raises OSError where this user has none."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "redline"
+    except RuntimeError:
+        raise FileNotFoundError("this user has no home folder: set XDG_CACHE_HOME to a folder of its own") from None
 
 
 def with_includes(source: Path, folder: Path) -> Iterator[Path]:
@@ -151,10 +171,15 @@ def _chip() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
 
 
+def _objects(compiler: str, folder: Path) -> list[Path]:
+    """Of each source."""
+    return [folder / f"kernels-{Path(source).stem}-{_key(compiler, (source,))}.o" for source in SOURCES]
+
+
 def _build(compiler: str, path: Path) -> str | None:
     """Compiles, in parallel, the sources that have changed, and links; None, or the first line of what went wrong."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    objects = [path.parent / f"kernels-{Path(source).stem}-{_key(compiler, (source,))}.o" for source in SOURCES]
+    objects = _objects(compiler, path.parent)
     flags = [flag for flag in FLAGS if flag != "-shared"]
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         jobs: list[tuple[subprocess.Popen[bytes], Path]] = []
@@ -174,5 +199,8 @@ def _build(compiler: str, path: Path) -> str | None:
         )
         if link.returncode != 0:
             return (link.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[0]
+        # On the disk before it has its name: half a library, left by a machine that went down, ends who loads it.
+        with open(library_path, "rb") as file:
+            os.fsync(file.fileno())
         os.replace(library_path, path)
     return None

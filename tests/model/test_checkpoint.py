@@ -21,6 +21,7 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.model.checkpoint import Checkpoint, dequantize_fp8, weights
 from redline.model.config import Fp8Blocks, K2Config
+from redline.model.k2 import load
 from redline.model.write import (
     Layout,
     k25_config,
@@ -477,7 +478,81 @@ def only_a_config(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(k25_config(tiny_config())))
 
 
+def lying_header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """Write the tiny checkpoint, and its header again after `change`, as long as it was."""
+
+    def write(folder: Path) -> None:
+        random_checkpoint(folder, tiny_config())
+        shard = folder / "model-00001-of-00001.safetensors"
+        raw = shard.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        change(header)
+        text = json.dumps(header, separators=(",", ":")).encode()
+        assert len(text) <= length + 64
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+
+    return write
+
+
+def swapped(header: dict[str, Any], name: str) -> None:
+    header[name]["data_offsets"].reverse()
+
+
+def of_another(header: dict[str, Any], name: str, other: str) -> None:
+    header[name]["data_offsets"] = header[other]["data_offsets"]
+
+
+def a_folder_for_a_file(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        random_checkpoint(folder, tiny_config(), shard_bytes=10**9)
+        (folder / "model-00001-of-00001.safetensors").rename(folder / "model.safetensors")
+        (folder / "model.safetensors.index.json").unlink()
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).mkdir()
+
+    return write
+
+
+def link_to_itself(folder: Path) -> None:
+    random_checkpoint(folder, tiny_config())
+    shard = folder / "model-00001-of-00001.safetensors"
+    shard.unlink()
+    shard.symlink_to(shard)
+
+
+def deep(name: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        random_checkpoint(folder, tiny_config())
+        (folder / name).write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+
+    return write
+
+
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
+    "tensors that lie over one another": (
+        lying_header(
+            lambda header: of_another(header, f"{AT}1.input_layernorm.weight", f"{AT}0.input_layernorm.weight")
+        ),
+        "input_layernorm.weight: its data begins at ",
+    ),
+    "a tensor that ends before it begins": (
+        lying_header(lambda header: swapped(header, NORM)),
+        f"{NORM}: its data ends before it begins",
+    ),
+    "data that no tensor has": (lying_header(lambda header: header.pop(NORM)), ": its data begins at "),
+    "a folder in the place of the weights": (
+        a_folder_for_a_file("model.safetensors"),
+        "cannot be read: Is a directory",
+    ),
+    "a folder in the place of the config": (a_folder_for_a_file("config.json"), "cannot be read: Is a directory"),
+    "a config without a floor": (deep("config.json"), "config.json: expected one JSON object"),
+    "an index without a floor": (deep("model.safetensors.index.json"), "index.json: expected one JSON object"),
+    "a header without a floor": (
+        something_else(b'{"x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"),
+        "expected a safetensors header: ",
+    ),
+    "a shard that is a link to itself": (link_to_itself, ": missing shard; expected to hold "),
     "a missing shard": (
         missing_shard,
         "/model-00002-of-00004.safetensors: missing shard; expected to hold language_model.model.layers.",
@@ -575,11 +650,24 @@ def test_a_header_whose_offsets_and_shape_disagree_is_refused(tmp_path: Path):
     raw = shard.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
-    header[NORM]["data_offsets"][1] -= 2
+    end = header[NORM]["data_offsets"][1]
+    for entry in header.values():  # the two bytes are its neighbour's, so that there is no gap
+        entry["data_offsets"] = [place - 2 * (place == end) for place in entry.get("data_offsets", [])]
+    del header["__metadata__"]
     text = json.dumps(header).encode()
     shard.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
     with pytest.raises(CheckpointError, match=r"input_layernorm\.weight: expected 128 bytes, found 126"):
         Checkpoint.open(tmp_path)
+
+
+def test_shards_may_be_links_as_in_a_cache_of_downloads(tmp_path: Path):
+    random_checkpoint(tmp_path / "blobs", tiny_config(), shard_bytes=100_000)
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
+    linked, whole = Checkpoint.open(tmp_path / "snapshot"), Checkpoint.open(tmp_path / "blobs")
+    assert linked.fingerprint == whole.fingerprint
+    assert torch.equal(linked.plain("norm.weight"), whole.plain("norm.weight"))
 
 
 def test_a_config_with_more_layers_than_the_files_is_refused(tmp_path: Path):
@@ -588,3 +676,16 @@ def test_a_config_with_more_layers_than_the_files_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(k25_config(deeper)))
     with pytest.raises(CheckpointError, match=r"layers\.3\.input_layernorm\.weight: missing"):
         Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["mlp.gate.weight", "mlp.gate.e_score_correction_bias", "input_layernorm.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_chooses_experts_or_norms_must_be_finite(tmp_path: Path, name: str, value: float):
+    """NaN in a router gives other experts, and an answer that looks like any other."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{AT}1.{name}"].view(-1)[3] = value
+
+    break_tensor(change)(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.{name}: expected finite numbers, found NaN or infinity"):
+        load(Checkpoint.open(tmp_path), torch.device("cpu"))

@@ -1,5 +1,6 @@
 """What we write is what the libraries that own the formats read, and it appears whole or not at all."""
 
+import errno
 import json
 import stat
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from redline.errors import CheckpointError
+from redline.model import write as model_write
 from redline.model.checkpoint import Checkpoint, dequantize_fp8, weights
 from redline.model.config import Fp8Blocks, K2Config
 from redline.model.write import (
@@ -197,3 +199,31 @@ def test_the_tiny_model_has_every_part():
     assert tiny_config().yarn is not None
     assert 0 < tiny_config().first_k_dense_replace < tiny_config().num_hidden_layers
     assert tiny_config().total_parameters < 300_000
+
+
+@pytest.mark.parametrize("fails_at", ["the second shard", "config.json", "model.safetensors.index.json"])
+def test_a_disk_that_fills_up_leaves_the_checkpoint_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+):
+    random_checkpoint(tmp_path, tiny_config(), seed=1, shard_bytes=100_000)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    save, write, saved = model_write.save_file, Path.write_text, list[object]()
+
+    def full_save(tensors: dict[str, torch.Tensor], path: Path, **how: Any) -> None:
+        saved.append(path)
+        if fails_at == "the second shard" and len(saved) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(tensors, path, **how)
+
+    def full_write(path: Path, *content: Any, **how: Any) -> int:
+        if path.name == fails_at:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, *content, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model_write, "save_file", full_save)
+        patch.setattr(Path, "write_text", full_write)
+        with pytest.raises(OSError, match="No space left"):
+            random_checkpoint(tmp_path, tiny_config(), seed=2, shard_bytes=100_000)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    Checkpoint.open(tmp_path)

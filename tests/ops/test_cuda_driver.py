@@ -1,7 +1,9 @@
 """Where the CUDA kernels do not run, one line says why, and the references do."""
 
+import errno
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +74,37 @@ def test_a_checkpoint_that_the_kernels_do_not_read_takes_the_references(
 ):
     chip.setattr(driver, "why_not", lambda: None)
     assert said in str(why_not(replace(KIMI_NANO, **changes), CUDA))
+
+
+@pytest.mark.parametrize("cache", ["cache", "file", "file/below"])
+def test_machine_code_is_made_where_it_cannot_be_kept(chip: pytest.MonkeyPatch, tmp_path: Path, cache: str):
+    (tmp_path / "file").touch()
+    chip.setenv("XDG_CACHE_HOME", str(tmp_path / cache))
+    chip.setattr(driver, "_nvrtc_version", lambda: (13, 0))
+    compiled: list[str] = []
+
+    def compile_source(_: bytes, name: str, *__: object) -> bytes:
+        compiled.append(name)
+        return b"code"
+
+    chip.setattr(driver, "compile_source", compile_source)
+    source = Path(kernel.__file__).parents[1] / "embed.cu"
+    assert [driver.machine_code(source, []) for _ in range(2)] == [b"code", b"code"]
+    assert len(compiled) == (1 if cache == "cache" else 2)
+    assert all(path.suffix == ".cubin" for path in tmp_path.glob("cache/redline/*"))
+
+
+def test_a_full_disk_leaves_no_half_of_a_kernel(chip: pytest.MonkeyPatch, tmp_path: Path):
+    chip.setenv("XDG_CACHE_HOME", str(tmp_path))
+    chip.setattr(driver, "_nvrtc_version", lambda: (13, 0))
+    chip.setattr(driver, "compile_source", lambda *_: b"code")
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        write(path, data[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with chip.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        assert driver.machine_code(Path(kernel.__file__).parents[1] / "embed.cu", []) == b"code"
+    assert list((tmp_path / "redline").iterdir()) == []

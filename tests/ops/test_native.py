@@ -86,6 +86,35 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert reason.endswith(SLOWER)
 
 
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch):
+    def homeless(_: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(homeless))
+    assert not native.must_build()
+    assert not look_for_library()
+    reason = native.why_not()
+    assert reason is not None
+    assert "this user has no home folder: set XDG_CACHE_HOME" in reason
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense"])
+def test_a_library_that_is_none_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes):
+    whole = built_library()
+    body = f"""
+        case "$*" in *--version*) echo 1; exit;; esac
+        case "$*" in *-shared*) from={whole};; *) from=/dev/null;; esac
+        while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
+    """
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    library = native.cache_folder() / f"kernels-{native._key(native.find_compiler())}.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(content)
+    assert look_for_library(), native.why_not()
+    assert library.stat().st_size == Path(whole).stat().st_size
+
+
 def test_two_builds_at_once_end_with_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     body = f"""
         case "$*" in *--version*) echo 1; exit;; esac

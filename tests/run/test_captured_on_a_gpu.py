@@ -13,7 +13,6 @@ from redline.run.decode import Draw
 from redline.run.fit import Layout
 from redline.run.runner import Runner
 from redline.run.shapes import MOST_SHAPES, shapes
-from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, sizes_of
 
@@ -82,6 +81,6 @@ def test_what_nano_takes_on_a_gpu_is_no_more_than_is_counted():
         free, total = torch.cuda.mem_get_info()
         taken = total - free - before  # torch keeps what it once took
         sizes = sizes_of(engine.engine.model.config, config, engine.engine.model.device, engine.engine.layout.kv_dtype)
-        counted = sizes.needs(65_536).whole + engine.engine.layout.pages * PAGE_TOKENS * sizes.page_bytes // PAGE_TOKENS
+        counted = sizes.needs(65_536).whole + engine.engine.layout.kv_bytes
         print(f"{taken / 1e6:.0f} MB taken, {counted / 1e6:.0f} MB counted")
         assert taken <= counted

@@ -3,10 +3,12 @@
 torch brings both libraries and makes the context; nothing here needs CUDA's headers or nvcc.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import threading
 from collections.abc import Sequence
@@ -22,6 +24,7 @@ HOPPER = 9  # major compute capability: wgmma is of these chips alone
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 _compiling = threading.Lock()
+_log = logging.getLogger(__name__)
 
 
 class _Attribute(ctypes.Structure):
@@ -101,15 +104,27 @@ def machine_code(source: Path, options: Sequence[str]) -> bytes:
     headers = {file.name: file.read_bytes() for file in sorted(HERE.glob("*.cuh"))}
     digest = hashlib.sha256(" ".join(options).encode() + source.read_bytes() + b"".join(headers.values()))
     digest.update(str(_nvrtc_version()).encode())
-    path = native.cache_folder() / f"cuda-{source.stem}-{digest.hexdigest()[:20]}.cubin"
-    if path.exists():
-        return path.read_bytes()
+    name = f"cuda-{source.stem}-{digest.hexdigest()[:20]}.cubin"
+    with contextlib.suppress(OSError):
+        return (native.cache_folder() / name).read_bytes()
     code = compile_source(source.read_bytes(), source.name, headers, options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-    partial.write_bytes(code)
-    os.replace(partial, path)
+    _keep(name, code)
     return code
+
+
+def _keep(name: str, code: bytes) -> None:
+    """In the cache, whole or not at all. Where that cannot be, each process compiles its own."""
+    try:
+        folder = native.cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{name}.{os.getpid()}.{threading.get_ident()}"
+        try:
+            partial.write_bytes(code)
+            os.replace(partial, folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        _log.info("%s is not kept: %s", name, error)
 
 
 def compile_source(text: bytes, name: str, headers: dict[str, bytes], options: Sequence[str]) -> bytes:
