@@ -24,8 +24,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from redline.disk import alone, human, is_full, sync, write_whole
 from redline.draft.corpus import Example, Reader, read_about
-from redline.draft.disk import alone, human, is_full, sync, write_whole
 from redline.draft.target import Target
 from redline.errors import ConfigError
 from redline.wire.base import Record

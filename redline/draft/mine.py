@@ -21,11 +21,11 @@ from rich.progress import Progress
 
 from redline.chat.generation import generation_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.disk import alone, write_whole
 from redline.draft.again import answer_afresh
 from redline.draft.buckets import Bucket, Scored, buckets, rejections, since_control
 from redline.draft.choose import Choose, answer_tokens, choose, mix, weights, window
 from redline.draft.corpus import About, Example, Writer, claim, read_examples
-from redline.draft.disk import alone, write_whole
 from redline.draft.report import bucket_plot, bucket_table, drawn, tell_skipped
 from redline.draft.score import Proposals, Scores, Serving
 from redline.draft.scorer import Scorer

@@ -22,9 +22,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from redline.disk import alone
 from redline.draft import capture, evaluate, mine, synth, train
 from redline.draft.capture import CaptureConfig
-from redline.draft.disk import alone
 from redline.draft.evaluate import EvalConfig
 from redline.draft.mine import MineConfig
 from redline.draft.stages import Stage, fill, run_stages

@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 import msgspec
 from rich.console import Console
 
-from redline.draft.disk import write_whole
+from redline.disk import write_whole
 from redline.errors import ConfigError
 from redline.wire.base import Record
 

@@ -19,8 +19,8 @@ from redline.chat.generation import generation_of
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
+from redline.disk import is_full
 from redline.draft.corpus import About, Example, Reader, Writer, claim, mend
-from redline.draft.disk import is_full
 from redline.draft.prompts import LONG_CHARACTERS, Prompt, Turns, prompts, read_prompts
 from redline.errors import ConfigError
 from redline.wire.base import Record

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from redline.disk import alone, is_full
 from redline.draft import train_state
 from redline.draft.batches import Source, is_held_out
 from redline.draft.curve import write_curve
-from redline.draft.disk import alone, is_full
 from redline.draft.report import tell_skipped
 from redline.draft.trainer import Line, Recipe, Trainer
 from redline.errors import ConfigError

@@ -17,8 +17,8 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from redline.disk import is_full, sync
 from redline.draft.budget import Reached
-from redline.draft.disk import is_full, sync
 from redline.errors import ConfigError
 from redline.wire.base import Record
 

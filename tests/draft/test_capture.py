@@ -11,10 +11,10 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError
 
+from redline.disk import alone
 from redline.draft import capture as room
 from redline.draft.capture import CaptureConfig, Sequence_, Stored, Streamed, capture, read_index, run, windows
 from redline.draft.corpus import About, Example, Writer, claim, read_examples
-from redline.draft.disk import alone
 from redline.draft.target import Target
 from redline.errors import ConfigError
 from redline.model.write import random_checkpoint
