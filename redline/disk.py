@@ -127,6 +127,12 @@ def write_whole(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
+def save(path: Path, data: bytes) -> None:
+    """`write_whole`, of what somebody waits for. Raises ConfigError."""
+    with written(path):
+        write_whole(path, data)
+
+
 def sync(path: Path) -> None:
     """What is written to a file, or renamed in a folder, is on the disk when this returns."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from redline.disk import write_whole, written
+from redline.disk import save
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -25,8 +25,7 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 def save_result(path: Path, result: Any, console: Console) -> None:
     """As JSON. Raises ConfigError where the file cannot be written; one that was there is then as it was."""
-    with written(path):
-        write_whole(path, msgspec.json.format(msgspec.json.encode(result), indent=1))
+    save(path, msgspec.json.format(msgspec.json.encode(result), indent=1))
     say(console, f"written to {path}", "dim")
 
 

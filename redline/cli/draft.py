@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+
+from redline.cli.console import plain_console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -76,7 +77,7 @@ def synth(
         "shard": shard,
     }
     engine = EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, draft=draft)
-    raise typer.Exit(run(fill(SynthConfig, "synth", values, {"engine": engine}), _console()))
+    raise typer.Exit(run(fill(SynthConfig, "synth", values, {"engine": engine}), plain_console()))
 
 
 @app.command()
@@ -108,7 +109,7 @@ def capture(
         other_answers=other_answers,
         device=device,
     )
-    raise typer.Exit(run(config, _console()))
+    raise typer.Exit(run(config, plain_console()))
 
 
 @app.command()
@@ -163,7 +164,7 @@ def train(
     }
     given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     config = read_train(settings, {"target": str(target), "out": str(out), **given})
-    raise typer.Exit(run(config, _console()))
+    raise typer.Exit(run(config, plain_console()))
 
 
 @app.command()
@@ -228,7 +229,7 @@ def mine(
         "seed": seed,
         "device": device,
     }
-    raise typer.Exit(run(mine_config(values), _console()))
+    raise typer.Exit(run(mine_config(values), plain_console()))
 
 
 @app.command(name="eval")
@@ -277,7 +278,7 @@ def evaluate(
         "save": save and str(save),
         "device": device,
     }
-    raise typer.Exit(run(eval_config(values), _console(), provenance("torch")))
+    raise typer.Exit(run(eval_config(values), plain_console(), provenance("torch")))
 
 
 @app.command(name="run")
@@ -292,13 +293,7 @@ def run_recipe(
     from redline.draft.recipe import RunConfig, run
 
     config = RunConfig(recipe=str(recipe), out=None if out is None else str(out))
-    raise typer.Exit(run(config, _console(), provenance("torch")))
-
-
-def _console() -> Console:
-    """A terminal as wide as it is; in a file no line is broken and no table cut."""
-    console = Console()
-    return console if console.is_terminal else Console(width=160)
+    raise typer.Exit(run(config, plain_console(), provenance("torch")))
 
 
 def _names(paths: list[Path] | None) -> tuple[str, ...]:

@@ -2,8 +2,10 @@
 
 import errno
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -267,6 +269,25 @@ def test_a_corpus_without_an_example_is_refused(config: CaptureConfig, tmp_path:
     empty.touch()
     with pytest.raises(ConfigError, match=r"empty\.jsonl: no example in it"):
         quietly(change(config, corpus=(str(empty),)))
+
+
+def test_a_capture_that_the_disk_cannot_hold_does_not_begin(config: CaptureConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=30_000))
+    monkeypatch.setattr(Target, "open", None)
+    with pytest.raises(ConfigError, match=r"the states of 514 tokens take .* and 30 kB are free"):
+        quietly(config)
+    monkeypatch.undo()
+    assert quietly(change(config, disk=10_000_000))[0] == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    assert quietly(config)[0] == 0, "all of it is there"
+
+
+def test_a_shard_whose_bytes_are_not_a_shards_is_named(config: CaptureConfig, target: Target):
+    capture(config, target)
+    shard = Path(config.out) / "shard-00001.safetensors"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(ConfigError, match=r"shard-00001.safetensors: damaged"):
+        everything(Stored(Path(config.out)))
 
 
 def test_two_runs_do_not_write_one_capture(config: CaptureConfig):

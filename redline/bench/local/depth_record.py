@@ -11,7 +11,7 @@ import torch
 
 from redline.bench.local.depth import Depth, Timing
 from redline.bench.local.record import provenance
-from redline.disk import write_whole, written
+from redline.disk import save, written
 from redline.errors import ConfigError
 from redline.ops.op import Machine
 from redline.wire.base import Record
@@ -147,4 +147,4 @@ def append(path: Path, record: DepthRecord) -> None:
     records = [*(read(path) if path.exists() else []), record]
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+    save(path, msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
