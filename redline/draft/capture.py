@@ -34,7 +34,7 @@ from redline.worker.engine import pick_device
 
 INDEX = "index.json"
 SHARD_BYTES = 256 << 20
-SHARD_OVERHEAD = 4096  # bytes of a shard's header, at most
+SHARD_OVERHEAD = 1024  # bytes of a shard's header, at most: five names, types, shapes and places
 OPEN_SHARDS = 32  # that a reader keeps mapped
 NAMED = 20  # skipped examples that are printed one by one
 INTERRUPTED = 130  # what a shell expects after Ctrl-C

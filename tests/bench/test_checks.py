@@ -111,6 +111,20 @@ def test_equals_ignores_case_space_and_final_punctuation_only() -> None:
     assert grade({"equals": "犬"}, "犬。", []).ok is True
 
 
+@pytest.mark.parametrize("end", [*".!?。！？ ", "?! ", " .\n", "\t"])
+def test_any_final_punctuation_is_none_of_the_answer(end: str) -> None:
+    assert grade({"equals": "Oslo"}, f"Oslo{end}", []).ok is True
+    assert grade({"equals": f"Oslo{end}"}, "Oslo", []).ok is True
+    assert grade({"equals": "Oslo"}, f"{end}x{end}Oslo", []).ok is False
+
+
+def test_equals_knows_letters_whose_cases_differ_in_length_and_keeps_other_signs() -> None:
+    assert grade({"equals": "Straße"}, "STRASSE", []).ok is True
+    assert grade({"equals": "Oslo"}, "\n Oslo", []).ok is True
+    for answer in ("Oslo,", "Oslo:", "Oslo)", "-Oslo", ".Oslo", "Os lo", "Oslo. Yes"):
+        assert grade({"equals": "Oslo"}, answer, []).ok is False, answer
+
+
 def test_two_keys_must_both_hold() -> None:
     check = {"number": 4, "no_tool_calls": True}
     assert grade(check, "4", []).ok is True
