@@ -54,6 +54,7 @@ from nano.draft_store import pack, unpack
 from redline.chat.lines import conversation
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.disk import write_whole
 from redline.draft import capture as draft_capture
 from redline.draft import evaluate as draft_evaluate
 from redline.draft import synth as draft_synth
@@ -63,7 +64,6 @@ from redline.draft.budget import Budget
 from redline.draft.capture import CaptureConfig, Stored
 from redline.draft.choose import Choose, answer_tokens, choose, mix, uniform, weights
 from redline.draft.corpus import Example, mend, read_examples
-from redline.draft.disk import write_whole
 from redline.draft.evaluate import Asked, EvalConfig, jobs_of
 from redline.draft.mine import scored
 from redline.draft.prompts import read_prompts

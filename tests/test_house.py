@@ -34,7 +34,7 @@ FLAGS = {
     "serve": "--host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
     "--draft --draft-tokens --draft-trace --log-level",
     "chat": "--url --model --instant --temperature --system --key",
-    "eval": "--sets --run-code --against --kv-dtype --save",
+    "eval": "--sets --limit --run-code --against --kv-dtype --save",
     "doctor": "",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --kv-dtype --batch --context "
     "--repeats --save",
@@ -178,12 +178,13 @@ def test_the_changelog_knows_this_version():
 # ---------------------------------------------------------------------------------------------------- dependencies
 
 # DESIGN section 5. uvicorn runs on uvloop and httptools; httpx is `redline chat`'s client, prompt-toolkit its prompt: a
-# paste is one question in every terminal, which input() cannot promise.
+# paste is one question in every terminal, which input() cannot promise; jsonschema grades answers in `redline eval`;
+# filelock, which torch needs too, keeps corpora and folders to one process.
 RUN_TIME = {
     "torch": "torch", "numpy": "numpy", "safetensors": "safetensors", "msgspec": "msgspec", "pyzmq": "zmq",
     "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": "uvloop",
     "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer",
-    "rich": "rich", "prompt-toolkit": "prompt_toolkit",
+    "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
 }  # fmt: skip
 EXTRAS = {"matplotlib", "accelerate", "deepspeed"}  # plots and training: `bench`, `draft`, `train`
 TRITON = ROOT / "redline" / "ops" / "triton_kernels"  # comes with torch for CUDA; imported where a GPU's op is called
@@ -286,4 +287,4 @@ def test_rooms_that_decide_know_no_gpu_even_where_the_checker_does_not_look(room
 def test_the_import_laws_name_every_room():
     layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
     named = {room.strip() for layer in layers for room in layer.split("|")}
-    assert named == {"__main__", *ROOMS, "errors"}
+    assert named == {"__main__", *ROOMS, "disk", "progress", "errors"}

@@ -10,6 +10,8 @@ import msgspec
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.wire.base import Record
 
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what a line that is no record of ours raises
+
 
 class CalledFunction(Record, frozen=True):
     name: str

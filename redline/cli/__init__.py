@@ -10,6 +10,7 @@ from typing import Annotated, Any, TextIO
 
 import typer
 
+from redline.cli.console import plain_console
 from redline.cli.draft import app as draft
 from redline.cli.terminal import Terminal, one_line
 from redline.errors import ConfigError, RedlineError
@@ -141,6 +142,9 @@ def chat(
 def evaluate(
     folder: Folder,
     sets: Annotated[Path | None, typer.Option(help="The folder of prompts. Absent: FOLDER/eval.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of each kind of each set, at most; always the same. Absent: all.")
+    ] = None,
     run_code: Annotated[
         bool,
         typer.Option("--run-code", help="Run the functions that the model writes, each in a closed child process."),
@@ -150,9 +154,13 @@ def evaluate(
     save: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
 ) -> None:
     """Grade a model on the prompts in FOLDER/eval: greedy, thinking, a table by kind."""
+    from redline.cli.evaluate import EvalConfig
     from redline.cli.evaluate import evaluate as run
 
-    raise typer.Exit(run(folder, sets, run_code, against, kv_dtype, save, Terminal()))
+    config = EvalConfig(
+        folder=folder, sets=sets, limit=limit, run_code=run_code, against=against, kv_dtype=kv_dtype, save=save
+    )
+    raise typer.Exit(run(config, plain_console()))
 
 
 @app.command()
@@ -236,7 +244,7 @@ def bench_decode(
             name = next(iter(given)).replace("_", "-")
             raise ConfigError(f"--{name} is of a --shape; a checkpoint is measured as it is")
         batches, contexts = batch or [1, 4, 16], context or [200, 4000]
-        raise typer.Exit(run(folder, batches, contexts, kv_dtype or "bf16", repeats or 40, save, Terminal()))
+        raise typer.Exit(run(folder, batches, contexts, kv_dtype or "bf16", repeats or 40, save, plain_console()))
     if folder is not None or shape is None:
         raise ConfigError("give a checkpoint's folder or --shape, one of the two")
     config = DepthConfig(
@@ -248,7 +256,7 @@ def bench_decode(
         save=None if save is None else str(save),
         **given,
     )
-    raise typer.Exit(bench_depth(config, Terminal()))
+    raise typer.Exit(bench_depth(config, plain_console()))
 
 
 @bench.command(name="speculate")
@@ -288,7 +296,7 @@ def bench_speculate(
         repeats=repeats,
         save=None if save is None else str(save),
     )
-    raise typer.Exit(measure(config, Terminal()))
+    raise typer.Exit(measure(config, plain_console()))
 
 
 def main() -> None:

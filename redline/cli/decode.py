@@ -2,16 +2,14 @@
 
 import gc
 import itertools
+from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 import torch
 from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.table import Table
 
 from redline.bench.local import depth_cpu, depth_gpu
-from redline.bench.local.decode import DecodeCase
 from redline.bench.local.decode import bench_decode as measure_decode
 from redline.bench.local.depth import Build, Depth, Timing, depth_of, measure_step
 from redline.bench.local.depth_fit import Memory, check
@@ -19,12 +17,16 @@ from redline.bench.local.depth_record import KV_DTYPES, DepthRecord, append, rea
 from redline.bench.local.machine import measure
 from redline.bench.local.record import provenance
 from redline.bench.local.routing import OVERLAP
+from redline.cli.console import save_result, say, until_interrupted
+from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
 from redline.model.shapes import shape
 from redline.ops import native
 from redline.ops.cuda.kernel import has_kernels, why_not
 from redline.ops.op import Machine
+from redline.progress import Working
+from redline.run.runner import Runner
 from redline.wire.base import Record
 from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
@@ -42,7 +44,10 @@ def bench_decode(
     save: Path | None,
     console: Console,
 ) -> int:
+    """Measures, prints, saves; 130 after Ctrl-C. Raises ConfigError or CheckpointError."""
     dtype = kv_dtype_of(kv_dtype)
+    if save is not None:
+        check_output(save)
     longest = max(contexts) + repeats + 128
     tokens = max(batches) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
     config = EngineConfig(
@@ -52,23 +57,38 @@ def bench_decode(
         max_running=max(batches),
         step_tokens=max(512, *batches),
     )
-    runner = Engine.load(folder, config).runner
-    torch.set_num_threads(native.threads())
-    machine = measure(runner.model.device, working_set_bytes=runner.model.config.weight_bytes)
-    if runner.model.device.type == "cpu" and native.library() is not None:
-        torch.set_num_threads(1)
+    return until_interrupted(lambda: _bench_decode(folder, config, batches, contexts, repeats, save, console), console)
+
+
+def _bench_decode(
+    folder: Path,
+    config: EngineConfig,
+    batches: list[int],
+    contexts: list[int],
+    repeats: int,
+    save: Path | None,
+    console: Console,
+) -> int:
+    kv_dtype = config.kv_dtype
+    with ExitStack() as stack, Working("loading weights") as working:
+        runner = Engine.load(folder, config, progress=lambda done, total: working.show(done / total, 1.0)).runner
+        stack.callback(runner.close)
+        working.show(what="measuring the machine")
+        machine = _limits(runner)
+
+        def computed(done: int, total: int) -> None:
+            working.show(done, total, what="tokens")
+
+        cases = list(measure_decode(runner, machine, batches, contexts, repeats, computed))
     table = Table(
         title=f"decode, {folder.name} on {machine.name}, {kv_dtype} pages",
         caption=_caption(machine.bytes_per_s, machine.flops_per_s),
     )
     for name in ("batch", "context", "ms/step", "p10", "p90", "floor ms", "floor/time", "tokens/s"):
         table.add_column(name, justify="right")
-    cases: list[DecodeCase] = []
-    for case in measure_decode(runner, machine, batches, contexts, repeats):
-        cases.append(case)
+    for case in cases:
         figures = f"{case.ms:.2f} {case.p10_ms:.2f} {case.p90_ms:.2f} {case.floor_ms:.2f} {case.ratio:.0%}".split()
         table.add_row(str(case.batch), str(case.context), *figures, f"{1000 * case.batch / case.ms:,.0f}")
-    runner.close()
     console.print(table)
     if save is not None:
         record = {
@@ -79,9 +99,17 @@ def bench_decode(
             "flops_per_s": machine.flops_per_s,
             "cases": cases,
         }
-        save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
-        console.print(f"written to {save}", style="dim")
+        save_result(save, record, console)
     return 0
+
+
+def _limits(runner: Runner) -> Machine:
+    """This machine's, with all of its threads; a CPU's kernels have threads of their own afterwards."""
+    torch.set_num_threads(native.threads())
+    machine = measure(runner.model.device, working_set_bytes=runner.model.config.weight_bytes)
+    if runner.model.device.type == "cpu" and native.library() is not None:
+        torch.set_num_threads(1)
+    return machine
 
 
 def _caption(bytes_per_s: float, flops_per_s: float) -> str:
@@ -112,13 +140,22 @@ class DepthConfig(Record, frozen=True):
 
 
 def bench_depth(config: DepthConfig, console: Console) -> int:
-    """Measures, prints, saves. Raises ConfigError."""
+    """Measures, prints, saves case by case; 130 after Ctrl-C. Raises ConfigError."""
     device = pick_device(None)
     build = builder(device)
     measured = cases(config, forced=device.type != "cpu")
     save = None if config.save is None else Path(config.save)
-    if save is not None and save.exists():
-        read(save)  # so that a file of something else is said before minutes of measuring
+    if save is not None:
+        check_output(save)
+        if save.exists():
+            read(save)  # so that a file of something else is said before minutes of measuring
+    kept = "nothing was saved" if save is None else f"{save} holds the cases that were measured"
+    return until_interrupted(lambda: _bench_depth(config, measured, build, device, save, console), console, kept)
+
+
+def _bench_depth(
+    config: DepthConfig, measured: list[Depth], build: Build, device: torch.device, save: Path | None, console: Console
+) -> int:
     threads = torch.get_num_threads()
     torch.set_num_threads(native.threads())
     machine: Machine | None = None
@@ -131,11 +168,11 @@ def bench_depth(config: DepthConfig, console: Console) -> int:
                 machine = measure(device, min(max(case.config.weight_bytes for case in measured), READ_BYTES))
                 if device.type == "cpu" and native.library() is not None:
                     torch.set_num_threads(1)
-            record = record_of(case, _measure(case, build, device, config.repeats, console), machine)
+            record = record_of(case, _measure(case, build, device, config.repeats), machine)
             _print(record, machine, console)
             if save is not None:
                 append(save, record)
-                console.print(f"added to {save}", style="dim")
+                say(console, f"added to {save}", "dim")
     finally:
         torch.set_num_threads(threads)
     return 0
@@ -213,16 +250,21 @@ def _check_memory(case: Depth, device: torch.device) -> None:
         raise memory.refusal(free)
 
 
-def _measure(case: Depth, build: Build, device: torch.device, repeats: int, console: Console) -> Timing:
+def _measure(case: Depth, build: Build, device: torch.device, repeats: int) -> Timing:
     """ConfigError, with what would fit, where memory was short after all."""
     memory, free = Memory(case), free_memory(device)
-    with Progress(console=console, transient=True) as bar:
-        building = bar.add_task("building", total=memory.weights)
+    with Working("building") as working:
         try:
-            step = build(case, lambda done, whole: bar.update(building, completed=done, total=whole))
-            bar.update(building, visible=False)
-            timing: TaskID = bar.add_task("timing", total=1 + len(step.ops))
-            return measure_step(step, case, repeats, did=lambda: bar.advance(timing))
+            step = build(case, lambda done, whole: working.show(done / whole, 1.0))
+            timed, total = 0, 1 + len(step.ops)
+            working.show(0, total, what="timing the step and its ops")
+
+            def did() -> None:
+                nonlocal timed
+                timed += 1
+                working.show(timed, total)
+
+            return measure_step(step, case, repeats, did=did)
         except torch.OutOfMemoryError as error:
             raise memory.refusal(free) from error
 

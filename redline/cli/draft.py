@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from redline.cli.terminal import Terminal
+from redline.cli.console import plain_console
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,7 +78,7 @@ def synth(
         "shard": shard,
     }
     engine = EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, draft=draft)
-    raise typer.Exit(run(fill(SynthConfig, "synth", values, {"engine": engine}), _console()))
+    raise typer.Exit(run(fill(SynthConfig, "synth", values, {"engine": engine}), plain_console()))
 
 
 @app.command()
@@ -110,7 +110,7 @@ def capture(
         other_answers=other_answers,
         device=device,
     )
-    raise typer.Exit(run(config, _console()))
+    raise typer.Exit(run(config, plain_console()))
 
 
 @app.command()
@@ -165,7 +165,7 @@ def train(
     }
     given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     config = read_train(settings, {"target": str(target), "out": str(out), **given})
-    raise typer.Exit(run(config, _console()))
+    raise typer.Exit(run(config, plain_console()))
 
 
 @app.command()
@@ -230,7 +230,7 @@ def mine(
         "seed": seed,
         "device": device,
     }
-    raise typer.Exit(run(mine_config(values), _console()))
+    raise typer.Exit(run(mine_config(values), plain_console()))
 
 
 @app.command(name="eval")
@@ -279,7 +279,7 @@ def evaluate(
         "save": save and str(save),
         "device": device,
     }
-    raise typer.Exit(run(eval_config(values), _console(), provenance("torch")))
+    raise typer.Exit(run(eval_config(values), plain_console(), provenance("torch")))
 
 
 @app.command()
@@ -302,7 +302,7 @@ def export(
     from redline.draft.stages import fill
 
     values = {"target": str(target), "drafter": str(draft), "out": str(out), "latent": latent}
-    raise typer.Exit(run(fill(ExportConfig, "export", values, {}), _console()))
+    raise typer.Exit(run(fill(ExportConfig, "export", values, {}), plain_console()))
 
 
 @app.command(name="run")
@@ -317,13 +317,7 @@ def run_recipe(
     from redline.draft.recipe import RunConfig, run
 
     config = RunConfig(recipe=str(recipe), out=None if out is None else str(out))
-    raise typer.Exit(run(config, _console(), provenance("torch")))
-
-
-def _console() -> Terminal:
-    """A terminal as wide as it is; in a file no line is broken and no table cut."""
-    console = Terminal()
-    return console if console.is_terminal else Terminal(width=160)
+    raise typer.Exit(run(config, plain_console(), provenance("torch")))
 
 
 def _names(paths: list[Path] | None) -> tuple[str, ...]:

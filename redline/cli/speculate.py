@@ -4,15 +4,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from redline.bench.local.record import provenance
 from redline.bench.local.speculate import (
     Asker,
     Part,
+    Question,
     Rate,
     bench_parts,
     bench_rates,
@@ -22,9 +21,13 @@ from redline.bench.local.speculate import (
 )
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
+from redline.cli.console import save_result, until_interrupted
+from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
 from redline.model.eagle3 import Eagle3
+from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
@@ -49,8 +52,10 @@ class SpeculateConfig(Record, frozen=True):
 
 
 def run(config: SpeculateConfig, console: Console) -> int:
-    """Measures, prints, saves. Raises ConfigError or CheckpointError."""
+    """Measures, prints, saves; 130 after Ctrl-C. Raises ConfigError or CheckpointError."""
     folder = Path(config.folder)
+    if config.save is not None:
+        check_output(Path(config.save))
     target = Checkpoint.open(folder).config
     Eagle3.open(config.draft, target)  # so that a wrong folder is said before anything is loaded
     paths = [Path(name) for name in config.prompts] or sorted((folder / "eval").glob("*.jsonl"))
@@ -59,6 +64,12 @@ def run(config: SpeculateConfig, console: Console) -> int:
     questions = read_questions(paths, Tokenizer.open(folder), style_of(folder), config.questions)
     if not questions:
         raise ConfigError(f"{', '.join(map(str, paths))}: no prompt in it")
+    return until_interrupted(lambda: _run(config, folder, target, questions, console), console)
+
+
+def _run(
+    config: SpeculateConfig, folder: Path, target: K2Config, questions: Sequence[Question], console: Console
+) -> int:
     longest = max(len(question.tokens) for question in questions) + config.max_tokens
     pages = max(config.batch) * (2 + longest // PAGE_TOKENS) + 8
     row_bytes = 2 * (target.num_hidden_layers + 8) * target.kv_width  # a drafter's row is no wider than a few layers'
@@ -67,12 +78,20 @@ def run(config: SpeculateConfig, console: Console) -> int:
     )
     domains = len({question.domain for question in questions})
     rates: list[Rate] = []
-    with ExitStack() as stack, Progress(console=console, transient=True) as bar:
+    with ExitStack() as stack, Working("loading the engines of each variant") as working:
         engines = {name: stack.enter_context(Engine.open(folder, one)) for name, one in opened.items()}
         askers = {name: Asker(engine, config.max_tokens) for name, engine in engines.items()}
-        task = bar.add_task("asking", total=len(config.batch) * domains * config.rounds * len(askers))
+        asked, total = 0, len(config.batch) * domains * config.rounds * len(askers)
+        working.show(0, total, what="turns of asking")
+
+        def did() -> None:
+            nonlocal asked
+            asked += 1
+            working.show(asked, total)
+
         for batch in config.batch:
-            rates += bench_rates(askers, questions, batch, config.rounds, lambda: bar.advance(task))
+            rates += bench_rates(askers, questions, batch, config.rounds, did)
+        working.show(what="timing the parts of a step")
         model = engines["off"].engine.model
         drafter = Eagle3.open(config.draft, model.config)
         drafter.prepare(model)
@@ -88,9 +107,7 @@ def run(config: SpeculateConfig, console: Console) -> int:
             "mean_times": {f"{variant}, batch {batch}": ratio for (variant, batch), ratio in mean_times(rates).items()},
             "parts": parts,
         }
-        path = Path(config.save)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
-        console.print(f"written to {path}", style="dim")
+        save_result(Path(config.save), record, console)
     return 0
 
 

@@ -19,21 +19,22 @@ from typing import Any
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
+from redline.disk import alone, check_room, human, is_full, sync, unwritable, write_whole
 from redline.draft.corpus import Example, Reader, read_about
-from redline.draft.disk import alone, human, is_full, sync, write_whole
-from redline.draft.target import Target
+from redline.draft.target import Target, layers_of
 from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.progress import Working
 from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
 INDEX = "index.json"
 SHARD_BYTES = 256 << 20
-SHARD_OVERHEAD = 4096  # bytes of a shard's header, at most
+SHARD_OVERHEAD = 1024  # bytes of a shard's header, at most: five names, types, shapes and places
 OPEN_SHARDS = 32  # that a reader keeps mapped
 NAMED = 20  # skipped examples that are printed one by one
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
@@ -111,49 +112,61 @@ class Captured(Record, frozen=True):
 
 def run(config: CaptureConfig, console: Console) -> int:
     """0, also where `disk` is reached; 1 where the disk is full; 130 after Ctrl-C. Raises ConfigError."""
-    _check(config)
+    check(config)
     with alone(Path(config.out)):
         return _run(config, console)
 
 
 def _run(config: CaptureConfig, console: Console) -> int:
     out = Path(config.out)
-    columns = TextColumn("capture"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}")
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
     try:
-        with bar:
-            task = bar.add_task("loading", total=None, rate="")
+        with Working("reading the corpus") as working:
+            _check_room(config)
+            working.show(what="loading weights")
             target = Target.open(
                 config.target,
                 pick_device(config.device),
                 config.layer_ids,
-                lambda done, total: bar.update(task, completed=done, total=total, rate="loading weights"),
+                lambda done, total: working.show(done / total, 1.0),
             )
             start = time.monotonic()
 
             def show(done: int, total: int, tokens: int) -> None:
                 rate = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
-                bar.update(task, completed=done, total=total, rate=rate)
+                working.show(done / max(total, 1), 1.0, what="capture", note=rate)
 
             if not config.other_answers:
                 taught_by(config.corpus, target.fingerprint)
             console.print(explain(index_of(config, target)), highlight=False)
             done = capture(config, target, show)
     except KeyboardInterrupt:
-        console.print(f"stopped: {_holds(out)}; the same command goes on", highlight=False)
+        console.print(
+            f"stopped: {_holds(out)}; the same command goes on", highlight=False, markup=False, soft_wrap=True
+        )
         return INTERRUPTED
     except Exception as error:  # safetensors has an error of its own for a full disk
         if not is_full(error):
             raise
         sweep(out)
-        console.print(f"the disk is full: {_holds(out)}; the same command goes on", style="red", highlight=False)
+        console.print(
+            f"the disk is full: {_holds(out)}; the same command goes on",
+            style="red",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
         return 1
     for message in done.skipped[:NAMED]:
         console.print(f"skipped {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if done.skipped:
         console.print(f"{len(done.skipped):,} examples were skipped", style="yellow", highlight=False)
     rate = done.tokens / max(done.seconds, 1e-9)
-    console.print(f"{done.tokens:,} tokens captured ({rate:,.0f} tokens/s); {_holds(out)}", highlight=False)
+    console.print(
+        f"{done.tokens:,} tokens captured ({rate:,.0f} tokens/s); {_holds(out)}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     if done.full:
         console.print(
             f"stopped at --disk {human(config.disk or 0)} before the corpus ended; the same command with more goes on",
@@ -213,7 +226,7 @@ def index_of(config: CaptureConfig, target: Target) -> Index:
         layer_ids=target.layer_ids,
         hidden=hidden,
         max_tokens=config.max_tokens,
-        bytes_per_token=(layers + 1) * hidden * 2 + 4 + 1,
+        bytes_per_token=token_bytes(layers, hidden),
     )
 
 
@@ -276,7 +289,7 @@ class _Folder:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{folder}: cannot be written ({error.strerror})") from None
+            raise unwritable(folder, error) from None
         if (folder / INDEX).exists():
             self.index = read_index(folder)
             for field in ("fingerprint", "layer_ids", "hidden", "max_tokens"):
@@ -383,8 +396,12 @@ class Stored:
 
         @lru_cache(OPEN_SHARDS)
         def opened(number: int) -> tuple[Any, list[int]]:
-            tensors = safe_open(self._folder / self.index.shards[number].file, framework="pt")
-            return tensors, tensors.get_tensor("offsets").tolist()
+            file = self._folder / self.index.shards[number].file
+            try:
+                tensors = safe_open(file, framework="pt")
+                return tensors, tensors.get_tensor("offsets").tolist()
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{file}: damaged ({error}): copy or capture it again") from None
 
         for place in shuffled([id for id, *_ in self._examples], epoch, seed)[rank::world]:
             id, number, first, end = self._examples[place]
@@ -510,13 +527,35 @@ def _windows(example: Example, cut: Sequence[range], features: Tensor, last: Ten
     ]
 
 
-def _check(config: CaptureConfig) -> None:
+def check(config: CaptureConfig) -> None:
+    """ConfigError where something is wrong or missing, before anything is loaded."""
     if not config.corpus:
         raise ConfigError("corpus: nothing to capture; name a file that `redline draft synth` has written")
     for name in ("disk", "max_tokens", "shard_bytes"):
         value = getattr(config, name)
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}; expected more than 0")
+    pick_device(config.device)
+    layers_of(config.layer_ids, Checkpoint.open(config.target).config)
+
+
+def _check_room(config: CaptureConfig) -> None:
+    """ConfigError where the disk has not as much room as what is not there yet will take, or as it may take."""
+    out, target = Path(config.out), Checkpoint.open(config.target).config
+    index = read_index(out) if (out / INDEX).exists() else None
+    there = set[str]() if index is None else index.ids
+    reader = Reader(*map(Path, config.corpus))
+    tokens = sum(len(example.tokens) for example in reader if example.id not in there)
+    layers = len(layers_of(config.layer_ids, target))
+    needed = tokens * token_bytes(layers, target.hidden_size)
+    if config.disk is not None:
+        needed = min(needed, config.disk - (0 if index is None else index.bytes))
+    check_room(out, needed, f"the states of {tokens:,} tokens take")
+
+
+def token_bytes(layers: int, hidden: int) -> int:
+    """Of a stored token: bf16 states of the captured layers and the last, its id, its loss."""
+    return (layers + 1) * hidden * 2 + 4 + 1
 
 
 def _holds(out: Path) -> str:

@@ -12,7 +12,8 @@ from typing import NamedTuple, Self
 
 import msgspec
 
-from redline.draft.disk import hold, write_whole
+from redline.chat.lines import NOT_JSON
+from redline.disk import hold, unwritable, write_whole
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
@@ -82,7 +83,7 @@ class Reader:
                         try:
                             example = decoder.decode(line)
                             reason = _wrong(example) if example.id not in seen else f"id {example.id!r} a second time"
-                        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                        except NOT_JSON as error:
                             example, reason = None, str(error) if line.strip() else "the line is empty"
                         if example is not None and reason is None:
                             seen.add(example.id)
@@ -114,15 +115,15 @@ class Writer:
     def __init__(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self.cut = mend(path)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._held = hold(path)
+            try:
+                self.cut = _mend(path)
+                self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            except OSError:
+                self._held.release()
+                raise
         except OSError as error:
-            raise ConfigError(f"{path}: cannot be written ({error.strerror})") from None
-        try:
-            hold(self._file, path)
-        except ConfigError:
-            os.close(self._file)
-            raise
+            raise unwritable(path, error) from None
         self._path = path
         self._unsynced = 0
 
@@ -146,6 +147,7 @@ class Writer:
             self._sync()
         finally:
             os.close(self._file)
+            self._held.release()
 
     def _sync(self) -> None:
         os.fsync(self._file)
@@ -166,12 +168,24 @@ class Writer:
 def mend(path: Path) -> int:
     """Ends the file's last line, or cuts it off where it is no whole JSON value. Gives the bytes cut off.
 
-    ConfigError where another process is writing the file: its last line may be in the making.
+    ConfigError where it cannot be written, or another process is writing it: its last line may be in the making.
     """
     if not path.exists():
         return 0
+    try:
+        held = hold(path)
+        try:
+            return _mend(path)
+        finally:
+            held.release()
+    except OSError as error:
+        raise unwritable(path, error) from None
+
+
+def _mend(path: Path) -> int:
+    if not path.exists():
+        return 0
     with open(path, "rb+") as file:
-        hold(file.fileno(), path)
         end = file.seek(0, os.SEEK_END)
         start = end
         while start > 0:  # backwards to the line's beginning
@@ -187,7 +201,7 @@ def mend(path: Path) -> int:
         file.seek(start)
         try:
             msgspec.json.decode(file.read())
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except NOT_JSON:
             file.truncate(start)
             return end - start
         file.write(b"\n")

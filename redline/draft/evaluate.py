@@ -23,21 +23,24 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import Tokenizer
+from redline.disk import check_output, save
 from redline.draft.corpus import Example, read_examples
 from redline.draft.prompts import prompts, read_prompts
 from redline.draft.report import drawn, length_plot, narrow, tell_skipped
 from redline.draft.score import Scores, Serving, walk
 from redline.draft.scorer import Scorer
+from redline.draft.synth import INTERRUPTED, check_target, sampling_check
 from redline.draft.target import Target
 from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
 from redline.model.eagle3 import Eagle3
+from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
@@ -335,17 +338,41 @@ def table(evaluation: Evaluation, mode: Mode) -> Table:
 
 
 def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
-    """Measures, prints, saves; 1 where the engine and the trainer's estimate disagree. Raises ConfigError.
+    """Measures, prints, saves; 1 where the engine and the trainer's estimate disagree, 130 after Ctrl-C.
 
-    origin: where and when the numbers were made, to be saved with them.
+    origin: where and when the numbers were made, to be saved with them. Raises ConfigError.
     """
+    asked, skipped = check(config)
+    tell_skipped(skipped, console)
+    Eagle3.open(config.draft, Checkpoint.open(config.target).config)  # so that a wrong folder is said now
+    try:
+        return _run(config, asked, console, origin)
+    except KeyboardInterrupt:
+        console.print("stopped: nothing was saved", highlight=False)
+        return INTERRUPTED
+
+
+def check(config: EvalConfig) -> "tuple[list[Asked], list[str]]":
+    """What will be asked, and a message for each line that is no prompt. The drafter is not looked at: it may be
+    another's work to make. ConfigError where anything else is wrong or missing."""
     if sum(map(bool, (config.prompts, config.corpus, config.domains))) != 1:
         raise ConfigError("redline draft eval: give one of --prompts, --corpus and --domain")
     if min(config.count, config.max_tokens, config.batch) < 1:
         raise ConfigError("redline draft eval: --count, --max-tokens and --batch are at least 1")
+    if min(config.rounds, config.offline) < 0:
+        raise ConfigError("redline draft eval: --rounds and --offline are 0 or more")
     if not config.k or min(config.k) < 1:
         raise ConfigError(f"redline draft eval: --k is {config.k}; expected drafts per round, each at least 1")
-    asked = _asked(config, console)
+    if not config.modes:
+        raise ConfigError("redline draft eval: --mode: expected greedy or sampled")
+    sampling_check(config.temperature, config.top_p)
+    check_target(Path(config.target), config.device)
+    if config.save is not None:
+        check_output(Path(config.save))
+    return _asked(config)
+
+
+def _run(config: EvalConfig, asked: Sequence[Asked], console: Console, origin: Mapping[str, Any] | None) -> int:
     offline = functools.partial(_offline, config) if config.offline else None
 
     def open_engine(k: int) -> LocalEngine:
@@ -361,21 +388,20 @@ def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None =
             ),
         )
 
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
+    with Working("loading the engine") as working:
         domains = len({one.domain for one in asked})
-        total = domains * config.rounds * len(config.k) * len(config.modes) or None
-        task = bar.add_task("measuring", total=total)
+        total = domains * config.rounds * len(config.k) * len(config.modes)
         before: dict[str, int] = {}
 
         def done(what: str, rounds: int) -> None:
             before[what] = min(rounds, domains * config.rounds) if config.rounds else rounds
-            bar.update(task, description=what, completed=sum(before.values()))
+            working.show(sum(before.values()), total, what="rounds", note=what)
 
         evaluation = evaluate(open_engine, asked, config, offline, done)
     for mode in config.modes:
         console.print(table(evaluation, mode))
     for line in evaluation.short:
-        console.print(f"prompts ran out: {line}", style="yellow")
+        console.print(f"prompts ran out: {line}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     found = first_draft_check(evaluation)
     if found is not None:
         engine, foretold, rounds = found
@@ -391,11 +417,8 @@ def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None =
 
 
 def _save(path: Path, facts: Mapping[str, Any], evaluation: Evaluation, console: Console) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(
-        msgspec.json.format(msgspec.json.encode({**facts, **msgspec.structs.asdict(evaluation)}), indent=1)
-    )
-    console.print(f"written to {path}", style="dim")
+    save(path, msgspec.json.format(msgspec.json.encode({**facts, **msgspec.structs.asdict(evaluation)}), indent=1))
+    console.print(f"written to {path}", style="dim", highlight=False, markup=False, soft_wrap=True)
     lengths: dict[str, dict[str, dict[int, tuple[float, float, float]]]] = defaultdict(lambda: defaultdict(dict))
     for one in evaluation.measured:
         lengths[one.mode][one.domain][one.k] = (one.length, one.low, one.high)
@@ -404,7 +427,7 @@ def _save(path: Path, facts: Mapping[str, Any], evaluation: Evaluation, console:
         drawn(picture, console, length_plot, by_domain, f"acceptance length, {mode}")
 
 
-def _asked(config: EvalConfig, console: Console) -> list[Asked]:
+def _asked(config: EvalConfig) -> tuple[list[Asked], list[str]]:
     """The prompts of a file, of a corpus or of our own templates. Raises ConfigError."""
     if config.corpus is not None:
         examples, skipped = read_examples(Path(config.corpus))
@@ -416,10 +439,9 @@ def _asked(config: EvalConfig, console: Console) -> list[Asked]:
         asked = [
             Asked(one.id, one.domain, one.language, tuple(encode(conversation(one), tokenizer, style))) for one in found
         ]
-    tell_skipped(skipped, console)
     if not asked:
         raise ConfigError(f"{config.prompts or config.corpus}: no prompt in it")
-    return asked
+    return asked, skipped
 
 
 def _offline(config: EvalConfig, engine: LocalEngine) -> Offline:

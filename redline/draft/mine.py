@@ -10,6 +10,7 @@
 Answering goes on where it was killed; the rest is computed again, to the same bits.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,21 +18,21 @@ from pathlib import Path
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from redline.chat.generation import generation_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.disk import alone, is_full, save, unwritable
 from redline.draft.again import answer_afresh
 from redline.draft.buckets import Bucket, Scored, buckets, rejections, since_control
 from redline.draft.choose import Choose, answer_tokens, choose, mix, weights, window
 from redline.draft.corpus import About, Example, Writer, claim, read_examples
-from redline.draft.disk import alone, write_whole
 from redline.draft.report import bucket_plot, bucket_table, drawn, tell_skipped
 from redline.draft.score import Proposals, Scores, Serving
 from redline.draft.scorer import Scorer
-from redline.draft.synth import existing, sampling_check
+from redline.draft.synth import check_target, existing, sampling_check
 from redline.draft.traces import read_traces
 from redline.errors import ConfigError
+from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.job import Sampling
 from redline.worker.config import EngineConfig
@@ -97,13 +98,19 @@ def scored(example: Example, scores: Scores, controls: frozenset[int]) -> Scored
 
 def run(config: MineConfig, console: Console) -> int:
     """All of it: 0, or 130 after Ctrl-C. Raises ConfigError."""
-    _check(config)
+    check(config)
+    answers = Path(config.out) / "hard.jsonl"
     try:
         with alone(Path(config.out)):
             return _run(config, console)
     except KeyboardInterrupt:
-        console.print(f"stopped: the answers in {Path(config.out) / 'hard.jsonl'} are kept; the same command goes on")
+        kept = f"the answers in {answers} are kept; " if answers.exists() else ""
+        console.print(f"stopped: {kept}the same command goes on", highlight=False, markup=False, soft_wrap=True)
         return INTERRUPTED
+    except OSError as error:
+        if not is_full(error):
+            raise
+        raise unwritable(Path(config.out), error) from None
 
 
 def _run(config: MineConfig, console: Console) -> int:
@@ -124,20 +131,20 @@ def _run(config: MineConfig, console: Console) -> int:
         console.print("temperature is 0: one answer to each chosen prompt, since others would be the same", style="dim")
 
     scorer = Scorer.open(config.target, config.draft, config.device)
-    write_whole(out / "config.json", msgspec.json.format(msgspec.json.encode(config), indent=1))
+    save(out / "config.json", msgspec.json.format(msgspec.json.encode(config), indent=1))
     refused = {one.id: reason for one in (*base.examples, *traced.examples) if (reason := scorer.refusal(one))}
     skipped = [*base.skipped, *traced.skipped, *(f"{id}: {reason}" for id, reason in refused.items())]
     tell_skipped(skipped, console)
     replayed = [one for one in base.examples if one.id not in refused]
     candidates = _some([*replayed, *(one for one in traced.examples if one.id not in refused)], config.examples)
-    marked = _score(candidates, scorer, config, Serving(config.proposals, temperature, top_p), console)
+    marked = _score(candidates, scorer, config, Serving(config.proposals, temperature, top_p))
     del scorer  # the engine that answers loads the target again
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     found = buckets(marked, config.traffic or None)
     positions = sum(len(one.scores.position_R) for one in marked)
     report = Mined(examples=len(marked), positions=positions, skipped=len(skipped), buckets=tuple(found))
-    write_whole(out / "report.json", msgspec.json.format(msgspec.json.encode(report), indent=1))
+    save(out / "report.json", msgspec.json.format(msgspec.json.encode(report), indent=1))
     console.print(bucket_table(found, TABLE_ROWS))
     drawn(out / "report.png", console, bucket_plot, found)
 
@@ -169,18 +176,19 @@ def _run(config: MineConfig, console: Console) -> int:
         top_k=generation.top_k,
         min_p=generation.min_p,
     )
-    fresh = _answer(chosen, answers, config, sampling, out / "hard.jsonl", console) if answers else []
+    fresh = _answer(chosen, answers, config, sampling, out / "hard.jsonl") if answers else []
     equal, seed = config.equal_domains, config.seed
     if fresh:
         windows = mix([], windows, int(budget * config.windows), replay=0.0, equal_domains=equal, seed=seed)
     mixed = mix(replayed, [*windows, *fresh], total, replay=config.replay, equal_domains=equal, seed=seed)
     _write(out / "mixed.jsonl", mixed)
     hard = {example.id for example in (*windows, *fresh)}
-    console.print(_summary(mixed, hard, out), highlight=False)
+    console.print(_summary(mixed, hard, out), highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
-def _check(config: MineConfig) -> None:
+def check(config: MineConfig) -> None:
+    """ConfigError where something is wrong or missing, before anything is loaded."""
     for name in ("replay", "cap", "windows"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; expected a share from 0 to 1")
@@ -190,6 +198,9 @@ def _check(config: MineConfig) -> None:
     sampling_check(config.temperature, config.top_p)
     if min(config.examples, config.answers) < 0 or any(share < 0 for share in config.traffic.values()):
         raise ConfigError("examples, answers and the shares of traffic cannot be negative")
+    if not all(math.isfinite(share) for share in config.traffic.values()):
+        raise ConfigError("traffic: a share is not a finite number")
+    check_target(Path(config.target), config.device)
 
 
 def _check_folder(out: Path, config: MineConfig) -> None:
@@ -199,7 +210,7 @@ def _check_folder(out: Path, config: MineConfig) -> None:
         before = msgspec.json.decode(path.read_bytes(), type=MineConfig)
     except FileNotFoundError:
         before = config
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"{path}: {error}; name another --out, or remove the folder") from None
     for field in set(MineConfig.__struct_fields__) - {"out", "batch", "device"}:
         was, now = getattr(before, field), getattr(config, field)
@@ -220,18 +231,20 @@ def _some(examples: Sequence[Example], most: int) -> list[Example]:
     return found
 
 
-def _score(
-    examples: Sequence[Example], scorer: Scorer, config: MineConfig, serving: Serving, console: Console
-) -> list[Scored]:
+def _score(examples: Sequence[Example], scorer: Scorer, config: MineConfig, serving: Serving) -> list[Scored]:
     first = Tokenizer.open(Path(config.target)).vocab_size - RESERVED
     controls = frozenset(range(first, first + RESERVED))
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as bar:
-        found = bar.track(scorer.scores(examples, config.steps, serving), len(examples), description="scoring")
-        return [scored(example, scores, controls) for example, scores in zip(examples, found, strict=True)]
+    found: list[Scored] = []
+    with Working("scored examples") as working:
+        working.show(0, len(examples))
+        for example, scores in zip(examples, scorer.scores(examples, config.steps, serving), strict=True):
+            found.append(scored(example, scores, controls))
+            working.show(len(found), len(examples))
+    return found
 
 
 def _answer(
-    chosen: Sequence[Example], answers: int, config: MineConfig, sampling: Sampling, path: Path, console: Console
+    chosen: Sequence[Example], answers: int, config: MineConfig, sampling: Sampling, path: Path
 ) -> list[Example]:
     """Appends to `path` what is not there yet, and gives all answers to the chosen prompts."""
     wanted = {f"{example.id} again {number}" for example in chosen for number in range(1, answers + 1)}
@@ -239,9 +252,9 @@ def _answer(
     if wanted - have:
         engine_config = EngineConfig(max_running=config.batch, device=config.device)
         with (
+            Working("fresh answers") as working,
             Engine.open(config.target, engine_config) as engine,
             Writer(path) as writer,
-            Progress(console=console, disable=not console.is_terminal, transient=True) as bar,
         ):
             claim(
                 path,
@@ -253,10 +266,9 @@ def _answer(
                     min_p=sampling.min_p,
                 ),
             )
-            task = bar.add_task("answering", total=len(wanted))
 
             def done(asked: int) -> None:
-                bar.update(task, completed=asked)
+                working.show(asked, len(wanted))
 
             for example in answer_afresh(engine, chosen, sampling, answers, config.seed, have, done):
                 writer.append(example)
@@ -264,7 +276,7 @@ def _answer(
 
 
 def _write(path: Path, examples: Iterable[Example]) -> None:
-    write_whole(path, b"".join(msgspec.json.encode(example) + b"\n" for example in examples))
+    save(path, b"".join(msgspec.json.encode(example) + b"\n" for example in examples))
 
 
 def _summary(mixed: Sequence[Example], hard: set[str], out: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from redline.chat.lines import CalledFunction, CallMade, Chat, DeclaredFunction, DeclaredTool, Turn
+from redline.chat.lines import NOT_JSON, CalledFunction, CallMade, Chat, DeclaredFunction, DeclaredTool, Turn
 from redline.errors import ConfigError
 
 Turns = Literal["all", "last"]
@@ -64,7 +64,7 @@ def read_prompts(*paths: Path, turns: Turns = "last") -> Prompts:
             try:
                 prompt = named(_without_answer(decoder.decode(line)))
                 reason = _wrong(prompt) or (f"id {prompt.id!r} a second time" if prompt.id in seen else None)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except NOT_JSON as error:
                 prompt, reason = None, str(error) if line.strip() else "the line is empty"
             if prompt is not None and reason is None:
                 new = [turn for turn in earlier(prompt) if turn.id not in seen] if turns == "all" else []

@@ -13,6 +13,7 @@ A recipe's tables have the keys of the verbs' configurations; what the recipe it
 set there. Without [mine] the first drafter is evaluated and exported. recipe_example.toml, beside this module, is one.
 """
 
+import shlex
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,14 +22,14 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from redline.disk import alone
 from redline.draft import capture, evaluate, export, mine, synth, train
 from redline.draft.capture import CaptureConfig
-from redline.draft.disk import alone
 from redline.draft.evaluate import EvalConfig
 from redline.draft.export import ExportConfig
 from redline.draft.mine import MineConfig
 from redline.draft.stages import Stage, fill, run_stages
-from redline.draft.synth import SynthConfig
+from redline.draft.synth import INTERRUPTED, SynthConfig
 from redline.draft.traces import trace_file
 from redline.draft.train import TrainConfig
 from redline.errors import ConfigError
@@ -59,12 +60,26 @@ class _Top(Record, frozen=True):
 
 
 def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
-    """0 when the drafter is exported, else the status of the stage that ended it. Raises ConfigError."""
+    """0 when the drafter is exported, 130 after Ctrl-C, else the status of the stage that ended it.
+
+    Raises ConfigError.
+    """
     stages, out = stages_of(Path(config.recipe), None if config.out is None else Path(config.out), origin)
-    with alone(out):
-        status = run_stages(stages, out, console)
+    try:
+        with alone(out):
+            status = run_stages(stages, out, console)
+    except KeyboardInterrupt:  # between two stages, or before the work of one: a stage says itself what it keeps
+        console.print("stopped; the same command goes on", highlight=False)
+        return INTERRUPTED
     if not status:
-        console.print(f"redline serve TARGET --draft {out / 'drafter'}", highlight=False, markup=False)
+        exported = stages[-1].config
+        assert isinstance(exported, ExportConfig), f"the last stage is {stages[-1].name}"
+        console.print(
+            f"redline serve {shlex.quote(exported.target)} --draft {shlex.quote(str(out / 'drafter'))}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     return status
 
 
@@ -96,7 +111,9 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
         paths = {"weights": target, "out": corpus[0]}
         config = table("synth", SynthConfig, values, paths)
         made = (out / "corpus.jsonl", out / "corpus.jsonl.about.json")
-        stages.append(Stage("synth", config, synth.run, made, reads, facts, (*paths, "engine"), ("count",)))
+        stages.append(
+            Stage("synth", config, synth.run, made, reads, facts, (*paths, "engine"), ("count",), synth.check)
+        )
 
     def captured(name: str, source: tuple[str, ...], reads: tuple[Path, ...]) -> dict[str, Any]:
         """The trainer's source: a capture, or, streamed, the corpus itself."""
@@ -106,7 +123,7 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
         paths = {"target": target, "corpus": source, "out": str(folder)}
         config = table("capture", CaptureConfig, top.capture, paths)
         idle = (*paths, "device", "shard_bytes")
-        stages.append(Stage(name, config, capture.run, (folder,), reads, facts, idle, ("disk",)))
+        stages.append(Stage(name, config, capture.run, (folder,), reads, facts, idle, ("disk",), capture.check))
         return {"capture": str(folder), "corpus": ()}
 
     def trained(name: str, title: str, values: Mapping[str, Any], source: Mapping[str, Any], start: str | None) -> str:
@@ -115,7 +132,7 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
         if start is not None:
             paths["start"] = start
         config, reads = table(title, TrainConfig, values, paths), outside if top.stream else ()
-        stages.append(Stage(name, config, train.run, (folder,), reads, facts, tuple(paths)))
+        stages.append(Stage(name, config, train.run, (folder,), reads, facts, tuple(paths), check=train.check))
         return str(folder)
 
     if top.train is None:
@@ -126,7 +143,9 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
         folder = out / "mine"
         paths = {"target": target, "draft": drafter, "corpus": corpus, "out": str(folder)}
         config = table("mine", MineConfig, values, paths)
-        stages.append(Stage("mine", config, mine.run, (folder,), reads, idle=(*paths, "device", "batch")))
+        stages.append(
+            Stage("mine", config, mine.run, (folder,), reads, idle=(*paths, "device", "batch"), check=mine.check)
+        )
         source = captured("mine-capture", (str(folder / "mixed.jsonl"),), ())
         drafter = trained("mined", "retrain", _merged(top.train, top.retrain), source, drafter)
     if top.eval is not None:
@@ -138,7 +157,7 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
         def evaluated(config: EvalConfig, console: Console) -> int:
             return evaluate.run(config, console, origin)
 
-        stages.append(Stage("eval", config, evaluated, (save,), reads, idle=(*paths, "device")))
+        stages.append(Stage("eval", config, evaluated, (save,), reads, idle=(*paths, "device"), check=evaluate.check))
     final = out / "drafter"
     config = ExportConfig(target=target, drafter=drafter, out=str(final))
     stages.append(Stage("export", config, export.run, (final,), idle=config.__struct_fields__))
@@ -161,7 +180,11 @@ def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
             if not isinstance(place, dict):
                 raise ConfigError(f"{path}: {name}: expected a table")
         place[last] = value
-    values.setdefault("recipe", {}).setdefault("budget", {})
+    place = values
+    for name in ("recipe", "budget"):
+        place = place.setdefault(name, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"{path}: {name}: expected a table")
     return fill(TrainConfig, str(path) if path is not None else "train", values, {})
 
 
@@ -192,7 +215,7 @@ def _toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None
 
 

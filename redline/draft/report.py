@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from redline.draft.buckets import DIMENSIONS, Bucket
+from redline.draft.extra import install
 
 _COLOURS: dict[str, str] = dict(zip(DIMENSIONS, ("#1f4e79", "#5b8c5a", "#9db7d1", "#c97b3d", "#8d6a9f"), strict=True))
 _LINES = ("#1f4e79", "#c97b3d", "#5b8c5a", "#8d6a9f", "#b03a48", "#6b6b6b", "#2a9d8f", "#d4a017")
@@ -81,7 +82,7 @@ def length_plot(path: Path, lengths: Mapping[str, Mapping[int, tuple[float, floa
 def tell_skipped(skipped: Sequence[str], console: Console, most: int = 5) -> None:
     """Names the first lines that were no example, and counts them all."""
     for line in skipped[:most]:
-        console.print(f"skipped: {line}", style="yellow", markup=False, highlight=False)
+        console.print(f"skipped: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if len(skipped) > most:
         console.print(f"skipped {len(skipped):,} lines in all", style="yellow")
 
@@ -91,9 +92,12 @@ def drawn(path: Path, console: Console, plot: Any, *arguments: Any) -> None:
     try:
         plot(path, *arguments)
     except ModuleNotFoundError as error:
-        console.print(f"no {path.name}: {error.name} is missing (pip install 'redline[draft]')", style="dim")
+        said = f"no {path.name}: {error.name} is not installed: {install()}"
+    except OSError as error:
+        said = f"no {path.name}: it cannot be written ({error.strerror or error})"
     else:
-        console.print(f"written to {path}", style="dim")
+        said = f"written to {path}"
+    console.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def _pyplot() -> Any:

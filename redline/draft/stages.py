@@ -6,10 +6,13 @@ twice to OUT/stamps/NAME.json: before the stage runs, and when it is done. So a 
 is passed over; one that was killed runs again and finds what it had made (every verb resumes on its own); so does one
 of which only what makes it larger has changed (`grows`); and any other whose stamp has changed begins from nothing, in
 an empty place.
+
+Before the first stage runs, every stage that is not done is asked what it needs: hours of work do not end for want of a
+package that the third stage imports.
 """
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
 import msgspec
 from rich.console import Console
 
-from redline.draft.disk import write_whole
+from redline.disk import save, written
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
@@ -43,6 +46,8 @@ class Stage:
     facts: tuple[str, ...] = ()  # what else decides, such as the target's fingerprint
     idle: tuple[str, ...] = ()  # keys of the configuration that change no result: paths, batches, devices
     grows: tuple[str, ...] = ()  # keys that only add to what is there
+    check: Callable[[Any], object] = lambda config: None
+    """Of the configuration, before any stage runs: ConfigError where something that the stage needs is missing."""
 
 
 class _Stamp(Record, frozen=True):
@@ -53,29 +58,46 @@ class _Stamp(Record, frozen=True):
 
 def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
     """Runs what is not done, in order; the first status that is not 0 ends it. Raises ConfigError."""
-    (out / STAMPS).mkdir(parents=True, exist_ok=True)
-    before = ""
-    for number, stage in enumerate(stages, 1):
-        ground = stamp_of(stage, before, stage.grows)
-        stamp = before = stamp_of(stage, before)
-        path = out / STAMPS / f"{stage.name}.json"
+    with written(out):
+        (out / STAMPS).mkdir(parents=True, exist_ok=True)
+    stamps: list[tuple[str, str]] = []  # of each stage: without what grows, and whole
+    for stage in stages:
+        before = stamps[-1][1] if stamps else ""
+        stamps.append((stamp_of(stage, before, stage.grows), stamp_of(stage, before)))
+    for stage, (_, stamp) in zip(stages, stamps, strict=True):
+        if not _is_done(stage, stamp, out):
+            try:
+                stage.check(stage.config)
+            except ConfigError as error:
+                raise ConfigError(f"stage {stage.name}: {error}") from None
+    for number, (stage, (ground, stamp)) in enumerate(zip(stages, stamps, strict=True), 1):
+        path = _stamp_file(stage, out)
         found = _read(path)
         title = f"{number}/{len(stages)} {stage.name}"
-        if found is not None and found.done and found.stamp == stamp and all(made.exists() for made in stage.makes):
-            console.print(f"{title}: done", style="dim")
+        if _is_done(stage, stamp, out):
+            console.print(f"{title}: done", style="dim", markup=False, highlight=False)
             continue
         if found is None or found.stamp != stamp:
             if found is None or found.ground != ground:
                 _empty(stage, out, console)
-            write_whole(path, msgspec.json.encode(_Stamp(stamp=stamp, done=False, ground=ground)))
+            save(path, msgspec.json.encode(_Stamp(stamp=stamp, done=False, ground=ground)))
         console.rule(title)
         status = stage.run(stage.config, console)
         if status:
             return status
         missing = [str(made) for made in stage.makes if not made.exists()]
         assert not missing, f"stage {stage.name} has not made {', '.join(missing)}"
-        write_whole(path, msgspec.json.encode(_Stamp(stamp=stamp, done=True, ground=ground)))
+        save(path, msgspec.json.encode(_Stamp(stamp=stamp, done=True, ground=ground)))
     return 0
+
+
+def _is_done(stage: Stage, stamp: str, out: Path) -> bool:
+    found = _read(_stamp_file(stage, out))
+    return found is not None and found.done and found.stamp == stamp and all(made.exists() for made in stage.makes)
+
+
+def _stamp_file(stage: Stage, out: Path) -> Path:
+    return out / STAMPS / f"{stage.name}.json"
 
 
 def stamp_of(stage: Stage, before: str, without: tuple[str, ...] = ()) -> str:
@@ -136,14 +158,17 @@ def _empty(stage: Stage, out: Path, console: Console) -> None:
     """Removes what the stage has made with another stamp."""
     for made in stage.makes:
         if made.exists():
-            console.print(f"{made}: made with other settings; begins from nothing", style="yellow", highlight=False)
-        _remove(made, out)
+            console.print(
+                f"{made}: made with other settings; begins from nothing", style="yellow", highlight=False, markup=False
+            )
+        with written(made):
+            _remove(made, out)
 
 
 def _read(path: Path) -> _Stamp | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Stamp)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError):
         return None
 
 

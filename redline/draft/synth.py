@@ -13,21 +13,24 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from redline.chat.generation import generation_of
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
-from redline.chat.template import encode
+from redline.chat.template import encode, style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.disk import check_output, is_full
 from redline.draft.corpus import About, Example, Reader, Writer, claim, mend
-from redline.draft.disk import is_full
 from redline.draft.prompts import LONG_CHARACTERS, Prompt, Turns, prompts, read_prompts
 from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.eagle3 import Eagle3
+from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine
+from redline.worker.config import SUFFIX, EngineConfig
+from redline.worker.engine import Engine, pick_device
 from redline.worker.respondent import Respondent
 
 WAVE = 8  # jobs that the engine is given at a time, in multiples of those that it runs at once
@@ -66,11 +69,10 @@ class Done(Record, frozen=True):
 
 def run(config: SynthConfig, console: Console) -> int:
     """0; 1 where the disk is full; 130 after Ctrl-C. Raises ConfigError, CheckpointError."""
-    asked = wanted(config)
+    asked = check(config)
+    check_output(Path(config.out))
     _name(console, asked.skipped, "lines", "are no prompts")
     before = len(existing(Path(config.out)))
-    columns = TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
-    bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True)
     start = time.monotonic()
     tokens = 0
 
@@ -78,28 +80,58 @@ def run(config: SynthConfig, console: Console) -> int:
         nonlocal tokens
         tokens += new
         rate = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
-        bar.update(task, completed=answers, total=total, rate=rate)
+        working.show(answers, total, note=rate)
 
     try:
-        with bar:
-            task = bar.add_task("answers", total=None, rate="")
+        with Working("answers") as working:
             done = synth(config, asked.prompts, open_engine, show)
     except KeyboardInterrupt:
-        console.print(_kept(config, before, "stopped"))
+        console.print(_kept(config, before, "stopped"), highlight=False, markup=False, soft_wrap=True)
         return INTERRUPTED
     except OSError as error:
         if not is_full(error):
             raise
-        console.print(_kept(config, before, "the disk is full"), style="red")
+        kept = _kept(config, before, "the disk is full")
+        console.print(kept, style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
     rate = done.tokens / max(done.seconds, 1e-9)
     console.print(
         f"{done.answers:,} new answers, {done.tokens:,} tokens ({rate:,.0f} tokens/s); {config.out} holds "
         f"{before + done.answers:,}",
         highlight=False,
+        markup=False,
+        soft_wrap=True,
     )
     _name(console, done.skipped, "prompts", "were refused")
     return 0
+
+
+def check(config: SynthConfig) -> "_Asked":
+    """What will be asked. Raises ConfigError where something is wrong or missing, before anything is loaded."""
+    asked = wanted(config)
+    if not asked.prompts:
+        raise ConfigError(
+            f"{', '.join(config.prompts)}: no prompt in it; expected one JSON a line with domain, messages"
+        )
+    target = Path(config.weights)
+    check_target(target, config.engine.device)
+    if config.samples > 1 and _temperature(config) == 0:
+        raise ConfigError(
+            f"samples is {config.samples}, but at temperature 0 all answers to a prompt are the same: give a "
+            "temperature (the checkpoint asks for 0)"
+        )
+    if config.engine.draft not in (None, SUFFIX):
+        Eagle3.open(config.engine.draft, Checkpoint.open(target).config)
+    return asked
+
+
+def check_target(folder: Path, device: str | None) -> None:
+    """ConfigError or CheckpointError where it could not be asked."""
+    pick_device(device)
+    Checkpoint.open(folder)
+    Tokenizer.open(folder)
+    style_of(folder)
+    generation_of(folder)
 
 
 def wanted(config: SynthConfig) -> "_Asked":
@@ -109,6 +141,11 @@ def wanted(config: SynthConfig) -> "_Asked":
     for name, least in (("count", 1), ("samples", 1), ("max_tokens", 1)):
         if getattr(config, name) < least:
             raise ConfigError(f"{name} is {getattr(config, name)}; expected at least {least}")
+    if config.engine.max_running < 1:
+        raise ConfigError(f"engine.max_running (--batch) is {config.engine.max_running}; expected at least 1")
+    low, high = config.long_characters
+    if not 1 <= low <= high:
+        raise ConfigError(f"long_characters is [{low}, {high}]; expected 1 or more, the smaller first")
     sampling_check(config.temperature, config.top_p)
     index, shards = _shard(config.shard)
     found, skipped = read_prompts(*map(Path, config.prompts), turns=config.turns)
@@ -158,11 +195,6 @@ def synth(
         return Done(answers=0, tokens=0, seconds=0.0, skipped=())
     with Writer(out) as writer, open_target(config) as target:
         about = about_of(config, target.fingerprint)
-        if config.samples > 1 and about.temperature == 0:
-            raise ConfigError(
-                f"samples is {config.samples}, but at temperature 0 all answers to a prompt are the same: give a "
-                "temperature (the checkpoint asks for 0)"
-            )
         claim(out, about)
         start = time.monotonic()
         size = WAVE * config.engine.max_running
@@ -197,11 +229,15 @@ def about_of(config: SynthConfig, fingerprint: str) -> About:
     served = generation_of(Path(config.weights))
     return About(
         fingerprint=fingerprint,
-        temperature=served.temperature if config.temperature is None else config.temperature,
+        temperature=_temperature(config),
         top_p=served.top_p if config.top_p is None else config.top_p,
         top_k=served.top_k,
         min_p=served.min_p,
     )
+
+
+def _temperature(config: SynthConfig) -> float:
+    return generation_of(Path(config.weights)).temperature if config.temperature is None else config.temperature
 
 
 def sampling_check(temperature: float | None, top_p: float | None) -> None:

@@ -44,6 +44,16 @@ class _Piece:
     count: int
 
 
+def layers_of(layer_ids: Sequence[int] | None, target: K2Config) -> tuple[int, ...]:
+    """The layers whose input is kept; None: as engines do. Raises ConfigError where the target has no such layers."""
+    layers = target.num_hidden_layers
+    if layer_ids is None:
+        return default_layer_ids(layers)
+    if not layer_ids or list(layer_ids) != sorted(set(layer_ids) & set(range(layers + 1))):
+        raise ConfigError(f"layer_ids is {list(layer_ids)}; expected ascending ids from 0 (the embedding) to {layers}")
+    return tuple(layer_ids)
+
+
 class Target:
     """A loaded K2 and its pages.
 
@@ -55,14 +65,9 @@ class Target:
         self, model: K2, fingerprint: str, layer_ids: Sequence[int] | None = None, call_tokens: int | None = None
     ) -> None:
         """Raises ConfigError where the model has no such layers."""
-        layers = model.config.num_hidden_layers
         self.model = model
         self.fingerprint = fingerprint
-        self.layer_ids = default_layer_ids(layers) if layer_ids is None else tuple(layer_ids)
-        if not self.layer_ids or list(self.layer_ids) != sorted(set(self.layer_ids) & set(range(layers + 1))):
-            raise ConfigError(
-                f"layer_ids is {list(self.layer_ids)}; expected ascending ids from 0 (the embedding) to {layers}"
-            )
+        self.layer_ids = layers_of(layer_ids, model.config)
         self.call_tokens = call_tokens or (CALL_TOKENS_GPU if model.device.type == "cuda" else CALL_TOKENS)
         self._planes = torch.empty(0)
 

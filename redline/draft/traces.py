@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from redline.chat.lines import NOT_JSON
 from redline.draft.corpus import Corpus, Example
 from redline.errors import ConfigError
 
@@ -52,7 +53,7 @@ def read_traces(*files: str) -> Corpus:
             try:
                 trace = decoder.decode(line)
                 _check(trace)
-            except (msgspec.DecodeError, UnicodeDecodeError, ValueError) as error:
+            except (*NOT_JSON, ValueError) as error:
                 skipped.append(f"{path}, line {number}: {error}")
                 continue
             if trace.prompt < len(trace.tokens) and trace.finish != "error":

@@ -4,12 +4,12 @@ Leaves `out` as a drafter's folder (config.json, model.safetensors: the moving a
 log.jsonl, loss.png, config.json, result.json. Interrupted, it keeps its state there, and the same call goes on from it.
 """
 
+import math
 import os
 import signal
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,21 +17,25 @@ from typing import Any
 import msgspec
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from redline.disk import alone, check_room, is_full
 from redline.draft import train_state
 from redline.draft.batches import Source, is_held_out
 from redline.draft.curve import write_curve
-from redline.draft.disk import alone, is_full
-from redline.draft.report import tell_skipped
+from redline.draft.extra import PARTS, needs
+from redline.draft.report import drawn, tell_skipped
 from redline.draft.trainer import Line, Recipe, Trainer
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
 from redline.model.config import K2Config
 from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.eagle3_config import Architecture
+from redline.progress import Working
 from redline.wire.base import Record
+
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
+STATE_COPIES = 4  # of the parameters in a state, float32: weights, their average, two moments
 
 
 class Sizes(Record, frozen=True):
@@ -67,10 +71,15 @@ class TrainConfig(Record, frozen=True):
 
 def run(config: TrainConfig, console: Console) -> int:
     """0 when the drafter is exported; 130 when it was interrupted and can go on. Raises ConfigError."""
-    needs("accelerate", "matplotlib")
     check(config)
-    with alone(Path(config.out) / "training") if is_main() else nullcontext():
-        return _run(config, console)
+    try:
+        with alone(Path(config.out) / "training") if is_main() else nullcontext():
+            return _run(config, console)
+    except KeyboardInterrupt:  # before the first step, or a second time
+        if is_main():
+            state = train_state.latest(Path(config.out) / "training")
+            console.print(f"stopped; the same command {train_state.goes_on(state)}", highlight=False)
+        return INTERRUPTED
 
 
 def is_main() -> bool:
@@ -83,15 +92,9 @@ def _run(config: TrainConfig, console: Console) -> int:
     return train(config, source, layer_ids, console)
 
 
-def needs(*modules: str) -> None:
-    """ConfigError where a part of the `draft` extra is not installed."""
-    missing = [module for module in modules if find_spec(module) is None]
-    if missing:
-        raise ConfigError(f"training needs {' and '.join(missing)}: pip install 'redline[draft]'")
-
-
 def check(config: TrainConfig) -> None:
-    """ConfigError naming the field."""
+    """ConfigError naming the field, or the part that is not installed, before anything is loaded."""
+    needs(*PARTS)
     recipe, budget = config.recipe, config.recipe.budget
     if budget.steps is None and budget.tokens is None and budget.seconds is None:
         raise ConfigError("recipe.budget is empty; expected steps, tokens or seconds (--steps, --tokens, --seconds)")
@@ -101,15 +104,19 @@ def check(config: TrainConfig) -> None:
     )
     positive |= {f"recipe.{key}": getattr(recipe, key) for key in names.split()}
     for key, value in positive.items():
-        if value is not None and value <= 0:
-            raise ConfigError(f"{key} is {value}; expected more than 0")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{key} is {value}; expected more than 0, and finite")
     for key in ("warmup", "ema", "held_out"):
         value = getattr(recipe, key)
         if not 0 <= value < 1:
             raise ConfigError(f"recipe.{key} is {value}; expected 0 <= {key} < 1")
     for key in ("weight_decay", "l2_sp", "focus", "lk_decay"):
-        if getattr(recipe, key) < 0:
-            raise ConfigError(f"recipe.{key} is {getattr(recipe, key)}; expected 0 or more")
+        if not 0 <= getattr(recipe, key) < math.inf:
+            raise ConfigError(f"recipe.{key} is {getattr(recipe, key)}; expected 0 or more, and finite")
+    if not all(0 <= beta < 1 for beta in recipe.betas):
+        raise ConfigError(f"recipe.betas is {list(recipe.betas)}; expected 0 <= beta < 1")
+    if not 0 <= recipe.seed < 2**32:
+        raise ConfigError(f"recipe.seed is {recipe.seed}; expected 0 to {2**32 - 1}")
     if recipe.tokens_per_batch < recipe.max_length * recipe.accumulate:
         raise ConfigError(
             f"recipe.tokens_per_batch is {recipe.tokens_per_batch}; expected at least max_length x accumulate "
@@ -119,6 +126,14 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             "expected one of `capture` (a stored capture) and `corpus` (examples, with the target beside)"
         )
+    target = Checkpoint.open(config.target).config
+    for key, value in msgspec.structs.asdict(config.drafter).items():
+        least = 0 if key == "draft_vocab_size" else 1
+        if isinstance(value, int) and not isinstance(value, bool) and value < least:
+            raise ConfigError(f"drafter.{key} is {value}; expected at least {least}")
+    wanted = config.drafter.draft_vocab_size
+    if wanted is not None and wanted > target.vocab_size:
+        raise ConfigError(f"drafter.draft_vocab_size is {wanted}; the target has {target.vocab_size} tokens")
 
 
 def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], console: Console) -> int:
@@ -140,6 +155,10 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
     drafter, head_VD = open_drafter(config, source, layer_ids, accelerator.device)
     trainer = Trainer(accelerator, drafter, head_VD, source, config.recipe)
     state = train_state.latest(folder)
+    if main:
+        # A state stands beside the one before it until it is whole; the drafter comes last.
+        sizes = STATE_COPIES * (1 if state is not None else 2) + 1
+        check_room(folder, 4 * sizes * drafter.parameter_count, "the states of this training take")
     if state is not None:
         trainer.resume(*train_state.load(state))
     journal = Journal(folder, trainer.step, main)
@@ -148,7 +167,9 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
         console.print(
             f"drafter of {drafter.parameter_count / 1e6:.1f} M parameters on {accelerator.num_processes} x "
             f"{accelerator.device.type}; attention {trainer.way} ({trainer.why})"
-            + (f"; goes on from step {trainer.step}" if state is not None else "")
+            + (f"; goes on from step {trainer.step}" if state is not None else ""),
+            highlight=False,
+            markup=False,
         )
 
     def keep() -> None:
@@ -157,25 +178,29 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
             train_state.save(folder, facts, tensors)
         accelerator.wait_for_everyone()
 
-    with _interrupts(trainer), _bar(console, main) as show:
+    with _interrupts(trainer), Working("training", shown=main) as working:
 
         def log(line: Line) -> None:
             journal.write(line)
-            show(trainer.reached.share(trainer.step, config.recipe.budget), line)
+            note = ""
+            if "loss" in line:
+                note = f"step {line['step']}, loss {line['loss']:.3f}, length {line['length']:.2f}"
+                note += f", {line['tokens_per_s']:,} tokens/s"
+            working.show(min(trainer.reached.share(trainer.step, config.recipe.budget), 1.0), 1.0, note=note)
 
         trainer.train(log, keep)
         if trainer.stopped:
             keep()
             if main:
                 console.print(f"stopped after step {trainer.step}; the same call goes on from there")
-            return 130
+            return INTERRUPTED
         result: Line = {"step": trainer.step, "tokens": round(trainer.reached.tokens)}
         result["seconds"] = round(trainer.reached.seconds, 2)
         result |= trainer.measure() if trainer.held_out else {}
         journal.write(result)
-    _export(config, drafter, trainer.averaged(), main)
+        _export(config, drafter, trainer.averaged(), main)
     if main:
-        write_curve(folder / "loss.png", journal.lines)
+        drawn(folder / "loss.png", console, write_curve, journal.lines)
         _write(folder / "result.json", msgspec.json.format(msgspec.json.encode(result), indent=2))
         for path in folder.glob("step-*"):
             train_state.remove(path)
@@ -234,8 +259,6 @@ def new_drafter(config: TrainConfig, target: K2Config, source: Source, layer_ids
     sizes = msgspec.structs.asdict(config.drafter)
     wanted = sizes.pop("draft_vocab_size")
     sizes["draft_vocab_size"] = {None: -1, 0: None}.get(wanted, wanted)
-    if wanted and wanted > target.vocab_size:
-        raise ConfigError(f"drafter.draft_vocab_size is {wanted}; the target has {target.vocab_size} tokens")
     drafter = Eagle3(Eagle3Config.for_target(target, layer_ids=layer_ids, **sizes))
     if wanted and wanted < target.vocab_size:
         drafter.keep(frequent(source, wanted, target.vocab_size, config.recipe))
@@ -317,10 +340,13 @@ class Journal:
         self._path, self._main = folder / "log.jsonl", main
         self.lines: list[Line] = []
         if main and self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines(keepends=True):
-                if line.endswith("\n"):
-                    self.lines.append(msgspec.json.decode(line))
-            self.lines = [line for line in self.lines if line["step"] <= step]
+            for line in self._path.read_bytes().splitlines(keepends=True):
+                try:
+                    found = msgspec.json.decode(line) if line.endswith(b"\n") else None
+                except msgspec.DecodeError:  # of a disk that was full, or a file that was copied in part
+                    continue
+                if isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step:
+                    self.lines.append(found)
         if main:
             _write(self._path, b"\n".join(msgspec.json.encode(line) for line in self.lines))
             if not self.lines:
@@ -353,21 +379,3 @@ def _interrupts(trainer: Trainer) -> Generator[None]:
     finally:
         for kind, handler in zip(kinds, before, strict=True):
             signal.signal(kind, handler)
-
-
-@contextmanager
-def _bar(console: Console, main: bool) -> Generator[Any]:
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeElapsedColumn()
-    with Progress(*columns, console=console, disable=not (main and console.is_terminal), transient=True) as progress:
-        task = progress.add_task("training", total=1.0)
-
-        def show(share: float, line: Line) -> None:
-            if "loss" in line:
-                progress.update(
-                    task,
-                    completed=min(share, 1.0),
-                    description=f"step {line['step']}  loss {line['loss']:.3f}  length {line['length']:.2f}  "
-                    f"{line['tokens_per_s']:,} tokens/s",
-                )
-
-        yield show

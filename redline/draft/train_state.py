@@ -17,8 +17,8 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from redline.disk import is_full, sync
 from redline.draft.budget import Reached
-from redline.draft.disk import is_full, sync
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
@@ -105,7 +105,11 @@ class Moments:
 
 def latest(folder: Path) -> Path | None:
     """The newest whole state."""
-    found = [path for path in folder.glob("step-*") if (path / "state.json").is_file()]
+    found = [
+        path
+        for path in folder.glob("step-*")
+        if path.name.removeprefix("step-").isdecimal() and (path / "state.json").is_file()
+    ]
     return max(found, key=lambda path: int(path.name.removeprefix("step-")), default=None)
 
 
@@ -137,14 +141,18 @@ def save(folder: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Path:
 def full(folder: Path, error: Exception, state: Path | None) -> ConfigError:
     """What a person is told whose disk took no more."""
     reason = "no space left" if is_full(error) else str(error)
-    after = f"goes on from step {state.name.removeprefix('step-')}" if state is not None else "begins again"
     place = folder
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     return ConfigError(
-        f"{folder}: cannot be written ({reason}; {free / 1e6:.0f} MB free): make room and run again; training {after}"
+        f"{folder}: cannot be written ({reason}; {free / 1e6:.0f} MB free): make room and run again; training "
+        f"{goes_on(state)}"
     )
+
+
+def goes_on(state: Path | None) -> str:
+    return f"goes on from step {state.name.removeprefix('step-')}" if state is not None else "begins again"
 
 
 def load(path: Path) -> tuple[Facts, dict[str, Tensor]]:

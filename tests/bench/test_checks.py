@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import jsonschema
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from redline.bench.local.checks import Call, grade
-from redline.bench.local.json_schema import same, violation
+from redline.bench.local import run_code
+from redline.bench.local.checks import Call, check_check, grade
+from redline.bench.local.json_value import check_schema, same, violation
 
 WEATHER = {"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}
 SCHEMA = {
@@ -111,6 +111,20 @@ def test_equals_ignores_case_space_and_final_punctuation_only() -> None:
     assert grade({"equals": "犬"}, "犬。", []).ok is True
 
 
+@pytest.mark.parametrize("end", [*".!?。！？ ", "?! ", " .\n", "\t"])
+def test_any_final_punctuation_is_none_of_the_answer(end: str) -> None:
+    assert grade({"equals": "Oslo"}, f"Oslo{end}", []).ok is True
+    assert grade({"equals": f"Oslo{end}"}, "Oslo", []).ok is True
+    assert grade({"equals": "Oslo"}, f"{end}x{end}Oslo", []).ok is False
+
+
+def test_equals_knows_letters_whose_cases_differ_in_length_and_keeps_other_signs() -> None:
+    assert grade({"equals": "Straße"}, "STRASSE", []).ok is True
+    assert grade({"equals": "Oslo"}, "\n Oslo", []).ok is True
+    for answer in ("Oslo,", "Oslo:", "Oslo)", "-Oslo", ".Oslo", "Os lo", "Oslo. Yes"):
+        assert grade({"equals": "Oslo"}, answer, []).ok is False, answer
+
+
 def test_two_keys_must_both_hold() -> None:
     check = {"number": 4, "no_tool_calls": True}
     assert grade(check, "4", []).ok is True
@@ -118,9 +132,22 @@ def test_two_keys_must_both_hold() -> None:
     assert grade(check, "5", []).ok is False
 
 
-@pytest.mark.parametrize("check", [{}, {"nubmer": 3}, {"no_tool_calls": False}])
-def test_a_misspelt_check_is_an_error_not_a_grade(check: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - three different messages
+@pytest.mark.parametrize(
+    ("check", "says"),
+    [
+        ({}, "expected at least one key"),
+        ({"nubmer": 3}, "nubmer"),
+        ({"no_tool_calls": False}, "no_tool_calls: expected true"),
+        ({"number": "3"}, "check.number: Expected"),
+        ({"contains": "a"}, "check.contains: Expected `array`"),
+        ({"contains_any": []}, "check.contains_any: Expected `array` of length >= 1"),
+        ({"json": None}, "check.json: Expected `object`"),
+        ({"tool_calls": [{"name": "f"}]}, r"check.tool_calls\[0\]: .*arguments"),
+        ({"asserts": {"function": "f"}}, "check.asserts: .*code"),
+    ],
+)
+def test_a_misspelt_check_is_an_error_not_a_grade(check: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
         grade(check, "3", [])
 
 
@@ -154,50 +181,67 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
     max_leaves=6,
 )
-NAMES = st.sampled_from(["null", "boolean", "integer", "number", "string", "array", "object"])
-SCHEMAS = st.recursive(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "type": NAMES | st.lists(NAMES, min_size=1, max_size=2, unique=True),
-            "enum": st.lists(JSON, min_size=1, max_size=3),
-            "const": JSON,
-            "minimum": st.integers(-2, 2),
-            "maximum": st.integers(-2, 2),
-            "exclusiveMinimum": st.integers(-2, 2),
-            "exclusiveMaximum": st.integers(-2, 2),
-            "multipleOf": st.sampled_from([2, 0.5]),
-            "minLength": st.integers(0, 2),
-            "maxLength": st.integers(0, 2),
-            "minItems": st.integers(0, 2),
-            "maxItems": st.integers(0, 2),
-            "uniqueItems": st.booleans(),
-            "pattern": st.just("^a"),
-            "required": st.lists(st.sampled_from("ab"), max_size=2, unique=True),
-        },
-    ),
-    lambda inner: st.fixed_dictionaries(
-        {},
-        optional={
-            "properties": st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
-            "additionalProperties": st.booleans() | inner,
-            "items": st.booleans() | inner,
-            "anyOf": st.lists(inner, min_size=1, max_size=2),
-        },
-    ),
-    max_leaves=4,
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"name": "Ada", "age": 36}, None),
+        ({"name": "Ada", "age": 36.0, "tags": [1, "a"]}, None),
+        ({"name": "Ada", "age": True}, "$.age"),
+        ({"name": "Ada", "age": -1}, "$.age"),
+        ({"name": "Ada"}, "$"),
+        ({"name": "Ada", "age": 1, "more": 1}, "$"),
+        ([], "$"),
+    ],
 )
+def test_a_value_is_held_against_its_schema_and_the_place_is_named(value: Any, place: str | None) -> None:
+    found = violation(value, SCHEMA)
+    assert found is None if place is None else found and found.startswith(f"{place}: ")
 
 
-@given(JSON, SCHEMAS)
-def test_our_validator_agrees_with_jsonschema(value: Any, schema: dict[str, Any]) -> None:
-    theirs = jsonschema.Draft202012Validator(schema).is_valid(value)
-    assert (violation(value, schema) is None) == theirs
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "objekt"}, r"\$\.type: 'objekt' is not"),
+        ({"properties": {"a": {"typo": 1}}}, r"\$\.properties\.a: .*'typo' was unexpected"),
+        ({"anyOf": [{"items": {"$ref": "http://127.0.0.1:9/schema"}}]}, r"\$ref is not allowed here"),
+        ({"$ref": "#"}, r"\$ref is not allowed here"),
+        ({"$id": "http://127.0.0.1:9/"}, r"\$id is not allowed here"),
+        ({"$schema": "http://127.0.0.1:9/schema"}, r"\$schema"),
+        ({"format": "date"}, "format is not allowed here"),
+        ({"pattern": "("}, "is not a 'regex'"),
+        ({"minimum": "3"}, "is not of type 'number'"),
+    ],
+)
+def test_a_schema_that_cannot_be_checked_is_refused_where_it_is_wrong(schema: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        violation({}, schema)
+    with pytest.raises(ValueError, match=says):
+        check_check({"json": {"schema": schema}})
 
 
-def test_an_unknown_keyword_of_a_schema_is_refused() -> None:
-    with pytest.raises(ValueError, match="patternProperties"):
-        violation({}, {"patternProperties": {}})
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(2_000):
+        schema = {"items": schema}
+    with pytest.raises(ValueError, match="nested too deeply"):
+        check_schema(schema)
+
+
+def test_a_value_that_is_nested_deeply_or_far_from_zero_is_wrong_and_no_traceback() -> None:
+    deep = "[" * 900 + "]" * 900
+    assert grade({"json": {"value": 1}}, deep, []).ok is False
+    assert grade({"json": {"schema": {"type": "object"}}}, deep, []).ok is False
+    assert grade({"json": {"schema": {"multipleOf": 0.5}}}, "1e999", []).ok is False
+    assert grade({"json": {"schema": {"multipleOf": 0.5}}}, "1e308", []).ok is True
+
+
+def test_a_pattern_has_only_so_much_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert violation("aab", {"pattern": "a+b$"}) is None
+    assert "does not match" in str(violation("b'\"\ud800", {"pattern": "^a"}))
+    monkeypatch.setattr(run_code.run_asserts, "__defaults__", (0.5,))
+    assert "still running" in str(violation("a" * 60 + "!", {"pattern": "^(a+)+$"}))
 
 
 @given(JSON)

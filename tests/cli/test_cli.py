@@ -220,22 +220,35 @@ def test_draft_export_says_what_latent_may_be_and_what_cannot_be_written(tiny: P
 # ----------------------------------------------------------------------------------------------------------- draft
 
 
-def test_the_verbs_of_the_factory_follow_one_another(tiny: Path, tmp_path: Path):
+def test_the_verbs_of_the_factory_follow_one_another(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a folder whose name markup would eat; heard of while they work."""
+    monkeypatch.setattr("redline.progress.EVERY_S", 0.001)
+    tmp_path = tmp_path / "[bold] [/] :x:"
+    tmp_path.mkdir(parents=True)
     corpus, states, drafter, mined = (tmp_path / name for name in ("corpus.jsonl", "states", "drafter", "mined"))
     prompts, report = tmp_path / "prompts.jsonl", tmp_path / "eval.json"
     lines = [{"domain": "code", "messages": [{"role": "user", "content": f"{i}"}]} for i in range(3)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    typed("draft", "synth", tiny, "--out", corpus, "--prompts", prompts, "--max-tokens", "12")
-    typed("draft", "capture", tiny, "--corpus", corpus, "--out", states, "--disk", "10MB")
+    said = typed("draft", "synth", tiny, "--out", corpus, "--prompts", prompts, "--max-tokens", "12")
+    assert f"{corpus} holds 3" in said
+    assert "answers: 0:00 passed" in said
+    said = typed("draft", "capture", tiny, "--corpus", corpus, "--out", states, "--disk", "10MB")
+    assert f"{states} holds 3 examples" in said
+    assert "loading weights: " in said
     (tmp_path / "t.toml").write_text("[recipe]\nmax_length = 256\ntokens_per_batch = 512\nheld_out = 0.0\n")
     learn = ["--capture", states, "--settings", tmp_path / "t.toml", "--steps", "1", "--steps-ahead", "2"]
-    typed("draft", "train", tiny, "--out", drafter, *learn)
+    assert "training: 0:00 passed" in typed("draft", "train", tiny, "--out", drafter, *learn)
     budget = ["--budget", "40", "--answers", "1", "--max-tokens", "12", "--traffic", "code=1"]
-    typed("draft", "mine", tiny, "--draft", drafter, "--corpus", corpus, "--out", mined, *budget)
+    said = typed("draft", "mine", tiny, "--draft", drafter, "--corpus", corpus, "--out", mined, *budget)
+    assert f"{mined / 'mixed.jsonl'}: " in said
+    assert "scored examples: 0 of 3" in said
+    assert "fresh answers: " in said
     assert (mined / "mixed.jsonl").stat().st_size > 0
     shape = ["--k", "1", "--mode", "greedy", "--rounds", "0", "--max-tokens", "8"]
     said = typed("draft", "eval", tiny, "--draft", drafter, "--prompts", prompts, *shape, "--save", report)
     assert "first draft, greedy: the engine accepts" in said
+    assert f"written to {report}" in said
+    assert "loading the engine: " in said
     assert json.loads(report.read_bytes())["measured"][0]["rounds"] > 0
 
 

@@ -2,8 +2,10 @@
 
 import errno
 import io
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -11,10 +13,10 @@ import torch
 from rich.console import Console
 from safetensors import SafetensorError
 
+from redline.disk import alone
 from redline.draft import capture as room
 from redline.draft.capture import CaptureConfig, Sequence_, Stored, Streamed, capture, read_index, run, windows
 from redline.draft.corpus import About, Example, Writer, claim, read_examples
-from redline.draft.disk import alone
 from redline.draft.target import Target
 from redline.errors import ConfigError
 from redline.model.write import random_checkpoint
@@ -211,6 +213,40 @@ def test_the_folder_stays_within_its_disk_and_grows_when_it_may(config: CaptureC
     assert sizes[0] == 0 < sizes[1] < sizes[2] < sizes[3] < sizes[4] == len(LENGTHS)
 
 
+def test_the_folder_stays_within_its_disk_at_every_moment(
+    config: CaptureConfig, corpus: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+):
+    """Also while a new index stands beside the old one, which are most of it here: answers are short, ids are long and
+    of signs that JSON writes as two. Two examples in a call, several calls in a shard."""
+    examples = [change(example(n, 3), id=f"{n} " + 700 * '"') for n in range(30)]
+    corpus.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in examples))
+    monkeypatch.setattr(target, "call_tokens", 6)
+    peak, replace = 0, Path.replace
+
+    def measure(path: Path, target: Path) -> Path:
+        nonlocal peak
+        peak = max(peak, on_disk(path.parent))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", measure)
+    stored: list[int] = []
+    for disk in (*range(5_000, 12_000, 100), *range(12_000, 220_000, 4_900)):
+        shutil.rmtree(config.out, ignore_errors=True)
+        peak = 0
+        done = capture(change(config, disk=disk, shard_bytes=60_000), target)
+        assert max(peak, on_disk(Path(config.out))) <= disk
+        stored.append(len(done.index.ids))
+    assert stored == sorted(stored)
+    assert (stored[0], stored[-1]) == (0, 30)
+
+
+def test_a_shards_header_takes_no_more_than_is_counted_for_it(config: CaptureConfig, target: Target):
+    for shard in capture(config, target).index.shards:
+        with open(Path(config.out) / shard.file, "rb") as file:
+            header = 8 + int.from_bytes(file.read(8), "little") + 8 * (len(shard.examples) + 1)
+        assert room.SHARD_OVERHEAD / 4 < header <= room.SHARD_OVERHEAD
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -267,6 +303,25 @@ def test_a_corpus_without_an_example_is_refused(config: CaptureConfig, tmp_path:
     empty.touch()
     with pytest.raises(ConfigError, match=r"empty\.jsonl: no example in it"):
         quietly(change(config, corpus=(str(empty),)))
+
+
+def test_a_capture_that_the_disk_cannot_hold_does_not_begin(config: CaptureConfig, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=30_000))
+    monkeypatch.setattr(Target, "open", None)
+    with pytest.raises(ConfigError, match=r"the states of 514 tokens take .* and 30 kB are free"):
+        quietly(config)
+    monkeypatch.undo()
+    assert quietly(change(config, disk=10_000_000))[0] == 0
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
+    assert quietly(config)[0] == 0, "all of it is there"
+
+
+def test_a_shard_whose_bytes_are_not_a_shards_is_named(config: CaptureConfig, target: Target):
+    capture(config, target)
+    shard = Path(config.out) / "shard-00001.safetensors"
+    shard.write_bytes(bytes(shard.stat().st_size))
+    with pytest.raises(ConfigError, match=r"shard-00001.safetensors: damaged"):
+        everything(Stored(Path(config.out)))
 
 
 def test_two_runs_do_not_write_one_capture(config: CaptureConfig):

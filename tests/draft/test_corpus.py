@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from redline.disk import alone, human
 from redline.draft.corpus import Example, Reader, Writer, mend, read_examples
-from redline.draft.disk import alone, human
 from redline.errors import ConfigError
 
 

@@ -108,6 +108,23 @@ def test_the_gradient_of_kl_is_the_softmax_minus_the_target():
     torch.testing.assert_close(leaves[0].grad[0, row], (q - p) @ drafter.lm_head.weight, rtol=1e-4, atol=1e-5)
 
 
+def test_the_gradient_of_lk_leaves_its_weight_alone():
+    """d of w kl + (1 - w)(1 - alpha), where w = exp(-decay alpha) is a number; else being accepted less would pay."""
+    drafter, decay = drafter_of(), 30.0
+    normed, targets, _ = batch_of(9)
+    leaves = [x.clone().requires_grad_() for x in normed]
+    losses.compare(drafter, leaves, HEAD, targets, "lk", decay).loss[1, 2].backward()
+    row = int(targets.rows_N[2]) - 3
+    p = (targets.last_ND[2].float() @ HEAD.T).softmax(-1)
+    hidden = normed[1][0, row].clone().requires_grad_()
+    log_q = drafter.draft_logits(hidden).log_softmax(-1)
+    alpha = torch.minimum(p, log_q.exp()).sum()
+    weight = float(torch.exp(-decay * alpha.detach()))
+    (weight * (p * (p.log() - log_q)).sum() + (1 - weight) * (1 - alpha)).backward()
+    assert 0.05 < weight < 0.95
+    torch.testing.assert_close(leaves[1].grad[0, row], hidden.grad, rtol=1e-4, atol=1e-6)
+
+
 def figures(loss: Tensor, gap: Tensor, kept: Tensor) -> Rows:
     return Rows(kept, kept, loss, loss, kept, gap)
 

@@ -271,7 +271,10 @@ def test_a_trace_has_the_domain_that_it_names_or_its_files(tmp_path: Path):
         assert [one.domain for one in read_traces(named).examples] == [domain, "law"]
 
 
-def test_a_folder_mined_with_other_settings_is_refused_and_a_larger_batch_is_none(tmp_path: Path):
+def test_a_folder_mined_with_other_settings_is_refused_and_a_larger_batch_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("redline.draft.mine.check_target", lambda folder, device: None)  # there is none
     config = MineConfig(target="t", draft="d", out=str(tmp_path), corpus=("c",))
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     with pytest.raises(ConfigError, match="made with budget 1000000, not 5"):

@@ -1,7 +1,10 @@
 """The factory from one file: stages that are done once, in order, and a recipe whose mistakes are named."""
 
+import errno
 import io
 import json
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -238,7 +241,8 @@ def test_flags_win_over_the_file_in_training(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------------------- all
 
 
-def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Path):
+def factory(tiny: Path, tmp_path: Path) -> RunConfig:
+    """A recipe of every stage."""
     lines = [{"id": f"{i}", "domain": "ab"[i % 2], "messages": [{"role": "user", "content": f"{i}"}]} for i in range(8)]
     (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, lines)))
     (tmp_path / "r.toml").write_text(f"""
@@ -266,10 +270,14 @@ def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Pat
         rounds = 0
         max_tokens = 16
     """)
-    config = RunConfig(recipe=str(tmp_path / "r.toml"))
+    return RunConfig(recipe=str(tmp_path / "r.toml"))
+
+
+def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config, out = factory(tiny, tmp_path), tmp_path / "out"
     screen = io.StringIO()
     assert run(config, Console(file=screen, width=200), {"machine": "here"}) == 0
-    out = tmp_path / "out"
+    assert screen.getvalue().splitlines()[-1] == f"redline serve {tiny} --draft {out / 'drafter'}"
     Eagle3.open(out / "drafter", Checkpoint.open(tiny).config)
     assert sorted(path.name for path in (out / "drafter").iterdir()) == ["config.json", "model.safetensors"]
     report = json.loads((out / "eval.json").read_bytes())
@@ -280,5 +288,95 @@ def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Pat
     mined = json.loads((out / "mine" / "report.json").read_bytes())
     assert mined["positions"] > 0
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    monkeypatch.setattr("redline.draft.extra.find_spec", lambda name: None)  # what is done needs nothing any more
     assert run(config, QUIET) == 0
     assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+
+
+STAGES = {  # and what each calls in the middle of its work
+    "synth": "redline.draft.synth.synth",
+    "capture": "redline.draft.capture.capture",
+    "base": "redline.draft.train.train",
+    "mine": "redline.draft.mine.buckets",
+    "mine-capture": "redline.draft.capture.capture",
+    "mined": "redline.draft.train._export",
+    "eval": "redline.draft.evaluate.evaluate",
+    "export": "redline.draft.recipe.shutil.copyfile",
+}
+
+
+def test_ctrl_c_in_any_stage_is_one_line_and_the_same_command_goes_on(tiny: Path, tmp_path: Path):
+    config = factory(tiny, tmp_path)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    for number, name in enumerate(STAGES):
+        screen = io.StringIO()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(STAGES[name], interrupt)
+            assert run(config, Console(file=screen, width=200)) == 130, name
+        lines = screen.getvalue().splitlines()
+        done = list(STAGES)[: max(0, number - 1)]  # the one before was interrupted, and is done in this run
+        assert lines[: len(done)] == [f"{n}/8 {stage}: done" for n, stage in enumerate(done, 1)]
+        assert [line.strip("\u2500 ") for line in lines if "\u2500" in line][-1] == f"{number + 1}/8 {name}"
+        assert lines[-1].startswith("stopped"), name
+    assert run(config, QUIET) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "says"),
+    [
+        ("steps_ahead = 2", "betas = [0.9, 2.0]", "stage base: recipe.betas"),
+        (
+            "held_out = 0.0",
+            "held_out = 0.0\n[train.drafter]\ndraft_vocab_size = 9999999",
+            "stage base: drafter.draft_voc",
+        ),
+        ("[mine]", "[capture]\nlayer_ids = [0, 99]\n[mine]", "stage capture: layer_ids is"),
+        ("answers = 1", "answers = -1", "stage mine: examples, answers"),
+        ("answers = 1", "device = 'tpu'", "stage mine: device is 'tpu'"),
+        ('prompts = "asked.jsonl"', 'prompts = "nowhere.jsonl"', "nowhere.jsonl: cannot be read"),
+        ('prompts = "asked.jsonl"', 'prompts = "empty.jsonl"', "stage eval: .*empty.jsonl: no prompt in it"),
+        ('prompts = ["asked.jsonl"]', 'prompts = ["empty.jsonl"]', "stage synth: .*empty.jsonl: no prompt in it"),
+        ("k = [2]", "k = [0]", "stage eval: .*--k is"),
+        ("k = [2]", "temperature = 7.0", "stage eval: temperature is 7.0"),
+    ],
+)
+def test_what_a_late_stage_would_refuse_is_refused_before_the_first(
+    tiny: Path, tmp_path: Path, before: str, after: str, says: str
+):
+    config = factory(tiny, tmp_path)
+    recipe = Path(config.recipe)
+    assert before in recipe.read_text()
+    recipe.write_text(recipe.read_text().replace(before, after))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ConfigError, match=says):
+        run(config, QUIET)
+    assert not (tmp_path / "out" / "corpus.jsonl").exists()
+
+
+def test_a_package_that_the_third_stage_imports_is_asked_for_before_the_first(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = factory(tiny, tmp_path)
+    monkeypatch.setattr("redline.draft.extra.find_spec", lambda name: None if name == "accelerate" else name)
+    command = re.escape(f"{sys.executable} -m pip install 'redline[draft]'")
+    with pytest.raises(ConfigError, match=f"^stage base: accelerate is not installed: {command}$"):
+        run(config, QUIET)
+    assert not (tmp_path / "out" / "corpus.jsonl").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_before_the_first_stage(tiny: Path, tmp_path: Path):
+    (tmp_path / "out").touch()
+    with pytest.raises(ConfigError, match="out: cannot be written"):
+        run(factory(tiny, tmp_path), QUIET)
+
+
+def test_a_disk_that_is_full_at_a_stamp_is_one_line(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("redline.disk.os.fsync", full)
+    with pytest.raises(ConfigError, match=r"synth.json: cannot be written \(no space left"):
+        run(factory(tiny, tmp_path), QUIET)

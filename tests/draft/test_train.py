@@ -3,8 +3,12 @@
 import errno
 import io
 import json
+import math
 import os
+import re
+import shutil
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +24,8 @@ from redline.draft import train_state
 from redline.draft.batches import is_held_out
 from redline.draft.budget import Budget, Reached, rate
 from redline.draft.curve import write_curve
-from redline.draft.train import Sizes, TrainConfig, check, needs, open_source, run, train
+from redline.draft.extra import needs
+from redline.draft.train import Journal, Sizes, TrainConfig, check, open_source, run, train
 from redline.draft.trainer import Recipe, Trainer
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
@@ -224,12 +229,56 @@ def test_a_damaged_state_is_named(tmp_path: Path):
         ({"held_out": 1.0}, "recipe.held_out is 1.0"),
         ({"tokens_per_batch": 10}, "recipe.tokens_per_batch is 10"),
         ({"focus": -1.0}, "recipe.focus is -1.0"),
+        ({"lr": math.nan}, "recipe.lr is nan"),
+        ({"budget": Budget(seconds=math.inf)}, "recipe.budget.seconds is inf"),
+        ({"l2_sp": math.nan}, "recipe.l2_sp is nan"),
+        ({"betas": (0.9, 1.0)}, r"recipe.betas is \[0.9, 1.0\]"),
+        ({"seed": -1}, "recipe.seed is -1"),
     ],
 )
 def test_a_wrong_field_is_named(recipe: dict[str, Any], message: str):
     good = {"budget": Budget(steps=1)}
     with pytest.raises(ConfigError, match=message):
         check(TrainConfig(target="t", out="o", capture="c", recipe=Recipe(**good | recipe)))
+
+
+@pytest.mark.parametrize("sizes", [{"intermediate_size": 0}, {"draft_vocab_size": -1}, {"draft_vocab_size": 65}])
+def test_a_size_that_no_drafter_of_this_target_has_is_named(target: Path, sizes: dict[str, int]):
+    (key,) = sizes
+    good = TrainConfig(target=str(target), out="o", capture="c", recipe=Recipe(budget=Budget(steps=1)))
+    check(good)
+    with pytest.raises(ConfigError, match=f"drafter.{key} is {sizes[key]}"):
+        check(msgspec.structs.replace(good, drafter=Sizes(**sizes)))
+
+
+def test_training_does_not_begin_where_its_state_has_no_room(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10_000))
+    with pytest.raises(ConfigError, match=r"the states of this training take .* and 10 kB are free"):
+        train(config_of(target, tmp_path, 3), source(target), LAYERS, QUIET)
+
+
+def test_a_log_that_is_damaged_costs_its_damaged_lines(tmp_path: Path):
+    (tmp_path / "log.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe\n[1]\n{"loss": 2}\n{"step": "3"}\n{"step": 2}\n{"ste')
+    assert Journal(tmp_path, 9, main=True).lines == [{"step": 1}, {"step": 2}]
+
+
+def test_a_folder_that_somebody_has_renamed_is_no_state(tmp_path: Path):
+    for name in ("step-3", "step-old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "state.json").touch()
+    assert train_state.latest(tmp_path) == tmp_path / "step-3"
+
+
+def test_ctrl_c_before_the_first_step_is_one_line(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("redline.draft.train.open_source", interrupt)
+    screen = io.StringIO()
+    assert run(config_of(target, tmp_path, 3), Console(file=screen)) == 130
+    assert screen.getvalue() == "stopped; the same command begins again\n"
 
 
 def test_one_source_is_named_and_no_more():
@@ -239,8 +288,9 @@ def test_one_source_is_named_and_no_more():
 
 
 def test_what_is_not_installed_is_named_with_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("redline.draft.train.find_spec", lambda name: None if name == "accelerate" else name)
-    with pytest.raises(ConfigError, match=r"^training needs accelerate: pip install 'redline\[draft\]'$"):
+    monkeypatch.setattr("redline.draft.extra.find_spec", lambda name: None if name == "accelerate" else name)
+    command = re.escape(f"{sys.executable} -m pip install 'redline[draft]'")
+    with pytest.raises(ConfigError, match=f"^accelerate is not installed: {command}$"):
         run(TrainConfig(target="t", out="o", recipe=Recipe(budget=Budget(steps=1))), QUIET)
     needs("matplotlib")
 

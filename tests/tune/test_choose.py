@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from redline.tune.acceptance import JOB_KEEPS, Acceptance, survival
-from redline.tune.choose import PATIENCE, Worth, choose, gain, tokens_per_ms
+from redline.tune.choose import PATIENCE, Worth, _position_ms, choose, gain, tokens_per_ms
 from redline.tune.costs import StepCosts
 
 GOOD = [0.8, 0.64, 0.5, 0.4, 0.32, 0.26, 0.2]
@@ -89,6 +89,21 @@ def test_the_choice_is_never_worse_than_any_common_length_and_near_the_best_of_a
         best = max(tokens_per_ms(gains(survivals), drafting, ks, it) for ks in itertools.product(range(4), repeat=rows))
         assert chosen >= common - 1e-12
         assert chosen >= 0.98 * best
+
+
+@pytest.mark.parametrize(("rows", "drafts", "low", "high"), [(3, 5, 5, 11), (3, 2, 3, 8), (4, 0, 4, 8), (2, 2, 2, 6)])
+def test_a_position_costs_the_slope_from_one_draft_fewer_a_row_to_one_more(rows: int, drafts: int, low: int, high: int):
+    """Around rows + drafts, and never below the rows' own. Of n squared the slope is the sum of the ends."""
+
+    class Squared(StepCosts):
+        def step_ms(self, rows: int, positions: float, passes: Sequence[float] = ()) -> float:
+            return positions**2
+
+    assert _position_ms(rows, drafts, Squared()) == low + high
+
+
+def test_a_position_never_costs_less_than_nothing():
+    assert _position_ms(3, 5, costs(-0.01)) == 0.0
 
 
 def test_the_learned_drafter_pays_for_one_row_and_not_for_many():

@@ -9,17 +9,21 @@
     {"no_tool_calls": true}                             none
     {"asserts": {"function": "f", "code": "assert ..."}} Python that must hold (run only where that is allowed)
 
-Needs nothing but the standard library, so that training machines can import it too.
+Needs no torch, so that training machines can import it without an engine.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Any, NamedTuple, NoReturn, TypedDict
+from typing import Annotated, Any, NamedTuple, NoReturn, TypedDict
 
-from redline.bench.local.json_schema import same, violation
+import msgspec
+
+from redline.bench.local.json_value import check_schema, same, violation
 from redline.bench.local.run_code import Candidate, run_asserts
+from redline.wire.base import Record
 
 
 class Call(TypedDict):
@@ -32,15 +36,64 @@ class Grade(NamedTuple):
     why: str  # empty when right
 
 
+_Strings = Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+class _Json(Record, frozen=True):
+    schema: dict[str, Any] | bool = True
+    value: Any = None
+
+
+class _Wanted(Record, frozen=True):
+    name: str
+    arguments: dict[str, Any]
+
+
+class _Asserts(Record, frozen=True):
+    code: str
+    function: str | None = None
+
+
+class _Check(Record, frozen=True):
+    """What a check may say, all of it optional."""
+
+    number: int | float = 0
+    equals: str = ""
+    contains: _Strings = msgspec.field(default_factory=list[str])
+    contains_any: _Strings = msgspec.field(default_factory=list[str])
+    json: _Json | None = None
+    tool_calls: list[_Wanted] = msgspec.field(default_factory=list[_Wanted])
+    no_tool_calls: bool = True
+    asserts: _Asserts | None = None
+
+
+def check_check(check: dict[str, Any]) -> None:
+    """Raises ValueError, in one line, for a check that is not one of the kinds above."""
+    if not check:
+        raise ValueError("check: expected at least one key, such as number")
+    try:
+        read = msgspec.convert(check, _Check)
+    except msgspec.ValidationError as error:
+        message, _, place = str(error).partition(" - at `$")
+        raise ValueError(f"check{place.rstrip('`')}: {message}") from None
+    for key in ("json", "asserts"):
+        if key in check and check[key] is None:
+            raise ValueError(f"check.{key}: Expected `object`, got `null`")
+    if not read.no_tool_calls:
+        raise ValueError("check.no_tool_calls: expected true, or nothing")
+    if read.json is not None:
+        try:
+            check_schema(read.json.schema)
+        except ValueError as error:
+            raise ValueError(f"check.json: {error}") from None
+
+
 def grade(check: dict[str, Any], content: str, tool_calls: Sequence[Call], run_code: bool = False) -> Grade:
     """Grades an answer (visible text and tool calls) by every key of the check.
 
     Raises ValueError for a check that is not one of the kinds above.
     """
-    if unknown := check.keys() - _GRADERS.keys() - {"asserts"}:
-        raise ValueError(f"no such check: {', '.join(sorted(unknown))}")
-    if not check:
-        raise ValueError("a check needs at least one key")
+    check_check(check)
     for kind in check.keys() - {"asserts"}:
         if why := _GRADERS[kind](check[kind], content, tool_calls):
             return Grade(False, why)
@@ -122,13 +175,16 @@ def _tool_calls(expected: list[dict[str, Any]], _: str, calls: Sequence[Call]) -
 
 
 def _no_tool_calls(expected: bool, _: str, calls: Sequence[Call]) -> str:
-    if expected is not True:
-        raise ValueError("no_tool_calls is true or absent")
     return f"called {calls[0]['name']}" if calls else ""
 
 
 def _strict_json(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse)
+    return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    return number if math.isfinite(number) else _refuse(text)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -7,7 +7,7 @@ figure is the step alone, without planner, HTTP or launch-ahead.
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from redline.ops.op import Cost, Machine
 from redline.run.runner import Runner
@@ -50,9 +50,18 @@ def step_cost(runner: Runner, batch: int, context: int) -> Cost:
 
 
 def bench_decode(
-    runner: Runner, machine: Machine, batches: Sequence[int], contexts: Sequence[int], repeats: int
+    runner: Runner,
+    machine: Machine,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> Iterator[DecodeCase]:
-    """Yields a DecodeCase for each batch and context. The runner must be idle and hold batch x context tokens."""
+    """Yields a DecodeCase for each batch and context. The runner must be idle and hold batch x context tokens.
+
+    progress(tokens computed, tokens in all), prefills included.
+    """
+    done, total = 0, sum(batch * (context + repeats + 8) for context in contexts for batch in batches)
     generator = random.Random(0)
     number = 0
     for context in contexts:
@@ -70,6 +79,8 @@ def bench_decode(
                     row = Row(slot=slot, start=start, count=count, new_pages=pages if first else (), samples=False)
                     runner.launch(Step(number=number, begins=(begin,) if first else (), rows=(row,))).wait()
                     number += 1
+                    done += count
+                    progress(done, total)
             times: list[float] = []
             for i in range(repeats + 8):
                 rows = tuple(Row(slot=slot, start=context + i, count=1) for slot in range(batch))
@@ -77,6 +88,8 @@ def bench_decode(
                 runner.launch(Step(number=number, rows=rows)).wait()
                 times.append((time.perf_counter() - start_s) * 1e3)
                 number += 1
+                done += batch
+                progress(done, total)
             times = sorted(times[8:])
             floor = step_cost(runner, batch, context).seconds(machine) * 1e3
             yield DecodeCase(

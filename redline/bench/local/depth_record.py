@@ -11,6 +11,7 @@ import torch
 
 from redline.bench.local.depth import Depth, Timing
 from redline.bench.local.record import provenance
+from redline.disk import save, written
 from redline.errors import ConfigError
 from redline.ops.op import Machine
 from redline.wire.base import Record
@@ -132,15 +133,18 @@ def routing_name(overlap: float | None) -> str:
 
 
 def read(path: Path) -> list[DepthRecord]:
-    """ConfigError where the file holds anything else."""
+    """ConfigError where the file cannot be read, or holds anything else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[DepthRecord])
-    except msgspec.DecodeError as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: expected a list of measured steps: {error}") from None
 
 
 def append(path: Path, record: DepthRecord) -> None:
-    """The file is made where there is none."""
+    """The file is made where there is none. Raises ConfigError where it cannot be written, and leaves what it holds."""
     records = [*(read(path) if path.exists() else []), record]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+    with written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    save(path, msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")

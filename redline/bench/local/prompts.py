@@ -1,12 +1,16 @@
 """Evaluation sets on disk, and what comes back: one JSON line per prompt, OpenAI-shaped, with its check."""
 
 import gzip
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from redline.chat.lines import Chat
+from redline.bench.local.checks import check_check
+from redline.chat.lines import NOT_JSON, Chat
 from redline.errors import ConfigError
 from redline.wire.base import Record
 from redline.wire.delta import Finish
@@ -30,7 +34,7 @@ class Answer(Record, frozen=True):
 
 
 def read_sets(folder: Path) -> dict[str, list[Prompt]]:
-    """{set: prompts} of every SET.jsonl, SET.PART.jsonl and the same with .gz.
+    """{set: prompts} of every SET.jsonl, SET.PART.jsonl and the same with .gz. Every check is one that can be graded.
 
     Raises ConfigError, which names the file and the line.
     """
@@ -39,16 +43,40 @@ def read_sets(folder: Path) -> dict[str, list[Prompt]]:
         sets.setdefault(file.name.split(".")[0], []).extend(_read_set(file))
     if not sets:
         raise ConfigError(f"{folder}: no evaluation sets (*.jsonl) here")
+    if not any(sets.values()):
+        raise ConfigError(f"{folder}: no prompt in its sets (*.jsonl)")
     return sets
 
 
+def limited(sets: Mapping[str, Sequence[Prompt]], limit: int) -> dict[str, list[Prompt]]:
+    """At most so many prompts of each kind of each set, evenly spread over the set: the same ones every time."""
+    chosen: dict[str, list[Prompt]] = {}
+    for name, prompts in sets.items():
+        of_kind: dict[str, list[int]] = defaultdict(list)
+        for place, prompt in enumerate(prompts):
+            of_kind[prompt.kind].append(place)
+        taken = [
+            places[number * len(places) // most]
+            for places in of_kind.values()
+            for most in [min(limit, len(places))]
+            for number in range(most)
+        ]
+        chosen[name] = [prompts[place] for place in sorted(taken)]
+    return chosen
+
+
 def _read_set(file: Path) -> list[Prompt]:
-    data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    try:
+        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     decoder = msgspec.json.Decoder(Prompt)
     prompts: list[Prompt] = []
     for number, line in enumerate(data.splitlines(), 1):
         try:
-            prompts.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            prompt = decoder.decode(line)
+            check_check(prompt.check)
+        except (*NOT_JSON, ValueError) as error:
             raise ConfigError(f"{file}, line {number}: {error}") from None
+        prompts.append(prompt)
     return prompts

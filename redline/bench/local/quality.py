@@ -18,7 +18,8 @@ import msgspec
 from rich.table import Table
 
 from redline.bench.local.checks import Call, Grade, grade
-from redline.bench.local.prompts import Answer, Prompt, read_sets
+from redline.bench.local.prompts import Answer, Prompt, limited, read_sets
+from redline.errors import ConfigError
 from redline.wire.base import Record
 
 TARGETS = "targets.json"  # beside the sets: {set: {kind: percent}}; the kind "all" is the set's total
@@ -90,6 +91,8 @@ class Report(Record, frozen=True):
     verdicts: list[Verdict]
     against: str | None = None
     comparison: Comparison | None = None
+    limit: int | None = None  # prompts of each kind of each set at most
+    left_out: int = 0  # prompts beyond it
 
 
 class Respondent(Protocol):
@@ -113,14 +116,17 @@ def evaluate(
     sets: Path | None = None,
     against: Path | None = None,
     run_code: bool = False,
+    limit: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Report:
     """Asks the checkpoint in `folder` everything in `sets` (folder/eval), grades, compares with `against` if given.
 
-    `progress(done, total)` counts answers over both checkpoints. Raises ConfigError where there are no sets.
+    limit: of prompts of each kind of each set, always the same ones. `progress(done, total)` counts answers over both
+    checkpoints. Raises ConfigError where there are no sets, or they cannot be graded, before anything is asked.
     """
     place = sets or folder / "eval"
-    asked = read_sets(place)
+    found, targets = read_sets(place), read_targets(place)
+    asked = found if limit is None else limited(found, limit)
     prompts = [prompt for members in asked.values() for prompt in members]
     total, done = len(prompts) * (1 if against is None else 2), 0
 
@@ -145,18 +151,26 @@ def evaluate(
         fingerprint=fingerprint,
         seconds=round(seconds, 2),
         generated_tokens=sum(answer.tokens for answer in answers),
-        rows=rows(verdicts, read_targets(place)),
+        rows=rows(verdicts, targets),
         not_run=sum(verdict.ok is None for verdict in verdicts),
         cut_off=sum(answer.finish == "length" for answer in answers),
         verdicts=verdicts,
         against=None if against is None else str(against),
         comparison=comparison,
+        limit=limit,
+        left_out=sum(map(len, found.values())) - len(prompts),
     )
 
 
 def read_targets(folder: Path) -> dict[str, dict[str, float]]:
+    """Raises ConfigError where the file holds anything else."""
     path = folder / TARGETS
-    return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]]) if path.exists() else {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]]) if path.exists() else {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: expected {{set: {{kind: percent}}}}: {error}") from None
 
 
 def judge(sets: Mapping[str, Sequence[Prompt]], answers: Sequence[Answer], run_code: bool) -> list[Verdict]:
@@ -221,6 +235,10 @@ def caption(report: Report) -> str:
     """What the table does not show, in a few lines."""
     rate = report.generated_tokens / max(report.seconds, 1e-9)
     lines = [f"{report.generated_tokens:,} tokens generated in {report.seconds:.0f} s ({rate:,.0f} tokens/s)"]
+    if report.left_out:
+        lines.append(
+            f"at most {report.limit:,} prompts of each kind were asked (--limit); {report.left_out:,} were left out"
+        )
     if report.cut_off:
         lines.append(f"{report.cut_off} answers reached the token limit")
     if report.not_run:

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from redline.chat.hashing import make_job
-from redline.chat.lines import Chat, conversation
+from redline.chat.lines import NOT_JSON, Chat, conversation
 from redline.chat.template import Style, encode
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError
@@ -113,7 +113,7 @@ def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, mo
         for number, line in enumerate(lines, 1):
             try:
                 one = decoder.decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            except NOT_JSON as error:
                 raise ConfigError(f"{path}, line {number}: {error}") from None
             domain = one.domain or one.kind or path.stem
             if len(found[domain]) < most:

@@ -1,0 +1,109 @@
+"""What a long verb says of itself: a line every ten seconds where nobody sees a bar, by a clock that is the test's."""
+
+import io
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from redline.progress import EVERY_S, Working
+
+
+class Clock:
+    """Moves when somebody waits; the work that `meanwhile` does is done in each wait. Ends the waits after the last."""
+
+    def __init__(self, *meanwhile: Callable[[], object]) -> None:
+        self.now = 1000.0
+        self.waits = iter(meanwhile)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, seconds: float) -> bool:
+        self.now += seconds
+        work = next(self.waits, None)
+        if work is not None:
+            work()
+        return work is None
+
+
+def said(*meanwhile: Callable[[Working], object], what: str = "answers") -> list[str]:
+    stream, found = io.StringIO(), list[Working]()
+    clock = Clock(*((lambda work=work: work(found[0])) for work in meanwhile))
+    found.append(Working(what, stream=stream, clock=clock, wait=clock.wait))
+    with found[0]:
+        pass
+    return stream.getvalue().splitlines()
+
+
+def test_without_a_terminal_there_is_a_line_every_ten_seconds():
+    assert EVERY_S == 10
+    assert said(
+        lambda bar: bar.show(0, 1170),
+        lambda bar: bar.show(120, 1170, note="1,230 tokens/s"),
+        lambda bar: bar.show(1170, 1170),
+    ) == [
+        "answers: 0 of 1,170, 0:10 passed",
+        "answers: 120 of 1,170, 0:20 passed, about 1:28 left; 1,230 tokens/s",
+        "answers: 1,170 of 1,170, 0:30 passed",
+    ]
+
+
+def test_work_that_says_nothing_of_itself_is_still_heard_of():
+    assert said(lambda bar: None, lambda bar: None, what="loading [weights]") == [
+        "loading [weights]: 0:10 passed",
+        "loading [weights]: 0:20 passed",
+    ]
+
+
+def test_what_was_there_before_says_nothing_of_what_is_left():
+    lines = said(lambda bar: bar.show(900, 1000), lambda bar: bar.show(910, 1000))
+    assert lines[0].endswith("0:10 passed")
+    assert lines[1] == "answers: 910 of 1,000, 0:20 passed, about 1:30 left"
+
+
+def test_a_share_is_told_in_percent_and_another_piece_of_work_begins_anew():
+    lines = said(
+        lambda bar: bar.show(0.0, 1.0),
+        lambda bar: bar.show(0.25, 1.0),
+        lambda bar: bar.show(what="scoring"),
+        lambda bar: bar.show(3, 4, what="scoring"),
+    )
+    assert [line.partition(",")[0] for line in lines] == [
+        "answers: 0%", "answers: 25%", "scoring: 0:30 passed", "scoring: 3 of 4"
+    ]  # fmt: skip
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_there_is_a_bar_and_a_name_keeps_its_brackets(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    stream, out = Terminal(), io.StringIO()
+    monkeypatch.setattr(sys, "stdout", out)
+    with Working("answers of [bold]", stream=stream) as bar:
+        bar.show(3, 7, note="9 tokens/s")
+        print("a result")
+    assert "answers of [bold]" in stream.getvalue()
+    assert "3 of 7 9 tokens/s" in stream.getvalue()
+    assert out.getvalue() == "a result\n", "what is printed meanwhile goes where it would have gone"
+
+
+def test_who_is_not_shown_says_nothing():
+    stream = io.StringIO()
+    with Working("answers", shown=False, stream=stream) as bar:
+        bar.show(1, 2)
+    assert stream.getvalue() == ""
+
+
+def test_a_stderr_that_nobody_reads_stops_no_work():
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    clock = Clock(lambda: None)
+    with Working("answers", stream=Closed(), clock=clock, wait=clock.wait) as bar:
+        bar.show(1, 2)
