@@ -126,8 +126,12 @@ async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, con
     stop = asyncio.Event()
     for number in STOP_SIGNALS:  # before there is anything to leave behind
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    with _sockets() as sockets:
-        return await _serve_through(sockets, config, folder, listener, stop, console)
+    try:
+        with _sockets() as sockets:
+            return await _serve_through(sockets, config, folder, listener, stop, console)
+    finally:
+        # The end has come: another Ctrl-C would only interrupt the interpreter's own clearing up.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 @contextmanager

@@ -33,7 +33,7 @@ def reference(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
     reached_R = odds_R5[:, U] * mass_RV[:, -1]
     token_R = torch.searchsorted(mass_RV, reached_R[:, None], right=True).squeeze(-1)
     # One logit that is NaN or infinite, or -inf in all of them, makes every weight NaN.
-    return torch.where(mass_RV[:, -1] > 0, token_R, -1)
+    return token_R.masked_fill(~(mass_RV[:, -1] > 0), -1)
 
 
 def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,8 +25,10 @@ from openai import APIError, OpenAI
 from rich.console import Console
 
 from redline.api.server import open_files
+from redline.errors import ConfigError
 from redline.fleet import serve as fleet
 from redline.fleet.config import ServeConfig
+from redline.fleet.serve import serve
 from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.write import random_checkpoint
 from tests.tiny_model import kernel_config
@@ -470,6 +473,61 @@ def test_ctrl_c_while_the_model_loads_ends_it_cleanly(start: Callable[..., Serve
     os.killpg(server.process.pid, signal.SIGINT)
     assert server.ends() == 0
     assert server.said == ""
+
+
+def test_ctrl_c_again_and_again_while_it_ends_interrupts_nothing(
+    start: Callable[..., Server], tiny: Path, tmp_path: Path
+):
+    sockets = Path(os.path.relpath(tmp_path))
+    server = start(tiny, environment={"TMPDIR": str(sockets)}).until_ready()
+    with talk_for_ever(server):
+        while server.process.poll() is None:
+            os.killpg(server.process.pid, signal.SIGINT)
+            time.sleep(0.01)
+    assert server.ends() == 0
+    assert "Traceback" not in server.said
+    assert "KeyboardInterrupt" not in server.said
+    assert not list(tmp_path.iterdir()), "its sockets are still there"
+
+
+def test_a_worker_that_is_killed_while_it_loads_is_one_line(start: Callable[..., Server], tiny: Path):
+    server = start(tiny)
+    wait_for(lambda: server.workers, START_S, server)
+    for worker in server.workers:
+        os.kill(worker, signal.SIGKILL)  # as the kernel does where memory runs out
+    assert server.ends() == 1
+    assert server.said == "error: the worker ended with code -9 while it was loading the model\n"
+
+
+def test_a_worker_that_is_stopped_while_it_loads_does_not_keep_ctrl_c_waiting(start: Callable[..., Server], tiny: Path):
+    server = start(tiny)
+    wait_for(lambda: server.workers, START_S, server)
+    for worker in server.workers:
+        os.kill(worker, signal.SIGSTOP)
+    os.killpg(server.process.pid, signal.SIGINT)
+    assert server.ends() == 0
+    assert server.said == ""
+
+
+def test_a_folder_that_is_too_deep_for_sockets_is_one_line_and_stays_empty(
+    start: Callable[..., Server], tiny: Path, tmp_path: Path
+):
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    server = start(tiny, environment={"TMPDIR": str(deep)})
+    assert server.ends() == 1
+    assert re.fullmatch(r"error: .*: a socket's path has at most 107 bytes\n", server.said)
+    assert not list(deep.iterdir())
+
+
+def test_no_folder_for_sockets_is_said(tiny: Path, monkeypatch: pytest.MonkeyPatch):
+    def refused(**_: str) -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refused)
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: set[int]())  # this process goes on
+    with pytest.raises(ConfigError, match=r"no folder for the sockets: .*TMPDIR"):
+        serve(ServeConfig(weights=str(tiny), port=0), Console())
 
 
 def test_a_worker_that_is_killed_ends_the_server_with_code_1(start: Callable[..., Server], tiny: Path):
