@@ -30,6 +30,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from benchmarks.program import program
 from redline.api.app import STREAM_START, create_app
 from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Batch, Gateway
@@ -263,4 +264,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.program import output, program
 from redline.bench.local.record import provenance
 from redline.chat.hashing import make_job
 from redline.model.config import K2Config
@@ -175,7 +176,7 @@ def main() -> None:
     parser.add_argument(
         "--running", type=int, default=1, help="jobs in one step, at most: for so many, steps are recorded"
     )
-    parser.add_argument("--save", type=Path, default=RESULT)
+    parser.add_argument("--save", type=output, default=RESULT)
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")  # how long recording took
     if not torch.cuda.is_available():
@@ -222,4 +223,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from benchmarks.program import output, program
 from redline.bench.local.answering import Greedy
 from redline.bench.local.prompts import Prompt, read_sets
 from redline.bench.local.quality import judge, read_targets, rows
@@ -124,7 +125,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("models/kimi-nano"))
     parser.add_argument("--draft", type=Path, default=Path("models/kimi-nano-eagle3"))
     parser.add_argument("--limit", type=int, default=0, help="prompts; 0: all")
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--save", type=output)
     given = parser.parse_args()
     asked = [prompt for members in read_sets(given.folder / "eval").values() for prompt in members]
     prompts = asked[:: max(1, len(asked) // given.limit)] if given.limit else asked
@@ -150,4 +151,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

@@ -10,12 +10,12 @@ import argparse
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
+from benchmarks.program import output, program
 from redline.bench.local.machine import measure
 from redline.bench.local.record import provenance
 from redline.model.random_gpu import random_gpu_k2
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--start", type=int, nargs="+", default=[0])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--save", type=Path)
+    parser.add_argument("--save", type=output)
     given = parser.parse_args()
     machine = measure(torch.device("cuda"), working_set_bytes=4 << 30)
     model = random_gpu_k2(replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024), (0, 1), torch.device("cuda"))
@@ -184,4 +184,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

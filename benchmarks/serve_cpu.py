@@ -33,6 +33,7 @@ import httpx
 
 from benchmarks import peer_llama_cpp, peer_transformers, to_gguf
 from benchmarks.peer_transformers import Times
+from benchmarks.program import output, program
 from redline.bench.local.decode import step_cost
 from redline.bench.local.machine import measure
 from redline.bench.local.record import provenance
@@ -437,7 +438,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, help="the drafter's folder; absent: the model's, with -eagle3")
     parser.add_argument("--llama-python", type=Path, help="a Python that has llama-cpp-python: the second peer")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each, alternating; the median counts")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=output, default=RESULT)
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     draft: Path = arguments.draft or folder.with_name(f"{folder.name}-eagle3")
@@ -509,4 +510,4 @@ def llama_version(python: Path) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

@@ -31,6 +31,7 @@ from unittest.mock import patch
 import msgspec
 
 import redline.run.runner
+from benchmarks.program import output, program
 from redline.bench.local.record import provenance
 from redline.bench.local.speculate import read_questions
 from redline.chat.hashing import make_job
@@ -376,7 +377,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", default=Path("models/kimi-nano"))
     parser.add_argument("--draft", type=Path, default=Path("models/kimi-nano-eagle3"))
     parser.add_argument("--rounds", type=int, default=7, help="of each case, with the parts marked and without")
-    parser.add_argument("--out", type=Path, default=RESULT, help="the picture is beside it")
+    parser.add_argument("--out", type=output, default=RESULT, help="the picture is beside it")
     asked = parser.parse_args()
     folder: Path = asked.folder
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # and with it every child's
@@ -418,4 +419,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.program import program
 from redline.bench.local.speculate import read_questions
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
@@ -347,4 +348,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    program(main)

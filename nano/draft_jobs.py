@@ -6,7 +6,8 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,16 +63,36 @@ def run_all(
             tell(f"{job.name}: {said}; {_last(folder / f'{job.name}.log')}")
 
     threads = [threading.Thread(target=work, args=(slot,)) for slot in places]
-    for thread in threads:
-        thread.start()
-    beat = time.monotonic()
-    while alive := [thread for thread in threads if thread.is_alive()]:
-        alive[0].join(1.0)
-        if time.monotonic() - beat > BEAT_S:
-            beat = time.monotonic()
-            for job in list(running.values()):
-                tell(f"{job.name} runs: {_last(job.journal or folder / f'{job.name}.log')}")
+    with _heard_by_jobs():
+        for thread in threads:
+            thread.start()
+        beat = time.monotonic()
+        while alive := [thread for thread in threads if thread.is_alive()]:
+            alive[0].join(1.0)
+            if time.monotonic() - beat > BEAT_S:
+                beat = time.monotonic()
+                for job in list(running.values()):
+                    tell(f"{job.name} runs: {_last(job.journal or folder / f'{job.name}.log')}")
     return [job.name for job in jobs if not (folder / f"{job.name}.done").exists()]
+
+
+@contextmanager
+def _heard_by_jobs() -> Generator[None]:
+    """Behind `nohup` or `&` of a script SIGINT is ignored, and a program inherits that: it could not be told to end.
+
+    A handler that does nothing is as deaf, and is not inherited.
+    """
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+        or threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _last(path: Path) -> str:

@@ -24,11 +24,13 @@ class Working:
         what: str,
         *,
         shown: bool = True,
+        bar: bool = True,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
         """what: names the work. shown: False says nothing at all (of several processes, one speaks).
+        bar: False gives lines on a terminal too.
 
         clock, wait: for tests. `wait` sleeps for so many seconds, and is true where the work has ended meanwhile.
         """
@@ -42,7 +44,7 @@ class Working:
         self._bar: Progress | None = None
         self._task = TaskID(0)
         self._lines: threading.Thread | None = None
-        if shown and self._stream.isatty():
+        if shown and bar and self._stream.isatty():
             console = Console(file=self._stream)
             columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[share]}")
             # What is printed meanwhile goes where it would have gone: stdout may be a file.

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,10 +70,23 @@ def test_jobs_run_in_their_slots_and_a_second_time_only_those_that_failed(tmp_pa
     assert (tmp_path / "badly.log").read_text() == "why\nwhy\n"
 
 
-def test_a_job_is_told_when_time_is_up_and_those_behind_it_wait_for_the_next_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("disposition", [signal.SIG_IGN, signal.default_int_handler], ids=["in background", "here"])
+def test_a_job_is_told_when_time_is_up_and_those_behind_it_wait_for_the_next_run(
+    tmp_path: Path, disposition: Any
+) -> None:
+    """Also where SIGINT is ignored, as in a job that a script starts in the background."""
+    before = signal.signal(signal.SIGINT, disposition)
+    try:
+        _check_that_a_job_is_told(tmp_path)
+        assert signal.getsignal(signal.SIGINT) is disposition
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _check_that_a_job_is_told(tmp_path: Path) -> None:
     patient = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('kept')"
     jobs = [Job("long", python(patient)), Job("next", python("print(1)"))]
-    assert run_all(jobs, [tuple(os.sched_getaffinity(0))], 1, tmp_path) == ["next"]
+    assert run_all(jobs, [tuple(os.sched_getaffinity(0))], 3, tmp_path) == ["next"]
     assert (tmp_path / "long.log").read_text() == "kept\n"
     assert not (tmp_path / "next.log").exists()
 

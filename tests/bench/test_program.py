@@ -1,0 +1,46 @@
+"""The programs in benchmarks/: heard of while they work, and one line for what somebody can mend."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.program import program
+from redline.errors import ConfigError
+
+
+def test_a_program_is_heard_of_while_it_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr("redline.progress.EVERY_S", 0.001)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/some_bench.py"])
+    program(lambda: time.sleep(0.2))
+    assert capsys.readouterr().err.startswith("some_bench: 0:00 passed\n")
+
+
+def test_what_somebody_can_mend_is_one_line_and_code_1():
+    def wrong() -> None:
+        raise ConfigError("models/none: missing")
+
+    with pytest.raises(SystemExit, match=r"^error: models/none: missing$"):
+        program(wrong)
+
+
+def test_ctrl_c_is_one_line_and_code_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["some_bench.py"])
+    with pytest.raises(SystemExit) as end:
+        program(interrupted)
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "stopped: some_bench has saved nothing\n"
+
+
+@pytest.mark.parametrize("name", ["step_profile", "loop_gap", "prefill_layer"])
+def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, tmp_path: Path):
+    flag = "--out" if name == "step_profile" else "--save"
+    command = [sys.executable, "-m", f"benchmarks.{name}", flag, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert done.stderr == f"error: {tmp_path}: is a folder; name a file in it\n"
