@@ -155,8 +155,8 @@ def _gaps(answers: Answers) -> Iterator[Gap]:
 def _late(times: Sequence[float], gap: Gap) -> float:
     """How many seconds later than another stream this one is told of a step.
 
-    The other's first time within the gap may be of the step that the gap begins with, and in two parts; from the next one
-    on this stream should have been told as well.
+    The other's first time within the gap may be of the step that the gap begins with, and in two parts; from the next
+    one on this stream should have been told as well.
     """
     first = bisect_right(times, gap.begin)
     if first == len(times):
