@@ -53,8 +53,8 @@ def text(rng: random.Random) -> str:
         )
     if kind == 1:
         return "".join(chr(rng.choice([rng.randrange(32, 127), rng.randrange(0xA0, 0xD7FF)])) for _ in range(60))
-    words = "".join(rng.choice(string.ascii_lowercase + " ") for _ in range(rng.choice([5, 30, 100, 1000])))
-    return words if kind != 2 else words * rng.choice([1, 1, 4, 20])
+    words = "".join(rng.choice(string.ascii_lowercase + " ") for _ in range(rng.choice([5, 20, 60, 300])))
+    return words if kind != 2 else words * rng.choice([1, 1, 2, 10])
 
 
 def ids(rng: random.Random) -> list[int]:
@@ -142,7 +142,7 @@ def _bad_message(rng: random.Random) -> Any:
 
 
 def _messages(rng: random.Random) -> Any:
-    return [_message(rng) for _ in range(rng.choice([1, 1, 2, 5, 40]))]
+    return [_message(rng) for _ in range(rng.choice([1, 1, 2, 5, 20]))]
 
 
 def _schema(rng: random.Random, depth: int = 0) -> Any:

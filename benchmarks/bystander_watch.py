@@ -30,6 +30,7 @@ from benchmarks.raw_http import HOST, head
 
 KNOCK_S = 0.005  # between an answer and the next knock
 PAUSE_S = 0.02  # a knock that waits longer was not answered as usual
+SAME_STEP_S = 0.003  # the end of an answer follows its last token
 PATIENCE_S = 120.0  # for an answer, and for a chunk
 TAIL = b"0\r\n\r\n"  # of a chunked answer
 OWN = Path("/proc/thread-self/schedstat")
@@ -154,11 +155,14 @@ def _gaps(answers: Answers) -> Iterator[Gap]:
 def _late(times: Sequence[float], gap: Gap) -> float:
     """How many seconds later than another stream this one is told of a step.
 
-    The other's first time within the gap may be of the step that the gap begins with; from the second one on this
-    stream should have been told as well.
+    The other's first time within the gap may be of the step that the gap begins with, and in two parts; from the next
+    one on this stream should have been told as well.
     """
     first = bisect_right(times, gap.begin)
-    late = gap.end - times[first + 1] if first + 1 < len(times) else 0.0
+    if first == len(times):
+        return 0.0
+    second = bisect_right(times, times[first] + SAME_STEP_S)
+    late = gap.end - times[second] if second < len(times) else 0.0
     return max(0.0, late - gap.excused)
 
 
@@ -257,10 +261,10 @@ class Watcher:
                 at, own = time.monotonic(), waited(OWN)
                 if not part:
                     raise ValueError("closed")
-                with self._lock:
-                    self._streams[number][-1].extend((at, own))
                 if part.endswith(TAIL):
                     return
+                with self._lock:
+                    self._streams[number][-1].extend((at, own))
 
 
 def chat(token: int, length: int) -> bytes:

@@ -47,10 +47,14 @@ def test_waiting_for_a_core_is_nobodys_pause():
 
 
 def test_a_stream_that_the_engine_leaves_out_pauses():
-    """The other one's first chunk may be of the very step that the gap begins with, so the second one counts."""
+    """The other one's first chunk may be of the very step that the gap begins with, so the second one counts.
+
+    A step's chunk may come in two parts.
+    """
     other = told(0.001, 0.1, 0.2, 0.3, 0.399)
     assert read(Notes([], [told(0.0, 0.4), other])).left_out == pytest.approx(300, abs=0.1)
     assert read(Notes([], [told(0.0, 0.4), told(0.001, 0.399)])).left_out == 1.0
+    assert read(Notes([], [told(0.0, 0.4), told(0.001, 0.0015, 0.399)])).left_out == 1.0
     assert read(Notes([], [told(0.0, 0.4, waited=0.25), other])).beyond == pytest.approx(50, abs=0.1)
 
 
