@@ -253,4 +253,4 @@ def _put_all(planner: Planner, outbox: Outbox, deltas: list[Delta]) -> None:
             outbox.put(delta)
         except MessageTooLarge as error:
             planner.abort(delta.job)
-            outbox.put(Delta(job=delta.job, finish="error", error=str(error), fault="failed"))
+            outbox.put(Delta(job=delta.job, finish="error", error=str(error), fault="refused"))
