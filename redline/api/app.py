@@ -117,6 +117,8 @@ class _Border:
             answer = answer_to(error)
             if not status:
                 await _send(send_on, answer)
+        except asyncio.CancelledError:
+            pass  # the server ends, and has closed the connection
         finally:
             _tell(scope, status, complete, time.perf_counter() - began, request_id)
 

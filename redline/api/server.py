@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httptools
 import uvicorn
@@ -31,7 +31,6 @@ from redline.api.config import Limits
 from redline.api.errors import Refusal, answer_to
 from redline.errors import Overloaded, RedlineError
 
-SHUTDOWN_S = 5  # for running answers, once asked to stop
 RESERVED_FILES = 128  # descriptors that are not connections: sockets to the worker, pipes, files
 UNSENT_BYTES = 128 << 10  # that the kernel takes of a connection before its client has room for them
 LINGER_S = 1.0  # for a client that was refused, to read that it was
@@ -176,12 +175,10 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: RedlineError) -> None:
         """Answer without the app, and close; at once where the client would read it as a part of another answer."""
         log.info("refused a connection: %s", error)
-        if self._is_answering():
-            if self.cycle.response_started:
-                self.transport.abort()
-                return
-            self.cycle.disconnected = True  # so that the app is silent from now on
-            self.cycle.message_event.set()
+        if self._is_answering() and self.cycle.response_started:
+            self.transport.abort()
+            return
+        self.silence()
         answer = answer_to(error)
         headers = {"content-type": "application/json", "content-length": len(answer.body), "connection": "close"}
         lines = [f"{name}: {value}\r\n".encode() for name, value in {**headers, **answer.headers}.items()]
@@ -190,6 +187,12 @@ class Connection(HttpToolsProtocol):
         self._refused = True
         self.transport.write_eof()
         self._expect(LINGER_S, self.transport.abort)
+
+    def silence(self) -> None:
+        """Tell the app that its client has left; what it still says is not written."""
+        if self._is_answering():
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
 
     # -- writing
 
@@ -251,9 +254,12 @@ class Server(uvicorn.Server):
         yield
 
     def abort(self) -> None:
-        """End every connection now, whatever its client has not taken yet."""
-        for connection in list(self.server_state.connections):
+        """End every connection now, whatever its client has not taken yet, and every request."""
+        for connection in cast("list[Connection]", list(self.server_state.connections)):
+            connection.silence()
             connection.transport.abort()
+        for task in list(self.server_state.tasks):
+            task.cancel()  # one that encodes in a thread would not notice
 
 
 def uvicorn_config(app: ASGIApp, limits: Limits, host: str, port: int) -> uvicorn.Config:
@@ -270,6 +276,5 @@ def uvicorn_config(app: ASGIApp, limits: Limits, host: str, port: int) -> uvicor
         log_config=None,
         server_header=False,
         proxy_headers=False,  # nothing here depends on who the client is
-        timeout_graceful_shutdown=SHUTDOWN_S,
         log_level="warning",
     )

@@ -10,6 +10,7 @@ sockets are files in a folder that only their owner can enter.
 
 import asyncio
 import hashlib
+import math
 import os
 import stat
 import threading
@@ -26,6 +27,7 @@ from redline.errors import ConfigError, MessageTooLarge
 from redline.wire.codec import Wire, decode, encode
 
 MAX_MESSAGE_BYTES = 64 << 20
+MOST_AT_ONCE = 256  # messages that a task of an event loop is given: a late reader's turns must not grow with its delay
 _LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
 _IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
 
@@ -178,7 +180,7 @@ class SocketInbox(_Socket):
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
         if wait:
             self._socket.poll(None if timeout is None else max(0, round(timeout * 1000)))
-        return _receive_all(self._socket)
+        return _receive(self._socket)
 
 
 class AsyncSocketInbox(_Socket):
@@ -192,7 +194,7 @@ class AsyncSocketInbox(_Socket):
     async def get(self) -> list[Wire]:
         while True:
             await self._readable.poll()
-            messages = _receive_all(self._socket)
+            messages = _receive(self._socket, MOST_AT_ONCE)
             if messages:
                 return messages
 
@@ -209,11 +211,13 @@ def _secure(socket: zmq.Socket[bytes], address: str, key: bytes | None) -> None:
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
 
 
-def _receive_all(socket: zmq.Socket[bytes]) -> list[Wire]:
+def _receive(socket: zmq.Socket[bytes], most: float = math.inf) -> list[Wire]:
+    """What has arrived, in order."""
     messages: list[Wire] = []
-    while True:
+    while len(messages) < most:
         try:
             data = socket.recv(zmq.NOBLOCK)
         except zmq.Again:
-            return messages
+            break
         messages.append(decode(data))
+    return messages

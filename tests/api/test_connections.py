@@ -328,3 +328,24 @@ async def test_silent_and_unread_connections_hold_up_nobody() -> None:
             answered = await say(port, b"GET /short HTTP/1.0\r\n\r\n")
             assert answered.startswith(b"HTTP/1.1 200")
         assert len(connections) >= 1300
+
+
+async def test_a_server_that_ends_waits_for_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not for one whose client does not read, nor for one that does not look whether its client is there."""
+
+    async def encode_for_ever(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    async with World(long) as world:
+        for _ in range(2):
+            async with serving(world.app, Limits()) as (port, server):
+                unread(port, asked())
+                await until(lambda server=server: any(each.cycle for each in server.server_state.connections))
+                server.should_exit = True
+                await asyncio.sleep(0.3)
+                server.abort()
+                await until(lambda server=server: not server.server_state.tasks)
+            monkeypatch.setattr(world.gateway, "begin", encode_for_ever)
+    assert not [record for record in caplog.records if record.exc_info or record.name.startswith("uvicorn")]

@@ -12,6 +12,7 @@ import zmq
 from redline.errors import ConfigError, MessageTooLarge
 from redline.wire.channel import (
     MAX_MESSAGE_BYTES,
+    MOST_AT_ONCE,
     AsyncSocketInbox,
     MemoryChannel,
     SocketInbox,
@@ -125,6 +126,25 @@ def test_asyncio_reads_a_socket():
             return numbers
 
     assert asyncio.run(main()) == list(range(51))
+
+
+def test_a_late_reader_lets_the_event_loop_go_on():
+    """Else its turns grow with its delay, and its delay with its turns."""
+    sent = 5 * MOST_AT_ONCE
+
+    async def main() -> list[list[int]]:
+        with AsyncSocketInbox("tcp://127.0.0.1:*", KEY) as inbox, SocketOutbox(inbox.address, KEY) as outbox:
+            for number in range(sent):
+                outbox.put(delta(number))
+            await asyncio.sleep(0.2)  # until they have arrived
+            turns: list[list[int]] = []
+            while sum(map(len, turns)) < sent:
+                turns.append([message.tokens[0] for message in await asyncio.wait_for(inbox.get(), 5)])
+            return turns
+
+    turns = asyncio.run(main())
+    assert [number for turn in turns for number in turn] == list(range(sent))
+    assert max(map(len, turns)) <= MOST_AT_ONCE
 
 
 def test_a_stranger_with_another_key_or_none_delivers_nothing():
