@@ -183,13 +183,16 @@ class _Reader:
         self.definitions: dict[str, Any] = {}
         self.refers_to_root = False
 
-    def read(self, schema: Any) -> _Type:
+    def read(self, schema: Any, of_union: bool = False) -> _Type:
+        """of_union: upstream joins a union's types as strings, and fails at a type that is none, such as null."""
         if isinstance(schema, bool):
             return _named("any" if schema else "null")
         if "$ref" in schema:
             return _named(self._reference(schema["$ref"]), _lines(schema))
         if "anyOf" in schema:
-            return _Type(partial(_write_union, [self.read(one) for one in schema["anyOf"]]), _lines(schema))
+            return _Type(
+                partial(_write_union, [self.read(one, of_union=True) for one in schema["anyOf"]]), _lines(schema)
+            )
         if "enum" in schema:
             _check_enum(schema)
             values = " | ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in schema["enum"])
@@ -204,6 +207,8 @@ class _Reader:
         if kind == "object":
             return _Type(self.properties(schema).write, _lines(schema))
         comments = _lines(schema, _CONSTRAINTS.get(kind, ()))
+        if of_union and not isinstance(kind, str):
+            return _Type(_fail, comments)
         if kind == "array":
             item = self.read(schema["items"]) if schema.get("items") else _named("any")
             return _Type(partial(_write_array, item), comments)
@@ -234,6 +239,10 @@ class _Reader:
 
 def _named(text: str, comments: tuple[str, ...] = ()) -> _Type:
     return _Type(lambda paper, indent: paper.write(text), comments)
+
+
+def _fail(paper: _Paper, indent: str) -> None:
+    raise TypeError("a union's type is no string")
 
 
 def _write_union(types: Sequence[_Type], paper: _Paper, indent: str) -> None:

@@ -301,7 +301,7 @@ STAGES = {  # and what each calls in the middle of its work
     "mine-capture": "redline.draft.capture.capture",
     "mined": "redline.draft.train._export",
     "eval": "redline.draft.evaluate.evaluate",
-    "export": "redline.draft.recipe.shutil.copyfile",
+    "export": "redline.draft.export.Eagle3.save",
 }
 
 
