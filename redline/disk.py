@@ -95,13 +95,14 @@ def check_output(path: Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
-def check_room(folder: Path, needed: int, what: str) -> None:
-    """ConfigError where fewer bytes are free than are needed. what: "the states of 9 sequences take"."""
+def check_room(folder: Path, needed: int, what: str, otherwise: str = "name another folder") -> None:
+    """ConfigError where fewer bytes are free than are needed. what: "the states of 9 sequences take". otherwise: what
+    to do where there is no more room."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise ConfigError(f"{folder}: {what} {human(needed)}, and {human(free)} are free: make room, or name another")
+        raise ConfigError(f"{folder}: {what} {human(needed)}, and {human(free)} are free: make room, or {otherwise}")
 
 
 def human(size: int) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from redline.cli.terminal import Terminal
 from redline.disk import save
+from redline.errors import ConfigError
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -31,9 +32,12 @@ def save_result(path: Path, result: Any, console: Console) -> None:
 
 
 def until_interrupted(work: Callable[[], int], console: Console, kept: str = "nothing was saved") -> int:
-    """The work's status, or, after a Ctrl-C, 130 and one line."""
+    """The work's status, or, after a Ctrl-C, 130 and one line. Raises ConfigError where a disk fails in its midst."""
     try:
         return work()
     except KeyboardInterrupt:
         say(console, f"stopped: {kept}")
         return INTERRUPTED
+    except OSError as error:  # a disk that is gone, a share that is stale, a file system that has become read-only
+        named = error.filename or "a file"
+        raise ConfigError(f"{named}: cannot be read or written ({error.strerror or error}): {kept}") from error

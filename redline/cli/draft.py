@@ -1,11 +1,12 @@
 """`redline draft`: the factory's verbs. Flags become a configuration; a module of `redline.draft` does the work."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from redline.cli.console import plain_console
+from redline.cli.console import plain_console, until_interrupted
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -78,7 +79,7 @@ def synth(
         "shard": shard,
     }
     engine = EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, draft=draft)
-    raise typer.Exit(run(fill(SynthConfig, "synth", values, {"engine": engine}), plain_console()))
+    raise typer.Exit(_worked(run, fill(SynthConfig, "synth", values, {"engine": engine})))
 
 
 @app.command()
@@ -110,7 +111,7 @@ def capture(
         other_answers=other_answers,
         device=device,
     )
-    raise typer.Exit(run(config, plain_console()))
+    raise typer.Exit(_worked(run, config))
 
 
 @app.command()
@@ -165,7 +166,7 @@ def train(
     }
     given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     config = read_train(settings, {"target": str(target), "out": str(out), **given})
-    raise typer.Exit(run(config, plain_console()))
+    raise typer.Exit(_worked(run, config))
 
 
 @app.command()
@@ -230,7 +231,7 @@ def mine(
         "seed": seed,
         "device": device,
     }
-    raise typer.Exit(run(mine_config(values), plain_console()))
+    raise typer.Exit(_worked(run, mine_config(values)))
 
 
 @app.command(name="eval")
@@ -279,7 +280,7 @@ def evaluate(
         "save": save and str(save),
         "device": device,
     }
-    raise typer.Exit(run(eval_config(values), plain_console(), provenance("torch")))
+    raise typer.Exit(_worked(run, eval_config(values), provenance("torch")))
 
 
 @app.command()
@@ -317,7 +318,12 @@ def run_recipe(
     from redline.draft.recipe import RunConfig, run
 
     config = RunConfig(recipe=str(recipe), out=None if out is None else str(out))
-    raise typer.Exit(run(config, plain_console(), provenance("torch")))
+    raise typer.Exit(_worked(run, config, provenance("torch")))
+
+
+def _worked(run: Callable[..., int], config: Any, *more: Any) -> int:
+    console = plain_console()
+    return until_interrupted(lambda: run(config, console, *more), console, "the same command goes on")
 
 
 def _names(paths: list[Path] | None) -> tuple[str, ...]:

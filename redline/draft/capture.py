@@ -550,7 +550,8 @@ def _check_room(config: CaptureConfig) -> None:
     needed = tokens * token_bytes(layers, target.hidden_size)
     if config.disk is not None:
         needed = min(needed, config.disk - (0 if index is None else index.bytes))
-    check_room(out, needed, f"the states of {tokens:,} tokens take")
+    otherwise = "store what fits (--disk SIZE)"
+    check_room(out, needed, f"the states of {tokens:,} tokens take", otherwise)
 
 
 def token_bytes(layers: int, hidden: int) -> int:

@@ -1,5 +1,6 @@
 """The verbs, as typed: help that teaches, one line for a mistake, and what each prints."""
 
+import errno
 import json
 import re
 import shutil
@@ -250,6 +251,17 @@ def test_the_verbs_of_the_factory_follow_one_another(tiny: Path, tmp_path: Path,
     assert f"written to {report}" in said
     assert "loading the engine: " in said
     assert json.loads(report.read_bytes())["measured"][0]["rounds"] > 0
+
+
+def test_a_disk_that_fails_in_the_midst_is_one_line(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def stale(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle", str(tmp_path / "corpus.jsonl"))
+
+    monkeypatch.setattr("redline.draft.synth.synth", stale)
+    words = ["draft", "synth", tiny, "--out", tmp_path / "corpus.jsonl", "--domain", "code", "--count", "1"]
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert isinstance(done.exception, ConfigError)
+    assert str(done.exception).startswith(f"{tmp_path / 'corpus.jsonl'}: cannot be read or written (Stale file handle)")
 
 
 def test_a_share_that_is_none_is_refused():

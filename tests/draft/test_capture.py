@@ -308,7 +308,9 @@ def test_a_corpus_without_an_example_is_refused(config: CaptureConfig, tmp_path:
 def test_a_capture_that_the_disk_cannot_hold_does_not_begin(config: CaptureConfig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=30_000))
     monkeypatch.setattr(Target, "open", None)
-    with pytest.raises(ConfigError, match=r"the states of 514 tokens take .* and 30 kB are free"):
+    with pytest.raises(
+        ConfigError, match=r"the states of 514 tokens take .* and 30 kB are free: make room, or store what fits"
+    ):
         quietly(config)
     monkeypatch.undo()
     assert quietly(change(config, disk=10_000_000))[0] == 0
