@@ -1,8 +1,10 @@
 """Prometheus series under the names that dashboards for vLLM already expect, from the gateway and from worker news."""
 
+import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, zip_longest
+from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
@@ -10,6 +12,8 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from redline.wire.news import Load
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+EXPOSED_S = 0.25
 
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -48,7 +52,7 @@ class TokenTimes:
 class Metrics:
     """One registry of its own, so that several servers may live in one process. Times are in seconds."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
         label = ("model_name",)
 
@@ -97,6 +101,8 @@ class Metrics:
             registry=self.registry,
         )
         self._model_name = model_name
+        self._clock = clock
+        self._exposed, self._exposed_until = b"", -inf
         self._last: Load | None = None  # what the counters already hold
 
     def finished(self, reason: str) -> None:
@@ -122,5 +128,11 @@ class Metrics:
         self._last = load
 
     def expose(self) -> bytes:
-        """The text format that Prometheus scrapes."""
-        return generate_latest(self.registry)
+        """The text format that Prometheus scrapes, at most EXPOSED_S old.
+
+        It takes milliseconds to write, in which every stream stands still, and a crowd may scrape at once.
+        """
+        now = self._clock()
+        if now >= self._exposed_until:
+            self._exposed, self._exposed_until = generate_latest(self.registry), now + EXPOSED_S
+        return self._exposed

@@ -4,6 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from openai import AuthenticationError
@@ -367,3 +368,12 @@ async def test_the_gateway_follows_a_channel_and_its_loss_ends_the_answers() -> 
         follow.cancel()
         response = await request
         assert (response.status_code, error_of(response)["code"]) == (503, "worker_lost")
+
+
+async def test_a_crowd_that_scrapes_costs_one_scrape_in_a_quarter_of_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, written = 0.0, Mock(side_effect=lambda registry: b"%d" % written.call_count)
+    monkeypatch.setattr("redline.api.metrics.generate_latest", written)
+    metrics = Metrics(MODEL, lambda: now)
+    assert [metrics.expose() for _ in range(500)] == [b"1"] * 500
+    now = 0.25
+    assert metrics.expose() == b"2"

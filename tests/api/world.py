@@ -1,6 +1,7 @@
 """A server over the tiny tokenizer and a fake engine, and the official client on it: in process, or over a socket."""
 
 import asyncio
+import itertools
 import json
 import socket
 from collections.abc import AsyncIterator
@@ -52,7 +53,7 @@ class World:
 
     def __init__(self, script: Script, limits: Limits = Limits(), max_model_len: int = 4096, **config: Any) -> None:  # noqa: B008
         self.engine = FakeEngine(script)
-        self.metrics = Metrics(MODEL)
+        self.metrics = Metrics(MODEL, itertools.count().__next__)  # each scrape is a new one
         self.gateway = Gateway(TOKENIZER, K2_6, self.engine, self.metrics, limits)
         self.engine.serve(self.gateway, max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
