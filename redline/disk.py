@@ -26,13 +26,14 @@ def is_full(error: BaseException) -> bool:
     return number is not None and int(number[1]) in FULL
 
 
-def hold(path: Path, lock: Path | None = None) -> FileLock:
+def hold(path: Path, lock: Path | None = None, wait_s: float = 0.0) -> FileLock:
     """Keeps a file or folder to this process until `release` is called; a kill lets it go too.
 
-    lock: the file that says so; absent: beside it, .NAME.lock. Raises ConfigError where another process holds it,
-    OSError where the lock cannot be made. A file system without locks is trusted.
+    lock: the file that says so; absent: beside it, .NAME.lock. wait_s: for another process to let it go. Raises
+    ConfigError where another process holds it, OSError where the lock cannot be made. A file system without locks is
+    trusted.
     """
-    held = FileLock(lock or path.with_name(f".{path.name}.lock"), timeout=0, thread_local=False)
+    held = FileLock(lock or path.with_name(f".{path.name}.lock"), timeout=wait_s, thread_local=False)
     try:
         held.acquire()
     except Timeout:
@@ -85,9 +86,9 @@ def check_output(path: Path) -> None:
 
     Raises ConfigError.
     """
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a folder; name a file in it")
     with written(path):
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass

@@ -29,6 +29,8 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path):
         check_output(tmp_path)
     with pytest.raises(ConfigError, match=r"file: cannot be written \(a file stands where"):
         check_output(tmp_path / "file" / "result.json")
+    with pytest.raises(ConfigError, match=r"cannot be written \(File name too long\)"):
+        check_output(tmp_path / (300 * "a"))
     with pytest.raises(ConfigError, match=r"/proc.*: cannot be written"):
         check_output(Path("/proc/here/result.json"))
 

@@ -3,13 +3,14 @@
 Evaluation sets and prompts for drafters are such lines with fields of their own (`class Line(Chat)`).
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.wire.base import Record
 
+DEPTH = 64  # nesting of a tool's parameters: the template walks through them
 NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what a line that is no record of ours raises
 
 
@@ -39,6 +40,20 @@ class DeclaredFunction(Record, frozen=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        depth, level = 0, cast(list[Any], [self.parameters])
+        while level:  # without recursion
+            depth += 1
+            level = [inner for value in level for inner in _parts(value)]
+        if depth > DEPTH:
+            raise ValueError(f"parameters are nested {depth} deep; expected at most {DEPTH}")
+
+
+def _parts(value: Any) -> list[Any]:
+    """The objects and arrays right within an object or array."""
+    inner: Any = value.values() if isinstance(value, dict) else value  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return [part for part in inner if isinstance(part, dict | list)]
 
 
 class DeclaredTool(Record, frozen=True):

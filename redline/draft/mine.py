@@ -272,7 +272,7 @@ def _answer(
 
             for example in answer_afresh(engine, chosen, sampling, answers, config.seed, have, done):
                 writer.append(example)
-    return [example for example in read_examples(path).examples if example.id in wanted]
+    return [example for example in read_examples(path).examples if example.id in wanted] if wanted else []
 
 
 def _write(path: Path, examples: Iterable[Example]) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,18 @@ def test_a_record_says_what_was_measured_and_where(tmp_path: Path):
     append(path, msgspec.structs.replace(record, rows=8))
     assert [one.rows for one in read(path)] == [4, 8]
     assert read(path)[0] == record
+
+
+def test_two_runs_that_add_to_one_file_lose_nothing(tmp_path: Path):
+    record = record_of(depth(context=1024), Timing(9.0, 9.0, 9.0, 480.0, ()), H200)
+    path = tmp_path / "decode.json"
+
+    def add(rows: int) -> None:
+        append(path, msgspec.structs.replace(record, rows=rows))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(24)))
+    assert sorted(one.rows for one in read(path)) == list(range(24))
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,22 @@ def test_functions_are_graded_only_when_code_may_run(tmp_path: Path) -> None:
     assert [(row.kind, row.right) for row in running.rows] == [("add", 1), ("code", 1), ("all", 2)]
 
 
+def test_prompts_that_are_too_long_are_said_beside_the_figures(tmp_path: Path) -> None:
+    folder = write_sets(tmp_path / "ours", values=[ask("add", "1+1", {"number": 2})])
+    opened = opener(ours={"1+1": ""})
+
+    @contextmanager
+    def refusing(folder: Path) -> Iterator[Rote]:
+        with opened(folder) as rote:
+            rote.answers = {"1+1": Answer(content="", finish="error")}
+            yield rote
+
+    report = evaluate(folder, refusing)
+    assert (report.refused, report.rows[-1].right) == (1, 0)
+    assert "1 prompts were not answered" in caption(report)
+    assert "not answered" not in caption(evaluate(folder, opened))
+
+
 def test_two_checkpoints_are_compared_pair_by_pair(tmp_path: Path) -> None:
     ours = write_sets(tmp_path / "ours", values=[ask("add", f"{i}", {"number": 1}) for i in range(10)])
     right_here, right_there = {0, 1, 2, 3, 4, 5}, {0, 1, 2, 6}

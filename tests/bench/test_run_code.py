@@ -1,6 +1,8 @@
 """Model-written code is contained: what it tries, it cannot do, and the next candidate is unharmed."""
 
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -32,6 +34,37 @@ def test_an_endless_loop_is_killed_on_time() -> None:
     start = time.monotonic()
     assert "still running after 0.7 s" in attempt("while True: print('x')", wall_s=0.7)
     assert time.monotonic() - start < 3
+
+
+def test_a_child_that_sleeps_ends_also_where_nobody_is_left_to_kill_it() -> None:
+    program = (
+        "from redline.bench.local.run_code import Candidate, run_asserts\n"
+        "run_asserts(Candidate('import time\\ntime.sleep(600)', 'pass'), 1.0)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program]) as parent:
+        child = _child_of(parent.pid)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while _is_there(child) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _is_there(child)
+
+
+def _child_of(pid: int) -> int:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        # it runs the candidate once it has given up its descriptors
+        if found and "Max open files            0 " in Path(f"/proc/{found[0]}/limits").read_text():
+            return int(found[0])
+    raise AssertionError("no child")
+
+
+def _is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+    except OSError:
+        return False
 
 
 def test_endless_recursion_and_a_memory_bomb_end_only_themselves() -> None:

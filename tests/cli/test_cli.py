@@ -246,6 +246,9 @@ def test_the_verbs_of_the_factory_follow_one_another(tiny: Path, tmp_path: Path,
     assert "scored examples: 0 of 3" in said
     assert "fresh answers: " in said
     assert (mined / "mixed.jsonl").stat().st_size > 0
+    empty, little = tmp_path / "empty", ["--budget", "1", "--answers", "1"]
+    typed("draft", "mine", tiny, "--draft", drafter, "--corpus", corpus, "--out", empty, *little)
+    assert (empty / "mixed.jsonl").read_bytes() == b"", "nothing fits, so nothing is asked, and nothing is missed"
     shape = ["--k", "1", "--mode", "greedy", "--rounds", "0", "--max-tokens", "8"]
     said = typed("draft", "eval", tiny, "--draft", drafter, "--prompts", prompts, *shape, "--save", report)
     assert "first draft, greedy: the engine accepts" in said

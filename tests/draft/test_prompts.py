@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,3 +140,23 @@ def test_a_conversation_that_the_assistant_opens_is_not_asked_for_its_greeting(t
 def test_a_prompt_file_that_is_not_there_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"none\.jsonl: cannot be read"):
         read_prompts(tmp_path / "none.jsonl")
+
+
+def test_a_tool_that_is_nested_beyond_measure_is_no_prompt(tmp_path: Path):
+    """The template would walk through it, to the end of the stack."""
+
+    def line(depth: int) -> str:
+        parameters: dict[str, Any] = {}
+        for _ in range(depth - 1):
+            parameters = {"items": parameters} if depth % 2 else {"anyOf": [parameters]}
+        tool = {"function": {"name": "f", "parameters": parameters}}
+        return json.dumps({"domain": "x", "messages": [{"role": "user", "content": f"{depth}"}], "tools": [tool]})
+
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(line, (1, 63, 65, 400, 401))))
+    found = read_prompts(path)
+    assert [said(prompt) for prompt in found.prompts] == ["1", "63"]
+    assert [message.partition(" - at")[0] for message in found.skipped] == [
+        f"{path}, line {number}: parameters are nested {depth} deep; expected at most 64"
+        for number, depth in ((3, 65), (4, 799), (5, 401))
+    ]

@@ -11,11 +11,12 @@ import torch
 
 from redline.bench.local.depth import Depth, Timing
 from redline.bench.local.record import provenance
-from redline.disk import save, written
+from redline.disk import hold, save, written
 from redline.errors import ConfigError
 from redline.ops.op import Machine
 from redline.wire.base import Record
 
+WAIT_S = 60.0  # for another process that adds to the same file
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
@@ -144,7 +145,11 @@ def read(path: Path) -> list[DepthRecord]:
 
 def append(path: Path, record: DepthRecord) -> None:
     """The file is made where there is none. Raises ConfigError where it cannot be written, and leaves what it holds."""
-    records = [*(read(path) if path.exists() else []), record]
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    save(path, msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+        held = hold(path, wait_s=WAIT_S)
+    try:
+        records = [*(read(path) if path.exists() else []), record]
+        save(path, msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+    finally:
+        held.release()

@@ -91,6 +91,7 @@ class Report(Record, frozen=True):
     verdicts: list[Verdict]
     against: str | None = None
     comparison: Comparison | None = None
+    refused: int = 0  # prompts that the engine did not answer; they count as wrong
     limit: int | None = None  # prompts of each kind of each set at most
     left_out: int = 0  # prompts beyond it
 
@@ -155,6 +156,7 @@ def evaluate(
         not_run=sum(verdict.ok is None for verdict in verdicts),
         cut_off=sum(answer.finish == "length" for answer in answers),
         verdicts=verdicts,
+        refused=sum(answer.finish == "error" for answer in answers),
         against=None if against is None else str(against),
         comparison=comparison,
         limit=limit,
@@ -238,6 +240,10 @@ def caption(report: Report) -> str:
     if report.left_out:
         lines.append(
             f"at most {report.limit:,} prompts of each kind were asked (--limit); {report.left_out:,} were left out"
+        )
+    if report.refused:
+        lines.append(
+            f"{report.refused} prompts were not answered (longer than an evaluation reads), and count as wrong"
         )
     if report.cut_off:
         lines.append(f"{report.cut_off} answers reached the token limit")

@@ -71,7 +71,7 @@ def run_many(candidates: Sequence[Candidate], children: int = 2, wall_s: float =
 # The limits are set by the child itself, before it runs a word of the candidate's: a `preexec_fn` would run between
 # fork and exec in a process with threads. Root is not bound by RLIMIT_NPROC, so root becomes nobody first.
 _CHILD = """
-import json, os, resource, sys
+import json, os, resource, sys, _signal
 import abc, bisect, calendar, cmath, collections.abc, copy, dataclasses, datetime, decimal, enum, fractions, functools
 import heapq, itertools, math, numbers, operator, random, re, statistics, string, textwrap, time, typing, unicodedata
 
@@ -85,6 +85,7 @@ if os.geteuid() == 0:
     os.setgroups([])
     os.setgid(65534)
     os.setuid(65534)
+_signal.alarm(orders["cpu_s"] + 1)  # who would kill a child that sleeps may be gone
 for limit, value in [
     (resource.RLIMIT_CORE, 0),
     (resource.RLIMIT_CPU, orders["cpu_s"]),
