@@ -45,7 +45,7 @@ from redline.worker.config import SUFFIX, EngineConfig, WorkerConfig
 log = logging.getLogger("redline.fleet")
 
 KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
-STOP_SIGNALS = signal.SIGINT, signal.SIGTERM
+STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
 GRACE_S = 3.0  # for running answers to come to their ends; the others are told that it is over
 TELL_S = 1.0  # for clients to take what they are told
 EXAMPLE = "What is 347 + 586?"
@@ -56,7 +56,7 @@ SILENCE_S = 60  # without a heartbeat, after which nothing will come of the answ
 
 
 def serve(config: ServeConfig, console: Console) -> int:
-    """Until Ctrl-C or SIGTERM (0), or until the worker ends by itself (1). ConfigError before anything starts."""
+    """Until a signal of STOP_SIGNALS (0), or until the worker ends by itself (1). ConfigError before anything starts."""
     folder = Path(config.weights)
     if not folder.is_dir():
         raise ConfigError(f"weights: {folder}: no such folder")
@@ -125,7 +125,8 @@ def _listen(host: str, port: int) -> socket.socket:
 async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, console: Console) -> int:
     stop = asyncio.Event()
     for number in STOP_SIGNALS:  # before there is anything to leave behind
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
         with _sockets() as sockets:
             return await _serve_through(sockets, config, folder, listener, stop, console)

@@ -450,7 +450,7 @@ def test_a_worker_that_ends_says_why_to_the_operator_and_to_clients_that_it_is_l
         server.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_group_ends_it_cleanly_in_the_middle_of_a_stream(
     start: Callable[..., Server], tiny: Path, tmp_path: Path, number: signal.Signals
 ):
@@ -463,6 +463,15 @@ def test_a_signal_to_the_group_ends_it_cleanly_in_the_middle_of_a_stream(
     assert server.ends() == 0
     assert "Traceback" not in server.said
     assert not list(tmp_path.iterdir()), "its sockets are still there"
+
+
+def test_nohup_holds(start: Callable[..., Server], tiny: Path):
+    server = start(tiny, command=("nohup", REDLINE, "serve")).until_ready()
+    os.killpg(server.process.pid, signal.SIGHUP)
+    time.sleep(1)
+    assert urlopen(f"{server.url}/health", timeout=10).status == 200
+    os.killpg(server.process.pid, signal.SIGTERM)
+    assert server.ends() == 0
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.5])
