@@ -56,7 +56,7 @@ SILENCE_S = 60  # without a heartbeat, after which nothing will come of the answ
 
 
 def serve(config: ServeConfig, console: Console) -> int:
-    """Until a signal of STOP_SIGNALS (0), or until the worker ends by itself (1). ConfigError before anything starts."""
+    """Until one of STOP_SIGNALS (0), or until the worker ends by itself (1). ConfigError before anything starts."""
     folder = Path(config.weights)
     if not folder.is_dir():
         raise ConfigError(f"weights: {folder}: no such folder")
