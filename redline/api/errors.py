@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from redline.errors import Overloaded, RequestError, WorkerLost
+from redline.errors import Overloaded, RedlineError, RequestError, WorkerLost
 
 RETRY_AFTER_S = 1
 
@@ -36,7 +36,7 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
 
 
 def answer_to(error: Exception) -> Answer:
-    """The status and body for an exception; one that nobody raised on purpose is logged with its trace."""
+    """The status and body for an exception; what is our fault is logged, with its trace where nobody foresaw it."""
     match error:
         case RequestError():
             body = error_body(str(error), "invalid_request_error", error.param, error.code)
@@ -48,5 +48,7 @@ def answer_to(error: Exception) -> Answer:
             body = error_body(str(error), "server_error", None, "worker_lost")
             return Answer(503, body, {"retry-after": str(RETRY_AFTER_S)})
         case _:
-            log.error("a request failed", exc_info=error)
+            # What the engine says of a job is known, and one line; a trace is for what nobody foresaw.
+            known = isinstance(error, RedlineError)
+            log.error("a request failed: %s", error, exc_info=None if known else error)
             return Answer(500, error_body("The server met an error with this request", "server_error"), {})

@@ -11,7 +11,8 @@ from openai import AuthenticationError
 
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Limits
-from redline.api.gateway import SILENT_S, STALLED_S, Gateway
+from redline.api.errors import answer_to
+from redline.api.gateway import SILENT_S, STALLED_S, Gateway, JobFailed
 from redline.api.metrics import Metrics
 from redline.api.sse import ChatStream
 from redline.chat.template import K2_6
@@ -377,3 +378,14 @@ async def test_a_crowd_that_scrapes_costs_one_scrape_in_a_quarter_of_a_second(mo
     assert [metrics.expose() for _ in range(500)] == [b"1"] * 500
     now = 0.25
     assert metrics.expose() == b"2"
+
+
+def test_a_job_that_the_engine_gave_up_is_a_line_and_what_nobody_foresaw_a_trace(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for error, traced in ((JobFailed("no number"), False), (KeyError("x"), True)):
+        caplog.clear()
+        assert answer_to(error).status == 500
+        (record,) = caplog.records
+        assert str(error) in record.getMessage()
+        assert bool(record.exc_info) == traced
