@@ -48,6 +48,7 @@ OPEN_FILES = 1024  # of the server, as a login shell gives
 ANSWER_S = 120.0  # in which a random request is answered
 AT_ONCE = 16  # random requests
 SAY_S = 10.0
+TOLD_TRACEBACKS = 4
 TAKE_S = 2.0  # notes are taken often, since telling them holds up the bystander
 QUESTION = body(prompt="The capital of France is", max_tokens=24, temperature=0, ignore_eos=True)
 ANSWER = 4000  # tokens of an answer of the bystander, at most
@@ -55,11 +56,12 @@ POLITE_TOKENS = 6000  # of each polite prompt
 
 
 class End(NamedTuple):
-    """code: None where the server had to be killed."""
+    """code: None where the server had to be killed. first_tracebacks: with the lines about them."""
 
     seconds: float
     code: int | None
     tracebacks: int
+    first_tracebacks: list[str]
     last_words: str
 
 
@@ -108,7 +110,9 @@ class Server:
         took = time.monotonic() - began
         self.close()
         said = self.said
-        return End(round(took, 1), code, said.count("Traceback"), said[-2000:])
+        found = [match.start() for match in re.finditer("Traceback", said)]
+        first = [said[max(0, at - 500) : at + 2500] for at in found[:TOLD_TRACEBACKS]]
+        return End(round(took, 1), code, len(found), first, said[-2000:])
 
     def close(self) -> None:
         if self.process.poll() is None:
