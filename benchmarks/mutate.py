@@ -1,12 +1,14 @@
 """How many small bugs the tests find: each is written into a copy of the project, and the tests that should see it run.
 
     python -m benchmarks.mutate [--count 120] [--seed N] [--only FILE] [--named] [--workers 2] [--save FILE]
+    python -m benchmarks.mutate --again JOURNAL [--workers 2] [--save FILE]
 
 The bugs (`benchmarks.mutants`) are drawn over all rooms, kernels included: those of CUDA run in the emulator. `--named`
 are the ones that lived through an earlier search, found again by their text. For each mutant the tests that know its
 file run, nearest first, until one fails: those that mirror it, those that import it, the laws, the room's others, as
 many as take `--seconds` without a bug. What was found is kept line by line in runs/, so that a search that was stopped
-goes on where it was; at the end the survivors are named and the result is saved.
+goes on where it was; at the end the survivors are named and the result is saved. `--again` takes the mutants of an
+earlier journal, and tries out those that lived once more, now that tests have been written for them.
 """
 
 import argparse
@@ -152,6 +154,17 @@ def named(root: Path) -> Iterator[Mutant | Found]:
         line = source.count(b"\n", 0, start) + 1
         end = start + len(before.encode())
         yield Mutant(file, line, "named", start, end, before, after, source.decode().split("\n")[line - 1])
+
+
+def again(root: Path, journal: Path) -> Iterator[Mutant | Found]:
+    """The mutants of a journal where they stand now."""
+    earlier = {found.id: found for found in read_journal(journal)}
+    here: dict[str, dict[str, Mutant]] = {}
+    for id, found in earlier.items():
+        if found.file not in here:
+            of_file = mutants(root, found.file) if (root / found.file).exists() else []
+            here[found.file] = {mutant.id: mutant for mutant in of_file}
+        yield here[found.file].get(id) or found._replace(outcome="gone")
 
 
 # -- Which tests ---------------------------------------------------------------------------------------------------
@@ -353,9 +366,11 @@ def _reason(said: str) -> str:
 
 
 def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -> list[Found]:
-    """Tries out what the journal does not know yet, and adds it there."""
+    """Tries out what the journal does not know yet, or with `--again` what lived, and adds it there."""
     suite = Suite(ROOT, RUNS / "mutation-tests.json")
     known = {found.id: found for found in read_journal(journal)}
+    if asked.again is not None:
+        known = {id: found for id, found in known.items() if found.outcome != "lived"}
     left = [mutant for mutant in wanted if mutant.id not in known]
     print(f"{len(wanted)} mutants, {len(wanted) - len(left)} of them known", flush=True)
     lock = threading.Lock()
@@ -425,6 +440,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", action="append", default=[], help="the end of a file's path (repeatable)")
     parser.add_argument("--named", action="store_true", help="the survivors of the first search instead")
+    parser.add_argument("--again", type=Path, metavar="JOURNAL", help="its survivors once more; they are added to it")
     parser.add_argument("--list", action="store_true", help="print the mutants, and do nothing")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=75.0, help="of tests, for a mutant that lives")
@@ -433,7 +449,15 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(words)
     if asked.save is not None and not asked.save.parent.is_dir():
         raise SystemExit(f"--save: {asked.save.parent} is no folder")
-    wanted = list(named(ROOT)) if asked.named else drawn(ROOT, asked.count, asked.seed, asked.only)
+    if asked.again is not None and not asked.again.is_file():
+        raise SystemExit(f"--again: {asked.again} is no file")
+    wanted: Sequence[Mutant | Found]
+    if asked.named:
+        wanted = list(named(ROOT))
+    elif asked.again is not None:
+        wanted = list(again(ROOT, asked.again))
+    else:
+        wanted = drawn(ROOT, asked.count, asked.seed, asked.only)
     there = [one for one in wanted if isinstance(one, Mutant)]
     gone = [one for one in wanted if isinstance(one, Found)]
     if asked.list:
@@ -442,7 +466,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     where = provenance("torch", "pytest")
     RUNS.mkdir(exist_ok=True)
-    journal = asked.journal or RUNS / f"mutation-{where['commit']}.jsonl"
+    journal = asked.again or asked.journal or RUNS / f"mutation-{where['commit']}.jsonl"
     results = [*search(asked, there, journal), *gone]
     record = {**where, "seed": asked.seed, "named": asked.named, **summary(results)}
     if asked.save is not None:

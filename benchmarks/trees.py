@@ -6,6 +6,7 @@ the tree's own where it has them, otherwise those of this checkout.
 
 import http.client
 import os
+import re
 import resource
 import signal
 import socket
@@ -28,6 +29,7 @@ END_S = 20.0  # from SIGTERM to the end
 KNOCK_S = 5.0  # in which the health of a server is told
 OPEN_FILES = 1024  # of the server, as a login shell gives
 GIT_S = 60.0
+TOLD_TRACEBACKS = 4
 
 
 class Tree(NamedTuple):
@@ -156,11 +158,12 @@ def _ended_by_a_signal() -> Generator[None]:
 
 
 class End(NamedTuple):
-    """code: None where the server had to be killed."""
+    """code: None where the server had to be killed. first_tracebacks: with the lines about them."""
 
     seconds: float
     code: int | None
     tracebacks: int
+    first_tracebacks: list[str]
     last_words: str
 
 
@@ -230,7 +233,9 @@ class Server:
         took = time.monotonic() - began
         self.close()
         said = self.said
-        return End(round(took, 1), code, said.count("Traceback"), said[-2000:])
+        found = [match.start() for match in re.finditer("Traceback", said)]
+        first = [said[max(0, at - 500) : at + 2500] for at in found[:TOLD_TRACEBACKS]]
+        return End(round(took, 1), code, len(found), first, said[-2000:])
 
     def close(self) -> None:
         if self.process.poll() is None:

@@ -8,6 +8,8 @@
   connection, as RFC 9112 (9.3.2) has it. uvicorn's queue of such requests has no bound, and a client that leaves is
   not noticed behind one.
 - At the most connections that there may be, the one that has owed a head for longest makes room for a new one.
+- What has arrived is read in shares, a turn of the event loop each (`redline.api.turns`), and the app is told of a body
+  when it is whole or has grown by much, not of each piece.
 - A token must leave when it is written. Event loops turn Nagle's delay off, but not on every way that a listening
   socket can be made; with it, a token may wait 40 ms for the client's acknowledgement of the one before.
 """
@@ -25,10 +27,12 @@ from typing import Any, cast
 import httptools
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from redline.api.config import Limits
 from redline.api.errors import Refusal, answer_to
+from redline.api.turns import Turns
 from redline.errors import Overloaded, RedlineError
 
 RESERVED_FILES = 128  # descriptors that are not connections: sockets to the worker, pipes, files
@@ -46,6 +50,7 @@ class Connections:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.most = max(1, min(limits.connections, open_files(limits.connections + RESERVED_FILES) - RESERVED_FILES))
+        self.turns = Turns()
         self.owing: dict[Connection, None] = {}
         self._told = -TELL_FULL_S
 
@@ -103,6 +108,19 @@ class Connection(HttpToolsProtocol):
             self._expect_head()
 
     def data_received(self, data: bytes) -> None:
+        self._all.turns.read(self, data)
+
+    def wait(self) -> None:
+        """Part of `turns.Reader`."""
+        self.transport.pause_reading()
+
+    def go_on(self) -> None:
+        """Part of `turns.Reader`."""
+        if not (self.flow.read_paused or self.transport.is_closing()):
+            self.transport.resume_reading()
+
+    def feed(self, data: bytes) -> None:
+        """Part of `turns.Reader`."""
         if self.parser is None or self._refused:
             return
         self._untold_bytes += len(data)
@@ -114,7 +132,7 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError:
                 if not self._last:
                     self._refuse(self._refusal or Refusal(400, "this is not a valid HTTP request", "invalid_request"))
-        if self._untold_bytes > self._limits.header_bytes:
+        if self._untold_bytes > self._limits.header_bytes and not self._refused:
             most = self._limits.header_bytes
             self._refuse(Refusal(431, f"the headers or trailers are more than {most} bytes", "headers_too_large"))
 
@@ -148,7 +166,15 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._untold_bytes = 0
-        super().on_body(body)
+        if not self.cycle.response_complete:
+            self.cycle.body += body
+            if len(self.cycle.body) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+                self.cycle.message_event.set()
+
+    def on_message_complete(self) -> None:
+        self._all.turns.whole()
+        super().on_message_complete()
 
     def _expect_head(self) -> None:
         self._expect(self._limits.header_seconds, self._head_is_late)

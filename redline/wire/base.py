@@ -3,8 +3,12 @@
 import msgspec
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A fact that may cross a process border."""
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
+    """A fact that may cross a process border.
+
+    Facts hold no cycles, so the garbage collector need not know of them: over 80,000 log probabilities of answers that
+    are written, one full collection stopped every stream for 110 ms.
+    """
 
 
 class Message(Record, frozen=True, kw_only=True, tag=True, omit_defaults=True):

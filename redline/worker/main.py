@@ -5,6 +5,7 @@ process dies, however it dies, the pipe ends and so does the worker.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -56,6 +57,8 @@ def main() -> int:
 def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
     with _progress() as progress:
         engine = Engine.load(config.weights, config.engine, progress=progress)
+    gc.collect()
+    gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
     pulse = Pulse()
     with SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as beats:
 

@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from redline.api.config import Limits
 from redline.api.server import Connections, Server, open_files, uvicorn_config
+from redline.api.turns import READS, REQUEST
 from redline.wire.delta import Delta
 from redline.wire.job import Job
 from tests.api.world import HOST, SOON_S, UNREAD, World, answer, asked, port_of, unread, until
@@ -349,3 +350,67 @@ async def test_a_server_that_ends_waits_for_no_request(
                 await until(lambda server=server: not server.server_state.tasks)
             monkeypatch.setattr(world.gateway, "begin", encode_for_ever)
     assert not [record for record in caplog.records if record.exc_info or record.name.startswith("uvicorn")]
+
+
+async def test_of_a_crowd_a_few_requests_are_begun_at_a_turn_of_the_loop():
+    begun: list[int] = []
+    turn = 0
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        begun.append(turn)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async with serving(app, Limits()) as (port, _):
+        links = [socket.create_connection(("127.0.0.1", port)) for _ in range(120)]
+        await asyncio.sleep(0.3)  # until all are accepted
+        for link in links:
+            link.sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+        counting = asyncio.create_task(count())
+        await until(lambda: len(begun) == 120)
+        counting.cancel()
+        for link in links:
+            link.close()
+    assert max(begun.count(at) for at in set(begun)) <= 2 * (READS // REQUEST + 1)  # two shares may meet in one turn
+
+
+async def test_the_app_is_told_of_a_body_when_it_is_whole_or_has_grown_by_much():
+    told: list[int] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            told.append(len(message["body"]))
+            if not message["more_body"]:
+                break
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    size = 150_000
+    async with serving(app, Limits()) as (port, _), connect(port) as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size)
+        for _ in range(100):
+            writer.write(b"x" * (size // 100))
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    assert sum(told) == size
+    assert len(told) <= 4
+
+
+async def test_a_connection_is_refused_once():
+    """Too many headers, in a piece that is itself too long: there are two reasons, and one answer."""
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    lines = b"".join(b"X-%d: y\r\n" % k for k in range(20_000))
+    async with serving(App(), Limits()) as (port, _), connect(port) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n" + lines + b"\r\n")
+        answer = await reader.read()
+    assert answer.count(b"HTTP/1.1 431") == 1
+    assert not wrong

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.mutants import Mutant, mutants
-from benchmarks.mutate import NAMED, Found, Suite, Tree, drawn, read_journal, room, sources, summary
+from benchmarks.mutate import NAMED, Found, Suite, Tree, again, drawn, read_journal, room, sources, summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,6 +145,18 @@ def test_what_becomes_of_a_mutant(project: Path, tmp_path: Path, monkeypatch: py
     assert suite.failing == {"tests/plan/test_add.py::test_no"}, "a test that fails anyway sees nothing"
     assert Suite(project, tmp_path / "tests.json").seconds == suite.seconds
     assert (tree.project / "redline/plan/add.py").read_bytes() == (project / "redline/plan/add.py").read_bytes()
+
+
+def test_an_earlier_search_is_found_again_by_the_text_of_its_mutants(tmp_path: Path):
+    (tmp_path / "a.py").write_text("x = 1 + y\nz = 5\n")
+    drawn_then = mutants(tmp_path, "a.py")
+    lines = [Found(one.id, one.file, one.line, one.kind, "", "lived", "", 1.0)._asdict() for one in drawn_then]
+    (tmp_path / "journal").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "a.py").write_text("w = 0\nx = 1 + y\n")
+    now = list(again(tmp_path, tmp_path / "journal"))
+    assert {(one.line, one.after) for one in now if isinstance(one, Mutant)} == {(2, "2"), (2, "-")}
+    assert {one.outcome for one in now if isinstance(one, Found)} == {"gone"}
+    assert len(now) == len(drawn_then)
 
 
 def test_a_search_is_summed_up(tmp_path: Path):
