@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-from collections.abc import Iterable
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -53,10 +52,11 @@ def small(op: Op[Any, Any]) -> list[tuple[Case, tuple[Any, ...]]]:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """All in it, weights' own ones too."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    parts: Iterable[Any] = value if isinstance(value, tuple) else vars(value).values() if is_dataclass(value) else ()
-    return [tensor for part in parts for tensor in tensors(part)]
+    if is_dataclass(value):
+        value = tuple(vars(value).values())
+    if isinstance(value, tuple):
+        return [tensor for part in value for tensor in tensors(part)]
+    return [value] if isinstance(value, torch.Tensor) else []
 
 
 def size(*values: Any) -> int:
