@@ -52,10 +52,10 @@ def small(op: Op[Any, Any]) -> list[tuple[Case, tuple[Any, ...]]]:
 
 def tensors(value: Any) -> list[torch.Tensor]:
     """All in it, weights' own ones too."""
-    if is_dataclass(value):
-        value = tuple(vars(value).values())
     if isinstance(value, tuple):
         return [tensor for part in value for tensor in tensors(part)]
+    if is_dataclass(value):
+        return tensors(tuple(vars(value).values()))
     return [value] if isinstance(value, torch.Tensor) else []
 
 
