@@ -38,7 +38,7 @@ def kernel(residual_TD: Tensor, partial_TD: Tensor | None, weight_D: Tensor, eps
 
 
 def cost(residual_TD: Tensor, partial_TD: Tensor | None, weight_D: Tensor, eps: float) -> Cost:
-    return Cost((3 if partial_TD is None else 4) * residual_TD.nbytes + weight_D.nbytes)
+    return Cost((2 if partial_TD is None else 4) * residual_TD.nbytes + weight_D.nbytes)
 
 
 def cases() -> Iterator[Case]:
