@@ -1,7 +1,9 @@
 """What an op must cost is what its reference multiplies: counted by torch, not by us."""
 
 import copy
+import dataclasses
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from redline.ops.op import Op
 TILED = {"project_a", "project_q", "project_out", "gates", "head"}
 # Their references look at every key of a chunk, or at empty parts, and go through many ops that a kernel does as one.
 WASTEFUL = {"mla_prefill", "block", "transformer", "draft_pass", "draft_chain", "unabsorb"}
+# They read all that they are given, and write what they return.
+READ_ALL = {"linear", "add_norm", "route_experts", "best", "draw", "absorb", "unabsorb", "head"}
 
 
 @pytest.mark.parametrize("op", dict.fromkeys((*ALL, *CUDA)), ids=lambda op: op.name)
@@ -34,3 +38,25 @@ def test_an_op_costs_what_its_reference_multiplies(op: Op[Any, Any], monkeypatch
         else:
             assert cost.flops == counted, case.name
         assert cost.bytes > 0, case.name
+
+
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Of arguments and results: those in tuples and in weights too."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from tensors(one)
+    elif dataclasses.is_dataclass(value):
+        yield from tensors(list(vars(value).values()))
+
+
+@pytest.mark.parametrize(
+    "op", [op for op in dict.fromkeys((*ALL, *CUDA)) if op.name in READ_ALL], ids=lambda op: op.name
+)
+def test_an_op_that_reads_all_moves_its_arguments_and_its_result(op: Op[Any, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    for case in itertools.islice((case for case in op.cases() if case.small), 3):
+        args = case.make(torch.Generator().manual_seed(1))
+        moved = sum(one.nbytes for one in tensors([args, op.reference(*copy.deepcopy(args))]))
+        assert op.cost(*args).bytes == moved, case.name
