@@ -129,6 +129,20 @@ def test_a_training_learns_and_leaves_a_drafters_folder(target: Path, tmp_path: 
         train(other, Given([]), LAYERS, QUIET)
 
 
+def test_a_budget_of_tokens_counts_those_of_sequences_and_ends_the_training_that_has_spent_it(
+    target: Path, tmp_path: Path
+):
+    given = source(target, 20, 30, 40)
+    config = config_of(target, tmp_path, 40, held_out=0.0, pool=1, log_every=1, accumulate=1, tokens_per_batch=90)
+    budget = Budget(steps=40, tokens=200)
+    config = msgspec.structs.replace(config, recipe=msgspec.structs.replace(config.recipe, budget=budget))
+    assert train(config, given, LAYERS, QUIET) == 0
+    log = [json.loads(line) for line in (tmp_path / "training" / "log.jsonl").read_text().splitlines()]
+    tokens = sorted({line["tokens"] for line in log})
+    assert tokens[-1] >= 200 > tokens[-2]
+    assert all(90 * epoch in tokens for epoch in range(1, tokens[-1] // 90 + 1)), "an epoch is 90 tokens"
+
+
 def test_what_is_saved_is_the_average_in_bf16(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train_state, "remove", lambda path: None)
     train(config_of(target, tmp_path, 3), source(target), LAYERS, QUIET)
