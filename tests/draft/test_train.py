@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +207,7 @@ def test_ctrl_c_keeps_the_state_and_says_so(target: Path, tmp_path: Path):
     facts, _ = state_of(tmp_path)
     assert 0 < facts.step < 500
     assert signal.getsignal(signal.SIGINT) is before
+    assert "batches" not in {thread.name for thread in threading.enumerate()}, "nothing is collated any more"
 
 
 def test_a_full_disk_keeps_the_last_state_and_says_what_to_do(
@@ -350,3 +352,23 @@ def test_lines_that_are_no_example_are_named_when_the_target_runs_beside(
     open_source(config, Console(file=screen, width=500))
     assert f"skipped: {corpus}, line 1: JSON is malformed" in screen.getvalue()
     assert "skipped: x: far" in screen.getvalue()
+
+
+@pytest.mark.parametrize(("compiled", "step", "goes_on"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_a_compiler_that_fails_is_done_without_and_no_other_mistake_is_passed_over(
+    compiled: bool, step: int, goes_on: bool
+):
+    def once(group: list[str]) -> str:
+        if trainee.figures is not None or not compiled:
+            raise RuntimeError("no compiler")
+        return f"step of {group}"
+
+    trainee = SimpleNamespace(figures="compiled" if compiled else None)
+    optimizer = SimpleNamespace(zero_grad=lambda: None)
+    trainer: Any = SimpleNamespace(_step=once, step=step, why="eager", _trainee=trainee, _optimizer=optimizer)
+    if goes_on:
+        assert Trainer._first_or_next(trainer, ["batch"]) == "step of ['batch']"
+        assert "not compiled: RuntimeError" in trainer.why
+    else:
+        with pytest.raises(RuntimeError, match="no compiler"):
+            Trainer._first_or_next(trainer, ["batch"])
