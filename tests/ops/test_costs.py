@@ -12,7 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from redline.ops import native
 from redline.ops.all import ALL, CUDA
+from redline.ops.gates import gates
+from redline.ops.moe import moe
 from redline.ops.op import Op
+from redline.ops.step_rows import step_rows
 
 # Stored in tiles, whose padding is multiplied too; all of it is Kimi-Nano's and these tests', as Kimi's sizes fit.
 TILED = {"project_a", "project_q", "project_out", "gates", "head"}
@@ -60,3 +63,21 @@ def test_an_op_that_reads_all_moves_its_arguments_and_its_result(op: Op[Any, Any
         args = case.make(torch.Generator().manual_seed(1))
         moved = sum(one.nbytes for one in tensors([args, op.reference(*copy.deepcopy(args))]))
         assert op.cost(*args).bytes == moved, case.name
+
+
+def test_a_token_more_costs_its_own_rows():
+    g = torch.Generator().manual_seed(1)
+    x, squares, w, experts, width, eps, _ = next(c for c in gates.cases() if c.name.startswith("T=8 nano")).make(g)
+    logits, h, *_ = gates.reference(x, squares, w, experts, width, eps)
+    more = (
+        gates.cost(x, squares, w, experts, width, eps).bytes - gates.cost(x[:7], squares, w, experts, width, eps).bytes
+    )
+    assert more == x[7].nbytes + logits[7].nbytes + h[7, :width].nbytes
+
+    x, up, down, *_ = next(moe.cases()).make(g)
+    assert moe.cost(x, up, down, None).bytes == sum(one.nbytes for one in tensors([x, up, down, x]))
+
+    plan, slots, results, frequencies, _, spare = next(step_rows.cases()).make(g)
+    one, two = (step_rows.reference(plan, slots, results, frequencies, count, spare) for count in (1, 2))
+    costs = [step_rows.cost(plan, slots, results, frequencies, count, spare).bytes for count in (1, 2)]
+    assert costs[1] - costs[0] == sum(t.nbytes for t in tensors(two)) - sum(t.nbytes for t in tensors(one))

@@ -210,3 +210,17 @@ def test_the_advice_changes_both_where_neither_alone_is_enough():
     (both,) = advised(str(told.value))
     assert set(both) == {"--kv-memory", "--max-model-len"}
     assert fit(SIZES, free, both["--kv-memory"], both["--max-model-len"]).max_model_len > 500
+
+
+def test_a_size_is_advised_in_a_unit_that_people_read():
+    with pytest.raises(ConfigError, match=r"--kv-memory \d+\.\d\d[GM]B"):
+        fit(SIZES, SIZES.needs(1000).whole + 200 * PAGE, 500 * PAGE, 1000)
+
+
+def test_the_libraries_of_a_small_model_take_no_more_than_a_small_machine_has():
+    for device, least in (("cpu", 64), ("cuda", 768)):
+        assert (
+            least << 20
+            < replace(SIZES, device=device, step_tokens=1, max_running=1).needs(1).scratch
+            < 1.1 * (least << 20)
+        )
