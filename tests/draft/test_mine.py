@@ -147,6 +147,12 @@ def test_traffic_that_is_told_weighs_the_domains_whatever_the_corpus_holds():
     assert shares == {"math": 0.75, "code": 0.25}
 
 
+def test_a_share_is_told_to_a_millionth():
+    found = buckets([marked(example("a", "code", 11), 0.9), marked(example("b", "math", 21), 0.5)])
+    shares = {b.name: b.share for b in found if b.dimension == "domain"}
+    assert shares == pytest.approx({"code": 1 / 3, "math": 2 / 3}, abs=1e-6)
+
+
 def test_positions_are_sorted_by_their_distance_from_the_start_and_from_control_tokens():
     found = buckets([marked(example("a", answer=31), 0.5)])
     since_start = {b.name: b.positions for b in found if b.dimension == "since start"}
