@@ -340,10 +340,11 @@ class Tree:
             said.seek(0)
             return code, said.read()
 
-    def try_out(self, mutant: Mutant, suite: Suite, seconds: float) -> Found:
+    def try_out(self, mutant: Mutant, suite: Suite, seconds: float, also: Sequence[str] = ()) -> Found:
+        """also: test files that run in front of the nearest."""
         source = (self.project / mutant.file).read_bytes()
-        nearest = suite.nearest(mutant.file)
-        suite.measure(self, nearest[:MEASURED])
+        nearest = list(dict.fromkeys([*also, *suite.nearest(mutant.file)]))
+        suite.measure(self, nearest[: MEASURED + len(also)])
         chosen = suite.within([test for test in nearest if test in suite.seconds], seconds)
         least = sum(suite.seconds[test] for test in chosen)
         words = [*chosen, "-x", *(f"--deselect={test}" for test in sorted(suite.failing))]
@@ -391,7 +392,7 @@ def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -
             with lock:
                 tree = free.pop()
             try:
-                found = tree.try_out(mutant, suite, asked.seconds)
+                found = tree.try_out(mutant, suite, asked.seconds, asked.also)
             finally:
                 with lock:
                     free.append(tree)
@@ -444,6 +445,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the mutants, and do nothing")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=75.0, help="of tests, for a mutant that lives")
+    parser.add_argument(
+        "--also", action="append", default=[], metavar="TEST", help="a test file that runs first for each (repeatable)"
+    )
     parser.add_argument("--journal", type=Path, help="absent: runs/mutation-COMMIT.jsonl")
     parser.add_argument("--save", type=Path, help="of the result; absent: nothing is saved but the journal")
     asked = parser.parse_args(words)
