@@ -23,7 +23,7 @@ from redline.chat.conversation import Conversation
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
-from redline.ops.op import reference_calls
+from redline.kernels.kernel import fallbacks
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig
 from redline.worker.engine import Engine, LocalEngine
@@ -46,7 +46,7 @@ class Run(msgspec.Struct, frozen=True):
     draft: bool
     seconds: float
     tokens: int
-    reference_calls: dict[str, int]
+    fallbacks: dict[str, int]
     replays: int
     led: dict[str, int]
     right: dict[str, float]  # set: percent
@@ -75,12 +75,12 @@ def run(folder: Path, device: str, draft: Path | None, prompts: Sequence[Prompt]
     )
     with Engine.open(folder, config) as engine:
         print(engine.engine.ready.summary, flush=True)
-        reference_calls.clear()
+        fallbacks.clear()
         jobs = jobs_of(engine, prompts)
         start = time.monotonic()
         given = answers(engine, jobs)
         seconds = time.monotonic() - start
-        called = dict(reference_calls)
+        called = dict(fallbacks)
         grades = judge({"asked": prompts}, Greedy(engine, MAX_TOKENS).answer(prompts, lambda: None), False)
         right = {row.kind: round(row.percent, 2) for row in rows(grades, read_targets(folder / "eval"))}
         runner = engine.engine.runner
@@ -92,7 +92,7 @@ def run(folder: Path, device: str, draft: Path | None, prompts: Sequence[Prompt]
                 draft=draft is not None,
                 seconds=round(seconds, 2),
                 tokens=count,
-                reference_calls=called,
+                fallbacks=called,
                 replays=runner.replays,
                 led=dict(runner.led),
                 right=right,

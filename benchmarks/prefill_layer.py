@@ -18,6 +18,7 @@ from torch import Tensor
 from benchmarks.program import output, program
 from redline.bench.local.machine import measure
 from redline.bench.local.record import provenance
+from redline.kernels.hopper.linear import product
 from redline.model.random_gpu import random_gpu_k2
 from redline.model.shapes import KIMI_K26
 from redline.ops.block import Chunk, Inputs
@@ -25,7 +26,6 @@ from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
 from redline.ops.chunk_attention import attend_chunks
 from redline.ops.gpu_block import GpuBlock, many
 from redline.ops.grouped import grouped_experts
-from redline.ops.linear import product
 from redline.ops.tiled import TILE_N, Tiled, padded
 from redline.wire.job import PAGE_TOKENS
 

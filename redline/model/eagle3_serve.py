@@ -11,14 +11,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
+from redline.kernels.cpu.moe import moe
+from redline.kernels.linear import linear
 from redline.model.eagle3_config import Eagle3Config
 from redline.model.k2 import K2, Inputs
-from redline.ops.add_norm import add_norm
 from redline.ops.draft_pass import SKIP, DraftLayer, DraftPages, draft_fuse
 from redline.ops.gqa import gqa_decode, gqa_prefill, rotate_halves
-from redline.ops.linear import linear
-from redline.ops.mla import MlaWeights, mla_decode, mla_prefill, mla_qkv, rounds, stored
-from redline.ops.moe import moe
+from redline.ops.mla import MlaWeights, rounds, stored
 from redline.ops.weights import Matrix
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.linear import product
 from redline.model.checkpoint import Checkpoint
 from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
 from redline.model.k2 import K2, Inputs, Reader
@@ -18,7 +19,6 @@ from redline.ops.embed import embed
 from redline.ops.gates import gates_weight
 from redline.ops.gpu_block import FEW, GpuBlock, GpuMla, GpuMoe, Stream, few, many
 from redline.ops.head import head
-from redline.ops.linear import product
 from redline.ops.records import Kind, Records, Slabs
 from redline.ops.tiled import PAD_K, Tiled
 from redline.ops.transformer import Predicted, predicted

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from redline.errors import CheckpointError
+from redline.kernels.linear import linear
 from redline.model.checkpoint import Checkpoint, Projection
 from redline.model.config import K2Config
 from redline.ops.block import Block, Inputs, Moe
 from redline.ops.block import Chunk as Chunk  # with Inputs, for those who make steps
 from redline.ops.formats import Int4, Nvfp4
-from redline.ops.linear import linear
 from redline.ops.mla import MlaWeights
 from redline.ops.tiled import Tiled
 from redline.ops.transformer import Predicted, Transformer, transformer
@@ -139,7 +139,7 @@ class Reader:
         w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
         return w_uk.transpose(1, 2).contiguous(), w_uv.contiguous()
 
-    def attention(self, at: str) -> MlaWeights:
+    def attention(self, at: str) -> MlaWeights[Matrix]:
         w_uk, w_uv = self.unfolding(at)
         return MlaWeights(
             w_a=self.matrix(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.kernels.kernel import Kernel
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import Tiled
 
@@ -25,9 +26,9 @@ def _reference(q_THX: Tensor, w_uk: Tiled) -> Tensor:
 
 
 @functools.cache
-def _kernel(nope: int, rope: int, rank: int) -> Kernel:
+def _kernel(nope: int, rope: int, rank: int) -> CudaKernel:
     shared = rank * nope + 16  # half a head's weights, 2 bytes each, and a barrier
-    return Kernel("absorb.cu", "absorb", {"N": nope, "P": rope, "R": rank}, shared)
+    return CudaKernel("absorb.cu", "absorb", {"N": nope, "P": rope, "R": rank}, shared)
 
 
 def _cuda(q_THX: Tensor, w_uk: Tiled) -> Tensor:
@@ -67,4 +68,4 @@ def _cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi", make(tokens, 64, 512), small=False)
 
 
-absorb = Op("absorb", _reference, None, _cost, _cases, cuda=_cuda, cuda_fits=_cuda_fits)
+absorb = Kernel(Op("absorb", _reference, _cost, _cases), _cuda, "hopper", _cuda_fits)

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.kernels.kernel import Kernel
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
@@ -131,16 +132,16 @@ def has_warpgroups(rows: int, rank: int) -> bool:
 
 
 @functools.cache
-def _kernel(rows: int, rank: int, value_bytes: int, buffers: int, warpgroups: bool) -> Kernel:
+def _kernel(rows: int, rank: int, value_bytes: int, buffers: int, warpgroups: bool) -> CudaKernel:
     """buffers: 1 where no split has two pages, so that a block leaves room on its SM for other kernels; else 2."""
     row_bytes, page_values = 2 * (rank + ROPE), PAGE_TOKENS * (rank + ROPE)
     defines = {"ROWS": rows, "R": rank, "P": ROPE, "VALUE_BYTES": value_bytes, "BUFFERS": buffers}
     if warpgroups:
         shared = rows * row_bytes + page_values * 2 * buffers + rows * (2 * PAGE_TOKENS + 16 + 16 + 4 + 4)
-        return Kernel("attend_warpgroups.cu", "attend", defines, shared)
+        return CudaKernel("attend_warpgroups.cu", "attend", defines, shared)
     pages = page_values * 2 * buffers if value_bytes == 2 else page_values * (2 + buffers)
     shared = rows * row_bytes + pages + rows * (2 * PAGE_TOKENS + 16 + 8 + 16)
-    return Kernel("attend.cu", "attend", defines, shared)
+    return CudaKernel("attend.cu", "attend", defines, shared)
 
 
 def _cuda(
@@ -249,4 +250,4 @@ def _cases() -> Iterator[Case]:
 
 
 # Queries are bf16, as they come; probabilities are rounded to bf16 on their way to the latents.
-attend = Op("attend", _reference, None, _cost, _cases, cuda=_cuda, cuda_fits=_cuda_fits, roundings=1)
+attend = Kernel(Op("attend", _reference, _cost, _cases, roundings=1), _cuda, "hopper", _cuda_fits)

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import ByChip, Kernel
 from redline.ops import native
-from redline.ops.cuda.kernel import Kernel, address, emulating, structure
+from redline.ops.cuda.kernel import CudaKernel, address, emulating, structure
 from redline.ops.op import Case, Cost, Op
 
 MOST_ROWS = 512  # of one launch
@@ -41,8 +42,8 @@ _Arguments = structure("Arguments", "logits found done ids finite", "vocabulary 
 
 
 @functools.cache
-def _kernel(width: int) -> Kernel:
-    return Kernel("best.cu", "best", {"WIDTH": width}, shared=THREADS // 32 * 16 + 16, threads=THREADS)
+def _kernel(width: int) -> CudaKernel:
+    return CudaKernel("best.cu", "best", {"WIDTH": width}, shared=THREADS // 32 * 16 + 16, threads=THREADS)
 
 
 @functools.cache
@@ -95,4 +96,8 @@ def cases() -> Iterator[Case]:
     yield Case("R=4 Kimi", make(4, 163840))
 
 
-best = Op("best", reference, kernel, cost, cases, fits=fits, cuda=cuda, cuda_fits=cuda_fits)
+_op = Op("best", reference, cost, cases)
+best = ByChip(
+    Kernel(_op, kernel, "cpu", fits),
+    Kernel(_op, cuda, "hopper", cuda_fits),
+)

@@ -15,27 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.linear import linear
+from redline.kernels.cpu.mla import in_panels, kv_type, mla_decode, mla_prefill, mla_qkv
+from redline.kernels.cpu.moe import addresses_of, moe
+from redline.kernels.cpu.route_experts import route_experts
+from redline.kernels.kernel import Kernel
 from redline.ops import native
-from redline.ops.add_norm import add_norm
 from redline.ops.formats import Int4, quantize_int4
-from redline.ops.linear import linear
-from redline.ops.mla import (
-    FP8,
-    NANO,
-    TINY,
-    MlaWeights,
-    kv_type,
-    mla_decode,
-    mla_prefill,
-    mla_qkv,
-    prefill_whole,
-    random_weights,
-    rounds,
-)
-from redline.ops.moe import Routed, addresses_of, moe
+from redline.ops.mla import FP8, NANO, TINY, MlaWeights, prefill_whole, random_weights, rounds
+from redline.ops.moe import Routed
 from redline.ops.op import Case, Cost, Op
-from redline.ops.route_experts import route_experts
-from redline.ops.weights import PANEL, Experts, Matrix, prepare_experts
+from redline.ops.weights import PANEL, Experts, Matrix, laid_out, prepare_experts
 from redline.wire.job import PAGE_TOKENS
 
 
@@ -105,7 +96,7 @@ class Moe:
 @dataclass(frozen=True)
 class Block:
     attention_norm: Tensor  # float32 [D]
-    attention: MlaWeights
+    attention: MlaWeights[Matrix]
     o_proj: Matrix
     mlp_norm: Tensor  # float32 [D]
     shared_gate_up: Matrix  # of the shared expert, or of the dense MLP
@@ -118,7 +109,7 @@ class Block:
     def fits(self) -> bool:
         """Whether the kernels take all these sizes."""
         w, moe_ = self.attention, self.experts
-        if not w.panels:
+        if not in_panels(w):
             return False
         widths = [w.w_q.outputs, w.rank, w.rope, w.value, *self.shared_down.shape]
         if moe_ is not None:
@@ -186,7 +177,7 @@ def reference(
     return residual, moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane))
 
 
-def _attend(q: Tensor, w: MlaWeights, scale: float, inputs: Inputs, plane: Tensor, o: Tensor) -> None:
+def _attend(q: Tensor, w: MlaWeights[Matrix], scale: float, inputs: Inputs, plane: Tensor, o: Tensor) -> None:
     chunks = inputs.chunks
     if q.is_cuda and (whole := [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]):
         prefill_whole(q, w, scale, whole, inputs.rows_T, plane, o)
@@ -250,7 +241,8 @@ def example(
     g: torch.Generator, dims: tuple[int, ...], experts: int, chunk: int, lengths: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Block, Inputs, Tensor]:
     """Random arguments. Slot 0: a chunk of a prompt that begins at 64; slots 1...: queries."""
-    d, w, width, count = dims[0], random_weights(g, *dims), 64, chunk + len(lengths)
+    d, width, count = dims[0], 64, chunk + len(lengths)
+    (w,) = laid_out((random_weights(g, *dims),))
 
     def weight(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
@@ -300,4 +292,4 @@ def cases() -> Iterator[Case]:
     yield Case("queries, tiny float32 pages, bf16 experts", make(TINY, 8, 0, (5, 400, 70), torch.float32))
 
 
-block = Op("block", reference, kernel, cost, cases, rtol=0.0, fits=fits)
+block = Kernel(Op("block", reference, cost, cases, rtol=0.0), kernel, "cpu", fits)

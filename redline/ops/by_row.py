@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops.add_norm import rms_norm
 from redline.ops.mla import FP8, rotate, stored
 from redline.ops.op import Case, Cost, Op
@@ -180,7 +181,7 @@ def _swiglu_cases() -> Iterator[Case]:
     yield Case("T=32 Kimi", make(32, 384, 2048), small=False)
 
 
-norm_rows = Op("norm_rows", _norm_reference, None, _norm_cost, _norm_cases, cuda=_norm_cuda, cuda_fits=_norm_fits)
-split_a = Op("split_a", _split_reference, None, _split_cost, _split_cases, cuda=_split_cuda, cuda_fits=_split_fits)
-rotate_heads = Op("rotate_heads", _rotate_reference, None, _rotate_cost, _rotate_cases, cuda=_rotate_cuda)
-swiglu = Op("swiglu", _swiglu_reference, None, _swiglu_cost, _swiglu_cases, cuda=_swiglu_cuda)
+norm_rows = Kernel(Op("norm_rows", _norm_reference, _norm_cost, _norm_cases), _norm_cuda, "hopper", _norm_fits)
+split_a = Kernel(Op("split_a", _split_reference, _split_cost, _split_cases), _split_cuda, "hopper", _split_fits)
+rotate_heads = Kernel(Op("rotate_heads", _rotate_reference, _rotate_cost, _rotate_cases), _rotate_cuda, "hopper")
+swiglu = Kernel(Op("swiglu", _swiglu_reference, _swiglu_cost, _swiglu_cases), _swiglu_cuda, "hopper")

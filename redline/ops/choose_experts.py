@@ -15,7 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.kernels.kernel import Kernel
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 
 SLOT_PAIRS = 8
@@ -141,9 +142,9 @@ _Arguments = structure(
 
 
 @functools.cache
-def kernel_of(experts: int, chosen: int) -> Kernel:
+def kernel_of(experts: int, chosen: int) -> CudaKernel:
     defines = {"EXPERTS": experts, "CHOSEN": chosen}
-    return Kernel("choose_experts.cu", "choose_experts", defines, _CHOOSING_BYTES, THREADS)
+    return CudaKernel("choose_experts.cu", "choose_experts", defines, _CHOOSING_BYTES, THREADS)
 
 
 def cuda(
@@ -196,4 +197,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi", make(tokens, 384, 8))
 
 
-choose_experts = Op("choose_experts", reference, None, cost, cases, cuda=cuda, cuda_fits=cuda_fits)
+choose_experts = Kernel(Op("choose_experts", reference, cost, cases), cuda, "hopper", cuda_fits)

@@ -18,7 +18,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from redline.ops.cuda.kernel import Kernel, emulating, structure
+from redline.ops.cuda.kernel import CudaKernel, emulating, structure
 from redline.ops.op import Cost
 from redline.ops.records import Slabs
 from redline.ops.tiled import PAD_K, TILE_K, TILE_N, Tiled, padded
@@ -110,7 +110,9 @@ def _units(share: int, *, batched: bool) -> int:
 
 
 @functools.cache
-def _kernel(epilogue: str, inputs: int, row_tiles: int, cut: Plan, sizes: tuple[tuple[str, int | str], ...]) -> Kernel:
+def _kernel(
+    epilogue: str, inputs: int, row_tiles: int, cut: Plan, sizes: tuple[tuple[str, int | str], ...]
+) -> CudaKernel:
     defines: dict[str, int | str] = {
         "EPILOGUE": epilogue,
         "INPUTS": inputs,
@@ -129,7 +131,7 @@ def _kernel(epilogue: str, inputs: int, row_tiles: int, cut: Plan, sizes: tuple[
         "OPERANDS_AT": cut.operands_at,
         **dict(sizes),
     }
-    return Kernel("dense.cu", "dense", defines, cut.shared)
+    return CudaKernel("dense.cu", "dense", defines, cut.shared)
 
 
 @functools.cache
@@ -137,7 +139,7 @@ def _plan_of(inputs: int, row_tiles: int, tokens: int, multiprocessors: int, ope
     return plan(inputs, row_tiles, 1 << (tokens - 1).bit_length(), multiprocessors, operands=operands)
 
 
-def kernel_of(epilogue: str, w: Tiled, tokens: int, **sizes: int | str) -> tuple[Kernel, int]:
+def kernel_of(epilogue: str, w: Tiled, tokens: int, **sizes: int | str) -> tuple[CudaKernel, int]:
     """The program, and its blocks. sizes: the epilogue's own macros."""
     row_tiles, units = w.data.shape[-4], w.data.shape[-3]
     count = multiprocessors(w.data.device)

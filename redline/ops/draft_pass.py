@@ -20,15 +20,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.mla import in_panels, kv_type, mla_decode, mla_qkv
+from redline.kernels.cpu.moe import moe
+from redline.kernels.kernel import Kernel
+from redline.kernels.linear import linear
 from redline.ops import native
-from redline.ops.add_norm import add_norm
 from redline.ops.best import best
-from redline.ops.linear import linear
-from redline.ops.mla import FP8, NANO, TINY, MlaWeights, kv_type, mla_decode, mla_qkv, random_weights, rounds
-from redline.ops.moe import moe
+from redline.ops.mla import FP8, NANO, TINY, MlaWeights, random_weights, rounds
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import Tiled
-from redline.ops.weights import PANEL, Matrix
+from redline.ops.weights import PANEL, Matrix, laid_out
 from redline.wire.job import PAGE_TOKENS
 
 SKIP = 1  # place 0 of a job
@@ -41,7 +43,7 @@ class DraftLayer:
     embedding_VD: Tensor  # bf16
     input_norm: Tensor  # float32 [D], as are the others
     hidden_norm: Tensor
-    attention: MlaWeights  # over [embedding | feature], 2 D
+    attention: MlaWeights[Matrix]  # over [embedding | feature], 2 D
     o_proj: Matrix
     mlp_norm: Tensor
     gate_up: Matrix
@@ -58,7 +60,9 @@ class DraftLayer:
         """Whether the kernels take all these sizes."""
         w = self.attention
         widths = w.w_q.outputs, w.rank, w.rope, w.value, *self.down.shape
-        return self.embedding_VD.dtype == torch.bfloat16 and w.panels and all(width % PANEL == 0 for width in widths)
+        return (
+            self.embedding_VD.dtype == torch.bfloat16 and in_panels(w) and all(width % PANEL == 0 for width in widths)
+        )
 
     @functools.cached_property
     def layout(self) -> "_Weights":
@@ -343,7 +347,7 @@ def _inputs(
     kind: bit 0, what is fed back is normed; bit 1, the residual begins normed.
     """
     d, vocabulary, width = dims[0], 500, 2 * dims[0]
-    w = random_weights(g, 2 * d, *dims[1:])
+    (w,) = laid_out((random_weights(g, 2 * d, *dims[1:]),))
 
     def weight(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
@@ -420,6 +424,12 @@ def _chain_cases() -> Iterator[Case]:
     yield Case("nobody drafts, tiny", make(TINY, _COMPANY, torch.bfloat16, 3))
 
 
-draft_fuse = Op("draft_fuse", _fuse_reference, _fuse_kernel, _fuse_cost, _fuse_cases, rtol=0.0, fits=_fuse_fits)
-draft_pass = Op("draft_pass", _pass_reference, _pass_kernel, _pass_cost, _pass_cases, rtol=0.0, fits=_pass_fits)
-draft_chain = Op("draft_chain", _chain_reference, _chain_kernel, _chain_cost, _chain_cases, rtol=0.0, fits=_pass_fits)
+draft_fuse = Kernel(
+    Op("draft_fuse", _fuse_reference, _fuse_cost, _fuse_cases, rtol=0.0), _fuse_kernel, "cpu", _fuse_fits
+)
+draft_pass = Kernel(
+    Op("draft_pass", _pass_reference, _pass_cost, _pass_cases, rtol=0.0), _pass_kernel, "cpu", _pass_fits
+)
+draft_chain = Kernel(
+    Op("draft_chain", _chain_reference, _chain_cost, _chain_cases, rtol=0.0), _chain_kernel, "cpu", _pass_fits
+)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops import dense
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import PAD_K, padded
 
@@ -28,9 +29,9 @@ def reference(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> tuple[Tensor,
 
 
 @functools.cache
-def _kernel(d: int) -> Kernel:
+def _kernel(d: int) -> CudaKernel:
     sizes = {"HIDDEN": d, "HIDDEN_PADDED": padded(d, PAD_K)}
-    return Kernel("embed.cu", "embed", sizes, shared=0, threads=32 * dense.MOST_TOKENS)
+    return CudaKernel("embed.cu", "embed", sizes, shared=0, threads=32 * dense.MOST_TOKENS)
 
 
 def cuda(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,4 +74,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=64 Kimi's width", make(64, 30, 7168))
 
 
-embed = Op("embed", reference, None, cost, cases, cuda=cuda, cuda_fits=fits)
+embed = Kernel(Op("embed", reference, cost, cases), cuda, "hopper", fits)

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops.choose_experts import MOST_PAIRS, MOST_TOKENS, SLOT_PAIRS, Pairs
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.experts_up import decode_h, encode_h, some_pairs
 from redline.ops.op import Case, Cost, Op
 from redline.ops.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
@@ -63,7 +64,7 @@ _Arguments = structure(
 
 
 @functools.cache
-def kernel_of(form: Form, shared: int, hidden: int, room: int) -> Kernel:
+def kernel_of(form: Form, shared: int, hidden: int, room: int) -> CudaKernel:
     """room: tokens; the sums of each take 1 KB of shared memory where there are more than eight."""
     few = form.kind != "BF16" and room <= FEW
     chunk = min(room, 8 if room < MOST_TOKENS else 4)
@@ -80,7 +81,7 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int) -> Kernel:
         pairs = SLOT_PAIRS  # of small slices; they are the columns of one product
     sizes = {"SLICES": form.slices, "SLICE": form.inputs, "SHARED": shared, "HIDDEN": hidden}
     sizes |= {"X": padded(hidden, PAD_K), "ROOM": room, "CHUNK": chunk, "PAIRS": pairs, "KEPT": int(few)}
-    return Kernel("experts_down.cu", "experts_down", {"FORMAT": form.kind, **sizes}, memory(pairs))
+    return CudaKernel("experts_down.cu", "experts_down", {"FORMAT": form.kind, **sizes}, memory(pairs))
 
 
 def cuda(
@@ -173,4 +174,4 @@ def cases() -> Iterator[Case]:
             yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, 2048, experts, 8), small=False)
 
 
-experts_down = Op("experts_down", reference, None, cost, cases, cuda=cuda, cuda_fits=cuda_fits)
+experts_down = Kernel(Op("experts_down", reference, cost, cases), cuda, "hopper", cuda_fits)

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops.choose_experts import MOST_PAIRS, MOST_TOKENS, Pairs, list_pairs
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.ops.records import KINDS, MOST_INPUTS, MOST_KEPT, Form, Kind, Records, random_experts
 from redline.ops.tiled import PAD_K, padded
@@ -66,7 +67,7 @@ _Arguments = structure(
 
 
 @functools.cache
-def kernel_of(form: Form, x_inputs: int) -> Kernel:
+def kernel_of(form: Form, x_inputs: int) -> CudaKernel:
     stages = 3 if form.inputs <= MOST_KEPT else 2  # of 16 KB for each group of four warps, at Kimi's sizes
     defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "PART": form.part}
     defines |= {"X": x_inputs, "TILES": form.tiles, "STAGES": stages}
@@ -74,7 +75,7 @@ def kernel_of(form: Form, x_inputs: int) -> Kernel:
         4 * stages * (max(4 * form.record_bytes, 4 * 8 * form.inputs) + 16)
     )  # a stage has weights, or x of four tokens
     sums, lists = 16 * 2 * 512, (64 + 512 + 513 + 512 + 512) * 4
-    return Kernel("experts_up.cu", "experts_up", defines, ring + sums + lists)
+    return CudaKernel("experts_up.cu", "experts_up", defines, ring + sums + lists)
 
 
 def blocks(device: torch.device) -> int:
@@ -141,4 +142,4 @@ def cases() -> Iterator[Case]:
 # INT4 codes are multiplied as 1024 + u, and 1032 times x's sum is taken off: codes being 4.6 by their mean square, what
 # float32 sums lose counts 224 times. Four roundings of them.
 _RTOL = 4 * 224 * 2**-24
-experts_up = Op("experts_up", reference, None, cost, cases, rtol=_RTOL, cuda=cuda, cuda_fits=cuda_fits)
+experts_up = Kernel(Op("experts_up", reference, cost, cases, rtol=_RTOL), cuda, "hopper", cuda_fits)

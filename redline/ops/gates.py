@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops import dense
 from redline.ops.choose_experts import MOST_EXPERTS, Choice, Pairs, choose_experts
 from redline.ops.cuda.kernel import address
@@ -64,7 +65,7 @@ def reference(
     pairs = None
     if choice is not None:
         c = choice
-        pairs = choose_experts.reference(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+        pairs = choose_experts.op.reference(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
         if tokens <= dense.MOST_TOKENS:
             pairs = replace(pairs, ready=c.finished[1:].fill_(1))
     return logits, h, dense.pad_columns(rstd[:, 0], dense.MOST_TOKENS), pairs
@@ -150,4 +151,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi, dense", make(tokens, 7168, 0, 18432), small=False)
 
 
-gates = Op("gates", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)
+gates = Kernel(Op("gates", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redline.kernels.hopper.linear import product
 from redline.ops.absorb import absorb
 from redline.ops.attend import attend
 from redline.ops.block import Inputs
@@ -21,7 +22,6 @@ from redline.ops.experts_down import experts_down
 from redline.ops.experts_up import experts_up
 from redline.ops.gates import gates
 from redline.ops.grouped import grouped_experts
-from redline.ops.linear import product
 from redline.ops.project_a import project_a
 from redline.ops.project_out import project_out
 from redline.ops.project_q import project_q

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.kernels.kernel import Kernel
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.ops.records import BF16_INPUTS, KINDS, Kind, Records, random_experts
 from redline.ops.sort_pairs import WIDEST, most_rows, most_tiles, sort_pairs
@@ -45,10 +46,10 @@ def _reference(
 _Gather = structure("Gather", "x rstd columns_out columns tiles", "x_stride parts")
 _Multiply = structure("Multiply", "weights columns_in out columns tiles")
 _Combine = structure("Combine", "y out", "tokens")
-_kernels: dict[tuple[object, ...], Kernel] = {}
+_kernels: dict[tuple[object, ...], CudaKernel] = {}
 
 
-def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records, chosen: int) -> Kernel:
+def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records, chosen: int) -> CudaKernel:
     sizes = {
         "PART": "GATHER" if part == "gather" else "COMBINE",
         "FORMAT": up.kind,
@@ -59,11 +60,11 @@ def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records,
     }
     key = tuple(sizes.values())
     if key not in _kernels:
-        _kernels[key] = Kernel("grouped.cu", part, sizes, 0, 512 if part == "gather" else 256)
+        _kernels[key] = CudaKernel("grouped.cu", part, sizes, 0, 512 if part == "gather" else 256)
     return _kernels[key]
 
 
-def _product_kernel(records: Records) -> Kernel:
+def _product_kernel(records: Records) -> CudaKernel:
     form, (weight_stages, column_stages) = records.form, _STAGES[records.use]
     # BF16 records follow one another along K: a slice may be any number of them.
     inputs = BF16_INPUTS if records.kind == "BF16" else form.inputs
@@ -83,7 +84,7 @@ def _product_kernel(records: Records) -> Kernel:
         tiles = column_stages + (records.use == "up")
         shared = 1024 + tiles * WIDEST * _COLUMN_BYTES + weight_stages * 8 * form.record_bytes * (inputs // form.part)
         shared += _ITEMS * (8 * WIDEST + 16) + 16 * (weight_stages + column_stages + _ITEMS)
-        _kernels[key] = Kernel("grouped.cu", "multiply_experts", sizes, shared, 384)
+        _kernels[key] = CudaKernel("grouped.cu", "multiply_experts", sizes, shared, 384)
     return _kernels[key]
 
 
@@ -167,4 +168,4 @@ def rtol_of(kind: Kind) -> float:
     return math.hypot(2**-8, 2**-8 if kind == "BF16" else 2**-11)
 
 
-grouped_experts = Op("grouped_experts", _reference, None, _cost, _cases, cuda=_cuda, cuda_fits=_cuda_fits)
+grouped_experts = Kernel(Op("grouped_experts", _reference, _cost, _cases), _cuda, "hopper", _cuda_fits)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops import dense
 from redline.ops.cuda.kernel import address
 from redline.ops.op import Case, Cost, Op
@@ -51,4 +52,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi", make(tokens, 163840, 7168), small=False)
 
 
-head = Op("head", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)
+head = Kernel(Op("head", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops import dense
 from redline.ops.cuda.kernel import address
 from redline.ops.op import Case, Cost, Op
@@ -80,4 +81,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=8 Kimi's width", make(8, 7168, 24, 24))
 
 
-project_a = Op("project_a", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)
+project_a = Kernel(Op("project_a", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)

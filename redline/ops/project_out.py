@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops import dense
 from redline.ops.cuda.kernel import address
 from redline.ops.op import Case, Cost, Op
@@ -96,4 +97,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=1 Kimi's dense MLP", make(1, 32, 18432))
 
 
-project_out = Op("project_out", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)
+project_out = Kernel(Op("project_out", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)

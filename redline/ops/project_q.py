@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops import dense
 from redline.ops.cuda.kernel import address
 from redline.ops.mla import rotate, stored
@@ -154,4 +155,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi e4m3 pages", make(tokens, kimi, torch.float8_e4m3fn), small=False)
 
 
-project_q = Op("project_q", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)
+project_q = Kernel(Op("project_q", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)

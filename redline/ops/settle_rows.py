@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.kernels.kernel import Kernel
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.ops.step_rows import (
     BEFORE,
@@ -55,8 +56,8 @@ _Arguments = structure("Arguments", "chosen finite plan tokens lengths results",
 
 
 @functools.cache
-def _kernel() -> Kernel:
-    return Kernel("settle_rows.cu", "settle_rows", DEFINES, shared=0, threads=MOST_ROWS)
+def _kernel() -> CudaKernel:
+    return CudaKernel("settle_rows.cu", "settle_rows", DEFINES, shared=0, threads=MOST_ROWS)
 
 
 def cuda(token_T: Tensor, finite_T: Tensor, plan_BC: Tensor, slots: SlotTensors, results: Tensor) -> None:
@@ -94,4 +95,4 @@ def cases() -> Iterator[Case]:
     yield Case("B=64 K=8", make(64, 40, 8))
 
 
-settle_rows = Op("settle_rows", reference, None, cost, cases, cuda=cuda)
+settle_rows = Kernel(Op("settle_rows", reference, cost, cases), cuda, "hopper")

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.kernels.kernel import Kernel
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 
 WIDEST = 192  # 96 registers of sums in each thread of a warpgroup
@@ -71,15 +72,15 @@ def _room(ids_TK: Tensor, experts: int) -> Sorted:
 
 
 _Arguments = structure("Arguments", "ids weights columns tiles", "pairs")
-_kernels: dict[int, Kernel] = {}
+_kernels: dict[int, CudaKernel] = {}
 
 
-def _kernel(experts: int) -> Kernel:
+def _kernel(experts: int) -> CudaKernel:
     if experts not in _kernels:
         warps = _THREADS // 32
         shared = 4 * (warps * experts + experts + warps)
         defines = {"EXPERTS": experts, "WIDEST": WIDEST}
-        _kernels[experts] = Kernel("sort_pairs.cu", "sort_pairs", defines, shared, _THREADS)
+        _kernels[experts] = CudaKernel("sort_pairs.cu", "sort_pairs", defines, shared, _THREADS)
     return _kernels[experts]
 
 
@@ -116,4 +117,4 @@ def _cases() -> Iterator[Case]:
     yield Case("T=8192 Kimi", make(8192, 8, 384), small=False)
 
 
-sort_pairs = Op("sort_pairs", _reference, None, _cost, _cases, cuda=_cuda, cuda_fits=_cuda_fits)
+sort_pairs = Kernel(Op("sort_pairs", _reference, _cost, _cases), _cuda, "hopper", _cuda_fits)

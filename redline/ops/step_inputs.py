@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops import native
 from redline.ops.block import Inputs
 from redline.ops.op import Case, Cost, Op
@@ -121,4 +122,4 @@ def cases() -> Iterator[Case]:
     yield Case("rows that verify drafts", make((4, 1, 3, 64, 2), 2, 5))
 
 
-step_inputs = Op("step_inputs", reference, kernel, cost, cases, rtol=0.0)
+step_inputs = Kernel(Op("step_inputs", reference, cost, cases, rtol=0.0), kernel, "cpu")

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.kernels.kernel import Kernel
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
@@ -137,8 +138,8 @@ _Arguments = structure(
 
 
 @functools.cache
-def _kernel() -> Kernel:
-    return Kernel("step_rows.cu", "step_rows", {**DEFINES, "PAGE_TOKENS": PAGE_TOKENS}, shared=0, threads=THREADS)
+def _kernel() -> CudaKernel:
+    return CudaKernel("step_rows.cu", "step_rows", {**DEFINES, "PAGE_TOKENS": PAGE_TOKENS}, shared=0, threads=THREADS)
 
 
 def cuda(
@@ -220,4 +221,4 @@ def cases() -> Iterator[Case]:
     yield Case("B=64 K=8", make(64, 40, 8))
 
 
-step_rows = Op("step_rows", reference, None, cost, cases, rtol=1e-6, cuda=cuda)
+step_rows = Kernel(Op("step_rows", reference, cost, cases, rtol=1e-6), cuda, "hopper")

@@ -5,7 +5,6 @@ bytes at row g, columns 8t to 8t + 7, and in the same of row g + 8. Tiles of a r
 of K is one bulk copy.
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -40,7 +39,7 @@ class Tiled:
         full = self.data.transpose(-3, -2).flatten(-2).flatten(-3, -2)
         return full[..., : self.outputs, : self.inputs]
 
-    @functools.cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
         """[..., N, K]"""
         return (*self.data.shape[:-4], self.outputs, self.inputs)

@@ -16,12 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.mla import kv_type
+from redline.kernels.kernel import Kernel
+from redline.kernels.linear import linear
 from redline.ops import native
-from redline.ops.add_norm import add_norm
 from redline.ops.best import best
 from redline.ops.block import Block, Inputs, block, example
-from redline.ops.linear import linear
-from redline.ops.mla import FP8, NANO, TINY, kv_type
+from redline.ops.mla import FP8, NANO, TINY
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import Tiled
 from redline.ops.weights import PANEL, Matrix
@@ -167,9 +169,9 @@ def cost(planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[
     row_bytes = d * weights.embedding_VD.element_size()
     total = Cost(tokens * row_bytes + residual_TD.nbytes * (2 + len(layers)) + weights.norm.nbytes)
     for block_, plane in zip(weights.blocks, planes.unbind(0), strict=True):
-        total += block.cost(residual_TD, None, block_, inputs, plane)
+        total += block.op.cost(residual_TD, None, block_, inputs, plane)
     if asked:
-        total += linear.cost(residual_TD[: len(asked)], weights.head)
+        total += linear.op.cost(residual_TD[: len(asked)], weights.head)
     return total
 
 
@@ -196,4 +198,4 @@ def cases() -> Iterator[Case]:
     yield Case("nothing is asked for, tiny", make(TINY, 20, (), torch.bfloat16, (1,)))
 
 
-transformer = Op("transformer", reference, kernel, cost, cases, rtol=0.0, fits=fits)
+transformer = Kernel(Op("transformer", reference, cost, cases, rtol=0.0), kernel, "cpu", fits)

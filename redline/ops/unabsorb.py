@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops.attend import SMS
-from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.cuda.kernel import CudaKernel, address, structure
 from redline.ops.op import Case, Cost, Op
 from redline.ops.tiled import PAD_K, Tiled, padded
 
@@ -39,12 +40,12 @@ def _reference(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
 
 
 @functools.cache
-def _kernel(rank: int, value: int, groups: int) -> Kernel:
+def _kernel(rank: int, value: int, groups: int) -> CudaKernel:
     shares = _COLUMNS * (4 * MAX_SPLITS + 4)
     latents, team_sums = _COLUMNS * (2 * rank + 64), 4 * _COLUMNS * rank
     sums = 4 * (16 // (value // 32)) * (value // 2) * _COLUMNS
     defines = {"R": rank, "V": value, "MAX_SPLITS": MAX_SPLITS, "GROUPS": groups}
-    return Kernel("unabsorb.cu", "unabsorb", defines, rank * value + shares + latents + team_sums + sums + 8)
+    return CudaKernel("unabsorb.cu", "unabsorb", defines, rank * value + shares + latents + team_sums + sums + 8)
 
 
 def _cuda(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
@@ -97,4 +98,4 @@ def _cases() -> Iterator[Case]:
 
 
 # Both round latents to bf16, and sums in another order, 2e-5 apart, are rounded apart in 2e-5 / 2^-7 of all cases.
-unabsorb = Op("unabsorb", _reference, None, _cost, _cases, rtol=(2e-5 * 2**-7) ** 0.5, cuda=_cuda, cuda_fits=_cuda_fits)
+unabsorb = Kernel(Op("unabsorb", _reference, _cost, _cases, rtol=(2e-5 * 2**-7) ** 0.5), _cuda, "hopper", _cuda_fits)

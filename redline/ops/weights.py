@@ -4,15 +4,17 @@
 N outputs, K inputs, E experts.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from redline.ops import native
-from redline.ops.formats import INT4_GROUP, Int4
+from redline.ops.formats import INT4_GROUP, Int4, Plain
 
 PANEL = 32  # outputs side by side; cpu/gemm.h says why
 STEP = 32  # inputs: every product over panels has a multiple of them
@@ -45,11 +47,15 @@ class Matrix:
             return self.data
         return self.data.transpose(-3, -2).flatten(-2).flatten(-3, -2)[..., : self.outputs, :]
 
+    def matrix(self, expert: int) -> Tensor:
+        """[N, K] bf16 of one expert, where the weight is [E, N, K]."""
+        return Matrix(self.data[expert], self.outputs, self.panels).dense()
+
     @functools.cached_property
     def address(self) -> int:
         return native.pointer(self.data)
 
-    @functools.cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
         """[..., N, K]"""
         if self.panels:
@@ -94,12 +100,17 @@ class Int4Panels:
         packed = (u.unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4, dtype=torch.int32)).sum(-1, dtype=torch.int32)
         return Int4(packed, self.scales.transpose(-1, -2).flatten(1, 2).contiguous())
 
+    def matrix(self, expert: int) -> Tensor:
+        """[N, K] float32 of one expert."""
+        one = slice(expert, expert + 1)
+        return Int4Panels(self.codes[one], self.scales[one]).int4().dequantize()[0]
+
     @functools.cached_property
     def addresses(self) -> tuple[int, int]:
         """Of codes and scales."""
         return native.pointer(self.codes), native.pointer(self.scales)
 
-    @functools.cached_property
+    @property
     def shape(self) -> tuple[int, ...]:
         e, panels, quads = self.codes.shape[:3]
         return e, panels * PANEL, 4 * quads
@@ -164,12 +175,21 @@ def _room(one: Experts, count: int) -> Experts:
             return Int4Panels(room(codes), room(scales))
 
 
-def expert_matrix(experts: Experts, expert: int) -> Tensor:
-    """[N, K] of one expert: float32 where INT4 (exact), bf16 where bf16."""
-    match experts:
-        case Matrix(data, outputs, panels):
-            return Matrix(data[expert], outputs, panels).dense()
-        case Int4(packed, scale):
-            return Int4(packed[expert], scale[expert]).dequantize()
-        case Int4Panels(codes, scales):
-            return Int4Panels(codes[expert : expert + 1], scales[expert : expert + 1]).int4().dequantize()[0]
+def laid_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An op's arguments with every plain weight in panels, those within records too."""
+    return tuple(map(_laid_out, args))
+
+
+def _laid_out(value: Any) -> Any:
+    match value:
+        case Plain(data):
+            return Matrix.prepare(data)
+        case Int4():
+            return prepare_experts(value)
+        case Matrix() | Int4Panels() | Tensor():
+            return value
+        case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fields = {field.name: _laid_out(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            return dataclasses.replace(value, **fields)
+        case _:
+            return value

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.ops.draw import draw
+from redline.kernels.cpu.draw import draw
 
 
 class Odds(NamedTuple):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.ops.draw import draw
+from redline.kernels.cpu.draw import draw
 from redline.wire.job import Sampling
 from redline.wire.step import TokenLogprobs
 

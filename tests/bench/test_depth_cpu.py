@@ -8,11 +8,11 @@ import torch
 from redline.bench.local.depth import Progress
 from redline.bench.local.depth_cpu import CpuStep
 from redline.bench.local.depth_fit import Memory
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.linear import linear
 from redline.model.config import K2Config
 from redline.model.shapes import KIMI_NANO
-from redline.ops.add_norm import add_norm
 from redline.ops.block import block
-from redline.ops.linear import linear
 from tests.bench.test_depth import depth
 from tests.tiny_model import kernel_config
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import fallbacks
 from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.k2 import Chunk, Inputs
-from redline.ops.op import reference_calls
 from redline.wire.job import PAGE_TOKENS
 from tests.tiny_model import tiny_model
 
@@ -188,14 +188,14 @@ def test_a_fed_back_row_is_a_step_of_training_time_test(drafters: Pair):
 def test_a_row_alone_is_the_row_in_company_to_the_bit(name: str, tmp_path: Path):
     served = pair(CONFIGS[name], tmp_path).served
     alone, together = Pages(served.config, torch.bfloat16), Pages(served.config, torch.bfloat16)
-    reference_calls.clear()
+    fallbacks.clear()
     steps = [(range(70), range(33)), (range(70, 71), range(33, 34)), (range(71, 140), range(34, 37))]
     for mine, theirs in steps:
         one = alone.forward(served, [(0, job(0), mine)], chunks=False)
         both = together.forward(served, [(1, job(1), theirs), (0, job(0), mine)], chunks=False)
         assert all(torch.equal(a, b[len(theirs) :]) for a, b in zip(one, both, strict=True))
         assert torch.equal(served.logits(one[0]), served.logits(both[0])[len(theirs) :])
-    assert not reference_calls
+    assert not fallbacks
     mine = alone.tables[0].long()
     same = alone.plane[mine].flatten(0, 1)[1:140].view(torch.int16)
     assert torch.equal(same, together.plane[mine].flatten(0, 1)[1:140].view(torch.int16))
@@ -222,7 +222,7 @@ def test_a_pass_is_eight_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pages, calls = Pages(served.config), []
     for name in ("add_norm", "linear", "mla_qkv", "mla_prefill", "mla_decode", "moe"):
         op = getattr(eagle3_serve, name)
-        monkeypatch.setattr(eagle3_serve, name, lambda *a, op=op: (calls.append(op.name), op(*a))[1])
+        monkeypatch.setattr(eagle3_serve, name, lambda *a, op=op: (calls.append(op.op.name), op(*a))[1])
     fused = served.fuse(job(0).features[:1])
     calls.clear()
     monkeypatch.setattr(served, "fuse", lambda _: fused)

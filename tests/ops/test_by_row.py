@@ -6,21 +6,26 @@ from typing import Any
 import pytest
 import torch
 
+from redline.kernels.kernel import Kernel
 from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
-from redline.ops.op import Case, Op
+from redline.ops.op import Case
 from tests.seeds import fresh_generator
 
-OPS: tuple[Op[Any, Any], ...] = (norm_rows, split_a, rotate_heads, swiglu)
-CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in OPS for case in op.cases() if case.small]
+KERNELS: tuple[Kernel[Any, Any], ...] = (norm_rows, split_a, rotate_heads, swiglu)
+CASES = [
+    pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
+    for kernel in KERNELS
+    for case in kernel.op.cases()
+    if case.small
+]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="law 1 on a GPU has the same cases")
-@pytest.mark.parametrize(("op", "case"), CASES)
-def test_triton_is_the_reference(op: Op[Any, Any], case: Case):
-    assert op.cuda is not None
+@pytest.mark.parametrize(("kernel", "case"), CASES)
+def test_triton_is_the_reference(kernel: Kernel[Any, Any], case: Case):
     args = case.make(fresh_generator())
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
-    got, want = op.cuda(*ours), op.reference(*theirs)
+    got, want = kernel.run(*ours), kernel.op.reference(*theirs)
     tensors = [x for x in (got if isinstance(got, tuple) else (got,)) + ours if isinstance(x, torch.Tensor)]
     wanted = [x for x in (want if isinstance(want, tuple) else (want,)) + theirs if isinstance(x, torch.Tensor)]
     for a, b in zip(tensors, wanted, strict=True):
@@ -29,12 +34,11 @@ def test_triton_is_the_reference(op: Op[Any, Any], case: Case):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="law 1 on a GPU has the same case")
 def test_fp8_rows_are_the_references_but_where_rounding_parts_them():
-    case = next(case for case in split_a.cases() if "fp8" in case.name)
+    case = next(case for case in split_a.op.cases() if "fp8" in case.name)
     args = case.make(torch.Generator().manual_seed(3))
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
-    assert split_a.cuda is not None
-    split_a.cuda(*ours)
-    split_a.reference(*theirs)
+    split_a.run(*ours)
+    split_a.op.reference(*theirs)
     a, b = (
         plane.view(torch.uint8).int().flatten(0, 1)[rows]
         for rows, plane in ((ours[5], ours[6]), (theirs[5], theirs[6]))

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 import redline.ops.attend as attention
+from redline.kernels.kernel import Kernel
 from redline.ops.absorb import absorb
 from redline.ops.attend import MAX_WAVES, SMS, Plan, attend, plan, random_context
 from redline.ops.cuda.kernel import emulation
 from redline.ops.mla import MlaWeights, mla_decode
-from redline.ops.op import Case, Op
+from redline.ops.op import Case
 from redline.ops.tiled import Tiled
 from redline.ops.unabsorb import MAX_SPLITS, unabsorb
 from redline.ops.weights import Matrix
@@ -24,11 +25,10 @@ def generator() -> torch.Generator:
     return fresh_generator()
 
 
-def emulated(op: Op[Any, Any], args: tuple[Any, ...]) -> Any:
-    assert op.cuda is not None
-    assert op.cuda_fits(*args)
+def emulated(kernel: Kernel[Any, Any], args: tuple[Any, ...]) -> Any:
+    assert kernel.fits(*args)
     with emulation():
-        return op.cuda(*args)
+        return kernel.run(*args)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -39,7 +39,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def check_attend(args: tuple[Any, ...]) -> None:
-    (out, lse), (want, want_lse) = emulated(attend, args), attend.reference(*args)
+    (out, lse), (want, want_lse) = emulated(attend, args), attend.op.reference(*args)
     holds = want_lse > -torch.inf
     assert torch.equal(holds, lse > -torch.inf)
     assert error(lse[holds], want_lse[holds]) < 1e-5
@@ -52,16 +52,20 @@ def either_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attention, "WARPGROUP_ROWS", request.param)
 
 
-SMALL = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in (absorb, unabsorb) for case in op.cases()]
+SMALL = [
+    pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
+    for kernel in (absorb, unabsorb)
+    for case in kernel.op.cases()
+]
 
 
-@pytest.mark.parametrize(("op", "case"), [param for param in SMALL if param.values[1].small])
-def test_a_kernel_is_its_reference(op: Op[Any, Any], case: Case):
+@pytest.mark.parametrize(("kernel", "case"), [param for param in SMALL if param.values[1].small])
+def test_a_kernel_is_its_reference(kernel: Kernel[Any, Any], case: Case):
     args = case.make(generator())
-    assert error(emulated(op, args), op.reference(*args)) < 1e-2
+    assert error(emulated(kernel, args), kernel.op.reference(*args)) < 1e-2
 
 
-@pytest.mark.parametrize("case", [case for case in attend.cases() if case.small], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in attend.op.cases() if case.small], ids=lambda case: case.name)
 def test_attention_over_a_split_is_its_reference(case: Case):
     check_attend(case.make(generator()))
 
@@ -125,7 +129,7 @@ def test_a_query_without_context_gets_zeros():
     w_uv = Tiled.prepare(torch.randn(4, 128, 512).to(torch.bfloat16))
     got = emulated(unabsorb, (out, lse, w_uv))
     assert not got[0].any()
-    assert error(got, unabsorb.reference(*attend.reference(*args), w_uv)) < 1e-2
+    assert error(got, unabsorb.op.reference(*attend.op.reference(*args), w_uv)) < 1e-2
 
 
 @pytest.mark.usefixtures("either_kernel")

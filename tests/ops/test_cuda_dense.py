@@ -6,13 +6,14 @@ from typing import Any
 import pytest
 import torch
 
+from redline.kernels.kernel import Kernel
 from redline.ops import dense
 from redline.ops.choose_experts import Pairs
 from redline.ops.cuda.kernel import emulation
 from redline.ops.embed import embed
 from redline.ops.gates import gates, gates_parts, gates_weight
 from redline.ops.head import head
-from redline.ops.op import Case, Op
+from redline.ops.op import Case
 from redline.ops.project_a import project_a
 from redline.ops.project_out import project_out
 from redline.ops.project_q import project_q
@@ -21,8 +22,13 @@ from tests.seeds import fresh_generator
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-OPS: tuple[Op[Any, Any], ...] = (embed, project_a, project_q, project_out, gates, head)
-CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in OPS for case in op.cases() if case.small]
+KERNELS: tuple[Kernel[Any, Any], ...] = (embed, project_a, project_q, project_out, gates, head)
+CASES = [
+    pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
+    for kernel in KERNELS
+    for case in kernel.op.cases()
+    if case.small
+]
 PLANE = 9  # project_q's argument that it writes
 SQUARES = {"embed": 2, "project_a": 1, "project_out": 2}  # which output
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 7e-2, torch.float32: 1e-4}
@@ -41,20 +47,19 @@ def few_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(dense, "multiprocessors", multiprocessors)
 
 
-def run(op: Op[Any, Any], args: tuple[Any, ...]) -> list[torch.Tensor]:
+def run(kernel: Kernel[Any, Any], args: tuple[Any, ...]) -> list[torch.Tensor]:
     """What the kernel returns, and the plane that it wrote."""
-    assert op.cuda is not None
     with emulation():
-        assert op.cuda_fits(*args)
-        got = tensors(op.cuda(*args))
-    return [*got, args[PLANE]] if op is project_q else got
+        assert kernel.fits(*args)
+        got = tensors(kernel.run(*args))
+    return [*got, args[PLANE]] if kernel is project_q else got
 
 
-def check(op: Op[Any, Any], args: tuple[Any, ...]) -> None:
+def check(kernel: Kernel[Any, Any], args: tuple[Any, ...]) -> None:
     theirs = copy.deepcopy(args)
-    got, want = run(op, args), tensors(op.reference(*theirs))
-    want += [theirs[PLANE]] if op is project_q else []
-    place, tokens = SQUARES.get(op.name), args[0].shape[0]
+    got, want = run(kernel, args), tensors(kernel.op.reference(*theirs))
+    want += [theirs[PLANE]] if kernel is project_q else []
+    place, tokens = SQUARES.get(kernel.op.name), args[0].shape[0]
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         if i == place and tokens > dense.MOST_TOKENS:  # Triton's programs are others than dense.cu's blocks
             assert a.shape[1] == b.shape[1]
@@ -62,24 +67,24 @@ def check(op: Op[Any, Any], args: tuple[Any, ...]) -> None:
         assert a.shape == b.shape
         assert a.dtype == b.dtype
         if not a.is_floating_point():
-            assert torch.equal(a, b), op.name
+            assert torch.equal(a, b), kernel.op.name
             continue
         error, most = (a.double() - b.double()).abs(), b.double().abs().amax() if b.numel() else 1.0
         assert not error.isnan().any()
-        assert (error <= TOLERANCE[a.dtype] * most).all(), f"{op.name}: {error.max() / most:.2e}"
+        assert (error <= TOLERANCE[a.dtype] * most).all(), f"{kernel.op.name}: {error.max() / most:.2e}"
 
 
-@pytest.mark.parametrize(("op", "case"), CASES)
-def test_kernel_is_reference(op: Op[Any, Any], case: Case):
-    check(op, case.make(fresh_generator()))
+@pytest.mark.parametrize(("kernel", "case"), CASES)
+def test_kernel_is_reference(kernel: Kernel[Any, Any], case: Case):
+    check(kernel, case.make(fresh_generator()))
 
 
-@pytest.mark.parametrize("op", OPS[1:], ids=lambda op: op.name)
-def test_few_multiprocessors_take_many_tiles_each(op: Op[Any, Any], monkeypatch: pytest.MonkeyPatch):
-    few_multiprocessors(monkeypatch, 8 if op is project_q else 1)  # a block writes at most one page row
-    name = {"project_q": "T=8 nano e4m3 pages", "head": "T=8 nano's width"}.get(op.name, "T=8 nano")
-    case = next(case for case in op.cases() if case.name.startswith(name))
-    check(op, case.make(torch.Generator().manual_seed(1)))
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.op.name)
+def test_few_multiprocessors_take_many_tiles_each(kernel: Kernel[Any, Any], monkeypatch: pytest.MonkeyPatch):
+    few_multiprocessors(monkeypatch, 8 if kernel is project_q else 1)  # a block writes at most one page row
+    name = {"project_q": "T=8 nano e4m3 pages", "head": "T=8 nano's width"}.get(kernel.op.name, "T=8 nano")
+    case = next(case for case in kernel.op.cases() if case.name.startswith(name))
+    check(kernel, case.make(torch.Generator().manual_seed(1)))
 
 
 def test_wide_products_that_take_several_batches_keep_to_the_reference(monkeypatch: pytest.MonkeyPatch):
@@ -93,24 +98,24 @@ def test_wide_products_that_take_several_batches_keep_to_the_reference(monkeypat
 PER_TOKEN = {"embed": (0,), "project_q": (0, 4, 6, 7, 8), "project_out": (0, 2)}  # arguments; else the first
 
 
-def of_tokens(op: Op[Any, Any], args: tuple[Any, ...], tokens: int) -> list[torch.Tensor]:
+def of_tokens(kernel: Kernel[Any, Any], args: tuple[Any, ...], tokens: int) -> list[torch.Tensor]:
     """What the first tokens get, in a call without the others."""
-    cut = PER_TOKEN.get(op.name, (0,))
+    cut = PER_TOKEN.get(kernel.op.name, (0,))
     args = tuple(arg[:tokens].contiguous() if i in cut else copy.deepcopy(arg) for i, arg in enumerate(args))
-    got = run(op, args)
-    if op is project_q:
+    got = run(kernel, args)
+    if kernel is project_q:
         got[1] = got[1].view(torch.uint8).flatten(0, 1)[args[8]]
     return got
 
 
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_a_token_has_the_same_bits_in_any_company(op: Op[Any, Any]):
-    name = {"embed": "T=8 nano", "project_q": "T=8 odd", "head": "T=8 nano's width"}.get(op.name, "T=8 Kimi's")
-    case = next(case for case in op.cases() if case.small and case.name.startswith(name))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.op.name)
+def test_a_token_has_the_same_bits_in_any_company(kernel: Kernel[Any, Any]):
+    name = {"embed": "T=8 nano", "project_q": "T=8 odd", "head": "T=8 nano's width"}.get(kernel.op.name, "T=8 Kimi's")
+    case = next(case for case in kernel.op.cases() if case.small and case.name.startswith(name))
     args = case.make(torch.Generator().manual_seed(5))
-    whole = of_tokens(op, args, dense.MOST_TOKENS)
+    whole = of_tokens(kernel, args, dense.MOST_TOKENS)
     for tokens in (1, 3):
-        for alone, all_of_them in zip(of_tokens(op, args, tokens), whole, strict=True):
+        for alone, all_of_them in zip(of_tokens(kernel, args, tokens), whole, strict=True):
             if all_of_them.shape[-1] == dense.MOST_TOKENS:  # squares, 1 / rms: a token is a column
                 assert torch.equal(alone[..., :tokens], all_of_them[..., :tokens])
             else:

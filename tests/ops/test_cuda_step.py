@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import Kernel
 from redline.ops import native
 from redline.ops.best import best
 from redline.ops.cuda.kernel import emulation
-from redline.ops.op import Case, Op
+from redline.ops.op import Case
 from redline.ops.settle_rows import settle_rows
 from redline.ops.step_rows import (
     ASKED,
@@ -41,11 +42,10 @@ def generator() -> torch.Generator:
     return fresh_generator()
 
 
-def emulated(op: Op[Any, Any], *args: Any) -> Any:
-    assert op.cuda is not None
-    assert op.cuda_fits(*args)
+def emulated(kernel: Kernel[Any, Any], *args: Any) -> Any:
+    assert kernel.fits(*args)
     with emulation():
-        return op.cuda(*args)
+        return kernel.run(*args)
 
 
 def same(got: Any, want: Any) -> None:
@@ -61,10 +61,10 @@ def same(got: Any, want: Any) -> None:
             same(a, b)
 
 
-def check(op: Op[Any, Any], args: tuple[Any, ...]) -> None:
+def check(kernel: Kernel[Any, Any], args: tuple[Any, ...]) -> None:
     """What it returns, and whatever it was given."""
     theirs = copy.deepcopy(args)
-    got, want = emulated(op, *args), op.reference(*theirs)
+    got, want = emulated(kernel, *args), kernel.op.reference(*theirs)
     same(got, want)
     same([x for x in args if not isinstance(x, int)], [x for x in theirs if not isinstance(x, int)])
 
@@ -72,21 +72,21 @@ def check(op: Op[Any, Any], args: tuple[Any, ...]) -> None:
 # ------------------------------------------------------------------------------------------------ the likeliest token
 
 
-@pytest.mark.parametrize("case", list(best.cases()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", list(best.op.cases()), ids=lambda case: case.name)
 def test_the_best_is_the_first_of_the_greatest(case: Case):
-    check(best, case.make(generator()))
+    check(best.hopper, case.make(generator()))
 
 
 @pytest.mark.parametrize(("rows", "vocabulary", "stride"), [(1, 163840, 163840), (3, 4100, 4112), (2, 5001, 5003)])
 def test_many_are_the_greatest_in_rows_that_lie_apart(rows: int, vocabulary: int, stride: int):
     logits = torch.randint(-3, 2, (rows, stride), generator=generator()).float()[:, :vocabulary]
     logits[0, : vocabulary // 2] = -0.0
-    check(best, (logits.masked_fill_(logits == 1, 0.0),))
-    check(best, (logits,))
+    check(best.hopper, (logits.masked_fill_(logits == 1, 0.0),))
+    check(best.hopper, (logits,))
 
 
 def test_more_rows_than_blocks():
-    check(best, (torch.randn(300, 130, generator=generator()),))
+    check(best.hopper, (torch.randn(300, 130, generator=generator()),))
 
 
 def test_a_row_that_is_not_finite_is_told_and_its_token_exists():
@@ -95,7 +95,7 @@ def test_a_row_that_is_not_finite_is_told_and_its_token_exists():
     logits[2] = torch.nan
     logits[3] = -torch.inf
     logits[4, 5000] = -torch.inf
-    ids, finite = emulated(best, logits)
+    ids, finite = emulated(best.hopper, logits)
     assert finite.tolist() == [False] * 5 + [True]
     assert ids[3] == 0
     assert ids[4:].tolist() == logits[4:].argmax(-1).tolist()
@@ -104,18 +104,18 @@ def test_a_row_that_is_not_finite_is_told_and_its_token_exists():
 
 def test_the_counters_are_as_they_were_when_a_launch_has_ended():
     for rows in (7, 2, 7):
-        check(best, (torch.randn(rows, 9001, generator=generator()),))
+        check(best.hopper, (torch.randn(rows, 9001, generator=generator()),))
 
 
 # --------------------------------------------------------------------------------------------------------- the step
 
 
-@pytest.mark.parametrize("op", [step_rows, settle_rows], ids=lambda op: op.name)
+@pytest.mark.parametrize("kernel", [step_rows, settle_rows], ids=lambda kernel: kernel.op.name)
 @pytest.mark.parametrize("number", range(4))
-def test_a_step_begins_and_ends_as_its_reference(op: Op[Any, Any], number: int):
-    case = list(op.cases())[number]
+def test_a_step_begins_and_ends_as_its_reference(kernel: Kernel[Any, Any], number: int):
+    case = list(kernel.op.cases())[number]
     for _ in range(3):
-        check(op, case.make(generator()))
+        check(kernel, case.make(generator()))
 
 
 def test_steps_that_follow_one_another_leave_what_the_references_leave():
@@ -126,13 +126,13 @@ def test_steps_that_follow_one_another_leave_what_the_references_leave():
     for _ in range(6):
         plan = random_plan(g, slots, 8, 5, 4)
         mine = emulated(step_rows, plan, slots, results, frequencies, 4, 72)
-        same(mine, step_rows.reference(plan, their_slots, their_results, frequencies, 4, 72))
+        same(mine, step_rows.op.reference(plan, their_slots, their_results, frequencies, 4, 72))
         hit = torch.rand(8, 3, generator=g) < 0.7
         drafts = plan[:, DRAFTS][:, :3]
         tokens = torch.cat([torch.where(hit, drafts, 5), torch.full((8, 1), 6)], 1).flatten()
         finite = torch.rand(32, generator=g) < 0.9
         emulated(settle_rows, tokens, finite, plan, slots, results)
-        settle_rows.reference(tokens, finite, plan, their_slots, their_results)
+        settle_rows.op.reference(tokens, finite, plan, their_slots, their_results)
         same((slots, results), (their_slots, their_results))
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.kernels.kernel import fallbacks
 from redline.ops.draft_pass import DraftRows, draft_chain, draft_pass
-from redline.ops.op import reference_calls
 from tests.tiny_model import tiny_drafter, tiny_model
 
 WANTED = (3, 1, 6, 2, 4)
@@ -16,7 +16,7 @@ WANTED = (3, 1, 6, 2, 4)
 
 def crowd():
     """Five slots, one of them over a page's end, each with its own number of drafts."""
-    case = next(case for case in draft_chain.cases() if "each its own number" in case.name)
+    case = next(case for case in draft_chain.op.cases() if "each its own number" in case.name)
     feature, layer, pages, rows, wanted, plane = case.make(torch.Generator().manual_seed(1))
     assert tuple(wanted) == WANTED
     return feature, layer, pages, rows, plane
@@ -29,8 +29,8 @@ def rows_of(plane: Tensor) -> Tensor:
 def test_what_is_written_has_the_bits_of_the_ops():
     feature, layer, pages, rows, plane = crowd()
     theirs = copy.deepcopy(plane)
-    draft_chain.kernel(feature, layer, pages, rows, WANTED, plane)
-    draft_chain.reference(feature, layer, pages, rows, WANTED, theirs)
+    draft_chain.run(feature, layer, pages, rows, WANTED, plane)
+    draft_chain.op.reference(feature, layer, pages, rows, WANTED, theirs)
     assert torch.equal(rows_of(plane), rows_of(theirs))
 
 
@@ -85,6 +85,6 @@ def test_a_drafter_of_kimis_kind_takes_the_kernels():
     assert torch.equal(pages.sin[some], sin)
     plane = torch.zeros(5, 64, tiny_drafter().config.kv_width, dtype=torch.bfloat16)
     fused = served.fuse(torch.randn(2, 3 * tiny_model().config.hidden_size), [1])
-    reference_calls.clear()
+    fallbacks.clear()
     assert draft_chain(fused, served.layer, pages, DraftRows([0], [5], [0]), [2], plane).shape == (1, 2)
-    assert not reference_calls
+    assert not fallbacks

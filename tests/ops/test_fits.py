@@ -5,21 +5,15 @@ from typing import Any
 import pytest
 import torch
 
-from redline.ops.all import ALL, CUDA
-from redline.ops.op import Op
+from redline.kernels.kernel import Kernel
+from redline.ops.all import CPU, HOPPER
 
 
-def refused(op: Op[Any, Any], fits: Any) -> list[str]:
-    args = ((case.name, case.make(torch.Generator().manual_seed(1))) for case in op.cases() if case.small)
-    return [name for name, given in args if not fits(*given)]
-
-
-# `linear` is tried with weights in panels, which are a CPU's.
-@pytest.mark.parametrize("op", [op for op in CUDA if op.cuda is not None], ids=lambda op: op.name)
-def test_a_gpus_kernel_fits_the_sizes_that_it_is_tried_with(op: Op[Any, Any]):
-    assert refused(op, op.cuda_fits) == []
-
-
-@pytest.mark.parametrize("op", [op for op in ALL if op.kernel is not None], ids=lambda op: op.name)
-def test_a_cpus_kernel_fits_the_sizes_that_it_is_tried_with(op: Op[Any, Any]):
-    assert refused(op, op.fits) == []
+@pytest.mark.parametrize("kernel", [*CPU, *HOPPER], ids=lambda kernel: f"{kernel.op.name} {kernel.chip}")
+def test_a_kernel_fits_the_sizes_that_it_is_tried_with(kernel: Kernel[Any, Any]):
+    args = (
+        (case.name, kernel.lay_out(case.make(torch.Generator().manual_seed(1))))
+        for case in kernel.op.cases()
+        if case.small
+    )
+    assert [name for name, given in args if not kernel.fits(*given)] == []

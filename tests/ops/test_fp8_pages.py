@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.ops.mla import FP8, NANO, TINY, MlaWeights, mla_decode, mla_prefill, mla_qkv, random_weights, stored
+from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
+from redline.ops.mla import FP8, NANO, TINY, MlaWeights, random_weights, stored
 from redline.ops.weights import Matrix
 
 CODES = torch.arange(256, dtype=torch.uint8)

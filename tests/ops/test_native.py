@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.kernel import fallbacks
 from redline.model.k2 import K2
 from redline.model.write import random_checkpoint, tiny_config
 from redline.ops import native
-from redline.ops.add_norm import add_norm
-from redline.ops.op import reference_calls
 from tests.tiny_model import job, kernel_config, load_folder, open_engine, prompt, run, run_alone, tiny_model
 
 SLOWER = "the CPU runs the reference path, several times slower"
@@ -178,14 +178,14 @@ def test_calls_of_the_reference_are_counted(monkeypatch: pytest.MonkeyPatch):
     x, weight = torch.randn(2, 8), torch.ones(8)
 
     def calls() -> int:
-        before = reference_calls["add_norm"]
+        before = fallbacks["add_norm"]
         add_norm(x.clone(), None, weight, 1e-5)
-        return reference_calls["add_norm"] - before
+        return fallbacks["add_norm"] - before
 
     assert calls() == 0
-    before = reference_calls["add_norm"]
+    before = fallbacks["add_norm"]
     add_norm(x.clone().requires_grad_(), None, weight, 1e-5)
-    assert reference_calls["add_norm"] == before + 1
+    assert fallbacks["add_norm"] == before + 1
     monkeypatch.setattr(native, "library", lambda: None)
     assert calls() == 1
 
@@ -193,11 +193,11 @@ def test_calls_of_the_reference_are_counted(monkeypatch: pytest.MonkeyPatch):
 def test_sizes_that_no_kernel_takes_run_the_reference(tmp_path: Path):
     random_checkpoint(tmp_path, tiny_config())
     model = load_folder(tmp_path)
-    reference_calls.clear()
+    fallbacks.clear()
     run_alone(model, job("asked", prompt(seed=4, length=5), max_tokens=2))
     layers = model.config.num_hidden_layers
     attention = {"mla_qkv": 2 * layers, "mla_prefill": layers, "mla_decode": layers}
-    assert reference_calls == {"transformer": 2, "block": 2 * layers, **attention}
+    assert fallbacks == {"transformer": 2, "block": 2 * layers, **attention}
 
 
 def test_two_models_run_at_once_in_one_process():

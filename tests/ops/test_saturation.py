@@ -14,15 +14,14 @@ LARGEST = 448.0
 
 @pytest.mark.parametrize("tokens", [8, 9], ids=["CUDA", "Triton"])
 def test_a_pages_row_saturates(tokens: int):
-    case = next(case for case in project_q.cases() if case.name == f"T={tokens} nano e4m3 pages")
+    case = next(case for case in project_q.op.cases() if case.name == f"T={tokens} nano e4m3 pages")
     args = list(case.make(torch.Generator().manual_seed(2)))
     args[KV] *= 1000
     args[GAMMA] *= 1000
     theirs = copy.deepcopy(args)
-    assert project_q.cuda is not None
     with emulation():
-        project_q.cuda(*args)
-    project_q.reference(*theirs)
+        project_q.run(*args)
+    project_q.op.reference(*theirs)
     ours, wanted = (given[PLANE].view(-1, given[PLANE].shape[-1])[given[ROWS]].float() for given in (args, theirs))
     rank = args[GAMMA].shape[0]
     evens, odds = (torch.arange(rank + place, wanted.shape[1], 2) for place in (0, 1))

@@ -6,9 +6,9 @@ import torch
 from redline.ops.transformer import transformer
 
 
-@pytest.mark.parametrize("run", [transformer.kernel, transformer.reference])
+@pytest.mark.parametrize("run", [transformer.run, transformer.op.reference])
 def test_a_token_behind_which_a_logit_is_not_finite_has_no_likeliest_next_token(run):
-    planes, weights, inputs, _, _ = next(transformer.cases()).make(torch.Generator().manual_seed(0))
+    planes, weights, inputs, _, _ = next(transformer.op.cases()).make(torch.Generator().manual_seed(0))
     [sound] = run(planes.clone(), weights, inputs, (), [0]).likeliest
     assert sound >= 0
     for value in (torch.nan, torch.inf, -torch.inf):
@@ -17,7 +17,7 @@ def test_a_token_behind_which_a_logit_is_not_finite_has_no_likeliest_next_token(
 
 
 def test_only_what_is_asked_for_has_logits_in_the_order_of_asking():
-    planes, weights, inputs, layers, _ = list(transformer.cases())[1].make(torch.Generator().manual_seed(0))
+    planes, weights, inputs, layers, _ = list(transformer.op.cases())[1].make(torch.Generator().manual_seed(0))
     whole = transformer(planes.clone(), weights, inputs, layers, range(inputs.count))
     some = transformer(planes.clone(), weights, inputs, layers, [21, 3])
     assert torch.equal(some.logits(), whole.logits()[[21, 3]])

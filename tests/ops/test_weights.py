@@ -10,7 +10,7 @@ from torch import Tensor
 
 from redline.ops import native
 from redline.ops.formats import Int4
-from redline.ops.weights import Int4Panels, Matrix, expert_matrix, prepare_experts, stack_experts
+from redline.ops.weights import Int4Panels, Matrix, prepare_experts, stack_experts
 
 LEADS = st.sampled_from([(), (1,), (3,), (2, 2)])
 
@@ -103,4 +103,4 @@ def test_experts_one_by_one_are_the_experts_together(make: Any, kernels: bool, m
         single = singles[expert]
         given = single.dequantize() if isinstance(single, Int4) else single
         for experts in (stacked, together):
-            assert torch.equal(expert_matrix(experts, expert).nan_to_num(), given.nan_to_num())
+            assert torch.equal(experts.matrix(expert).nan_to_num(), given.nan_to_num())

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from redline.kernels.kernel import fallbacks
 from redline.model.k2 import Inputs
 from redline.ops import native
 from redline.ops.cuda.kernel import emulation
-from redline.ops.op import reference_calls
 from redline.run.decode import Board, DecodeStep, Draw
 from redline.run.draws import Odds, draw_rows, signed, uniforms
 from redline.run.graph import Recorder
@@ -284,10 +284,10 @@ def test_steps_around_a_gpus_kernels_are_the_same_steps(captured: Open, monkeypa
         for n, kind in enumerate(kinds)
     ]
     engine = captured(draft="suffix", draft_adaptive=False, draft_tokens=3, max_running=4)
-    before = reference_calls.copy()
+    before = fallbacks.copy()
     answers = answers_of(engine, jobs)
     assert engine.runner.replays > 5
-    assert all(reference_calls[name] == before[name] for name in ("step_rows", "best", "settle_rows"))
+    assert all(fallbacks[name] == before[name] for name in ("step_rows", "best", "settle_rows"))
     for asked in jobs:
         assert answers[asked.id].tokens == alone(asked).tokens
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from redline.bench.local.depth import Depth, Progress, Stage, captured
 from redline.bench.local.depth_fit import Memory
 from redline.bench.local.routing import draw
+from redline.kernels.linear import linear
 from redline.model.gpu import GpuK2
 from redline.model.random_gpu import random_gpu_k2
 from redline.ops.absorb import absorb
@@ -27,7 +28,6 @@ from redline.ops.experts_up import experts_up
 from redline.ops.gates import gates
 from redline.ops.gpu_block import FEW, LISTED, GpuBlock
 from redline.ops.grouped import grouped_experts
-from redline.ops.linear import linear
 from redline.ops.op import Cost
 from redline.ops.project_a import project_a
 from redline.ops.project_out import project_out
@@ -121,14 +121,14 @@ class _Ops:
         q_abs = absorb(q, w.w_uk)
         o, lse = attend(q_abs, *queries, plane, scale, longest)
         stages = [
-            self.stage("absorb", lambda k: absorb(q, self.blocks[k].attention.w_uk), absorb.cost(q, w.w_uk)),
+            self.stage("absorb", lambda k: absorb(q, self.blocks[k].attention.w_uk), absorb.op.cost(q, w.w_uk)),
             self.stage(
                 "attend",
                 lambda k: attend(q_abs, *queries, self.planes[k], scale, longest),
-                attend.cost(q_abs, *queries, plane, scale, longest),
+                attend.op.cost(q_abs, *queries, plane, scale, longest),
             ),
             self.stage(
-                "unabsorb", lambda k: unabsorb(o, lse, self.blocks[k].attention.w_uv), unabsorb.cost(o, lse, w.w_uv)
+                "unabsorb", lambda k: unabsorb(o, lse, self.blocks[k].attention.w_uv), unabsorb.op.cost(o, lse, w.w_uv)
             ),
         ]
         return stages, unabsorb(o, lse, w.w_uv)
@@ -182,7 +182,7 @@ class _Ops:
     def head(self, x_TK: Tensor) -> Stage:
         head, hidden = self.model.head, x_TK[:, : self.depth.config.hidden_size]
         assert isinstance(head, Tiled)
-        return Stage("head", lambda _: self.model.logits(hidden), linear.cost(hidden, head), 1)
+        return Stage("head", lambda _: self.model.logits(hidden), linear.op.cost(hidden, head), 1)
 
     def stage(self, name: str, run: Callable[[int], object], cost: Cost) -> Stage:
         return Stage(name, run, cost, self.layers, self.every)
@@ -221,16 +221,16 @@ class _Ops:
         moe_layers = range(self.dense, self.depth.physical)
         # Each op alone: `gates` is not the launch in front, so nobody waits for its `ready`.
         chosen = {layer: replace(pairs, ready=None) for layer in moe_layers if (pairs := gate(layer)[3])}
-        q_cost = project_q.cost(
+        q_cost = project_q.op.cost(
             *(q_a, q_squares, w.w_q, w.heads, kv, w.kv_norm, i.cos_T, i.sin_T, i.rows_T, plane, w.eps)
         )
-        gate_cost = gates.cost(x, squares, last.gates, count, last.width, last.eps)
+        gate_cost = gates.op.cost(x, squares, last.gates, count, last.width, last.eps)
         stages = [
             Stage("embed", lambda _: embed(i.ids_T, table, last.attention_norm), Cost(6 * residual.nbytes), 1),
-            self.stage("project_a", a, project_a.cost(x, squares, w.w_a, w.q_norm, last.eps)),
+            self.stage("project_a", a, project_a.op.cost(x, squares, w.w_a, w.q_norm, last.eps)),
             self.stage("project_q", q, q_cost),
             *attention,
-            self.stage("project_out", out, project_out.cost(o, last.o_proj, residual, last.mlp_norm)),
+            self.stage("project_out", out, project_out.op.cost(o, last.o_proj, residual, last.mlp_norm)),
             Stage("gates", gate, gate_cost, self.layers - self.dense, moe_layers),
             *self.experts(chosen, x, rstd, h, residual),
         ]
@@ -243,8 +243,8 @@ class _Ops:
         down = first.down
         assert isinstance(down, Tiled)
         h = gates(x, squares, first.gates, 0, first.width, first.eps)[1]
-        up_cost = gates.cost(x, squares, first.gates, 0, first.width, first.eps)
-        down_cost = project_out.cost(h, down, residual, first.mlp_norm)
+        up_cost = gates.op.cost(x, squares, first.gates, 0, first.width, first.eps)
+        down_cost = project_out.op.cost(h, down, residual, first.mlp_norm)
 
         def up(layer: int):
             return gates(x, squares, first.gates, 0, first.width, first.eps)

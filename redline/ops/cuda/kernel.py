@@ -25,7 +25,7 @@ _emulating = threading.local()
 
 
 @dataclass(frozen=True)
-class Kernel:
+class CudaKernel:
     """source: of `ops/`. shared: bytes of shared memory of a block. THREADS is defined for the source."""
 
     source: str
