@@ -19,7 +19,6 @@ import os
 import random
 import re
 import resource
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,94 +33,21 @@ from typing import Any, NamedTuple
 from benchmarks.bystander_attacks import ATTACKS, COMPLETIONS, TOKENIZE, Attack, World, body, silent, unread
 from benchmarks.bystander_random import Request, requests
 from benchmarks.bystander_watch import Notes, Pauses, joined, notes_of, read
+from benchmarks.program import program
 from benchmarks.raw_http import Reply, ask, get, post
+from benchmarks.trees import END_S, ROOT, Server, Tree, commit_of, hard_limit
 from redline.bench.local.record import provenance
 
-ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "bystander.json"
-SERVE = "import sys; from redline.cli import main; sys.argv[0] = 'redline'; sys.exit(main())"
 LIMIT_MS = 100.0  # of a pause
-END_S = 20.0  # from SIGTERM to the end
-START_S = 120.0
 CALM_S = 90.0  # for what an attack has left in the engine to end
-OPEN_FILES = 1024  # of the server, as a login shell gives
 ANSWER_S = 120.0  # in which a random request is answered
 AT_ONCE = 16  # random requests
 SAY_S = 10.0
-TOLD_TRACEBACKS = 4
 TAKE_S = 2.0  # notes are taken often, since telling them holds up the bystander
 QUESTION = body(prompt="The capital of France is", max_tokens=24, temperature=0, ignore_eos=True)
 ANSWER = 4000  # tokens of an answer of the bystander, at most
 POLITE_TOKENS = 6000  # of each polite prompt
-
-
-class End(NamedTuple):
-    """code: None where the server had to be killed. first_tracebacks: with the lines about them."""
-
-    seconds: float
-    code: int | None
-    tracebacks: int
-    first_tracebacks: list[str]
-    last_words: str
-
-
-class Server:
-    """`redline serve` of a tree, in a process group of its own, and what it says."""
-
-    def __init__(self, tree: Path, python: str, arguments: Sequence[str], folder: Path) -> None:
-        self._said = folder / "said.txt"
-        with self._said.open("wb") as said:
-            self.process = subprocess.Popen(
-                [python, "-c", SERVE, "serve", *arguments, "--port", "0"],
-                cwd=tree,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": str(tree), "PYTHONUNBUFFERED": "1"},
-            )
-        resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (OPEN_FILES, _hard()))
-
-    @property
-    def said(self) -> str:
-        return self._said.read_text(errors="replace")
-
-    def until_ready(self) -> int:
-        """The port. Raises SystemExit with what the server said, where it does not start."""
-        deadline = time.monotonic() + START_S
-        while self.process.poll() is None and time.monotonic() < deadline:
-            if found := re.search(r"is ready at http://[\w.]+:(\d+)", self.said):
-                return int(found[1])
-            time.sleep(0.1)
-        raise SystemExit(f"the server did not start: {self.said}")
-
-    @property
-    def worker(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
-
-    def stop(self) -> End:
-        began = time.monotonic()
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            code = self.process.wait(2 * END_S)
-        except subprocess.TimeoutExpired:
-            code = None
-        took = time.monotonic() - began
-        self.close()
-        said = self.said
-        found = [match.start() for match in re.finditer("Traceback", said)]
-        first = [said[max(0, at - 500) : at + 2500] for at in found[:TOLD_TRACEBACKS]]
-        return End(round(took, 1), code, len(found), first, said[-2000:])
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
-def _hard() -> int:
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 
 class Memory:
@@ -435,17 +361,6 @@ def draw(record: dict[str, Any], samples: Sequence[tuple[float, int, int, int]],
     plt.close(figure)
 
 
-def commit_of(tree: Path) -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", tree, *arguments], capture_output=True, text=True, timeout=20
-        ).stdout.strip()
-
-    return os.environ.get("REDLINE_COMMIT") or git("rev-parse", "--short", "HEAD") + (
-        "+" if git("status", "--porcelain", "-uno") else ""
-    )
-
-
 @contextmanager
 def told(bench: Bench) -> Iterator[None]:
     """Where nobody watches, a line every ten seconds."""
@@ -509,12 +424,13 @@ def main(words: Sequence[str] | None = None) -> int:
         return 0
     if not asked.save.parent.is_dir():
         raise SystemExit(f"--save: {asked.save.parent} is no folder")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (_hard(), _hard()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit(), hard_limit()))
     draft = asked.draft or f"{asked.model.rstrip('/')}-eagle3"
     words = [asked.model, "--kv-memory", asked.kv_memory]
     words += ["--draft", draft] if (asked.tree / draft).is_dir() else []
     with tempfile.TemporaryDirectory() as folder:
-        server = Server(asked.tree.resolve(), asked.python, words, Path(folder))
+        tree = Tree(str(asked.tree), asked.tree.resolve(), commit_of(asked.tree))
+        server = Server(tree, words, Path(folder), asked.python)
         try:
             bench = Bench(server, Path(asked.model).name, lambda line: print(line, flush=True))
             with told(bench):
@@ -523,7 +439,7 @@ def main(words: Sequence[str] | None = None) -> int:
             server.close()
     record: dict[str, Any] = {
         **provenance("torch", "uvicorn", "uvloop", "httptools", "starlette", "msgspec", "tiktoken"),
-        "commit": commit_of(asked.tree),
+        "commit": tree.commit,
         "load_average": [round(load, 1) for load in os.getloadavg()],
         "model": Path(asked.model).name,
         "served": words,
@@ -541,4 +457,4 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    program(main, heard=False)

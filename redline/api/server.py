@@ -132,7 +132,7 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError:
                 if not self._last:
                     self._refuse(self._refusal or Refusal(400, "this is not a valid HTTP request", "invalid_request"))
-        if self._untold_bytes > self._limits.header_bytes:
+        if self._untold_bytes > self._limits.header_bytes and not self._refused:
             most = self._limits.header_bytes
             self._refuse(Refusal(431, f"the headers or trailers are more than {most} bytes", "headers_too_large"))
 

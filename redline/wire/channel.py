@@ -27,7 +27,7 @@ from redline.errors import ConfigError, MessageTooLarge
 from redline.wire.codec import Wire, decode, encode
 
 MAX_MESSAGE_BYTES = 64 << 20
-MOST_AT_ONCE = 64  # messages that a task of an event loop is given: what they set off, 0.3 ms each, runs in one turn
+MOST_AT_ONCE = 32  # messages that a task of an event loop is given: what they set off, 0.3 ms each, runs in one turn
 _LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
 _IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
 

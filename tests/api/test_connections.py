@@ -402,3 +402,15 @@ async def test_the_app_is_told_of_a_body_when_it_is_whole_or_has_grown_by_much()
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
     assert sum(told) == size
     assert len(told) <= 4
+
+
+async def test_a_connection_is_refused_once():
+    """Too many headers, in a piece that is itself too long: there are two reasons, and one answer."""
+    wrong: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    lines = b"".join(b"X-%d: y\r\n" % k for k in range(20_000))
+    async with serving(App(), Limits()) as (port, _), connect(port) as (reader, writer):
+        writer.write(b"GET / HTTP/1.1\r\nHost: a\r\n" + lines + b"\r\n")
+        answer = await reader.read()
+    assert answer.count(b"HTTP/1.1 431") == 1
+    assert not wrong
