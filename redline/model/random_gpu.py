@@ -98,7 +98,10 @@ class _Random:
         return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, finished)
 
     def records(self, records: Records) -> Records:
-        """Any code, and scales that make a product's output as large as its input: of one power of two in a tensor."""
+        """Any code, and scales that make a product's output about as large as its input: of one power of two.
+
+        The spread of codes times scales from 1 to 2 is 7.
+        """
         if records.kind == "BF16":
             for expert in records.data:
                 expert.view(torch.bfloat16).normal_(0, records.inputs**-0.5, generator=self._generator)
@@ -106,7 +109,7 @@ class _Random:
         if records.kind == "NVFP4":
             return self.nvfp4(records)
         code_bytes = 8 * records.form.inputs
-        exponent = round(-torch.tensor(4.6 * records.inputs**0.5).log2().item())
+        exponent = round(-torch.tensor(7.0 * records.inputs**0.5).log2().item())
         for expert in records.data:
             expert.random_(0, 256, generator=self._generator)
             scales = expert[..., code_bytes:]

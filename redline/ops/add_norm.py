@@ -25,7 +25,7 @@ def reference(residual_TD: Tensor, partial_TD: Tensor | None, weight_D: Tensor, 
 
 
 def cost(residual_TD: Tensor, partial_TD: Tensor | None, weight_D: Tensor, eps: float) -> Cost:
-    return Cost((3 if partial_TD is None else 4) * residual_TD.nbytes + weight_D.nbytes)
+    return Cost((2 if partial_TD is None else 4) * residual_TD.nbytes + weight_D.nbytes)
 
 
 def cases() -> Iterator[Case]:

@@ -1,6 +1,7 @@
 // A token of each row, drawn. e^x is computed once; a row that is narrowed has its bound found by halving, unsorted.
 //
 // Sums are float64, and a row's order is its own: blocks of BLOCK tokens in the order of ids, sixteen lanes in a block.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -152,12 +153,8 @@ struct Row {
     // Of nine of the pool.
     float median(int n) const {
         float a[9];
-        for (int i = 0; i < 9; i++) {
-            float x = pool[(int64_t)n * (2 * i + 1) / 18];
-            int j = i;
-            for (; j > 0 && a[j - 1] > x; j--) a[j] = a[j - 1];
-            a[j] = x;
-        }
+        for (int i = 0; i < 9; i++) a[i] = pool[(int64_t)n * (2 * i + 1) / 18];
+        std::nth_element(a, a + 4, a + 9);
         return a[4];
     }
 

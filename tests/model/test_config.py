@@ -112,6 +112,11 @@ def test_a_text_config_may_call_itself_deepseek_v3():
     assert K2Config.from_dict(nested(flat(model_type="deepseek_v3"))) == K2Config.from_dict(flat())
 
 
+def test_another_model_around_a_text_config_is_refused():
+    with pytest.raises(CheckpointError, match="model_type is 'qwen3_vl'; supported: kimi_k25"):
+        K2Config.from_dict({**nested(flat()), "model_type": "qwen3_vl"})
+
+
 def test_quantization_config_is_found_in_both_places():
     inside = nested(flat())
     outside = nested(flat())

@@ -1,6 +1,8 @@
 """Where the CUDA kernels do not run, one line says why, and the references do."""
 
 import errno
+import importlib.util
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,6 +76,19 @@ def test_a_checkpoint_that_the_kernels_do_not_read_takes_the_references(
 ):
     chip.setattr(driver, "why_not", lambda: None)
     assert said in str(why_not(replace(KIMI_NANO, **changes), CUDA))
+
+
+def test_attributes_have_the_numbers_of_cudas_header():
+    """Triton brings it along."""
+    triton = importlib.util.find_spec("triton")
+    header = Path(str(triton and triton.origin)).parent / "backends/nvidia/include/cuda.h"
+    if not header.exists():
+        pytest.skip("no cuda.h")
+    for name, number in (
+        ("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", driver._MAX_DYNAMIC_SHARED),
+        ("CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION", driver._STREAM_SERIALIZATION),
+    ):
+        assert set(re.findall(rf"{name} *= *(\d+)", header.read_text())) == {str(number)}
 
 
 @pytest.mark.parametrize("cache", ["cache", "file", "file/below"])

@@ -15,7 +15,8 @@ from redline.model.write import random_checkpoint
 from redline.ops.transformer import Predicted, predicted
 from redline.tune.choose import Worth
 from redline.wire.delta import Delta
-from redline.wire.job import Job
+from redline.wire.job import Job, PageId, Sampling
+from redline.wire.step import Begin, Row, Step
 from redline.worker.engine import Engine
 from redline.worker.loop import turn
 from tests.tiny_model import (
@@ -279,3 +280,16 @@ def test_a_drafter_that_may_draft_nothing_reads_nothing():
     asked = job("asked", prompt(1, 70), max_tokens=5)
     assert answers_of(engine, [asked])["asked"] == run_alone(tiny_model(), asked)
     assert not passes
+
+
+def test_a_followed_row_is_answered_with_as_many_drafts_as_it_asks_for():
+    runner = open_engine(tiny_model(), drafter=tiny_drafter(), suffix=False).runner
+    try:
+        begin = Begin(slot=0, tokens=prompt(1, 20), prompt=20, pages=(), sampling=Sampling(max_tokens=4), limit=64)
+        row = Row(slot=0, start=0, count=20, new_pages=(PageId(3),), drafting=True)
+        runner.run(Step(number=1, begins=(begin,), rows=(row,)))
+        assert not runner.slots.at[0].proposal.tokens
+        runner.run(Step(number=2, rows=(Row(slot=0, start=None, count=1, drafting=True, propose=2),)))
+        assert len(runner.slots.at[0].proposal.tokens) == 2
+    finally:
+        runner.close()

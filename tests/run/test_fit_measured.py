@@ -93,4 +93,4 @@ def test_an_engine_takes_no_more_than_is_counted(tmp_path: Path, asked: dict[str
     peak, pages, counted, scratch, _ = json.loads(child.stdout.splitlines()[-1])
     taken = f"{peak / 1e6:.0f} MB taken; {counted / 1e6:.0f} MB counted, of them {scratch / 1e6:.0f} MB of scratch"
     assert peak - pages <= counted, taken
-    assert counted <= 5 * (peak - pages) + (256 << 20), taken
+    assert counted <= 3 * (peak - pages) + (64 << 20), taken

@@ -36,14 +36,15 @@ from redline.ops.tiled import Tiled
 from redline.ops.unabsorb import unabsorb
 from redline.wire.job import PAGE_TOKENS
 
+CUDA = torch.device("cuda")
 ROTATIONS = 3  # graphs of a step, whose layers lie elsewhere in each
 
 
 class GpuStep:
     """routing int32 [layers, T, k]: read by each run."""
 
-    def __init__(self, depth: Depth, progress: Progress) -> None:
-        config, device, whole = depth.config, torch.device("cuda"), Memory(depth).weights
+    def __init__(self, depth: Depth, progress: Progress, device: torch.device = CUDA) -> None:
+        config, whole = depth.config, Memory(depth).weights
         place = [depth.physical_layer(layer) for layer in range(config.num_hidden_layers)]
         self._model = random_gpu_k2(config, place, device, progress=lambda n, of: progress(whole * n // of, whole))
         at = {depth.physical_layer(layer): block for layer, block in enumerate(self._model.gpu_blocks)}
