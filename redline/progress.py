@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 EVERY_S = 10.0
 
@@ -42,7 +42,6 @@ class Working:
         self._began = self._moved = clock()
         self._first: float | None = None  # what was done when it was first told: no work of this run
         self._bar: Progress | None = None
-        self._task = TaskID(0)
         self._lines: threading.Thread | None = None
         if shown and bar and self._stream.isatty():
             console = Console(file=self._stream)
@@ -57,6 +56,7 @@ class Working:
                 refresh_per_second=2,  # the work itself may be what is timed
                 redirect_stdout=sys.stdout.isatty(),
             )
+            self._task = self._bar.add_task(what, total=None, share="")
         elif shown:
             self._lines = threading.Thread(target=self._speak, name="progress", daemon=True)
 
@@ -104,7 +104,6 @@ class Working:
 
     def __enter__(self) -> Self:
         if self._bar is not None:
-            self._task = self._bar.add_task(self._what, total=None, share="")
             self._bar.start()
         if self._lines is not None:
             self._lines.start()

@@ -1,7 +1,9 @@
 """What a long verb says of itself: a line every ten seconds where nobody sees a bar, by a clock that is the test's."""
 
 import io
+import re
 import sys
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -89,7 +91,24 @@ def test_on_a_terminal_there_is_a_bar_and_a_name_keeps_its_brackets(monkeypatch:
         print("a result")
     assert "answers of [bold]" in stream.getvalue()
     assert "3 of 7 9 tokens/s" in stream.getvalue()
+    assert stream.getvalue().endswith("\x1b[1A\x1b[2K"), "the bar is gone with the work"
     assert out.getvalue() == "a result\n", "what is printed meanwhile goes where it would have gone"
+
+
+def test_a_bar_is_as_long_as_what_is_done_and_moves_to_and_fro_where_nobody_knows_how_much_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    for name, value in (("COLUMNS", "200"), ("TERM", "xterm"), ("NO_COLOR", "1")):
+        monkeypatch.setenv(name, value)
+
+    def longest(done: int, total: int | None) -> int:
+        stream = Terminal()
+        with Working("answers", stream=stream) as bar:
+            bar.show(done, total)
+        return max(map(len, re.findall("\u2501+", stream.getvalue())), default=0)
+
+    assert longest(3, 3) == 2 * longest(3, 6) == 4 * longest(3, 12) > 0
+    assert 0 < longest(3, None) < longest(3, 3)
 
 
 def test_who_is_not_shown_says_nothing():
@@ -107,3 +126,20 @@ def test_a_stderr_that_nobody_reads_stops_no_work():
     clock = Clock(lambda: None)
     with Working("answers", stream=Closed(), clock=clock, wait=clock.wait) as bar:
         bar.show(1, 2)
+
+
+def test_a_stderr_that_hangs_keeps_no_process_from_its_end():
+    read = threading.Event()
+
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            read.wait(30)
+            return len(text)
+
+    clock = Clock(lambda: None)
+    with Working("answers", stream=Full(), clock=clock, wait=clock.wait):
+        pass
+    (hanging,) = (thread for thread in threading.enumerate() if thread.name == "progress")
+    assert hanging.daemon
+    read.set()
+    hanging.join()

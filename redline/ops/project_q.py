@@ -131,6 +131,7 @@ def cases() -> Iterator[Case]:
             w = dense.random_tiled(g, heads * (nope + rope), rank_q)
             kv = torch.randn(tokens, rank + rope, generator=g) * 3
             kv[0, -1] = 1000.0  # beyond e4m3
+            kv[-1, :rank] *= 1e-3  # as small as eps
             angle = torch.rand(tokens, rope // 2, generator=g) * 6.28
             rows = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
             plane = torch.full((3, PAGE_TOKENS, rank + rope), 7.0).to(dtype)

@@ -494,6 +494,25 @@ def test_as_many_ids_to_detokenize_as_the_bound_allows_are_read() -> None:
         assert refused.value.param in ("tokens", "tokens[1]")
 
 
+@pytest.mark.parametrize(
+    ("read", "begin", "item", "param"),
+    [
+        (read_chat, b'{"messages":[', b'{"role":"user","content":"x"}', "messages"),
+        (read_chat, USER + b'"tools":[', b'{"type":"function","function":{"name":"f"}}', "tools"),
+        (read_completion, b'{"prompt":[', b'"x"', "prompt"),
+        (read_completion, b'{"prompt":[', b"[7]", "prompt"),
+    ],
+)
+def test_messages_tools_and_prompts_are_served_up_to_their_bounds(
+    read: Callable[[bytes, Limits, Defaults], object], begin: bytes, item: bytes, param: str
+) -> None:
+    limits = Limits(messages=3, tools=3, prompts=3)
+    read(begin + b",".join([item] * 3) + b"]}", limits, Defaults())
+    with pytest.raises(RequestError, match="at most 3 ") as refused:
+        read(begin + b",".join([item] * 4) + b"]}", limits, Defaults())
+    assert refused.value.param == param
+
+
 def test_the_tool_calls_of_a_conversation_are_bounded_together() -> None:
     call = b'{"id":"a","function":{"name":"f"}}'
 

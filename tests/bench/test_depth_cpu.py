@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from redline.bench.local.depth import Progress
-from redline.bench.local.depth_cpu import CpuStep
+from redline.bench.local.depth_cpu import CpuStep, _Random
 from redline.bench.local.depth_fit import Memory
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.linear import linear
@@ -92,3 +92,11 @@ def test_a_step_over_fp8_pages_moves_half_the_bytes_of_its_contexts():
     assert torch.isfinite(half.run()).all()
     read = [next(op.cost.bytes for op in step.ops if op.name == "mla_decode") for step in (whole, half)]
     assert read[0] - read[1] == 2 * (70 + 3) * kernel_config().kv_width
+
+
+def test_random_weights_keep_activations_as_large_as_they_are_and_no_two_norms_are_alike():
+    random = _Random(kernel_config(), torch.Generator().manual_seed(1))
+    x, norms = random.normal(512, 1024), [random.norm(1024) for _ in range(2)]
+    for y in (x * norms[0], x * norms[1], x @ random.weight(256, 1024).float().T):
+        assert float(y.square().mean().sqrt()) == pytest.approx(1, abs=0.015)
+    assert not torch.equal(*norms)

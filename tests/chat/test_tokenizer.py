@@ -173,6 +173,7 @@ def broken(folder: Path, file: str, old: bytes, new: bytes) -> Path:
     [
         ("tiktoken.model", b"AA== 0\n", b"not base64 0\n", "line 1 is not `base64 rank`"),
         ("tiktoken.model", b"AA== 0\n", b"A?A== 0\n", "line 1 is not `base64 rank`"),
+        ("tiktoken.model", b"AQ== 1\n", b"AQ==! 1\n", "line 2 is not `base64 rank`"),
         ("tiktoken.model", b"AQ== 1\n", b"AQ== x\n", "line 2 is not `base64 rank`"),
         ("tiktoken.model", b"AQ== 1\n", b"AQ== 7\n", "line 2 is not a new token of rank 1"),
         ("tiktoken.model", b"AQ== 1\n", b"AA== 1\n", "line 2 is not a new token of rank 1"),

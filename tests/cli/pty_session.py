@@ -87,10 +87,18 @@ class Session:
 
 @contextmanager
 def session(
-    *words: str, size: tuple[int, int] = (40, 120), environment: dict[str, str] | None = None, typed: str = ""
+    *words: str,
+    size: tuple[int, int] = (40, 120),
+    environment: dict[str, str] | None = None,
+    typed: str = "",
+    least: int = 1,
 ) -> Iterator[Session]:
-    """`redline` with these words. typed: what is in the terminal before it starts."""
+    """`redline` with these words. typed: what is in the terminal before it starts. least: VMIN, as another program may
+    have left it."""
     master, slave = pty.openpty()
+    mode = termios.tcgetattr(slave)
+    mode[6][termios.VMIN], mode[6][termios.VTIME] = least, least - 1
+    termios.tcsetattr(slave, termios.TCSANOW, mode)
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
     os.write(master, typed.encode())
     process = subprocess.Popen(

@@ -119,6 +119,20 @@ def test_a_long_paste_arrives_whole():
         assert questions(asked)[1] == lines
 
 
+def test_while_an_answer_streams_each_key_is_kept_as_it_is_and_shown_nowhere():
+    with chat(hold=True, least=9) as (one, _, answers):
+        one.until_prompt(1)
+        one.type("first\r")
+        answers.begun.wait(30)
+        one.until(lambda: "answer " in one.shown)
+        given, _, _, local, _, _, characters = termios.tcgetattr(one.slave)
+        assert not given & termios.ICRNL, "an Enter is none of a paste's line ends"
+        assert not local & (termios.ICANON | termios.ECHO), "a line may be of any length, and the next prompt shows it"
+        assert local & termios.ISIG, "Ctrl-C stops the answer"
+        assert local & termios.NOFLSH, "and drops nothing that was typed before it"
+        assert (characters[termios.VMIN], characters[termios.VTIME]) == (1, 0)
+
+
 # --------------------------------------------------------------------------------------------------------- leaving
 
 
@@ -222,6 +236,13 @@ def test_ctrl_c_at_the_prompt_clears_the_line_and_does_not_leave():
 
 
 # ------------------------------------------------------------------------------------------------- odd terminals
+
+
+def test_the_greeting_names_model_and_address_in_one_piece_so_that_a_narrow_terminal_can_open_it():
+    with server() as (url, _), session("chat", "--url", f"{url}/{'behind-a-proxy/' * 4}", size=(40, 30)) as one:
+        one.until(lambda: "\n>" in one.shown or one.process.poll() is not None)
+        address = f"{url}/{'behind-a-proxy/' * 4}".rstrip("/")
+        assert f"fake at {address}   (Ctrl-C stops an answer, Ctrl-D leaves)" in one.shown
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,16 @@ import torch
 from typer.testing import CliRunner
 
 from redline.cli import app
+from redline.cli.speculate import SpeculateConfig
+from redline.draft.evaluate import EvalConfig
+from redline.draft.mine import MineConfig
+from redline.draft.synth import SynthConfig
 from redline.errors import ConfigError
 from redline.model.checkpoint import Checkpoint
 from redline.model.eagle3 import Eagle3, Eagle3Config
 from redline.model.write import random_checkpoint
 from redline.ops.op import Machine
+from redline.worker.config import EngineConfig
 from tests.tiny_model import kernel_config
 from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
@@ -290,3 +295,29 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
     assert "add" in said
     assert "90" in said
     assert json.loads(result.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("words", "verb", "expected"),
+    [
+        (
+            "draft synth t --prompts p --out o",
+            "redline.draft.synth.run",
+            SynthConfig(weights="t", out="o", prompts=("p",), engine=EngineConfig(step_tokens=512)),
+        ),
+        (
+            "draft mine t --draft d --corpus c --out o",
+            "redline.draft.mine.run",
+            MineConfig(target="t", draft="d", out="o", corpus=("c",)),
+        ),
+        ("draft eval t --draft d", "redline.draft.evaluate.run", EvalConfig(target="t", draft="d")),
+        ("bench speculate t --draft d", "redline.cli.speculate.run", SpeculateConfig(folder="t", draft="d")),
+    ],
+)
+def test_a_flag_that_is_not_given_is_what_a_recipe_says_without_its_key(
+    words: str, verb: str, expected: object, monkeypatch: pytest.MonkeyPatch
+):
+    given: list[object] = []
+    monkeypatch.setattr(verb, lambda config, *_: given.append(config) or 0)
+    typed(*words.split())
+    assert given == [expected]

@@ -158,6 +158,55 @@ def test_ctrl_c_ends_a_verb_without_a_word_at_any_moment(delay_s: float):
     assert said == ""
 
 
+BEGINS = """
+import importlib.abc, runpy, sys, time
+
+class Slow(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "redline.cli":
+            print("now", flush=True)
+            time.sleep(60)
+
+sys.meta_path.insert(0, Slow())
+runpy.run_module("redline", run_name="__main__")
+"""
+ENDS = """
+import atexit, runpy, time
+
+atexit.register(lambda: (print("now", flush=True), time.sleep(60)))
+runpy.run_module("redline", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("program", [BEGINS, ENDS], ids=["while modules are loaded", "while the interpreter goes down"])
+def test_ctrl_c_around_a_verb_ends_the_process_at_once_without_a_word(program: str):
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "now\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGINT
+    assert said == ""
+
+
+@pytest.mark.parametrize("program", [BEGINS, ENDS], ids=["while modules are loaded", "while the interpreter goes down"])
+def test_where_ctrl_c_is_ignored_it_stays_so(program: str):
+    with subprocess.Popen(
+        [sys.executable, "-c", program.replace("60", "1"), "--help"],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+    ) as process:
+        assert process.stdout is not None
+        while process.stdout.readline() != "now\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+
+
 def test_the_greeting_of_a_terminal_that_is_one_column_wide():
     with session("doctor", "/no/such/folder", size=(1, 1)) as one:
         assert one.ends() == 1

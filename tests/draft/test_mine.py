@@ -1,7 +1,9 @@
 """Mining: what is difficult, where it is, and what is chosen to train on."""
 
+import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -9,12 +11,14 @@ import pytest
 import torch
 from rich.console import Console
 
+from redline.chat.generation import Generation
 from redline.draft.buckets import Scored, buckets, rejections, since_control
-from redline.draft.choose import answer_tokens, choose, mix, weights, window
-from redline.draft.corpus import Example
+from redline.draft.choose import answer_tokens, choose, mix, uniform, weights, window
+from redline.draft.corpus import Example, read_examples
 from redline.draft.mine import MineConfig
 from redline.draft.mine import run as mine
 from redline.draft.score import Scores, Serving, compare, distribution, score, walk
+from redline.draft.scorer import Scorer
 from redline.draft.traces import read_traces
 from redline.errors import ConfigError
 
@@ -141,6 +145,12 @@ def test_traffic_that_is_told_weighs_the_domains_whatever_the_corpus_holds():
     pair = [marked(example("a", "code", 40), 0.9), marked(example("b", "math", 10), 0.5)]
     shares = {b.name: b.share for b in buckets(pair, {"math": 3, "code": 1}) if b.dimension == "domain"}
     assert shares == {"math": 0.75, "code": 0.25}
+
+
+def test_a_share_is_told_to_a_millionth():
+    found = buckets([marked(example("a", "code", 11), 0.9), marked(example("b", "math", 21), 0.5)])
+    shares = {b.name: b.share for b in found if b.dimension == "domain"}
+    assert shares == pytest.approx({"code": 1 / 3, "math": 2 / 3}, abs=1e-6)
 
 
 def test_positions_are_sorted_by_their_distance_from_the_start_and_from_control_tokens():
@@ -281,3 +291,44 @@ def test_a_folder_mined_with_other_settings_is_refused_and_a_larger_batch_is_non
         mine(msgspec.structs.replace(config, budget=5), Console())
     with pytest.raises(ConfigError, match="c: cannot be read"):  # past the check
         mine(msgspec.structs.replace(config, batch=8), Console())
+
+
+def test_an_example_that_the_target_cannot_read_is_told_and_neither_scored_nor_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for kind in ("base", "traced"):
+        lines = (msgspec.json.encode(example(f"{kind} {which}")) for which in ("good", "bad"))
+        (tmp_path / f"{kind}.jsonl").write_bytes(b"\n".join(lines))
+    traced = read_examples(tmp_path / "traced.jsonl")
+    monkeypatch.setattr("redline.draft.mine.read_traces", lambda *names: traced)
+    monkeypatch.setattr("redline.draft.mine.check_target", lambda folder, device: None)
+    monkeypatch.setattr("redline.draft.mine.generation_of", lambda folder: Generation())
+    refuses = SimpleNamespace(refusal=lambda one: "too long" if one.id.endswith("bad") else None)
+    monkeypatch.setattr(Scorer, "open", lambda *given: refuses)
+    seen: list[str] = []
+
+    def scores(examples: list[Example], *_: object) -> list[Scored]:
+        seen.extend(one.id for one in examples)
+        return [marked(one, 0.5) for one in examples]
+
+    monkeypatch.setattr("redline.draft.mine._score", scores)
+    monkeypatch.setattr("redline.draft.mine.drawn", lambda *given: None)
+    screen, out = io.StringIO(), tmp_path / "out"
+    config = MineConfig(target="t", draft="d", out=str(out), corpus=(str(tmp_path / "base.jsonl"),), answers=0)
+    assert mine(config, Console(file=screen, width=500)) == 0
+    assert seen == ["base good", "traced good"]
+    assert [one.id for one in read_examples(out / "mixed.jsonl").examples] == ["base good"]
+    assert "base bad: too long" in screen.getvalue()
+    assert "traced bad: too long" in screen.getvalue()
+    assert json.loads((out / "report.json").read_bytes())["skipped"] == 2
+
+
+def test_a_draw_is_the_same_in_every_version_so_that_a_mining_goes_on_where_it_was():
+    drawn = [uniform(id, seed) for id, seed in (("a", 0), ("a", 1), ("b", 0))]
+    assert drawn == pytest.approx([0.827815, 0.070432, 0.093194], abs=1e-6)
+
+
+def test_ids_are_drawn_evenly_and_a_seed_says_nothing_of_another():
+    first, second = (np.array([uniform(f"{i}", seed) for i in range(4000)]) for seed in (1, 2))
+    assert np.abs(np.histogram(first, 8, (0, 1))[0] - 500).max() < 120
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.08

@@ -229,6 +229,18 @@ def test_training_reads_its_table_from_a_whole_recipe(tmp_path: Path):
     assert (config.recipe.lr, config.recipe.budget.steps) == (5e-4, 3)
 
 
+def test_retrain_is_merged_over_train_table_by_table(tiny: Path, tmp_path: Path):
+    path = tmp_path / "r.toml"
+    begin = f'target = "{tiny}"\nout = "o"\n[synth]\ncount = 1\n'
+    begin += "[train.recipe]\nlr = 0.5\nbudget.steps = 9\n[mine]\n"
+    path.write_text(f"{begin}[retrain]\nrecipe.budget.steps = 1\ndrafter.draft_vocab_size = 40\n")
+    (mined,) = (stage.config for stage in stages_of(path, None)[0] if stage.name == "mined")
+    assert (mined.recipe.lr, mined.recipe.budget.steps, mined.drafter.draft_vocab_size) == (0.5, 1, 40)
+    path.write_text(f"{begin}[retrain]\nrecipe = 7\n")
+    with pytest.raises(ConfigError, match=r"retrain\.recipe: Expected `object`, got `int`"):
+        stages_of(path, None)
+
+
 def test_flags_win_over_the_file_in_training(tmp_path: Path):
     path = tmp_path / "train.toml"
     path.write_text("[recipe]\nlr = 1e-3\nema = 0.5\n[recipe.budget]\nsteps = 3\n")

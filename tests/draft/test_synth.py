@@ -253,3 +253,9 @@ def test_the_engine_answers(folder: Path, tmp_path: Path):
         for prompt in wanted(asked).prompts:
             synth(config(folder, tmp_path / "alone.jsonl", max_tokens=12, temperature=0.8), [prompt], opened)
     assert {one.id: one for one in read_examples(tmp_path / "alone.jsonl").examples} == together
+
+
+def test_a_prompts_seed_is_63_bits_and_the_same_in_every_version_so_that_a_corpus_goes_on_as_it_began():
+    numbers = [room._number(f"0/{i}") for i in range(200)]
+    assert numbers[0] == 1576848291327681832
+    assert max(map(int.bit_length, numbers)) == 63

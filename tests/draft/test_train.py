@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -129,6 +130,20 @@ def test_a_training_learns_and_leaves_a_drafters_folder(target: Path, tmp_path: 
         train(other, Given([]), LAYERS, QUIET)
 
 
+def test_a_budget_of_tokens_counts_those_of_sequences_and_ends_the_training_that_has_spent_it(
+    target: Path, tmp_path: Path
+):
+    given = source(target, 20, 30, 40)
+    config = config_of(target, tmp_path, 40, held_out=0.0, pool=1, log_every=1, accumulate=1, tokens_per_batch=90)
+    budget = Budget(steps=40, tokens=200)
+    config = msgspec.structs.replace(config, recipe=msgspec.structs.replace(config.recipe, budget=budget))
+    assert train(config, given, LAYERS, QUIET) == 0
+    log = [json.loads(line) for line in (tmp_path / "training" / "log.jsonl").read_text().splitlines()]
+    tokens = sorted({line["tokens"] for line in log})
+    assert tokens[-1] >= 200 > tokens[-2]
+    assert all(90 * epoch in tokens for epoch in range(1, tokens[-1] // 90 + 1)), "an epoch is 90 tokens"
+
+
 def test_what_is_saved_is_the_average_in_bf16(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(train_state, "remove", lambda path: None)
     train(config_of(target, tmp_path, 3), source(target), LAYERS, QUIET)
@@ -192,6 +207,7 @@ def test_ctrl_c_keeps_the_state_and_says_so(target: Path, tmp_path: Path):
     facts, _ = state_of(tmp_path)
     assert 0 < facts.step < 500
     assert signal.getsignal(signal.SIGINT) is before
+    assert "batches" not in {thread.name for thread in threading.enumerate()}, "nothing is collated any more"
 
 
 def test_a_full_disk_keeps_the_last_state_and_says_what_to_do(
@@ -336,3 +352,23 @@ def test_lines_that_are_no_example_are_named_when_the_target_runs_beside(
     open_source(config, Console(file=screen, width=500))
     assert f"skipped: {corpus}, line 1: JSON is malformed" in screen.getvalue()
     assert "skipped: x: far" in screen.getvalue()
+
+
+@pytest.mark.parametrize(("compiled", "step", "goes_on"), [(True, 0, True), (True, 1, False), (False, 0, False)])
+def test_a_compiler_that_fails_is_done_without_and_no_other_mistake_is_passed_over(
+    compiled: bool, step: int, goes_on: bool
+):
+    def once(group: list[str]) -> str:
+        if trainee.figures is not None or not compiled:
+            raise RuntimeError("no compiler")
+        return f"step of {group}"
+
+    trainee = SimpleNamespace(figures="compiled" if compiled else None)
+    optimizer = SimpleNamespace(zero_grad=lambda: None)
+    trainer: Any = SimpleNamespace(_step=once, step=step, why="eager", _trainee=trainee, _optimizer=optimizer)
+    if goes_on:
+        assert Trainer._first_or_next(trainer, ["batch"]) == "step of ['batch']"
+        assert "not compiled: RuntimeError" in trainer.why
+    else:
+        with pytest.raises(RuntimeError, match="no compiler"):
+            Trainer._first_or_next(trainer, ["batch"])

@@ -548,6 +548,7 @@ def test_a_worker_that_is_killed_ends_the_server_with_code_1(start: Callable[...
             list(stream)
     assert server.ends() == 1
     assert "the worker has ended with code -9; stopping" in server.said
+    assert "no worker: the worker has ended with code -9" in server.said, "who waits is told at once"
     assert "Traceback" not in server.said
 
 

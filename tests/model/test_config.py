@@ -317,3 +317,8 @@ def test_the_arithmetic_is_said_in_words():
     assert "60 layers x 384 experts x 44,040,192 = 1,014.7 B" in config.explain_parameters()[1]
     assert "1,014.7 B x 4.5 bits = 570.8 GB" in config.explain_weight_bytes()[0]
     assert "61 layers x (512 latent + 64 rope) x 2 bytes = 70,272 bytes" in config.explain_kv_bytes(torch.bfloat16)
+
+
+def test_the_text_of_another_familys_model_is_not_read_as_kimis():
+    with pytest.raises(CheckpointError, match="model_type"):
+        K2Config.from_dict(nested(flat(), model_type="llava"))

@@ -76,6 +76,17 @@ def test_the_second_half_of_the_experts_is_its_reference(case: Case) -> None:
     near(got[2], want[2])
 
 
+def test_what_lies_behind_gamma_is_no_outputs() -> None:
+    """Outputs fill no whole slabs, and x is zero from there on, which a NaN would not let it be."""
+    case = next(case for case in experts_down.cases() if case.small and case.make(fresh_generator())[6].shape[0] % 64)
+    *args, gamma = case.make(fresh_generator())
+    behind = torch.full((len(gamma) + 64,), torch.nan)
+    behind[: len(gamma)] = gamma
+    x = emulated(experts_down, *args, behind[: len(gamma)])[1]
+    assert x.shape[1] > len(gamma)
+    assert not x[:, len(gamma) :].any()
+
+
 def crowded(g: torch.Generator) -> Pairs:
     """Nine tokens: expert 0 is chosen by two of them, 1 by three, 2 by five, 4 by eight and 3 by all."""
     takers = [0] * 2 + [1] * 3 + [2] * 5 + [4] * 8

@@ -381,8 +381,9 @@ def test_check_finds_positions_that_nobody_computes():
 
 def test_a_row_drafts_no_more_than_a_page():
     assert PlanConfig(draft_tokens=PAGE_TOKENS).draft_tokens == PAGE_TOKENS
-    with pytest.raises(ConfigError, match="draft_tokens is 65"):
-        PlanConfig(draft_tokens=65)
+    for wrong in (PAGE_TOKENS + 1, -1):
+        with pytest.raises(ConfigError, match=f"draft_tokens is {wrong}"):
+            PlanConfig(draft_tokens=wrong)
 
 
 def test_a_drafts_page_has_the_name_of_its_tokens_alone():

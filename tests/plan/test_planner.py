@@ -30,8 +30,17 @@ def test_planning_needs_no_torch():
 
 
 def test_a_step_must_have_a_token_for_each_running_job():
-    with pytest.raises(ConfigError, match="a token for each running job"):
-        PlanConfig(step_tokens=4, max_running=5)
+    assert PlanConfig(step_tokens=4, max_running=4).max_running == 4
+    for wrong in (5, 0):
+        with pytest.raises(ConfigError, match="a token for each running job"):
+            PlanConfig(step_tokens=4, max_running=wrong)
+
+
+def test_neither_a_queue_nor_the_steps_ahead_can_be_negative_and_both_may_be_none():
+    assert PlanConfig(max_waiting=0, ahead=0).max_waiting == 0
+    for wrong in ({"max_waiting": -1}, {"ahead": -1}):
+        with pytest.raises(ConfigError, match="neither can be negative"):
+            PlanConfig(**wrong)
 
 
 # Rows
@@ -344,6 +353,7 @@ def test_the_log_probabilities_of_the_largest_step_travel():
     assert len(encode(Delta(job=JobId("a" * 64), prompt_logprobs=(worst,) * MOST_STEP_TOKENS))) < MAX_MESSAGE_BYTES
     with pytest.raises(ConfigError, match="step_tokens is 65537; a step computes 65536 at most"):
         PlanConfig(step_tokens=MOST_STEP_TOKENS + 1)
+    assert PlanConfig(step_tokens=MOST_STEP_TOKENS).step_tokens == MOST_STEP_TOKENS
 
 
 def test_a_resumed_job_takes_no_page_that_another_job_computed_in_another_form():

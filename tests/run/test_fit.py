@@ -13,7 +13,7 @@ from redline.fleet.config import size
 from redline.model.config import K2Config, Nvfp4Experts
 from redline.model.shapes import shape
 from redline.model.write import tiny_config
-from redline.run.fit import KV_MOST, Layout, Sizes, fit
+from redline.run.fit import Layout, Sizes, fit
 from redline.run.kv import KvPool
 from tests.tiny_model import tiny_drafter, tiny_model
 
@@ -53,7 +53,11 @@ def test_a_share_of_what_is_left_goes_to_pages_and_more_where_a_job_needs_it():
     assert fit(SIZES, free, max_model_len=1000).pages == 25
     free = SIZES.needs(1000).whole + 16 * PAGE
     assert fit(SIZES, free, max_model_len=1000).pages == 16  # 1,000 tokens are 16 pages
-    assert fit(SIZES, PLENTY).kv_bytes > KV_MOST - PAGE
+
+
+def test_where_nothing_is_said_pages_take_no_more_than_4_gib_of_a_large_machine():
+    assert 4 * 2**30 - PAGE < fit(SIZES, PLENTY).kv_bytes <= 4 * 2**30
+    assert fit(SIZES, PLENTY, 5 << 30).kv_bytes > 4 * 2**30, "but more where it is asked for"
 
 
 def test_what_is_not_pages_counts_too():
@@ -216,3 +220,17 @@ def test_the_advice_changes_both_where_neither_alone_is_enough():
     (both,) = advised(str(told.value))
     assert set(both) == {"--kv-memory", "--max-model-len"}
     assert fit(SIZES, free, both["--kv-memory"], both["--max-model-len"]).max_model_len > 500
+
+
+def test_a_size_is_advised_in_a_unit_that_people_read():
+    with pytest.raises(ConfigError, match=r"--kv-memory \d+\.\d\d[GM]B"):
+        fit(SIZES, SIZES.needs(1000).whole + 200 * PAGE, 500 * PAGE, 1000)
+
+
+def test_the_libraries_of_a_small_model_take_no_more_than_a_small_machine_has():
+    for device, least in (("cpu", 64), ("cuda", 768)):
+        assert (
+            least << 20
+            < replace(SIZES, device=device, step_tokens=1, max_running=1).needs(1).scratch
+            < 1.1 * (least << 20)
+        )

@@ -70,3 +70,31 @@ def test_a_position_has_the_same_angles_in_a_prompt_and_behind_one():
     row = Row(slot=3, start=64, count=100)
     _, beside, *_ = copied(slots.inputs([Span(row, 3, 64, 100)], model))
     assert torch.equal(beside[70 - 64], alone[0])
+
+
+@pytest.mark.parametrize(("limit", "start", "count"), [(71, 71, 0), (70, 71, 0), (72, 70, 1), (73, 70, 2), (99, 70, 3)])
+def test_a_row_verifies_no_more_drafts_than_leave_room_for_a_token_and_none_runs_at_the_limit(
+    limit: int, start: int, count: int
+):
+    slots = filled_slots()
+    slots.at[0].limit = limit  # 71 tokens are there
+    slots.at[0].proposal = redline.run.slots.Proposal([11, 12, 13])
+    (span,) = decode(slots, [0], drafts=2)
+    assert (span.start, span.count, len(span.drafts.tokens)) == (start, count, max(count - 1, 0))
+    slots.at[0].proposal = redline.run.slots.NOTHING
+    (span,) = decode(slots, [0], drafts=2)
+    assert (span.start, span.count) == (start, min(count, 1))
+
+
+@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("pages", [(), (PageId(3),)])
+def test_a_drafter_is_a_row_behind_where_its_job_began_with_pages_that_were_there(
+    drafting: bool, pages: tuple[PageId, ...]
+):
+    slots, tokens = filled_slots(), tuple(prompt(seed=1, length=70))
+    slots.begin(
+        Begin(
+            slot=0, tokens=tokens, prompt=70, pages=pages, sampling=Sampling(max_tokens=9), limit=79, drafting=drafting
+        )
+    )
+    assert slots.at[0].behind == (drafting and bool(pages))
