@@ -78,7 +78,7 @@ def test_the_second_half_of_the_experts_is_its_reference(case: Case) -> None:
 
 def test_what_lies_behind_gamma_is_no_outputs() -> None:
     """Outputs fill no whole slabs, and x is zero from there on, which a NaN would not let it be."""
-    case = next(case for case in experts_down.cases() if case.small and case.make(fresh_generator())[6].shape[0] % 64)
+    case = next(case for case in experts_down.op.cases() if case.small and case.make(fresh_generator())[6].shape[0] % 64)
     *args, gamma = case.make(fresh_generator())
     behind = torch.full((len(gamma) + 64,), torch.nan)
     behind[: len(gamma)] = gamma
