@@ -13,8 +13,8 @@ from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 from torch import Tensor
 
-from redline.ops import native
-from redline.ops.cuda.kernel import has_kernels
+from redline.kernels.cpu import native
+from redline.kernels.hopper.kernel import has_kernels
 from redline.ops.op import Op
 
 P = ParamSpec("P")

@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine can do at best, measured (see `bench.local.machine`)."""
+    """What this machine can do at best, measured (see `bench.machine`)."""
 
     name: str
     bytes_per_s: float

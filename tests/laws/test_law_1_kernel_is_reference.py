@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from redline.kernels.all import CPU
+from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel, references
-from redline.ops import native
-from redline.ops.all import CPU
 from redline.ops.op import Case
 from tests.seeds import fresh_seed
 

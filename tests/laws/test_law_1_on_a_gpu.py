@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.kernels.all import HOPPER
+from redline.kernels.hopper.decode.choose_experts import Choice, choose_experts
 from redline.kernels.kernel import Kernel
-from redline.ops.all import HOPPER
-from redline.ops.choose_experts import Choice, choose_experts
 from redline.ops.op import Case, limit_of
 from tests.seeds import fresh_seed
 

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel
 from redline.ops import add_norm as meaning
-from redline.ops import native
 
 
 def run(residual_TD: Tensor, partial_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

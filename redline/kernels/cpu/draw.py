@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel
 from redline.ops import draw as meaning
-from redline.ops import native
 
 
 def run(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:

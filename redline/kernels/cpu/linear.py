@@ -7,11 +7,11 @@ instead of two, as on a GPU.
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu import native
+from redline.kernels.cpu.panels import PANEL, Matrix, laid_out
 from redline.kernels.kernel import Kernel
 from redline.ops import linear as meaning
-from redline.ops import native
 from redline.ops.formats import Weight
-from redline.ops.weights import PANEL, Matrix, laid_out
 
 
 def run(x_TK: Tensor, weight: Matrix, rounded: bool = False) -> Tensor:

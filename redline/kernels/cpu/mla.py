@@ -6,18 +6,18 @@ Over float32 pages products are exact; over bf16 and e4m3 pages what enters one 
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu import native
+from redline.kernels.cpu.panels import PANEL, Matrix, laid_out
 from redline.kernels.kernel import Kernel
 from redline.ops import mla as meaning
-from redline.ops import native
 from redline.ops.formats import Weight
 from redline.ops.mla import FP8, MlaWeights
-from redline.ops.weights import PANEL, Matrix, laid_out
 
 _KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, FP8: 2}
 
 
 def kv_type(plane: Tensor) -> int:
-    """The format of these pages, as cpu/pages.h numbers it."""
+    """The format of these pages, as core/pages.h numbers it."""
     return _KV_TYPES[plane.dtype]
 
 

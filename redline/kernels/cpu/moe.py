@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu import native
+from redline.kernels.cpu.panels import PANEL, Int4Panels, Matrix, laid_out
 from redline.kernels.kernel import Kernel
 from redline.ops import moe as meaning
-from redline.ops import native
 from redline.ops.formats import ExpertWeights, Weight
 from redline.ops.moe import Routed
-from redline.ops.weights import PANEL, Int4Panels, Matrix, laid_out
 
 
 def addresses_of(experts: ExpertWeights) -> tuple[int, int]:

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from redline.kernels.cpu import native
+from redline.kernels.cpu.panels import Matrix, laid_out
 from redline.kernels.kernel import Kernel
-from redline.ops import native
 from redline.ops import route_experts as meaning
 from redline.ops.formats import Weight
-from redline.ops.weights import Matrix, laid_out
 
 
 def run(x_TD: Tensor, weight: Matrix, bias_E: Tensor, k: int, normalise: bool, scale: float) -> tuple[Tensor, Tensor]:
