@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from redline.kernels.by_chip import best
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.block import block
 from redline.kernels.cpu.blocks.draft_pass import draft_chain, draft_fuse, draft_pass
@@ -27,7 +28,6 @@ from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.prefill.by_row import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.sort_pairs import sort_pairs
-from redline.kernels.hopper.step.best import best
 from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import step_rows
 from redline.kernels.kernel import Kernel

@@ -14,6 +14,7 @@ from torch import Tensor
 from redline.bench.step.depth import Depth, Progress, Stage, captured
 from redline.bench.step.depth_fit import Memory
 from redline.bench.step.routing import draw
+from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu.blocks.block import Inputs
 from redline.kernels.hopper.block import FEW, LISTED, GpuBlock
 from redline.kernels.hopper.decode.absorb import absorb
@@ -29,8 +30,6 @@ from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.grouped import grouped_experts
-from redline.kernels.hopper.step.best import best
-from redline.kernels.linear import linear
 from redline.model.k2.hopper import GpuK2
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.ops.op import Cost

@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from redline.kernels.by_chip import linear
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.draft_pass import SKIP, DraftLayer, DraftPages, draft_fuse
 from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
-from redline.kernels.linear import linear
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.k2.cpu import K2, Inputs
 from redline.ops.gqa import gqa_decode, gqa_prefill, rotate_halves

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from redline.kernels.by_chip import best
 from redline.kernels.cpu.blocks.draft_pass import DraftRows, draft_chain, draft_pass
-from redline.kernels.hopper.step.best import best
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import Inputs
 from redline.run.drafting.verify import draft_token

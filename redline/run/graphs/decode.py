@@ -14,7 +14,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.step.best import best
+from redline.kernels.by_chip import best
 from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import (
     BEFORE,

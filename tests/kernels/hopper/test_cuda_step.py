@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.kernels.by_chip import best
 from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
-from redline.kernels.hopper.step.best import best
 from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import (
     ASKED,

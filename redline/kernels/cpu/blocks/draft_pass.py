@@ -20,15 +20,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu import native
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.mla import in_panels, kv_type, mla_decode, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import PANEL, Matrix, laid_out
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.step.best import best
 from redline.kernels.kernel import Kernel
-from redline.kernels.linear import linear
 from redline.ops.mla import FP8, NANO, TINY, MlaWeights, random_weights, rounds
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS

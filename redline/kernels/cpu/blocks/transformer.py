@@ -16,15 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu import native
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.block import Block, Inputs, block, example
 from redline.kernels.cpu.mla import kv_type
 from redline.kernels.cpu.panels import PANEL, Matrix
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.hopper.step.best import best
 from redline.kernels.kernel import Kernel
-from redline.kernels.linear import linear
 from redline.ops.mla import FP8, NANO, TINY
 from redline.ops.op import Case, Cost, Op
 

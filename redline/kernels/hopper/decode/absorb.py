@@ -28,7 +28,7 @@ def _reference(q_THX: Tensor, w_uk: Tiled) -> Tensor:
 @functools.cache
 def _kernel(nope: int, rope: int, rank: int) -> CudaKernel:
     shared = rank * nope + 16  # half a head's weights, 2 bytes each, and a barrier
-    return CudaKernel("absorb.cu", "absorb", {"N": nope, "P": rope, "R": rank}, shared)
+    return CudaKernel("decode/absorb.cu", "absorb", {"N": nope, "P": rope, "R": rank}, shared)
 
 
 def _cuda(q_THX: Tensor, w_uk: Tiled) -> Tensor:

@@ -138,10 +138,10 @@ def _kernel(rows: int, rank: int, value_bytes: int, buffers: int, warpgroups: bo
     defines = {"ROWS": rows, "R": rank, "P": ROPE, "VALUE_BYTES": value_bytes, "BUFFERS": buffers}
     if warpgroups:
         shared = rows * row_bytes + page_values * 2 * buffers + rows * (2 * PAGE_TOKENS + 16 + 16 + 4 + 4)
-        return CudaKernel("attend_warpgroups.cu", "attend", defines, shared)
+        return CudaKernel("decode/attend_warpgroups.cu", "attend", defines, shared)
     pages = page_values * 2 * buffers if value_bytes == 2 else page_values * (2 + buffers)
     shared = rows * row_bytes + pages + rows * (2 * PAGE_TOKENS + 16 + 8 + 16)
-    return CudaKernel("attend.cu", "attend", defines, shared)
+    return CudaKernel("decode/attend.cu", "attend", defines, shared)
 
 
 def _cuda(

@@ -144,7 +144,7 @@ _Arguments = structure(
 @functools.cache
 def kernel_of(experts: int, chosen: int) -> CudaKernel:
     defines = {"EXPERTS": experts, "CHOSEN": chosen}
-    return CudaKernel("choose_experts.cu", "choose_experts", defines, _CHOOSING_BYTES, THREADS)
+    return CudaKernel("decode/choose_experts.cu", "choose_experts", defines, _CHOOSING_BYTES, THREADS)
 
 
 def cuda(

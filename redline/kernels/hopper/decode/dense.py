@@ -131,7 +131,7 @@ def _kernel(
         "OPERANDS_AT": cut.operands_at,
         **dict(sizes),
     }
-    return CudaKernel("dense.cu", "dense", defines, cut.shared)
+    return CudaKernel("decode/dense.cu", "dense", defines, cut.shared)
 
 
 @functools.cache

@@ -31,7 +31,7 @@ def reference(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> tuple[Tensor,
 @functools.cache
 def _kernel(d: int) -> CudaKernel:
     sizes = {"HIDDEN": d, "HIDDEN_PADDED": padded(d, PAD_K)}
-    return CudaKernel("embed.cu", "embed", sizes, shared=0, threads=32 * dense.MOST_TOKENS)
+    return CudaKernel("decode/embed.cu", "embed", sizes, shared=0, threads=32 * dense.MOST_TOKENS)
 
 
 def cuda(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -81,7 +81,7 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int) -> CudaKernel:
         pairs = SLOT_PAIRS  # of small slices; they are the columns of one product
     sizes = {"SLICES": form.slices, "SLICE": form.inputs, "SHARED": shared, "HIDDEN": hidden}
     sizes |= {"X": padded(hidden, PAD_K), "ROOM": room, "CHUNK": chunk, "PAIRS": pairs, "KEPT": int(few)}
-    return CudaKernel("experts_down.cu", "experts_down", {"FORMAT": form.kind, **sizes}, memory(pairs))
+    return CudaKernel("decode/experts_down.cu", "experts_down", {"FORMAT": form.kind, **sizes}, memory(pairs))
 
 
 def cuda(

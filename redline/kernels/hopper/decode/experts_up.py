@@ -75,7 +75,7 @@ def kernel_of(form: Form, x_inputs: int) -> CudaKernel:
         4 * stages * (max(4 * form.record_bytes, 4 * 8 * form.inputs) + 16)
     )  # a stage has weights, or x of four tokens
     sums, lists = 16 * 2 * 512, (64 + 512 + 513 + 512 + 512) * 4
-    return CudaKernel("experts_up.cu", "experts_up", defines, ring + sums + lists)
+    return CudaKernel("decode/experts_up.cu", "experts_up", defines, ring + sums + lists)
 
 
 def blocks(device: torch.device) -> int:

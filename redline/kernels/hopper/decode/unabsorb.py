@@ -45,7 +45,7 @@ def _kernel(rank: int, value: int, groups: int) -> CudaKernel:
     latents, team_sums = _COLUMNS * (2 * rank + 64), 4 * _COLUMNS * rank
     sums = 4 * (16 // (value // 32)) * (value // 2) * _COLUMNS
     defines = {"R": rank, "V": value, "MAX_SPLITS": MAX_SPLITS, "GROUPS": groups}
-    return CudaKernel("unabsorb.cu", "unabsorb", defines, rank * value + shares + latents + team_sums + sums + 8)
+    return CudaKernel("decode/unabsorb.cu", "unabsorb", defines, rank * value + shares + latents + team_sums + sums + 8)
 
 
 def _cuda(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:

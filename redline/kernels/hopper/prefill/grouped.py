@@ -60,7 +60,7 @@ def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records,
     }
     key = tuple(sizes.values())
     if key not in _kernels:
-        _kernels[key] = CudaKernel("grouped.cu", part, sizes, 0, 512 if part == "gather" else 256)
+        _kernels[key] = CudaKernel("prefill/grouped.cu", part, sizes, 0, 512 if part == "gather" else 256)
     return _kernels[key]
 
 
@@ -84,7 +84,7 @@ def _product_kernel(records: Records) -> CudaKernel:
         tiles = column_stages + (records.use == "up")
         shared = 1024 + tiles * WIDEST * _COLUMN_BYTES + weight_stages * 8 * form.record_bytes * (inputs // form.part)
         shared += _ITEMS * (8 * WIDEST + 16) + 16 * (weight_stages + column_stages + _ITEMS)
-        _kernels[key] = CudaKernel("grouped.cu", "multiply_experts", sizes, shared, 384)
+        _kernels[key] = CudaKernel("prefill/grouped.cu", "multiply_experts", sizes, shared, 384)
     return _kernels[key]
 
 

@@ -80,7 +80,7 @@ def _kernel(experts: int) -> CudaKernel:
         warps = _THREADS // 32
         shared = 4 * (warps * experts + experts + warps)
         defines = {"EXPERTS": experts, "WIDEST": WIDEST}
-        _kernels[experts] = CudaKernel("sort_pairs.cu", "sort_pairs", defines, shared, _THREADS)
+        _kernels[experts] = CudaKernel("prefill/sort_pairs.cu", "sort_pairs", defines, shared, _THREADS)
     return _kernels[experts]
 
 

@@ -1,41 +1,17 @@
-"""The likeliest token of each row, the first of them where several are.        R rows, V vocabulary.
-
-And whether all of the row is finite: one look at the logits answers both.
-"""
+"""`best` on a GPU: parts of a row in blocks of their own; the last of them to end has the row's answer."""
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu import native
 from redline.kernels.hopper.kernel import CudaKernel, address, emulating, structure
-from redline.kernels.kernel import ByChip, Kernel
-from redline.ops.op import Case, Cost, Op
+from redline.kernels.kernel import Kernel
+from redline.ops import best as meaning
 
 MOST_ROWS = 512  # of one launch
 THREADS = 512
 _BLOCKS = 264  # at once on an NVIDIA H200, two to a multiprocessor
-
-
-def reference(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    """-> (ids int64 [R], finite bool [R]). A row with a NaN has any id below V."""
-    return logits_RV.argmax(-1), logits_RV.isfinite().all(-1)
-
-
-def kernel(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
-    library = native.library()
-    assert library is not None
-    rows, vocabulary = logits_RV.shape
-    ids, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
-    step = logits_RV.stride(0)
-    library.redline_best(logits_RV.data_ptr(), step, ids.data_ptr(), finite.data_ptr(), rows, vocabulary)
-    return ids, finite
-
-
-def fits(logits_RV: Tensor) -> bool:
-    return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
 
 
 _Arguments = structure("Arguments", "logits found done ids finite", "vocabulary step")
@@ -43,7 +19,7 @@ _Arguments = structure("Arguments", "logits found done ids finite", "vocabulary 
 
 @functools.cache
 def _kernel(width: int) -> CudaKernel:
-    return CudaKernel("best.cu", "best", {"WIDTH": width}, shared=THREADS // 32 * 16 + 16, threads=THREADS)
+    return CudaKernel("step/best.cu", "best", {"WIDTH": width}, shared=THREADS // 32 * 16 + 16, threads=THREADS)
 
 
 @functools.cache
@@ -53,7 +29,7 @@ def _done(device: torch.device) -> Tensor:
     return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 
-def cuda(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+def run(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     assert logits_RV.is_cuda or emulating(), "a CUDA kernel was given a CPU tensor"
     (rows, vocabulary), step, device = logits_RV.shape, logits_RV.stride(0), logits_RV.device
     width = 4 if vocabulary % 4 == step % 4 == logits_RV.data_ptr() % 16 == 0 else 1
@@ -66,38 +42,8 @@ def cuda(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     return ids, finite
 
 
-def cuda_fits(logits_RV: Tensor) -> bool:
-    return fits(logits_RV) and logits_RV.shape[0] <= MOST_ROWS
+def fits(logits_RV: Tensor) -> bool:
+    return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1 and logits_RV.shape[0] <= MOST_ROWS
 
 
-def cost(logits_RV: Tensor) -> Cost:
-    return Cost(logits_RV.nbytes + 9 * logits_RV.shape[0])
-
-
-def cases() -> Iterator[Case]:
-    def make(rows: int, vocabulary: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor]:
-            return (torch.randn(rows, vocabulary, generator=g),)
-
-        return inputs
-
-    def ties(g: torch.Generator) -> tuple[Tensor]:
-        return (torch.randint(3, (40, 100), generator=g).float(),)
-
-    def infinite(g: torch.Generator) -> tuple[Tensor]:
-        x = torch.randn(4, 70, generator=g)
-        x[0, 3], x[1, 69], x[2] = torch.inf, -torch.inf, -torch.inf
-        return (x,)
-
-    yield Case("R=1 nano", make(1, 4096))
-    yield Case("R=64 nano", make(64, 4096))
-    yield Case("many of the greatest, V no multiple of 16", ties)
-    yield Case("infinite numbers", infinite)
-    yield Case("R=4 Kimi", make(4, 163840))
-
-
-_op = Op("best", reference, cost, cases)
-best = ByChip(
-    Kernel(_op, kernel, "cpu", fits),
-    Kernel(_op, cuda, "hopper", cuda_fits),
-)
+best = Kernel(meaning.best, run, "hopper", fits)

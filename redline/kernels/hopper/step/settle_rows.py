@@ -57,7 +57,7 @@ _Arguments = structure("Arguments", "chosen finite plan tokens lengths results",
 
 @functools.cache
 def _kernel() -> CudaKernel:
-    return CudaKernel("settle_rows.cu", "settle_rows", DEFINES, shared=0, threads=MOST_ROWS)
+    return CudaKernel("step/settle_rows.cu", "settle_rows", DEFINES, shared=0, threads=MOST_ROWS)
 
 
 def cuda(token_T: Tensor, finite_T: Tensor, plan_BC: Tensor, slots: SlotTensors, results: Tensor) -> None:

@@ -139,7 +139,9 @@ _Arguments = structure(
 
 @functools.cache
 def _kernel() -> CudaKernel:
-    return CudaKernel("step_rows.cu", "step_rows", {**DEFINES, "PAGE_TOKENS": PAGE_TOKENS}, shared=0, threads=THREADS)
+    return CudaKernel(
+        "step/step_rows.cu", "step_rows", {**DEFINES, "PAGE_TOKENS": PAGE_TOKENS}, shared=0, threads=THREADS
+    )
 
 
 def cuda(

@@ -1,0 +1,45 @@
+"""The likeliest token of each row, the first of them where several are.        R rows, V vocabulary.
+
+And whether all of the row is finite: one look at the logits answers both.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from redline.ops.op import Case, Cost, Op
+
+
+def reference(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    """-> (ids int64 [R], finite bool [R]). A row with a NaN has any id below V."""
+    return logits_RV.argmax(-1), logits_RV.isfinite().all(-1)
+
+
+def cost(logits_RV: Tensor) -> Cost:
+    return Cost(logits_RV.nbytes + 9 * logits_RV.shape[0])
+
+
+def cases() -> Iterator[Case]:
+    def make(rows: int, vocabulary: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor]:
+            return (torch.randn(rows, vocabulary, generator=g),)
+
+        return inputs
+
+    def ties(g: torch.Generator) -> tuple[Tensor]:
+        return (torch.randint(3, (40, 100), generator=g).float(),)
+
+    def infinite(g: torch.Generator) -> tuple[Tensor]:
+        x = torch.randn(4, 70, generator=g)
+        x[0, 3], x[1, 69], x[2] = torch.inf, -torch.inf, -torch.inf
+        return (x,)
+
+    yield Case("R=1 nano", make(1, 4096))
+    yield Case("R=64 nano", make(64, 4096))
+    yield Case("many of the greatest, V no multiple of 16", ties)
+    yield Case("infinite numbers", infinite)
+    yield Case("R=4 Kimi", make(4, 163840))
+
+
+best = Op("best", reference, cost, cases)
