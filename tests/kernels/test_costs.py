@@ -13,15 +13,16 @@ from redline.kernels.all import CPU, HOPPER
 from redline.kernels.hopper.decode.gates import gates
 from redline.kernels.hopper.step.step_rows import step_rows
 from redline.kernels.kernel import references
+from redline.model.k2.one_call import transformer
 from redline.ops.moe import moe
 from redline.ops.op import Case, Op
 
-OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *HOPPER)))
+OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *HOPPER, transformer)))
 
 # Stored in tiles, whose padding is multiplied too; all of it is Kimi-Nano's and these tests', as Kimi's sizes fit.
 TILED = {"project_a", "project_q", "project_out", "gates", "head"}
 # Their references look at every key of a chunk, or at empty parts, and go through many ops that a kernel does as one.
-WASTEFUL = {"mla_prefill", "block", "transformer", "draft_pass", "draft_chain", "unabsorb"}
+WASTEFUL = {"mla_prefill", "transformer", "draft_pass", "draft_chain", "unabsorb"}
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)

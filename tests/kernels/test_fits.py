@@ -7,9 +7,10 @@ import torch
 
 from redline.kernels.all import CPU, HOPPER
 from redline.kernels.kernel import Kernel
+from redline.model.k2.one_call import transformer
 
 
-@pytest.mark.parametrize("kernel", [*CPU, *HOPPER], ids=lambda kernel: f"{kernel.op.name} {kernel.chip}")
+@pytest.mark.parametrize("kernel", [*CPU, *HOPPER, transformer], ids=lambda kernel: f"{kernel.op.name} {kernel.chip}")
 def test_a_kernel_fits_the_sizes_that_it_is_tried_with(kernel: Kernel[Any, Any]):
     args = (
         (case.name, kernel.lay_out(case.make(torch.Generator().manual_seed(1))))

@@ -9,6 +9,7 @@ import torch
 from redline.kernels.all import CPU
 from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel, references
+from redline.model.k2.one_call import transformer
 from redline.ops.op import Case
 from tests.seeds import fresh_seed
 
@@ -17,14 +18,13 @@ WRITES = {
     "mla_qkv": (5,),
     "mla_decode": (8,),
     "mla_prefill": (6,),
-    "block": (4,),
     "transformer": (0,),
     "draft_pass": (4,),
     "draft_chain": (5,),
 }
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
-    for kernel in CPU
+    for kernel in (*CPU, transformer)
     for case in kernel.op.cases()
     if case.small
 ]
@@ -62,7 +62,7 @@ def test_kernel_is_reference(kernel: Kernel[Any, Any], case: Case) -> None:
 
 FUSED = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
-    for kernel in CPU
+    for kernel in (*CPU, transformer)
     for case in kernel.op.cases()
     if kernel.op.rtol == 0 and "float32 pages" in case.name
 ]

@@ -34,7 +34,6 @@ _SIGNATURES = {
     "redline_mla_qkv": "ppppppppp" + "ip" + "fiiiiiii",
     "redline_mla_decode": "ppppp" + "lpi" + "ppp" + "fiiiiiii",
     "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",
-    "redline_block": "pppippp",
     "redline_transformer": "pppli" + "pip" + "pi" + "ppp",
     "redline_best": "plppii",
     "redline_draw": "plppii",

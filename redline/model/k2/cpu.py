@@ -15,11 +15,12 @@ from redline.errors import CheckpointError
 from redline.kernels.by_chip import linear
 from redline.kernels.cpu.blocks.block import Block, Inputs, Moe
 from redline.kernels.cpu.blocks.block import Chunk as Chunk  # with Inputs, for those who make steps
-from redline.kernels.cpu.blocks.transformer import Predicted, Transformer, transformer
+from redline.kernels.cpu.blocks.transformer import Predicted, Transformer
 from redline.kernels.cpu.panels import Experts, Matrix, stack_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.model.k2.checkpoint import Checkpoint, Projection
 from redline.model.k2.config import K2Config
+from redline.model.k2.one_call import transformer
 from redline.ops.formats import Int4, Nvfp4
 from redline.ops.mla import MlaWeights
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.blocks.transformer import Predicted, predicted
+from redline.kernels.cpu.blocks.transformer import Predicted
 from redline.kernels.hopper.block import FEW, GpuBlock, GpuMla, GpuMoe, Stream, few, many
 from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS
 from redline.kernels.hopper.decode.dense import MOST_TOKENS
@@ -22,6 +22,7 @@ from redline.kernels.hopper.prefill.by_row import norm_rows
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
 from redline.model.k2.cpu import K2, Inputs, Reader
+from redline.model.k2.forward import predicted
 
 
 class GpuK2(K2):

@@ -9,9 +9,9 @@ from redline.bench.step.depth import Progress
 from redline.bench.step.depth_cpu import CpuStep, _Random
 from redline.bench.step.depth_fit import Memory
 from redline.kernels.cpu.add_norm import add_norm
-from redline.kernels.cpu.blocks.block import block
 from redline.kernels.cpu.linear import linear
 from redline.model.k2.config import K2Config
+from redline.model.k2.forward import block
 from redline.model.k2.shapes import KIMI_NANO
 from tests.bench.step.test_depth import depth
 from tests.tiny_model import kernel_config

@@ -197,7 +197,7 @@ def test_sizes_that_no_kernel_takes_run_the_reference(tmp_path: Path):
     run_alone(model, job("asked", prompt(seed=4, length=5), max_tokens=2))
     layers = model.config.num_hidden_layers
     attention = {"mla_qkv": 2 * layers, "mla_prefill": layers, "mla_decode": layers}
-    assert fallbacks == {"transformer": 2, "block": 2 * layers, **attention}
+    assert fallbacks == {"transformer": 2, **attention}
 
 
 def test_two_models_run_at_once_in_one_process():

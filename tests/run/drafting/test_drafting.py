@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.blocks.transformer import Predicted, predicted
+from redline.kernels.cpu.blocks.transformer import Predicted
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.cpu import K2
+from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
 from redline.tune.choose import Worth
 from redline.wire.delta import Delta

@@ -1,4 +1,4 @@
-// One block whole: the ops one after another, as block.py's reference calls them, without a word to Python between.
+// One block whole: the ops one after another, as `block` of redline/model/k2/forward.py calls them, without a word to Python between.
 #include <vector>
 
 #include "core/kernels.h"

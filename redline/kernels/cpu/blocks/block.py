@@ -1,33 +1,21 @@
-"""One block: latent attention, then experts.        T tokens, D hidden, H heads, V value, P rope, Q queries.
+"""What a block of the model reads, and a step: the records that a CPU's kernels take by address.
 
-residual += partial; residual += attention(norm(residual)); partial = experts(norm(residual)). The last addition belongs
-to whoever norms next (`add_norm`).
-
-The reference is the seven ops one after another. On a CPU the kernel is the same in one call: the way from Python costs
-some 5 us an op, and a step of one token has nearly sixty of them. The bits are the same.
+T tokens, D hidden, H heads, V value, P rope, Q queries. What they mean together is `redline.model.k2.forward`.
 """
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.cpu.add_norm import add_norm
-from redline.kernels.cpu.linear import linear
-from redline.kernels.cpu.mla import in_panels, kv_type, mla_decode, mla_prefill, mla_qkv
-from redline.kernels.cpu.moe import addresses_of, moe
-from redline.kernels.cpu.panels import PANEL, Experts, Matrix, laid_out, prepare_experts
-from redline.kernels.cpu.route_experts import route_experts
-from redline.kernels.kernel import Kernel
-from redline.ops.formats import Int4, quantize_int4
-from redline.ops.mla import FP8, NANO, TINY, MlaWeights, prefill_whole, random_weights, rounds
-from redline.ops.moe import Routed
-from redline.ops.op import Case, Cost, Op
-from redline.wire.job import PAGE_TOKENS
+from redline.kernels.cpu.mla import in_panels
+from redline.kernels.cpu.moe import addresses_of
+from redline.kernels.cpu.panels import PANEL, Experts, Matrix
+from redline.ops.formats import Int4
+from redline.ops.mla import MlaWeights
 
 
 @dataclass(frozen=True)
@@ -157,139 +145,3 @@ class _Tokens(ctypes.Structure):  # core/kernels.h: BlockTokens
         *_fields(ctypes.c_int64, "table_width"),
         *_fields(ctypes.c_int, "T C Q"),
     ]
-
-
-def reference(
-    residual_TD: Tensor, partial_TD: Tensor | None, weights: Block, inputs: Inputs, plane: Tensor
-) -> tuple[Tensor, Tensor]:
-    """-> (residual, partial). Both given ones may be changed in place and must not be used afterwards.
-
-    plane [pages, 64, kv width]: read, and written at rows_T.
-    """
-    w = weights.attention
-    residual, x = add_norm(residual_TD, partial_TD, weights.attention_norm, weights.eps)
-    q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
-    o = torch.empty(x.shape[0], w.heads, w.value, dtype=x.dtype, device=x.device)
-    _attend(q, w, weights.softmax_scale, inputs, plane, o)
-    partial = linear(o.flatten(1), weights.o_proj, rounds(plane))
-    residual, x = add_norm(residual, partial, weights.mlp_norm, weights.eps)
-    routed = _route(x, weights.experts)
-    return residual, moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane))
-
-
-def _attend(q: Tensor, w: MlaWeights[Matrix], scale: float, inputs: Inputs, plane: Tensor, o: Tensor) -> None:
-    chunks = inputs.chunks
-    if q.is_cuda and (whole := [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]):
-        prefill_whole(q, w, scale, whole, inputs.rows_T, plane, o)
-        chunks = [chunk for chunk in chunks if chunk.start]
-    for chunk in chunks:
-        rows = slice(chunk.first, chunk.first + chunk.count)
-        mla_prefill(q[rows], w, scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows])
-    if inputs.tokens_Q.shape[0]:
-        mla_decode(q, w, scale, inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, o)
-
-
-def _route(x: Tensor, experts: Moe | None) -> Routed | None:
-    if experts is None:
-        return None
-    e = experts
-    ids, weights = route_experts(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale)
-    return Routed(e.gate_up, e.down, ids, weights)
-
-
-def kernel(
-    residual_TD: Tensor, partial_TD: Tensor | None, weights: Block, inputs: Inputs, plane: Tensor
-) -> tuple[Tensor, Tensor]:
-    library = native.library()
-    assert library is not None
-    given = 0 if partial_TD is None else native.pointer(partial_TD)
-    y_TD = torch.empty_like(residual_TD) if partial_TD is None else partial_TD
-    library.redline_block(
-        ctypes.addressof(weights.layout),
-        inputs.address,
-        native.pointer(plane),
-        kv_type(plane),
-        native.pointer(residual_TD),
-        given,
-        y_TD.data_ptr(),
-    )
-    return residual_TD, y_TD
-
-
-def fits(residual_TD: Tensor, partial_TD: Tensor | None, weights: Block, *_: object) -> bool:
-    return weights.fits
-
-
-def cost(residual_TD: Tensor, partial_TD: Tensor | None, weights: Block, inputs: Inputs, plane: Tensor) -> Cost:
-    """The weights, of the routed experts only as many as one token chooses; each query's and each chunk's context."""
-    tokens = residual_TD.shape[0]
-    w, moe_ = weights.attention, weights.experts
-    dense = (weights.o_proj, weights.shared_gate_up, weights.shared_down)
-    read = w.nbytes + sum(matrix.nbytes for matrix in dense)
-    inner = w.w_a.shape[0] * w.w_a.shape[1] + w.w_q.shape[0] * w.w_q.shape[1] + w.heads * w.rank * (w.nope + w.value)
-    inner += sum(matrix.shape[0] * matrix.shape[1] for matrix in dense)
-    if moe_ is not None:
-        experts, d, width = moe_.down.shape
-        read += moe_.router.nbytes + (moe_.gate_up.nbytes + moe_.down.nbytes) // experts * moe_.chosen
-        inner += moe_.chosen * 3 * d * width + experts * d
-    context = int(inputs.lengths_Q.sum()) + sum(chunk.start + chunk.count for chunk in inputs.chunks)
-    moved = read + context * plane.shape[-1] * plane.element_size() + 4 * residual_TD.nbytes
-    return Cost(moved, 2 * tokens * inner)
-
-
-def example(
-    g: torch.Generator, dims: tuple[int, ...], experts: int, chunk: int, lengths: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Block, Inputs, Tensor]:
-    """Random arguments. Slot 0: a chunk of a prompt that begins at 64; slots 1...: queries."""
-    d, width, count = dims[0], 64, chunk + len(lengths)
-    (w,) = laid_out((random_weights(g, *dims),))
-
-    def weight(*shape: int) -> Tensor:
-        return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
-
-    def routed(*shape: int) -> Experts:
-        return prepare_experts(weight(*shape) if dtype == torch.float32 else quantize_int4(weight(*shape)))
-
-    moe_ = None
-    if experts:
-        router, bias = Matrix.prepare(weight(experts, d)), torch.randn(experts, generator=g) * 0.1
-        up, down = routed(experts, 2 * width, d), routed(experts, d, width)
-        moe_ = Moe(router, bias, up, down, 4, True, 2.5)
-    norms = torch.rand(2, d, generator=g) + 0.5
-    block_ = Block(
-        *(norms[0], w, Matrix.prepare(weight(d, w.heads * w.value)), norms[1]),
-        *(Matrix.prepare(weight(2 * width, d)), Matrix.prepare(weight(d, width)), moe_, 1e-5, 0.1),
-    )
-    contexts = (64 + chunk, *lengths)
-    pages = -(-max(contexts) // PAGE_TOKENS)
-    tables = torch.randperm(len(contexts) * pages, generator=g).to(torch.int32).view(-1, pages)
-    plane = torch.randn(tables.numel(), PAGE_TOKENS, w.rank + w.rope, generator=g).to(dtype)
-    places = [(0, 64 + i) for i in range(chunk)] + [(1 + i, length - 1) for i, length in enumerate(lengths)]
-    rows = [int(tables[slot, at // PAGE_TOKENS]) * PAGE_TOKENS + at % PAGE_TOKENS for slot, at in places]
-    angle = torch.rand(count, w.rope // 2, generator=g) * 6.28
-    step = Inputs(
-        ids_T=torch.zeros(count, dtype=torch.int64),
-        cos_T=angle.cos(),
-        sin_T=angle.sin(),
-        rows_T=torch.tensor(rows),
-        chunks=(Chunk(0, chunk, 64, 0),) if chunk else (),
-        tokens_Q=torch.arange(chunk, count, dtype=torch.int32),
-        slots_Q=torch.arange(1, 1 + len(lengths), dtype=torch.int32),
-        lengths_Q=torch.tensor(lengths, dtype=torch.int32),
-        tables=tables,
-    )
-    return torch.randn(count, d, generator=g), torch.randn(count, d, generator=g), block_, step, plane
-
-
-def cases() -> Iterator[Case]:
-    def make(dims: tuple[int, ...], experts: int, chunk: int, lengths: tuple[int, ...], dtype: torch.dtype):
-        return functools.partial(example, dims=dims, experts=experts, chunk=chunk, lengths=lengths, dtype=dtype)
-
-    yield Case("T=1 nano", make(NANO, 16, 0, (200,), torch.bfloat16))
-    yield Case("a chunk and queries, nano", make(NANO, 16, 30, (1, 64, 65, 300), torch.bfloat16))
-    yield Case("a chunk and queries, nano fp8 pages", make(NANO, 16, 30, (1, 64, 65, 300), FP8))
-    yield Case("a chunk alone, tiny, dense MLP", make(TINY, 0, 70, (), torch.bfloat16))
-    yield Case("queries, tiny float32 pages, bf16 experts", make(TINY, 8, 0, (5, 400, 70), torch.float32))
-
-
-block = Kernel(Op("block", reference, cost, cases, rtol=0.0), kernel, "cpu", fits)

@@ -1,7 +1,8 @@
-"""A model whole, from ids to the likeliest next tokens: the embedding, all blocks, the last norm, the head.
+"""A model in one call on a CPU: the embedding, all blocks, the last norm, the head, the likeliest next tokens.
 
-On a CPU the kernel is the same in one call: between two native calls Python finds its caches full of weights, and what
-takes 5 us elsewhere takes 20 there (redline/bench/runs/step_profile.py). The bits are the same.
+The way from Python costs some 5 us an op, and between two native calls Python finds its caches full of weights: then 20
+(redline/bench/runs/step_profile.py). A step of one token has nearly sixty ops. What they mean together, and the bits
+that this has to have, is `redline.model.k2.forward`.
 
 T tokens, D hidden, L blocks, F states that are kept, R tokens whose next one is asked for, V vocabulary.
 """
@@ -9,23 +10,18 @@ T tokens, D hidden, L blocks, F states that are kept, R tokens whose next one is
 import ctypes
 import functools
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu import native
-from redline.kernels.cpu.add_norm import add_norm
-from redline.kernels.cpu.blocks.block import Block, Inputs, block, example
+from redline.kernels.cpu.blocks.block import Block, Inputs
 from redline.kernels.cpu.mla import kv_type
 from redline.kernels.cpu.panels import PANEL, Matrix
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.kernel import Kernel
-from redline.ops.mla import FP8, NANO, TINY
-from redline.ops.op import Case, Cost, Op
 
 
 @dataclass(frozen=True)
@@ -96,33 +92,7 @@ class Predicted(NamedTuple):
     logits: Callable[[], Tensor]  # float32 [R, V]
 
 
-def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> Predicted:
-    ids_R, finite_R = best(logits_RV)
-    return Predicted(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)
-
-
-def reference(
-    planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]
-) -> Predicted:
-    """planes [L, pages, 64, kv width]: read, and written at rows_T. layers: whose entering states are kept; L is the
-    last norm. asked: tokens of the step, R of them."""
-    residual, partial = weights.embedding_VD[inputs.ids_T].to(weights.dtype), None
-    features = residual.new_empty(residual.shape[0], len(layers), residual.shape[1]) if layers else None
-    wanted = {layer: place for place, layer in enumerate(layers)}
-    for layer, (block_, plane) in enumerate(zip(weights.blocks, planes.unbind(0), strict=True)):
-        if features is not None and layer in wanted:
-            features[:, wanted[layer]] = residual if partial is None else residual + partial
-        residual, partial = block(residual, partial, block_, inputs, plane)
-    residual, x = add_norm(residual, partial, weights.norm, weights.eps)
-    if features is not None and len(weights.blocks) in wanted:
-        features[:, wanted[len(weights.blocks)]] = residual
-    logits_RV = linear(x[list(asked)], weights.head).float()
-    return predicted(x, None if features is None else features.flatten(1), logits_RV)
-
-
-def kernel(
-    planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]
-) -> Predicted:
+def run(planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]) -> Predicted:
     library = native.library()
     assert library is not None
     tokens, rows, d = inputs.count, len(asked), weights.width
@@ -160,41 +130,3 @@ def _places(blocks: int, layers: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int3
 
 def fits(planes: Tensor, weights: Transformer, *_: object) -> bool:
     return weights.fits
-
-
-def cost(planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]) -> Cost:
-    tokens, d = inputs.count, weights.width
-    residual_TD = torch.empty(tokens, d, dtype=weights.dtype, device="meta")
-    row_bytes = d * weights.embedding_VD.element_size()
-    total = Cost(tokens * row_bytes + residual_TD.nbytes * (2 + len(layers)) + weights.norm.nbytes)
-    for block_, plane in zip(weights.blocks, planes.unbind(0), strict=True):
-        total += block.op.cost(residual_TD, None, block_, inputs, plane)
-    if asked:
-        total += linear.op.cost(residual_TD[: len(asked)], weights.head)
-    return total
-
-
-def cases() -> Iterator[Case]:
-    def make(dims: tuple[int, ...], chunk: int, lengths: tuple[int, ...], dtype: torch.dtype, layers: tuple[int, ...]):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Transformer, Inputs, tuple[int, ...], list[int]]:
-            _, _, first, step, plane = example(g, dims, 0, chunk, lengths, dtype)
-            rest = [example(g, dims, 8, chunk, lengths, dtype)[2] for _ in range(2)]
-            planes = torch.stack([plane, *(torch.randn(plane.shape, generator=g).to(dtype) for _ in rest)])
-            d, vocabulary, tokens = dims[0], 500, chunk + len(lengths)
-            table, head = torch.randn(2, vocabulary, d, generator=g).to(torch.bfloat16)
-            norm = torch.rand(d, generator=g) + 0.5
-            weights = Transformer(table, (first, *rest), norm, Matrix.prepare(head), 1e-5)
-            step = replace(step, ids_T=torch.randint(vocabulary, (tokens,), generator=g))
-            asked = list(range(max(0, chunk - 1), tokens)) if lengths else []
-            return planes, weights, step, layers, asked
-
-        return inputs
-
-    yield Case("T=1 nano", make(NANO, 0, (70,), torch.bfloat16, ()))
-    yield Case("a chunk and queries, states kept, nano", make(NANO, 20, (1, 65), torch.bfloat16, (3, 0, 2)))
-    yield Case("a chunk and queries, nano fp8 pages", make(NANO, 20, (1, 65), FP8, ()))
-    yield Case("queries, the last state kept, tiny float32 pages", make(TINY, 0, (5, 130), torch.float32, (3,)))
-    yield Case("nothing is asked for, tiny", make(TINY, 20, (), torch.bfloat16, (1,)))
-
-
-transformer = Kernel(Op("transformer", reference, cost, cases, rtol=0.0), kernel, "cpu", fits)

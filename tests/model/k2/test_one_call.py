@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from redline.kernels.cpu.blocks.transformer import transformer
+from redline.model.k2.one_call import transformer
 
 
 @pytest.mark.parametrize("run", [transformer.run, transformer.op.reference])
