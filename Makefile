@@ -8,7 +8,7 @@ MODEL ?= models/kimi-nano
 DRAFT ?= $(patsubst %/config.json,%,$(wildcard $(MODEL:/=)-eagle3/config.json))
 
 PIP = .venv/bin/python -m pip install --disable-pip-version-check
-KERNELS = .venv/bin/python -c 'from redline.ops import native; native.library() or print(native.why_not())'
+KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
 .PHONY: help serve test test-train check tests format clean

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from nano.tokenizer import RANKS
 from redline.chat.tokenizer import RESERVED
-from redline.model.config import Unquantized
-from redline.model.shapes import KIMI_NANO
+from redline.model.k2.config import Unquantized
+from redline.model.k2.shapes import KIMI_NANO
 
 # YaRN: K2.5's own factor, so that the softmax scale is K2.5's too. The original length times the factor is 65,536
 # positions, and with 1,024 the ramp's ends are pairs 4 and 16 of 32: the fast pairs tell apart neighbours in the rows

@@ -865,7 +865,7 @@ def condition(rng: random.Random, split: Split) -> Asked:
 # -------------------- the shelf
 
 # A head line `name(parameter: kind, ...)`, a plan after ":", the body, then descriptions after "-".
-SHELF = Path(__file__).with_name("functions.txt").read_text()
+SHELF = (Path(__file__).parent / "texts" / "functions.txt").read_text()
 
 GENERIC = {
     "int": "a number",
@@ -1001,7 +1001,7 @@ def brief(rng: random.Random, split: Split) -> Asked:
 
 
 def _phrases() -> dict[str, Wordings]:
-    lines = Path(__file__).with_name("function_phrases.txt").read_text().splitlines()
+    lines = (Path(__file__).parent / "texts" / "function_phrases.txt").read_text().splitlines()
     named = (line.split(": ", 1) for line in lines)
     return {name: wordings(text.replace(" | ", "\n")) for name, text in named}
 

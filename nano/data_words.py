@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from nano.sample import Generator, Sample, Split
 from nano.wordings import Wordings, casual, dialogue, reserved, typo, wordings
 
-HERE = Path(__file__).parent
+TEXTS = Path(__file__).parent / "texts"
 LANGUAGES = ("German", "French", "Spanish", "Italian", "Portuguese", "Dutch")
 SCRIPTS = ("Chinese", "Russian", "Japanese")
 
 
 def _table(name: str) -> list[list[str]]:
-    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    lines = (TEXTS / name).read_text(encoding="utf-8").splitlines()
     return [line.split(" | ") for line in lines if line and not line.startswith("#")]
 
 
@@ -342,7 +342,7 @@ class Relation(NamedTuple):
 def _sections() -> dict[str, list[list[str]]]:
     sections: dict[str, list[list[str]]] = {}
     name = ""
-    for line in (HERE / "facts.txt").read_text(encoding="utf-8").splitlines():
+    for line in (TEXTS / "facts.txt").read_text(encoding="utf-8").splitlines():
         if line.startswith("["):
             name = line[1 : line.index("]")]
             sections[name] = []

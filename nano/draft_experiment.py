@@ -15,7 +15,7 @@ position.
 The arms differ in one thing. Both take half of their answer tokens from the pool (the other half of the answers, which
 the base has not seen), the same number in every domain, and the rest from the base's own examples; both go on from the
 base for the same number of answer tokens, with the same schedule and seed. `mined` draws from the pool by the reducible
-gap of each example under the base (`redline.draft.choose`), `control` at random.
+gap of each example under the base (`redline.draft.mine.choose`), `control` at random.
 
 On one H200 with 16 cores (what docs/nano.md's log does not tell is an estimate):
 
@@ -55,24 +55,24 @@ from redline.chat.lines import conversation
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.disk import write_whole
-from redline.draft import capture as draft_capture
 from redline.draft import evaluate as draft_evaluate
-from redline.draft import synth as draft_synth
-from redline.draft import train as draft_train
-from redline.draft.buckets import buckets
-from redline.draft.budget import Budget
-from redline.draft.capture import CaptureConfig, Stored
-from redline.draft.choose import Choose, answer_tokens, choose, mix, uniform, weights
-from redline.draft.corpus import Example, mend, read_examples
+from redline.draft.corpus import capture as draft_capture
+from redline.draft.corpus import synth as draft_synth
+from redline.draft.corpus.capture import CaptureConfig, Stored
+from redline.draft.corpus.corpus import Example, mend, read_examples
+from redline.draft.corpus.prompts import read_prompts
+from redline.draft.corpus.synth import SynthConfig
 from redline.draft.evaluate import Asked, EvalConfig, jobs_of
-from redline.draft.mine import scored
-from redline.draft.prompts import read_prompts
-from redline.draft.score import Scores, Serving
-from redline.draft.scorer import Scorer
-from redline.draft.synth import SynthConfig
-from redline.draft.train import Sizes, TrainConfig
-from redline.draft.trainer import Recipe
-from redline.model.checkpoint import Checkpoint
+from redline.draft.mine.buckets import buckets
+from redline.draft.mine.choose import Choose, answer_tokens, choose, mix, uniform, weights
+from redline.draft.mine.mine import scored
+from redline.draft.mine.score import Scores, Serving
+from redline.draft.mine.scorer import Scorer
+from redline.draft.train import train as draft_train
+from redline.draft.train.budget import Budget
+from redline.draft.train.train import Sizes, TrainConfig
+from redline.draft.train.trainer import Recipe
+from redline.model.k2.checkpoint import Checkpoint
 from redline.wire.base import Record
 from redline.worker.acceptance import Spoken, perfect, spoken
 from redline.worker.config import EngineConfig

@@ -42,7 +42,7 @@ from nano.data_words import LANGUAGES, SCRIPTS
 from nano.sample import Sample, Split
 from nano.substitute import vocabulary_pieces
 from redline.chat.tokenizer import RESERVED, Tokenizer
-from redline.draft.corpus import Example
+from redline.draft.corpus.corpus import Example
 
 DOMAINS = ("numbers", "code", "words", "recall", "json", "tools", "chat")
 SPLITS: tuple[Split, ...] = ("train", "values", "families")

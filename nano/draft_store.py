@@ -18,8 +18,8 @@ import numpy as np
 from redline.chat.lines import conversation
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
-from redline.draft.corpus import Example
-from redline.draft.prompts import Prompt, read_prompts
+from redline.draft.corpus.corpus import Example
+from redline.draft.corpus.prompts import Prompt, read_prompts
 
 CUT = 1 << 15  # marks an answer that met its limit
 CHUNK = 256  # prompts that a process encodes at a time

@@ -23,9 +23,9 @@ import nano
 from nano.data_recall import AFTER, BEFORE, PLANTED, Planted, filler, plant
 from nano.data_recall import Line as TextLine
 from nano.sample import Generator, Sample, Split
-from redline.bench.local.checks import Call, grade
+from redline.bench.quality.checks import Call, grade
 
-Line = dict[str, Any]  # of an evaluation set: a `redline.bench.local.prompts.Prompt`
+Line = dict[str, Any]  # of an evaluation set: a `redline.bench.quality.prompts.Prompt`
 
 SEED = 2026
 SETS: tuple[Split, ...] = ("values", "families")
@@ -38,7 +38,7 @@ ROWS = {
     "tools": ("tool_call", "tool_multi", "tool_none", "tool_followup"),
     "word_problem": ("word",),
 }
-HAND = Path(__file__).parent / "hand.jsonl"
+HAND = Path(__file__).parent / "texts" / "hand.jsonl"
 
 QUESTIONS = 10  # about each long text; reading the texts is most of what an evaluation costs
 LONG = "recall"

@@ -19,12 +19,12 @@ from nano.data import ANSWER, DOCUMENTS_PER_ROW, LONG_ROW, LOSS_SHIFT, ROW, STAR
 from nano.generate import greedy
 from nano.model import Compiled, Weights, forward, mean_loss
 from nano.sample import Sample
-from redline.bench.local.checks import Call, grade
+from redline.bench.quality.checks import Call, grade
 from redline.chat.events import CallArguments, CallBegin, Event, Text
 from redline.chat.parser import Parser
 from redline.chat.stops import StopStrings
 from redline.chat.tokenizer import Tokenizer
-from redline.model.config import K2Config
+from redline.model.k2.config import K2Config
 
 ANSWER_TOKENS = 512
 

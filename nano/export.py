@@ -20,9 +20,9 @@ from torch import Tensor
 from nano.config import MEDIA_PLACEHOLDER
 from nano.model import Weights
 from nano.tokenizer import TOKENIZER_FILES
-from redline.model.checkpoint import Checkpoint, weights
-from redline.model.config import Int4Experts, K2Config, Unquantized
-from redline.model.write import (
+from redline.model.k2.checkpoint import Checkpoint, weights
+from redline.model.k2.config import Int4Experts, K2Config, Unquantized
+from redline.model.k2.write import (
     SHARD_BYTES,
     int4_tensors,
     k25_config,
@@ -50,7 +50,7 @@ _ENDS = {"embed_tokens.weight": "embed", "norm.weight": "final_norm", "lm_head.w
 
 
 def view(masters: Weights, bias: Tensor, config: K2Config, name: str) -> Tensor:
-    """The part of the stacks that the weight of this logical name (redline.model.checkpoint.weights) is: a view."""
+    """The part of the stacks that the weight of this logical name (redline.model.k2.checkpoint.weights) is: a view."""
     if name in _ENDS:
         return masters[_ENDS[name]]
     _, number, rest = name.split(".", 2)

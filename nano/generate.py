@@ -27,7 +27,7 @@ from nano.model import (
     rms_norm,
     swiglu,
 )
-from redline.model.config import K2Config
+from redline.model.k2.config import K2Config
 
 
 @torch.inference_mode()

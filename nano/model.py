@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nano.attention import Layout, attend
-from redline.model.config import K2Config
+from redline.model.k2.config import K2Config
 from redline.ops.formats import fake_int4
 
 Weights = dict[str, Tensor]

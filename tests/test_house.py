@@ -10,13 +10,16 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import msgspec
 import pytest
 import typer
+from setuptools import find_namespace_packages
 
 from redline.cli import app
 from redline.fleet.config import ServeConfig
@@ -186,8 +189,11 @@ RUN_TIME = {
     "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer",
     "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
 }  # fmt: skip
-EXTRAS = {"matplotlib", "accelerate", "deepspeed"}  # plots and training: `bench`, `draft`, `train`
-TRITON = ROOT / "redline" / "ops" / "triton_kernels"  # comes with torch for CUDA; imported where a GPU's op is called
+# Plots and training (`bench`, `draft`, `train`); the peer of `bench.peers`, which `test` brings.
+EXTRAS = {"matplotlib", "accelerate", "deepspeed", "transformers", "compressed_tensors"}
+TRITON = (
+    ROOT / "redline" / "kernels" / "hopper" / "triton"
+)  # comes with torch for CUDA; imported where a GPU's op is called
 
 
 def test_the_run_time_parts_are_those_that_we_decided_on():
@@ -205,7 +211,7 @@ def test_the_package_imports_every_run_time_part_and_nothing_else():
 
 def test_what_an_extra_brings_is_imported_in_the_function_that_needs_it():
     extras = " ".join(line for lines in PROJECT["project"]["optional-dependencies"].values() for line in lines)
-    assert all(module in extras for module in EXTRAS)
+    assert all(module.replace("_", "-") in extras for module in EXTRAS)
     for path in (ROOT / "redline").rglob("*.py"):
         tree = ast.parse(path.read_text())
         tree.body = [node for node in tree.body if not isinstance(node, (ast.FunctionDef, ast.ClassDef))]
@@ -216,9 +222,9 @@ def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
     """Its channel is a border between processes, and has pyzmq."""
     core = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for room in ("ops", "model", "run", "plan", "wire")
-        for path in sorted((ROOT / "redline" / room).glob("*.py"))
-        if path.name not in ("__init__.py", "channel.py")
+        for room in ("ops", "kernels", "model", "run", "plan", "wire")
+        for path in sorted((ROOT / "redline" / room).rglob("*.py"))
+        if path.name not in ("__init__.py", "channel.py") and path.parent != TRITON
     ]
     allowed = {"torch", "numpy", "safetensors", "msgspec", None}
     hidden = ["triton", *(module for module in RUN_TIME.values() if module not in allowed)]
@@ -226,9 +232,25 @@ def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT, timeout=120)
 
 
+def test_the_emulator_is_the_tests_own():
+    """It is in no wheel, neither its Python nor its sources, and nothing that is in one imports it."""
+    tools = PROJECT["tool"]["setuptools"]
+    packages = find_namespace_packages(str(ROOT), **tools["packages"]["find"])
+    assert {"redline.kernels.hopper", "redline.kernels.hopper.blocks", "redline.kernels.cpu.core"} <= set(packages)
+    assert not [package for package in packages if package.startswith("redline.kernels.emulator")]
+    for file in (ROOT / "redline/kernels/emulator").iterdir():
+        if file.is_file():
+            # Of each package that is above it: a pattern of package-data reaches into folders below.
+            above = ("kernels/emulator", "redline"), ("emulator", "redline.kernels")
+            taken_out = tools["exclude-package-data"]
+            assert all(any(fnmatch(f"{path}/{file.name}", p) for p in taken_out[name]) for path, name in above)
+    shipped = set((ROOT / "redline").rglob("*.py")) - set((ROOT / "redline/kernels/emulator").rglob("*.py"))
+    assert not [path for path in shipped if "kernels.emulator" in "".join(imports(ast.parse(path.read_text())))]
+
+
 # -------------------------------------------------------------------------------------------------------- security
 
-PROGRAMS = sorted(path for folder in ("redline", "nano", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+PROGRAMS = sorted(path for folder in ("redline", "nano") for path in (ROOT / folder).rglob("*.py"))
 SHIPPED = [path for path in PROGRAMS if path.is_relative_to(ROOT / "redline")]
 
 FORBIDDEN_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
@@ -287,4 +309,26 @@ def test_rooms_that_decide_know_no_gpu_even_where_the_checker_does_not_look(room
 def test_the_import_laws_name_every_room():
     layers = PROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
     named = {room.strip() for layer in layers for room in layer.split("|")}
-    assert named == {"__main__", *ROOMS, "disk", "progress", "errors"}
+    assert named == {"__main__", *ROOMS, "disk", "limits", "progress", "errors"}
+
+
+def test_no_two_files_import_each_other():
+    """Nor three, in a circle: as they are loaded one would see half of another. A function may import what it likes."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "redline").rglob("*.py")}
+    modules = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    graph = {name: loaded(ast.parse(path.read_text())) & set(modules) - {name} for name, path in modules.items()}
+    assert sum(map(len, graph.values())) > 500
+    TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+
+
+def loaded(tree: ast.AST) -> set[str]:
+    """The modules that are imported as this one is loaded, and what may be modules among the names."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found |= loaded(node)
+    return found

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from redline.chat.hashing import make_job
-from redline.model.checkpoint import Checkpoint
-from redline.model.config import K2Config
-from redline.model.eagle3 import Eagle3, Eagle3Config
-from redline.model.k2 import K2, load
-from redline.model.write import random_checkpoint, tiny_config
+from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.config import K2Config
+from redline.model.k2.cpu import K2, load
+from redline.model.k2.write import random_checkpoint, tiny_config
 from redline.run.fit import Layout
 from redline.wire.delta import Delta, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.draft.captured import target_folder
-from tests.draft.test_train_ranks import assert_same
+from tests.draft.train.captured import target_folder
+from tests.draft.train.test_train_ranks import assert_same
 
 ROOT = Path(__file__).parents[1]
-RANKS = "tests.draft.ranks"
+RANKS = "tests.draft.train.ranks"
 
 
 def test_two_ranks_under_zero_2_learn_what_one_process_learns(tmp_path: Path):

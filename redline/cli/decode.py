@@ -1,4 +1,4 @@
-"""`redline bench decode`: the tables of `bench.local.decode` (a checkpoint) and of `bench.local.depth` (a shape)."""
+"""`redline bench decode`: the tables of `bench.step.decode` (a checkpoint) and of `bench.step.depth` (a shape)."""
 
 import gc
 import itertools
@@ -9,21 +9,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from redline.bench.local import depth_cpu, depth_gpu
-from redline.bench.local.decode import bench_decode as measure_decode
-from redline.bench.local.depth import Build, Depth, Timing, depth_of, measure_step
-from redline.bench.local.depth_fit import Memory, check
-from redline.bench.local.depth_record import KV_DTYPES, DepthRecord, append, read, record_of
-from redline.bench.local.machine import measure
-from redline.bench.local.record import provenance
-from redline.bench.local.routing import OVERLAP
+from redline.bench.machine import measure
+from redline.bench.record import provenance
+from redline.bench.step import depth_cpu, depth_gpu
+from redline.bench.step.decode import bench_decode as measure_decode
+from redline.bench.step.depth import Build, Depth, Timing, depth_of, measure_step
+from redline.bench.step.depth_fit import Memory, check
+from redline.bench.step.depth_record import KV_DTYPES, DepthRecord, append, read, record_of
+from redline.bench.step.routing import OVERLAP
 from redline.cli.console import save_result, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
-from redline.model.checkpoint import Checkpoint
-from redline.model.shapes import shape
-from redline.ops import native
-from redline.ops.cuda.kernel import has_kernels, why_not
+from redline.kernels.cpu import native
+from redline.kernels.hopper.kernel import has_kernels, why_not
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.shapes import shape
 from redline.ops.op import Machine
 from redline.progress import Working
 from redline.run.runner import Runner

@@ -6,14 +6,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from redline.bench.local.machine import WORKING_SET_BYTES, cpu_name, measure
+from redline.bench.machine import WORKING_SET_BYTES, cpu_name, measure
 from redline.errors import CheckpointError, ConfigError
-from redline.model.checkpoint import Checkpoint
-from redline.model.config import K2Config
-from redline.ops import native
-from redline.ops.cuda.kernel import why_not
+from redline.kernels.cpu import native
+from redline.kernels.hopper.kernel import why_not
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.config import K2Config
 from redline.run.fit import KV_MOST, KV_SHARE, Sizes, fit
-from redline.run.shapes import shapes
+from redline.run.graphs.shapes import shapes
 from redline.worker.config import EngineConfig
 from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
 

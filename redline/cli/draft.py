@@ -60,8 +60,8 @@ def synth(
     device: Device = None,
 ) -> None:
     """Prompts answered by the target itself, as it is served: a corpus."""
+    from redline.draft.corpus.synth import SynthConfig, run
     from redline.draft.stages import fill
-    from redline.draft.synth import SynthConfig, run
     from redline.worker.config import EngineConfig
 
     values = {
@@ -98,7 +98,7 @@ def capture(
     device: Device = None,
 ) -> None:
     """The target's states over a corpus, stored for training."""
-    from redline.draft.capture import CaptureConfig, run
+    from redline.draft.corpus.capture import CaptureConfig, run
     from redline.fleet.config import size
 
     config = CaptureConfig(
@@ -145,7 +145,7 @@ def train(
     Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/draft_training.md has every key.
     """
     from redline.draft.recipe import read_train
-    from redline.draft.train import run
+    from redline.draft.train.train import run
 
     flags = {
         "capture": capture and str(capture),
@@ -203,7 +203,7 @@ def mine(
     device: Device = None,
 ) -> None:
     """Where the drafter struggles and could do better; what to train on next."""
-    from redline.draft.mine import run
+    from redline.draft.mine.mine import run
     from redline.draft.recipe import mine_config
 
     values = {
@@ -256,7 +256,7 @@ def evaluate(
     device: Device = None,
 ) -> None:
     """Acceptance length by domain and k, greedy and sampled, measured by the engine itself."""
-    from redline.bench.local.record import provenance
+    from redline.bench.record import provenance
     from redline.draft.evaluate import run
     from redline.draft.recipe import eval_config
 
@@ -314,7 +314,7 @@ def run_recipe(
     out: Annotated[Path | None, typer.Option(help="The folder of everything. Absent: what the recipe says.")] = None,
 ) -> None:
     """The whole factory from one file. What is done is passed over; OUT/drafter is what `serve --draft` takes."""
-    from redline.bench.local.record import provenance
+    from redline.bench.record import provenance
     from redline.draft.recipe import RunConfig, run
 
     config = RunConfig(recipe=str(recipe), out=None if out is None else str(out))

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from redline.bench.local.answering import Greedy
-from redline.bench.local.quality import caption, table
-from redline.bench.local.quality import evaluate as grade_all
+from redline.bench.quality.answering import Greedy
+from redline.bench.quality.quality import caption, table
+from redline.bench.quality.quality import evaluate as grade_all
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.cli.console import save_result, until_interrupted
 from redline.disk import check_output
-from redline.model.checkpoint import Checkpoint
+from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
 from redline.wire.base import Record
 from redline.worker.config import EngineConfig

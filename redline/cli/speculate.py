@@ -1,4 +1,4 @@
-"""`redline bench speculate`: the tables of `bench.local.speculate`."""
+"""`redline bench speculate`: the tables of `bench.speculation.speculate`."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -7,8 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from redline.bench.local.record import provenance
-from redline.bench.local.speculate import (
+from redline.bench.record import provenance
+from redline.bench.speculation.speculate import (
     Asker,
     Part,
     Question,
@@ -24,9 +24,9 @@ from redline.chat.tokenizer import Tokenizer
 from redline.cli.console import save_result, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
-from redline.model.checkpoint import Checkpoint
-from redline.model.config import K2Config
-from redline.model.eagle3 import Eagle3
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.config import K2Config
 from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.job import PAGE_TOKENS

@@ -1,7 +1,7 @@
 """Acceptance length by domain, for each k, greedy and sampled: measured by the engine, beside what training foretells.
 
 The engine serves real prompts with exactly k drafts a round and tells what it verified and what held
-(`bench.local.acceptance` defines a round, its length and the interval). Of some of the same answers the drafter is then
+(`worker.acceptance` defines a round, its length and the interval). Of some of the same answers the drafter is then
 scored by teacher forcing (`score`), at the very positions where the engine's rounds began. Greedy, the first draft of a
 round is a function of the text alone, so both must name the same share of hits: within one point, or the two compute
 different drafters (layer ids, norms, RoPE: drafters.md 9.4).
@@ -30,16 +30,16 @@ from redline.chat.lines import conversation
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.disk import check_output, save
-from redline.draft.corpus import Example, read_examples
-from redline.draft.prompts import prompts, read_prompts
-from redline.draft.report import drawn, length_plot, narrow, tell_skipped
-from redline.draft.score import Scores, Serving, walk
-from redline.draft.scorer import Scorer
-from redline.draft.synth import INTERRUPTED, check_target, sampling_check
-from redline.draft.target import Target
+from redline.draft.corpus.corpus import Example, read_examples
+from redline.draft.corpus.prompts import prompts, read_prompts
+from redline.draft.corpus.synth import INTERRUPTED, check_target, sampling_check
+from redline.draft.corpus.target import Target
+from redline.draft.mine.report import drawn, length_plot, narrow, tell_skipped
+from redline.draft.mine.score import Scores, Serving, walk
+from redline.draft.mine.scorer import Scorer
 from redline.errors import ConfigError
-from redline.model.checkpoint import Checkpoint
-from redline.model.eagle3 import Eagle3
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.checkpoint import Checkpoint
 from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.job import Job, JobId, Sampling

@@ -2,7 +2,7 @@
 
     OUT/config.json, OUT/model.safetensors
 
-vLLM keeps a drafter's rows in the cache of its target, so it needs the target's width (redline/model/eagle3_latent.py);
+vLLM keeps a drafter's rows in the cache of its target, so it needs the target's width (redline/model/eagle3/latent.py);
 Redline reads either, and serves both alike. Hence the target's width is the default: one folder that all load.
 """
 
@@ -15,8 +15,8 @@ from rich.console import Console
 from safetensors import SafetensorError
 
 from redline.disk import is_full, written
-from redline.model.checkpoint import Checkpoint
-from redline.model.eagle3 import Eagle3
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.checkpoint import Checkpoint
 from redline.wire.base import Record
 
 

@@ -23,17 +23,20 @@ import msgspec
 from rich.console import Console
 
 from redline.disk import alone
-from redline.draft import capture, evaluate, export, mine, synth, train
-from redline.draft.capture import CaptureConfig
+from redline.draft import evaluate, export
+from redline.draft.corpus import capture, synth
+from redline.draft.corpus.capture import CaptureConfig
+from redline.draft.corpus.synth import INTERRUPTED, SynthConfig
+from redline.draft.corpus.traces import trace_file
 from redline.draft.evaluate import EvalConfig
 from redline.draft.export import ExportConfig
-from redline.draft.mine import MineConfig
+from redline.draft.mine import mine
+from redline.draft.mine.mine import MineConfig
 from redline.draft.stages import Stage, fill, run_stages
-from redline.draft.synth import INTERRUPTED, SynthConfig
-from redline.draft.traces import trace_file
-from redline.draft.train import TrainConfig
+from redline.draft.train import train
+from redline.draft.train.train import TrainConfig
 from redline.errors import ConfigError
-from redline.model.checkpoint import Checkpoint
+from redline.model.k2.checkpoint import Checkpoint
 from redline.wire.base import Record
 
 TABLES = ("synth", "capture", "train", "mine", "retrain", "eval")

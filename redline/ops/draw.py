@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from redline.ops import native
 from redline.ops.op import Case, Cost, Op
 
 TEMPERATURE, TOP_P, MIN_P, TOP_K, U = range(5)  # columns of the odds
@@ -58,21 +57,6 @@ def _least_kept(weight_RV: Tensor, odds_R5: Tensor) -> Tensor:
     last_R = torch.where(nucleus_R, torch.minimum(in_nucleus_R, last_R), last_R)
     least_R = best_RV.gather(1, last_R[:, None]).squeeze(1) * (limited_R | nucleus_R)
     return torch.maximum(least_R, (odds_R5[:, MIN_P] * best_RV[:, 0]).float())
-
-
-def kernel(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
-    """It sees from the odds which rows are narrowed."""
-    library = native.library()
-    assert library is not None
-    rows, vocabulary = logits_RV.shape
-    ids = torch.empty(rows, dtype=torch.int64)
-    odds = native.pointer(odds_R5)
-    library.redline_draw(logits_RV.data_ptr(), logits_RV.stride(0), odds, ids.data_ptr(), rows, vocabulary)
-    return ids
-
-
-def fits(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> bool:
-    return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
 
 
 def cost(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Cost:
@@ -123,4 +107,4 @@ def cases() -> Iterator[Case]:
     yield Case("R=8 Kimi, of all kinds", make(8, 163840, whole, nucleus, all_three, *others))
 
 
-draw = Op("draw", reference, kernel, cost, cases, fits=fits)
+draw = Op("draw", reference, cost, cases)

@@ -1,15 +1,61 @@
-"""Packed weights as plain dataclasses: the docstring is the formula.
+"""Weights as ops take them, and packed weights as plain dataclasses, whose docstring is the formula.
 
 E experts (or any leading axes), N outputs, K inputs.
 """
 
 import itertools
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 INT4_GROUP = 32
+
+
+class Weight(Protocol):
+    """A bf16 weight [..., N, K], laid out as its chip wants it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def dense(self) -> Tensor:
+        """[..., N, K] bf16, bit for bit."""
+        ...
+
+
+class ExpertWeights(Protocol):
+    """One projection of all experts of a layer, [E, N, K], in any format, laid out as its chip wants it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    def matrix(self, expert: int) -> Tensor:
+        """[N, K] of one expert: bf16 where bf16, float32 where 4 bits."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A bf16 weight [..., N, K] as it is: a `Weight`, and where it has three axes an `ExpertWeights`."""
+
+    data: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.data.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+    def dense(self) -> Tensor:
+        return self.data
+
+    def matrix(self, expert: int) -> Tensor:
+        return self.data[expert]
 
 
 @dataclass(frozen=True)
@@ -36,6 +82,10 @@ class Int4:
         """u, int32 [..., N, K], 0..15."""
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.packed.device)
         return (self.packed[..., None] >> shifts & 15).flatten(-2)
+
+    def matrix(self, expert: int) -> Tensor:
+        """[N, K] float32 of one expert, where the weight is [E, N, K]."""
+        return Int4(self.packed[expert], self.scale[expert]).dequantize()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., N, K]. Exact in float32: 4 bits times bf16's 8 fit in 24."""

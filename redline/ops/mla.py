@@ -6,43 +6,43 @@
 
 A cache row is [latent after its norm (R) | rotated key (P)], shared by all heads (kimi-format.md section 4). On a CPU
 each op's bits depend on a token's own position and context alone; the two forms of attention agree to rounding. Over
-float32 pages the kernels' products are exact; over bf16 and e4m3 pages they round to bf16 what enters one, as GPUs do.
+float32 pages a kernel's products are exact; over bf16 and e4m3 pages it may round to bf16 what enters one.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.ops import native
 from redline.ops.add_norm import rms_norm
-from redline.ops.formats import E4M3_MOST
+from redline.ops.formats import E4M3_MOST, Plain, Weight
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
-from redline.ops.weights import PANEL, Matrix
 from redline.wire.job import PAGE_TOKENS
 
 FILL = 64  # tokens
 FP8 = torch.float8_e4m3fn
 FP8_STEPS = 1e-2  # of the rows that two ways of computing them write: some fall to either side of a step of 2^-3
-_KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, FP8: 2}
+
+
+W = TypeVar("W", bound=Weight, covariant=True)
 
 
 @dataclass(frozen=True)
-class MlaWeights:
+class MlaWeights(Generic[W]):
     """w_a [Rq + R + P, D]: q_a and kv_a stacked; w_q [H (N + P), Rq]; w_uk [H, R, N]: W_UK^T; w_uv [H, V, R]."""
 
-    w_a: Matrix
+    w_a: W
     q_norm: Tensor  # float32 [Rq]
     kv_norm: Tensor  # float32 [R]
-    w_q: Matrix
-    w_uk: Matrix
-    w_uv: Matrix
+    w_q: W
+    w_uk: W
+    w_uv: W
     eps: float  # of both low-rank norms
 
     # Read at every step, so worked out once: these objects never change.
@@ -72,11 +72,6 @@ class MlaWeights:
         """(H, N, P, R, V)"""
         return self.heads, self.nope, self.rope, self.rank, self.value
 
-    @functools.cached_property
-    def panels(self) -> bool:
-        """Whether all of them are in panels."""
-        return all(matrix.panels for matrix in (self.w_a, self.w_q, self.w_uk, self.w_uv))
-
     @property
     def nbytes(self) -> int:
         return self.w_a.nbytes + self.w_q.nbytes + self.w_uk.nbytes + self.w_uv.nbytes
@@ -93,11 +88,6 @@ def rounds(plane: Tensor) -> bool:
     return plane.dtype != torch.float32
 
 
-def kv_type(plane: Tensor) -> int:
-    """The format of these pages, as cpu/pages.h numbers it."""
-    return _KV_TYPES[plane.dtype]
-
-
 def stored(row: Tensor, dtype: torch.dtype) -> Tensor:
     """Values as pages hold them: to nearest even, and e4m3 saturates."""
     return (row.clamp(-E4M3_MOST, E4M3_MOST) if dtype == FP8 else row).to(dtype)
@@ -106,7 +96,9 @@ def stored(row: Tensor, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- mla_qkv
 
 
-def _qkv_reference(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Tensor:
+def _qkv_reference(
+    x_TD: Tensor, w: MlaWeights[Weight], cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor
+) -> Tensor:
     """cos, sin float32 [T, P / 2]; slots_T int64: page * 64 + place; plane [pages, 64, R + P]. -> q [T, H, N + P].
 
     Writes the plane at slots_T.
@@ -121,36 +113,9 @@ def _qkv_reference(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_
     return torch.cat([nope, rotate(rope.float(), cos[:, None], sin[:, None]).to(x_TD.dtype)], -1)
 
 
-def _qkv_kernel(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Tensor:
-    library = native.library()
-    assert library is not None
+def _qkv_cost(x_TD: Tensor, w: MlaWeights[Weight], cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Cost:
     tokens, d = x_TD.shape
-    heads, nope, rope, rank, _ = w.sizes
-    q = torch.empty(tokens, heads, nope + rope)
-    library.redline_mla_qkv(
-        native.pointer(x_TD),
-        w.w_a.address,
-        native.pointer(w.q_norm),
-        native.pointer(w.kv_norm),
-        w.w_q.address,
-        native.pointer(cos),
-        native.pointer(sin),
-        native.pointer(slots_T),
-        native.pointer(plane),
-        kv_type(plane),
-        q.data_ptr(),
-        *(w.eps, tokens, d, w.q_norm.shape[0], rank, rope, heads, nope),
-    )
-    return q
-
-
-def _qkv_fits(x_TD: Tensor, w: MlaWeights, *_: object) -> bool:
-    return w.panels and w.w_q.outputs % PANEL == 0
-
-
-def _qkv_cost(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Cost:
-    tokens, d = x_TD.shape
-    n_a, n_q = w.w_a.outputs, w.w_q.outputs
+    n_a, n_q = w.w_a.shape[-2], w.w_q.shape[-2]
     moved = x_TD.nbytes + tokens * (plane.shape[-1] * plane.element_size() + n_q * x_TD.element_size())
     return Cost(moved + w.w_a.nbytes + w.w_q.nbytes, 2 * tokens * (d * n_a + w.q_norm.shape[0] * n_q))
 
@@ -166,7 +131,7 @@ def context_rows(plane: Tensor, table: Tensor, length: int) -> Tensor:
 
 def _decode_reference(
     q_THX: Tensor,
-    w: MlaWeights,
+    w: MlaWeights[Weight],
     scale: float,
     tokens_Q: Tensor,
     slots_Q: Tensor,
@@ -191,43 +156,9 @@ def _decode_reference(
         out_THV[token] = torch.einsum("hr,hvr->hv", latent, w_uv).to(out_THV.dtype)
 
 
-def _decode_kernel(
-    q_THX: Tensor,
-    w: MlaWeights,
-    scale: float,
-    tokens_Q: Tensor,
-    slots_Q: Tensor,
-    lengths_Q: Tensor,
-    tables: Tensor,
-    plane: Tensor,
-    out_THV: Tensor,
-    skip: int = 0,
-) -> None:
-    library = native.library()
-    assert library is not None
-    library.redline_mla_decode(
-        native.pointer(q_THX),
-        native.pointer(tokens_Q),
-        native.pointer(slots_Q),
-        native.pointer(lengths_Q),
-        native.pointer(tables),
-        tables.shape[1],
-        native.pointer(plane),
-        kv_type(plane),
-        w.w_uk.address,
-        w.w_uv.address,
-        native.pointer(out_THV),
-        *(scale, tokens_Q.shape[0], *w.sizes, skip),
-    )
-
-
-def _decode_fits(q_THX: Tensor, w: MlaWeights, *_: object) -> bool:
-    return w.panels and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
-
-
 def _decode_cost(
     q_THX: Tensor,
-    w: MlaWeights,
+    w: MlaWeights[Weight],
     scale: float,
     tokens_Q: Tensor,
     slots_Q: Tensor,
@@ -254,7 +185,7 @@ def _decode_cost(
 
 def _prefill_reference(
     q_CHX: Tensor,
-    w: MlaWeights,
+    w: MlaWeights[Weight],
     scale: float,
     start: int,
     table: Tensor,
@@ -277,38 +208,9 @@ def _prefill_reference(
     out_CHV.copy_(torch.einsum("hcs,hsv->chv", scores.softmax(-1), values))
 
 
-def _prefill_kernel(
-    q_CHX: Tensor,
-    w: MlaWeights,
-    scale: float,
-    start: int,
-    table: Tensor,
-    plane: Tensor,
-    out_CHV: Tensor,
-    skip: int = 0,
-) -> None:
-    library = native.library()
-    assert library is not None
-    library.redline_mla_prefill(
-        native.pointer(q_CHX),
-        *(start, q_CHX.shape[0]),
-        native.pointer(table),
-        native.pointer(plane),
-        kv_type(plane),
-        w.w_uk.address,
-        w.w_uv.address,
-        native.pointer(out_CHV),
-        *(scale, *w.sizes, skip),
-    )
-
-
-def _prefill_fits(q_CHX: Tensor, w: MlaWeights, *_: object) -> bool:
-    return w.panels and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
-
-
 def _prefill_cost(
     q_CHX: Tensor,
-    w: MlaWeights,
+    w: MlaWeights[Weight],
     scale: float,
     start: int,
     table: Tensor,
@@ -325,17 +227,13 @@ def _prefill_cost(
     return Cost(moved + w.w_uk.nbytes + w.w_uv.nbytes, unfold + 2 * pairs * heads * (nope + rope + value))
 
 
-class _Weight(Protocol):
-    def dense(self) -> Tensor: ...
-
-
 class Unfolding(Protocol):
     """What turns latents into keys and values; w_uk [H, R, N], w_uv [H, V, R]."""
 
     @property
-    def w_uk(self) -> _Weight: ...
+    def w_uk(self) -> Weight: ...
     @property
-    def w_uv(self) -> _Weight: ...
+    def w_uv(self) -> Weight: ...
 
 
 def prefill_whole(
@@ -384,9 +282,9 @@ def prefill_whole(
 
 def random_weights(
     g: torch.Generator, d: int, rq: int, heads: int, nope: int, rope: int, rank: int, value: int
-) -> MlaWeights:
-    def weight(*shape: int) -> Matrix:
-        return Matrix.prepare((torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16))
+) -> MlaWeights[Plain]:
+    def weight(*shape: int) -> Plain:
+        return Plain((torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16))
 
     norms = torch.rand(rq, generator=g) + 0.5, torch.rand(rank, generator=g) + 0.5
     w_q, w_uk, w_uv = weight(heads * (nope + rope), rq), weight(heads, rank, nope), weight(heads, value, rank)
@@ -399,7 +297,7 @@ TINY = (64, 32, 2, 32, 32, 64, 32)
 
 def _qkv_cases() -> Iterator[Case]:
     def make(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype):
-        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights, Tensor, Tensor, Tensor, Tensor]:
+        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights[Plain], Tensor, Tensor, Tensor, Tensor]:
             w = random_weights(g, *sizes)
             angle = torch.rand(tokens, w.rope // 2, generator=g) * 6.28
             slots = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
@@ -414,7 +312,9 @@ def _qkv_cases() -> Iterator[Case]:
     yield Case("T=70 nano fp8 pages", make(70, NANO, FP8), rtol=FP8_STEPS)
 
 
-def _pages(g: torch.Generator, w: MlaWeights, slots: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _pages(
+    g: torch.Generator, w: MlaWeights[Weight], slots: int, tokens: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Tables of distinct random pages, and a plane of random rows."""
     per_slot = (tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
     tables = torch.randperm(slots * per_slot, generator=g).to(torch.int32).view(slots, per_slot)
@@ -425,7 +325,7 @@ def _decode_cases() -> Iterator[Case]:
     def make(lengths: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype, skip: int = 0):
         def inputs(
             g: torch.Generator,
-        ) -> tuple[Tensor, MlaWeights, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+        ) -> tuple[Tensor, MlaWeights[Plain], float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
             w = random_weights(g, *sizes)
             tables, plane = _pages(g, w, len(lengths), max(lengths), dtype)
             plane[tables[:, 0].long(), :skip] = torch.nan
@@ -454,7 +354,7 @@ def _decode_cases() -> Iterator[Case]:
 
 def _prefill_cases() -> Iterator[Case]:
     def make(start: int, count: int, sizes: tuple[int, ...], dtype: torch.dtype, skip: int = 0):
-        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights, float, int, Tensor, Tensor, Tensor, int]:
+        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights[Plain], float, int, Tensor, Tensor, Tensor, int]:
             w = random_weights(g, *sizes)
             tables, plane = _pages(g, w, 1, start + count, dtype)
             plane[tables[0, 0], :skip] = torch.nan
@@ -476,6 +376,6 @@ def _prefill_cases() -> Iterator[Case]:
     yield Case("[70, 90) the first row not read, tiny float32 pages", make(70, 20, TINY, torch.float32, skip=1))
 
 
-mla_qkv = Op("mla_qkv", _qkv_reference, _qkv_kernel, _qkv_cost, _qkv_cases, fits=_qkv_fits)
-mla_decode = Op("mla_decode", _decode_reference, _decode_kernel, _decode_cost, _decode_cases, fits=_decode_fits)
-mla_prefill = Op("mla_prefill", _prefill_reference, _prefill_kernel, _prefill_cost, _prefill_cases, fits=_prefill_fits)
+mla_qkv = Op("mla_qkv", _qkv_reference, _qkv_cost, _qkv_cases)
+mla_decode = Op("mla_decode", _decode_reference, _decode_cost, _decode_cases)
+mla_prefill = Op("mla_prefill", _prefill_reference, _prefill_cost, _prefill_cases)

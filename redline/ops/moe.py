@@ -11,19 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.ops import native
-from redline.ops.formats import Int4, quantize_int4
+from redline.ops.formats import ExpertWeights, Plain, Weight, quantize_int4
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
-from redline.ops.weights import PANEL, Experts, Int4Panels, Matrix, expert_matrix, prepare_experts
 
 
 @dataclass(frozen=True)
 class Routed:
     """The routed experts of a layer: gate_up [E, 2 I, D] (gate first), down [E, D, I]; and who goes where."""
 
-    gate_up: Experts
-    down: Experts
+    gate_up: ExpertWeights
+    down: ExpertWeights
     ids_TK: Tensor  # int32
     weights_TK: Tensor  # float32
 
@@ -35,8 +33,8 @@ def _swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 def reference(
     x_TD: Tensor,
-    shared_gate_up: Matrix | None,
-    shared_down: Matrix | None,
+    shared_gate_up: Weight | None,
+    shared_down: Weight | None,
     routed: Routed | None,
     rounded: bool = False,
 ) -> Tensor:
@@ -47,62 +45,15 @@ def reference(
     if routed is not None:
         for expert in routed.ids_TK.unique().tolist():
             rows, choice = torch.where(routed.ids_TK == expert)
-            part = _swiglu(x_TD[rows], expert_matrix(routed.gate_up, expert), expert_matrix(routed.down, expert))
+            part = _swiglu(x_TD[rows], routed.gate_up.matrix(expert), routed.down.matrix(expert))
             y_TD = y_TD.index_add(0, rows, part * routed.weights_TK[rows, choice, None].to(part.dtype))
     return y_TD
 
 
-def addresses_of(experts: Experts) -> tuple[int, int]:
-    """Of the codes or weights, and of the scales or null."""
-    if isinstance(experts, Int4Panels):
-        return experts.addresses
-    assert isinstance(experts, Matrix), "INT4 experts reach the kernel as panels"
-    return experts.address, 0
-
-
-def kernel(
-    x_TD: Tensor,
-    shared_gate_up: Matrix | None,
-    shared_down: Matrix | None,
-    routed: Routed | None,
-    rounded: bool = False,
-) -> Tensor:
-    library = native.library()
-    assert library is not None
-    tokens, d = x_TD.shape
-    y_TD = torch.empty_like(x_TD)
-    shared = (0, 0, 0)
-    if shared_gate_up is not None and shared_down is not None:
-        shared = (shared_gate_up.address, shared_down.address, shared_gate_up.outputs // 2)
-    pointers, sizes = (0, 0, 0, 0, 0, 0), (0, 0, 0)
-    if routed is not None:
-        choice = native.pointer(routed.ids_TK), native.pointer(routed.weights_TK)
-        pointers = (*choice, *addresses_of(routed.gate_up), *addresses_of(routed.down))
-        sizes = (routed.down.shape[0], routed.ids_TK.shape[1], routed.down.shape[2])
-    sizes = (tokens, d, *sizes, shared[2], rounded)
-    library.redline_moe(native.pointer(x_TD), *pointers, *shared[:2], y_TD.data_ptr(), *sizes)
-    return y_TD
-
-
-def fits(
-    x_TD: Tensor,
-    shared_gate_up: Matrix | None,
-    shared_down: Matrix | None,
-    routed: Routed | None,
-    rounded: bool = False,
-) -> bool:
-    downs: list[Matrix | Int4Panels] = [shared_down] if shared_down is not None else []
-    if routed is not None:
-        if isinstance(routed.gate_up, Int4) or isinstance(routed.down, Int4):
-            return False
-        downs.append(routed.down)
-    return all(size % PANEL == 0 for down in downs for size in down.shape[-2:])
-
-
 def cost(
     x_TD: Tensor,
-    shared_gate_up: Matrix | None,
-    shared_down: Matrix | None,
+    shared_gate_up: Weight | None,
+    shared_down: Weight | None,
     routed: Routed | None,
     rounded: bool = False,
 ) -> Cost:
@@ -110,7 +61,7 @@ def cost(
     total = Cost(2 * x_TD.nbytes)
     tokens, d = x_TD.shape
     if shared_gate_up is not None and shared_down is not None:
-        flops = 3 * tokens * d * shared_gate_up.outputs
+        flops = 3 * tokens * d * shared_gate_up.shape[-2]
         total += Cost(shared_gate_up.nbytes + shared_down.nbytes, flops)
     if routed is not None:
         experts, chosen = routed.down.shape[0], routed.ids_TK.unique().numel()
@@ -122,21 +73,21 @@ def cost(
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, d: int, i: int, e: int, k: int, shared: int, int4: bool, rounded: bool = False):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Matrix | None, Matrix | None, Routed | None, bool]:
+        def inputs(g: torch.Generator) -> tuple[Tensor, Plain | None, Plain | None, Routed | None, bool]:
             def weight(*shape: int) -> Tensor:
                 return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
 
             x = torch.randn(tokens, d, generator=g)
-            shared_up = Matrix.prepare(weight(2 * shared, d)) if shared else None
-            shared_down = Matrix.prepare(weight(d, shared)) if shared else None
+            shared_up = Plain(weight(2 * shared, d)) if shared else None
+            shared_down = Plain(weight(d, shared)) if shared else None
             if not e:
                 return x, shared_up, shared_down, None, rounded
             up, down = weight(e, 2 * i, d), weight(e, d, i)
             ids = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(tokens)]).to(torch.int32)
             weights = torch.rand(tokens, k, generator=g)
             routed = Routed(
-                prepare_experts(quantize_int4(up) if int4 else up),
-                prepare_experts(quantize_int4(down) if int4 else down),
+                quantize_int4(up) if int4 else Plain(up),
+                quantize_int4(down) if int4 else Plain(down),
                 *(ids, weights),
             )
             return x, shared_up, shared_down, routed, rounded
@@ -157,4 +108,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=1 Kimi, 8 of 384", make(1, 7168, 2048, 384, 8, 2048, True), small=False)
 
 
-moe = Op("moe", reference, kernel, cost, cases, fits=fits)
+moe = Op("moe", reference, cost, cases)

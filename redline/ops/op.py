@@ -1,12 +1,10 @@
-"""An op: what it means (reference), how it is done here (kernel), what it must cost (cost), where it is tried (cases).
+"""An op: what it means (reference), what it must cost (cost), where it is tried (cases).
 
-One op, one file. A call takes the kernel of the tensors' device (`kernel`: CPU, `cuda`: GPU), where it could be built,
-the sizes fit it and no input needs a gradient; everything else takes the reference, which is counted. Weights come as
-handles (`ops.weights`, `ops.tiled`) that all understand, so they have one signature and one test holds them equal.
+How a chip does it is a `Kernel` (`redline.kernels`), which names its op and is held equal to the reference at the op's
+cases (law 1). An op knows no chip. Weights come as handles (`formats.Weight`), which each chip lays out in its own way.
 """
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -14,18 +12,13 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from redline.ops import native
-from redline.ops.cuda.kernel import has_kernels
-
 P = ParamSpec("P")
 R = TypeVar("R")
-
-reference_calls: Counter[str] = Counter()  # op name -> calls of this process that took the reference
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine can do at best, measured (see `bench.local.machine`)."""
+    """What this machine can do at best, measured (see `bench.machine`)."""
 
     name: str
     bytes_per_s: float
@@ -56,39 +49,22 @@ class Case:
     rtol: float | None = None  # of this case, where it is not the op's
 
 
-def _always(*_: object, **__: object) -> bool:
-    return True
-
-
 @dataclass(frozen=True)
 class Op(Generic[P, R]):
-    """`fits`, `cuda_fits`: whether the kernel takes these sizes; Kimi's always do. rtol: of sums in float32.
+    """A call is the reference. rtol: relative error of sums in float32 that are added up in another order.
 
-    roundings: how often the CUDA kernel rounds to an output's format what the reference keeps in float32, beside the
+    roundings: how often a GPU's kernel rounds to an output's format what the reference keeps in float32, beside the
     output itself, which both round.
     """
 
     name: str
     reference: Callable[P, R]
-    kernel: Callable[P, R] | None
     cost: Callable[P, Cost]
     cases: Callable[[], Iterator[Case]]
     rtol: float = 2e-5
-    fits: Callable[..., bool] = _always
-    cuda: Callable[P, R] | None = None
-    cuda_fits: Callable[..., bool] = _always
     roundings: int = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        x = args[0]
-        assert isinstance(x, Tensor), f"{self.name}: the first argument decides the device, got {type(x)}"
-        if not x.requires_grad:
-            if self.cuda is not None and has_kernels(x.device) and self.cuda_fits(*args, **kwargs):
-                return self.cuda(*args, **kwargs)
-            on_cpu = self.kernel is not None and not x.is_cuda and native.library() is not None
-            if on_cpu and self.kernel is not None and self.fits(*args, **kwargs):
-                return self.kernel(*args, **kwargs)
-        reference_calls[self.name] += 1
         return self.reference(*args, **kwargs)
 
 

@@ -9,13 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from redline.ops import native
+from redline.ops.formats import Plain, Weight
 from redline.ops.op import Case, Cost, Op
-from redline.ops.weights import Matrix
 
 
 def reference(
-    x_TD: Tensor, weight: Matrix, bias_E: Tensor, k: int, normalise: bool, scale: float
+    x_TD: Tensor, weight: Weight, bias_E: Tensor, k: int, normalise: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """-> (ids int32 [T, K], best first, ties to the lower id; weights float32 [T, K])."""
     scores = torch.sigmoid(x_TD.float() @ weight.dense().float().T)
@@ -26,36 +25,17 @@ def reference(
     return ids.to(torch.int32), weights * scale
 
 
-def kernel(
-    x_TD: Tensor, weight: Matrix, bias_E: Tensor, k: int, normalise: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    library = native.library()
-    assert library is not None
+def cost(x_TD: Tensor, weight: Weight, bias_E: Tensor, k: int, normalise: bool, scale: float) -> Cost:
     tokens, d = x_TD.shape
-    ids = torch.empty(tokens, k, dtype=torch.int32)
-    weights = torch.empty(tokens, k)
-    library.redline_route_experts(
-        native.pointer(x_TD),
-        weight.address,
-        native.pointer(bias_E),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        *(tokens, d, weight.outputs, k, normalise, scale),
-    )
-    return ids, weights
-
-
-def cost(x_TD: Tensor, weight: Matrix, bias_E: Tensor, k: int, normalise: bool, scale: float) -> Cost:
-    tokens, d = x_TD.shape
-    return Cost(x_TD.nbytes + weight.nbytes + bias_E.nbytes + tokens * k * 8, 2 * tokens * d * weight.outputs)
+    return Cost(x_TD.nbytes + weight.nbytes + bias_E.nbytes + tokens * k * 8, 2 * tokens * d * weight.shape[-2])
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, d: int, e: int, k: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Matrix, Tensor, int, bool, float]:
+        def inputs(g: torch.Generator) -> tuple[Tensor, Plain, Tensor, int, bool, float]:
             weight = (torch.randn(e, d, generator=g) * d**-0.5).to(torch.bfloat16)
             bias = torch.randn(e, generator=g) * 0.1
-            return torch.randn(tokens, d, generator=g), Matrix.prepare(weight), bias, k, True, 2.827
+            return torch.randn(tokens, d, generator=g), Plain(weight), bias, k, True, 2.827
 
         return inputs
 
@@ -64,8 +44,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=4 Kimi", make(4, 7168, 384, 8))
 
 
-def fits(x_TD: Tensor, weight: Matrix, *_: object) -> bool:
-    return weight.panels
-
-
-route_experts = Op("route_experts", reference, kernel, cost, cases, fits=fits)
+route_experts = Op("route_experts", reference, cost, cases)

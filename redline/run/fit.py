@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from redline.errors import ConfigError
-from redline.model.config import K2Config, Nvfp4Experts
-from redline.model.eagle3 import Eagle3Config
-from redline.run.sample import SCORED_ROWS
-from redline.run.shapes import shapes
+from redline.model.eagle3.module import Eagle3Config
+from redline.model.k2.config import K2Config, Nvfp4Experts
+from redline.run.graphs.shapes import shapes
+from redline.run.sampling.sample import SCORED_ROWS
 from redline.wire.job import PAGE_TOKENS
 
 KV_SHARE = 0.25  # of the memory that is left for pages, where nothing is said; at most KV_MOST

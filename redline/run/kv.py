@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from redline.errors import ConfigError
-from redline.model.eagle3 import Eagle3
-from redline.model.k2 import K2
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.cpu import K2
 from redline.run.fit import Layout
 from redline.wire.job import PAGE_TOKENS
 

@@ -21,18 +21,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from redline.model.eagle3 import Eagle3
-from redline.model.k2 import K2
-from redline.ops.faults import is_device_error
-from redline.ops.transformer import Predicted
-from redline.run.captured import CapturedSteps, not_finite
-from redline.run.decode import Board
-from redline.run.draft import Drafting
+from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.hopper.faults import is_device_error
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.cpu import K2
+from redline.run.drafting.learned import Drafting
+from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen
 from redline.run.fit import Layout
+from redline.run.graphs.captured import CapturedSteps, not_finite
+from redline.run.graphs.decode import Board
 from redline.run.kv import KvPool
-from redline.run.sample import SCORED_ROWS, draw_each, is_greedy, logprobs_of, uniform
+from redline.run.sampling.sample import SCORED_ROWS, draw_each, is_greedy, logprobs_of, uniform
 from redline.run.slots import Proposal, Slots, Span
-from redline.run.verify import Verified, is_chosen_alone, verify, verify_chosen
 from redline.wire.job import Sampling
 from redline.wire.step import Begin, RowResult, Step, StepResult, TokenLogprobs
 

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.model.k2 import K2, Chunk, Inputs
-from redline.ops.step_inputs import StepMemory, memory, step_inputs
-from redline.run.suffix import Suffix
+from redline.kernels.cpu.blocks.step_inputs import StepMemory, memory, step_inputs
+from redline.model.k2.cpu import K2, Chunk, Inputs
+from redline.run.drafting.suffix import Suffix
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Begin, Row
 

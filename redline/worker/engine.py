@@ -13,16 +13,17 @@ from typing import Self
 
 import torch
 
+from redline import limits
 from redline.chat.hashing import page_hash
 from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
-from redline.model.checkpoint import Checkpoint
-from redline.model.config import K2Config
-from redline.model.eagle3 import Eagle3
-from redline.model.k2 import K2
-from redline.model.load import load, why_not
-from redline.ops import limits, native
+from redline.kernels.cpu import native
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.config import K2Config
+from redline.model.k2.cpu import K2
+from redline.model.k2.load import load, why_not
 from redline.plan.planner import PlanConfig, Planner
 from redline.run.fit import Layout, Sizes, fit
 from redline.run.runner import Runner
@@ -282,5 +283,5 @@ def sizes_of(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take, control groups counted (`ops.limits`)."""
+    """Bytes that this process could still take, control groups counted (`limits`)."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.free_memory()

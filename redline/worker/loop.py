@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from redline.errors import MessageTooLarge, WorkerLost
-from redline.ops.faults import is_device_error
+from redline.kernels.hopper.faults import is_device_error
 from redline.plan.planner import Planner
 from redline.wire.channel import Inbox, Outbox
 from redline.wire.codec import Wire

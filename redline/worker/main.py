@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from redline.errors import RedlineError
-from redline.ops import native
+from redline.kernels.cpu import native
 from redline.wire.channel import SocketInbox, SocketOutbox
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import bystander
-from benchmarks.bystander import memory_slopes, slope
-from benchmarks.bystander_attacks import ATTACKS
-from benchmarks.bystander_random import draw, requests
-from benchmarks.bystander_watch import Chunk, Knock, Notes, joined, read
+from redline.bench.attack import bystander
+from redline.bench.attack.attacks import ATTACKS
+from redline.bench.attack.bystander import memory_slopes, slope
+from redline.bench.attack.random_requests import draw, requests
+from redline.bench.attack.watch import Chunk, Knock, Notes, joined, read
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,8 @@ import time
 import pytest
 import torch
 
-from redline.bench.local import machine as limits
-from redline.bench.local.machine import cpu_name, measure
+from redline.bench import machine as limits
+from redline.bench.machine import cpu_name, measure
 from redline.ops.op import Cost
 
 

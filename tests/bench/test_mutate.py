@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mutants import Mutant, mutants
-from benchmarks.mutate import NAMED, Found, Suite, Tree, again, drawn, read_journal, room, sources, summary
+from redline.bench.mutation.mutants import Mutant, mutants
+from redline.bench.mutation.mutate import NAMED, Found, Suite, Tree, again, drawn, read_journal, room, sources, summary
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,7 @@ def test_bugs_are_written_into_what_the_emulator_compiles(tmp_path: Path):
     }
 
 
-@pytest.mark.parametrize("file", ["redline/plan/planner.py", "redline/api/openai.py", "redline/draft/losses.py"])
+@pytest.mark.parametrize("file", ["redline/plan/planner.py", "redline/api/openai.py", "redline/draft/train/losses.py"])
 def test_every_bug_of_a_file_is_a_program(file: str):
     source = (ROOT / file).read_bytes()
     written = mutants(ROOT, file)
@@ -102,8 +102,8 @@ def test_the_nearest_tests_come_first():
     suite = Suite(ROOT, Path("nowhere"))
     assert suite.nearest("redline/plan/prefix.py")[0] == "tests/plan/test_prefix.py"
     assert "tests/laws/test_law_3_the_cache_changes_nothing.py" in suite.nearest("redline/plan/prefix.py")
-    assert suite.nearest("redline/ops/attend.cu")[0] == "tests/ops/test_cuda_attention.py"
-    assert "tests/laws/test_law_1_kernel_is_reference.py" in suite.nearest("redline/ops/moe.cpp")[:2]
+    assert suite.nearest("redline/kernels/hopper/decode/attend.cu")[0] == "tests/kernels/hopper/test_cuda_attention.py"
+    assert "tests/laws/test_law_1_kernel_is_reference.py" in suite.nearest("redline/kernels/cpu/moe.cpp")[:2]
     suite.seconds = {"a": 50.0, "b": 40.0, "c": 5.0}
     assert suite.within(["a", "b", "c"], 60) == ["a", "c"]
     assert suite.within(["a"], 1) == ["a"], "one at least"
@@ -128,8 +128,8 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_what_becomes_of_a_mutant(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("benchmarks.mutate.SLACK_S", 5.0)
-    monkeypatch.setattr("benchmarks.mutate.PATIENCE", 1.0)
+    monkeypatch.setattr("redline.bench.mutation.mutate.SLACK_S", 5.0)
+    monkeypatch.setattr("redline.bench.mutation.mutate.PATIENCE", 1.0)
     (tmp_path / "tree").mkdir()
     tree = Tree(project, tmp_path / "tree", tmp_path / "cache")
     suite = Suite(project, tmp_path / "tests.json")
@@ -163,14 +163,18 @@ def test_a_search_is_summed_up(tmp_path: Path):
     def one(outcome: str, file: str) -> Found:
         return Found(f"{file}:{outcome}", file, 1, "compare", "-a\n+b", outcome, "", 1.0)
 
-    results = [one("killed", "redline/plan/a.py"), one("hung", "redline/plan/b.py"), one("lived", "redline/ops/c.cu")]
+    results = [
+        one("killed", "redline/plan/a.py"),
+        one("hung", "redline/plan/b.py"),
+        one("lived", "redline/kernels/hopper/c.cu"),
+    ]
     journal = tmp_path / "journal"
     journal.write_text("".join(json.dumps(result._asdict()) + "\n" for result in results))
     assert read_journal(journal) == results
     told = summary([*results, one("gone", "redline/api/d.py")])
     assert (told["mutants"], told["killed"], told["killed_share"]) == (3, 2, 0.667)
     assert told["by_room"] == {"cuda": {"lived": 1}, "plan": {"killed": 1, "hung": 1}}
-    assert [lived["file"] for lived in told["lived"]] == ["redline/ops/c.cu"]
+    assert [lived["file"] for lived in told["lived"]] == ["redline/kernels/hopper/c.cu"]
     assert told["gone"] == ["redline/api/d.py:gone"]
 
 

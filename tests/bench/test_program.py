@@ -1,4 +1,4 @@
-"""The programs in benchmarks/: heard of while they work, and one line for what somebody can mend."""
+"""The programs in redline/bench/: heard of while they work, and one line for what somebody can mend."""
 
 import subprocess
 import sys
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.program import program
+from redline.bench.program import program
 from redline.errors import ConfigError
 
 
 def test_a_program_is_heard_of_while_it_works(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setattr("redline.progress.EVERY_S", 0.001)
-    monkeypatch.setattr(sys, "argv", ["benchmarks/some_bench.py"])
+    monkeypatch.setattr(sys, "argv", ["redline/bench/runs/some_bench.py"])
     program(lambda: time.sleep(0.2))
     assert capsys.readouterr().err.startswith("some_bench: 0:00 passed\n")
 
@@ -40,7 +40,7 @@ def test_ctrl_c_is_one_line_and_code_130(capsys: pytest.CaptureFixture[str], mon
 @pytest.mark.parametrize("name", ["step_profile", "loop_gap", "prefill_layer"])
 def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, tmp_path: Path):
     flag = "--out" if name == "step_profile" else "--save"
-    command = [sys.executable, "-m", f"benchmarks.{name}", flag, str(tmp_path)]
+    command = [sys.executable, "-m", f"redline.bench.runs.{name}", flag, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
     assert done.stderr == f"error: {tmp_path}: is a folder; name a file in it\n"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from redline.bench.local.depth import Depth
+from redline.bench.step.depth import Depth
 from redline.cli import app, decode
 from redline.cli.decode import DepthConfig
 from redline.errors import ConfigError

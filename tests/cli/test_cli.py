@@ -13,19 +13,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.cli import app
 from redline.cli.speculate import SpeculateConfig
+from redline.draft.corpus.synth import SynthConfig
 from redline.draft.evaluate import EvalConfig
-from redline.draft.mine import MineConfig
-from redline.draft.synth import SynthConfig
+from redline.draft.mine.mine import MineConfig
 from redline.errors import ConfigError
-from redline.model.checkpoint import Checkpoint
-from redline.model.eagle3 import Eagle3, Eagle3Config
-from redline.model.write import random_checkpoint
+from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.write import random_checkpoint
 from redline.ops.op import Machine
 from redline.worker.config import EngineConfig
 from tests.tiny_model import kernel_config
-from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 REDLINE = Path(sys.executable).with_name("redline")
 
@@ -266,7 +266,7 @@ def test_a_disk_that_fails_in_the_midst_is_one_line(tiny: Path, tmp_path: Path, 
     def stale(*_: Any, **__: Any) -> None:
         raise OSError(errno.ESTALE, "Stale file handle", str(tmp_path / "corpus.jsonl"))
 
-    monkeypatch.setattr("redline.draft.synth.synth", stale)
+    monkeypatch.setattr("redline.draft.corpus.synth.synth", stale)
     words = ["draft", "synth", tiny, "--out", tmp_path / "corpus.jsonl", "--domain", "code", "--count", "1"]
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert isinstance(done.exception, ConfigError)
@@ -302,12 +302,12 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
     [
         (
             "draft synth t --prompts p --out o",
-            "redline.draft.synth.run",
+            "redline.draft.corpus.synth.run",
             SynthConfig(weights="t", out="o", prompts=("p",), engine=EngineConfig(step_tokens=512)),
         ),
         (
             "draft mine t --draft d --corpus c --out o",
-            "redline.draft.mine.run",
+            "redline.draft.mine.mine.run",
             MineConfig(target="t", draft="d", out="o", corpus=("c",)),
         ),
         ("draft eval t --draft d", "redline.draft.evaluate.run", EvalConfig(target="t", draft="d")),

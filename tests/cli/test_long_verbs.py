@@ -11,15 +11,15 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from redline.bench.local.answering import Greedy
+from redline.bench.quality.answering import Greedy
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.cli import app, decode
 from redline.errors import ConfigError
-from redline.model.checkpoint import Checkpoint
-from redline.model.eagle3 import Eagle3, Eagle3Config
-from redline.model.write import random_checkpoint
+from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.write import random_checkpoint
 from redline.worker.engine import Engine
 from tests.tiny_model import kernel_config
-from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 QUESTION = {"kind": "add", "messages": [{"role": "user", "content": "1 + 1?"}], "check": {"number": 2}}
 
@@ -144,7 +144,7 @@ def test_ctrl_c_is_one_line_and_code_130(tiny: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Greedy, "answer", interrupt)
     monkeypatch.setattr(decode, "measure_decode", interrupt)
     monkeypatch.setattr(decode, "_measure", interrupt)
-    monkeypatch.setattr("redline.bench.local.speculate.Asker.ask", interrupt)
+    monkeypatch.setattr("redline.bench.speculation.speculate.Asker.ask", interrupt)
     monkeypatch.setattr(decode, "measure", interrupt)
     for words in verbs(tiny).values():
         done = typed(*words)

@@ -12,14 +12,14 @@ import torch
 from rich.console import Console
 
 from redline.chat.generation import Generation
-from redline.draft.buckets import Scored, buckets, rejections, since_control
-from redline.draft.choose import answer_tokens, choose, mix, uniform, weights, window
-from redline.draft.corpus import Example, read_examples
-from redline.draft.mine import MineConfig
-from redline.draft.mine import run as mine
-from redline.draft.score import Scores, Serving, compare, distribution, score, walk
-from redline.draft.scorer import Scorer
-from redline.draft.traces import read_traces
+from redline.draft.corpus.corpus import Example, read_examples
+from redline.draft.corpus.traces import read_traces
+from redline.draft.mine.buckets import Scored, buckets, rejections, since_control
+from redline.draft.mine.choose import answer_tokens, choose, mix, uniform, weights, window
+from redline.draft.mine.mine import MineConfig
+from redline.draft.mine.mine import run as mine
+from redline.draft.mine.score import Scores, Serving, compare, distribution, score, walk
+from redline.draft.mine.scorer import Scorer
 from redline.errors import ConfigError
 
 ONEHOT, SAMPLED = Serving("onehot"), Serving("sampled")
@@ -86,7 +86,7 @@ def foretelling(tokens: list[int], steps: int) -> list[torch.Tensor]:
 
 def test_row_t_of_step_j_is_held_against_token_t_plus_2_plus_j(monkeypatch: pytest.MonkeyPatch):
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    monkeypatch.setattr("redline.draft.score.PIECE_BYTES", 3 * 4 * V)  # pieces of three rows change nothing
+    monkeypatch.setattr("redline.draft.mine.score.PIECE_BYTES", 3 * 4 * V)  # pieces of three rows change nothing
     found = scored_sequence(tokens, foretelling(tokens, 3))
     assert found.position_R.tolist() == [4, 5, 6, 7]  # the answer's first token, at 3, comes from the prompt
     assert found.hit_Rk.tolist() == found.there_Rk.tolist()
@@ -284,7 +284,7 @@ def test_a_trace_has_the_domain_that_it_names_or_its_files(tmp_path: Path):
 def test_a_folder_mined_with_other_settings_is_refused_and_a_larger_batch_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("redline.draft.mine.check_target", lambda folder, device: None)  # there is none
+    monkeypatch.setattr("redline.draft.mine.mine.check_target", lambda folder, device: None)  # there is none
     config = MineConfig(target="t", draft="d", out=str(tmp_path), corpus=("c",))
     (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
     with pytest.raises(ConfigError, match="made with budget 1000000, not 5"):
@@ -300,9 +300,9 @@ def test_an_example_that_the_target_cannot_read_is_told_and_neither_scored_nor_r
         lines = (msgspec.json.encode(example(f"{kind} {which}")) for which in ("good", "bad"))
         (tmp_path / f"{kind}.jsonl").write_bytes(b"\n".join(lines))
     traced = read_examples(tmp_path / "traced.jsonl")
-    monkeypatch.setattr("redline.draft.mine.read_traces", lambda *names: traced)
-    monkeypatch.setattr("redline.draft.mine.check_target", lambda folder, device: None)
-    monkeypatch.setattr("redline.draft.mine.generation_of", lambda folder: Generation())
+    monkeypatch.setattr("redline.draft.mine.mine.read_traces", lambda *names: traced)
+    monkeypatch.setattr("redline.draft.mine.mine.check_target", lambda folder, device: None)
+    monkeypatch.setattr("redline.draft.mine.mine.generation_of", lambda folder: Generation())
     refuses = SimpleNamespace(refusal=lambda one: "too long" if one.id.endswith("bad") else None)
     monkeypatch.setattr(Scorer, "open", lambda *given: refuses)
     seen: list[str] = []
@@ -311,8 +311,8 @@ def test_an_example_that_the_target_cannot_read_is_told_and_neither_scored_nor_r
         seen.extend(one.id for one in examples)
         return [marked(one, 0.5) for one in examples]
 
-    monkeypatch.setattr("redline.draft.mine._score", scores)
-    monkeypatch.setattr("redline.draft.mine.drawn", lambda *given: None)
+    monkeypatch.setattr("redline.draft.mine.mine._score", scores)
+    monkeypatch.setattr("redline.draft.mine.mine.drawn", lambda *given: None)
     screen, out = io.StringIO(), tmp_path / "out"
     config = MineConfig(target="t", draft="d", out=str(out), corpus=(str(tmp_path / "base.jsonl"),), answers=0)
     assert mine(config, Console(file=screen, width=500)) == 0

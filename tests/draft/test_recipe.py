@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.draft import recipe as module
-from redline.draft.mine import MineConfig
+from redline.draft.mine.mine import MineConfig
 from redline.draft.recipe import RunConfig, read_train, run, stages_of
 from redline.draft.stages import Stage, fill, run_stages, stamp_of
 from redline.errors import ConfigError
-from redline.model.checkpoint import Checkpoint
-from redline.model.eagle3 import Eagle3
-from redline.model.write import random_checkpoint
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.write import random_checkpoint
 from redline.wire.base import Record
 from tests.tiny_model import kernel_config
-from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 QUIET = Console(file=io.StringIO())
 
@@ -306,12 +306,12 @@ def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Pat
 
 
 STAGES = {  # and what each calls in the middle of its work
-    "synth": "redline.draft.synth.synth",
-    "capture": "redline.draft.capture.capture",
-    "base": "redline.draft.train.train",
-    "mine": "redline.draft.mine.buckets",
-    "mine-capture": "redline.draft.capture.capture",
-    "mined": "redline.draft.train._export",
+    "synth": "redline.draft.corpus.synth.synth",
+    "capture": "redline.draft.corpus.capture.capture",
+    "base": "redline.draft.train.train.train",
+    "mine": "redline.draft.mine.mine.buckets",
+    "mine-capture": "redline.draft.corpus.capture.capture",
+    "mined": "redline.draft.train.train._export",
     "eval": "redline.draft.evaluate.evaluate",
     "export": "redline.draft.export.Eagle3.save",
 }

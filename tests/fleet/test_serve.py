@@ -25,14 +25,14 @@ from openai import APIError, OpenAI
 from rich.console import Console
 
 from redline.api.server import open_files
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.errors import ConfigError
 from redline.fleet import serve as fleet
 from redline.fleet.config import ServeConfig
 from redline.fleet.serve import serve
-from redline.model.eagle3 import Eagle3, Eagle3Config
-from redline.model.write import random_checkpoint
+from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.k2.write import random_checkpoint
 from tests.tiny_model import kernel_config
-from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]
 NANO = ROOT / "models" / "kimi-nano"
@@ -256,7 +256,7 @@ def test_a_second_server_is_told_that_the_port_is_in_use(nano: Server):
 
 
 def test_the_loop_that_serves_is_uvloops(monkeypatch: pytest.MonkeyPatch):
-    """As benchmarks/frontend.py has it."""
+    """As redline/bench/runs/frontend.py has it."""
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def look(*_: object) -> int:

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV3ForCausalLM
 
-from redline.model.config import K2Config, Yarn
-from redline.model.k2 import K2
-from redline.model.write import Layout as Names
-from redline.model.write import random_checkpoint, tiny_config
+from redline.bench.peers.oracle import logits, transformers_model
+from redline.model.k2.config import K2Config, Yarn
+from redline.model.k2.cpu import K2
+from redline.model.k2.write import Layout as Names
+from redline.model.k2.write import random_checkpoint, tiny_config
 from redline.run.fit import Layout
 from redline.run.runner import Runner
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row
-from tests.oracle import logits, transformers_model
 from tests.tiny_model import kernel_config, load_folder, prompt
 
 LIMIT = 1e-3

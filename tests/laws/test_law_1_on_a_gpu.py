@@ -14,16 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.ops.all import CUDA
-from redline.ops.choose_experts import Choice, choose_experts
-from redline.ops.op import Case, Op, limit_of
+from redline.kernels.all import HOPPER
+from redline.kernels.hopper.decode.choose_experts import Choice, choose_experts
+from redline.kernels.kernel import Kernel
+from redline.ops.op import Case, limit_of
 from tests.seeds import fresh_seed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 # Op name -> the arguments that it writes, beside what it returns.
 WRITES = {"project_q": (9,), "split_a": (6,), "step_rows": (1, 2), "settle_rows": (3, 4)}
-CASES = [pytest.param(op, case, id=f"{op.name}: {case.name}") for op in CUDA for case in op.cases()]
+CASES = [
+    pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}") for kernel in HOPPER for case in kernel.op.cases()
+]
 
 errors: dict[str, tuple[float, float, str]] = {}  # op and output -> the error nearest to its limit, the limit, the case
 
@@ -68,17 +71,17 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poison)
 
 
-@pytest.mark.parametrize(("op", "case"), CASES)
+@pytest.mark.parametrize(("kernel", "case"), CASES)
 @pytest.mark.usefixtures("poisoned")
-def test_the_cuda_kernel_is_the_reference(op: Op[Any, Any], case: Case) -> None:
-    assert op.cuda is not None
+def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any], case: Case) -> None:
+    op = kernel.op
     seed = fresh_seed()
     with torch.device("cuda"):  # Kimi's experts are made there in a hundredth of the time
         args = case.make(torch.Generator("cuda").manual_seed(seed))
-    assert op.cuda_fits(*args), "a case that the kernel does not take"
+    assert kernel.fits(*args), "a case that the kernel does not take"
     ours, theirs = on_gpu(args), on_gpu(args)
     with torch.inference_mode():
-        got, want = op.cuda(*ours), op.reference(*theirs)
+        got, want = kernel.run(*ours), op.reference(*theirs)
         torch.cuda.synchronize()
         if op.name == "gates":
             want = _of_the_same_logits(got, want, *theirs[-1:])
@@ -105,7 +108,7 @@ def _of_the_same_logits(got: Any, want: Any, choice: Choice | None) -> Any:
     if choice is None:
         return want
     c = choice
-    pairs = choose_experts.reference(got[0], c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+    pairs = choose_experts.op.reference(got[0], c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
     return *want[:3], dataclasses.replace(pairs, ready=want[3].ready)
 
 

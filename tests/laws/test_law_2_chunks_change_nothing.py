@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from redline.model.k2 import K2
+from redline.model.k2.cpu import K2
 from tests.tiny_model import Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
 PROMPT = prompt(seed=2, length=300)

@@ -2,7 +2,7 @@
 
 Greedy and seeded answers are the same token for token, and on a CPU the log probabilities to the bit, whatever is
 drafted and whoever is company: in prompts cut into chunks, from cached prefixes, after pre-emption, beside rows that do
-not speculate. What is drawn without a given seed follows the same distribution (tests/run/test_verify.py).
+not speculate. What is drawn without a given seed follows the same distribution (tests/run/drafting/test_verify.py).
 """
 
 import functools
@@ -16,9 +16,9 @@ import torch
 from redline.chat.conversation import Conversation, Message
 from redline.chat.template import encode, style_of
 from redline.chat.tokenizer import Tokenizer
-from redline.model.checkpoint import Checkpoint
-from redline.model.eagle3 import Eagle3
-from redline.model.k2 import K2, load
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.cpu import K2, load
 from redline.wire.job import Job, JobId
 from redline.worker.engine import Engine
 from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.ops import native
+from redline.kernels.cpu import native
 from redline.wire.job import Job
 from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
@@ -141,7 +141,7 @@ def test_another_seed_is_another_answer():
 ON_ONE_CORE = """
 import os
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-from redline.ops import native
+from redline.kernels.cpu import native
 from tests.laws.test_law_7_company_does_not_matter import digest, mixed
 from tests.tiny_model import run_alone, tiny_model
 assert native.threads() == 1 and native.library() is not None

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from redline.bench.local.prompts import read_sets
+from redline.bench.quality.prompts import read_sets
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode

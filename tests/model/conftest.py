@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.model.write import random_checkpoint, tiny_config
+from redline.model.k2.write import random_checkpoint, tiny_config
 
 
 @pytest.fixture(scope="session")

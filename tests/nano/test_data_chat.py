@@ -7,7 +7,7 @@ import pytest
 
 from nano.data_chat import CANNOT, GENERATORS, IMPOSSIBLE, JOBS_ON_TEXT, MEMORIES, TALKS, earlier, families
 from nano.sample import Sample, Split
-from redline.bench.local.checks import grade
+from redline.bench.quality.checks import grade
 
 
 def drawn(kind: str, split: Split, count: int = 1_000) -> list[Sample]:

@@ -9,7 +9,7 @@ import pytest
 from nano import data_code
 from nano.data_code import NAMED, NAMELESS, STEPS_NAMED, code, families
 from nano.sample import Sample, Split
-from redline.bench.local.checks import grade
+from redline.bench.quality.checks import grade
 
 
 def drawn(split: Split, count: int) -> list[Sample]:

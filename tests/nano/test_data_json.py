@@ -10,7 +10,7 @@ import pytest
 from nano.data_json import extract, families
 from nano.data_json_topics import FRAMES, HELD_FRAMES, HELD_RECORDS, RECORDS
 from nano.sample import Sample, Split
-from redline.bench.local.checks import grade
+from redline.bench.quality.checks import grade
 
 SPLITS: tuple[Split, ...] = ("train", "values", "families")
 

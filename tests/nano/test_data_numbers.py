@@ -17,7 +17,7 @@ from nano.data_numbers_stories import (
 )
 from nano.data_numbers_wordings import CORES, FRAMES, HELD_CORES, HELD_FRAMES
 from nano.sample import Sample, Split
-from redline.bench.local.checks import grade
+from redline.bench.quality.checks import grade
 
 SPLITS: tuple[Split, ...] = ("train", "values", "families")
 PYTHON = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}

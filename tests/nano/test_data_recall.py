@@ -21,7 +21,7 @@ from nano.data_recall import (
     recall,
 )
 from nano.sample import Sample, Split
-from redline.bench.local.checks import grade
+from redline.bench.quality.checks import grade
 from redline.chat.conversation import Conversation, Message
 from redline.chat.template import encode
 from redline.chat.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import pytest
 from nano.data_tools import GENERATORS, families, held_name
 from nano.data_tools_topics import FRAMES, HELD_FRAMES, HELD_NOUNS, HELD_TOPICS, NOUNS, TOPICS
 from nano.sample import Sample, Split
-from redline.bench.local.checks import Call, grade
+from redline.bench.quality.checks import Call, grade
 
 SPLITS: tuple[Split, ...] = ("train", "values", "families")
 

@@ -9,7 +9,7 @@ from nano import data_words
 from nano.data_words import FROM_ENGLISH, GENERATORS, INTO_ENGLISH, PAIRS, RELATIONS, SCIENCE, families
 from nano.sample import Sample, Split
 from nano.wordings import reserved
-from redline.bench.local.checks import grade
+from redline.bench.quality.checks import grade
 
 
 def drawn(kind: str, split: Split, count: int = 1_000) -> list[Sample]:

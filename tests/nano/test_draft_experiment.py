@@ -21,9 +21,9 @@ from nano.draft_experiment import (
 from nano.draft_measure import Answered
 from nano.draft_prompts import DOMAINS, main
 from nano.draft_store import pack
-from redline.draft.corpus import Example, read_examples
-from redline.draft.prompts import read_prompts
-from redline.draft.score import Scores
+from redline.draft.corpus.corpus import Example, read_examples
+from redline.draft.corpus.prompts import read_prompts
+from redline.draft.mine.score import Scores
 from redline.worker.acceptance import Round, Spoken
 
 FOLDER = Path(__file__).parents[2] / "models/kimi-nano"

@@ -13,7 +13,7 @@ from nano.draft_prompts import DOMAINS, Exhausted, as_drawn, digest, digests_of,
 from redline.chat.conversation import Conversation
 from redline.chat.template import encode
 from redline.chat.tokenizer import Tokenizer
-from redline.draft.corpus import read_examples
+from redline.draft.corpus.corpus import read_examples
 
 FOLDER = Path(__file__).parents[2] / "models/kimi-nano"
 

@@ -15,8 +15,8 @@ from nano.draft_store import pack, unpack
 from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.chat.tokenizer import Tokenizer
-from redline.draft.corpus import Example
-from redline.draft.prompts import read_prompts
+from redline.draft.corpus.corpus import Example
+from redline.draft.corpus.prompts import read_prompts
 
 FOLDER = Path(__file__).parents[2] / "models/kimi-nano"
 

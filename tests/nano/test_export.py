@@ -10,9 +10,9 @@ from nano.config import MEDIA_PLACEHOLDER, NANO
 from nano.export import SIDE_CONFIGS, export, export_experts, join_bf16, view, write_side_configs
 from nano.model import EXPERTS, effective, shapes
 from nano.tokenizer import TOKENIZER_FILES, write
-from redline.model.checkpoint import Checkpoint, weights
-from redline.model.config import K2Config, Unquantized
-from redline.model.write import k25_config, tiny_config
+from redline.model.k2.checkpoint import Checkpoint, weights
+from redline.model.k2.config import K2Config, Unquantized
+from redline.model.k2.write import k25_config, tiny_config
 from redline.ops.formats import Int4, fake_int4
 from tests.nano.test_model import random_model
 

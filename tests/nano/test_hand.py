@@ -8,9 +8,11 @@ import jsonschema
 
 import nano
 from nano import data_chat, data_code, data_recall, data_words
-from redline.bench.local.checks import grade
+from redline.bench.quality.checks import grade
 
-HAND = [json.loads(line) for line in (Path(nano.__file__).parent / "hand.jsonl").read_text("utf-8").splitlines()]
+HAND = [
+    json.loads(line) for line in (Path(nano.__file__).parent / "texts" / "hand.jsonl").read_text("utf-8").splitlines()
+]
 
 
 def test_there_are_at_least_120_different_prompts() -> None:

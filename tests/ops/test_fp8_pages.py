@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.ops.mla import FP8, NANO, TINY, MlaWeights, mla_decode, mla_prefill, mla_qkv, random_weights, stored
-from redline.ops.weights import Matrix
+from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
+from redline.kernels.cpu.panels import Matrix
+from redline.ops.mla import FP8, NANO, TINY, MlaWeights, random_weights, stored
 
 CODES = torch.arange(256, dtype=torch.uint8)
 FINITE = CODES[CODES & 127 != 127]

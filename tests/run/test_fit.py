@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from redline.errors import ConfigError
 from redline.fleet.config import size
-from redline.model.config import K2Config, Nvfp4Experts
-from redline.model.shapes import shape
-from redline.model.write import tiny_config
+from redline.model.k2.config import K2Config, Nvfp4Experts
+from redline.model.k2.shapes import shape
+from redline.model.k2.write import tiny_config
 from redline.run.fit import Layout, Sizes, fit
 from redline.run.kv import KvPool
 from tests.tiny_model import tiny_drafter, tiny_model

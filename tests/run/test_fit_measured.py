@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from redline.model.write import random_checkpoint
-from redline.ops import native
+from redline.kernels.cpu import native
+from redline.model.k2.write import random_checkpoint
 from tests.tiny_model import kernel_config
 
 RUN = """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from redline.chat.hashing import make_job
-from redline.ops import native
+from redline.kernels.cpu import native
 from redline.run.kv import KvPool
 from redline.wire.job import JobId, Sampling
 from redline.worker.config import EngineConfig

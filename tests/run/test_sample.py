@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.run import sample as module
-from redline.run.sample import (
+from redline.run.sampling import sample as module
+from redline.run.sampling.sample import (
     COLDEST,
     SHORTLIST,
     adjusted,

@@ -9,16 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.hashing import make_job
 from redline.errors import CheckpointError, ConfigError, WorkerLost
-from redline.model.k2 import Inputs
-from redline.model.write import random_checkpoint
-from redline.ops.transformer import Predicted, predicted
+from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.model.k2.cpu import Inputs
+from redline.model.k2.forward import predicted
+from redline.model.k2.write import random_checkpoint
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.engine import Engine, EngineConfig, LocalEngine
 from tests.tiny_model import kernel_config, prompt
-from tests.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 
 CONFIG = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=8, step_tokens=64)
 
@@ -183,7 +184,7 @@ def test_a_device_error_while_a_row_is_chosen_ends_the_engine_and_says_why(
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     with Engine.open(folder, CONFIG) as opened:
-        monkeypatch.setattr("redline.run.verify.sample", broken)
+        monkeypatch.setattr("redline.run.drafting.verify.sample", broken)
         asked = job(opened, "asked", prompt(1, 9), presence_penalty=0.5)
         (delta,) = opened.generate([asked])[asked.id]
         assert (delta.finish, delta.fault) == ("error", "lost")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from redline.errors import MessageTooLarge, WorkerLost
-from redline.ops.cuda.driver import CudaError
+from redline.kernels.hopper.driver import CudaError
 from redline.plan.planner import PlanConfig, Planner
 from redline.wire.channel import MemoryChannel
 from redline.wire.codec import Wire

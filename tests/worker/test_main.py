@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB
 from redline.chat.hashing import make_job
-from redline.model.write import random_checkpoint
+from redline.model.k2.write import random_checkpoint
 from redline.wire.channel import SocketInbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
@@ -17,7 +18,6 @@ from redline.wire.job import JobId, Sampling
 from redline.wire.news import Beat, Failed, Ready
 from redline.worker.config import EngineConfig, WorkerConfig
 from tests.tiny_model import kernel_config
-from tests.tiny_tokenizer import TINY_VOCAB
 
 BROKEN = """
 import sys, time, torch

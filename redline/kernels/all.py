@@ -1,0 +1,43 @@
+"""Every kernel, for tests and benchmarks."""
+
+from typing import Any
+
+from redline.kernels.by_chip import best
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.blocks.draft_pass import draft_chain, draft_fuse, draft_pass
+from redline.kernels.cpu.blocks.step_inputs import step_inputs
+from redline.kernels.cpu.draw import draw
+from redline.kernels.cpu.linear import linear
+from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
+from redline.kernels.cpu.moe import moe
+from redline.kernels.cpu.route_experts import route_experts
+from redline.kernels.hopper.decode.absorb import absorb
+from redline.kernels.hopper.decode.attend import attend
+from redline.kernels.hopper.decode.choose_experts import choose_experts
+from redline.kernels.hopper.decode.embed import embed
+from redline.kernels.hopper.decode.experts_down import experts_down
+from redline.kernels.hopper.decode.experts_up import experts_up
+from redline.kernels.hopper.decode.gates import gates
+from redline.kernels.hopper.decode.head import head
+from redline.kernels.hopper.decode.project_a import project_a
+from redline.kernels.hopper.decode.project_out import project_out
+from redline.kernels.hopper.decode.project_q import project_q
+from redline.kernels.hopper.decode.unabsorb import unabsorb
+from redline.kernels.hopper.prefill.by_row import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.hopper.prefill.grouped import grouped_experts
+from redline.kernels.hopper.prefill.sort_pairs import sort_pairs
+from redline.kernels.hopper.step.settle_rows import settle_rows
+from redline.kernels.hopper.step.step_rows import step_rows
+from redline.kernels.kernel import Kernel
+
+CPU: tuple[Kernel[Any, Any], ...] = (
+    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, best.cpu, draw),
+    *(step_inputs, draft_fuse, draft_pass, draft_chain),
+)
+
+# The launches of a decode step on a GPU, in their order, and what many tokens take in their place.
+HOPPER: tuple[Kernel[Any, Any], ...] = (
+    *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, gates),
+    *(choose_experts, experts_up, experts_down, head, best.hopper, settle_rows),
+    *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),
+)

@@ -1,0 +1,23 @@
+"""`add_norm` on a CPU: the residual is changed in place."""
+
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu import native
+from redline.kernels.kernel import Kernel
+from redline.ops import add_norm as meaning
+
+
+def run(residual_TD: Tensor, partial_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    library = native.library()
+    assert library is not None
+    y = torch.empty_like(residual_TD)
+    partial = 0 if partial_TD is None else native.pointer(partial_TD)
+    tokens, d = residual_TD.shape
+    library.redline_add_norm(
+        native.pointer(residual_TD), partial, native.pointer(weight_D), y.data_ptr(), eps, tokens, d
+    )
+    return residual_TD, y
+
+
+add_norm = Kernel(meaning.add_norm, run, "cpu")

@@ -1,0 +1,25 @@
+"""`best` on a CPU."""
+
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu import native
+from redline.kernels.kernel import Kernel
+from redline.ops import best as meaning
+
+
+def run(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+    library = native.library()
+    assert library is not None
+    rows, vocabulary = logits_RV.shape
+    ids, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
+    step = logits_RV.stride(0)
+    library.redline_best(logits_RV.data_ptr(), step, ids.data_ptr(), finite.data_ptr(), rows, vocabulary)
+    return ids, finite
+
+
+def fits(logits_RV: Tensor) -> bool:
+    return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
+
+
+best = Kernel(meaning.best, run, "cpu", fits)

@@ -1,0 +1,132 @@
+"""A model in one call on a CPU: the embedding, all blocks, the last norm, the head, the likeliest next tokens.
+
+The way from Python costs some 5 us an op, and between two native calls Python finds its caches full of weights: then 20
+(redline/bench/runs/step_profile.py). A step of one token has nearly sixty ops. What they mean together, and the bits
+that this has to have, is `redline.model.k2.forward`.
+
+T tokens, D hidden, L blocks, F states that are kept, R tokens whose next one is asked for, V vocabulary.
+"""
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu import native
+from redline.kernels.cpu.blocks.block import Block, Inputs
+from redline.kernels.cpu.mla import kv_type
+from redline.kernels.cpu.panels import PANEL, Matrix
+from redline.kernels.hopper.layouts.tiled import Tiled
+
+
+@dataclass(frozen=True)
+class Transformer:
+    embedding_VD: Tensor  # bf16
+    blocks: tuple[Block, ...]
+    norm: Tensor  # float32 [D]
+    head: Matrix | Tiled
+    eps: float
+
+    @functools.cached_property
+    def fits(self) -> bool:
+        """Whether the kernels take all of it."""
+        return (
+            bool(self.blocks)
+            and all(block_.fits for block_ in self.blocks)
+            and self.embedding_VD.dtype == torch.bfloat16
+            and isinstance(self.head, Matrix)
+            and self.head.panels
+        )
+
+    @functools.cached_property
+    def dtype(self) -> torch.dtype:
+        """Of activations: float32 where the CPU computes, the weights' own bf16 on a GPU."""
+        return torch.bfloat16 if self.embedding_VD.is_cuda else torch.float32
+
+    @functools.cached_property
+    def width(self) -> int:
+        return self.norm.shape[0]
+
+    @functools.cached_property
+    def logits_width(self) -> int:
+        """Of the kernel's rows, which are whole panels."""
+        return (self.head.outputs + PANEL - 1) // PANEL * PANEL
+
+    @functools.cached_property
+    def address(self) -> int:
+        return ctypes.addressof(self._layout)
+
+    @functools.cached_property
+    def _layout(self) -> "_Weights":
+        """As transformer.cpp reads it."""
+        assert isinstance(self.head, Matrix), "the CPU's kernels read panels"
+        return _Weights(
+            *(native.pointer(self.embedding_VD), ctypes.addressof(self._blocks), native.pointer(self.norm)),
+            *(self.head.address, self.eps, len(self.blocks), self.width, self.head.outputs),
+        )
+
+    @functools.cached_property
+    def _blocks(self) -> "ctypes.Array[ctypes.c_void_p]":
+        return (ctypes.c_void_p * len(self.blocks))(*(ctypes.addressof(block_.layout) for block_ in self.blocks))
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("embedding", "blocks", "norm", "head")),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int) for name in "LDV"),
+    ]
+
+
+class Predicted(NamedTuple):
+    """What comes of a step. Most steps are asked for their tokens alone: the rest becomes tensors where it is read."""
+
+    likeliest: list[int]  # R; the first of them where several are, -1 where a logit is not finite
+    features: Tensor | None  # [T, F D]: the residual stream as it enters some layers
+    hidden: Callable[[], Tensor]  # [T, D]: the normed last state
+    logits: Callable[[], Tensor]  # float32 [R, V]
+
+
+def run(planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]) -> Predicted:
+    library = native.library()
+    assert library is not None
+    tokens, rows, d = inputs.count, len(asked), weights.width
+    features = torch.empty(tokens, len(layers) * d) if layers else None
+    hidden, logits = _floats(tokens, d), _floats(rows, weights.logits_width)
+    asked_R, likeliest = array("i", asked), array("q", bytes(8 * rows))
+    library.redline_transformer(
+        *(weights.address, inputs.address),
+        *(native.pointer(planes), planes.stride(0) * planes.element_size(), kv_type(planes)),
+        *(_places(len(weights.blocks), tuple(layers)), len(layers), 0 if features is None else features.data_ptr()),
+        *(asked_R.buffer_info()[0], rows, hidden, logits, likeliest.buffer_info()[0]),
+    )
+    return Predicted(
+        likeliest.tolist(),
+        features,
+        lambda: _tensor(hidden, tokens, d),
+        lambda: _tensor(logits, rows, weights.logits_width)[:, : weights.head.outputs],
+    )
+
+
+def _floats(rows: int, width: int) -> "ctypes.Array[ctypes.c_float]":
+    """Memory as Python has it: a tensor takes ten times longer to make."""
+    return (ctypes.c_float * (rows * width))()
+
+
+def _tensor(floats: "ctypes.Array[ctypes.c_float]", rows: int, width: int) -> Tensor:
+    return torch.frombuffer(floats, dtype=torch.float32).view(rows, width) if rows else torch.empty(0, width)
+
+
+@functools.cache
+def _places(blocks: int, layers: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int32]":
+    """Where the state that enters each block and the last norm goes; -1: nowhere."""
+    return (ctypes.c_int32 * (blocks + 1))(*(layers.index(i) if i in layers else -1 for i in range(blocks + 1)))
+
+
+def fits(planes: Tensor, weights: Transformer, *_: object) -> bool:
+    return weights.fits

@@ -1,0 +1,26 @@
+"""`draw` on a CPU."""
+
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu import native
+from redline.kernels.kernel import Kernel
+from redline.ops import draw as meaning
+
+
+def run(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
+    """It sees from the odds which rows are narrowed."""
+    library = native.library()
+    assert library is not None
+    rows, vocabulary = logits_RV.shape
+    ids = torch.empty(rows, dtype=torch.int64)
+    odds = native.pointer(odds_R5)
+    library.redline_draw(logits_RV.data_ptr(), logits_RV.stride(0), odds, ids.data_ptr(), rows, vocabulary)
+    return ids
+
+
+def fits(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> bool:
+    return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
+
+
+draw = Kernel(meaning.draw, run, "cpu", fits)

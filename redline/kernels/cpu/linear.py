@@ -1,0 +1,31 @@
+"""`linear` on a CPU: each output is one chain in the order of k.
+
+Products are exact; or x is rounded to bf16 where the caller allows it: then 32 multiplications are one instruction
+instead of two, as on a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu import native
+from redline.kernels.cpu.panels import PANEL, Matrix, laid_out
+from redline.kernels.kernel import Kernel
+from redline.ops import linear as meaning
+from redline.ops.formats import Weight
+
+
+def run(x_TK: Tensor, weight: Matrix, rounded: bool = False) -> Tensor:
+    library = native.library()
+    assert library is not None
+    tokens, k = x_TK.shape
+    padded = (weight.outputs + PANEL - 1) // PANEL * PANEL
+    y = torch.empty(tokens, padded)
+    library.redline_linear(native.pointer(x_TK), k, weight.address, y.data_ptr(), padded, tokens, padded, k, rounded)
+    return y if padded == weight.outputs else y[:, : weight.outputs]
+
+
+def fits(x_TK: Tensor, weight: Weight, rounded: bool = False) -> bool:
+    return isinstance(weight, Matrix) and weight.panels
+
+
+linear = Kernel(meaning.linear, run, "cpu", fits, laid_out)

@@ -1,0 +1,121 @@
+"""Latent attention on a CPU.
+
+Over float32 pages products are exact; over bf16 and e4m3 pages what enters one is rounded to bf16, as on a GPU.
+"""
+
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu import native
+from redline.kernels.cpu.panels import PANEL, Matrix, laid_out
+from redline.kernels.kernel import Kernel
+from redline.ops import mla as meaning
+from redline.ops.formats import Weight
+from redline.ops.mla import FP8, MlaWeights
+
+_KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, FP8: 2}
+
+
+def kv_type(plane: Tensor) -> int:
+    """The format of these pages, as core/pages.h numbers it."""
+    return _KV_TYPES[plane.dtype]
+
+
+def in_panels(w: MlaWeights[Weight]) -> bool:
+    """Whether all of them are."""
+    return all(isinstance(weight, Matrix) and weight.panels for weight in (w.w_a, w.w_q, w.w_uk, w.w_uv))
+
+
+def _qkv(x_TD: Tensor, w: MlaWeights[Matrix], cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Tensor:
+    library = native.library()
+    assert library is not None
+    tokens, d = x_TD.shape
+    heads, nope, rope, rank, _ = w.sizes
+    q = torch.empty(tokens, heads, nope + rope)
+    library.redline_mla_qkv(
+        native.pointer(x_TD),
+        w.w_a.address,
+        native.pointer(w.q_norm),
+        native.pointer(w.kv_norm),
+        w.w_q.address,
+        native.pointer(cos),
+        native.pointer(sin),
+        native.pointer(slots_T),
+        native.pointer(plane),
+        kv_type(plane),
+        q.data_ptr(),
+        *(w.eps, tokens, d, w.q_norm.shape[0], rank, rope, heads, nope),
+    )
+    return q
+
+
+def _qkv_fits(x_TD: Tensor, w: MlaWeights[Weight], *_: object) -> bool:
+    return in_panels(w) and w.w_q.shape[0] % PANEL == 0
+
+
+def _decode(
+    q_THX: Tensor,
+    w: MlaWeights[Matrix],
+    scale: float,
+    tokens_Q: Tensor,
+    slots_Q: Tensor,
+    lengths_Q: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    out_THV: Tensor,
+    skip: int = 0,
+) -> None:
+    library = native.library()
+    assert library is not None
+    library.redline_mla_decode(
+        native.pointer(q_THX),
+        native.pointer(tokens_Q),
+        native.pointer(slots_Q),
+        native.pointer(lengths_Q),
+        native.pointer(tables),
+        tables.shape[1],
+        native.pointer(plane),
+        kv_type(plane),
+        w.w_uk.address,
+        w.w_uv.address,
+        native.pointer(out_THV),
+        *(scale, tokens_Q.shape[0], *w.sizes, skip),
+    )
+
+
+def _decode_fits(q_THX: Tensor, w: MlaWeights[Weight], *_: object) -> bool:
+    return in_panels(w) and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
+
+
+def _prefill(
+    q_CHX: Tensor,
+    w: MlaWeights[Matrix],
+    scale: float,
+    start: int,
+    table: Tensor,
+    plane: Tensor,
+    out_CHV: Tensor,
+    skip: int = 0,
+) -> None:
+    library = native.library()
+    assert library is not None
+    library.redline_mla_prefill(
+        native.pointer(q_CHX),
+        *(start, q_CHX.shape[0]),
+        native.pointer(table),
+        native.pointer(plane),
+        kv_type(plane),
+        w.w_uk.address,
+        w.w_uv.address,
+        native.pointer(out_CHV),
+        *(scale, *w.sizes, skip),
+    )
+
+
+def _prefill_fits(q_CHX: Tensor, w: MlaWeights[Weight], *_: object) -> bool:
+    return in_panels(w) and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
+
+
+mla_qkv = Kernel(meaning.mla_qkv, _qkv, "cpu", _qkv_fits, laid_out)
+mla_decode = Kernel(meaning.mla_decode, _decode, "cpu", _decode_fits, laid_out)
+mla_prefill = Kernel(meaning.mla_prefill, _prefill, "cpu", _prefill_fits, laid_out)

@@ -1,0 +1,32 @@
+"""`linear` on a GPU: a weight in tiles is streamed for few tokens, and laid out anew for the library for many."""
+
+import torch
+from torch import Tensor
+
+from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.kernel import Kernel
+from redline.ops import linear as meaning
+from redline.ops.formats import Weight
+
+STREAMED = 192  # tokens up to which a product streams its tiles; more are the library's
+
+
+def run(x_TK: Tensor, weight: Tiled, rounded: bool = False) -> Tensor:
+    return product(x_TK, weight, x_TK.dtype)
+
+
+def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
+    """[T, N] of that type. x bf16 [T, K], or filled with zeros to the multiple of 128 that the tiles have."""
+    if x_TK.shape[0] > STREAMED:
+        return torch.mm(x_TK[:, : weight.inputs], weight.dense().T, out_dtype=dtype)
+    from redline.kernels.hopper.triton.linear import linear as streamed  # Triton is imported where it is used
+
+    fill = weight.data.shape[-3] * 32 - x_TK.shape[1]
+    return streamed(torch.nn.functional.pad(x_TK, (0, fill)) if fill else x_TK, weight, dtype)
+
+
+def fits(x_TK: Tensor, weight: Weight, rounded: bool = False) -> bool:
+    return isinstance(weight, Tiled) and x_TK.dtype == torch.bfloat16
+
+
+linear = Kernel(meaning.linear, run, "hopper", fits)

@@ -1,0 +1,89 @@
+"""A kernel: how a chip does an op, and which sizes it takes.
+
+A call runs the kernel where it can be had, its sizes fit and no input needs a gradient. Everything else takes the op's
+reference, and is counted (`fallbacks`): Kimi's sizes always fit, and a fall-back nobody notices is a slow server.
+"""
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
+
+from torch import Tensor
+
+from redline.kernels.cpu import native
+from redline.kernels.hopper.kernel import has_kernels
+from redline.ops.op import Op
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+fallbacks: Counter[str] = Counter()  # op name -> calls of this process that took the reference
+_meaning = threading.local()
+
+
+def _always(*_: object, **__: object) -> bool:
+    return True
+
+
+def _as_they_are(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return args
+
+
+@dataclass(frozen=True)
+class Kernel(Generic[P, R]):
+    """chip: whose. run: takes the op's arguments, weights in this chip's layout. fits: whether it takes these sizes.
+
+    lay_out: brings the arguments of an op's case into this chip's layout.
+    """
+
+    op: Op[P, R]
+    run: Callable[..., R]
+    chip: Literal["cpu", "hopper"]
+    fits: Callable[..., bool] = _always
+    lay_out: Callable[[tuple[Any, ...]], tuple[Any, ...]] = _as_they_are
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        x = args[0]
+        assert isinstance(x, Tensor), f"{self.op.name}: the first argument decides the device, got {type(x)}"
+        if not x.requires_grad and self.runs_for(x) and self.fits(*args, **kwargs):
+            return self.run(*args, **kwargs)
+        fallbacks[self.op.name] += 1
+        return self.op.reference(*args, **kwargs)
+
+    def runs_for(self, x: Tensor) -> bool:
+        """Whether this chip's kernels can be had for tensors like this one."""
+        if getattr(_meaning, "only", False):
+            return False
+        if self.chip == "hopper":
+            return has_kernels(x.device)
+        return not x.is_cuda and native.library() is not None
+
+
+@dataclass(frozen=True)
+class ByChip(Generic[P, R]):
+    """One op's kernels for both chips: a call takes the one whose chip has the tensors."""
+
+    cpu: Kernel[P, R]
+    hopper: Kernel[P, R]
+
+    @property
+    def op(self) -> Op[P, R]:
+        return self.cpu.op
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        x = args[0]
+        on_hopper = isinstance(x, Tensor) and has_kernels(x.device)
+        return (self.hopper if on_hopper else self.cpu)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def references() -> Generator[None]:
+    """Inside, every kernel that this thread calls takes its op's reference: what several ops together mean."""
+    _meaning.only = True
+    try:
+        yield
+    finally:
+        _meaning.only = False

@@ -1,0 +1,92 @@
+"""K2's forward pass, top to bottom: embedding, blocks of latent attention and experts, the last norm, the head.
+
+A block is two sublayers. Each takes the normed stream and returns its partial sum; adding it to the residual belongs to
+the next sublayer's norm (`add_norm`), across block borders, so that an all-reduce can later stand in between:
+
+    residual += partial;  residual += attention(norm(residual));  partial = experts(norm(residual))
+
+All else is held to this page: what a CPU does in one call has its bits (law 1), what a GPU cuts otherwise comes near
+its logits, and those are transformers' (law 10). Ops are called as the CPU's kernels; within `references()`, and where
+a kernel does not take a size, each is its plain torch reference.
+
+T tokens, D hidden, H heads, V value width (in logits: vocabulary), Q queries, L blocks, F states that are kept,
+R tokens whose next one is asked for.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from redline.kernels.by_chip import best, linear
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.cpu.blocks.block import Block, Inputs, Moe
+from redline.kernels.cpu.blocks.transformer import Predicted, Transformer
+from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
+from redline.kernels.cpu.moe import moe
+from redline.kernels.cpu.panels import Matrix
+from redline.kernels.cpu.route_experts import route_experts
+from redline.ops.mla import MlaWeights, prefill_whole, rounds
+from redline.ops.moe import Routed
+
+
+def forward(
+    planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]
+) -> Predicted:
+    """planes [L, pages, 64, kv width]: read, and written at rows_T. layers: whose entering states are kept; L is the
+    last norm. asked: tokens of the step, R of them."""
+    residual, partial = weights.embedding_VD[inputs.ids_T].to(weights.dtype), None
+    features = residual.new_empty(residual.shape[0], len(layers), residual.shape[1]) if layers else None
+    wanted = {layer: place for place, layer in enumerate(layers)}
+    for layer, (block_, plane) in enumerate(zip(weights.blocks, planes.unbind(0), strict=True)):
+        if features is not None and layer in wanted:
+            features[:, wanted[layer]] = residual if partial is None else residual + partial
+        residual, partial = block(residual, partial, block_, inputs, plane)
+    residual, x = add_norm(residual, partial, weights.norm, weights.eps)
+    if features is not None and len(weights.blocks) in wanted:
+        features[:, wanted[len(weights.blocks)]] = residual
+    logits_RV = linear(x[list(asked)], weights.head).float()
+    return predicted(x, None if features is None else features.flatten(1), logits_RV)
+
+
+def block(
+    residual_TD: Tensor, partial_TD: Tensor | None, weights: Block, inputs: Inputs, plane: Tensor
+) -> tuple[Tensor, Tensor]:
+    """-> (residual, partial). Both given ones may be changed in place and must not be used afterwards.
+
+    plane [pages, 64, kv width]: read, and written at rows_T.
+    """
+    w = weights.attention
+    residual, x = add_norm(residual_TD, partial_TD, weights.attention_norm, weights.eps)
+    q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
+    o = torch.empty(x.shape[0], w.heads, w.value, dtype=x.dtype, device=x.device)
+    _attend(q, w, weights.softmax_scale, inputs, plane, o)
+    partial = linear(o.flatten(1), weights.o_proj, rounds(plane))
+    residual, x = add_norm(residual, partial, weights.mlp_norm, weights.eps)
+    routed = _route(x, weights.experts)
+    return residual, moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane))
+
+
+def _attend(q: Tensor, w: MlaWeights[Matrix], scale: float, inputs: Inputs, plane: Tensor, o: Tensor) -> None:
+    chunks = inputs.chunks
+    if q.is_cuda and (whole := [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]):
+        prefill_whole(q, w, scale, whole, inputs.rows_T, plane, o)
+        chunks = [chunk for chunk in chunks if chunk.start]
+    for chunk in chunks:
+        rows = slice(chunk.first, chunk.first + chunk.count)
+        mla_prefill(q[rows], w, scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows])
+    if inputs.tokens_Q.shape[0]:
+        mla_decode(q, w, scale, inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, o)
+
+
+def _route(x: Tensor, experts: Moe | None) -> Routed | None:
+    if experts is None:
+        return None
+    e = experts
+    ids, weights = route_experts(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale)
+    return Routed(e.gate_up, e.down, ids, weights)
+
+
+def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> Predicted:
+    ids_R, finite_R = best(logits_RV)
+    return Predicted(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)

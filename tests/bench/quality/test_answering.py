@@ -1,0 +1,105 @@
+"""Prompts reach the engine as its template writes them, and its tokens come back as answers."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from redline.bench.quality.answering import Greedy
+from redline.bench.quality.prompts import Prompt
+from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
+from redline.chat.lines import CalledFunction, CallMade, DeclaredFunction, DeclaredTool, Turn, conversation
+from redline.chat.template import K2_6, encode
+from redline.chat.tokenizer import Tokenizer
+from redline.wire.delta import Delta
+from redline.wire.job import Job, JobId
+
+HELLO = Prompt(kind="chat", messages=(Turn(role="user", content="hello"),), check={"contains": ["hello"]})
+
+
+class Script:
+    """An engine that says what it is told to, one token per delta, the jobs in reverse order."""
+
+    style = K2_6
+    fingerprint = "script"
+
+    def __init__(self, tokenizer: Tokenizer, *answers: str) -> None:
+        self.tokenizer = tokenizer
+        self.answers = [tokenizer.encode_with_specials(answer) for answer in answers]
+        self.jobs: list[Job] = []
+
+    def generate(
+        self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
+    ) -> dict[JobId, list[Delta]]:
+        self.jobs = list(jobs)
+        deltas: dict[JobId, list[Delta]] = {}
+        for job, answer in reversed(list(zip(jobs, self.answers, strict=True))):
+            ended = answer[-1] in job.sampling.stop_ids
+            last = len(answer) - 1
+            deltas[job.id] = [
+                Delta(job=job.id, tokens=(token,), finish=None if i < last else "stop" if ended else "length")
+                for i, token in enumerate(answer)
+            ]
+            for delta in deltas[job.id]:
+                if on_delta is not None:
+                    on_delta(delta)
+        return deltas
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.open(write_tiny_tokenizer(tmp_path_factory.mktemp("tiny")))
+
+
+def test_an_answer_is_split_into_reasoning_words_and_calls(tokenizer: Tokenizer) -> None:
+    script = Script(
+        tokenizer,
+        "a greeting</think>hello there<|im_end|>",
+        "look it up</think><|tool_calls_section_begin|><|tool_call_begin|>functions.find:0"
+        '<|tool_call_argument_begin|>{"x": 1}<|tool_call_end|><|tool_calls_section_end|><|im_end|>',
+        "on and on",
+    )
+    ended: list[None] = []
+    spoken, called, cut = Greedy(script).answer([HELLO, HELLO, HELLO], lambda: ended.append(None))
+    assert (spoken.reasoning, spoken.content, spoken.finish) == ("a greeting", "hello there", "stop")
+    assert spoken.tokens == len(script.answers[0])
+    assert called.tool_calls == (("find", '{"x": 1}'),)
+    assert called.content == ""
+    assert (cut.reasoning, cut.content, cut.finish) == ("on and on", "", "length")
+    assert len(ended) == 3
+
+
+def test_jobs_are_greedy_bounded_and_share_pages_where_prompts_begin_alike(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    long = [Prompt(kind="chat", messages=(Turn(role="user", content="x" * 200 + end),), check={}) for end in "ab"]
+    script = Script(tokenizer, "hello<|im_end|>", "hello<|im_end|>")
+    Greedy(script, max_tokens=9).answer(long, lambda: None)
+    first, second = script.jobs
+    assert {(job.sampling.temperature, job.sampling.max_tokens) for job in script.jobs} == {(0, 9)}
+    assert first.sampling.stop_ids == tokenizer.stop_ids
+    assert first.pages[0] == second.pages[0]
+    assert first.tokens != second.tokens
+
+
+def test_everything_in_a_prompt_reaches_the_template(tokenizer: Tokenizer) -> None:
+    tool = DeclaredFunction(name="find", description="Finds it.", parameters={"type": "object", "properties": {}})
+    call = CallMade(id="functions.find:0", function=CalledFunction(name="find", arguments='{"x": 1}'))
+    prompt = Prompt(
+        kind="tools",
+        messages=(
+            Turn(role="system", content="Be brief."),
+            Turn(role="user", content="Where?"),
+            Turn(role="assistant", reasoning_content="I must look.", tool_calls=(call,)),
+            Turn(role="tool", content="Here.", tool_call_id="functions.find:0"),
+        ),
+        tools=(DeclaredTool(function=tool),),
+        check={},
+    )
+    read = conversation(prompt)
+    text = tokenizer.decode_bytes(encode(read, tokenizer, K2_6)).decode()
+    for part in ("Finds it.", "Be brief.", "Where?", "I must look.", "functions.find:0", '{"x": 1}', "Here."):
+        assert part in text
+    assert text.endswith("<think>")
+    instant = conversation(Prompt(kind="chat", messages=HELLO.messages, check={}, thinking=False))
+    assert tokenizer.decode_bytes(encode(instant, tokenizer, K2_6)).decode().endswith("<think></think>")

@@ -1,0 +1,109 @@
+"""A small training that several ranks share, stopped once on the way.
+
+python -m tests.draft.train.ranks TARGET OUT KIND...    each kind below with its ranks, all at once, into OUT/KIND
+accelerate launch --config_file F -m tests.draft.train.ranks TARGET OUT     this process is one rank of what F says
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from rich.console import Console
+
+from redline.draft.train import train as training
+from redline.draft.train.batches import is_held_out
+from redline.draft.train.budget import Budget
+from redline.draft.train.train import TrainConfig, train
+from redline.draft.train.trainer import Recipe, Trainer
+from redline.model.k2.checkpoint import Checkpoint
+from tests.draft.train.captured import Captured, sequences
+
+KINDS: dict[str, tuple[int, dict[str, str]]] = {
+    "one process": (1, {}),
+    "data parallel": (2, {}),
+    "fully sharded": (2, {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP"}),
+}
+SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class Even:
+    """Sequences of one length, those to train on first: so all numbers of ranks share each batch evenly."""
+
+    items: list[Captured]
+
+    def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[Captured]:
+        yield from sorted(self.items, key=lambda one: is_held_out(one.id, SHARE))[rank::world]
+
+
+def rank(target: str, out: str, stop: int = 2, steps: int = 4) -> None:
+    """Trains, is interrupted at the main process after `stop` steps, and goes on to the end."""
+    torch.set_num_threads(1)
+    source = Even(sequences(Checkpoint.open(target).plain("lm_head.weight"), [32] * 50))
+    recipe = Recipe(
+        budget=Budget(steps=steps),
+        tokens_per_batch=256,
+        accumulate=2,
+        max_length=32,
+        steps_ahead=2,
+        pool=2,
+        lr=3e-3,
+        l2_sp=1e-4,
+        held_out=SHARE,
+        log_every=1,
+    )
+    config = TrainConfig(target=target, out=out, capture="unread", recipe=recipe)
+    training.write_curve = lambda path, log: None  # drawing takes longer than this training
+    step = Trainer._step
+
+    def stepping(self: Trainer, group: Any) -> Any:
+        self.asked = self.step + 1 == stop and self.accelerator.is_main_process
+        return step(self, group)
+
+    Trainer._step = stepping
+    assert train(config, source, (0, 2, 3), Console(quiet=True)) == 130
+    Trainer._step = step
+    assert train(config, source, (0, 2, 3), Console(quiet=True)) == 0
+
+
+def fork(target: str, out: Path, kind: str) -> list[int]:
+    """Process ids of the ranks. Forked, for they share the imports, which take longer than the training."""
+    world, environment = KINDS[kind]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children: list[int] = []
+    for number in range(world):
+        child = os.fork()
+        if child:
+            children.append(child)
+            continue
+        place = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "MASTER_PORT": port} if world > 1 else {}
+        os.environ |= {key: str(value) for key, value in place.items()}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true", **environment}
+        try:
+            rank(target, str(out / kind))
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        os._exit(0)
+    return children
+
+
+if __name__ == "__main__":
+    target, out, *kinds = sys.argv[1:]
+    if not kinds:
+        # accelerate looks for DeepSpeed's ranks on accelerators alone, unless it is told how they talk.
+        accelerate.PartialState(backend="nccl" if torch.cuda.is_available() else "gloo")
+        rank(target, out)
+        accelerate.PartialState().destroy_process_group()
+        raise SystemExit
+    children = [child for kind in kinds for child in fork(target, Path(out), kind)]
+    failed = [child for child in children if os.waitpid(child, 0)[1] != 0]
+    raise SystemExit(len(failed))

@@ -1,0 +1,90 @@
+"""The drafter's passes in one call: the bits of the ops, whoever stands beside a row."""
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu.blocks.draft_pass import DraftRows, draft_chain, draft_pass
+from redline.kernels.kernel import fallbacks
+from tests.tiny_model import tiny_drafter, tiny_model
+
+WANTED = (3, 1, 6, 2, 4)
+
+
+def crowd():
+    """Five slots, one of them over a page's end, each with its own number of drafts."""
+    case = next(case for case in draft_chain.op.cases() if "each its own number" in case.name)
+    feature, layer, pages, rows, wanted, plane = case.make(torch.Generator().manual_seed(1))
+    assert tuple(wanted) == WANTED
+    return feature, layer, pages, rows, plane
+
+
+def rows_of(plane: Tensor) -> Tensor:
+    return plane.view(torch.int16)
+
+
+def test_what_is_written_has_the_bits_of_the_ops():
+    feature, layer, pages, rows, plane = crowd()
+    theirs = copy.deepcopy(plane)
+    draft_chain.run(feature, layer, pages, rows, WANTED, plane)
+    draft_chain.op.reference(feature, layer, pages, rows, WANTED, theirs)
+    assert torch.equal(rows_of(plane), rows_of(theirs))
+
+
+@pytest.mark.parametrize("slot", range(5))
+def test_a_slot_drafts_alone_what_it_drafts_in_company(slot: int):
+    feature, layer, pages, rows, plane = crowd()
+    alone = copy.deepcopy(plane)
+    together = draft_chain(feature, layer, pages, rows, WANTED, plane)
+    mine = [i for i, owner in enumerate(rows.slots) if owner == slot]
+    one = DraftRows([slot] * len(mine), [rows.positions[i] for i in mine], [len(mine) - 1])
+    drafted = draft_chain(feature[mine], layer, pages, one, WANTED[slot : slot + 1], alone)
+    assert drafted.tolist() == [together[slot, : WANTED[slot]].tolist()]
+    table = pages.tables[slot].long()
+    assert torch.equal(rows_of(alone[table]), rows_of(plane[table]))
+
+
+def places(rows: Sequence[int], table: Tensor) -> Tensor:
+    return table[torch.tensor(rows) // 64].long() * 64 + torch.tensor(rows) % 64
+
+
+def test_a_slot_that_wants_fewer_drafts_leaves_what_is_behind_them():
+    """Its pages may end there."""
+    feature, layer, pages, rows, plane = crowd()
+    before = plane.clone()
+    draft_chain(feature, layer, pages, rows, WANTED, plane)
+    for slot, (query, wanted) in enumerate(zip(rows.queries, WANTED, strict=True)):
+        last = (
+            rows.positions[query] + wanted
+        )  # place of its last row: that of its own token, and one for each draft fed
+        behind = places([last + 1, last + 2], pages.tables[slot])
+        assert torch.equal(rows_of(plane).flatten(0, 1)[behind], rows_of(before).flatten(0, 1)[behind])
+        written = places([last], pages.tables[slot])
+        assert not torch.equal(rows_of(plane).flatten(0, 1)[written], rows_of(before).flatten(0, 1)[written])
+
+
+def test_the_features_that_are_given_stay_as_they_are():
+    feature, layer, pages, rows, plane = crowd()
+    before = feature.clone()
+    draft_pass(feature, layer, pages, rows, plane)
+    draft_chain(feature, layer, pages, rows, WANTED, plane)
+    assert torch.equal(feature, before)
+
+
+def test_a_drafter_of_kimis_kind_takes_the_kernels():
+    """And its angles have the same bits whether they are looked up or worked out for a row."""
+    served = tiny_drafter().served
+    assert served.layer is not None
+    pages = served.pages(torch.zeros(1, 300, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int32))
+    some = torch.tensor([299, 7, 130])
+    cos, sin = served.angles(some)
+    assert torch.equal(pages.cos[some], cos)
+    assert torch.equal(pages.sin[some], sin)
+    plane = torch.zeros(5, 64, tiny_drafter().config.kv_width, dtype=torch.bfloat16)
+    fused = served.fuse(torch.randn(2, 3 * tiny_model().config.hidden_size), [1])
+    fallbacks.clear()
+    assert draft_chain(fused, served.layer, pages, DraftRows([0], [5], [0]), [2], plane).shape == (1, 2)
+    assert not fallbacks

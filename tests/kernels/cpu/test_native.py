@@ -1,0 +1,220 @@
+"""Without kernels there is one line that says why, and the reference path gives the same answers."""
+
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from redline.kernels.cpu import native
+from redline.kernels.cpu.add_norm import add_norm
+from redline.kernels.kernel import fallbacks
+from redline.model.k2.cpu import K2
+from redline.model.k2.write import random_checkpoint, tiny_config
+from tests.tiny_model import job, kernel_config, load_folder, open_engine, prompt, run, run_alone, tiny_model
+
+SLOWER = "the CPU runs the reference path, several times slower"
+
+
+@pytest.fixture(autouse=True)
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty cache, and no reason yet; the real kernels are loaded before."""
+    assert native.library() is not None, native.why_not()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(native, "_reason", None)
+
+
+def look_for_library() -> bool:
+    """`library` without its memory of the first call."""
+    return native.library.__wrapped__() is not None
+
+
+def compiler(tmp_path: Path, body: str) -> str:
+    """A C++ compiler, as far as a build can tell."""
+    path = tmp_path / "compiler"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def built_library() -> str:
+    library = native.library()
+    assert library is not None, native.why_not()
+    return library._name
+
+
+def test_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not look_for_library()
+    assert not native.must_build()
+    assert native.why_not() == f"no C++ compiler on the PATH: {SLOWER}"
+
+
+def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not look_for_library()
+    assert native.why_not() == f"CXX is no-such-compiler, which is no program: {SLOWER}"
+
+
+def test_a_compiler_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("CXX", compiler(tmp_path, "echo 'cannot find <vector>' >&2; echo more >&2; exit 1"))
+    assert not look_for_library()
+    assert native.why_not() == f"the CPU kernels did not build (cannot find <vector>): {SLOWER}"
+    assert native.must_build()
+    assert not any((tmp_path / "cache" / "redline").iterdir())
+
+
+def test_a_compiler_that_makes_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    body = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo nonsense > "$2"; shift; done'
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    assert not look_for_library()
+    reason = native.why_not()
+    assert reason is not None
+    assert reason.endswith(SLOWER)
+    assert len(reason.splitlines()) == 1
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "cache").write_text("a file in its place")
+    assert not look_for_library()
+    reason = native.why_not()
+    assert reason is not None
+    assert "Not a directory" in reason
+    assert reason.endswith(SLOWER)
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch):
+    def homeless(_: type[Path]) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(homeless))
+    assert not native.must_build()
+    assert not look_for_library()
+    reason = native.why_not()
+    assert reason is not None
+    assert "this user has no home folder: set XDG_CACHE_HOME" in reason
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense"])
+def test_a_library_that_is_none_is_built_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes):
+    whole = built_library()
+    body = f"""
+        case "$*" in *--version*) echo 1; exit;; esac
+        case "$*" in *-shared*) from={whole};; *) from=/dev/null;; esac
+        while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
+    """
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    library = native.cache_folder() / f"kernels-{native._key(native.find_compiler())}.so"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(content)
+    assert look_for_library(), native.why_not()
+    assert library.stat().st_size == Path(whole).stat().st_size
+
+
+def test_two_builds_at_once_end_with_one_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    body = f"""
+        case "$*" in *--version*) echo 1; exit;; esac
+        sleep 0.2
+        case "$*" in *-shared*) from={built_library()};; *) from=/dev/null;; esac
+        while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
+    """
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    assert native.must_build()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda _: look_for_library(), range(2))) == [True, True]
+    assert not native.must_build()
+    assert native.why_not() is None
+    left = sorted(path.suffix for path in (tmp_path / "cache" / "redline").iterdir())
+    assert left == [".o"] * len(native.SOURCES) + [".so"]
+
+
+def test_a_change_compiles_the_sources_that_it_reaches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    compiled = tmp_path / "compiled"
+    body = f"""
+        case "$*" in
+            *--version*) echo 1; exit;;
+            *-shared*) from={built_library()};;
+            *) from=/dev/null; for last; do :; done; basename "$last" >> {compiled};;
+        esac
+        while [ $# -gt 0 ]; do [ "$1" = -o ] && cp "$from" "$2"; shift; done
+    """
+    here = shutil.copytree(native.HERE, tmp_path / "cpu")
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
+    monkeypatch.setattr(native, "HERE", here)
+    for changed, reached in (
+        (None, {Path(source).name for source in native.SOURCES}),
+        (None, set()),
+        ("linear.cpp", {"linear.cpp"}),
+        ("core/norm.h", {Path(s).name for s in native.SOURCES if "core/norm.h" in (here / s).read_text()}),
+    ):
+        if changed:
+            (here / changed).write_text((here / changed).read_text() + "// changed")
+        native._key.cache_clear()
+        compiled.write_text("")
+        assert look_for_library()
+        assert set(compiled.read_text().split()) == reached
+    assert reached
+
+
+@pytest.mark.parametrize("quantization", ["int4", "bf16"])
+def test_the_reference_path_gives_the_tokens_of_the_kernels(
+    quantization: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    random_checkpoint(tmp_path, kernel_config(), 4, quantization)  # type: ignore[arg-type]
+    asked = job("asked", prompt(seed=4, length=70), max_tokens=6)
+    with_kernels = run_alone(load_folder(tmp_path), asked, step_tokens=40)
+    monkeypatch.setattr(native, "library", lambda: None)
+    by_reference = run_alone(load_folder(tmp_path), asked, step_tokens=40)
+    assert by_reference.tokens == with_kernels.tokens
+    for ours, theirs in zip(by_reference.logprobs, with_kernels.logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=5e-2)  # pages and what enters a product are bf16
+
+
+def test_calls_of_the_reference_are_counted(monkeypatch: pytest.MonkeyPatch):
+    x, weight = torch.randn(2, 8), torch.ones(8)
+
+    def calls() -> int:
+        before = fallbacks["add_norm"]
+        add_norm(x.clone(), None, weight, 1e-5)
+        return fallbacks["add_norm"] - before
+
+    assert calls() == 0
+    before = fallbacks["add_norm"]
+    add_norm(x.clone().requires_grad_(), None, weight, 1e-5)
+    assert fallbacks["add_norm"] == before + 1
+    monkeypatch.setattr(native, "library", lambda: None)
+    assert calls() == 1
+
+
+def test_sizes_that_no_kernel_takes_run_the_reference(tmp_path: Path):
+    random_checkpoint(tmp_path, tiny_config())
+    model = load_folder(tmp_path)
+    fallbacks.clear()
+    run_alone(model, job("asked", prompt(seed=4, length=5), max_tokens=2))
+    layers = model.config.num_hidden_layers
+    attention = {"mla_qkv": 2 * layers, "mla_prefill": layers, "mla_decode": layers}
+    assert fallbacks == {"transformer": 2, **attention}
+
+
+def test_two_models_run_at_once_in_one_process():
+    def answers(model: K2, seed: int) -> list[object]:
+        engine = open_engine(model)
+        try:
+            asked = [job(f"{n}", prompt(seed=seed + n, length=30 * n + 5), max_tokens=30) for n in range(6)]
+            return list(run(engine, asked).values())
+        finally:
+            engine.runner.close()
+
+    alone = [answers(tiny_model(), seed) for seed in (1, 2)]
+    barrier = threading.Barrier(2)
+
+    def beside(seed: int) -> list[object]:
+        barrier.wait()
+        return answers(tiny_model(), seed)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(beside, (1, 2))) == alone

@@ -1,0 +1,37 @@
+"""The CPU kernels as other chips get them: law 1 with AVX-512 but no bf16 pairs, with AVX2, and with neither."""
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+LAW_1 = "tests/laws/test_law_1_kernel_is_reference.py"
+PROGRAM = """
+import sys, pytest
+from redline.kernels.cpu import native
+native.FLAGS = tuple("-march=" + sys.argv[1] if flag == "-march=native" else flag for flag in native.FLAGS)
+assert "-march=" + sys.argv[1] in native.FLAGS
+sys.exit(pytest.main(["-q", "-p", "no:xdist", "-p", "no:cacheprovider", sys.argv[2]]))
+"""
+
+
+def chips() -> list[str]:
+    """Those whose instructions this machine has; none but x86 has such names."""
+    if platform.machine() != "x86_64":
+        return []
+    info = Path("/proc/cpuinfo").read_text()
+    return ["x86-64", *(["x86-64-v3"] if " avx2 " in info else []), *(["x86-64-v4"] if " avx512vl " in info else [])]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("chip", chips())
+def test_kernels_for_another_chip_are_the_references(chip: str):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, chip, LAW_1]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert " passed" in done.stdout

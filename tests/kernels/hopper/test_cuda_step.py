@@ -1,0 +1,156 @@
+"""What stands around a decode step's model: its inputs, the likeliest tokens, what holds. Run on the CPU, by thread."""
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from redline.kernels.by_chip import best
+from redline.kernels.cpu import native
+from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.step.settle_rows import settle_rows
+from redline.kernels.hopper.step.step_rows import (
+    ASKED,
+    CELLS,
+    DRAFTS,
+    KEEP,
+    LENGTH,
+    LIMIT,
+    PAGES,
+    SLOT,
+    SLOT_FACTS,
+    SlotTensors,
+    random_plan,
+    random_slots,
+    step_rows,
+)
+from redline.kernels.kernel import Kernel
+from redline.ops.op import Case
+from redline.wire.job import PAGE_TOKENS
+from tests.seeds import fresh_generator
+
+pytestmark = [
+    pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler"),
+    pytest.mark.usefixtures("poison"),
+]
+
+
+def generator() -> torch.Generator:
+    return fresh_generator()
+
+
+def emulated(kernel: Kernel[Any, Any], *args: Any) -> Any:
+    assert kernel.fits(*args)
+    with emulation():
+        return kernel.run(*args)
+
+
+def same(got: Any, want: Any) -> None:
+    if dataclasses.is_dataclass(got):
+        got, want = vars(got), vars(want)
+        assert all(torch.equal(got[name], want[name]) for name in got), [n for n in got if (got[n] != want[n]).any()]
+    elif isinstance(got, Tensor) and got.is_floating_point():
+        assert torch.allclose(got, want, rtol=0, atol=1e-6)
+    elif isinstance(got, Tensor):
+        assert torch.equal(got, want)
+    elif got is not None:
+        for a, b in zip(got, want, strict=True):
+            same(a, b)
+
+
+def check(kernel: Kernel[Any, Any], args: tuple[Any, ...]) -> None:
+    """What it returns, and whatever it was given."""
+    theirs = copy.deepcopy(args)
+    got, want = emulated(kernel, *args), kernel.op.reference(*theirs)
+    same(got, want)
+    same([x for x in args if not isinstance(x, int)], [x for x in theirs if not isinstance(x, int)])
+
+
+# ------------------------------------------------------------------------------------------------ the likeliest token
+
+
+@pytest.mark.parametrize("case", list(best.op.cases()), ids=lambda case: case.name)
+def test_the_best_is_the_first_of_the_greatest(case: Case):
+    check(best.hopper, case.make(generator()))
+
+
+@pytest.mark.parametrize(("rows", "vocabulary", "stride"), [(1, 163840, 163840), (3, 4100, 4112), (2, 5001, 5003)])
+def test_many_are_the_greatest_in_rows_that_lie_apart(rows: int, vocabulary: int, stride: int):
+    logits = torch.randint(-3, 2, (rows, stride), generator=generator()).float()[:, :vocabulary]
+    logits[0, : vocabulary // 2] = -0.0
+    check(best.hopper, (logits.masked_fill_(logits == 1, 0.0),))
+    check(best.hopper, (logits,))
+
+
+def test_more_rows_than_blocks():
+    check(best.hopper, (torch.randn(300, 130, generator=generator()),))
+
+
+def test_a_row_that_is_not_finite_is_told_and_its_token_exists():
+    logits = torch.randn(6, 9000, generator=generator())
+    logits[0, 8999] = logits[1, 0] = torch.nan
+    logits[2] = torch.nan
+    logits[3] = -torch.inf
+    logits[4, 5000] = -torch.inf
+    ids, finite = emulated(best.hopper, logits)
+    assert finite.tolist() == [False] * 5 + [True]
+    assert ids[3] == 0
+    assert ids[4:].tolist() == logits[4:].argmax(-1).tolist()
+    assert ((ids >= 0) & (ids < 9000)).all()
+
+
+def test_the_counters_are_as_they_were_when_a_launch_has_ended():
+    for rows in (7, 2, 7):
+        check(best.hopper, (torch.randn(rows, 9001, generator=generator()),))
+
+
+# --------------------------------------------------------------------------------------------------------- the step
+
+
+@pytest.mark.parametrize("kernel", [step_rows, settle_rows], ids=lambda kernel: kernel.op.name)
+@pytest.mark.parametrize("number", range(4))
+def test_a_step_begins_and_ends_as_its_reference(kernel: Kernel[Any, Any], number: int):
+    case = list(kernel.op.cases())[number]
+    for _ in range(3):
+        check(kernel, case.make(generator()))
+
+
+def test_steps_that_follow_one_another_leave_what_the_references_leave():
+    g = generator()
+    slots, results = random_slots(g, 9, 8), torch.zeros(64, 11, dtype=torch.int64)
+    their_slots, their_results = copy.deepcopy(slots), results.clone()
+    frequencies = torch.ones(32)
+    for _ in range(6):
+        plan = random_plan(g, slots, 8, 5, 4)
+        mine = emulated(step_rows, plan, slots, results, frequencies, 4, 72)
+        same(mine, step_rows.op.reference(plan, their_slots, their_results, frequencies, 4, 72))
+        hit = torch.rand(8, 3, generator=g) < 0.7
+        drafts = plan[:, DRAFTS][:, :3]
+        tokens = torch.cat([torch.where(hit, drafts, 5), torch.full((8, 1), 6)], 1).flatten()
+        finite = torch.rand(32, generator=g) < 0.9
+        emulated(settle_rows, tokens, finite, plan, slots, results)
+        settle_rows.op.reference(tokens, finite, plan, their_slots, their_results)
+        same((slots, results), (their_slots, their_results))
+
+
+def test_a_copy_of_a_row_sees_the_news_of_that_row():
+    """Its slot's length, limit and page come in the same plan, and whatever block it is in."""
+    pages, rows = 4, 64
+    slots = SlotTensors(
+        tokens=torch.arange(3 * 300).view(3, 300),
+        tables=torch.zeros(3, pages, dtype=torch.int32),
+        lengths=torch.full((3,), 7),
+        facts=torch.full((3, 6), 9),
+    )
+    plan = random_plan(generator(), random_slots(generator(), 2, pages), rows, 1, 1)
+    plan[:, SLOT], plan[0, ASKED], plan[1:, LENGTH] = 1, 1, KEEP
+    plan[0, LENGTH], plan[0, SLOT_FACTS.start + LIMIT] = 65, 100
+    plan[:, CELLS] = 2 * pages
+    plan[0, CELLS.start], plan[0, PAGES.start] = pages + 1, 33
+    step = emulated(step_rows, plan, slots, torch.zeros(64, 11, dtype=torch.int64), torch.ones(32), 1, 50)
+    assert step.ids_T.tolist() == [300 + 64] * rows
+    assert step.lengths_Q.tolist() == [65] * rows
+    assert step.rows_T.tolist() == [33 * PAGE_TOKENS] + [50 * PAGE_TOKENS + t % PAGE_TOKENS for t in range(1, rows)]

@@ -1,0 +1,97 @@
+"""What an op must cost is what its reference multiplies, counted by torch, and what it reads and writes."""
+
+import copy
+import itertools
+from dataclasses import is_dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from redline.kernels.all import CPU, HOPPER
+from redline.kernels.hopper.decode.gates import gates
+from redline.kernels.hopper.step.step_rows import step_rows
+from redline.kernels.kernel import references
+from redline.model.k2.one_call import transformer
+from redline.ops.moe import moe
+from redline.ops.op import Case, Op
+
+OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *HOPPER, transformer)))
+
+# Stored in tiles, whose padding is multiplied too; all of it is Kimi-Nano's and these tests', as Kimi's sizes fit.
+TILED = {"project_a", "project_q", "project_out", "gates", "head"}
+# Their references look at every key of a chunk, or at empty parts, and go through many ops that a kernel does as one.
+WASTEFUL = {"mla_prefill", "transformer", "draft_pass", "draft_chain", "unabsorb"}
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_an_op_costs_what_its_reference_multiplies(op: Op[Any, Any]):
+    for case in itertools.islice((case for case in op.cases() if case.small), 3):
+        args = case.make(torch.Generator().manual_seed(1))
+        cost = op.cost(*args)
+        with FlopCounterMode(display=False) as counter, references():
+            op.reference(*copy.deepcopy(args))
+        counted = counter.get_total_flops()
+        if op.name in TILED:
+            assert counted <= cost.flops <= 2 * counted, case.name
+        elif op.name in WASTEFUL:
+            assert 0.4 * counted <= cost.flops <= 1.01 * counted, case.name
+        else:
+            assert cost.flops == counted, case.name
+        assert cost.bytes > 0, case.name
+
+
+# Ops that read all they are given and write all that they return, once.
+WHOLE = {"linear", "add_norm", "route_experts", "best", "absorb", "unabsorb", "head", "draw"}
+
+
+def small(op: Op[Any, Any]) -> list[tuple[Case, tuple[Any, ...]]]:
+    """Cases with their inputs."""
+    g = torch.Generator().manual_seed(1)
+    return [(case, case.make(g)) for case in op.cases() if case.small]
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    """All in it, weights' own ones too."""
+    if isinstance(value, tuple):
+        return [tensor for part in value for tensor in tensors(part)]
+    if is_dataclass(value):
+        return tensors(tuple(vars(value).values()))
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+def size(*values: Any) -> int:
+    """Bytes, each tensor's once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors(values)}.values())
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.name in WHOLE], ids=lambda op: op.name)
+def test_an_op_moves_what_it_reads_and_writes(op: Op[Any, Any]):
+    for case, args in small(op):
+        assert op.cost(*args).bytes == size(args, op.reference(*args)), case.name
+
+
+def test_gates_read_a_weight_and_activations_and_write_logits_and_a_hidden_row():
+    for case, (x, squares, w, experts, width, *rest) in small(gates.op):
+        logits, h, *_ = gates.op.reference(x, squares, w, experts, width, *rest)
+        whole = size(x, squares, w, logits, h[:, :width])
+        assert gates.op.cost(x, squares, w, experts, width, *rest).bytes == whole, case.name
+
+
+def test_experts_move_tokens_in_and_out_and_the_weights_that_were_chosen():
+    for case, (x, shared_gate_up, shared_down, routed, *rest) in small(moe):
+        chosen = 0
+        if routed is not None:
+            part = len(routed.ids_TK.unique()) / routed.down.shape[0]
+            chosen = size(routed.ids_TK, routed.weights_TK) + part * size(routed.gate_up, routed.down)
+        whole = 2 * x.nbytes + size(shared_gate_up, shared_down) + chosen
+        assert moe.cost(x, shared_gate_up, shared_down, routed, *rest).bytes == whole, case.name
+
+
+def test_a_steps_beginning_moves_its_plan_and_inputs_and_four_words_of_a_row():
+    """A slot's length and limit, and the length and the number of positions that its result begins with."""
+    for case, args in small(step_rows.op):
+        plan = args[0]
+        made = step_rows.op.reference(*args)
+        assert step_rows.op.cost(*args).bytes == size(plan, made) + len(plan) * 4 * 8, case.name

@@ -1,0 +1,20 @@
+"""A kernel that says it does not fit is never called, and nothing fails: so what it has to fit is said here."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from redline.kernels.all import CPU, HOPPER
+from redline.kernels.kernel import Kernel
+from redline.model.k2.one_call import transformer
+
+
+@pytest.mark.parametrize("kernel", [*CPU, *HOPPER, transformer], ids=lambda kernel: f"{kernel.op.name} {kernel.chip}")
+def test_a_kernel_fits_the_sizes_that_it_is_tried_with(kernel: Kernel[Any, Any]):
+    args = (
+        (case.name, kernel.lay_out(case.make(torch.Generator().manual_seed(1))))
+        for case in kernel.op.cases()
+        if case.small
+    )
+    assert [name for name, given in args if not kernel.fits(*given)] == []

@@ -1,0 +1,180 @@
+"""K2 as a GPU runs it, against K2 as the references say it; where there is no GPU, its kernels are emulated."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.block import Stream, few
+from redline.kernels.hopper.decode.embed import embed
+from redline.kernels.hopper.triton import dense as streamed
+from redline.kernels.hopper.triton import linear
+from redline.kernels.kernel import fallbacks
+from redline.model.k2 import cpu, hopper
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.config import K2Config
+from redline.model.k2.cpu import K2, Chunk, Inputs
+from redline.model.k2.shapes import KIMI_NANO
+from redline.model.k2.write import random_checkpoint
+from tests.tiny_model import CPU
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PAGES = 8
+
+
+def small() -> K2Config:
+    from dataclasses import replace
+
+    return replace(KIMI_NANO, num_hidden_layers=2, n_routed_experts=8, vocab_size=256)
+
+
+@pytest.fixture(scope="module", params=["int4", "nvfp4", "bf16"])
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[K2, K2]:
+    folder: Path = tmp_path_factory.mktemp("nano")
+    random_checkpoint(folder, small(), quantization=request.param)
+    checkpoint = Checkpoint.open(folder)
+    return hopper.load(checkpoint, DEVICE), cpu.load(checkpoint, CPU)
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes as long for a small program as for a large one; tests/ops has the chip's sizes."""
+    if DEVICE.type == "cpu":
+        for module in (linear, streamed):
+            monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    with contextlib.nullcontext() if DEVICE.type == "cuda" else emulation(), torch.inference_mode():
+        yield
+
+
+def inputs(model: K2, chunks: tuple[Chunk, ...], contexts: tuple[int, ...], slots: tuple[int, ...]) -> Inputs:
+    """Chunks, then queries whose tokens are the last of `contexts` of their slots."""
+    g = torch.Generator().manual_seed(5)
+    positions = [(c.slot, c.start + i) for c in chunks for i in range(c.count)]
+    first = len(positions)
+    positions += [(slot, context - 1) for slot, context in zip(slots, contexts, strict=True)]
+    tables = torch.arange(PAGES, dtype=torch.int32).view(4, 2)
+    at = torch.tensor([position for _, position in positions])
+    cos, sin = model.angles(at.to(model.device))
+    rows = [int(tables[slot, p // 64]) * 64 + p % 64 for slot, p in positions]
+    ints = {"dtype": torch.int32, "device": model.device}
+    return Inputs(
+        ids_T=torch.randint(model.config.vocab_size, (len(positions),), generator=g).to(model.device),
+        cos_T=cos,
+        sin_T=sin,
+        rows_T=torch.tensor(rows, device=model.device),
+        chunks=chunks,
+        tokens_Q=torch.arange(first, len(positions), **ints),
+        slots_Q=torch.tensor(slots, **ints),
+        lengths_Q=torch.tensor(contexts, **ints),
+        tables=tables.to(model.device),
+    )
+
+
+def planes(model: K2, dtype: torch.dtype) -> Tensor:
+    g = torch.Generator().manual_seed(9)
+    sizes = model.config.num_hidden_layers, PAGES, 64, model.config.kv_width
+    return (torch.randn(sizes, generator=g) * 0.5).to(torch.bfloat16).to(dtype).to(model.device)
+
+
+STEPS = {
+    "one token": ((), (70,), (2,)),
+    "verified drafts of one row": ((), (60, 61, 62), (1, 1, 1)),
+    "nine rows": ((), (5, 64, 65, 128, 1, 2, 3, 100, 90), (0, 1, 2, 3, 0, 1, 2, 3, 0)),
+    "a chunk and rows": ((Chunk(0, 40, 0, 0),), (64, 70), (1, 2)),
+    "a later chunk": ((Chunk(0, 9, 64, 3), Chunk(9, 3, 0, 1)), (), ()),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_gpus_model_is_the_model(models: tuple[K2, K2], step: str):
+    agree(models, *STEPS[step])
+
+
+@pytest.mark.parametrize("models", ["int4"], indirect=True)
+def test_rows_that_are_too_many_for_lists_of_pairs(models: tuple[K2, K2]):
+    agree(models, (), tuple(range(1, 34)), (0, 1, 2) * 11)
+
+
+@pytest.mark.parametrize("models", ["int4"], indirect=True)
+@pytest.mark.parametrize("step", ["one token", "a later chunk"])
+def test_over_fp8_pages_it_is_the_model_too(models: tuple[K2, K2], step: str):
+    """What is written falls to the other side of a step of e4m3 here and there, an eighth of the number away."""
+    agree(models, *STEPS[step], pages=(torch.float8_e4m3fn, torch.float8_e4m3fn), limit=3e-2)
+
+
+def agree(
+    models: tuple[K2, K2],
+    chunks: tuple[Chunk, ...],
+    contexts: tuple[int, ...],
+    slots: tuple[int, ...],
+    pages: tuple[torch.dtype, torch.dtype] = (torch.bfloat16, torch.float32),
+    limit: float = 2e-2,
+) -> None:
+    ours, theirs = models
+    kept = planes(ours, pages[0]), planes(theirs, pages[1])
+    references = fallbacks.copy()
+    with kernels():
+        hidden, features = ours.forward(inputs(ours, chunks, contexts, slots), kept[0], (0, 1, 2))
+        logits = ours.logits(hidden)
+    assert fallbacks == references, "an op took its reference"
+    with torch.inference_mode():
+        wanted, wanted_features = theirs.forward(inputs(theirs, chunks, contexts, slots), kept[1], (0, 1, 2))
+        wanted_logits = theirs.logits(wanted)
+    assert features is not None
+    assert wanted_features is not None
+    for name, a, b in (
+        ("features", features, wanted_features),
+        ("hidden", hidden, wanted),
+        ("logits", logits, wanted_logits),
+        ("pages", kept[0], kept[1]),
+    ):
+        error = (a.cpu().float() - b.float()).norm() / b.float().norm()
+        assert error < limit, f"{name}: {error:.1e}"
+
+
+class Calls(TorchDispatchMode):
+    """Names of what torch is asked to do, but for views and empty memory, and for what a kernel's launch does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if not func.is_view and "empty" not in func.__name__:
+            self.names.append(func.__name__)
+        return result
+
+
+@pytest.mark.parametrize("models", ["int4"], indirect=True)
+@pytest.mark.parametrize("rows", [9, 64])
+def test_no_kernel_of_torch_runs_in_a_block_of_a_decode_step(
+    models: tuple[K2, K2], rows: int, monkeypatch: pytest.MonkeyPatch
+):
+    """From 9 tokens on each would be a launch of its own beside ten that have work to do."""
+    ours = models[0]
+    assert isinstance(ours, hopper.GpuK2)
+    step = inputs(ours, (), tuple(i // 4 + 1 for i in range(rows)), tuple(i % 4 for i in range(rows)))
+    pages, norm, launch = planes(ours, torch.bfloat16)[0], ours.norm, streamed.launch
+
+    def unseen(*args: Any, **given: Any) -> None:
+        with _disable_current_modes():  # the interpreter of Triton moves tensors by torch
+            launch(*args, **given)
+
+    monkeypatch.setattr(streamed, "launch", unseen)
+    with kernels():
+        for w in ours.gpu_blocks:
+            stream = Stream(*embed(step.ids_T, ours.embedding_VD, w.attention_norm))
+            with Calls() as calls:
+                few(stream, w, step, pages, norm, None)
+            assert calls.names == []

@@ -1,0 +1,56 @@
+"""Loading takes the memory of the model, of one tensor, and little else: nothing is held twice."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LOAD = """
+import sys
+from pathlib import Path
+from threading import Event, Thread
+
+import torch
+from redline.model.k2.checkpoint import Checkpoint, weights
+from redline.model.k2.cpu import load
+from redline.kernels.cpu import native
+
+
+def anonymous():
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+
+def watch():
+    global peak
+    while not over.wait(0.002):
+        peak = max(peak, anonymous())
+
+
+assert native.library() is not None, native.why_not()
+torch.zeros(1000).clone()  # what torch allocates once is not the model's
+peak = before = anonymous()
+over = Event()
+watcher = Thread(target=watch)
+watcher.start()
+checkpoint = Checkpoint.open(sys.argv[1])
+read = []
+checkpoint.progress = read.append
+model = load(checkpoint, torch.device("cpu"))
+over.set()
+watcher.join()
+print(checkpoint.bytes, sum(read), max(read), anonymous() - before, peak - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
+def test_loading_2_gb_takes_the_model_and_one_tensor(big_checkpoint: Path):
+    child = subprocess.run(
+        [sys.executable, "-c", LOAD, str(big_checkpoint)], capture_output=True, text=True, check=True
+    )
+    stored, read, largest, kept, peak = map(int, child.stdout.split())
+    assert stored > 2_000_000_000
+    assert read == stored  # the progress bar ends at its end
+    assert abs(kept - stored) < 200_000_000
+    assert peak <= stored + largest + 200_000_000, f"{(peak - stored) / 1e6:.0f} MB beside the model"

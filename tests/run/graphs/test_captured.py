@@ -1,0 +1,475 @@
+"""Steps that are recorded and replayed give what steps that the host leads give, token for token.
+
+On a CPU a recorded piece is a plain call of the same torch operations over the same tensors.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from redline.kernels.cpu import native
+from redline.kernels.emulator.emulator import emulation
+from redline.kernels.kernel import fallbacks
+from redline.model.k2.cpu import Inputs
+from redline.run.graphs.decode import Board, DecodeStep, Draw
+from redline.run.graphs.graph import Recorder
+from redline.run.graphs.shapes import Shape, shapes
+from redline.run.runner import Runner
+from redline.run.sampling.recorded import Odds, draw_rows, signed, uniforms
+from redline.run.sampling.sample import draw_each, uniform
+from redline.run.slots import Slots
+from redline.wire.job import Job, PageId, Sampling
+from redline.wire.step import Begin, Row, Step
+from redline.worker.engine import Engine
+from tests.tiny_model import VOCABULARY, Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
+
+GREEDY = {"logprobs": None}
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    GREEDY,
+    {"logprobs": None, "temperature": 1.0, "seed": 5, "seeded": True},
+    GREEDY,
+    {"logprobs": None, "min_tokens": 12, "stop_ids": (1, 2, 3)},
+    {"logprobs": None, "frequency_penalty": 0.4},
+)
+
+Open = Callable[..., Engine]
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Open:
+    """Opens engines whose decode steps are replayed."""
+
+    def opened(**config: Any) -> Engine:
+        with monkeypatch.context() as patch:
+            patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
+            return open_engine(tiny_model(), **config)
+
+    return opened
+
+
+def answers_of(engine: Engine, *waves: list[Job], every: int = 3) -> dict[str, Answer]:
+    try:
+        return run(engine, *waves, every=every)
+    finally:
+        engine.runner.close()
+
+
+@functools.cache
+def alone(asked: Job) -> Answer:
+    """Led by the host, without drafts."""
+    return run_alone(tiny_model(), asked)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 1.0, "seed": 5},
+    "top_p": {"temperature": 0.7, "top_p": 0.9, "seed": (1 << 64) - 3},
+    "all": {"temperature": 1.5, "top_p": 0.95, "top_k": 100, "min_p": 0.02, "seed": 1 << 63},
+    "one": {"temperature": 0.7, "top_k": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("slots", "positions", "reach"),
+    [(64, 1, 262_144), (64, 4, 262_144), (64, 8, 262_144), (1, 1, 64), (5, 16, 2048), (300, 3, 16_384), (2, 2, 4096)],
+)
+def test_which_shapes_are_recorded_is_a_function_of_the_configuration(slots: int, positions: int, reach: int):
+    wanted = shapes(slots, positions, reach)
+    assert wanted == shapes(slots, positions, reach)
+    assert len(set(wanted)) == len(wanted) <= 24
+    rows, most = min(slots, 64), min(positions, 8)
+    for count, asked in ((rows, most), (1, most), (rows, 1), (1, 1)):  # every step has a shape, and small ones a small
+        assert any(shape.rows >= count and shape.positions >= asked and shape.longest >= reach for shape in wanted)
+    assert Shape(1, 1, reach) in wanted
+    assert max(shape.rows for shape in wanted) < 2 * rows or rows == 1
+    assert max(shape.positions for shape in wanted) == most
+    assert max(shape.longest for shape in wanted) == reach
+
+
+def test_the_shapes_of_kimi_with_three_drafts():
+    assert [tuple(shape) for shape in shapes(64, 4, 262_144)] == [
+        *((rows, positions, 262_144) for rows, positions in FEW_FIRST),
+        *((rows, positions, 2048) for rows, positions in FEW_FIRST[:10]),
+    ]
+
+
+FEW_FIRST = (
+    *((1, 1), (2, 1), (1, 4), (4, 1), (2, 4), (8, 1), (4, 4), (16, 1), (8, 4)),
+    *((32, 1), (16, 4), (64, 1), (32, 4), (64, 4)),
+)
+
+
+def test_what_is_recorded_does_not_depend_on_a_clock(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    """As on a machine where an hour goes by between any two looks at the clock."""
+    hours = itertools.count(0.0, 3600.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("time.monotonic", lambda: next(hours))
+        runner = captured(draft="suffix", draft_adaptive=False, draft_tokens=3).runner
+    runner.close()
+    assert runner._captured is not None
+    assert set(runner._captured._recorded) == set(shapes(16, 4, 1024))
+
+
+def test_the_cheapest_recorded_shape_that_holds_a_step_replays_it(captured: Open):
+    tokens = prompt(seed=3, length=30)
+    answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
+    runner = captured(draft="suffix", draft_adaptive=False, draft_tokens=3).runner
+    captures = runner._captured
+    assert captures is not None
+    kept = [Shape(2, 1, 1024), Shape(8, 1, 1024), Shape(8, 4, 1024)]
+    captures._recorded = {shape: captures._recorded[shape] for shape in kept}
+    try:
+        for slot in range(9):
+            _begin(runner, tokens, limit=64, slot=slot)
+
+        def replayed(slots: int, drafts: int = 0) -> tuple[Shape | None, list[int]]:
+            """The shape of a step of so many rows, and how many of the answer's tokens it gave to each."""
+            at = [runner.slots.at[slot].length - 30 for slot in range(slots)]
+            for slot in range(slots):
+                runner.place(slot, 30 + at[slot], answer[at[slot] : at[slot] + drafts])
+            rows = tuple(Row(slot=slot, start=None, count=1 + drafts, drafts=drafts) for slot in range(slots))
+            shape, before = captures._shape(rows), runner.replays
+            given = [row.tokens for row in runner.launch(Step(number=1, rows=rows)).wait().rows]
+            captures.catch_up()
+            assert runner.replays - before == (shape is not None)
+            assert given == [answer[first : first + len(new)] for first, new in zip(at, given, strict=True)]
+            return shape, [len(new) for new in given]
+
+        assert replayed(1) == (kept[0], [1])
+        assert replayed(3) == (kept[1], [1] * 3)
+        assert replayed(1, drafts=1) == (kept[2], [2])
+        assert replayed(8, drafts=3) == (kept[2], [4] * 8)
+        assert replayed(9) == (None, [1] * 9)
+    finally:
+        runner.close()
+
+
+def test_a_shape_that_cannot_be_recorded_is_left_to_the_host(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    record = Recorder.record
+
+    def failing(recorder: Recorder, *pieces: Any) -> Any:
+        if pieces[0].__self__.shape.rows == 2:
+            raise RuntimeError("out of memory")
+        return record(recorder, *pieces)
+
+    monkeypatch.setattr(Recorder, "record", failing)
+    jobs = [job(f"{n}", prompt(seed=n, length=40), max_tokens=30, logprobs=None) for n in range(2)]
+    engine = captured(max_running=2)
+    assert answers_of(engine, jobs) == {one.id: alone(one) for one in jobs}
+    assert engine.runner.led["shape"] > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_answer_is_replayed_behind_its_prompt(captured: Open, kind: str):
+    asked = job("asked", prompt(seed=1, length=70), max_tokens=150, logprobs=None, **KINDS[kind])
+    engine = captured()
+    assert answers_of(engine, [asked])["asked"] == alone(asked)
+    assert engine.runner.replays == 149
+    assert engine.runner.led == {"prompt": 1}
+
+
+def test_a_recording_that_fails_ends_the_start_and_is_not_waited_for(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr("redline.run.graphs.graph.Recorder.record", broken)
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        captured()
+
+
+def test_whatever_breaks_the_thread_that_records_is_raised(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> None:
+        raise MemoryError("no room for a plan")
+
+    monkeypatch.setattr("redline.run.graphs.captured.CapturedSteps._plan", broken)
+    with pytest.raises(MemoryError, match="no room for a plan"):
+        captured()
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 16])
+def test_rows_beside_rows_that_only_fill_a_shape_up(captured: Open, count: int):
+    kinds = list(KINDS.values())
+    jobs = [
+        job(f"{n}", prompt(seed=n, length=5 + 31 * n % 200), max_tokens=60 + n, logprobs=None, **kinds[n % len(kinds)])
+        for n in range(count)
+    ]
+    engine = captured(pages=128)
+    answers = answers_of(engine, jobs)
+    assert answers == {one.id: alone(one) for one in jobs}
+    assert engine.runner.replays >= 60
+
+
+def test_answers_that_end_and_begin_among_others_that_the_host_leads(captured: Open):
+    """Replayed steps and others take turns: prompts in chunks, draws, penalties, pre-emption and prefixes from the
+    cache, over few pages."""
+    waves = [
+        [
+            job(f"{wave}.{n}", prompt(seed=n % 3, length=20 + 30 * n), max_tokens=120 + 15 * n, **sampling)
+            for n, sampling in enumerate(SAMPLINGS[: 1 + wave % 3 * 2])
+        ]
+        for wave in range(5)
+    ]
+    engine = captured(pages=12, max_model_len=400, step_tokens=90)
+    answers = answers_of(engine, *waves, every=110)
+    load = engine.planner.load()
+    assert load.preemptions > 0
+    assert load.prompt_tokens_cached > 0
+    assert engine.runner.replays > 200
+    assert engine.runner.led["sampling"] > 100
+    for wave in waves:
+        for asked in wave:
+            assert answers[asked.id].tokens == alone(asked).tokens, asked.id
+
+
+@pytest.mark.parametrize(
+    "way", [{"draft": "suffix"}, {"drafter": "tiny"}, {"drafter": "tiny", "suffix": False}], ids=str
+)
+@pytest.mark.parametrize("drafts", [1, 3, 7])
+def test_drafts_change_nothing(captured: Open, way: dict[str, Any], drafts: int):
+    if "drafter" in way:
+        way = {**way, "drafter": tiny_drafter()}
+    kinds = [{}, {}, {"temperature": 0.01, "seeded": True, "seed": 3, "top_p": 0.9}]
+    jobs = [
+        job(f"{n}", prompt(seed=n, length=40 + 25 * n), max_tokens=90 - n, logprobs=None, **kind)
+        for n, kind in enumerate(kinds)
+    ]
+    engine = captured(draft_adaptive=False, draft_tokens=drafts, **way)
+    answers = answers_of(engine, jobs)
+    assert engine.runner.replays > 20
+    # A random drafter is hardly ever right.
+    assert sum(answer.accepted for answer in answers.values()) > 0 or "drafter" in way
+    for asked in jobs:
+        assert answers[asked.id].tokens == alone(asked).tokens
+
+
+def test_drafts_of_the_models_own_answer_all_hold(captured: Open):
+    """What the runner verifies need not come from a drafter: the answer itself, and one token of it replaced."""
+    tokens = prompt(seed=3, length=30)
+    answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
+    engine = captured(draft="suffix", draft_adaptive=False, draft_tokens=5)
+    runner = engine.runner
+    try:
+        first = _begin(runner, tokens, limit=70)
+        assert first == answer[:1]
+        runner.place(0, 31, answer[1:6])
+        assert _decode(runner, drafts=5) == (answer[1:7], 5, 5)
+        runner.place(0, 37, (*answer[7:9], (answer[9] + 1) % 512, answer[10]))
+        assert _decode(runner, drafts=5) == (answer[7:10], 4, 2)
+        assert _decode(runner, drafts=5) == (answer[10:11], 0, 0)
+        assert runner.replays == 3
+    finally:
+        runner.close()
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler")
+def test_steps_around_a_gpus_kernels_are_the_same_steps(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    """What builds a step's inputs and settles it, thread by thread on the CPU."""
+    serve = Runner._serve
+
+    def emulating(runner: Runner) -> None:
+        with emulation():
+            serve(runner)
+
+    monkeypatch.setattr(Runner, "_serve", emulating)
+    kinds = [{}, {"temperature": 0.8, "seed": 3, "seeded": True}, {}]
+    jobs = [
+        job(f"{n}", prompt(seed=n, length=50 + 25 * n), max_tokens=20 - n, logprobs=None, **kind)
+        for n, kind in enumerate(kinds)
+    ]
+    engine = captured(draft="suffix", draft_adaptive=False, draft_tokens=3, max_running=4)
+    before = fallbacks.copy()
+    answers = answers_of(engine, jobs)
+    assert engine.runner.replays > 5
+    assert all(fallbacks[name] == before[name] for name in ("step_rows", "best", "settle_rows"))
+    for asked in jobs:
+        assert answers[asked.id].tokens == alone(asked).tokens
+
+
+def test_drafts_that_were_drawn_are_left_to_the_host(captured: Open):
+    asked = job("asked", prompt(seed=1, length=70), max_tokens=40, logprobs=None, temperature=1.0, seed=3)
+    engine = captured(drafter=tiny_drafter(), suffix=False, draft_adaptive=False, draft_tokens=2)
+    led = open_engine(tiny_model(), drafter=tiny_drafter(), suffix=False, draft_adaptive=False, draft_tokens=2)
+    assert answers_of(engine, [asked]) == answers_of(led, [asked])
+    assert engine.runner.led["drawn drafts"] > 10
+
+
+def test_no_row_goes_beyond_its_limit(captured: Open):
+    tokens = prompt(seed=3, length=30)
+    answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
+    engine = captured(draft="suffix", draft_adaptive=False, draft_tokens=5)
+    runner = engine.runner
+    try:
+        _begin(runner, tokens, limit=34)
+        runner.place(0, 31, answer[1:6])
+        assert _decode(runner, drafts=5) == (answer[1:4], 2, 2)
+        assert _decode(runner, drafts=0) == ((), 0, 0)
+        assert _decode(runner, drafts=3) == ((), 0, 0)
+    finally:
+        runner.close()
+
+
+def test_a_logit_that_is_not_finite_ends_its_own_job_only(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    model = tiny_model()
+    whole = model.logits
+    jobs = [job(f"{n}", prompt(seed=n, length=20 + n), max_tokens=20, **GREEDY) for n in range(3)]
+    expected = {one.id: alone(one) for one in jobs}
+
+    def broken(hidden: torch.Tensor) -> torch.Tensor:
+        logits = whole(hidden)
+        if logits.shape[0] == 4 and engine.runner.replays == 9:
+            logits[1, 7] = torch.nan
+        return logits
+
+    engine = captured()
+    monkeypatch.setattr(model, "logits", broken)
+    answers = answers_of(engine, jobs)
+    assert answers["1"].error is not None
+    assert "not finite" in answers["1"].error
+    assert answers["1"].tokens == expected["1"].tokens[: len(answers["1"].tokens)]
+    assert len(answers["1"].tokens) < 20
+    assert answers["0"] == expected["0"]
+    assert answers["2"] == expected["2"]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=repr)
+def test_a_replayed_row_of_which_nothing_can_be_drawn_ends_its_own_job_only(
+    captured: Open, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    """Every logit is finite, but over so low a temperature none is: without a check token V went into the slot."""
+    model, whole, steps = tiny_model(), tiny_model().logits, 0
+    cold = {"temperature": 2e-5, "seed": 3, **options}
+    jobs = [job("0", prompt(seed=0, length=20), max_tokens=20, **GREEDY)]
+    jobs.append(job("1", prompt(seed=1, length=21), max_tokens=20, logprobs=None, **cold))
+
+    def huge(hidden: torch.Tensor) -> torch.Tensor:
+        nonlocal steps
+        steps += hidden.shape[0] == 2
+        return whole(hidden) * (1e34 if steps > 5 else 1)
+
+    engine = captured()
+    before = engine.runner.replays
+    monkeypatch.setattr(model, "logits", huge)
+    answers = answers_of(engine, jobs)
+    monkeypatch.undo()
+    assert engine.runner.replays > before + 10
+    assert (answers["1"].finish, len(answers["1"].tokens) < 20) == ("error", True)
+    assert "not finite" in answers["1"].error
+    assert all(token < VOCABULARY for token in answers["1"].tokens)
+    assert answers["0"] == alone(jobs[0])
+
+
+def test_rows_drawn_together_are_those_that_are_drawn_alone():
+    generator, pick = torch.Generator().manual_seed(0), random.Random(0)
+    for vocabulary in (50, 512, 4096, 20000):
+        logits = torch.randn(40, vocabulary, generator=generator) * 3
+        asked = [
+            Sampling(
+                max_tokens=1,
+                temperature=pick.choice([0.3, 1.0, 1.7]),
+                top_p=pick.choice([1, 0.9, 0.5, 0.999]),
+                top_k=pick.choice([0, 0, 1, 40, 300, 4096]),
+                min_p=pick.choice([0, 0, 0.05]),
+                seed=pick.choice([0, 5, (1 << 64) - 1, 1 << 63, 12345678901234]),
+            )
+            for _ in logits
+        ]
+        positions = [pick.randrange(100_000) for _ in logits]
+        odds = Odds(
+            *(torch.tensor([getattr(one, of) for one in asked]).double() for of in ("temperature", "top_p", "min_p")),
+            *(torch.tensor([one.top_k for one in asked]), torch.tensor([signed(one.seed) for one in asked])),
+            torch.tensor(positions),
+        )
+        each = [uniform(one.seed, position) for one, position in zip(asked, positions, strict=True)]
+        assert uniforms(odds.seed, odds.position).tolist() == each
+        alone = [draw_each(row[None], [one], [u])[0] for row, one, u in zip(logits, asked, each, strict=True)]
+        assert draw_each(logits, asked, each) == alone
+        assert draw_rows(logits, odds, narrowed=True).tolist() == alone
+
+
+def test_the_pieces_look_at_no_number(monkeypatch: pytest.MonkeyPatch):
+    """Nothing in them waits for a value, and no shape depends on one: tensors without contents are enough."""
+    monkeypatch.setattr("redline.kernels.cpu.native.library", lambda: None)
+    whole = tiny_model()
+
+    class Model:
+        device, config = whole.device, whole.config
+
+        def forward(self, inputs: Inputs, planes: torch.Tensor, layers: object) -> tuple[torch.Tensor, None]:
+            hidden = whole.embedding_VD[inputs.ids_T].float()
+            planes.flatten(1, 2)[0, inputs.rows_T] = hidden[:, : planes.shape[-1]].to(planes.dtype)
+            return hidden, None
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden @ whole.embedding_VD.float().T
+
+    model: Any = Model()
+    kv: Any = SimpleNamespace(planes=torch.zeros(1, 17, 64, 64), pages=16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        board = Board(model, Slots(20, 1024, VOCABULARY, whole.device), kv)
+        for shape in (Shape(1, 1, 1024), Shape(4, 3, 2048), Shape(64, 8, 1024)):
+            step = DecodeStep(board, shape)
+            step.forward()
+            for kind in Draw:
+                step.settle(kind)
+
+
+def test_what_steps_cost_is_measured_over_replayed_ones(captured: Open):
+    engine = captured(drafter=tiny_drafter(), suffix=False, draft_tokens=3)
+    assert engine.runner.replays > 100
+    asked = job("asked", prompt(seed=1, length=70), max_tokens=60, **GREEDY)
+    assert answers_of(engine, [asked])["asked"].tokens == alone(asked).tokens
+
+
+def test_a_step_can_be_launched_before_the_one_before_is_read(captured: Open):
+    tokens = prompt(seed=3, length=30)
+    answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
+    runner = captured().runner
+    try:
+        _begin(runner, tokens, limit=70)
+        steps = [Step(number=n, rows=(Row(slot=0, start=None, count=1),)) for n in range(20)]
+        launched = [runner.launch(step) for step in steps]
+        assert [token for one in reversed(launched) for token in one.wait().rows[0].tokens] == [*answer[20:0:-1]]
+    finally:
+        runner.close()
+
+
+def test_the_board_is_nobodys_where_no_row_writes(captured: Open):
+    """After a step of 3 rows in a shape of 4, the pages and slots of others are what they were."""
+    runner = captured().runner
+    try:
+        runner.kv.planes.zero_()
+        for slot in range(3):
+            _begin(runner, prompt(seed=slot, length=20), limit=60, slot=slot)
+        planes, tokens = runner.kv.planes.clone(), runner.slots.tokens.clone()
+        rows = tuple(Row(slot=slot, start=None, count=1) for slot in range(3))
+        runner.launch(Step(number=1, rows=rows)).wait()
+        changed = (runner.kv.planes != planes).any(-1).any(0)
+        changed[runner.kv.pages] = False
+        assert changed.nonzero().tolist() == [[slot, 20] for slot in range(3)]
+        assert (runner.slots.tokens != tokens)[:-1].nonzero().tolist() == [[slot, 21] for slot in range(3)]
+    finally:
+        runner.close()
+
+
+def _begin(runner: Runner, tokens: tuple[int, ...], limit: int, slot: int = 0) -> tuple[int, ...]:
+    begin = Begin(slot=slot, tokens=tokens, prompt=len(tokens), pages=(), sampling=_greedy(), limit=limit)
+    row = Row(slot=slot, start=0, count=len(tokens), new_pages=(PageId(slot), PageId(slot + 16)))
+    return runner.launch(Step(number=0, begins=(begin,), rows=(row,))).wait().rows[0].tokens
+
+
+def _greedy() -> Sampling:
+    return Sampling(max_tokens=64, temperature=0.0)
+
+
+def _decode(runner: Runner, drafts: int) -> tuple[tuple[int, ...], int, int]:
+    row = Row(slot=0, start=None, count=1 + drafts, drafts=drafts)
+    given = runner.launch(Step(number=1, rows=(row,))).wait().rows[0]
+    assert given.error is None
+    return given.tokens, given.proposed, given.accepted

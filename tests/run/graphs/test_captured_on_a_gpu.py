@@ -1,0 +1,86 @@
+"""What is recorded on a GPU, and the memory that it takes. Run by hand:
+
+python -m pytest -m gpu tests/run/graphs/test_captured_on_a_gpu.py
+"""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+
+from redline.run.fit import Layout
+from redline.run.graphs.decode import Draw
+from redline.run.graphs.shapes import MOST_SHAPES, shapes
+from redline.run.runner import Runner
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine, sizes_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+NANO = Path(__file__).parents[3] / "models" / "kimi-nano"
+
+
+def held() -> int:
+    """Bytes of the device that are not free: torch's own, and those of its graphs."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 7])
+def test_every_wanted_shape_is_recorded_and_takes_no_more_than_is_counted(drafts: int):
+    config = EngineConfig(
+        max_model_len=65_536,
+        kv_memory=1 << 30,
+        device="cuda",
+        draft="suffix" if drafts else None,
+        draft_tokens=drafts or None,
+        draft_adaptive=False,
+    )
+    engine = Engine.load(NANO, config)  # compiles what a recording needs
+    engine.runner.close()
+    model, layout = engine.model, engine.layout
+    assert isinstance(layout, Layout)
+    del engine
+    wanted = shapes(config.max_running, 1 + drafts, layout.max_model_len)
+    assert len(wanted) <= MOST_SHAPES
+
+    sizes = sizes_of(model.config, config, model.device, layout.kv_dtype)
+    needs = sizes.needs(layout.max_model_len)
+    before = held()
+    runner = Runner(model, layout, config.max_running, suffix=bool(drafts), drafts=drafts)
+    try:
+        captured = runner._captured
+        assert captured is not None
+        assert set(captured._recorded) == set(wanted)
+        assert all(len(recorded.settle) == len(Draw) for recorded in captured._recorded.values())
+        pages = (layout.pages + 1) * layout.page_bytes
+        taken = held() - before - pages - needs.slots
+        print(f"{drafts} drafts: {len(wanted)} shapes take {taken / 1e6:.0f} MB; {needs.recorded / 1e6:.0f} counted")
+        assert taken <= needs.recorded
+    finally:
+        runner.close()
+
+
+def test_what_nano_takes_on_a_gpu_is_no_more_than_is_counted():
+    """A prompt of 60,000 tokens in chunks, which unfold all that was before them."""
+    from redline.chat.hashing import make_job
+    from redline.wire.job import JobId, Sampling
+
+    config = EngineConfig(max_model_len=65_536, kv_memory=1 << 30, device="cuda")
+    torch.cuda.synchronize()
+    before = held()
+    with Engine.open(NANO, config) as engine:
+        tokens = tuple((place * 104_729) % 4000 for place in range(60_000))
+        job = make_job(JobId("long"), tokens, Sampling(max_tokens=20, prompt_logprobs=1), engine.fingerprint)
+        deltas = engine.generate([job])[job.id]
+        assert deltas[-1].error is None
+        free, total = torch.cuda.mem_get_info()
+        taken = total - free - before  # torch keeps what it once took
+        sizes = sizes_of(engine.engine.model.config, config, engine.engine.model.device, engine.engine.layout.kv_dtype)
+        counted = sizes.needs(65_536).whole + engine.engine.layout.kv_bytes
+        print(f"{taken / 1e6:.0f} MB taken, {counted / 1e6:.0f} MB counted")
+        assert taken <= counted
