@@ -1,0 +1,460 @@
+"""What a bystander notices of what another client sends: pauses of its stream, and memory that does not come back.
+
+    python -m benchmarks.bystander [--list] [--only NAME ...] [--requests 5000] [--seed N] [--tree FOLDER] [--save FILE]
+
+Serves a model with its drafter as `make serve` does, with two streams that are read all the time
+(`benchmarks.bystander_watch`), and meanwhile sends the list of attacks (`benchmarks.bystander_attacks`), one at a time,
+and then thousands of random requests (`benchmarks.bystander_random`). Between them stands the same without an attack,
+and the same while polite clients fill the engine: a figure says something beside those two only. After each attack a
+greedy question has to get the answer that it got before. At the end the server is asked to stop (SIGTERM) while silent
+sockets and streams that nobody reads are open.
+
+`--tree` serves another copy of the project, of any commit: all that is asked of it is `redline serve` and HTTP.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.bystander_attacks import ATTACKS, COMPLETIONS, TOKENIZE, Attack, World, body, silent, unread
+from benchmarks.bystander_random import Request, requests
+from benchmarks.bystander_watch import Notes, Pauses, joined, notes_of, read
+from benchmarks.program import program
+from benchmarks.raw_http import Reply, ask, get, post
+from benchmarks.trees import END_S, ROOT, Server, Tree, commit_of, hard_limit
+from redline.bench.local.record import provenance
+
+RESULT = Path(__file__).parent / "results" / "bystander.json"
+LIMIT_MS = 100.0  # of a pause
+CALM_S = 90.0  # for what an attack has left in the engine to end
+ANSWER_S = 120.0  # in which a random request is answered
+AT_ONCE = 16  # random requests
+SAY_S = 10.0
+TAKE_S = 2.0  # notes are taken often, since telling them holds up the bystander
+QUESTION = body(prompt="The capital of France is", max_tokens=24, temperature=0, ignore_eos=True)
+ANSWER = 4000  # tokens of an answer of the bystander, at most
+POLITE_TOKENS = 6000  # of each polite prompt
+
+
+class Memory:
+    """Resident bytes of both processes, every second, with the number of random requests sent so far."""
+
+    def __init__(self, api: int, worker: int) -> None:
+        self.samples: list[tuple[float, int, int, int]] = []  # seconds, requests, bytes of the API, of the worker
+        self.requests = 0
+        self._pids = api, worker
+        self._began = time.monotonic()
+        self._done = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while not self._done.wait(1.0):
+            try:
+                api, worker = (_resident(pid) for pid in self._pids)
+            except OSError:
+                return  # it has ended
+            self.samples.append((round(time.monotonic() - self._began, 1), self.requests, api, worker))
+
+    def now(self) -> tuple[int, int]:
+        return self.samples[-1][2:] if self.samples else (0, 0)
+
+    def close(self) -> None:
+        self._done.set()
+
+
+def _resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Of the straight line through the points, by least squares."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+
+
+class Watch:
+    """The bystander's process."""
+
+    def __init__(self, port: int, pid: int, token: int, length: int) -> None:
+        told = map(str, (port, pid, token, length))
+        command = [sys.executable, "-m", "benchmarks.bystander_watch", *told]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+
+    def take(self) -> Notes:
+        """Since the last time."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write("take\n")
+        self._process.stdin.flush()
+        return notes_of(json.loads(self._process.stdout.readline()))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+class Phase(NamedTuple):
+    """preempted: jobs that lost their pages to older ones. mib: of API and worker.
+
+    calm_s: until the engine had ended what was left of it; None: not within CALM_S.
+    """
+
+    name: str
+    item: str
+    what: str
+    seconds: float
+    pauses: Pauses
+    replies: dict[str, int]
+    preempted: int
+    calm_s: float | None
+    right: bool
+    mib: tuple[int, int]
+
+    def row(self) -> dict[str, Any]:
+        pauses = {
+            name: value._asdict() if isinstance(value, tuple) else value
+            for name, value in self.pauses._asdict().items()
+        }
+        return {**self._asdict(), "pauses": pauses, "mib": list(self.mib)}
+
+    def line(self) -> str:
+        pauses = self.pauses
+        replies = " ".join(f"{kind}:{count}" for kind, count in sorted(self.replies.items()))
+        return (
+            f"{self.name:20} {self.seconds:5.1f} s  beyond {pauses.beyond:8.1f} ms  knock p99 {pauses.knock.p99:7.1f}"
+            f" max {pauses.knock.most:8.1f}"
+            f"  left out {pauses.left_out:7.1f}  engine {pauses.engine:7.1f}  gap p50 {pauses.gap.p50:6.1f}"
+            f" p99 {pauses.gap.p99:7.1f} max {pauses.gap.most:8.1f}  MiB {self.mib[0]} {self.mib[1]}  {replies}"
+            f"{f'  refused {pauses.refused}' if pauses.refused else ''}"
+            f"{f'  pre-empted {self.preempted}' if self.preempted else ''}"
+            f"{'' if self.right else '  ANSWERS WRONGLY'}{'' if self.calm_s is not None else '  NEVER CALM'}"
+        )
+
+
+class Bench:
+    """One server, its bystander, and the phases that they have been through."""
+
+    def __init__(self, server: Server, model: str, say: Callable[[str], None]) -> None:
+        self._server = server
+        self._say = say
+        self._model = model
+        self.port = server.until_ready()
+        self.memory = Memory(server.process.pid, server.worker)
+        self.phases: list[Phase] = []
+        self.odd: list[dict[str, str]] = []  # answers that nobody should get
+        self.doing = "start"
+
+    async def open(self, kv_tokens: int) -> None:
+        """Looks up what attacks need, touches every page, and starts the bystander."""
+        models = json.loads((await self._whole(get("/v1/models"))).body)
+        (token,) = await self._ids(" the")
+        (blank,) = await self._ids("\n")
+        context = models["data"][0]["max_model_len"]
+        self.world = World(self.port, token, blank, context)
+        for start in range(0, kv_tokens, 4000):
+            prompt = [(23 * start + 7 * k) % 3000 for k in range(min(4000, context - 2))]
+            await self._whole(post(COMPLETIONS, body(prompt=prompt, max_tokens=1)))
+        self.truth = (await self._whole(post(COMPLETIONS, QUESTION))).body
+        self.watch = Watch(self.port, self._server.process.pid, token, min(ANSWER, context // 4))
+        await asyncio.sleep(2)
+
+    async def control(self, name: str, seconds: float) -> None:
+        await self._phase(name, "control", "nobody else", lambda: asyncio.sleep(seconds))
+
+    async def polite(self, seconds: float) -> None:
+        """Eight clients whose prompts are long, and eight whose answers are."""
+        chance = random.Random(1)
+        size = min(POLITE_TOKENS, self.world.context // 2)
+        deadline = time.monotonic() + seconds
+
+        async def client(prompt_tokens: int, new: int) -> None:
+            while time.monotonic() < deadline:
+                prompt = [chance.randrange(3000) for _ in range(prompt_tokens)]
+                asked = {"prompt": prompt, "max_tokens": new, "stream": True}
+                await self.world.send(post(COMPLETIONS, body(**asked)), keep=1 << 12)
+
+        async def fire() -> None:
+            await asyncio.gather(*(client(size, 8) for _ in range(8)), *(client(20, 200) for _ in range(8)))
+
+        await self._phase("polite", "control", f"16 clients, prompts of {size} tokens among them", fire)
+
+    async def attack(self, attack: Attack, most_s: float) -> None:
+        fire = attack.prepare(self.world)
+
+        async def bounded() -> None:
+            try:
+                async with asyncio.timeout(most_s):
+                    await fire()
+            except TimeoutError:
+                self.world.tally["cut short"] += 1
+
+        await self._phase(attack.name, attack.item, attack.what, bounded)
+
+    async def random(self, count: int, seed: int, most_s: float) -> dict[str, Any]:
+        """`count` random requests, or as many as `most_s` allows."""
+        deadline = time.monotonic() + most_s
+        sent = 0
+        source = requests(seed)
+        by_route: Counter[str] = Counter()
+
+        async def client() -> None:
+            nonlocal sent
+            while sent < count and time.monotonic() < deadline:
+                sent += 1
+                self.memory.requests = sent
+                self.doing = f"random request {sent} of {count}"
+                request = next(source)
+                reply = await self.world.send(request.data, **{"limit_s": ANSWER_S, **request.how})
+                by_route[f"{request.route} {reply.kind}"] += 1
+                self._judge(request, reply)
+
+        async def fire() -> None:
+            await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+
+        await self._phase("random", "random", f"{count} random requests, seed {seed}, {AT_ONCE} at once", fire)
+        return {"asked": count, "sent": sent, "seed": seed, "by_route": dict(sorted(by_route.items())), "odd": self.odd}
+
+    async def end(self) -> dict[str, Any]:
+        """SIGTERM beside silent sockets and streams that nobody reads."""
+        self.doing = "the end"
+        self.watch.close()
+        self.memory.close()
+        async with AsyncExitStack() as stack:
+            opened = await silent(self.port, 300, stack)
+            reading = await unread(self.port, 50, stack)
+            await asyncio.sleep(1)
+            end = await asyncio.to_thread(self._server.stop)
+        clean = end.code == 0 and end.seconds <= END_S and not end.tracebacks
+        return {**end._asdict(), "clean": clean, "silent": opened, "unread": reading}
+
+    async def _phase(self, name: str, item: str, what: str, fire: Callable[[], Any]) -> None:
+        self.doing = name
+        self.world.tally.clear()
+        before = (await self._metrics()).get("num_preemptions_total", 0.0)
+        self.watch.take()
+        began = time.monotonic()
+        work = asyncio.ensure_future(fire())
+        parts: list[Notes] = []
+        while not work.done():
+            await asyncio.wait({work}, timeout=TAKE_S)
+            parts.append(await asyncio.to_thread(self.watch.take))
+        await work
+        seconds = time.monotonic() - began
+        calm = await self._calm(parts)
+        parts.append(await asyncio.to_thread(self.watch.take))
+        replies = dict(sorted(self.world.tally.items()))
+        right = await self._answers_rightly()
+        preempted = int((await self._metrics()).get("num_preemptions_total", 0.0) - before)
+        api, worker = self.memory.now()
+        mib = api >> 20, worker >> 20
+        pauses = await asyncio.to_thread(read, joined(parts))
+        self.phases.append(Phase(name, item, what, round(seconds, 1), pauses, replies, preempted, calm, right, mib))
+        self._say(self.phases[-1].line())
+
+    async def _calm(self, parts: list[Notes]) -> float | None:
+        """Seconds until no job but the bystander's runs or waits."""
+        began = time.monotonic()
+        while (past := time.monotonic() - began) < CALM_S:
+            metrics = await self._metrics()
+            if metrics and metrics["num_requests_running"] + metrics["num_requests_waiting"] <= 2:
+                return round(past, 1)
+            await asyncio.sleep(0.25)
+            parts.append(await asyncio.to_thread(self.watch.take))
+        return None
+
+    async def _metrics(self) -> dict[str, float]:
+        reply = await ask(self.port, get("/metrics"), limit_s=CALM_S)
+        return {
+            name.decode(): float(value)
+            for name, value in re.findall(rb"^vllm:(num_\w+)\{.*\} ([\d.]+)$", reply.body, re.MULTILINE)
+        }
+
+    async def _answers_rightly(self) -> bool:
+        def said(answer: bytes) -> Any:
+            return json.loads(answer)["choices"][0]["text"]
+
+        reply = await ask(self.port, post(COMPLETIONS, QUESTION), limit_s=60)
+        return reply.status == 200 and said(reply.body) == said(self.truth)
+
+    def _judge(self, request: Request, reply: Reply) -> None:
+        """Notes an answer that nobody should get: none, our fault, or one that breaks off."""
+        odd = ""
+        if reply.outcome in ("closed", "unanswered") or (reply.status >= 500 and reply.status != 503):
+            odd = reply.kind
+        elif reply.status == 200 and not reply.whole and request.shape != "any":
+            odd = "not whole"
+        elif reply.status == 200 and request.shape == "stream" and not _ends_well(reply.body):
+            odd = "a stream without its end"
+        elif reply.status >= 400 and request.shape != "any" and b'"error"' not in reply.body:
+            odd = f"{reply.status} without an error"
+        if odd and len(self.odd) < 40:
+            line = request.data.partition(b"\r\n\r\n")[2][:3000].decode(errors="replace")
+            told = reply.body[-600:].decode(errors="replace")
+            self.odd.append({"odd": odd, "route": request.route, "how": str(request.how), "sent": line, "told": told})
+
+    async def _ids(self, text: str) -> list[int]:
+        return json.loads((await self._whole(post(TOKENIZE, body(prompt=text)))).body)["tokens"]
+
+    async def _whole(self, request: bytes) -> Reply:
+        reply = await ask(self.port, request, limit_s=120)
+        if reply.status != 200:
+            raise SystemExit(f"{reply.kind}: {reply.body.decode(errors='replace')}")
+        return reply
+
+
+def _ends_well(stream: bytes) -> bool:
+    tail = stream[-4096:]
+    return tail.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in tail
+
+
+def memory_slopes(samples: Sequence[tuple[float, int, int, int]]) -> dict[str, Any]:
+    """MiB per 1,000 random requests, of the second half of them: the first one warms."""
+    late = [sample for sample in samples if sample[1] > samples[-1][1] / 2] if samples else []
+    if len(late) < 5:
+        return {}
+    return {
+        who: round(slope([(sample[1] / 1000, sample[place] / (1 << 20)) for sample in late]), 2)
+        for who, place in (("api", 2), ("worker", 3))
+    }
+
+
+def draw(record: dict[str, Any], samples: Sequence[tuple[float, int, int, int]], path: Path) -> None:
+    """The longest pause of every phase beside the limit, and both processes' memory."""
+    import matplotlib.pyplot as plt
+
+    phases = record["phases"]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(14, 2 + 0.2 * len(phases)), width_ratios=(3, 2))
+    places = [-place for place in range(len(phases))]
+    for offset, key, colour in ((0.2, "beyond", "C3"), (-0.2, "engine", "C7")):
+        values = [max(phase["pauses"][key], 0.1) for phase in phases]
+        left.barh([place + offset for place in places], values, 0.4, color=colour, label=key)
+    left.axvline(record["limit_ms"], color="black", linewidth=1)
+    left.set_xscale("log")
+    left.set_yticks(places, [f"{phase['name']} ({phase['item']})" for phase in phases], fontsize=7)
+    left.set_xlabel("longest pause, ms; the line is the limit")
+    left.legend()
+    for who, place in (("API", 2), ("worker", 3)):
+        right.plot([sample[0] for sample in samples], [sample[place] / (1 << 20) for sample in samples], label=who)
+    right.set_xlabel("seconds")
+    right.set_ylabel("resident MiB")
+    right.set_ylim(bottom=0)
+    right.legend()
+    figure.suptitle(f"{record['model']} on {record['machine']}, commit {record['commit']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+@contextmanager
+def told(bench: Bench) -> Iterator[None]:
+    """Where nobody watches, a line every ten seconds."""
+    done = threading.Event()
+    began = time.monotonic()
+
+    def run() -> None:
+        while not done.wait(SAY_S):
+            api, worker = (size >> 20 for size in bench.memory.now())
+            print(f"{time.monotonic() - began:5.0f} s: {bench.doing}; {api} and {worker} MiB", flush=True)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+async def run(bench: Bench, asked: argparse.Namespace, attacks: Sequence[Attack]) -> dict[str, Any]:
+    await bench.open(asked.kv_tokens)
+    await bench.control("control", asked.control)
+    await bench.polite(asked.control)
+    for attack in attacks:
+        await bench.attack(attack, asked.attack_seconds)
+    await bench.control("control, later", asked.control)
+    told = await bench.random(asked.requests, asked.seed, 60 * asked.minutes)
+    await bench.control("control, at the end", asked.control)
+    samples = bench.memory.samples
+    return {"random": told, "mib_per_1000_requests": memory_slopes(samples), "end": await bench.end()}
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", default="models/kimi-nano")
+    parser.add_argument("--draft", help="its drafter's folder; absent: the one beside the model, where there is one")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="the copy of the project that is served")
+    parser.add_argument("--python", default=sys.executable, help="what serves it")
+    parser.add_argument("--kv-memory", default="1GB")
+    parser.add_argument(
+        "--kv-tokens", type=int, default=105_000, help="so many are prefilled first, to touch every page"
+    )
+    parser.add_argument("--list", action="store_true", help="say what the attacks are, and do nothing")
+    parser.add_argument("--only", action="append", help="an attack's name or item (repeatable)")
+    parser.add_argument("--attack-seconds", type=float, default=45.0, help="of one attack, at most")
+    parser.add_argument("--control", type=float, default=20.0, help="seconds of each phase without an attack")
+    parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of random requests, at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save", type=Path, default=RESULT)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    asked = arguments().parse_args(words)
+    attacks = [one for one in ATTACKS if not asked.only or one.name in asked.only or one.item in asked.only]
+    if asked.list:
+        for one in attacks:
+            print(f"{one.item:4} {one.name:20} {one.what}")
+        return 0
+    if not asked.save.parent.is_dir():
+        raise SystemExit(f"--save: {asked.save.parent} is no folder")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit(), hard_limit()))
+    draft = asked.draft or f"{asked.model.rstrip('/')}-eagle3"
+    words = [asked.model, "--kv-memory", asked.kv_memory]
+    words += ["--draft", draft] if (asked.tree / draft).is_dir() else []
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Tree(str(asked.tree), asked.tree.resolve(), commit_of(asked.tree))
+        server = Server(tree, words, Path(folder), asked.python)
+        try:
+            bench = Bench(server, Path(asked.model).name, lambda line: print(line, flush=True))
+            with told(bench):
+                found = asyncio.run(run(bench, asked, attacks))
+        finally:
+            server.close()
+    record: dict[str, Any] = {
+        **provenance("torch", "uvicorn", "uvloop", "httptools", "starlette", "msgspec", "tiktoken"),
+        "commit": tree.commit,
+        "load_average": [round(load, 1) for load in os.getloadavg()],
+        "model": Path(asked.model).name,
+        "served": words,
+        "limit_ms": LIMIT_MS,
+        "over_the_limit": [one.name for one in bench.phases if one.pauses.beyond > LIMIT_MS],
+        "phases": [one.row() for one in bench.phases],
+        **found,
+    }
+    asked.save.write_text(json.dumps(record, indent=1) + "\n")
+    draw(record, bench.memory.samples, asked.save.with_suffix(".png"))
+    print(f"over {LIMIT_MS:g} ms: {', '.join(record['over_the_limit']) or 'none'}")
+    print(f"MiB per 1,000 random requests: {record['mib_per_1000_requests']}; odd answers: {len(bench.odd)}")
+    print(f"the end: {record['end']}")
+    return 0
+
+
+if __name__ == "__main__":
+    program(main, heard=False)

@@ -1,0 +1,267 @@
+"""How many tokens per second one core of the front end streams, with an engine that costs nothing.
+
+    python -m benchmarks.frontend [--rounds 3]
+
+Server and client are two processes. The fake engine hands every running job a delta of one token per turn of the event
+loop, as bytes that cross the wire codec, so each token pays for: decode, dispatch, metrics, detokenise, parse, frame,
+send. The floor is a bare ASGI app under the same uvicorn that sends the same chunks, built beforehand, one per turn.
+Tokens per second per core divide by the server's own processor time, so other users of the machine matter little.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import version
+from multiprocessing.connection import Connection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from benchmarks.program import program
+from redline.api.app import STREAM_START, create_app
+from redline.api.config import ApiConfig, Limits
+from redline.api.gateway import Batch, Gateway
+from redline.api.metrics import Metrics
+from redline.api.openai import Streaming
+from redline.api.server import uvicorn_config
+from redline.api.sse import DONE, ChatStream
+from redline.chat.events import Text
+from redline.chat.template import K2_6
+from redline.chat.tokenizer import Tokenizer
+from redline.wire.codec import Wire, decode, encode
+from redline.wire.delta import Delta
+from redline.wire.job import Abort, Job, JobId
+from redline.wire.news import Ready
+from tests.tiny_tokenizer import write_tiny_tokenizer
+
+RESULT = Path(__file__).parent / "results" / "frontend-cpu.json"
+MODEL = "fake"
+CASES = ((1, 20_000), (64, 1500))  # streams at once, tokens of each
+WORD = " the"
+
+
+class FreeEngine:
+    """Gives every running job one more token per turn of the event loop."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+        self._left: dict[JobId, int] = {}
+        self._more: dict[JobId, bytes] = {}  # the same delta every time
+        self._task: asyncio.Task[None] | None = None
+        self.gateway: Gateway | None = None
+
+    def put(self, message: Wire) -> None:
+        match message:
+            case Job(id=id):
+                self._left[id] = message.sampling.max_tokens
+                self._more[id] = encode(Delta(job=id, tokens=(self._token,)))
+                if self._task is None or self._task.done():
+                    self._task = asyncio.get_running_loop().create_task(self._run())
+            case Abort(job=id):
+                self._left.pop(id, None)
+            case other:
+                raise AssertionError(other)
+
+    async def _run(self) -> None:
+        assert self.gateway is not None
+        while self._left:
+            for id, left in list(self._left.items()):
+                if left > 1:
+                    self._left[id] = left - 1
+                    self.gateway.deliver(decode(self._more[id]))
+                else:
+                    del self._left[id]
+                    self.gateway.deliver(Delta(job=id, tokens=(self._token,), finish="length"))
+            await asyncio.sleep(0)
+
+
+def front_end() -> ASGIApp:
+    with TemporaryDirectory() as folder:
+        tokenizer = Tokenizer.open(write_tiny_tokenizer(Path(folder)))
+    (token,) = tokenizer.encode(WORD)
+    engine = FreeEngine(token)
+    gateway = engine.gateway = Gateway(tokenizer, K2_6, engine, Metrics(MODEL))
+    gateway.deliver(Ready(max_model_len=1 << 20, pages=1 << 14, fingerprint="fake", summary="fake"))
+    return create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
+
+
+def bare() -> ASGIApp:
+    """The same chunks without anything behind them."""
+    stream = ChatStream("chatcmpl-" + "0" * 32, int(time.time()), MODEL, [20], 1, Streaming(), False, lambda _: b"")
+    chunk = stream.write([Batch(0, [Text(text=WORD)], 1)])
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        body = json.loads((await receive())["body"])
+        await send(dict(STREAM_START))
+        for _ in range(body["max_tokens"]):
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": DONE, "more_body": False})
+
+    return app
+
+
+class Counted:
+    """An app whose writes are counted: more tokens than writes means that deltas waited for one another."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.writes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def counting(message: Message) -> None:
+            self.writes += 1
+            await send(message)
+
+        await self._app(scope, receive, counting)
+
+
+def serve(make: Callable[[], ASGIApp], listener: socket.socket, control: Connection) -> None:
+    """A server process: every message on `control` is answered with (processor seconds, writes) so far."""
+    app = Counted(make())
+    server = uvicorn.Server(uvicorn_config(app, Limits(), "127.0.0.1", 0))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(
+            control.fileno(), lambda: control.send((time.process_time(), app.writes)) if control.recv() else None
+        )
+        await server.serve(sockets=[listener])
+
+    uvloop.run(main())
+
+
+async def read_stream(port: int, tokens: int) -> None:
+    body = json.dumps(
+        {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "hello"}],
+            "stream": True,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "thinking": {"type": "disabled"},
+        }
+    ).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    writer.write(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+    seen, tail = 0, b""
+    while not tail.endswith(b"0\r\n\r\n"):
+        data = await reader.read(1 << 18)
+        if not data:
+            raise ConnectionError("the server closed a stream before its end")
+        seen += (tail + data).count(b'"content":" the"') - tail.count(b'"content":" the"')
+        tail = (tail + data)[-64:]
+    writer.close()
+    if seen != tokens:
+        raise AssertionError(f"{seen} tokens came; {tokens} were asked for")
+
+
+class Server:
+    """A server in a process of its own."""
+
+    def __init__(self, make: Callable[[], ASGIApp]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._control, theirs = context.Pipe()
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self._port = listener.getsockname()[1]
+        self._process = context.Process(target=serve, args=(make, listener, theirs), daemon=True)
+        self._process.start()
+        listener.close()
+        self._counts()  # once it answers, it is up
+
+    def _counts(self) -> tuple[float, int]:
+        self._control.send(True)
+        return self._control.recv()
+
+    def measure(self, streams: int, tokens: int) -> dict[str, float]:
+        async def all_streams() -> None:
+            await asyncio.gather(*(read_stream(self._port, tokens) for _ in range(streams)))
+
+        cpu, writes = self._counts()
+        began = time.perf_counter()
+        uvloop.run(all_streams())
+        wall = time.perf_counter() - began
+        cpu_after, writes_after = self._counts()
+        total = streams * tokens
+        return {
+            "wall_s": wall,
+            "cpu_s": cpu_after - cpu,
+            "tokens_per_s": total / wall,
+            "tokens_per_s_per_core": total / (cpu_after - cpu),
+            "tokens_per_write": total / (writes_after - writes),
+        }
+
+    def stop(self) -> None:
+        self._process.terminate()
+        self._process.join()
+
+
+def median(runs: list[dict[str, float]]) -> dict[str, float]:
+    return {key: float(f"{statistics.median(run[key] for run in runs):.5g}") for key in runs[0]}
+
+
+def machine() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return f"{names[0].split(':')[1].strip() if names else platform.processor()}, {os.cpu_count()} cores"
+
+
+def commit() -> str:
+    shown = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+    return shown.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each, alternating; the median counts")
+    rounds: int = parser.parse_args().rounds
+    servers = {"front end": Server(front_end), "floor": Server(bare)}
+    cases: list[dict[str, Any]] = []
+    for streams, tokens in CASES:
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in servers}
+        for _ in range(rounds):
+            for name, server in servers.items():
+                runs[name].append(server.measure(streams, tokens))
+        ours, floor = median(runs["front end"]), median(runs["floor"])
+        ratio = ours["tokens_per_s_per_core"] / floor["tokens_per_s_per_core"]
+        cases.append(
+            {"streams": streams, "tokens_each": tokens, "front_end": ours, "floor": floor, "ratio": round(ratio, 3)}
+        )
+        print(
+            f"{streams:3d} streams  {ours['tokens_per_s_per_core']:9,.0f} tokens/s per core   "
+            f"floor {floor['tokens_per_s_per_core']:9,.0f}   {ratio:4.0%}   "
+            f"({ours['tokens_per_write']:.2f} tokens per write)"
+        )
+    for server in servers.values():
+        server.stop()
+    packages = ("uvicorn", "uvloop", "httptools", "starlette", "msgspec", "prometheus-client", "tiktoken")
+    result = {
+        "what": "streaming front end with a zero-cost engine; chat stream, one token per delta, one chunk per token",
+        "machine": machine(),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "rounds": rounds,
+        "load_average": round(os.getloadavg()[0], 1),
+        "cases": cases,
+    }
+    RESULT.parent.mkdir(parents=True, exist_ok=True)
+    RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    program(main)

@@ -1,0 +1,226 @@
+"""How much of its time a GPU waits between decode steps: one greedy answer through planner, runner and loop.
+
+    python -m benchmarks.loop_gap [--weights models/kimi-nano] [--context 1000] [--steps 200]
+    python -m benchmarks.loop_gap --shape kimi-k2.6 --layers 61 --alias 12 --steps 100
+
+Three numbers. Through the loop: milliseconds a token, nothing watching. Back to back: the same steps launched without
+waiting for any, so the device always has the next one. And from a trace of the kernels (torch.profiler, which slows the
+host, so it is the pessimist): the share of the time in which none ran. Saved as JSON, and a few steps as a picture.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.program import output, program
+from redline.bench.local.record import provenance
+from redline.chat.hashing import make_job
+from redline.model.config import K2Config
+from redline.model.random_gpu import random_gpu_k2
+from redline.model.shapes import shape
+from redline.run.fit import Layout
+from redline.wire.job import PAGE_TOKENS, JobId, Sampling
+from redline.wire.step import Row, Step
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine
+from redline.worker.loop import Flight, turn
+
+RESULT = Path(__file__).parent / "results" / "loop-gap.json"
+FINGERPRINT = "loop gap"
+ON_DEVICE = "kernel", "gpu_memcpy", "gpu_memset"
+BY_HOST = "cudaGraphLaunch", "cudaEventSynchronize", "cudaMemcpyAsync", "cudaLaunchKernel"
+SHOWN = 4  # steps of the picture
+
+
+class Busy(NamedTuple):
+    """An interval in microseconds in which something ran on the device."""
+
+    start: float
+    end: float
+
+
+def joined(intervals: Sequence[Busy]) -> list[Busy]:
+    """Their union, in order: kernels overlap where one begins before the one in front has ended."""
+    found: list[Busy] = []
+    for start, end in sorted(intervals):
+        if found and start <= found[-1].end:
+            found[-1] = Busy(found[-1].start, max(found[-1].end, end))
+        else:
+            found.append(Busy(start, end))
+    return found
+
+
+def idle_share(busy: Sequence[Busy]) -> float:
+    """Of the time from the first to the last of joined intervals."""
+    return 1 - sum(end - start for start, end in busy) / (busy[-1].end - busy[0].start)
+
+
+def intervals(trace: dict[str, Any], names: Sequence[str], of: str) -> list[Busy]:
+    """Of a chrome trace: its complete events whose `of` ("cat" or "name") is one of `names`."""
+    events = (event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get(of) in names)
+    return [Busy(event["ts"], event["ts"] + event["dur"]) for event in events]
+
+
+def random_engine(config: K2Config, in_memory: int, engine_config: EngineConfig, device: torch.device) -> Engine:
+    """Random weights of these sizes, made where they stay. in_memory: layers that lie there, the dense ones among them;
+    the others are one of those, in turn."""
+    dense, tokens = config.first_k_dense_replace, engine_config.max_model_len
+    assert tokens is not None
+    assert in_memory > dense, f"{in_memory} layers in memory are the dense one alone"
+    layers = range(config.num_hidden_layers)
+    places = [layer if layer < dense else dense + (layer - dense) % (in_memory - dense) for layer in layers]
+    model = random_gpu_k2(config, places, device)
+    page_bytes = config.kv_bytes_per_token(torch.bfloat16) * PAGE_TOKENS
+    layout = Layout(-(-tokens // PAGE_TOKENS) + 1, tokens, torch.bfloat16, page_bytes)
+    return Engine(model, layout, engine_config, FINGERPRINT)
+
+
+class Answering:
+    """One answer that does not end, turn by turn of the loop."""
+
+    def __init__(self, engine: Engine, context: int, tokens: int) -> None:
+        self._engine = engine
+        self._flight: Flight | None = None
+        vocabulary = engine.model.config.vocab_size
+        prompt = tuple(random.Random(0).randrange(vocabulary) for _ in range(context))
+        job = make_job(JobId("gap"), prompt, Sampling(max_tokens=tokens, temperature=0.0), engine.fingerprint)
+        assert not engine.planner.submit(job), "the job is refused"
+        while not self.turn():
+            pass
+
+    def turn(self) -> int:
+        """New tokens."""
+        self._flight, deltas = turn(self._engine.planner, self._engine.runner, self._flight)
+        for delta in deltas:
+            assert delta.error is None, delta.error
+        return sum(len(delta.tokens) for delta in deltas)
+
+    def milliseconds(self, steps: int) -> float:
+        """Of each of so many tokens."""
+        began = time.perf_counter()
+        count = 0
+        while count < steps:
+            count += self.turn()
+        return (time.perf_counter() - began) * 1000 / count
+
+    def end(self) -> None:
+        self._engine.planner.abort_all()
+        while self._flight is not None:
+            self.turn()
+
+
+def back_to_back(engine: Engine, steps: int) -> float:
+    """Milliseconds of a step of slot 0, which goes on where the answer has ended; nobody reads before all are given.
+
+    Its pages end on the way. That goes wrong for the text alone: the table names page 0 there.
+    """
+    row = Row(slot=0, start=None, count=1)
+    launched = [engine.runner.launch(Step(number=n, rows=(row,))) for n in range(steps // 4)]
+    launched[-1].wait()
+    began = time.perf_counter()
+    launched = [engine.runner.launch(Step(number=n, rows=(row,))) for n in range(steps)]
+    launched[-1].wait()
+    return (time.perf_counter() - began) * 1000 / steps
+
+
+def traced(answering: Answering, steps: int) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        answering.milliseconds(steps)
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text())
+
+
+def draw(trace: dict[str, Any], ms: float, title: str, path: Path) -> None:
+    """Some steps out of the middle: what the host asks for, and what the device does."""
+    import matplotlib.pyplot as plt
+
+    busy = joined(intervals(trace, ON_DEVICE, "cat"))
+    middle = busy[len(busy) // 2].start
+    end = middle + SHOWN * ms * 1000
+    lanes = [("device", busy), *((name, intervals(trace, [name], "name")) for name in BY_HOST)]
+    figure, axes = plt.subplots(figsize=(12, 3))
+    for lane, (_, found) in enumerate(lanes):
+        shown = [(start - middle, stop - start) for start, stop in found if stop > middle and start < end]
+        axes.broken_barh(shown, (-lane - 0.4, 0.8), color="C0" if lane == 0 else "C1")
+    axes.set_yticks([-lane for lane in range(len(lanes))], [name for name, _ in lanes])
+    axes.set_xlim(0, end - middle)
+    axes.set_xlabel("microseconds")
+    axes.set_title(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path, default=Path("models/kimi-nano"))
+    parser.add_argument("--shape", help="random weights of this shape instead")
+    parser.add_argument("--layers", type=int, help="of the shape; all of them where nothing is said")
+    parser.add_argument("--alias", type=int, help="layers of the shape in memory; the others are one of those")
+    parser.add_argument("--context", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument(
+        "--running", type=int, default=1, help="jobs in one step, at most: for so many, steps are recorded"
+    )
+    parser.add_argument("--save", type=output, default=RESULT)
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")  # how long recording took
+    if not torch.cuda.is_available():
+        raise SystemExit("this measures a GPU, and torch sees none")
+    config = EngineConfig(max_running=asked.running, max_model_len=asked.context + 8 * asked.steps + 64)
+    began = time.perf_counter()
+    if asked.shape is None:
+        name, engine = asked.weights.name, Engine.load(asked.weights, config)
+    else:
+        whole = shape(asked.shape)
+        sizes = replace(whole, num_hidden_layers=asked.layers or whole.num_hidden_layers)
+        in_memory = asked.alias or sizes.num_hidden_layers
+        name = f"{asked.shape}, {sizes.num_hidden_layers} layers, {in_memory} of them in memory"
+        engine = random_engine(sizes, in_memory, config, torch.device("cuda"))
+    print(f"{name}: open after {time.perf_counter() - began:.0f} s", flush=True)
+    with torch.inference_mode():
+        answering = Answering(engine, asked.context, 7 * asked.steps)
+        answering.milliseconds(asked.steps)
+        through = answering.milliseconds(asked.steps)
+        trace = traced(answering, asked.steps)
+        alone = back_to_back(engine, asked.steps)
+        answering.end()
+        engine.runner.close()
+    launched = intervals(trace, ON_DEVICE, "cat")
+    busy = joined(launched)
+    record = {
+        **provenance("torch"),
+        "device": torch.cuda.get_device_name(),
+        "model": name,
+        "context": asked.context,
+        "replays": engine.runner.replays,
+        "led": dict(engine.runner.led),
+        "ms_per_token": round(through, 4),
+        "ms_back_to_back": round(alone, 4),
+        "idle_share": round(max(0.0, 1 - alone / through), 4),
+        "idle_share_traced": round(idle_share(busy), 4),
+        "launches_per_token": round(len(launched) / asked.steps, 1),
+        "longest_gaps_us_traced": sorted((round(b.start - a.end, 1) for a, b in itertools.pairwise(busy)))[-20:],
+    }
+    asked.save.write_text(json.dumps(record, indent=1) + "\n")
+    title = f"{name} on {record['device']}: idle {record['idle_share']:.1%}, {through:.2f} ms a token"
+    draw(trace, through, title, asked.save.with_suffix(".png"))
+    print(json.dumps(record, indent=1))
+
+
+if __name__ == "__main__":
+    program(main)

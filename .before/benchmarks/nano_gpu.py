@@ -1,0 +1,154 @@
+"""Nano on a GPU against nano on a CPU: the same prompts, greedy, with and without its drafter.
+
+    python -m benchmarks.nano_gpu --limit 1000 --save benchmarks/results/nano-gpu.json
+
+Answers are compared token for token. Where two part, the CPU says how far apart its two likeliest tokens were there: a
+difference is the rounding of kernels only where that is little. Both are graded by the evaluation's own checks.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from benchmarks.program import output, program
+from redline.bench.local.answering import Greedy
+from redline.bench.local.prompts import Prompt, read_sets
+from redline.bench.local.quality import judge, read_targets, rows
+from redline.bench.local.record import provenance
+from redline.chat.conversation import Conversation
+from redline.chat.hashing import make_job
+from redline.chat.lines import conversation
+from redline.chat.template import encode
+from redline.ops.op import reference_calls
+from redline.wire.job import Job, JobId, Sampling
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine, LocalEngine
+
+CONTEXT = 8192
+MAX_TOKENS = 1024
+TOLERANCE = 0.25  # of logits: bf16 through eight layers; larger gaps are listed
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Two answers part at `place`; gap: between the CPU's two likeliest tokens there, in logits."""
+
+    prompt: str
+    place: int
+    gap: float
+
+
+class Run(msgspec.Struct, frozen=True):
+    device: str
+    draft: bool
+    seconds: float
+    tokens: int
+    reference_calls: dict[str, int]
+    replays: int
+    led: dict[str, int]
+    right: dict[str, float]  # set: percent
+
+
+def jobs_of(engine: LocalEngine, prompts: Sequence[Prompt]) -> list[Job]:
+    def job(number: int, asked: Conversation) -> Job:
+        tokens = tuple(encode(asked, engine.tokenizer, engine.style))
+        sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0, stop_ids=engine.tokenizer.stop_ids)
+        return make_job(JobId(f"prompt-{number}"), tokens, sampling, engine.fingerprint)
+
+    return [job(number, conversation(prompt)) for number, prompt in enumerate(prompts)]
+
+
+def answers(engine: LocalEngine, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
+    deltas = engine.generate(jobs)
+    for job in jobs:
+        error = next((delta.error for delta in deltas[job.id] if delta.error), None)
+        assert error is None, f"{job.id}: {error}"
+    return [tuple(token for delta in deltas[job.id] for token in delta.tokens) for job in jobs]
+
+
+def run(folder: Path, device: str, draft: Path | None, prompts: Sequence[Prompt]) -> tuple[Run, list[tuple[int, ...]]]:
+    config = EngineConfig(
+        max_model_len=CONTEXT, device=device, kv_memory=1 << 30, draft=None if draft is None else str(draft)
+    )
+    with Engine.open(folder, config) as engine:
+        print(engine.engine.ready.summary, flush=True)
+        reference_calls.clear()
+        jobs = jobs_of(engine, prompts)
+        start = time.monotonic()
+        given = answers(engine, jobs)
+        seconds = time.monotonic() - start
+        called = dict(reference_calls)
+        grades = judge({"asked": prompts}, Greedy(engine, MAX_TOKENS).answer(prompts, lambda: None), False)
+        right = {row.kind: round(row.percent, 2) for row in rows(grades, read_targets(folder / "eval"))}
+        runner = engine.engine.runner
+        count = sum(map(len, given))
+        print(f"{device} {'with' if draft else 'without'} drafter: {count / seconds:,.0f} tokens/s", flush=True)
+        return (
+            Run(
+                device=device,
+                draft=draft is not None,
+                seconds=round(seconds, 2),
+                tokens=count,
+                reference_calls=called,
+                replays=runner.replays,
+                led=dict(runner.led),
+                right=right,
+            ),
+            given,
+        )
+
+
+def gaps(folder: Path, prompts: Sequence[Prompt], ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]):
+    """The places where answers part, and how close the two likeliest tokens were."""
+    with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, device="cpu")) as engine:
+        found: list[tuple[str, int, Job]] = []
+        sampling = Sampling(max_tokens=1, temperature=0, logprobs=2)
+        for number, (job, a, b) in enumerate(zip(jobs_of(engine, prompts), ours, theirs, strict=True)):
+            if a != b:
+                place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+                tokens = (*job.tokens, *b[:place])
+                found.append(
+                    (f"{number}", place, make_job(JobId(f"gap-{number}"), tokens, sampling, engine.fingerprint))
+                )
+        deltas = engine.generate([job for *_, job in found])
+        for number, place, job in found:
+            (one,) = [x for delta in deltas[job.id] for x in delta.logprobs]
+            (_, first), (_, second) = one.top
+            yield Difference(prompt=number, place=place, gap=round(first - second, 4))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("models/kimi-nano"))
+    parser.add_argument("--draft", type=Path, default=Path("models/kimi-nano-eagle3"))
+    parser.add_argument("--limit", type=int, default=0, help="prompts; 0: all")
+    parser.add_argument("--save", type=output)
+    given = parser.parse_args()
+    asked = [prompt for members in read_sets(given.folder / "eval").values() for prompt in members]
+    prompts = asked[:: max(1, len(asked) // given.limit)] if given.limit else asked
+    cpu, wanted = run(given.folder, "cpu", None, prompts)
+    results, differences = [cpu], {}
+    for draft in (None, given.draft):
+        result, got = run(given.folder, "cuda", draft, prompts)
+        results.append(result)
+        parted = list(gaps(given.folder, prompts, got, wanted))
+        differences["with drafter" if draft else "without"] = parted
+        wide = [one for one in parted if one.gap > TOLERANCE]
+        print(f"{len(prompts) - len(parted)} of {len(prompts)} answers equal; {len(wide)} part at a gap > {TOLERANCE}")
+    record = {
+        **provenance("torch", "triton"),
+        "gpu": torch.cuda.get_device_name(),
+        "prompts": len(prompts),
+        "tolerance": TOLERANCE,
+        "runs": results,
+        "differences": differences,
+    }
+    if given.save:
+        given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+
+
+if __name__ == "__main__":
+    program(main)

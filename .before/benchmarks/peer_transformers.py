@@ -1,0 +1,91 @@
+"""The peer: transformers' `generate` on the dequantised weights, timed in a process of its own.
+
+    python -m benchmarks.peer_transformers FOLDER
+
+reads one task per line as JSON from stdin and writes one JSON line of seconds for each, so that a benchmark can
+alternate between it and us without the two ever sharing threads. A task is {"way": {...}, "prompts": [[1, 2, ...]],
+"new": 64}; a way is dtype, experts and threads, and the benchmark finds out which is the fastest.
+"""
+
+import json
+import sys
+import time
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import DeepseekV3ForCausalLM, StoppingCriteria
+
+from tests.oracle import transformers_model
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+EXPERTS = ("eager", "grouped_mm")
+
+
+class Way(NamedTuple):
+    """How transformers runs the model."""
+
+    dtype: str
+    experts: str
+    threads: int
+
+
+def ways(threads: int) -> list[Way]:
+    """All of them, on one thread and on `threads`."""
+    return [Way(*way) for way in product(DTYPES, EXPERTS, sorted({1, threads}))]
+
+
+class Times(NamedTuple):
+    first_s: float  # until the first new token of every row
+    rest_s: float  # for the other new tokens
+
+
+class Clock(StoppingCriteria):
+    """Notes when each token has been chosen; stops nothing."""
+
+    def __init__(self) -> None:
+        self.ticks: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.ticks.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@torch.inference_mode()
+def run(model: DeepseekV3ForCausalLM, prompts: list[list[int]], new: int) -> Times:
+    """Greedy, `new` tokens for every prompt (all of one length), never ending early."""
+    ids, clock = torch.tensor(prompts), Clock()
+    start = time.perf_counter()
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        stopping_criteria=[clock],
+    )
+    assert len(clock.ticks) == new
+    return Times(clock.ticks[0] - start, clock.ticks[-1] - clock.ticks[0])
+
+
+def serve(folder: Path) -> None:
+    """Answers tasks until stdin ends."""
+
+    @cache
+    def model(dtype: str) -> DeepseekV3ForCausalLM:
+        return transformers_model(folder, DTYPES[dtype])
+
+    for line in sys.stdin:
+        task = json.loads(line)
+        way = Way(**task["way"])
+        torch.set_num_threads(way.threads)
+        model(way.dtype).set_experts_implementation(way.experts)
+        times = run(model(way.dtype), task["prompts"], task["new"])
+        print(json.dumps(times._asdict()), flush=True)
+
+
+if __name__ == "__main__":
+    serve(Path(sys.argv[1]))

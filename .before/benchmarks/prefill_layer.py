@@ -1,0 +1,187 @@
+"""Milliseconds of one Kimi layer with experts over a prompt's chunk on a GPU, and of its parts.
+
+    python -m benchmarks.prefill_layer --tokens 8192 --start 0 --save benchmarks/results/prefill-h200.json
+
+Random weights and random activations, so that the router spreads tokens as independent ones. The floor is operations
+over the rate that this GPU's library reaches on a large bf16 product, measured here.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import torch
+from torch import Tensor
+
+from benchmarks.program import output, program
+from redline.bench.local.machine import measure
+from redline.bench.local.record import provenance
+from redline.model.random_gpu import random_gpu_k2
+from redline.model.shapes import KIMI_K26
+from redline.ops.block import Chunk, Inputs
+from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
+from redline.ops.chunk_attention import attend_chunks
+from redline.ops.gpu_block import GpuBlock, many
+from redline.ops.grouped import grouped_experts
+from redline.ops.linear import product
+from redline.ops.tiled import TILE_N, Tiled, padded
+from redline.wire.job import PAGE_TOKENS
+
+PEER_MS = {8192: 31.9}  # vLLM 0.26 on an NVIDIA H200, per MoE layer, from the start of a prompt
+
+
+def flops(tokens: int, start: int) -> dict[str, int]:
+    c = KIMI_K26
+    heads, d, width = c.num_attention_heads, c.hidden_size, c.moe_intermediate_size
+    seen = tokens * start + tokens * (tokens + 1) // 2
+    qk, v = c.qk_nope_head_dim + c.qk_rope_head_dim, c.v_head_dim
+    a, q, o = c.q_lora_rank + c.kv_width, heads * qk * c.q_lora_rank, heads * v * d
+    unfold = (start + tokens) * heads * (c.qk_nope_head_dim + v) * c.kv_lora_rank
+    return {
+        "products": 2 * tokens * (d * a + q + o + d * (c.n_routed_experts + 3 * width)),
+        "attention": 2 * heads * seen * (qk + v) + 2 * unfold,
+        "experts": 6 * tokens * c.num_experts_per_tok * d * width,
+    }
+
+
+def milliseconds(work: Callable[[], object], repeats: int) -> float:
+    times: list[float] = []
+    for turn in range(repeats + 2):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        if turn >= 2:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+class Layer:
+    """A block with experts, and the tokens [start, start + count) of one prompt before it."""
+
+    def __init__(self, w: GpuBlock, inputs: Inputs, plane: Tensor, count: int) -> None:
+        self.w, self.inputs, self.plane = w, inputs, plane
+        self.residual = torch.randn(count, w.mlp_norm.shape[0], device="cuda")
+
+    def whole(self) -> None:
+        many(self.residual.clone(), None, self.w, self.inputs, self.plane, None)
+
+    def parts(self) -> dict[str, Callable[[], object]]:
+        w, i = self.w, self.inputs
+        assert w.experts is not None
+        assert not isinstance(w.down, Tiled)
+        attention, down, e = w.attention, w.down, w.experts
+        _, x = norm_rows(self.residual, None, w.attention_norm, w.eps)
+        a = product(x, attention.w_a, torch.float32)
+        norms = attention.q_norm, attention.kv_norm
+
+        def split() -> Tensor:
+            return split_a(a, *norms, i.cos_T, i.sin_T, i.rows_T, self.plane, attention.eps)
+
+        q_a = split()
+        q = product(q_a, attention.w_q, torch.bfloat16).view(x.shape[0], attention.heads, attention.width)
+        o = torch.empty(x.shape[0], attention.heads, attention.w_uv.shape[1], dtype=torch.bfloat16, device="cuda")
+        both = product(x, w.gates, torch.float32)
+        count = e.bias_E.shape[0]
+        first = padded(count, TILE_N)
+        h = swiglu(both, first, w.width)
+        scores = both[:, :count].sigmoid()
+        ids = (scores + e.bias_E).topk(e.chosen).indices
+        weights, ids = scores.gather(1, ids), ids.to(torch.int32)
+
+        def rows() -> None:
+            norm_rows(self.residual, None, w.attention_norm, w.eps)
+            split()
+            rotate_heads(q, i.cos_T, i.sin_T)
+            norm_rows(self.residual, None, w.mlp_norm, w.eps)
+            swiglu(both, first, w.width)
+            (both[:, :count].sigmoid() + e.bias_E).topk(e.chosen)
+
+        def products() -> None:
+            product(x, attention.w_a, torch.float32)
+            product(q_a, attention.w_q, torch.bfloat16)
+            product(o.flatten(1), w.o_proj, torch.bfloat16)
+            product(x, w.gates, torch.float32)
+            h[:, : w.width] @ down.dense().T
+
+        return {
+            "products": products,
+            "rows": rows,
+            "attention": lambda: attend_chunks(
+                q, attention, w.softmax_scale, i.chunks, i.rows_T, i.tables, self.plane, o
+            ),
+            "experts": lambda: grouped_experts(x, ids, weights, e.up, e.down),
+        }
+
+
+def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Inputs:
+    pages = -(-(start + tokens) // PAGE_TOKENS)
+    tables = torch.randperm(pages, device="cuda").to(torch.int32)[None]
+    positions = torch.arange(start, start + tokens, device="cuda")
+    cos, sin = angles(positions)
+    none = torch.empty(0, dtype=torch.int32, device="cuda")
+    return Inputs(
+        ids_T=torch.zeros(tokens, dtype=torch.int64, device="cuda"),
+        cos_T=cos,
+        sin_T=sin,
+        rows_T=tables[0, positions // PAGE_TOKENS].long() * PAGE_TOKENS + positions % PAGE_TOKENS,
+        chunks=(Chunk(0, tokens, start, 0),),
+        tokens_Q=none,
+        slots_Q=none,
+        lengths_Q=none,
+        tables=tables,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
+    parser.add_argument("--start", type=int, nargs="+", default=[0])
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--save", type=output)
+    given = parser.parse_args()
+    machine = measure(torch.device("cuda"), working_set_bytes=4 << 30)
+    model = random_gpu_k2(replace(KIMI_K26, num_hidden_layers=2, vocab_size=1024), (0, 1), torch.device("cuda"))
+    cases: list[dict[str, object]] = []
+    with torch.inference_mode():
+        for tokens in given.tokens:
+            for start in given.start:
+                inputs = inputs_of(tokens, start, model.angles)
+                plane = torch.randn(inputs.tables.shape[1], PAGE_TOKENS, 576, device="cuda").bfloat16()
+                layer, counted = Layer(model.gpu_blocks[1], inputs, plane, tokens), flops(tokens, start)
+                ms = milliseconds(layer.whole, given.repeats)
+                parts = {name: milliseconds(work, given.repeats) for name, work in layer.parts().items()}
+                total = sum(counted.values())
+                rates = {name: counted[name] / ms_ / 1e9 for name, ms_ in parts.items() if name in counted}
+                rate = total / ms / 1e9
+                print(f"{tokens} tokens from {start}: {ms:.2f} ms, {rate:.0f} TFLOP/s, peer {PEER_MS.get(tokens)} ms")
+                for name, part in parts.items():
+                    rate = f", {rates[name]:.0f} TFLOP/s" if name in rates else ""
+                    print(f"  {name:10} {part:6.2f} ms{rate}", flush=True)
+                cases.append(
+                    {
+                        "tokens": tokens,
+                        "start": start,
+                        "ms": round(ms, 3),
+                        "floor_ms": round(total / machine.flops_per_s * 1e3, 3),
+                        "tflops": round(total / ms / 1e9, 1),
+                        "parts": {name: round(part, 3) for name, part in parts.items()},
+                        "part_tflops": {name: round(rate, 1) for name, rate in rates.items()},
+                    }
+                )
+    record = {
+        **provenance("torch", "triton"),
+        "gpu": torch.cuda.get_device_name(),
+        "flops_per_s": machine.flops_per_s,
+        "peer_ms": PEER_MS,
+        "cases": cases,
+    }
+    if given.save:
+        given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
+
+
+if __name__ == "__main__":
+    program(main)

@@ -1,0 +1,43 @@
+"""What the programs of this folder share: they are heard of while they work, and say in one line what can be mended."""
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from redline.disk import check_output
+from redline.errors import RedlineError
+from redline.progress import Working
+
+
+def program(main: Callable[[], int | None], *, heard: bool = True) -> None:
+    """Runs it, with a line on stderr every ten seconds: no bar, which would draw beside what is timed.
+
+    The status is what `main` returns; 1 and one line for what somebody can mend, 130 after Ctrl-C. heard: False where
+    the program says itself how far it is.
+    """
+    name = Path(sys.argv[0]).stem
+    try:
+        with Working(name, shown=heard, bar=False):
+            status = main()
+    except RedlineError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print(f"stopped: {name} has saved nothing", file=sys.stderr)
+        sys.exit(130)
+    if status:
+        sys.exit(status)
+
+
+def output(text: str) -> Path:
+    """An argparse type: a file that can be written, seen before the work. Its folder is made where it is missing."""
+    path = Path(text)
+    check_output(path)
+    return path
+
+
+def count(text: str) -> int:
+    """An argparse type: a number from 1 on."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+    return int(text)

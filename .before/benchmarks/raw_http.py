@@ -1,0 +1,162 @@
+"""A client with bad manners: it sends the bytes it is given, as slowly as it likes, and reads what it wants to.
+
+No library that speaks HTTP would send what `benchmarks.bystander` has to send. One connection carries one request.
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from typing import Literal, NamedTuple
+
+HOST = "127.0.0.1"
+READ_BYTES = 1 << 16
+
+Outcome = Literal["answered", "closed", "unanswered", "left"]
+
+
+class Reply(NamedTuple):
+    """`status` is 0 where none came. `whole`: the answer ended where it said that it would."""
+
+    outcome: Outcome
+    status: int
+    body: bytes
+    seconds: float
+    whole: bool = False
+
+    @property
+    def kind(self) -> str:
+        """For counting: the status, or what came instead of one."""
+        return str(self.status) if self.status else self.outcome
+
+
+def head(method: str, path: str, length: int | None, more: Iterable[tuple[str, str]] = ()) -> bytes:
+    """Request line and headers of a request with its connection to itself. `more` wins over what is usual."""
+    fields = {"Host": HOST, "Connection": "close", "Content-Type": "application/json"}
+    if length is not None:
+        fields["Content-Length"] = str(length)
+    fields |= dict(more)
+    lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
+
+
+def post(path: str, body: bytes, more: Iterable[tuple[str, str]] = ()) -> bytes:
+    return head("POST", path, len(body), more) + body
+
+
+def get(path: str, more: Iterable[tuple[str, str]] = ()) -> bytes:
+    return head("GET", path, None, more)
+
+
+async def connect(port: int, receive_bytes: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """`receive_bytes`: the size of the socket's buffer, so that a client that does not read is soon known for one."""
+    link = socket.socket()
+    link.setblocking(False)
+    if receive_bytes is not None:
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+    try:
+        await asyncio.get_running_loop().sock_connect(link, (HOST, port))
+    except BaseException:
+        link.close()
+        raise
+    return await asyncio.open_connection(sock=link, limit=READ_BYTES)
+
+
+@asynccontextmanager
+async def connection(
+    port: int, receive_bytes: int | None = None
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await connect(port, receive_bytes)
+    try:
+        yield reader, writer
+    finally:
+        await hang_up(writer)
+
+
+async def hang_up(writer: asyncio.StreamWriter) -> None:
+    """At once: bytes that wait to be sent are of no interest any more."""
+    writer.transport.abort()
+    with suppress(OSError):
+        await writer.wait_closed()
+
+
+async def ask(
+    port: int,
+    request: bytes,
+    *,
+    limit_s: float = 60.0,
+    leave_s: float | None = None,
+    pause_s: float = 0.0,
+    pieces: int = 1,
+    keep: int = 8 << 20,
+) -> Reply:
+    """Sends a request and reads its answer, of which `keep` bytes are kept, until the server closes.
+
+    limit_s: the request has no answer after so many. leave_s: the client has left after so many. pause_s: between two
+    reads, and between two of the `pieces` in which the request is sent.
+    """
+    began = time.perf_counter()
+    answer = bytearray()
+    most = limit_s if leave_s is None else min(leave_s, limit_s)
+    outcome: Outcome = "answered"
+    try:
+        async with asyncio.timeout(most), connection(port) as (reader, writer):
+            sending = asyncio.create_task(_send(writer, request, pieces, pause_s))
+            try:
+                with suppress(ConnectionError):  # an answer may be there all the same
+                    while part := await reader.read(READ_BYTES):
+                        answer += part[: max(0, keep - len(answer))]
+                        if pause_s:
+                            await asyncio.sleep(pause_s)
+            finally:
+                sending.cancel()
+                with suppress(ConnectionError, asyncio.CancelledError):
+                    await sending
+    except TimeoutError:
+        outcome = "unanswered" if leave_s is None or leave_s >= limit_s else "left"
+    except OSError:
+        outcome = "closed"
+    top, found, body = bytes(answer).partition(b"\r\n\r\n")
+    status = int(top.split(b" ", 2)[1]) if found and top.startswith(b"HTTP/1.1 ") else 0
+    if outcome == "answered" and not status:
+        outcome = "closed"
+    length = _declared(top)
+    chunked = b"transfer-encoding: chunked" in top.lower()
+    whole = body.endswith(b"0\r\n\r\n") if chunked else length is not None and len(body) == length
+    seconds = time.perf_counter() - began
+    return Reply(outcome, status if outcome == "answered" else 0, _joined(body) if chunked else body, seconds, whole)
+
+
+async def _send(writer: asyncio.StreamWriter, request: bytes, pieces: int, pause_s: float) -> None:
+    size = -(-len(request) // pieces)
+    with suppress(ConnectionError):
+        for start in range(0, len(request), size):
+            writer.write(request[start : start + size])
+            await writer.drain()
+            if pieces > 1:
+                await asyncio.sleep(pause_s)
+
+
+def _declared(top: bytes) -> int | None:
+    for line in top.split(b"\r\n")[1:]:
+        name, _, value = line.partition(b":")
+        if name.strip().lower() == b"content-length":
+            return int(value)
+    return None
+
+
+def _joined(body: bytes) -> bytes:
+    """Of a chunked body, as much as there is."""
+    parts: list[bytes] = []
+    at = 0
+    while (end := body.find(b"\r\n", at)) >= 0:
+        try:
+            count = int(body[at:end], 16)
+        except ValueError:
+            break
+        if count == 0:
+            break
+        parts.append(body[end + 2 : end + 2 + count])
+        at = end + 2 + count + 2
+    return b"".join(parts)

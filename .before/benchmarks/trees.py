@@ -1,0 +1,268 @@
+"""Two copies of the project beside each other: a commit or a folder becomes a tree, and a tree is served.
+
+Of a tree nothing is used but its command line (`python -m redline`) and HTTP, so it may be of any commit. Models are
+the tree's own where it has them, otherwise those of this checkout.
+"""
+
+import http.client
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from redline.errors import ConfigError, RedlineError
+
+ROOT = Path(__file__).parents[1]
+MODEL = "models/kimi-nano"
+START_S = 300.0  # a tree's kernels may have to be compiled first
+END_S = 20.0  # from SIGTERM to the end
+KNOCK_S = 5.0  # in which the health of a server is told
+OPEN_FILES = 1024  # of the server, as a login shell gives
+GIT_S = 60.0
+TOLD_TRACEBACKS = 4
+
+
+class Tree(NamedTuple):
+    """A copy of the project. name: as it was asked for. commit: with "+" where the folder has changes."""
+
+    name: str
+    folder: Path
+    commit: str
+
+    def model(self, path: str) -> Path:
+        """The folder of a model: the tree's own, or this checkout's where the tree has none.
+
+        Raises ConfigError where neither has it.
+        """
+        for folder in (self.folder / path, ROOT / path):
+            if (folder / "config.json").exists():
+                return folder
+        raise ConfigError(f"{path}: no model here (config.json is missing), neither in {self.name} nor in {ROOT}")
+
+    def environment(self) -> dict[str, str]:
+        """That of a process which runs this tree's code."""
+        commit = {"REDLINE_COMMIT": self.commit}
+        return {**os.environ, **commit, "PYTHONPATH": str(self.folder), "PYTHONUNBUFFERED": "1"}
+
+
+@contextmanager
+def opened(names: Sequence[str]) -> Generator[list[Tree]]:
+    """The trees of commits, branches or folders. A commit's files lie in a folder of their own until the end.
+
+    Raises ConfigError for a name that is neither, or has no Redline in it.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_ended_by_a_signal())
+        trees = {name: stack.enter_context(_tree(name)) for name in dict.fromkeys(names)}
+        yield [trees[name] for name in names]
+
+
+@contextmanager
+def _tree(name: str) -> Generator[Tree]:
+    path = Path(name)
+    commit = "" if path.is_absolute() or name.startswith(".") else _commit(name)
+    if not commit:
+        if not path.is_dir():
+            raise ConfigError(f"{name}: neither a commit of this repository nor a folder")
+        yield _checked(Tree(name, path.resolve(), commit_of(path)))
+        return
+    with tempfile.TemporaryDirectory(prefix="redline-tree-") as place:
+        folder = Path(place) / commit
+        try:
+            _git("worktree", "add", "--detach", "--quiet", str(folder), commit)
+            yield _checked(Tree(name, folder, commit))
+        finally:
+            with suppress(ConfigError):  # what was not added
+                _git("worktree", "remove", "--force", str(folder))
+
+
+def _checked(tree: Tree) -> Tree:
+    """The tree, once Python has said that it is the tree's code which runs there, and no installed copy."""
+    if not (tree.folder / "redline" / "__main__.py").is_file():
+        raise ConfigError(f"{tree.name}: no copy of Redline (redline/__main__.py is missing)")
+    told = subprocess.run(
+        [sys.executable, "-c", "from importlib.util import find_spec; print(find_spec('redline.__main__').origin)"],
+        cwd=tree.folder,
+        env=tree.environment(),
+        capture_output=True,
+        text=True,
+        timeout=GIT_S,
+    )
+    found = Path(told.stdout.strip())
+    if not found.is_relative_to(tree.folder):
+        raise ConfigError(f"{tree.name}: Python would run {found or told.stderr} in its place")
+    return tree
+
+
+def _commit(name: str) -> str:
+    """The short hash, or nothing where the name is no commit of this repository."""
+    try:
+        return _git("rev-parse", "--short", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}")
+    except ConfigError:
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    """Raises ConfigError."""
+    command = ["git", "-C", str(ROOT), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_S)
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"git {arguments[0]}: {(error.stderr.strip() or 'failed').splitlines()[-1]}") from None
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"git {arguments[0]}: {error}") from None
+    return done.stdout.strip()
+
+
+def commit_of(tree: Path) -> str:
+    """Of a folder, with "+" where it has changes."""
+
+    def git(*arguments: str) -> str:
+        try:
+            return subprocess.run(
+                ["git", "-C", str(tree), *arguments], capture_output=True, text=True, timeout=GIT_S
+            ).stdout.strip()
+        except OSError:
+            return ""
+
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    return os.environ.get("REDLINE_COMMIT") or commit + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+@contextmanager
+def _ended_by_a_signal() -> Generator[None]:
+    """SIGTERM and SIGHUP unwind, so that neither a server nor a folder stays behind."""
+
+    def unwind(number: int, _: object) -> NoReturn:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, unwind) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class End(NamedTuple):
+    """code: None where the server had to be killed. first_tracebacks: with the lines about them."""
+
+    seconds: float
+    code: int | None
+    tracebacks: int
+    first_tracebacks: list[str]
+    last_words: str
+
+
+class Server:
+    """`redline serve` of a tree, in a process group of its own, and what it says."""
+
+    def __init__(self, tree: Tree, arguments: Sequence[str], folder: Path, python: str = sys.executable) -> None:
+        """folder: for what it says."""
+        self.tree = tree
+        self.port = free_port()
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="said-", suffix=".txt", delete=False) as said:
+            self._said = Path(said.name)
+            self.process = subprocess.Popen(
+                [python, "-m", "redline", "serve", *arguments, "--port", str(self.port)],
+                cwd=tree.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=tree.environment(),
+            )
+        resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, (OPEN_FILES, hard_limit()))
+
+    @property
+    def said(self) -> str:
+        return self._said.read_text(errors="replace")
+
+    def until_ready(self) -> int:
+        """The port, once the model answers. Raises RedlineError with what the server said, where it does not start."""
+        deadline = time.monotonic() + START_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            if self._is_ready():
+                return self.port
+            time.sleep(0.1)
+        raise RedlineError(f"the server of {self.tree.name} did not start: {self.said.strip()[-2000:]}")
+
+    def check(self) -> None:
+        """Raises RedlineError where the server has ended by itself."""
+        if self.process.poll() is not None:
+            raise RedlineError(
+                f"the server of {self.tree.name} has ended with status {self.process.returncode}: "
+                f"{self.said.strip()[-2000:]}"
+            )
+
+    def _is_ready(self) -> bool:
+        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=KNOCK_S)
+        try:
+            link.request("GET", "/health")
+            return link.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            link.close()
+
+    @property
+    def worker(self) -> int:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return int(children[0])
+
+    def stop(self) -> End:
+        began = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            code = self.process.wait(2 * END_S)
+        except subprocess.TimeoutExpired:
+            code = None
+        took = time.monotonic() - began
+        self.close()
+        said = self.said
+        found = [match.start() for match in re.finditer("Traceback", said)]
+        first = [said[max(0, at - 500) : at + 2500] for at in found[:TOLD_TRACEBACKS]]
+        return End(round(took, 1), code, len(found), first, said[-2000:])
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def served(trees: Sequence[Tree], arguments: Sequence[Sequence[str]]) -> Generator[list[Server]]:
+    """A server of each tree with its arguments, all of them ready. They start together."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="redline-said-")))
+        servers: list[Server] = []
+        for tree, words in zip(trees, arguments, strict=True):
+            servers.append(Server(tree, words, folder))
+            stack.callback(servers[-1].close)
+        for server in servers:
+            server.until_ready()
+        yield servers
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def hard_limit() -> int:
+    """Of open files."""
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[1]

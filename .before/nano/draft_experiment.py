@@ -1,0 +1,711 @@
+"""Makes Kimi-Nano's drafter with the factory, and measures what mining is worth. Four commands, each under 9 minutes.
+
+    python -m nano.draft_experiment synth      prompts; the model answers them, greedily, as it is served
+    python -m nano.draft_experiment base       trains on half of the answers, and on the generators' own text
+    python -m nano.draft_experiment arms       goes on from there, thrice on mined examples and thrice on random ones
+    python -m nano.draft_experiment measure    all seven drafters in the engine, on prompts that no training had
+
+Each is resumable: the same command again goes on where it was ended. WORK holds everything, OUT what is small and worth
+keeping; `--restore FOLDER` begins on another machine with what earlier commands left in their OUT.
+
+The base's data: half of the examples that the model has answered, and as many more as fit of the generators' own
+conversations, on which the model itself was trained. There the prefix is not the model's own; the teacher is, at every
+position.
+
+The arms differ in one thing. Both take half of their answer tokens from the pool (the other half of the answers, which
+the base has not seen), the same number in every domain, and the rest from the base's own examples; both go on from the
+base for the same number of answer tokens, with the same schedule and seed. `mined` draws from the pool by the reducible
+gap of each example under the base (`redline.draft.choose`), `control` at random.
+
+On one H200 with 16 cores (what docs/nano.md's log does not tell is an estimate):
+
+| stage | time | what it leaves in OUT |
+|---|---|---|
+| synth | 30 s for 200,000 prompts, 450 s of answers in eight processes | answers.xz, 0.9 MB for 1.9 M tokens |
+| base | 60 s for the corpus, 100 s to capture, the rest to train | corpus.tar, about 12 MB; base.tar, 7 MB; base.log |
+| arms | 60 s to score the pool, 60 s to capture, 300 s for six trainings, three at once | six tars of 7 MB; arms.json |
+| measure | 1,000 s in all: two commands | answers.tar; then measure.json, .md, .png, agreement.json |
+"""
+
+import argparse
+import hashlib
+import lzma
+import shutil
+import sys
+import tarfile
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from rich.console import Console
+
+from nano import draft_prompts
+from nano.draft_jobs import Job, Slot, run_all, slots
+from nano.draft_measure import Answered, compare, plot, report, table
+from nano.draft_prompts import DOMAINS
+from nano.draft_store import pack, unpack
+from redline.chat.lines import conversation
+from redline.chat.template import encode, style_of
+from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.disk import write_whole
+from redline.draft import capture as draft_capture
+from redline.draft import evaluate as draft_evaluate
+from redline.draft import synth as draft_synth
+from redline.draft import train as draft_train
+from redline.draft.buckets import buckets
+from redline.draft.budget import Budget
+from redline.draft.capture import CaptureConfig, Stored
+from redline.draft.choose import Choose, answer_tokens, choose, mix, uniform, weights
+from redline.draft.corpus import Example, mend, read_examples
+from redline.draft.evaluate import Asked, EvalConfig, jobs_of
+from redline.draft.mine import scored
+from redline.draft.prompts import read_prompts
+from redline.draft.score import Scores, Serving
+from redline.draft.scorer import Scorer
+from redline.draft.synth import SynthConfig
+from redline.draft.train import Sizes, TrainConfig
+from redline.draft.trainer import Recipe
+from redline.model.checkpoint import Checkpoint
+from redline.wire.base import Record
+from redline.worker.acceptance import Spoken, perfect, spoken
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine
+
+# In expected answer tokens of each domain: prompts, more of training's than the time allows to answer; own text.
+ANSWER_TOKENS, HELD_TOKENS, OWN_TOKENS = 1_500_000, 100_000, 400_000
+TRAIN_SEED, HELD_SEED, OWN_SEED = 1, 2, 3
+BASE_TOKENS = 13_000_000  # of the base's examples, prompts included: 33 GB of states
+
+POOL = 0.5  # of the answered examples: what arms draw from
+FRESH = 0.25  # of the pool's answer tokens: what an arm takes of it
+REPLAY = 0.5  # of an arm's answer tokens: the base's own
+EPOCHS = 3.0  # of an arm
+SEEDS = (1, 2, 3)
+ARMS: dict[str, Choose] = {"mined": "gap", "control": "uniform"}
+K = 3  # drafts a round
+
+DRAFTER = Sizes(intermediate_size=1_024, q_lora_rank=128, kv_lora_rank=128)  # 3.2 M parameters, 6.4 MB
+# Held-out states are read before the first step, over 1 / held_out as many positions.
+# Four steps ahead: with post-norm feedback (EAGLE-3.1) drafts beyond them go on as well, and steps cost time alike.
+RECIPE = Recipe(budget=Budget(), lr=1.5e-3, steps_ahead=4, held_out=0.01, held_out_tokens=16_384, measure_every=250)
+ARM_LR, ARM_WARMUP = 2.5e-4, 0.05
+MAX_TOKENS = 1_024  # of an answer
+
+CORES = 2  # of a process that serves or scores
+ARM_CORES = 5  # of an arm's training: three at once on 16 cores
+BATCH = 64  # answers that a process gives at once
+ASK_AT_ONCE = 512
+ROUNDS = 22_000  # of the base in each domain, which the arms then answer too
+AGREEMENT_ROUNDS = 1_500  # of each domain: first drafts in the engine beside teacher forcing
+SHARD_BYTES = 2 << 30  # few enough shards that a reader keeps all of them open
+PACK_S, EXPORT_S = 40.0, 15.0  # kept of a command's time for what comes last
+START_S = 45.0  # from a training's command to its first step, and from its last to its export
+PRESET = 2  # of xz, where much is packed
+LEAST_TRAINING = 0.4  # of a command's time; with less of it left, the base trains in the next command
+SHOWN = 3  # logs of jobs that failed
+BEGAN = time.monotonic()
+
+COMMAND = (sys.executable, "-m", "nano.draft_experiment")
+VERBS: dict[str, tuple[type[Any], Callable[[Any, Console], int]]] = {
+    "synth": (SynthConfig, draft_synth.run),
+    "capture": (CaptureConfig, draft_capture.run),
+    "train": (TrainConfig, draft_train.run),
+    "eval": (EvalConfig, draft_evaluate.run),
+}
+TRAININGS = ("train", "arm")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where everything is, and how much of it there is to be."""
+
+    work: Path
+    out: Path
+    target: Path
+    seconds: float
+    scale: float
+    device: str
+
+    @property
+    def train(self) -> Path:
+        return self.work / "prompts/train.jsonl"
+
+    @property
+    def own(self) -> Path:
+        """What the generators answer themselves, as prompts."""
+        return self.work / "prompts/own.jsonl"
+
+    @property
+    def held(self) -> Path:
+        return self.work / "prompts/held.jsonl"
+
+    @property
+    def packed(self) -> Path:
+        return self.work / "answers.xz"
+
+    def corpus(self, name: str) -> Path:
+        """answered, own, base, pool, those of the arms, or "arms": all of these together"""
+        return self.work / f"corpus/{name}.jsonl"
+
+    def drafter(self, name: str) -> Path:
+        """base, mined-S or control-S"""
+        return self.work / f"drafters/{name}"
+
+    def captured(self, name: str) -> Path:
+        """base or arms"""
+        return self.work / f"capture/{name}"
+
+    def config(self, name: str) -> Path:
+        return self.work / f"configs/{name}.json"
+
+    def verb(self, name: str, verb: str, config: Record) -> Job:
+        """A verb of the factory as a process of its own. A training keeps the budget that it once began with."""
+        path = self.config(name)
+        if verb not in TRAININGS or not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=1))
+        journal = self.drafter(name) / "training/log.jsonl" if verb in TRAININGS else None
+        return Job(name, (*COMMAND, "verb", verb, str(path)), journal)
+
+    @property
+    def left(self) -> float:
+        """Seconds of this command's."""
+        return self.seconds - (time.monotonic() - BEGAN)
+
+
+def synth(setup: Setup) -> None:
+    """Prompts, then answers until the time is up."""
+    make_prompts(setup, setup.train)
+    places = slots(CORES)
+    shards = [setup.work / f"synth/{number}.jsonl" for number in range(len(places))]
+    jobs = [
+        setup.verb(
+            f"synth-{number}",
+            "synth",
+            SynthConfig(
+                weights=str(setup.target),
+                out=str(shard),
+                prompts=(str(setup.train),),
+                max_tokens=MAX_TOKENS,
+                temperature=0.0,
+                top_p=1.0,
+                shard=f"{number + 1}/{len(places)}",
+                engine=EngineConfig(max_running=BATCH, device="cpu"),
+            ),
+        )
+        for number, shard in enumerate(shards)
+    ]
+    unfinished = run_all(jobs, places, setup.left - PACK_S, setup.work / "jobs", say)
+    examples = read_examples(*(shard for shard in shards if shard.exists())).examples
+    answered = pack(examples, setup.train, setup.packed)
+    keep(setup, "synth", [setup.packed], examples)
+    say(f"{answered:,} prompts answered; {len(unfinished)} of {len(jobs)} processes have more to do")
+
+
+def make_prompts(setup: Setup, path: Path) -> None:
+    """Training's, the generators' own conversations, or those held out, none of which stands in two of these files."""
+    if path.exists():
+        return
+    tokens, seed, more = {
+        setup.train: (ANSWER_TOKENS, TRAIN_SEED, []),
+        setup.own: (OWN_TOKENS, OWN_SEED, ["--short", "--avoid", setup.train, "--own", setup.corpus("own")]),
+        setup.held: (
+            HELD_TOKENS,
+            HELD_SEED,
+            ["--split", "families", "values", "--avoid", setup.train, setup.own],
+        ),
+    }[path]
+    building = path.with_suffix(".building")
+    setup.corpus("own").parent.mkdir(parents=True, exist_ok=True)
+    size = ("--answer-tokens", round(tokens * setup.scale), "--seed", seed, "--tokenizer", setup.target)
+    draft_prompts.main([str(word) for word in ("--out", building, *size, *more)])
+    building.replace(path)
+    say(f"{path} is made")
+
+
+def base(setup: Setup) -> None:
+    """Base set and pool, the base's capture, then the base drafter."""
+    split(setup)
+    packing = threading.Thread(target=pack_corpus, args=(setup,))
+    packing.start()
+    try:
+        train_base(setup)
+    finally:
+        packing.join()
+        keep(setup, "base", [setup.work / "corpus.tar"])
+    show_training(setup, "base")
+    shutil.rmtree(setup.captured("base"), ignore_errors=True)
+    keep(setup, "base", [archive(setup, "base"), setup.work / "jobs/base.log"])
+
+
+def train_base(setup: Setup) -> None:
+    everywhere = slots(1_000)
+    if not setup.drafter("base").exists():
+        finish(setup, [capture_of(setup, "base")], everywhere)
+    if not setup.config("base").exists() and setup.left < LEAST_TRAINING * setup.seconds:
+        raise SystemExit(f"{setup.left:.0f} s are too few to train in; the same command goes on with that")
+    config = TrainConfig(
+        target=str(setup.target),
+        out=str(setup.drafter("base")),
+        capture=str(setup.captured("base")),
+        drafter=DRAFTER,
+        recipe=recipe(setup, Budget(seconds=round(setup.left - START_S - EXPORT_S))),
+    )
+    finish(setup, [setup.verb("base", "train", config)], everywhere)
+
+
+def capture_of(setup: Setup, name: str) -> Job:
+    """The states over corpus `name`."""
+    config = CaptureConfig(
+        target=str(setup.target),
+        corpus=(str(setup.corpus(name)),),
+        out=str(setup.captured(name)),
+        disk=3_000 * BASE_TOKENS,
+        shard_bytes=SHARD_BYTES,
+    )
+    return setup.verb(f"capture-{name}", "capture", config)
+
+
+def split(setup: Setup) -> None:
+    """Writes base and pool, both with equal answer tokens in all domains, and the held-out prompts."""
+    if setup.corpus("pool").exists() and setup.corpus("base").exists() and setup.held.exists():
+        return
+    make_prompts(setup, setup.train)
+    make_prompts(setup, setup.own)
+    make_prompts(setup, setup.held)
+    parts: dict[str, list[Example]] = {"base": [], "pool": []}
+    for example in unpack(setup.packed, setup.train, setup.target):
+        parts["pool" if uniform(example.id, TRAIN_SEED) < POOL else "base"].append(example)
+    say("answers are read")
+    for name, examples in parts.items():
+        least = min(tokens_of(examples)[domain] for domain in DOMAINS)
+        parts[name] = mix(examples, [], least * len(DOMAINS), replay=1.0, equal_domains=True, seed=0)
+        say(f"answered, for {name}: {summary(parts[name])}")
+    room = BASE_TOKENS - sum(len(example.tokens) for example in parts["base"])
+    own: list[Example] = []
+    for example in read_examples(setup.corpus("own")).examples:  # domains are equal wherever this ends
+        room -= len(example.tokens)
+        if room < 0:
+            break
+        own.append(example)
+    say(f"own text, for base: {summary(own)}")
+    say(f"base in all: {summary([*parts['base'], *own])}")
+    write(setup.corpus("base"), [*parts["base"], *own])
+    write(setup.corpus("pool"), parts["pool"])
+
+
+def pack_corpus(setup: Setup) -> None:
+    """What other machines would have to make again, and might make otherwise."""
+    path = setup.work / "corpus.tar"
+    if not path.exists():
+        building = path.with_suffix(".building")
+        with lzma.open(building, "w", preset=PRESET) as packed, tarfile.open(fileobj=packed, mode="w") as tar:
+            for file in (setup.corpus("base"), setup.corpus("pool"), setup.held):
+                tar.add(file, arcname=str(file.relative_to(setup.work)))
+        building.replace(path)
+
+
+def arms(setup: Setup) -> None:
+    """Six corpora, one capture of all of them, and six drafters."""
+    split(setup)
+    names = [f"{arm}-{seed}" for seed in SEEDS for arm in ARMS]
+    if not all(setup.corpus(name).exists() for name in (*names, "arms")):
+        score_pool(setup)
+        choose_all(setup, names)
+    finish(setup, [capture_of(setup, "arms")], slots(1_000))
+    jobs = [setup.verb(name, "arm", arm_config(setup, name)) for name in names]
+    try:
+        finish(setup, jobs, slots(ARM_CORES))
+    finally:
+        done = [name for name in names if (setup.drafter(name) / "config.json").exists()]
+        keep(setup, "arms", [setup.work / "arms.json", *(archive(setup, name) for name in done)])
+
+
+def score_pool(setup: Setup) -> None:
+    """Each example under the base, in as many processes as there are places."""
+    places = slots(CORES)
+    jobs = [
+        Job(
+            f"score-{number}-{len(places)}",
+            (*COMMAND, "score", setup.device, str(setup.target), str(setup.drafter("base")), str(setup.corpus("pool")),
+             f"{number}/{len(places)}", str(setup.work / f"scores/{number}-{len(places)}.npz")),
+        )
+        for number in range(len(places))
+    ]  # fmt: skip
+    finish(setup, jobs, places)
+
+
+def score(device: str, target: str, draft: str, corpus: str, shard: str, out: str) -> None:
+    """Scores of every so-manieth example, in a file: rows of all, one behind the other, and where each begins."""
+    number, count = map(int, shard.split("/"))
+    examples = read_examples(Path(corpus)).examples[number::count]
+    # Near ties of the target are nothing that a drafter could learn, though the engine is greedy: temperature 1.
+    found = list(Scorer.open(target, draft, device).scores(examples, K, Serving("onehot", 1.0)))
+    rows = {field.name: np.concatenate([getattr(one, field.name) for one in found]) for field in fields(Scores)}
+    ends = np.cumsum([len(one.position_R) for one in found])
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez(path, ends=ends, **rows)
+    say(f"{len(found):,} examples scored")
+
+
+def scores_of(setup: Setup, count: int) -> list[Scores]:
+    """Of the pool's `count` examples, in their order."""
+    found: dict[int, Scores] = {}
+    files = list((setup.work / "scores").glob("*.npz"))
+    for path in files:
+        number, shards = map(int, path.stem.split("-"))
+        with np.load(path) as rows:
+            read = {name: rows[name] for name in rows.files}
+        ends = read.pop("ends")[:-1]
+        parts = {name: np.split(values, ends) for name, values in read.items()}
+        for place, one in enumerate(zip(*parts.values(), strict=True)):
+            found[number + place * shards] = Scores(**dict(zip(parts, one, strict=True)))
+    return [found[place] for place in range(count)]
+
+
+def choose_all(setup: Setup, names: Sequence[str]) -> None:
+    """Draws what every arm trains on."""
+    replayed = read_examples(setup.corpus("base")).examples
+    pool = read_examples(setup.corpus("pool")).examples
+    first = Tokenizer.open(setup.target).vocab_size - RESERVED
+    controls = frozenset(range(first, first + RESERVED))
+    found = scores_of(setup, len(pool))
+    marked = [scored(example, scores, controls) for example, scores in zip(pool, found, strict=True)]
+    fresh_tokens = round(FRESH * sum(tokens_of(pool).values()))
+    budget = round(fresh_tokens / (1 - REPLAY))
+    told: dict[str, Any] = {"buckets": buckets(marked), "pool": tokens_of(pool), "budget": budget}
+    together: dict[str, Example] = {}
+    for name in names:
+        arm, _, seed = name.rpartition("-")
+        weight = weights(marked, None, ARMS[arm])
+        places = choose(marked, weight, fresh_tokens, equal_domains=True, seed=int(seed))
+        fresh = [pool[place] for place in places]
+        mixed = mix(replayed, fresh, budget, replay=REPLAY, equal_domains=True, seed=int(seed))
+        write(setup.corpus(name), mixed)
+        together |= {example.id: example for example in mixed}
+        told[name] = {
+            "answer_tokens": tokens_of(mixed),
+            "fresh_answer_tokens": tokens_of(fresh),
+            "mean_gap": sum(marked[place].hardness for place in places) / max(1, len(places)),
+        }
+        say(f"{name}: {summary(mixed)}; mean gap {told[name]['mean_gap']:.4f}")
+    (setup.work / "arms.json").write_bytes(msgspec.json.format(msgspec.json.encode(told), indent=1))
+    write(setup.corpus("arms"), together.values())
+    say(f"arms together: {summary(list(together.values()))}")
+
+
+def arm_config(setup: Setup, name: str) -> TrainConfig:
+    """Both arms of a seed see the same number of answer tokens: EPOCHS times all of their mix."""
+    examples = read_examples(setup.corpus(name)).examples
+    positions = sum(min(len(example.tokens), RECIPE.max_length) for example in examples)
+    budget = Budget(tokens=round(EPOCHS * positions))
+    seed = int(name.rpartition("-")[2])
+    return TrainConfig(
+        target=str(setup.target),
+        out=str(setup.drafter(name)),
+        capture=str(setup.captured("arms")),
+        start=str(setup.drafter("base")),
+        recipe=recipe(setup, budget, lr=ARM_LR, warmup=ARM_WARMUP, held_out=0.0, seed=seed),
+    )
+
+
+def train_arm(config: TrainConfig, console: Console) -> int:
+    """`draft train` on those examples of the capture that the arm's own corpus has."""
+    draft_train.check(config)
+    out = Path(config.out)
+    mine = {example.id for example in read_examples(out.parents[1] / f"corpus/{out.name}.jsonl").examples}
+    stored = Stored(Path(config.capture or ""), Checkpoint.open(config.target).fingerprint, mine)
+    return draft_train.train(config, stored, stored.layer_ids, console)
+
+
+def recipe(setup: Setup, budget: Budget, **change: Any) -> Recipe:
+    """RECIPE with another budget; on a CPU with small batches, for a rehearsal."""
+    if setup.device == "cpu":
+        change |= {"tokens_per_batch": RECIPE.max_length, "steps_ahead": 3, "held_out": 0.0}
+    return msgspec.structs.replace(RECIPE, budget=budget, **change)
+
+
+def measure(setup: Setup) -> None:
+    """Every drafter answers the held-out prompts in the engine; then the figures.
+
+    The base answers all of them, the others those that gave the base ROUNDS rounds in each domain.
+    """
+    split(setup)
+    names = ["base", *(f"{arm}-{seed}" for seed in SEEDS for arm in ARMS)]
+    places = slots(CORES)
+    (setup.work / "answers").mkdir(exist_ok=True)
+    shards = dealt(setup, "all", setup.held.read_bytes().splitlines(keepends=True), len(places))
+    try:
+        finish(setup, asks(setup, "base", shards), places)
+        show_lengths(setup, "base")
+        enough = prompts_of(answered_by(setup, "base"))
+        lines = [line for line in setup.held.read_bytes().splitlines(keepends=True) if id_of(line) in enough]
+        shards = dealt(setup, "enough", lines, len(places))
+        first, others = names[1:3], names[3:]
+        jobs = [job for name in first for job in asks(setup, name, shards)]
+        jobs += [agreement(setup), *(job for name in others for job in asks(setup, name, shards))]
+        finish(setup, jobs, places)
+    finally:
+        done = [name for name in names if answered_by(setup, name)]
+        for name in done[1:]:
+            show_lengths(setup, name)
+        with tarfile.open(setup.work / "answers.tar", "w:xz") as tar:
+            tar.add(setup.work / "answers", arcname="answers")
+        made = [setup.work / name for name in ("answers.tar", "agreement.json") if (setup.work / name).exists()]
+        keep(setup, "measure", made)
+    found: dict[str, dict[str, list[Answered]]] = defaultdict(dict)
+    for name in names:
+        for one in answered_by(setup, name):
+            if one.id in enough:
+                found[one.domain].setdefault(name, []).append(one)
+    domains = {domain: compare(found[domain], SEEDS) for domain in DOMAINS}
+    figures = report(domains)
+    (setup.work / "measure.json").write_bytes(msgspec.json.format(msgspec.json.encode(figures), indent=1))
+    (setup.work / "measure.md").write_text(table(domains) + "\n")
+    plot(setup.work / "measure.png", domains)
+    keep(setup, "measure", [setup.work / name for name in ("measure.json", "measure.md", "measure.png")])
+    print(table(domains))
+    for condition, met in figures["met"].items():
+        print(f"{'yes' if met else 'NO '}  {condition}")
+
+
+def dealt(setup: Setup, name: str, lines: Sequence[bytes], count: int) -> list[Path]:
+    """The prompts in so many files."""
+    shards = [setup.work / f"held/{name}-{number}.jsonl" for number in range(count)]
+    for number, shard in enumerate(shards):
+        shard.parent.mkdir(parents=True, exist_ok=True)
+        shard.write_bytes(b"".join(lines[number::count]))
+    return shards
+
+
+def asks(setup: Setup, name: str, shards: Sequence[Path]) -> list[Job]:
+    """The drafter's processes, one for each file of prompts."""
+    told = setup.target, setup.drafter(name)
+    return [
+        Job(
+            f"ask-{name}-{number}-{len(shards)}",
+            (*COMMAND, "ask", *map(str, (*told, shard, setup.work / f"answers/{name}-{number}.jsonl"))),
+        )
+        for number, shard in enumerate(shards)
+    ]
+
+
+def answered_by(setup: Setup, name: str) -> list[Answered]:
+    """What the drafter has answered, each prompt once: another number of processes may have begun."""
+    found: dict[str, Answered] = {}
+    for path in sorted((setup.work / "answers").glob(f"{name}-*.jsonl")):
+        mend(path)
+        for line in path.read_bytes().splitlines():
+            one = msgspec.json.decode(line, type=Answered)
+            found[one.id] = one
+    return list(found.values())
+
+
+def prompts_of(answers: Sequence[Answered]) -> set[str]:
+    """Ids, those drawn first, until there are ROUNDS rounds in each domain; all of a domain that has fewer."""
+    rounds: Counter[str] = Counter()
+    found: set[str] = set()
+    for one in sorted(answers, key=lambda one: int(one.id.rpartition("-")[2])):
+        if rounds[one.domain] < ROUNDS:
+            rounds[one.domain] += one.rounds
+            found.add(one.id)
+    return found
+
+
+def id_of(line: bytes) -> str:
+    return msgspec.json.decode(line)["id"]
+
+
+def agreement(setup: Setup) -> Job:
+    """First drafts of the base: the engine's beside what teacher forcing says. It fails where they disagree."""
+    config = EvalConfig(
+        target=str(setup.target),
+        draft=str(setup.drafter("base")),
+        prompts=str(setup.held),
+        k=(K,),
+        modes=("greedy",),
+        rounds=max(1, round(AGREEMENT_ROUNDS * setup.scale)),
+        max_tokens=MAX_TOKENS,
+        batch=BATCH,
+        save=str(setup.work / "agreement.json"),
+        device="cpu",
+    )
+    return setup.verb("agreement", "eval", config)
+
+
+def ask(target: Path, draft: Path, prompts: Path, out: Path) -> None:
+    """Greedy answers with K drafts a round, a line each; goes on behind those that are there."""
+    tokenizer, style = Tokenizer.open(target), style_of(target)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    mend(out)
+    have = (
+        {msgspec.json.decode(line, type=Answered).id for line in out.read_bytes().splitlines()} if out.exists() else ()
+    )
+    asked = [
+        Asked(one.id, one.domain, one.language, tuple(encode(conversation(one), tokenizer, style)))
+        for one in read_prompts(prompts).prompts
+        if one.id not in have
+    ]
+    config = EvalConfig(target=str(target), draft=str(draft), max_tokens=MAX_TOKENS)
+    engine_config = EngineConfig(
+        max_running=BATCH, device="cpu", draft=str(draft), draft_tokens=K, draft_adaptive=False, suffix=False
+    )
+    say(f"{len(asked):,} prompts")
+    with Engine.open(str(target), engine_config) as engine, out.open("ab") as file:
+        for first in range(0, len(asked), ASK_AT_ONCE):
+            part = asked[first : first + ASK_AT_ONCE]
+            jobs = jobs_of(engine, part, config, "greedy", 0)
+            deltas = engine.generate(jobs)
+            for one, job in zip(part, jobs, strict=True):
+                answer = spoken(one.id, one.domain, one.tokens, deltas[job.id])
+                file.write(msgspec.json.encode(counted(answer)) + b"\n")
+            file.flush()
+            say(f"{first + len(part):,} of {len(asked):,} answered")
+
+
+def counted(answer: Spoken) -> Answered:
+    best = perfect(answer, K)
+    return Answered(
+        id=answer.id,
+        domain=answer.domain,
+        digest=hashlib.blake2b(repr(answer.tokens[answer.prompt :]).encode(), digest_size=8).hexdigest(),
+        rounds=len(answer.rounds),
+        tokens=len(answer.rounds) + sum(one.accepted for one in answer.rounds),
+        best_rounds=len(best),
+        best_tokens=len(best) + sum(one.accepted for one in best),
+    )
+
+
+# Files, and what is said.
+
+
+def say(text: str) -> None:
+    """A line with the seconds since this process began."""
+    print(f"{time.monotonic() - BEGAN:6.1f} s  {text}", flush=True)
+
+
+def summary(examples: Sequence[Example]) -> str:
+    tokens = tokens_of(examples)
+    whole, answers = sum(len(example.tokens) for example in examples), sum(tokens.values())
+    return f"{len(examples):,} examples, {whole:,} tokens, {answers:,} of answers {dict(sorted(tokens.items()))}"
+
+
+def show_training(setup: Setup, name: str) -> None:
+    """Held-out measures as they came, a line each."""
+    for raw in (setup.drafter(name) / "training/log.jsonl").read_bytes().splitlines():
+        line = msgspec.json.decode(raw)
+        if "held_out" in line:
+            domains = {domain: found["lengths"][K - 1] for domain, found in line["domains"].items()}
+            length = line["held_out"]["lengths"][K - 1]
+            print(f"{name} step {line['step']}, {line.get('tokens', 0):,} tokens: {length} {domains}")
+
+
+def show_lengths(setup: Setup, name: str) -> None:
+    """Acceptance length and rounds by domain, as far as they are known."""
+    rounds: Counter[str] = Counter()
+    tokens: Counter[str] = Counter()
+    for one in answered_by(setup, name):
+        rounds[one.domain] += one.rounds
+        tokens[one.domain] += one.tokens
+    told = (f"{one} {tokens[one] / rounds[one]:.3f} ({rounds[one]:,})" for one in DOMAINS if rounds[one])
+    say(f"{name}: {', '.join(told)}")
+
+
+def write(path: Path, examples: Iterable[Example]) -> None:
+    """Appears whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, b"".join(msgspec.json.encode(example) + b"\n" for example in examples))
+
+
+def tokens_of(examples: Iterable[Example]) -> Counter[str]:
+    """Answer tokens by domain."""
+    found: Counter[str] = Counter()
+    for example in examples:
+        found[example.domain] += answer_tokens(example)
+    return found
+
+
+def archive(setup: Setup, name: str) -> Path:
+    """A drafter with its training's logs."""
+    path = setup.work / f"{name}.tar"
+    with tarfile.open(path, "w") as tar:
+        tar.add(setup.drafter(name), arcname=f"drafters/{name}")
+    return path
+
+
+def restore(setup: Setup, folder: Path) -> None:
+    """What earlier commands left in their OUT, into WORK."""
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".tar":  # packed or not
+            with tarfile.open(path) as tar:
+                tar.extractall(setup.work, filter="data")
+        else:
+            shutil.copy(path, setup.work)
+
+
+def keep(setup: Setup, stage: str, files: Sequence[Path], examples: Sequence[Example] = ()) -> None:
+    """Copies what a command leaves into OUT, and tells the sizes."""
+    setup.out.mkdir(parents=True, exist_ok=True)
+    for path in files:
+        if path.resolve() != (setup.out / path.name).resolve():
+            shutil.copy(path, setup.out)
+        say(f"{setup.out / path.name}: {path.stat().st_size:,} bytes")
+    if examples:
+        say(f"{stage}: {summary(examples)}")
+
+
+def finish(setup: Setup, jobs: Sequence[Job], places: Sequence[Slot]) -> None:
+    """Runs the jobs in what is left of the time; where some are not done, ends the command with what they said."""
+    folder = setup.work / "jobs"
+    unfinished = run_all(jobs, places, setup.left - EXPORT_S, folder, say)
+    for name in unfinished[:SHOWN]:
+        log = folder / f"{name}.log"
+        print(f"--- {log}\n{log.read_text()[-1_500:] if log.exists() else 'not begun'}", flush=True)
+    if unfinished:
+        raise SystemExit(f"not done: {', '.join(unfinished)}; the same command goes on with them")
+
+
+STAGES: dict[str, Callable[[Setup], None]] = {"synth": synth, "base": base, "arms": arms, "measure": measure}
+
+
+def main() -> None:
+    if len(sys.argv) > 1 and sys.argv[1] == "ask":
+        return ask(*map(Path, sys.argv[2:]))
+    if len(sys.argv) > 1 and sys.argv[1] == "score":
+        return score(*sys.argv[2:])
+    if len(sys.argv) > 1 and sys.argv[1] == "verb":
+        raise SystemExit(run_verb(*sys.argv[2:]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stage", choices=STAGES)
+    parser.add_argument("--work", type=Path, default=Path("runs/draft"))
+    parser.add_argument("--out", type=Path, default=Path("runs/draft/out"))
+    parser.add_argument("--target", type=Path, default=Path("models/kimi-nano"))
+    parser.add_argument("--seconds", type=float, default=520, help="for the whole command")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of prompts; less is a rehearsal")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--restore", type=Path, metavar="FOLDER", help="what earlier commands left in their OUT")
+    given = parser.parse_args()
+    setup = Setup(given.work, given.out, given.target, given.seconds, given.scale, given.device)
+    setup.work.mkdir(parents=True, exist_ok=True)
+    if given.restore:
+        restore(setup, given.restore)
+    STAGES[given.stage](setup)
+    say(f"{given.stage} is done")
+
+
+def run_verb(verb: str, path: str) -> int:
+    """A verb of the factory with its configuration in a file."""
+    config, run = VERBS[verb] if verb != "arm" else (TrainConfig, train_arm)
+    return run(msgspec.json.decode(Path(path).read_bytes(), type=config), Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""Who is served: whoever has a key; without keys, whoever reaches the port, but no web page of somebody else.
+
+A browser lets every page that it shows send requests to this machine. The page cannot read the answers, but what it
+asks for is computed; and where its own name is made to lead here (DNS rebinding), it can read them too. Three headers
+that pages cannot forge tell: Content-Type (before a page may send JSON elsewhere, the browser asks with OPTIONS, which
+we refuse), Origin, and, where only this machine can reach us, Host. A request with a key was sent by who has the key.
+"""
+
+import hmac
+from collections.abc import Sequence
+from hashlib import sha256
+from ipaddress import ip_address
+from pathlib import Path
+
+from redline.api.errors import Refusal
+from redline.errors import ConfigError
+
+OPEN_PATHS = {"/health", "/live"}  # all that needs no key
+WAY_OUT = "; with a keys_file such requests are served"
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+def read_keys(path: Path) -> frozenset[bytes]:
+    """SHA-256 of every key in a file of one per line, so that comparing takes the same time whatever their lengths."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the file of API keys cannot be read: {error}") from None
+    keys = {line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")}
+    if not keys:
+        raise ConfigError(f"{path}: no API key in the file; expected one per line")
+    return frozenset(sha256(key.encode()).digest() for key in keys)
+
+
+def check_key(headers: Headers, keys: frozenset[bytes]) -> None:
+    """Raises Refusal (401) for a request without one of the keys."""
+    scheme, _, key = header(headers, b"authorization").strip().partition(b" ")
+    if scheme.lower() != b"bearer" or not key.strip():
+        raise Refusal(401, "no API key was given: send the header Authorization: Bearer KEY", "invalid_api_key")
+    digest = sha256(key.strip()).digest()
+    # Every key is compared, in constant time each.
+    matches = [hmac.compare_digest(digest, known) for known in keys]
+    if not any(matches):
+        raise Refusal(401, "Incorrect API key provided", "invalid_api_key")
+
+
+def check_page(method: str, headers: Headers, local: bool) -> None:
+    """Raises Refusal (400, 403, 415) for a request that a page of somebody else may have sent.
+
+    local: only this machine can reach the server.
+    """
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1:
+        raise Refusal(400, "there is more than one Host header", "invalid_host")
+    host = hosts[0] if hosts else b""
+    if local and host and not _is_here(host):
+        raise Refusal(
+            403,
+            f"the header Host is {_shown(host)}; a server without keys that listens on this machine alone is asked "
+            f"by an address or as localhost{WAY_OUT}",
+            "foreign_host",
+        )
+    for name, origin in headers:
+        if name == b"origin" and not _is_own(origin, host, local):
+            raise Refusal(
+                403, f"the header Origin is {_shown(origin)}: a page from elsewhere{WAY_OUT}", "foreign_origin"
+            )
+    if method == "POST":
+        kind = header(headers, b"content-type").partition(b";")[0].strip().lower()
+        if kind != b"application/json":
+            raise Refusal(415, "the body must be JSON: send the header Content-Type: application/json", "not_json")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def header(headers: Headers, name: bytes) -> bytes:
+    """The first value under a name; empty where there is none."""
+    return next((value for key, value in headers if key == name), b"")
+
+
+def _is_here(host: bytes) -> bool:
+    """localhost or any address: no name that somebody else could have lead here."""
+    name = _name(host)
+    try:
+        return name == "localhost" or bool(ip_address(name))
+    except ValueError:
+        return False
+
+
+def _is_own(origin: bytes, host: bytes, local: bool) -> bool:
+    """A page that this host serves, or, where only this machine can ask, one of this machine's own."""
+    scheme, _, place = origin.lower().partition(b"://")
+    if scheme not in (b"http", b"https"):
+        return False
+    return place == host.lower() or (local and is_loopback(_name(place)))
+
+
+def _name(host: bytes) -> str:
+    """Host without its port and an IPv6 address's brackets."""
+    text = host.decode("latin-1").lower()
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.rpartition(":")[0] or text if text.count(":") == 1 else text
+
+
+def _shown(value: bytes) -> str:
+    return ascii(value[:100].decode("latin-1"))

@@ -1,0 +1,54 @@
+"""Every exception as an HTTP status and a body in OpenAI's shape.
+
+What was raised on purpose explains itself to the client; anything else is logged, and says nothing of our insides.
+"""
+
+import logging
+from typing import NamedTuple
+
+import msgspec
+
+from redline.errors import Overloaded, RedlineError, RequestError, WorkerLost
+
+RETRY_AFTER_S = 1
+
+log = logging.getLogger("redline.api")
+
+
+class Refusal(RequestError):
+    """A request that HTTP itself refuses: its size, its key, its path."""
+
+    def __init__(self, status: int, message: str, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+    headers: dict[str, str]
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
+    """{"error": {"message", "type", "param", "code"}}"""
+    return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def answer_to(error: Exception) -> Answer:
+    """The status and body for an exception; what is our fault is logged, with its trace where nobody foresaw it."""
+    match error:
+        case RequestError():
+            body = error_body(str(error), "invalid_request_error", error.param, error.code)
+            return Answer(error.status, body, {"www-authenticate": "Bearer"} if error.status == 401 else {})
+        case Overloaded():
+            body = error_body(str(error), "server_error", None, "overloaded")
+            return Answer(503, body, {"retry-after": str(RETRY_AFTER_S)})
+        case WorkerLost():
+            body = error_body(str(error), "server_error", None, "worker_lost")
+            return Answer(503, body, {"retry-after": str(RETRY_AFTER_S)})
+        case _:
+            # What the engine says of a job is known, and one line; a trace is for what nobody foresaw.
+            known = isinstance(error, RedlineError)
+            log.error("a request failed: %s", error, exc_info=None if known else error)
+            return Answer(500, error_body("The server met an error with this request", "server_error"), {})

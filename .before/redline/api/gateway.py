@@ -1,0 +1,550 @@
+"""Between HTTP and the engine: an Ask becomes jobs, their deltas become events.
+
+One reader hands every message of the worker to `Gateway.deliver`; each Generation collects the deltas of its own jobs
+and decodes them in the task that writes the answer, so that whatever arrived meanwhile leaves in one write.
+"""
+
+import asyncio
+import functools
+import logging
+import secrets
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import blake2b
+from types import TracebackType
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+
+import msgspec
+
+from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
+from redline.api.config import Limits
+from redline.api.metrics import Metrics
+from redline.chat.conversation import Conversation, ToolCall
+from redline.chat.decoder import Decoder
+from redline.chat.events import End, Event
+from redline.chat.hashing import make_job
+from redline.chat.template import Style, render
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import ContextTooLong, Overloaded, RedlineError, RequestError, WorkerLost
+from redline.wire.channel import AsyncInbox, Outbox
+from redline.wire.codec import Wire
+from redline.wire.delta import Delta
+from redline.wire.job import Abort, Job, JobId, Sampling
+from redline.wire.news import Beat, Failed, Load, Ready
+from redline.wire.step import TokenLogprobs
+
+INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
+SEED_MASK = (1 << 63) - 1
+SILENT_S = 5.0  # without a heartbeat, of which there is one a second, the worker is stopped or gone
+STALLED_S = 60.0  # in one step: there may be good reasons, but no new request should come here meanwhile
+
+log = logging.getLogger("redline.api")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class JobFailed(RedlineError):
+    """The engine gave up on this job and on no other."""
+
+
+class Batch(NamedTuple):
+    """What one delta gave for one choice."""
+
+    choice: int
+    events: Sequence[Event]
+    completion_tokens: int  # so far
+    first: bool = False  # of its choice
+    prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first batch, where asked for
+
+
+class Gateway:
+    """Sends jobs, follows their deltas. `deliver` and everything else run in one event loop."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        style: Style,
+        outbox: Outbox,
+        metrics: Metrics,
+        limits: Limits = Limits(),  # noqa: B008
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.ready: Ready | None = None
+        self.lost: str | None = None  # why the worker ended, once it has
+        self.beats = 0
+        self._clock = clock
+        self._beat_at: float | None = None  # None: this worker has no heart
+        self._turn_s = 0.0
+        self._style = style
+        self._outbox = outbox
+        self._limits = limits
+        self._lanes: dict[JobId, _Lane] = {}
+        self._waiting = 0  # jobs without a delta yet
+        self._waiting_tokens = 0  # of those, and of the jobs that are being made
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
+        self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+    @property
+    def max_model_len(self) -> int:
+        return self._engine().max_model_len
+
+    @property
+    def silence(self) -> str | None:
+        """Why new requests are refused for now, though the model is loaded: nothing is heard of its worker."""
+        silent = 0.0 if self._beat_at is None else self._clock() - self._beat_at
+        return f"the worker has not been heard of for {silent:.0f} s" if silent > SILENT_S else None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nobody should be sent here, though the model is loaded; None: it works."""
+        stalled = f"a step has been running for {self._turn_s:.0f} s" if self._turn_s > STALLED_S else None
+        return self.silence or stalled
+
+    # -- from the worker
+
+    async def follow(self, inbox: AsyncInbox) -> None:
+        """Read the worker's messages until cancelled. Whatever else ends the reading ends every answer too."""
+        try:
+            while True:
+                for message in await inbox.get():
+                    self.deliver(message)
+        finally:
+            self.lose("the worker's messages are not read any more")
+
+    def deliver(self, message: Wire) -> None:
+        match message:
+            case Delta():
+                lane = self._lanes.get(message.job)
+                if lane is not None:  # else: aborted here before the worker knew
+                    self._deliver(lane, message)
+            case Load():
+                self.metrics.load(message)
+            case Beat():
+                self.beats += 1
+                self._beat_at, self._turn_s = self._clock(), message.turn_s
+            case Ready():  # perhaps of a new worker, which knows nothing of the old one's jobs
+                if self._lanes:
+                    self.lose("another worker has taken its place")
+                self.ready, self.lost = message, None
+                self._beat_at, self._turn_s = None, 0.0
+            case Failed():
+                self.lose(message.reason)
+            case _:
+                raise AssertionError(f"a worker does not send {type(message).__name__}")
+
+    def _deliver(self, lane: "_Lane", delta: Delta) -> None:
+        now = time.perf_counter()
+        if not lane.heard:
+            lane.heard = True
+            self._waits_no_more(lane)
+        if delta.tokens:
+            self._time(lane, now, len(delta.tokens))
+        if delta.finish is not None:
+            del self._lanes[lane.job.id]
+            self._ended(lane, now, delta.finish)
+        lane.generation.push(lane, delta)
+
+    def _time(self, lane: "_Lane", now: float, tokens: int) -> None:
+        first = lane.tokens == 0
+        if first:
+            lane.first_at = now
+            self.metrics.time_to_first_token.observe(now - lane.began)
+        self.metrics.tokens.generated(tokens, None if first else now - lane.last_at)
+        lane.last_at = now
+        lane.tokens += tokens
+
+    def _ended(self, lane: "_Lane", now: float, reason: str) -> None:
+        self.metrics.finished(reason)
+        self.metrics.e2e_latency.observe(now - lane.began)
+        if lane.tokens > 1:
+            self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
+
+    def lose(self, reason: str) -> None:
+        """The worker has ended: so has every answer, and new ones are refused until a worker is ready again."""
+        log.log(logging.ERROR if self._lanes else logging.DEBUG, "no worker: %s", reason)
+        self.lost, self.ready = reason, None
+        lanes, self._lanes = self._lanes, {}
+        for lane in lanes.values():
+            if not lane.heard:
+                self._waits_no_more(lane)
+        for generation in {lane.generation for lane in lanes.values()}:
+            generation.fail(WorkerLost("the worker that ran this request has ended"))
+
+    def close(self) -> None:
+        """End every answer; idempotent."""
+        self.lose("the server is closing")
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- from a request
+
+    async def begin(self, ask: Ask) -> "Generation":
+        """Encode, check, send. Raises RequestError (ContextTooLong), Overloaded or WorkerLost before anything runs.
+
+        Whoever is cancelled in here leaves nothing behind: what is not encoded yet is not, and no job is sent.
+        """
+        began = time.perf_counter()
+        engine = self._engine()
+        self._admit(ask)
+        self._check_ids(ask.sampling)
+        jobs: list[Job] = []
+        tokens_before = 0  # of this request, each prompt as often as it is answered
+        try:
+            for place, prompt in enumerate(ask.prompts):
+                param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
+                tokens = await self.encode(prompt, param, engine.max_model_len)
+                if not tokens:
+                    raise RequestError(f"{param} is empty", param)
+                sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
+                self._admit_tokens(ask, tokens_before, len(tokens))
+                tokens_before += ask.n * len(tokens)
+                self._waiting_tokens += ask.n * len(tokens)
+                job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, ask.salt)
+                jobs += _copies(job, ask)
+            # While this one was encoded, the worker may have gone and other requests may have come.
+            if self._engine() is not engine:
+                raise WorkerLost("the worker has changed")
+            self._admit(ask)
+            generation = Generation(self, ask, jobs, began)
+        except BaseException:
+            self._waiting_tokens -= tokens_before
+            raise
+        for lane in generation.lanes:
+            self._lanes[lane.job.id] = lane
+            self._waiting += 1
+        try:
+            for lane in generation.lanes:
+                if lane.job.id in self._lanes:  # else: the worker has gone meanwhile
+                    self._outbox.put(lane.job)
+                    self.metrics.prompt_tokens.inc(len(lane.job.tokens))
+                if len(lane.job.tokens) > INLINE_CHARS:
+                    await asyncio.sleep(0)  # a job of 262,144 tokens takes milliseconds to write
+        except BaseException:  # a job that cannot be sent takes those that were with it
+            generation.close()
+            raise
+        return generation
+
+    async def encode(self, prompt: Prompt, param: str, most: int) -> tuple[int, ...]:
+        """Token ids of a prompt; what is far beyond `most` of them is not encoded to its end.
+
+        Raises RequestError for ids beyond the vocabulary, ContextTooLong for hopelessly long texts.
+        """
+        chars = most * self._longest_token
+        match prompt:
+            case str():
+                size = len(prompt)
+                if size > chars:
+                    raise ContextTooLong(f"{param} is {size} characters; this model reads at most {chars}", param)
+            case Conversation():
+                size = _size(prompt)
+            case _:
+                if len(prompt) > most:
+                    raise ContextTooLong(f"{param} is {len(prompt)} tokens; at most {most} are read", param)
+                await self.in_thread(len(prompt), self._check_range, prompt, param)
+                return prompt
+        left = threading.Event()
+        try:
+            return await self.in_thread(size, self._encode, prompt, most, chars, left)
+        except ContextTooLong as error:
+            raise ContextTooLong(f"{param} is {error}; at most {most} tokens are read", param) from None
+        except asyncio.CancelledError:
+            left.set()
+            raise
+
+    async def in_thread(self, chars: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
+        """Do work beside the event loop, if it costs as much as encoding INLINE_CHARS or more."""
+        if chars <= INLINE_CHARS:
+            return work(*arguments, **named)
+        call = functools.partial(work, *arguments, **named)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+
+    def decoder(self, ask: Ask, prompt: Prompt, job: Job) -> Decoder:
+        chat = isinstance(prompt, Conversation)
+        return Decoder(
+            self.tokenizer,
+            thinking=chat and self._style.thinks(prompt),
+            stop=ask.stop,
+            stop_ids=job.sampling.stop_ids,
+            prompt_tokens=len(job.tokens),
+            parse=chat,
+            include_stop_str=ask.include_stop,
+            skip_special_tokens=ask.skip_special_tokens,
+        )
+
+    def forget(self, lane: "_Lane", reason: str) -> None:
+        """Stop a job that has not ended: its client has left ("abort"), or has all it wants. Idempotent."""
+        if self._lanes.pop(lane.job.id, None) is not None:
+            if not lane.heard:
+                self._waits_no_more(lane)
+            self._ended(lane, time.perf_counter(), reason)
+            self._outbox.put(Abort(job=lane.job.id))
+
+    def _engine(self) -> Ready:
+        if self.lost is not None:
+            raise WorkerLost("the worker has ended")
+        if self.ready is None:
+            raise Overloaded("the model is still loading")
+        if (silence := self.silence) is not None:
+            raise Overloaded(silence)
+        return self.ready
+
+    def _admit(self, ask: Ask) -> None:
+        if self._waiting + ask.choices > self._limits.waiting:
+            raise Overloaded(f"{self._waiting} jobs wait already; try again later")
+
+    def _admit_tokens(self, ask: Ask, before: int, tokens: int) -> None:
+        """The products: prompts, their copies and their logprobs. `before`: of this request, among those that wait."""
+        asked, most = before + ask.n * tokens, self._limits.tokens
+        if asked > most and asked > tokens:  # one prompt is bounded by the context
+            raise RequestError(
+                f"the prompts, each counted n times, are {asked} tokens or more; at most {most} in one request",
+                ask.param,
+            )
+        if self._waiting_tokens > before and self._waiting_tokens + ask.n * tokens > most:
+            raise Overloaded(f"{self._waiting_tokens} tokens wait already; try again later")
+        scored = ask.sampling.prompt_logprobs
+        if scored is not None and asked * (scored + 1) > (most := self._limits.prompt_logprobs):
+            raise RequestError(
+                f"{scored + 1} log probabilities for each of {asked} prompt tokens, each prompt counted n times: "
+                f"at most {most} in one request",
+                "prompt_logprobs",
+            )
+
+    def _waits_no_more(self, lane: "_Lane") -> None:
+        self._waiting -= 1
+        self._waiting_tokens -= len(lane.job.tokens)
+
+    def _encode(self, prompt: Conversation | str, most: int, chars: int, left: threading.Event) -> tuple[int, ...]:
+        def check() -> None:
+            if left.is_set():
+                raise asyncio.CancelledError  # nobody waits for this any more
+
+        if isinstance(prompt, str):  # a raw prompt is the client's own template
+            return tuple(self.tokenizer.encode_with_specials(prompt, most, check))
+        return tuple(self.tokenizer.encode_pieces(render(prompt, self._style, chars), most, check))
+
+    def _check_ids(self, sampling: Sampling) -> None:
+        self._check_range(sampling.stop_ids, "stop_token_ids")
+        self._check_range([token for token, _ in sampling.logit_bias], "logit_bias")
+
+    def _check_range(self, tokens: Sequence[int], param: str) -> None:
+        if tokens and max(tokens) >= self.tokenizer.vocab_size:
+            raise RequestError(
+                f"token ids go from 0 to {self.tokenizer.vocab_size - 1}; {max(tokens)} is beyond", param
+            )
+
+    def _settle(self, ask: Ask, prompt_tokens: int, limit: int, param: str) -> Sampling:
+        """The sampling of a prompt's jobs, all but the seed. Scoring needs one step, so it asks for one token."""
+        asked = ask.sampling.max_tokens
+        left = limit - prompt_tokens
+        if left < 1:
+            raise ContextTooLong(
+                f"{param} is {prompt_tokens} tokens; this model reads {limit}, the answer's included", param
+            )
+        if asked != WHAT_IS_LEFT and asked > left:
+            raise ContextTooLong(
+                f"{param} is {prompt_tokens} tokens and max_tokens {asked}: together {prompt_tokens + asked}; "
+                f"this model's context holds {limit}",
+                param,
+            )
+        own = () if ask.ignore_eos else self.tokenizer.stop_ids
+        return msgspec.structs.replace(
+            ask.sampling,
+            max_tokens=max(1, min(asked, left)),
+            stop_ids=tuple(dict.fromkeys((*own, *ask.sampling.stop_ids))),
+        )
+
+
+def _size(conversation: Conversation) -> int:
+    """Characters that are rendered, or somewhat more than INLINE_CHARS if there are more."""
+    size = 0
+    values: list[Any] = [tool.parameters for tool in conversation.tools]
+    values += [tool.description for tool in conversation.tools]
+    for message in conversation.messages:
+        size += len(message.content) + len(message.reasoning)
+        values += message.tool_calls
+        if size + len(values) > INLINE_CHARS:
+            break
+    while values and size <= INLINE_CHARS:
+        match values.pop():
+            case str() as text:
+                size += len(text)
+            case ToolCall(id=id, arguments=text):
+                size += len(id) + len(text)
+            case dict() as fields:  # pyright: ignore[reportUnknownVariableType]
+                values += cast("dict[str, Any]", fields)
+                values += cast("dict[str, Any]", fields).values()
+            case list() as items:  # pyright: ignore[reportUnknownVariableType]
+                values += cast("list[Any]", items)
+            case _:
+                pass
+        size += 1
+    return size
+
+
+def _job(tokens: tuple[int, ...], sampling: Sampling, fingerprint: str, salt: str) -> Job:
+    return make_job(JobId(uuid.uuid4().hex), tokens, sampling, fingerprint, salt)
+
+
+def _copies(job: Job, ask: Ask) -> list[Job]:
+    seed = secrets.randbits(63) if ask.seed is None else ask.seed & SEED_MASK
+    return [
+        msgspec.structs.replace(
+            job,
+            id=JobId(f"{job.id}-{k}"),
+            sampling=msgspec.structs.replace(job.sampling, seed=derived_seed(seed, k), seeded=ask.seed is not None),
+        )
+        for k in range(ask.n)
+    ]
+
+
+def derived_seed(seed: int, k: int) -> int:
+    """The seed of choice k: the request's own for the first, so that n does not change it; a hash for the others."""
+    if k == 0:
+        return seed
+    digest = blake2b(b"%d,%d" % (seed, k), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & SEED_MASK
+
+
+def _failure(delta: Delta) -> Exception:
+    reason = delta.error or "the engine gave up on this job"
+    match delta.fault:
+        case "refused":
+            return RequestError(reason)
+        case "overloaded":
+            return Overloaded(reason)
+        case "lost":
+            return WorkerLost("the worker that ran this request has ended")
+        case "failed" | None:
+            return JobFailed(reason)
+
+
+class _Lane:
+    """One job on its way: its decoder, and when its tokens came."""
+
+    __slots__ = (
+        "began",
+        "choice",
+        "decoder",
+        "ended",
+        "first_at",
+        "generation",
+        "heard",
+        "job",
+        "last_at",
+        "opened",
+        "read",
+        "tokens",
+    )
+
+    def __init__(self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float) -> None:
+        self.generation = generation
+        self.choice = choice
+        self.job = job
+        self.decoder = decoder
+        self.began = began
+        self.first_at = began
+        self.last_at = began
+        self.tokens = 0  # arrived
+        self.read = 0  # decoded
+        self.heard = False  # a delta has come
+        self.opened = False  # a batch has gone out
+        self.ended = False  # its End has gone out
+
+
+class Generation:
+    """The answer to one Ask, as it comes: iterate for batches; leave the `with` block to abort what still runs.
+
+        with await gateway.begin(ask) as generation:
+            async for batches in generation: ...
+
+    Raises WorkerLost, Overloaded, RequestError or JobFailed where the answer cannot be completed.
+    """
+
+    def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float) -> None:
+        self.n = ask.n
+        self._gateway = gateway
+        self._scores = ask.sampling.max_tokens == 0
+        self._arrived: list[tuple[_Lane, Delta]] = []
+        self._wake: asyncio.Future[None] | None = None
+        self._failure: Exception | None = None
+        self._open = len(jobs)
+        self.lanes = [
+            _Lane(self, choice, job, gateway.decoder(ask, ask.prompts[choice // ask.n], job), began)
+            for choice, job in enumerate(jobs)
+        ]
+        self.prompts = [lane.job.tokens for lane in self.lanes[:: ask.n]]
+
+    def push(self, lane: _Lane, delta: Delta) -> None:
+        self._arrived.append((lane, delta))
+        self._notify()
+
+    def fail(self, error: Exception) -> None:
+        """What has arrived still goes out; then the iteration raises."""
+        self._failure = error
+        self._notify()
+
+    def close(self) -> None:
+        """Abort every job that has not ended; idempotent."""
+        for lane in self.lanes:
+            self._gateway.forget(lane, "abort")
+
+    def __enter__(self) -> "Generation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> list[Batch]:
+        while True:
+            if self._arrived:
+                arrived, self._arrived = self._arrived, []
+                if batches := [batch for lane, delta in arrived if (batch := self._read(lane, delta))]:
+                    return batches
+            elif self._open == 0:
+                raise StopAsyncIteration
+            elif self._failure is not None:
+                raise self._failure
+            else:
+                self._wake = asyncio.get_running_loop().create_future()
+                await self._wake
+                self._wake = None
+
+    def _notify(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def _read(self, lane: _Lane, delta: Delta) -> Batch | None:
+        if lane.ended:
+            return None  # its stop string was found in an earlier delta
+        if delta.finish in ("error", "aborted"):
+            raise _failure(delta)
+        if not delta.tokens and delta.finish is None:
+            lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
+            return None
+        if self._scores:
+            self._gateway.forget(lane, "length")
+            delta = msgspec.structs.replace(delta, tokens=(), logprobs=(), finish="length")
+        events = lane.decoder.push(delta)
+        lane.read += len(delta.tokens)
+        if lane.decoder.stopped:
+            self._gateway.forget(lane, "stop")
+        if events and isinstance(end := events[-1], End):
+            lane.ended = True
+            lane.read = end.completion_tokens
+            self._open -= 1
+        elif not events and lane.opened:
+            return None  # the tokens so far end within a character or a tag
+        first, lane.opened = not lane.opened, True
+        scored = first and lane.job.sampling.prompt_logprobs is not None
+        return Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)

@@ -1,0 +1,138 @@
+"""Prometheus series under the names that dashboards for vLLM already expect, from the gateway and from worker news."""
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from itertools import accumulate, zip_longest
+from math import inf
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+
+from redline.wire.news import Load
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+EXPOSED_S = 0.25
+
+TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
+TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+
+
+class TokenTimes:
+    """What is counted for every token. Plain numbers, made into series when Prometheus asks: a tenth of the cost."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = [model_name]
+        self._counts = [0] * (len(TOKEN_BUCKETS) + 1)
+        self._seconds = 0.0
+        self._tokens = 0
+
+    def generated(self, tokens: int, gap_s: float | None) -> None:
+        """`gap_s`: since the delta before this one of the same job, if there was one."""
+        self._tokens += tokens
+        if gap_s is not None:
+            self._counts[bisect_left(TOKEN_BUCKETS, gap_s)] += 1
+            self._seconds += gap_s
+
+    def collect(self) -> Iterator[Metric]:
+        label = ["model_name"]
+        tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens generated", labels=label)
+        tokens.add_metric(self._labels, self._tokens)
+        yield tokens
+        gaps = HistogramMetricFamily(
+            "vllm:inter_token_latency_seconds", "Between one delta of a job and the next", labels=label
+        )
+        bounds = [*(str(float(bound)) for bound in TOKEN_BUCKETS), "+Inf"]
+        gaps.add_metric(self._labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._seconds)
+        yield gaps
+
+
+class Metrics:
+    """One registry of its own, so that several servers may live in one process. Times are in seconds."""
+
+    def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.registry = CollectorRegistry()
+        label = ("model_name",)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+            series = Histogram(f"vllm:{name}", help, label, registry=self.registry, buckets=buckets)
+            return series.labels(model_name)
+
+        def counter(name: str, help: str) -> Counter:
+            return Counter(f"vllm:{name}", help, label, registry=self.registry).labels(model_name)
+
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"vllm:{name}", help, label, registry=self.registry).labels(model_name)
+
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "From the request's arrival to its first token", TTFT_BUCKETS
+        )
+        self.time_per_output_token = histogram(
+            "request_time_per_output_token_seconds", "(last token - first token) / (tokens - 1)", TOKEN_BUCKETS
+        )
+        self.e2e_latency = histogram(
+            "e2e_request_latency_seconds", "From the request's arrival to its last token", E2E_BUCKETS
+        )
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted jobs")
+        self.tokens = TokenTimes(model_name)
+        self.registry.register(self.tokens)
+        self._success = Counter(
+            "vllm:request_success", "Jobs that ended, by reason", (*label, "finished_reason"), registry=self.registry
+        )
+        self._running = gauge("num_requests_running", "Jobs in the running batch")
+        self._waiting = gauge("num_requests_waiting", "Jobs that wait for a place in the batch")
+        self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1")
+        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._steps = Counter(
+            "redline:steps", "Steps of the engine, replayed from graphs or led by the host", (*label, "by"),
+            registry=self.registry,
+        )  # fmt: skip
+        self._preemptions = counter("num_preemptions", "Jobs that lost their pages and started again")
+        self._drafts = counter("spec_decode_num_drafts", "Steps of a job that verified drafts")
+        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified")
+        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
+        self._accepted_per_pos = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by their place among a step's drafts",
+            (*label, "position"),
+            registry=self.registry,
+        )
+        self._model_name = model_name
+        self._clock = clock
+        self._exposed, self._exposed_until = b"", -inf
+        self._last: Load | None = None  # what the counters already hold
+
+    def finished(self, reason: str) -> None:
+        self._success.labels(self._model_name, reason).inc()
+
+    def load(self, load: Load) -> None:
+        """A worker counts from its own start: fewer steps than before mean that it is a new one."""
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        self._kv_usage.set(load.pages_used / load.pages_total if load.pages_total else 0.0)
+        last = self._last if self._last and load.steps >= self._last.steps else None
+        self._prefix_queries.inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
+        self._prefix_hits.inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
+        self._steps.labels(self._model_name, "replay").inc(load.replayed - (last.replayed if last else 0))
+        self._steps.labels(self._model_name, "host").inc(load.led - (last.led if last else 0))
+        self._preemptions.inc(load.preemptions - (last.preemptions if last else 0))
+        self._drafts.inc(load.drafts - (last.drafts if last else 0))
+        self._draft_tokens.inc(load.draft_tokens - (last.draft_tokens if last else 0))
+        self._accepted_tokens.inc(load.accepted_tokens - (last.accepted_tokens if last else 0))
+        before = last.accepted_per_pos if last else ()
+        for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, before, fillvalue=0)):
+            self._accepted_per_pos.labels(self._model_name, str(place)).inc(now - then)
+        self._last = load
+
+    def expose(self) -> bytes:
+        """The text format that Prometheus scrapes, at most EXPOSED_S old.
+
+        It takes milliseconds to write, in which every stream stands still, and a crowd may scrape at once.
+        """
+        now = self._clock()
+        if now >= self._exposed_until:
+            self._exposed, self._exposed_until = generate_latest(self.registry), now + EXPOSED_S
+        return self._exposed

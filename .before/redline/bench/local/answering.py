@@ -1,0 +1,89 @@
+"""Asks a loaded engine everything at once, in process: chat prompts in, whole answers out.
+
+The same template, batching and parser as behind the API, without HTTP.
+"""
+
+from collections.abc import Callable, Sequence
+
+from redline.bench.local.prompts import Answer, Prompt
+from redline.chat.conversation import Conversation
+from redline.chat.decoder import Decoder
+from redline.chat.events import CallArguments, CallBegin, End, Event, Logprobs, Text, Thought
+from redline.chat.hashing import make_job
+from redline.chat.lines import conversation
+from redline.chat.template import encode
+from redline.wire.delta import Delta
+from redline.wire.job import Job, JobId, Sampling
+from redline.worker.respondent import Respondent
+
+MAX_TOKENS = 1024  # a longer answer to an evaluation prompt goes in circles
+
+
+class Greedy:
+    """An engine that answers each prompt with its most likely tokens."""
+
+    def __init__(self, engine: Respondent, max_tokens: int = MAX_TOKENS) -> None:
+        self._engine = engine
+        self._max_tokens = max_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        return self._engine.fingerprint
+
+    def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
+        """The answers in the order of the prompts; calls `done` once for each as it ends."""
+
+        def count(delta: Delta) -> None:
+            if delta.finish is not None:
+                done()
+
+        asked = [conversation(prompt) for prompt in prompts]
+        jobs = [self._job(JobId(f"prompt-{number}"), one) for number, one in enumerate(asked)]
+        deltas = self._engine.generate(jobs, count)
+        return [self._read(job, one, deltas[job.id]) for job, one in zip(jobs, asked, strict=True)]
+
+    def _job(self, id: JobId, conversation: Conversation) -> Job:
+        tokenizer = self._engine.tokenizer
+        tokens = tuple(encode(conversation, tokenizer, self._engine.style))
+        sampling = Sampling(max_tokens=self._max_tokens, temperature=0, stop_ids=tokenizer.stop_ids)
+        return make_job(id, tokens, sampling, self._engine.fingerprint)
+
+    def _read(self, job: Job, conversation: Conversation, deltas: Sequence[Delta]) -> Answer:
+        decoder = Decoder(
+            self._engine.tokenizer,
+            thinking=self._engine.style.thinks(conversation),
+            stop=(),
+            stop_ids=job.sampling.stop_ids,
+            prompt_tokens=len(job.tokens),
+            parse=True,
+        )
+        return joined([event for delta in deltas for event in decoder.push(delta)])
+
+
+def joined(events: Sequence[Event]) -> Answer:
+    """The whole answer of a stream of events that ended."""
+    content, reasoning = "", ""
+    names: list[str] = []
+    arguments: list[str] = []
+    for event in events:
+        match event:
+            case Text():
+                content += event.text
+            case Thought():
+                reasoning += event.text
+            case CallBegin():
+                names.append(event.name)
+                arguments.append("")
+            case CallArguments():
+                arguments[event.index] += event.text
+            case Logprobs():
+                pass
+            case End():
+                return Answer(
+                    content=content,
+                    reasoning=reasoning,
+                    tool_calls=tuple(zip(names, arguments, strict=True)),
+                    finish=event.finish,
+                    tokens=event.completion_tokens,
+                )
+    raise AssertionError(f"an answer without an end, after {len(events)} events")

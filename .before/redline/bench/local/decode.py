@@ -1,0 +1,102 @@
+"""Milliseconds of a decode step, beside the least that its bytes and operations take on this machine.
+
+Drives the runner itself: one step, run and awaited, over contexts of random tokens that a prefill has written. So the
+figure is the step alone, without planner, HTTP or launch-ahead.
+"""
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from redline.ops.op import Cost, Machine
+from redline.run.runner import Runner
+from redline.wire.base import Record
+from redline.wire.job import PAGE_TOKENS, PageId, Sampling
+from redline.wire.step import Begin, Row, Step
+
+_GREEDY = Sampling(max_tokens=1 << 20, temperature=0)
+CHUNK = 512
+
+
+class DecodeCase(Record, frozen=True):
+    """ms: the median of the timed steps; p10 and p90 beside it."""
+
+    batch: int
+    context: int
+    ms: float
+    p10_ms: float
+    p90_ms: float
+    floor_ms: float
+
+    @property
+    def ratio(self) -> float:
+        """Floor over time: 1 is the limit."""
+        return self.floor_ms / self.ms
+
+
+def step_cost(runner: Runner, batch: int, context: int) -> Cost:
+    """The weights that a step of `batch` rows reads (each expert once, as many as independent routing chooses on
+    average), the latents of every row, and its multiplications."""
+    config = runner.model.config
+    chosen = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** batch
+    routed_bytes = config.routed_parameters * config.bits_per_routed_parameter / 8
+    dense = config.dense_parameters - config.vocab_size * config.hidden_size  # the embedding is a gather
+    kv = batch * context * config.kv_width * runner.kv.planes.element_size() * config.num_hidden_layers
+    per_context = 2 * config.num_attention_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim)
+    attention = batch * context * per_context * config.num_hidden_layers
+    active = config.active_parameters - config.vocab_size * config.hidden_size
+    return Cost(round(2 * dense + chosen * routed_bytes + kv), 2 * batch * active + attention)
+
+
+def bench_decode(
+    runner: Runner,
+    machine: Machine,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    repeats: int,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> Iterator[DecodeCase]:
+    """Yields a DecodeCase for each batch and context. The runner must be idle and hold batch x context tokens.
+
+    progress(tokens computed, tokens in all), prefills included.
+    """
+    done, total = 0, sum(batch * (context + repeats + 8) for context in contexts for batch in batches)
+    generator = random.Random(0)
+    number = 0
+    for context in contexts:
+        for batch in batches:
+            pages_each = -(-(context + repeats + 8) // PAGE_TOKENS)
+            for slot in range(batch):
+                ids = tuple(generator.randrange(runner.model.config.vocab_size) for _ in range(context))
+                pages = tuple(PageId(slot * pages_each + i) for i in range(pages_each))
+                begin = Begin(
+                    slot=slot, tokens=ids, prompt=context, pages=(), sampling=_GREEDY, limit=context + repeats + 9
+                )
+                for start in range(0, context, CHUNK):
+                    count = min(CHUNK, context - start)
+                    first = start == 0
+                    row = Row(slot=slot, start=start, count=count, new_pages=pages if first else (), samples=False)
+                    runner.launch(Step(number=number, begins=(begin,) if first else (), rows=(row,))).wait()
+                    number += 1
+                    done += count
+                    progress(done, total)
+            times: list[float] = []
+            for i in range(repeats + 8):
+                rows = tuple(Row(slot=slot, start=context + i, count=1) for slot in range(batch))
+                start_s = time.perf_counter()
+                runner.launch(Step(number=number, rows=rows)).wait()
+                times.append((time.perf_counter() - start_s) * 1e3)
+                number += 1
+                done += batch
+                progress(done, total)
+            times = sorted(times[8:])
+            floor = step_cost(runner, batch, context).seconds(machine) * 1e3
+            yield DecodeCase(
+                batch=batch,
+                context=context,
+                ms=statistics.median(times),
+                p10_ms=times[len(times) // 10],
+                p90_ms=times[len(times) * 9 // 10],
+                floor_ms=floor,
+            )

@@ -1,0 +1,274 @@
+"""The step of `depth` on a CPU: the serving kernels op by op, random weights, pages of random rows.
+
+The model routes, since these kernels take no experts from outside. For a small shape, and for tests of the measurement;
+`redline bench decode FOLDER` measures what a CPU really serves with.
+
+T tokens, D hidden, H heads, N nope, P rope, R latent rank, V value, K inputs of a product.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from redline.bench.local.depth import Depth, Progress, Stage
+from redline.bench.local.depth_fit import Memory
+from redline.model.config import Int4Experts, K2Config
+from redline.ops.add_norm import add_norm
+from redline.ops.block import Block, Inputs, Moe
+from redline.ops.formats import INT4_GROUP, Int4
+from redline.ops.linear import linear
+from redline.ops.mla import MlaWeights, mla_decode, mla_qkv, rounds
+from redline.ops.moe import Routed, moe
+from redline.ops.op import Cost
+from redline.ops.route_experts import route_experts
+from redline.ops.weights import Experts, Matrix, stack_experts
+from redline.wire.job import PAGE_TOKENS
+
+
+class CpuStep:
+    """routing: what the model chose, written by each run."""
+
+    def __init__(self, depth: Depth, progress: Progress) -> None:
+        config = depth.config
+        random = _Random(config, torch.Generator().manual_seed(0))
+        whole = Memory(depth).weights
+        self._depth = depth
+        self._ids = torch.randint(config.vocab_size, (depth.rows * depth.tokens,), generator=random.generator)
+        self._embedding_VD = random.normal(config.vocab_size, config.hidden_size).to(torch.bfloat16)
+        self._head = random.matrix(config.vocab_size, config.hidden_size)
+        self._norm = random.norm(config.hidden_size)
+        self._blocks: list[Block] = []
+        for layer in range(depth.physical):
+            self._blocks.append(random.block(layer))
+            progress(whole * (layer + 1) // depth.physical, whole)
+        self._inputs = _inputs(depth, self._ids)
+        self._planes = _planes(depth, self._inputs.tables.numel(), random.generator)
+        self.routing = torch.zeros(
+            config.num_hidden_layers, self._ids.shape[0], config.num_experts_per_tok, dtype=torch.int32
+        )
+        self.captures: Sequence[Callable[[], object]] = (self.run,)
+        self.ops: Sequence[Stage] = _Ops(depth, self._blocks, self._inputs, self._planes, self._head).stages()
+
+    def run(self) -> Tensor:
+        """Logits, float32 [T, vocabulary]."""
+        residual, partial = self._embedding_VD[self._ids].float(), None
+        for layer in range(self._depth.config.num_hidden_layers):
+            residual, partial = self._layer(layer, residual, partial)
+        _, x_TD = add_norm(residual, partial, self._norm, self._depth.config.rms_norm_eps)
+        return linear(x_TD, self._head)
+
+    def _layer(self, layer: int, residual: Tensor, partial: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`ops.block`, its ops one by one."""
+        block, inputs, plane = self._blocks[self._depth.physical_layer(layer)], self._inputs, self._planes[layer]
+        w = block.attention
+        residual, x = add_norm(residual, partial, block.attention_norm, block.eps)
+        q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
+        o = _attend(q, block, inputs, plane)
+        partial = linear(o.flatten(1), block.o_proj, rounds(plane))
+        residual, x = add_norm(residual, partial, block.mlp_norm, block.eps)
+        routed = None
+        if block.experts is not None:
+            routed = _route(x, block.experts)
+            self.routing[layer] = routed.ids_TK
+        return residual, moe(x, block.shared_gate_up, block.shared_down, routed, rounds(plane))
+
+
+class _Ops:
+    """Each op alone, on activations like those of a step."""
+
+    def __init__(
+        self, depth: Depth, blocks: Sequence[Block], inputs: Inputs, planes: Sequence[Tensor], head: Matrix
+    ) -> None:
+        self._depth, self._blocks, self._inputs, self._planes, self._head = depth, blocks, inputs, planes, head
+        self._x_TD = torch.randn(depth.rows * depth.tokens, depth.config.hidden_size)
+        self._zeros = torch.zeros_like(self._x_TD)
+        block = blocks[-1]
+        self._q = mla_qkv(self._x_TD, block.attention, inputs.cos_T, inputs.sin_T, inputs.rows_T, planes[-1])
+        self._o = _attend(self._q, block, inputs, planes[-1])
+        self._routed = _route(self._x_TD, block.experts) if block.experts is not None else None
+
+    def stages(self) -> list[Stage]:
+        depth, x = self._depth, self._x_TD
+        layers, first = depth.config.num_hidden_layers, self._blocks[-1]
+        w, inputs, plane = first.attention, self._inputs, self._planes[-1]
+        queries = inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables
+        every = range(depth.physical)
+        stages = [
+            Stage("add_norm", self._add_norm, add_norm.cost(x, x, first.mlp_norm, first.eps), 2 * layers + 1, every),
+            Stage(
+                "mla_qkv",
+                self._project,
+                mla_qkv.cost(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane),
+                layers,
+                every,
+            ),
+            Stage(
+                "mla_decode",
+                lambda layer: _attend(self._q, self._blocks[layer], inputs, self._planes[layer]),
+                mla_decode.cost(self._q, w, first.softmax_scale, *queries, plane, self._o),
+                layers,
+                every,
+            ),
+            Stage(
+                "project_out",
+                lambda layer: linear(self._o.flatten(1), self._blocks[layer].o_proj, rounds(plane)),
+                linear.cost(self._o.flatten(1), first.o_proj),
+                layers,
+                every,
+            ),
+        ]
+        if depth.dense:
+            gate_up, down = self._blocks[0].shared_gate_up, self._blocks[0].shared_down
+            dense = moe.cost(x, gate_up, down, None)
+            stages.append(Stage("dense_mlp", self._mlp, dense, depth.dense, range(depth.dense)))
+        if first.experts is not None:
+            stages += self._expert_stages(first, first.experts, layers - depth.dense)
+        return [*stages, Stage("head", lambda _: linear(x, self._head), linear.cost(x, self._head), 1)]
+
+    def _expert_stages(self, block: Block, experts: Moe, count: int) -> list[Stage]:
+        depth, x = self._depth, self._x_TD
+        e = experts
+        route = route_experts.cost(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale)
+        pairs = x.shape[0] * e.chosen
+        products = Cost(8 * pairs, 2 * pairs * depth.config.expert_parameters)
+        shared = moe.cost(x, block.shared_gate_up, block.shared_down, None)
+        one = Cost(depth.expert_bytes)
+        return [
+            Stage("route_experts", self._choose, route, count),
+            Stage("moe", self._mlp, shared + products, count, expert_cost=one),
+        ]
+
+    def _add_norm(self, layer: int) -> object:
+        block = self._blocks[layer]
+        return add_norm(self._x_TD, self._zeros, block.mlp_norm, block.eps)
+
+    def _project(self, layer: int) -> object:
+        inputs, w = self._inputs, self._blocks[layer].attention
+        return mla_qkv(self._x_TD, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, self._planes[layer])
+
+    def _choose(self, layer: int) -> object:
+        experts = self._blocks[layer].experts
+        assert experts is not None
+        return _route(self._x_TD, experts)
+
+    def _mlp(self, layer: int) -> object:
+        block, routed = self._blocks[layer], None
+        if block.experts is not None and self._routed is not None:
+            ids, weights = self._routed.ids_TK, self._routed.weights_TK
+            routed = Routed(block.experts.gate_up, block.experts.down, ids, weights)
+        return moe(self._x_TD, block.shared_gate_up, block.shared_down, routed, rounds(self._planes[layer]))
+
+
+def _attend(q_THX: Tensor, block: Block, inputs: Inputs, plane: Tensor) -> Tensor:
+    """[T, H, V]"""
+    w = block.attention
+    o = torch.empty(q_THX.shape[0], w.heads, w.value)
+    queries = inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables
+    mla_decode(q_THX, w, block.softmax_scale, *queries, plane, o)
+    return o
+
+
+def _route(x_TD: Tensor, experts: Moe) -> Routed:
+    e = experts
+    ids, weights = route_experts(x_TD, e.router, e.bias_E, e.chosen, e.normalise, e.scale)
+    return Routed(e.gate_up, e.down, ids, weights)
+
+
+def _inputs(depth: Depth, ids_T: Tensor) -> Inputs:
+    """Every row's tokens follow its context; its pages are its own, in order."""
+    pages = -(-(depth.context + depth.tokens) // PAGE_TOKENS)
+    tables = torch.arange(depth.rows * pages, dtype=torch.int32).view(depth.rows, pages)
+    slot_T = torch.arange(depth.rows).repeat_interleave(depth.tokens)
+    place_T = (depth.context + torch.arange(depth.tokens)).repeat(depth.rows)
+    angle = place_T.float()[:, None] * depth.config.inv_freq()
+    return Inputs(
+        ids_T=ids_T,
+        cos_T=angle.cos(),
+        sin_T=angle.sin(),
+        rows_T=tables[slot_T, place_T // PAGE_TOKENS].long() * PAGE_TOKENS + place_T % PAGE_TOKENS,
+        chunks=(),
+        tokens_Q=torch.arange(ids_T.shape[0], dtype=torch.int32),
+        slots_Q=slot_T.to(torch.int32),
+        lengths_Q=(place_T + 1).to(torch.int32),
+        tables=tables,
+    )
+
+
+def _planes(depth: Depth, pages: int, generator: torch.Generator) -> list[Tensor]:
+    """[pages, 64, kv width] of every layer."""
+    size = pages, PAGE_TOKENS, depth.config.kv_width
+    return [torch.randn(size, generator=generator).to(depth.kv_dtype) for _ in range(depth.config.num_hidden_layers)]
+
+
+class _Random:
+    """Weights that keep activations near 1."""
+
+    def __init__(self, config: K2Config, generator: torch.Generator) -> None:
+        self._config = config
+        self.generator = generator
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def norm(self, size: int) -> Tensor:
+        return 1 + 0.1 * self.normal(size)
+
+    def weight(self, *shape: int) -> Tensor:
+        return (self.normal(*shape) * shape[-1] ** -0.5).to(torch.bfloat16)
+
+    def matrix(self, *shape: int) -> Matrix:
+        return Matrix.prepare(self.weight(*shape))
+
+    def block(self, layer: int) -> Block:
+        c = self._config
+        d, width = c.hidden_size, c.shared_intermediate_size if c.is_moe(layer) else c.intermediate_size
+        return Block(
+            attention_norm=self.norm(d),
+            attention=self._attention(),
+            o_proj=self.matrix(d, c.num_attention_heads * c.v_head_dim),
+            mlp_norm=self.norm(d),
+            shared_gate_up=self.matrix(2 * width, d),
+            shared_down=self.matrix(d, width),
+            experts=self._moe() if c.is_moe(layer) else None,
+            eps=c.rms_norm_eps,
+            softmax_scale=c.softmax_scale,
+        )
+
+    def _attention(self) -> MlaWeights:
+        c = self._config
+        heads = c.num_attention_heads
+        return MlaWeights(
+            w_a=self.matrix(c.q_lora_rank + c.kv_width, c.hidden_size),
+            q_norm=self.norm(c.q_lora_rank),
+            kv_norm=self.norm(c.kv_lora_rank),
+            w_q=self.matrix(heads * c.qk_head_dim, c.q_lora_rank),
+            w_uk=self.matrix(heads, c.kv_lora_rank, c.qk_nope_head_dim),
+            w_uv=self.matrix(heads, c.v_head_dim, c.kv_lora_rank),
+            eps=c.low_rank_norm_eps,
+        )
+
+    def _moe(self) -> Moe:
+        c = self._config
+        d, width = c.hidden_size, c.moe_intermediate_size
+        return Moe(
+            router=self.matrix(c.n_routed_experts, d),
+            bias_E=0.1 * self.normal(c.n_routed_experts),
+            gate_up=self._experts(2 * width, d),
+            down=self._experts(d, width),
+            chosen=c.num_experts_per_tok,
+            normalise=c.norm_topk_prob,
+            scale=c.routed_scaling_factor,
+        )
+
+    def _experts(self, outputs: int, inputs: int) -> Experts:
+        count = self._config.n_routed_experts
+        one = self._int4 if isinstance(self._config.quantization, Int4Experts) else self.weight
+        return stack_experts((one(outputs, inputs) for _ in range(count)), count)
+
+    def _int4(self, outputs: int, inputs: int) -> Int4:
+        """Random codes: their deviation is 4.6."""
+        words = outputs, inputs // 8
+        packed = torch.randint(-(2**31), 2**31, words, generator=self.generator, dtype=torch.int32)
+        scale = torch.full((outputs, inputs // INT4_GROUP), inputs**-0.5 / 4.6, dtype=torch.bfloat16)
+        return Int4(packed, scale)

@@ -1,0 +1,117 @@
+"""What a step of a given depth needs of memory: a pure function whose result prints its own arithmetic."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from redline.bench.local.depth import Depth
+from redline.errors import ConfigError
+from redline.model.config import K2Config
+from redline.wire.job import PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of weights and pages. Pages are every layer's own, weights only those of the physical layers."""
+
+    depth: Depth
+
+    @property
+    def ends(self) -> int:
+        """Embedding, head and the last norm."""
+        return _weights(self.depth.config, 0)
+
+    @property
+    def dense(self) -> int:
+        """Of all layers without experts."""
+        return _weights(self.depth.config, self.depth.dense) - self.ends
+
+    @property
+    def layer(self) -> int:
+        """Of one layer with experts."""
+        config = self.depth.config
+        first = config.first_k_dense_replace
+        return _weights(config, first + 1) - _weights(config, first)
+
+    @property
+    def weights(self) -> int:
+        return _weights(self.depth.config, self.depth.physical)
+
+    @property
+    def tokens(self) -> int:
+        """Of one row's pages."""
+        return -(-(self.depth.context + self.depth.tokens) // PAGE_TOKENS) * PAGE_TOKENS
+
+    @property
+    def kv(self) -> int:
+        return self.depth.rows * self.tokens * self.depth.config.kv_bytes_per_token(self.depth.kv_dtype)
+
+    @property
+    def whole(self) -> int:
+        return self.weights + self.kv
+
+    def explain(self) -> list[str]:
+        """Each number with its arithmetic."""
+        depth, config = self.depth, self.depth.config
+        routed = config.n_routed_experts * depth.expert_bytes
+        moe = depth.physical - depth.dense
+        lines = [
+            f"a layer          {_size(self.layer - routed)} + {config.n_routed_experts} experts x "
+            f"{_size(depth.expert_bytes)} = {_size(self.layer)}",
+            f"weights          {moe} layers x {_size(self.layer)} + {depth.dense} dense {_size(self.dense)} + "
+            f"embedding and head {_size(self.ends)} = {_size(self.weights)}",
+            f"KV               {config.num_hidden_layers} layers x {depth.rows} rows x {self.tokens:,} tokens x "
+            f"{config.kv_width} values x {depth.kv_dtype.itemsize} bytes = {_size(self.kv)}",
+            f"in all           {_size(self.whole)}",
+        ]
+        return lines[1:] if moe <= 0 else lines
+
+    def layers_that_fit(self, free: int) -> int:
+        """Physical ones, the dense ones among them; at most as many as the step has."""
+        left = free - self.ends - self.dense - self.kv
+        if left < 0:
+            return 0
+        return min(self.depth.dense + left // self.layer, self.depth.config.num_hidden_layers)
+
+    def experts_that_fit(self, free: int) -> int:
+        """In each of the physical layers."""
+        depth = self.depth
+        moe = max(depth.physical - depth.dense, 1)
+        missing = max(0, self.whole - free)
+        return max(0, depth.config.n_routed_experts - -(-missing // (moe * depth.expert_bytes)))
+
+    def refusal(self, free: int) -> ConfigError:
+        """What would fit; `explain` has the arithmetic."""
+        depth, layers, experts = self.depth, self.layers_that_fit(free), self.experts_that_fit(free)
+        advice = [f"--alias {layers}"] if layers > depth.dense else []
+        advice += [f"--experts {experts}"] if experts >= depth.config.num_experts_per_tok else []
+        fits = " or ".join(advice) or "no layer, as it is: give fewer rows, a shorter context or fewer --experts"
+        return ConfigError(f"the step needs {_size(self.whole)}, and {_size(free)} are free; what fits: {fits}")
+
+
+def check(depth: Depth) -> None:
+    """ConfigError where the case is none: sizes that contradict each other."""
+    config, layers = depth.config, depth.config.num_hidden_layers
+    if depth.physical > layers:
+        raise ConfigError(f"alias is {depth.physical}; the step has {layers} layers, so at most {layers}")
+    if layers > depth.dense and depth.physical <= depth.dense:
+        raise ConfigError(
+            f"alias is {depth.physical}; layers without experts lie alone ({depth.dense}), so it is at least "
+            f"{depth.dense + 1}"
+        )
+    if config.n_routed_experts < config.num_experts_per_tok:
+        raise ConfigError(
+            f"experts is {config.n_routed_experts}; a token chooses {config.num_experts_per_tok}, so at least as many"
+        )
+    if depth.context + depth.tokens > config.max_position_embeddings:
+        raise ConfigError(
+            f"context is {depth.context:,}, and {depth.tokens} tokens follow; {depth.shape} reads "
+            f"{config.max_position_embeddings:,}"
+        )
+
+
+def _weights(config: K2Config, layers: int) -> int:
+    return dataclasses.replace(config, num_hidden_layers=layers).weight_bytes
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.2f} GB" if abs(count) >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -1,0 +1,261 @@
+"""The step of `depth` on a GPU: the serving kernels, random weights in their layouts, pages of random rows, forced
+routing, each recorded as a graph.
+
+T tokens of a step, k experts of a token.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from redline.bench.local.depth import Depth, Progress, Stage, captured
+from redline.bench.local.depth_fit import Memory
+from redline.bench.local.routing import draw
+from redline.model.gpu import GpuK2
+from redline.model.random_gpu import random_gpu_k2
+from redline.ops.absorb import absorb
+from redline.ops.attend import attend
+from redline.ops.best import best
+from redline.ops.block import Inputs
+from redline.ops.choose_experts import Pairs
+from redline.ops.embed import embed
+from redline.ops.experts_down import experts_down
+from redline.ops.experts_up import experts_up
+from redline.ops.gates import gates
+from redline.ops.gpu_block import FEW, LISTED, GpuBlock
+from redline.ops.grouped import grouped_experts
+from redline.ops.linear import linear
+from redline.ops.op import Cost
+from redline.ops.project_a import project_a
+from redline.ops.project_out import project_out
+from redline.ops.project_q import project_q
+from redline.ops.tiled import Tiled
+from redline.ops.unabsorb import unabsorb
+from redline.wire.job import PAGE_TOKENS
+
+ROTATIONS = 3  # graphs of a step, whose layers lie elsewhere in each
+
+
+class GpuStep:
+    """routing int32 [layers, T, k]: read by each run."""
+
+    def __init__(self, depth: Depth, progress: Progress) -> None:
+        config, device, whole = depth.config, torch.device("cuda"), Memory(depth).weights
+        place = [depth.physical_layer(layer) for layer in range(config.num_hidden_layers)]
+        self._model = random_gpu_k2(config, place, device, progress=lambda n, of: progress(whole * n // of, whole))
+        at = {depth.physical_layer(layer): block for layer, block in enumerate(self._model.gpu_blocks)}
+        self._blocks = [at[place] for place in range(depth.physical)]
+        self._depth = depth
+        sizes = config.num_hidden_layers, depth.rows, depth.tokens, config.n_routed_experts, config.num_experts_per_tok
+        self.routing = draw(torch.Generator(device).manual_seed(0), *sizes)
+        self._inputs = _inputs(depth, self._model, self.routing)
+        self._planes = _planes(depth, self._inputs.tables.numel(), device)
+        with torch.inference_mode():
+            self.captures: Sequence[Callable[[], object]] = [
+                captured(partial(self.run, rotation), device) for rotation in range(min(ROTATIONS, depth.physical))
+            ]
+            # A step of more tokens takes other forms, which are not timed one by one.
+            self.ops: Sequence[Stage] = _Ops(self).stages() if depth.rows * depth.tokens <= FEW else ()
+
+    def run(self, rotation: int = 0) -> Tensor:
+        """The likeliest token of each row, int64 [T]."""
+        model, depth = self._model, self._depth
+        model.gpu_blocks = [self._blocks[depth.physical_layer(i, rotation)] for i in range(len(model.gpu_blocks))]
+        hidden, _ = model.forward(self._inputs, self._planes)
+        return best(model.logits(hidden))[0]
+
+    @property
+    def parts(self) -> tuple[Depth, GpuK2, Sequence[GpuBlock], Inputs, Tensor]:
+        return self._depth, self._model, self._blocks, self._inputs, self._planes
+
+
+def _inputs(depth: Depth, model: GpuK2, routing: Tensor) -> Inputs:
+    """Rows after `context` tokens each; their tokens see those before them."""
+    device, count = model.device, depth.rows * depth.tokens
+    pages = -(-(depth.context + depth.tokens) // PAGE_TOKENS)
+    tables = torch.randperm(depth.rows * pages, device=device).to(torch.int32).view(depth.rows, pages)
+    slots = torch.arange(depth.rows, device=device).repeat_interleave(depth.tokens)
+    positions = depth.context + torch.arange(depth.tokens, device=device).repeat(depth.rows)
+    cos, sin = model.angles(positions)
+    return Inputs(
+        ids_T=torch.randint(depth.config.vocab_size, (count,), device=device),
+        cos_T=cos,
+        sin_T=sin,
+        rows_T=tables[slots, positions // PAGE_TOKENS].long() * PAGE_TOKENS + positions % PAGE_TOKENS,
+        chunks=(),
+        tokens_Q=torch.arange(count, dtype=torch.int32, device=device),
+        slots_Q=slots.to(torch.int32),
+        lengths_Q=(positions + 1).to(torch.int32),
+        tables=tables,
+        longest=depth.context + depth.tokens,
+        routing=routing,
+    )
+
+
+def _planes(depth: Depth, pages: int, device: torch.device) -> Tensor:
+    sizes = depth.config.num_hidden_layers, pages, PAGE_TOKENS, depth.config.kv_width
+    planes = torch.empty(sizes, dtype=depth.kv_dtype, device=device)
+    for plane in planes:
+        plane.copy_(torch.randn(sizes[1:], device=device))
+    return planes
+
+
+class _Ops:
+    """Each op alone, on the activations of one layer."""
+
+    def __init__(self, step: GpuStep) -> None:
+        self.depth, self.model, self.blocks, self.inputs, self.planes = step.parts
+        self.routing = step.routing
+        self.dense, self.layers = self.depth.dense, self.depth.config.num_hidden_layers
+        self.every = range(self.depth.physical)
+        self.last = self.blocks[-1]
+
+    def attention(self, q: Tensor) -> tuple[list[Stage], Tensor]:
+        """From q [T, H, N + P] to o."""
+        i, w, scale = self.inputs, self.last.attention, self.last.softmax_scale
+        plane, queries = self.planes[-1], (i.tokens_Q, i.slots_Q, i.lengths_Q, i.tables)
+        longest = self.depth.context + self.depth.tokens
+        q_abs = absorb(q, w.w_uk)
+        o, lse = attend(q_abs, *queries, plane, scale, longest)
+        stages = [
+            self.stage("absorb", lambda k: absorb(q, self.blocks[k].attention.w_uk), absorb.cost(q, w.w_uk)),
+            self.stage(
+                "attend",
+                lambda k: attend(q_abs, *queries, self.planes[k], scale, longest),
+                attend.cost(q_abs, *queries, plane, scale, longest),
+            ),
+            self.stage(
+                "unabsorb", lambda k: unabsorb(o, lse, self.blocks[k].attention.w_uv), unabsorb.cost(o, lse, w.w_uv)
+            ),
+        ]
+        return stages, unabsorb(o, lse, w.w_uv)
+
+    def experts(self, pairs: Mapping[int, Pairs], x: Tensor, rstd: Tensor, h: Tensor, residual: Tensor) -> list[Stage]:
+        """From the choice of experts, by layer, to the residual."""
+        e, count, tokens = self.last.experts, self.layers - self.dense, self.depth.rows * self.depth.tokens
+        if e is None:
+            return []
+
+        def up(layer: int):
+            moe = self.blocks[layer].experts
+            assert moe is not None
+            return experts_up(x, rstd, moe.up, pairs[layer])
+
+        def grouped(layer: int):
+            moe = self.blocks[layer].experts
+            assert moe is not None
+            return grouped_experts(x, pairs[layer].ids, pairs[layer].weights, moe.up, moe.down, rstd)
+
+        def shared_down(layer: int):
+            w = self.blocks[layer]
+            return project_out(h, w.down, residual, w.mlp_norm, sums)
+
+        def down(layer: int):
+            w = self.blocks[layer]
+            assert w.experts is not None
+            assert not isinstance(w.down, Tiled)
+            return experts_down(routed, pairs[layer], w.experts.down, h, w.down, residual, w.mlp_norm)
+
+        c, each = self.depth.config, tokens * e.chosen
+        product_flops = 2 * each * c.moe_intermediate_size * c.hidden_size
+        shared_flops = 2 * tokens * c.hidden_size * self.last.width
+        shared = Cost(self.last.down.nbytes + h.nbytes, shared_flops)
+        if tokens > LISTED:
+            both = Cost(x.nbytes + residual.nbytes + 8 * each, 3 * product_flops)
+            read = Cost((e.up.nbytes + e.down.nbytes) // e.up.experts)
+            sums = grouped(self.depth.physical - 1)
+            return [
+                Stage("grouped_experts", grouped, both, count, expert_cost=read),
+                Stage("shared_down", shared_down, shared + Cost(4 * residual.nbytes), count),
+            ]
+        routed = up(self.depth.physical - 1)
+        into = Cost(x.nbytes + routed.nbytes, 2 * product_flops)
+        out = Cost(routed.nbytes + 3 * residual.nbytes, product_flops) + shared
+        return [
+            Stage("experts_up", up, into, count, expert_cost=Cost(e.up.nbytes // e.up.experts)),
+            Stage("experts_down", down, out, count, expert_cost=Cost(e.down.nbytes // e.down.experts)),
+        ]
+
+    def head(self, x_TK: Tensor) -> Stage:
+        head, hidden = self.model.head, x_TK[:, : self.depth.config.hidden_size]
+        assert isinstance(head, Tiled)
+        return Stage("head", lambda _: self.model.logits(hidden), linear.cost(hidden, head), 1)
+
+    def stage(self, name: str, run: Callable[[int], object], cost: Cost) -> Stage:
+        return Stage(name, run, cost, self.layers, self.every)
+
+    def stages(self) -> list[Stage]:
+        i, last, w = self.inputs, self.last, self.last.attention
+        table, plane = self.model.embedding_VD, self.planes[-1]
+        residual, x, squares = embed(i.ids_T, table, last.attention_norm)
+
+        def a(layer: int):
+            part = self.blocks[layer].attention
+            return project_a(x, squares, part.w_a, part.q_norm, last.eps)
+
+        q_a, q_squares, kv = a(self.depth.physical - 1)
+        angles = i.cos_T, i.sin_T, i.rows_T
+
+        def q(layer: int):
+            part = self.blocks[layer].attention
+            norms = kv, part.kv_norm
+            return project_q(q_a, q_squares, part.w_q, w.heads, *norms, *angles, self.planes[layer], part.eps)
+
+        queries = q(self.depth.physical - 1)
+        attention, o = self.attention(queries)
+
+        def out(layer: int):
+            return project_out(o, self.blocks[layer].o_proj, residual, last.mlp_norm)
+
+        count = 0 if last.experts is None else last.experts.bias_E.shape[0]
+
+        def gate(layer: int):
+            part = self.blocks[layer]
+            choice = None if part.experts is None else part.experts.choice(self.routing[layer])
+            return gates(x, squares, part.gates, count if choice else 0, part.width, last.eps, choice)
+
+        _, h, rstd, _ = gate(self.depth.physical - 1)
+        moe_layers = range(self.dense, self.depth.physical)
+        # Each op alone: `gates` is not the launch in front, so nobody waits for its `ready`.
+        chosen = {layer: replace(pairs, ready=None) for layer in moe_layers if (pairs := gate(layer)[3])}
+        q_cost = project_q.cost(
+            *(q_a, q_squares, w.w_q, w.heads, kv, w.kv_norm, i.cos_T, i.sin_T, i.rows_T, plane, w.eps)
+        )
+        gate_cost = gates.cost(x, squares, last.gates, count, last.width, last.eps)
+        stages = [
+            Stage("embed", lambda _: embed(i.ids_T, table, last.attention_norm), Cost(6 * residual.nbytes), 1),
+            self.stage("project_a", a, project_a.cost(x, squares, w.w_a, w.q_norm, last.eps)),
+            self.stage("project_q", q, q_cost),
+            *attention,
+            self.stage("project_out", out, project_out.cost(o, last.o_proj, residual, last.mlp_norm)),
+            Stage("gates", gate, gate_cost, self.layers - self.dense, moe_layers),
+            *self.experts(chosen, x, rstd, h, residual),
+        ]
+        if self.dense:
+            stages += self.dense_stages(x, squares, residual)
+        return [*stages, self.head(x)]
+
+    def dense_stages(self, x: Tensor, squares: Tensor, residual: Tensor) -> list[Stage]:
+        first = self.blocks[0]
+        down = first.down
+        assert isinstance(down, Tiled)
+        h = gates(x, squares, first.gates, 0, first.width, first.eps)[1]
+        up_cost = gates.cost(x, squares, first.gates, 0, first.width, first.eps)
+        down_cost = project_out.cost(h, down, residual, first.mlp_norm)
+
+        def up(layer: int):
+            return gates(x, squares, first.gates, 0, first.width, first.eps)
+
+        return [
+            Stage("dense gates", up, up_cost, self.dense, range(self.dense)),
+            Stage(
+                "dense down",
+                lambda _: project_out(h, down, residual, first.mlp_norm),
+                down_cost,
+                self.dense,
+                range(self.dense),
+            ),
+        ]

@@ -1,0 +1,155 @@
+"""What is kept of a measured step: `benchmarks/results/decode-*.json`, from which docs/speed.md is made.
+
+`PEER` stands beside the cases that were measured with another engine too.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import torch
+
+from redline.bench.local.depth import Depth, Timing
+from redline.bench.local.record import provenance
+from redline.disk import hold, save, written
+from redline.errors import ConfigError
+from redline.ops.op import Machine
+from redline.wire.base import Record
+
+WAIT_S = 60.0  # for another process that adds to the same file
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+class OpRecord(Record, frozen=True):
+    """us, floor_us: of all `launches` of one step together."""
+
+    name: str
+    us: float
+    floor_us: float
+    launches: int
+
+
+class DepthRecord(Record, frozen=True):
+    """One case, measured. Floors are over bytes_per_s and flops_per_s, measured beside it; ms is the median.
+
+    expert_bytes: of distinct routed experts that a step read, the mean.
+    """
+
+    shape: str
+    gpu: str
+    ranks: int
+    layers: int
+    physical_layers: int
+    experts: int
+    rows: int
+    tokens_per_row: int
+    context: int
+    kv_dtype: str
+    routing: str
+    ms: float
+    p10_ms: float
+    p90_ms: float
+    floor_ms: float
+    expert_bytes: int
+    bytes_per_s: float
+    flops_per_s: float
+    ops: tuple[OpRecord, ...]
+    commit: str
+    date: str
+    versions: dict[str, str]
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.rows * self.tokens_per_row
+
+    @property
+    def ops_ms(self) -> float:
+        """Of all ops, each measured on its own."""
+        return sum(op.us for op in self.ops) / 1e3
+
+    @property
+    def peer(self) -> "Peer | None":
+        """Where this is a case that the peer was measured at, on the same chip."""
+        case = self.shape, self.ranks, self.layers, self.experts, self.context, self.kv_dtype, self.routing
+        return PEER.get(self.tokens) if case == PEER_CASE and PEER_GPU in self.gpu else None
+
+
+class Peer(NamedTuple):
+    """ms: vLLM 0.26 on one NVIDIA H200, the step of a batch of so many, its slope per layer carried to 61 layers.
+    floor_ms: the step's weights at 4.3 TB/s."""
+
+    ms: float
+    floor_ms: float
+
+
+PEER_GPU = "H200"
+PEER_CASE = "kimi-k2.6", 1, 61, 384, 1024, "bf16", "uniform"  # shape, ranks, layers, experts, context, pages, routing
+PEER = {1: Peer(13.4, 7.67), 4: Peer(22.9, 15.6), 8: Peer(37.5, 25.5), 32: Peer(104.0, 70.0)}
+
+
+def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
+    origin: dict[str, Any] = provenance("torch")
+    versions: dict[str, str] = origin["versions"]
+    if torch.version.cuda is not None:
+        versions = {**versions, "cuda": torch.version.cuda}
+    return DepthRecord(
+        shape=depth.shape,
+        gpu=machine.name,
+        ranks=1,
+        layers=depth.config.num_hidden_layers,
+        physical_layers=depth.physical,
+        experts=depth.config.n_routed_experts,
+        rows=depth.rows,
+        tokens_per_row=depth.tokens,
+        context=depth.context,
+        kv_dtype=next(name for name, dtype in KV_DTYPES.items() if dtype == depth.kv_dtype),
+        routing=routing_name(depth.overlap),
+        ms=timing.ms,
+        p10_ms=timing.p10_ms,
+        p90_ms=timing.p90_ms,
+        floor_ms=1e3 * depth.cost(timing.experts).seconds(machine),
+        expert_bytes=round(timing.experts * depth.expert_bytes),
+        bytes_per_s=machine.bytes_per_s,
+        flops_per_s=machine.flops_per_s,
+        ops=tuple(
+            OpRecord(
+                name=op.name,
+                us=op.us * op.launches,
+                floor_us=1e6 * op.cost.seconds(machine) * op.launches,
+                launches=op.launches,
+            )
+            for op in timing.ops
+        ),
+        commit=origin["commit"],
+        date=origin["date"],
+        versions=versions,
+    )
+
+
+def routing_name(overlap: float | None) -> str:
+    if overlap is None:
+        return "model"
+    return f"correlated {overlap:g}" if overlap else "uniform"
+
+
+def read(path: Path) -> list[DepthRecord]:
+    """ConfigError where the file cannot be read, or holds anything else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[DepthRecord])
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: expected a list of measured steps: {error}") from None
+
+
+def append(path: Path, record: DepthRecord) -> None:
+    """The file is made where there is none. Raises ConfigError where it cannot be written, and leaves what it holds."""
+    with written(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = hold(path, wait_s=WAIT_S)
+    try:
+        records = [*(read(path) if path.exists() else []), record]
+        save(path, msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
+    finally:
+        held.release()

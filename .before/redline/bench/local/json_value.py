@@ -1,0 +1,98 @@
+"""Whether a JSON value fits a JSON Schema (draft 2020-12), by the library `jsonschema`, within bounds.
+
+A schema may say only what is checked, and what can be checked in time: no reference (nothing is fetched, nothing goes
+round in circles), no keyword that a validator may pass over. A constraint that is silently skipped would grade wrong
+answers as right.
+"""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+import jsonschema
+
+from redline.bench.local.run_code import Candidate, run_asserts
+
+_LIBRARY: Any = jsonschema  # parts of its types are unknown
+_DRAFT_2020: Any = jsonschema.Draft202012Validator
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+REFUSED = (
+    # go elsewhere, or in circles
+    "$ref", "$dynamicRef", "$anchor", "$dynamicAnchor", "$id", "$vocabulary",
+    # are no constraint to every validator
+    "format", "contentEncoding", "contentMediaType", "contentSchema",
+    # take time that grows exponentially with their depth, or a pattern for each name
+    "unevaluatedItems", "unevaluatedProperties", "patternProperties",
+)  # fmt: skip
+
+# The draft's own schema of schemas, and no keyword besides, at any depth: its references to itself are dynamic.
+_SCHEMA = {
+    "$schema": DRAFT,
+    "$id": "urn:redline:schema",
+    "$dynamicAnchor": "meta",
+    "$ref": DRAFT,
+    "properties": {"$schema": {"const": DRAFT}},
+    "propertyNames": {"not": {"enum": REFUSED}},
+    "unevaluatedProperties": False,
+}
+_METASCHEMA = _DRAFT_2020(_SCHEMA, format_checker=_DRAFT_2020.FORMAT_CHECKER)
+
+
+def check_schema(schema: dict[str, Any] | bool) -> None:
+    """Raises ValueError, in one line, for what is no schema, or says what is not checked here."""
+    try:
+        why = _schema_error(json.dumps(schema))
+    except RecursionError:
+        why = "it is nested too deeply"
+    if why is not None:
+        raise ValueError(f"the schema is none that can be checked: {why}")
+
+
+@lru_cache(1024)
+def _schema_error(text: str) -> str | None:
+    # Whatever holds a wrong part is wrong too: the deepest is what somebody has to mend.
+    found = max(_METASCHEMA.iter_errors(json.loads(text)), key=_depth, default=None)
+    if found is None:
+        return None
+    if found.validator == "not":
+        return f"{found.json_path}: {found.instance} is not allowed here"
+    return f"{found.json_path}: {found.message}"
+
+
+def _depth(error: Any) -> int:
+    return len(error.absolute_path)
+
+
+def violation(value: Any, schema: dict[str, Any] | bool) -> str | None:
+    """The most telling way in which a JSON value breaks the schema, as one line that names the place; None: it fits.
+
+    Raises ValueError for a schema that `check_schema` refuses.
+    """
+    check_schema(schema)
+    try:
+        found = _LIBRARY.exceptions.best_match(_Validator(schema).iter_errors(value))
+    except (RecursionError, OverflowError) as error:
+        return f"the value cannot be checked ({error})"
+    return None if found is None else f"{found.json_path}: {found.message[:200]}"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equality of JSON values: 1 equals 1.0, true equals only true, and objects have no order."""
+    try:
+        return _DRAFT_2020({"const": b}).is_valid(a)
+    except RecursionError:
+        return False
+
+
+def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Exception]:
+    """In a child with a time limit: a pattern may take longer than anybody lives, depending on what the model wrote."""
+    if isinstance(value, str):
+        code = f"import re\nfound = re.search({pattern!r}, {value!r})"
+        passed, why = run_asserts(Candidate(code=code, asserts="assert found"))
+        if not passed:
+            ended = "" if why.startswith("an assert failed") else f" ({why})"
+            yield jsonschema.ValidationError(f"{value[:80]!r} does not match {pattern!r}{ended}")
+
+
+_Validator: Any = _LIBRARY.validators.extend(_DRAFT_2020, {"pattern": _pattern})

@@ -1,0 +1,82 @@
+"""Evaluation sets on disk, and what comes back: one JSON line per prompt, OpenAI-shaped, with its check."""
+
+import gzip
+import zlib
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from redline.bench.local.checks import check_check
+from redline.chat.lines import NOT_JSON, Chat
+from redline.errors import ConfigError
+from redline.wire.base import Record
+from redline.wire.delta import Finish
+
+
+class Prompt(Chat, frozen=True, kw_only=True):
+    """One line of a set."""
+
+    kind: str
+    check: dict[str, Any]  # see checks.py
+
+
+class Answer(Record, frozen=True):
+    """What the model said, in full."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[tuple[str, str], ...] = ()  # name, arguments as JSON text
+    finish: Finish = "stop"
+    tokens: int = 0
+
+
+def read_sets(folder: Path) -> dict[str, list[Prompt]]:
+    """{set: prompts} of every SET.jsonl, SET.PART.jsonl and the same with .gz. Every check is one that can be graded.
+
+    Raises ConfigError, which names the file and the line.
+    """
+    sets: dict[str, list[Prompt]] = {}
+    for file in sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")]):
+        sets.setdefault(file.name.split(".")[0], []).extend(_read_set(file))
+    if not sets:
+        raise ConfigError(f"{folder}: no evaluation sets (*.jsonl) here")
+    if not any(sets.values()):
+        raise ConfigError(f"{folder}: no prompt in its sets (*.jsonl)")
+    return sets
+
+
+def limited(sets: Mapping[str, Sequence[Prompt]], limit: int) -> dict[str, list[Prompt]]:
+    """At most so many prompts of each kind of each set, evenly spread over the set: the same ones every time."""
+    chosen: dict[str, list[Prompt]] = {}
+    for name, prompts in sets.items():
+        of_kind: dict[str, list[int]] = defaultdict(list)
+        for place, prompt in enumerate(prompts):
+            of_kind[prompt.kind].append(place)
+        taken = [
+            places[number * len(places) // most]
+            for places in of_kind.values()
+            for most in [min(limit, len(places))]
+            for number in range(most)
+        ]
+        chosen[name] = [prompts[place] for place in sorted(taken)]
+    return chosen
+
+
+def _read_set(file: Path) -> list[Prompt]:
+    try:
+        data = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    decoder = msgspec.json.Decoder(Prompt)
+    prompts: list[Prompt] = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            prompt = decoder.decode(line)
+            check_check(prompt.check)
+        except (*NOT_JSON, ValueError) as error:
+            raise ConfigError(f"{file}, line {number}: {error}") from None
+        prompts.append(prompt)
+    return prompts

@@ -1,0 +1,264 @@
+"""How good the answers of a checkpoint are: `redline eval FOLDER` asks it everything in FOLDER/eval and grades.
+
+Each line of FOLDER/eval/SET.jsonl is a prompt (prompts.py) with its check (checks.py). Answers are greedy and go
+through the engine that serves, so the table measures what users get. Two checkpoints, usually one model before and
+after quantisation, are compared prompt by prompt: pairs tell apart what two totals cannot.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from itertools import groupby
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+from rich.table import Table
+
+from redline.bench.local.checks import Call, Grade, grade
+from redline.bench.local.prompts import Answer, Prompt, limited, read_sets
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+TARGETS = "targets.json"  # beside the sets: {set: {kind: percent}}; the kind "all" is the set's total
+TOTAL = "all"
+
+
+class Verdict(Record, frozen=True):
+    """A graded answer."""
+
+    set: str
+    kind: str
+    ok: bool | None  # None: its check needs --run-code
+    why: str
+    prompt: str  # what the user asked last
+    answer: Answer
+
+
+class Row(Record, frozen=True):
+    """One line of the table: a kind within a set, or the set's total."""
+
+    set: str
+    kind: str
+    prompts: int  # graded ones
+    right: int
+    target: float | None = None  # percent
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.right / self.prompts
+
+    @property
+    def met(self) -> bool | None:
+        return None if self.target is None else self.percent >= self.target
+
+
+class Comparison(Record, frozen=True):
+    """The same prompts under two checkpoints. The difference is ours minus theirs, in points (percent of prompts)."""
+
+    prompts: int
+    both: int
+    only_ours: int
+    only_theirs: int
+
+    @property
+    def difference(self) -> float:
+        return 100 * (self.only_ours - self.only_theirs) / self.prompts
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % for the difference, in points: Wald with half a pair added to each of the four cells.
+
+        Agresti and Min, "Simple improved confidence intervals for comparing matched proportions", 2005.
+        """
+        n, b, c = self.prompts + 2, self.only_ours + 0.5, self.only_theirs + 0.5
+        middle, half = (b - c) / n, 1.96 * math.sqrt(b + c - (b - c) ** 2 / n) / n
+        return 100 * max(middle - half, -1), 100 * min(middle + half, 1)
+
+
+class Report(Record, frozen=True):
+    """What one evaluation found."""
+
+    folder: str
+    fingerprint: str
+    seconds: float  # answering only
+    generated_tokens: int
+    rows: list[Row]
+    not_run: int  # prompts whose check needs --run-code
+    cut_off: int  # answers that reached the token limit
+    verdicts: list[Verdict]
+    against: str | None = None
+    comparison: Comparison | None = None
+    refused: int = 0  # prompts that the engine did not answer; they count as wrong
+    limit: int | None = None  # prompts of each kind of each set at most
+    left_out: int = 0  # prompts beyond it
+
+
+class Respondent(Protocol):
+    """A loaded checkpoint that answers: `answering.Greedy` over an engine."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
+        """The answers in the order of the prompts; calls `done` once for each as it ends."""
+        ...
+
+
+Open = Callable[[Path], AbstractContextManager[Respondent]]
+
+
+def evaluate(
+    folder: Path,
+    open_checkpoint: Open,
+    *,
+    sets: Path | None = None,
+    against: Path | None = None,
+    run_code: bool = False,
+    limit: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Asks the checkpoint in `folder` everything in `sets` (folder/eval), grades, compares with `against` if given.
+
+    limit: of prompts of each kind of each set, always the same ones. `progress(done, total)` counts answers over both
+    checkpoints. Raises ConfigError where there are no sets, or they cannot be graded, before anything is asked.
+    """
+    place = sets or folder / "eval"
+    found, targets = read_sets(place), read_targets(place)
+    asked = found if limit is None else limited(found, limit)
+    prompts = [prompt for members in asked.values() for prompt in members]
+    total, done = len(prompts) * (1 if against is None else 2), 0
+
+    def one_more() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    def ask(which: Path) -> tuple[str, float, list[Answer]]:
+        with open_checkpoint(which) as checkpoint:
+            start = time.monotonic()
+            answers = checkpoint.answer(prompts, one_more)
+            return checkpoint.fingerprint, time.monotonic() - start, answers
+
+    fingerprint, seconds, answers = ask(folder)
+    verdicts = judge(asked, answers, run_code)
+    comparison = None
+    if against is not None:
+        comparison = compare(verdicts, judge(asked, ask(against)[2], run_code))
+    return Report(
+        folder=str(folder),
+        fingerprint=fingerprint,
+        seconds=round(seconds, 2),
+        generated_tokens=sum(answer.tokens for answer in answers),
+        rows=rows(verdicts, targets),
+        not_run=sum(verdict.ok is None for verdict in verdicts),
+        cut_off=sum(answer.finish == "length" for answer in answers),
+        verdicts=verdicts,
+        refused=sum(answer.finish == "error" for answer in answers),
+        against=None if against is None else str(against),
+        comparison=comparison,
+        limit=limit,
+        left_out=sum(map(len, found.values())) - len(prompts),
+    )
+
+
+def read_targets(folder: Path) -> dict[str, dict[str, float]]:
+    """Raises ConfigError where the file holds anything else."""
+    path = folder / TARGETS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]]) if path.exists() else {}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}: expected {{set: {{kind: percent}}}}: {error}") from None
+
+
+def judge(sets: Mapping[str, Sequence[Prompt]], answers: Sequence[Answer], run_code: bool) -> list[Verdict]:
+    """Grades the answers, which stand in the order of the sets' prompts."""
+    asked = [(name, prompt) for name, prompts in sets.items() for prompt in prompts]
+
+    def one(place: int) -> Grade:
+        answer = answers[place]
+        calls: list[Call] = [{"name": name, "arguments": arguments} for name, arguments in answer.tool_calls]
+        return grade(asked[place][1].check, answer.content, calls, run_code)
+
+    with ThreadPoolExecutor(2) as pool:  # model-written functions run in children of their own, two at a time
+        grades = list(pool.map(one, range(len(asked))))
+    return [
+        Verdict(set=name, kind=prompt.kind, ok=grade.ok, why=grade.why, prompt=_last_words(prompt), answer=answer)
+        for (name, prompt), grade, answer in zip(asked, grades, answers, strict=True)
+    ]
+
+
+def rows(verdicts: Iterable[Verdict], targets: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """One row per set and kind, then one per set, over what was graded."""
+    graded = [verdict for verdict in verdicts if verdict.ok is not None]
+    found: list[Row] = []
+    for name, members in groupby(graded, lambda verdict: verdict.set):
+        of_set = list(members)
+        for kind in [*sorted({verdict.kind for verdict in of_set}), TOTAL]:
+            chosen = [verdict for verdict in of_set if kind in (verdict.kind, TOTAL)]
+            right = sum(verdict.ok is True for verdict in chosen)
+            target = targets.get(name, {}).get(kind)
+            found.append(Row(set=name, kind=kind, prompts=len(chosen), right=right, target=target))
+    return found
+
+
+def compare(ours: Sequence[Verdict], theirs: Sequence[Verdict]) -> Comparison:
+    """Pairs the verdicts on the same prompts, in the same order; what was not graded is left out."""
+    pairs = [(a.ok, b.ok) for a, b in zip(ours, theirs, strict=True) if a.ok is not None and b.ok is not None]
+    return Comparison(
+        prompts=len(pairs),
+        both=pairs.count((True, True)),
+        only_ours=pairs.count((True, False)),
+        only_theirs=pairs.count((False, True)),
+    )
+
+
+def table(report: Report) -> Table:
+    """The report for a terminal; `caption` says the rest."""
+    shown = Table(title=report.folder)
+    for column in ("set", "kind"):
+        shown.add_column(column)
+    for column in ("prompts", "right", "%", "target"):
+        shown.add_column(column, justify="right")
+    for row in report.rows:
+        style = {None: "", True: "green", False: "red"}[row.met]
+        cells = (row.set, row.kind, str(row.prompts), str(row.right), f"{row.percent:.1f}")
+        target = "" if row.target is None else f"{row.target:g}"
+        total = row.kind == TOTAL
+        shown.add_row(*cells, target, style=f"{style} bold" if total else style, end_section=total)
+    return shown
+
+
+def caption(report: Report) -> str:
+    """What the table does not show, in a few lines."""
+    rate = report.generated_tokens / max(report.seconds, 1e-9)
+    lines = [f"{report.generated_tokens:,} tokens generated in {report.seconds:.0f} s ({rate:,.0f} tokens/s)"]
+    if report.left_out:
+        lines.append(
+            f"at most {report.limit:,} prompts of each kind were asked (--limit); {report.left_out:,} were left out"
+        )
+    if report.refused:
+        lines.append(
+            f"{report.refused} prompts were not answered (longer than an evaluation reads), and count as wrong"
+        )
+    if report.cut_off:
+        lines.append(f"{report.cut_off} answers reached the token limit")
+    if report.not_run:
+        lines.append(
+            f"{report.not_run} prompts ask for a function and were not graded; --run-code runs what the model writes"
+        )
+    if report.comparison is not None:
+        pair, (low, high) = report.comparison, report.comparison.interval
+        lines.append(
+            f"against {report.against}: {pair.prompts} pairs, both right {pair.both}, only this one {pair.only_ours}, "
+            f"only the other {pair.only_theirs}: {pair.difference:+.2f} points (95 %: {low:+.2f} to {high:+.2f})"
+        )
+    return "\n".join(lines)
+
+
+def _last_words(prompt: Prompt) -> str:
+    return next((turn.content or "" for turn in reversed(prompt.messages) if turn.role == "user"), "")

@@ -1,0 +1,38 @@
+"""Experts drawn for a speed run: random weights would send all tokens to the same few, and flatter everyone.
+
+L layers, R rows, M tokens of a row, T = R M, E experts, k chosen.
+"""
+
+import torch
+from torch import Tensor
+
+OVERLAP = (
+    0.4  # reproduces what was measured on a production model: 2.5 times one token's experts at four (kernels.md 1.2)
+)
+
+
+def draw(
+    generator: torch.Generator, layers: int, rows: int, tokens: int, experts: int, chosen: int, overlap: float = 0.0
+) -> Tensor:
+    """Distinct experts for every token, on the generator's device: int32 [L, R M, k].
+
+    Within a row each expert of a token stays for the next with probability `overlap`; the others are drawn from all
+    that did not stay. So every expert is as likely as any other, and 0 means that tokens are independent. Rows and
+    layers always are.
+    """
+    keys = torch.rand(layers, rows, tokens, experts, generator=generator, device=generator.device)
+    if not overlap:
+        return keys.topk(chosen).indices.flatten(1, 2).to(torch.int32)
+    stays = torch.rand(layers, rows, tokens, chosen, generator=generator, device=generator.device) < overlap
+    ids: list[Tensor] = []
+    for token in range(tokens):
+        if ids:  # a key above 1 is among the largest
+            keys[:, :, token].scatter_add_(-1, ids[-1], stays[:, :, token].float())
+        ids.append(keys[:, :, token].topk(chosen).indices)
+    return torch.stack(ids, 2).flatten(1, 2).to(torch.int32)
+
+
+def distinct(ids_LTk: Tensor, experts: int) -> Tensor:
+    """Experts that a layer's tokens chose together: int64 [L]."""
+    hit = torch.zeros(ids_LTk.shape[0], experts, dtype=torch.int64, device=ids_LTk.device)
+    return hit.scatter_(1, ids_LTk.flatten(1).long(), 1).sum(1)

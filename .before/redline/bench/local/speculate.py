@@ -1,0 +1,304 @@
+"""What speculation brings on this machine: acceptance and tokens/s by domain for every k, and what the parts cost.
+
+Greedy answers to real prompts, through the whole engine in this process. The variants take turns on the same prompts,
+round by round, and every rate is compared with that of no drafts in the same round: on a machine with other users only
+ratios of neighbours mean something. What is generated is the same under every variant (law 4), so all do the same work.
+
+    off      no drafts
+    k1..k7   always so many drafts by the learned drafter, without suffix matching
+    suffix   suffix matching alone
+    auto     as served: the drafter, suffix matching above it, k as it pays
+
+A rate counts from the first token of every answer to the last of all: decoding, without prefill.
+
+The parts are steps of the runner alone, one after another in turns: plain, with d drafts verified, with d drafts made.
+"""
+
+import itertools
+import random
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from redline.chat.hashing import make_job
+from redline.chat.lines import NOT_JSON, Chat, conversation
+from redline.chat.template import Style, encode
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import ConfigError
+from redline.model.eagle3 import Eagle3
+from redline.model.k2 import K2, Inputs
+from redline.ops.draft_pass import DraftRows, draft_chain
+from redline.wire.base import Record
+from redline.wire.delta import Delta
+from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
+from redline.worker.acceptance import Round, acceptance_length, spoken
+from redline.worker.config import EngineConfig
+from redline.worker.engine import LocalEngine
+
+VERIFIED = (2, 4, 8)  # tokens of a step's row, the target's own among them
+CHAIN = 4  # drafter passes of one call
+
+
+class Question(NamedTuple):
+    domain: str
+    tokens: tuple[int, ...]
+
+
+class _Line(Chat, frozen=True, kw_only=True):
+    """A prompt in a file: as `redline draft synth` takes them, or of an evaluation set, whose kind is the domain."""
+
+    id: str = ""
+    domain: str = ""
+    kind: str = ""
+    language: str = "en"
+    check: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+class Outcome(NamedTuple):
+    """What one variant did with some questions at once."""
+
+    seconds: float  # of decoding
+    tokens: int  # that came in them
+    rounds: list[list[Round]]  # of each answer
+
+
+class Rate(Record, frozen=True):
+    """One variant in one domain at one batch. `times`: tokens/s over those without drafts, medians over the rounds."""
+
+    domain: str
+    variant: str
+    batch: int
+    tokens_per_s: float
+    times: float
+    length: float | None  # acceptance length; None: no drafts were verified
+    accepted: float | None  # share of the drafts
+    rounds: int
+
+
+class Part(Record, frozen=True):
+    """A kind of step of the runner: its median, and how many times a plain step's."""
+
+    name: str
+    batch: int
+    ms: float
+    times: float
+
+
+def variants(
+    draft: str, ks: Sequence[int], batch: int, max_model_len: int, kv_memory: int, device: str | None
+) -> dict[str, EngineConfig]:
+    """The engines that are compared."""
+    plain = EngineConfig(kv_memory=kv_memory, max_model_len=max_model_len, max_running=batch, device=device)
+    change = msgspec.structs.replace
+    fixed = {f"k{k}": change(plain, draft=draft, draft_tokens=k, draft_adaptive=False, suffix=False) for k in ks}
+    return {"off": plain, **fixed, "suffix": change(plain, draft="suffix"), "auto": change(plain, draft=draft)}
+
+
+def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, most: int) -> list[Question]:
+    """The first `most` prompts of each domain. Raises ConfigError naming file and line."""
+    found: dict[str, list[Question]] = defaultdict(list)
+    decoder = msgspec.json.Decoder(_Line)
+    for path in paths:
+        try:
+            lines = path.read_bytes().splitlines()
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected prompts, one in a line") from None
+        for number, line in enumerate(lines, 1):
+            try:
+                one = decoder.decode(line)
+            except NOT_JSON as error:
+                raise ConfigError(f"{path}, line {number}: {error}") from None
+            domain = one.domain or one.kind or path.stem
+            if len(found[domain]) < most:
+                tokens = tuple(encode(conversation(one), tokenizer, style))
+                found[domain].append(Question(domain, tokens))
+    return [question for questions in found.values() for question in questions]
+
+
+class Asker:
+    """Asks one engine, and takes the time."""
+
+    def __init__(self, engine: LocalEngine, max_tokens: int) -> None:
+        self._engine = engine
+        self._max_tokens = max_tokens
+        self._numbers = itertools.count()
+
+    def ask(self, questions: Sequence[Question]) -> Outcome:
+        """All at once, greedy. Tokens count from the first step in which every answer has begun."""
+        asked = {JobId(f"question-{next(self._numbers)}"): question for question in questions}
+        sampling = Sampling(max_tokens=self._max_tokens, temperature=0, stop_ids=self._engine.tokenizer.stop_ids)
+        # A salt for each time: a prompt that was asked before would be found in the cache, and begin later than it did.
+        jobs: list[Job] = [
+            make_job(id, question.tokens, sampling, self._engine.fingerprint, salt=id) for id, question in asked.items()
+        ]
+        waiting, begun, tokens, end = set(asked), 0.0, 0, 0.0
+
+        def note(delta: Delta) -> None:
+            nonlocal begun, tokens, end
+            end = time.perf_counter()
+            if waiting:
+                if delta.tokens or delta.finish:
+                    waiting.discard(delta.job)
+                begun = end
+            else:
+                tokens += len(delta.tokens)
+
+        deltas = self._engine.generate(jobs, note)
+        answers = [spoken(id, question.domain, question.tokens, deltas[id]) for id, question in asked.items()]
+        return Outcome(end - begun, tokens, [list(answer.rounds) for answer in answers])
+
+
+def bench_rates(
+    askers: Mapping[str, Asker],
+    questions: Sequence[Question],
+    batch: int,
+    rounds: int,
+    done: Callable[[], object] = lambda: None,
+) -> Iterator[Rate]:
+    """Yields every variant of a domain, domain by domain; `askers` has "off" among them. `done`: after each question
+    or batch of them."""
+    domains: dict[str, list[Question]] = defaultdict(list)
+    for question in questions:
+        domains[question.domain].append(question)
+    for domain, members in domains.items():
+        took: dict[str, list[Outcome]] = {name: [] for name in askers}
+        for number in range(rounds):
+            order = list(askers)
+            random.Random(number).shuffle(order)  # nobody is always the first
+            part = [members[(number * batch + place) % len(members)] for place in range(batch)]
+            for name in order:
+                took[name].append(askers[name].ask(part))
+                done()
+        for name, outcomes in took.items():
+            both = [pair for pair in zip(outcomes, took["off"], strict=True) if pair[0].tokens and pair[1].tokens]
+            if not both:
+                continue  # answers of one token each: nothing was decoded
+            speeds = [mine.tokens / mine.seconds for mine, _ in both]
+            plain = [theirs.tokens / theirs.seconds for _, theirs in both]
+            verified = [answer for outcome in outcomes for answer in outcome.rounds]
+            length = acceptance_length(verified)
+            proposed = sum(round.proposed for answer in verified for round in answer)
+            yield Rate(
+                domain=domain,
+                variant=name,
+                batch=batch,
+                tokens_per_s=statistics.median(speeds),
+                times=statistics.median(mine / theirs for mine, theirs in zip(speeds, plain, strict=True)),
+                length=length.mean if length.rounds else None,
+                accepted=(length.mean - 1) * length.rounds / proposed if proposed else None,
+                rounds=length.rounds,
+            )
+
+
+def mean_times(rates: Sequence[Rate]) -> dict[tuple[str, int], float]:
+    """{(variant, batch): `times`, averaged over domains}"""
+    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for rate in rates:
+        found[rate.variant, rate.batch].append(rate.times)
+    return {key: statistics.fmean(values) for key, values in found.items()}
+
+
+def bench_parts(
+    model: K2, drafter: Eagle3 | None, batches: Sequence[int], context: int, repeats: int
+) -> Iterator[Part]:
+    """What a step costs by the tokens that each of its rows verifies, and what the drafter's pass for one more draft
+    costs: rows at a context of so many tokens, in turns. `drafter` is prepared for the model.
+
+    The pages hold zeros and the tokens are random: neither changes what must be read and multiplied.
+    """
+    for batch in batches:
+        parts = {f"verify {tokens}": _verify_pass(model, batch, tokens, context) for tokens in (1, *VERIFIED)}
+        passes = dict.fromkeys(parts, 1)
+        if drafter is not None:
+            parts["drafter pass"], passes["drafter pass"] = _draft_passes(model, drafter, batch, context)
+        took: dict[str, list[float]] = {name: [] for name in parts}
+        with torch.inference_mode():
+            for number in range(repeats + 3):
+                for name, step in parts.items():
+                    start = time.perf_counter()
+                    step()
+                    if model.device.type == "cuda":
+                        torch.cuda.synchronize(model.device)
+                    if number >= 3:
+                        took[name].append((time.perf_counter() - start) * 1e3 / passes[name])
+        plain = took["verify 1"]
+        for name, times in took.items():
+            ratio = statistics.median(mine / theirs for mine, theirs in zip(times, plain, strict=True))
+            yield Part(name=name, batch=batch, ms=statistics.median(times), times=ratio)
+
+
+def _verify_pass(model: K2, batch: int, tokens: int, context: int) -> Callable[[], object]:
+    config = model.config
+    inputs, pages = _queries(model.angles, config.vocab_size, batch, tokens, context, 0, model.device)
+    planes = torch.zeros(
+        config.num_hidden_layers, pages, PAGE_TOKENS, config.kv_width, dtype=torch.bfloat16, device=model.device
+    )
+
+    def step() -> object:
+        hidden, _ = model.forward(inputs, planes)
+        return model.logits(hidden).argmax(-1).cpu()
+
+    return step
+
+
+def _draft_passes(model: K2, drafter: Eagle3, batch: int, context: int) -> tuple[Callable[[], object], int]:
+    """Passes as the engine makes them, and how many: CHAIN in one call, or one of single ops."""
+    config, layer = drafter.config, drafter.served.layer
+    if layer is not None and model.device.type == "cpu":
+        each = -(-(context + CHAIN + 2) // PAGE_TOKENS)
+        tokens = torch.zeros(batch, each * PAGE_TOKENS, dtype=torch.int64)
+        tables = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
+        pages, rows = drafter.served.pages(tokens, tables), DraftRows(range(batch), [context] * batch, range(batch))
+        feature = torch.ones(batch, config.hidden_size)
+        plane = torch.zeros(batch * each, PAGE_TOKENS, config.kv_width, dtype=torch.bfloat16)
+        return lambda: draft_chain(feature, layer, pages, rows, [CHAIN] * batch, plane), CHAIN
+    inputs, pages = _queries(drafter.angles, config.vocab_size, batch, 1, context, 1, model.device)
+    plane = torch.zeros(pages, PAGE_TOKENS, config.kv_width, dtype=torch.bfloat16, device=model.device)
+    fed = torch.ones(batch, config.hidden_size, dtype=model.dtype, device=model.device)
+
+    def step() -> object:
+        normed, _ = drafter.forward(inputs, fed, plane)
+        return drafter.logits(normed).argmax(-1).cpu()
+
+    return step, 1
+
+
+def _queries(
+    angles: Callable[[Tensor], tuple[Tensor, Tensor]],
+    vocabulary: int,
+    batch: int,
+    tokens: int,
+    context: int,
+    ahead: int,
+    device: torch.device,
+) -> tuple[Inputs, int]:
+    """A step in which each of `batch` slots decodes `tokens` positions behind `context` others, and the pages that it
+    needs. ahead: how far behind its position a row's place lies (a drafter's: one)."""
+    each = -(-(context + tokens + ahead) // PAGE_TOKENS)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (batch * tokens,), generator=generator)
+    positions = (context + torch.arange(tokens)).repeat(batch)
+    slots = torch.arange(batch).repeat_interleave(tokens)
+    tables = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
+    places = positions + ahead
+    rows = tables[slots, places // PAGE_TOKENS].long() * PAGE_TOKENS + places % PAGE_TOKENS
+    cos, sin = angles(positions.to(device))
+    inputs = Inputs(
+        ids_T=ids.to(device),
+        cos_T=cos,
+        sin_T=sin,
+        rows_T=rows.to(device),
+        chunks=(),
+        tokens_Q=torch.arange(batch * tokens, dtype=torch.int32, device=device),
+        slots_Q=slots.to(device, torch.int32),
+        lengths_Q=(places + 1).to(device, torch.int32),
+        tables=tables.to(device),
+    )
+    return inputs, batch * each

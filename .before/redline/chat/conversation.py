@@ -1,0 +1,40 @@
+"""A conversation with no dialect left in it: what every API reads into, and what the template renders."""
+
+from typing import Any
+
+import msgspec
+
+from redline.wire.base import Record
+
+
+class ToolCall(Record, frozen=True):
+    """A call that the assistant made. `id` is printed verbatim into the prompt, so it is `functions.NAME:IDX`."""
+
+    id: str
+    name: str
+    arguments: str  # JSON text, verbatim
+
+
+class Tool(Record, frozen=True):
+    """A function that the assistant may call."""
+
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])  # JSON schema
+
+
+class Message(Record, frozen=True):
+    role: str  # system, user, assistant, tool
+    content: str = ""
+    name: str | None = None
+    reasoning: str = ""  # assistant only
+    tool_calls: tuple[ToolCall, ...] = ()  # assistant only
+    tool_call_id: str = ""  # tool only
+
+
+class Conversation(Record, frozen=True):
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    thinking: bool = True  # open with <think>; false: instant answer
+    preserve_thinking: bool = False  # keep the reasoning of every past turn
+    add_generation_prompt: bool = True

@@ -1,0 +1,106 @@
+"""From the engine's deltas to the events of an answer: one Decoder per job, fed in order.
+
+It owns what outlives a delta: bytes of a character that is not complete, text that may become a stop string, the
+parser's state, the counts. However the tokens are cut into deltas, the events, joined, are the same.
+"""
+
+from redline.chat.events import End, Event, Logprobs, Text
+from redline.chat.parser import Parser, PlainText, Reader
+from redline.chat.stops import StopStrings
+from redline.chat.tokenizer import Tokenizer
+from redline.wire.delta import Delta, Finish
+from redline.wire.step import TokenLogprobs
+
+
+class Decoder:
+    """Reads the deltas of one job.
+
+    - `stopped` turns True when a stop string was found: the answer is over, and the engine does not know it yet.
+    - `prompt_logprobs` are those of all deltas so far, kept for whoever echoes the prompt.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        thinking: bool,
+        stop: tuple[str, ...],
+        stop_ids: tuple[int, ...],
+        prompt_tokens: int,
+        parse: bool,
+        include_stop_str: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """
+        - `thinking`: the answer opens with reasoning (Style.thinks).
+        - `stop`: strings that end the visible text. `stop_ids`: those of the job's Sampling.
+        - `parse`: read Kimi's chat format; False for raw completions, where everything is text.
+        - `include_stop_str`: what ended the answer is shown too.
+        - `skip_special_tokens`: control tokens have no text, but for those that the checkpoint declares not special
+          (`<think>` and the tool-call marks), which a raw completion shows. The chat format's own are never text.
+        """
+        skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
+        self._tokenizer = tokenizer
+        self._stops = StopStrings(stop)
+        self._reader: Reader = (
+            Parser(tokenizer, thinking, self._stops, skipped) if parse else PlainText(tokenizer, self._stops, skipped)
+        )
+        self._stop_ids = frozenset(stop_ids)
+        self._include_stop = include_stop_str
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+        self._accepted_tokens = 0
+        self._rejected_tokens = 0
+        self._ended = False
+        self.stopped = False
+        self.prompt_logprobs: list[TokenLogprobs] = []
+
+    def push(self, delta: Delta) -> list[Event]:
+        """The events of a delta; none once the answer has ended."""
+        if self._ended:
+            return []
+        self.prompt_logprobs += delta.prompt_logprobs
+        tokens = delta.tokens
+        stop_id = tokens[-1] if delta.finish == "stop" and tokens and tokens[-1] in self._stop_ids else None
+        visible = tokens if stop_id is None or self._include_stop else tokens[:-1]
+        events: list[Event] = []
+        read = 0
+        for token in visible:
+            self._reader.push(token, events)
+            read += 1
+            if self._stops.found is not None:
+                break
+
+        found = self._stops.found
+        ends = delta.finish is not None or found is not None
+        if ends:
+            self._reader.finish(events, complete=found is not None or delta.finish == "stop")
+        if (found := self._stops.found) is not None and self._include_stop:
+            events.append(Text(text=found))
+        if delta.logprobs and read:
+            pairs = zip(delta.logprobs[:read], visible, strict=False)
+            events.append(Logprobs(items=tuple((one, self._tokenizer.token_bytes(token)) for one, token in pairs)))
+        counted = len(tokens) if found is None else read
+        self._completion_tokens += counted
+        self._accepted_tokens += min(delta.accepted, counted)  # a stop may cut the accepted ones short
+        self._rejected_tokens += delta.proposed - delta.accepted
+        if found is not None:
+            self.stopped = True
+            events.append(self._end("stop", delta, found))
+        elif delta.finish is not None:
+            events.append(self._end(delta.finish, delta, stop_id))
+        return events
+
+    def _end(self, finish: Finish, delta: Delta, stop: str | int | None) -> End:
+        self._ended = True
+        return End(
+            finish=finish,
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=self._completion_tokens,
+            cached_tokens=delta.cached_tokens,
+            reasoning_tokens=self._reader.reasoning_tokens,
+            accepted_tokens=self._accepted_tokens,
+            rejected_tokens=self._rejected_tokens,
+            tool_calls=self._reader.calls,
+            stop=stop,
+            error=delta.error,
+        )

@@ -1,0 +1,43 @@
+"""How a checkpoint wants to be sampled: its generation_config.json."""
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+# What a request and a checkpoint alike may ask for.
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, le=1 << 20)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Generation(Record, frozen=True):
+    """Sampling where nobody says otherwise."""
+
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+
+
+def generation_of(folder: Path) -> Generation:
+    """What the checkpoint's folder says; a field that it leaves out, or null, has its default. Raises ConfigError.
+
+    `do_sample: false` is greedy, whatever temperature stands beside it, as in transformers.
+    """
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return Generation()
+    try:
+        values = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+        known = {key: values[key] for key in Generation.__struct_fields__ if values.get(key) is not None}
+        if values.get("do_sample") is False:
+            known["temperature"] = 0.0
+        return msgspec.convert(known, Generation)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: {error}") from None

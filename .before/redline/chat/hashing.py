@@ -1,0 +1,56 @@
+"""Names for pages of a prompt: equal names mean equal latents, so a page may be shared.
+
+A hash chains over everything that a page's content depends on: the pages before it, its tokens, the images in it, the
+tenant's salt, and a fingerprint of the model and its cache's number format.
+"""
+
+import struct
+from hashlib import blake2b
+
+from redline.wire.job import PAGE_TOKENS, Job, JobId, MediaSpan, PageHash, Sampling
+
+_BYTES = 16  # 2^64 pages before two names are likely to meet by chance
+_PAGE_BYTES = 4 * PAGE_TOKENS
+
+
+def page_hashes(
+    tokens: tuple[int, ...], salt: str, fingerprint: str, media: tuple[MediaSpan, ...] = ()
+) -> tuple[PageHash, ...]:
+    """One hash for each full page of `tokens`; hash i covers tokens [0, (i + 1) * PAGE_TOKENS)."""
+    data = struct.pack(f"<{len(tokens)}I", *tokens)
+    previous = blake2b(_framed(salt.encode()) + _framed(fingerprint.encode()), digest_size=_BYTES).digest()
+    hashes: list[PageHash] = []
+    for page in range(len(tokens) // PAGE_TOKENS):
+        chain = blake2b(previous + data[page * _PAGE_BYTES : (page + 1) * _PAGE_BYTES], digest_size=_BYTES)
+        for span in media:
+            begin = span.start - page * PAGE_TOKENS
+            if begin < PAGE_TOKENS and begin + span.tokens > 0:
+                chain.update(struct.pack("<qq", begin, span.tokens) + _framed(span.hash))
+        previous = chain.digest()
+        hashes.append(PageHash(previous))
+    return tuple(hashes)
+
+
+def make_job(
+    job: JobId,
+    tokens: tuple[int, ...],
+    sampling: Sampling,
+    fingerprint: str,
+    salt: str = "",
+    media: tuple[MediaSpan, ...] = (),
+) -> Job:
+    """A job with its pages named."""
+    pages = page_hashes(tokens, salt, fingerprint, media)
+    return Job(id=job, tokens=tokens, pages=pages, sampling=sampling, salt=salt, media=media)
+
+
+def _framed(data: bytes) -> bytes:
+    """Data behind its length, so that two fields cannot run into one another."""
+    return struct.pack("<q", len(data)) + data
+
+
+def page_hash(previous: PageHash | None, tokens: tuple[int, ...], fingerprint: str) -> PageHash:
+    """The next hash of a chain, for a page that generated tokens have filled. None: no page before it, and no salt."""
+    if previous is None:
+        return page_hashes(tokens, "", fingerprint)[0]
+    return PageHash(blake2b(previous + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=_BYTES).digest())

@@ -1,0 +1,207 @@
+"""A conversation as Kimi reads it: control tokens with text in between.
+
+Every message is <|im_ROLE|> name <|im_middle|> body <|im_end|>, with nothing between messages. The family differs in
+four facts, which `Style` holds: the system message that stands in for a missing one, how tools are written, whether
+assistant turns carry <think> blocks, and what opens an answer.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from redline.chat.conversation import Conversation, Message, ToolCall
+from redline.chat.tokenizer import Piece, Special, Tokenizer
+from redline.chat.tools import declare_json, declare_typescript
+from redline.errors import CheckpointError, ContextTooLong
+
+_KIMI = "You are Kimi, an AI assistant created by Moonshot AI."
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What one member of the family does differently from another."""
+
+    system: str | None  # stands in where a conversation opens without a system message
+    tools: Literal["json", "typescript"]
+    thoughts: bool  # assistant turns carry <think>...</think>
+    prefill: Literal[
+        "none", "think", "either"
+    ]  # what the prompt opens an answer with; either: <think> or <think></think>
+    keeps_thoughts: bool = False  # as if preserve_thinking, always
+
+    def thinks(self, conversation: Conversation) -> bool:
+        """Whether the answer begins with reasoning."""
+        return self.thoughts and (conversation.thinking or self.prefill != "either")
+
+
+K2 = Style(system="You are a helpful assistant", tools="json", thoughts=False, prefill="none")
+K2_THINKING = Style(system=_KIMI, tools="json", thoughts=True, prefill="none")
+K2_6 = Style(system=_KIMI, tools="typescript", thoughts=True, prefill="either")  # K2.5 too
+K2_7 = Style(system=None, tools="typescript", thoughts=True, prefill="think", keeps_thoughts=True)
+
+
+def style_of(folder: Path) -> Style:
+    """The style of a checkpoint folder, from `config.json` and the chat template where one lies there.
+
+    `model_type` kimi_k25 covers K2.5, K2.6 and K2.7, whose configs do not differ: it is K2.7 only where a template is
+    there and does not hold the default system message (K2.7 inserts none). Text-only kimi_k2 and deepseek_v3 are
+    K2-Thinking where the template writes <think>, or, without a template, where the weights are compressed-tensors
+    (K2-Instruct is fp8). Templates are searched for these words, never run. Raises CheckpointError for other models.
+    """
+    config = _read_json(folder / "config.json")
+    template = _template_text(folder)
+    match config.get("model_type"):
+        case "kimi_k25":
+            return K2_7 if template and _KIMI not in template else K2_6
+        case "kimi_k2" | "deepseek_v3":
+            match config.get("quantization_config"):
+                case {"quant_method": "compressed-tensors"}:
+                    compressed = True
+                case _:
+                    compressed = False
+            if "<think>" in template if template else compressed:
+                return K2_THINKING
+            return replace(K2, system=_KIMI) if _KIMI in template else K2
+        case other:
+            raise CheckpointError(f"{folder / 'config.json'}: model_type is {other!r}; expected kimi_k25 or kimi_k2")
+
+
+def encode(conversation: Conversation, tokenizer: Tokenizer, style: Style = K2_6) -> list[int]:
+    """The token ids of the prompt."""
+    return tokenizer.encode_pieces(render(conversation, style))
+
+
+def render(conversation: Conversation, style: Style = K2_6, most: int = sys.maxsize) -> list[Piece]:
+    """The prompt in pieces; no two texts are neighbours, so each is encoded whole.
+
+    Raises ContextTooLong as soon as the texts are more than `most` characters.
+    """
+    pieces: list[Piece] = []
+    left = most
+    for piece in _pieces(conversation, style, most):
+        left -= len(piece) if isinstance(piece, str) else 0
+        if left < 0:
+            raise ContextTooLong(f"more than {most} characters")
+        if isinstance(piece, str) and pieces and isinstance(pieces[-1], str):
+            pieces[-1] += piece
+        elif piece:
+            pieces.append(piece)
+    return pieces
+
+
+def _pieces(conversation: Conversation, style: Style, most: int) -> Iterator[Piece]:
+    messages = native_ids(conversation.messages)
+    if conversation.tools:
+        declare = declare_json if style.tools == "json" else declare_typescript
+        yield from _turn("system", "tool_declare", declare(conversation.tools, most))
+    if style.system is not None and (not messages or messages[0].role != "system"):
+        yield from _turn("system", "system", style.system)
+
+    # Reasoning survives only behind the last final answer, which is to say within the tool loop that is going on.
+    keep_all = conversation.preserve_thinking or style.keeps_thoughts
+    finals = (i for i, message in enumerate(messages) if message.role == "assistant" and not message.tool_calls)
+    history = 0 if keep_all else max(finals, default=-1) + 1
+    forget = style.prefill == "either" and not conversation.thinking and not keep_all
+    for index, message in enumerate(messages):
+        name = message.name or message.role
+        match message.role:
+            case "user":
+                yield from _turn("user", name, message.content)
+            case "assistant":
+                reasoning = "" if index < history or forget else message.reasoning
+                yield from _turn("assistant", name, *_answer(message, reasoning, style))
+            case "tool":
+                yield from _turn("system", name, f"## Return of {message.tool_call_id}\n", message.content)
+            case _:
+                yield from _turn("system", name, message.content)
+
+    if conversation.add_generation_prompt:
+        yield from (Special("<|im_assistant|>"), "assistant", Special("<|im_middle|>"))
+        if style.prefill != "none":
+            yield Special("<think>")
+        if style.prefill == "either" and not conversation.thinking:
+            yield Special("</think>")
+
+
+def _turn(marker: str, name: str, *body: Piece) -> Iterator[Piece]:
+    yield from (Special(f"<|im_{marker}|>"), name, Special("<|im_middle|>"), *body, Special("<|im_end|>"))
+
+
+def _answer(message: Message, reasoning: str, style: Style) -> Iterator[Piece]:
+    if style.thoughts:
+        yield from (Special("<think>"), reasoning, Special("</think>"))
+    yield message.content
+    if message.tool_calls:
+        yield Special("<|tool_calls_section_begin|>")
+        for call in message.tool_calls:
+            yield from (Special("<|tool_call_begin|>"), call.id, Special("<|tool_call_argument_begin|>"))
+            yield from (call.arguments, Special("<|tool_call_end|>"))
+        yield Special("<|tool_calls_section_end|>")
+
+
+def native_ids(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+    """Messages whose tool calls all have Kimi's own ids, `functions.NAME:IDX`; tool results follow their calls.
+
+    The id is the only place where the prompt names the function, and a model that reads foreign ids tends to end its
+    turn at once. IDX counts the calls of the whole conversation from 0. Ids that are native stay as they are. A result
+    belongs to the latest call of its id (clients use ids again); one without an id to the next call without a result.
+    """
+    every = [call for message in messages for call in message.tool_calls]
+    taken = {call.id for call in every if _is_native(call)}
+    spare = len(every)  # the next index to try where IDX is taken: linear, whatever a client sends
+    current: dict[str, str] = {}  # the client's id -> the native one, of the latest call
+    waiting: list[tuple[str, str]] = []  # the same two, of calls without a result yet
+    count = 0
+    result: list[Message] = []
+    for message in messages:
+        if message.role == "assistant" and message.tool_calls:
+            calls: list[ToolCall] = []
+            for call in message.tool_calls:
+                native = call.id if _is_native(call) else f"functions.{call.name}:{count}"
+                while native in taken and native != call.id:
+                    native = f"functions.{call.name}:{spare}"
+                    spare += 1
+                taken.add(native)
+                current[call.id] = native
+                calls.append(ToolCall(id=native, name=call.name, arguments=call.arguments))
+                count += 1
+            waiting = [(old.id, new.id) for old, new in zip(message.tool_calls, calls, strict=True)]
+            message = msgspec.structs.replace(message, tool_calls=tuple(calls))
+        elif message.role == "tool":
+            wanted = message.tool_call_id
+            answered = next((pair for pair in waiting if pair[0] == wanted or not wanted), None)
+            if answered:
+                waiting.remove(answered)
+            native = answered[1] if answered else current.get(wanted, wanted)
+            message = msgspec.structs.replace(message, tool_call_id=native)
+        result.append(message)
+    return tuple(result)
+
+
+def _is_native(call: ToolCall) -> bool:
+    prefix = f"functions.{call.name}:"
+    index = call.id.removeprefix(prefix)
+    return call.id.startswith(prefix) and index.isascii() and index.isdigit()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected the model's config") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: expected a JSON object ({error})") from None
+    return content
+
+
+def _template_text(folder: Path) -> str:
+    """The words of the checkpoint's own chat template, in either of its two places; empty where there is none."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8", errors="replace")
+    config = folder / "tokenizer_config.json"
+    return str(_read_json(config).get("chat_template") or "") if config.is_file() else ""

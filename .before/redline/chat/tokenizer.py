@@ -1,0 +1,256 @@
+"""Text to token ids and back, from the two files that every Kimi checkpoint carries.
+
+`tiktoken.model` holds the byte-pair ranks; the 256 ids that follow them are reserved for control tokens, and
+`tokenizer_config.json` names those in use. Control tokens are made by name only (`special`), never by spelling:
+`encode` reads `<|im_end|>` in a user's text as ten ordinary characters.
+"""
+
+import base64
+import binascii
+import codecs
+import json
+import re
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from redline.errors import CheckpointError, ConfigError, ContextTooLong, RequestError
+
+RESERVED = 256  # ids behind the ranks
+
+# How Kimi cuts text before byte-pair encoding: Han runs, words, numbers of up to three digits, punctuation, space.
+_WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_SMALL = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+SPLIT = "|".join(
+    (
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD}*{_SMALL}+{_ENDING}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD}+{_SMALL}*{_ENDING}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+# Moonshot's tokenizer cuts its input at these lengths before it encodes, so ids depend on them in very long texts.
+# They also keep a hostile text from costing more than its length.
+_SLICE_CHARS = 400_000
+_RUN_CHARS = 25_000
+# The look-behinds let a search begin only where a run begins, which keeps it linear.
+_LONG_RUN = re.compile(rf"(?<!\s)\s{{{_RUN_CHARS + 1},}}|(?<!\S)\S{{{_RUN_CHARS + 1},}}")
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """A control token, by name."""
+
+    name: str
+
+
+Piece = Special | str
+
+
+class Tokenizer:
+    """The vocabulary of one checkpoint. Immutable; safe to share between threads."""
+
+    def __init__(self, ranks: dict[bytes, int], names: dict[int, str], kept: frozenset[int] = frozenset()) -> None:
+        """`names` are the control tokens in use; `kept` those of them that stay in plain text (the config's
+        `special: false`, such as `<think>`). Every other reserved id is `<|reserved_token_{id}|>`."""
+        first = len(ranks)
+        reserved = range(first, first + RESERVED)
+        self._names = {token: names.get(token, f"<|reserved_token_{token}|>") for token in reserved}
+        self.specials = {name: token for token, name in self._names.items()}
+        if len(self.specials) < RESERVED:
+            raise ConfigError("added_tokens_decoder names one control token twice")
+        self._bytes = [*ranks, *(name.encode() for name in self._names.values())]
+        self._encoding = tiktoken.Encoding(
+            "kimi",
+            pat_str=SPLIT,
+            mergeable_ranks=ranks,
+            special_tokens=self.specials,
+            explicit_n_vocab=first + RESERVED,
+        )
+        self.vocab_size = first + RESERVED
+        self.stop_ids = (self.special("[EOS]"), self.special("<|im_end|>"))
+        self.skipped = frozenset(reserved) - kept  # left out of text unless asked for
+
+    @classmethod
+    def open(cls, folder: Path) -> "Tokenizer":
+        """Read the tokenizer of a checkpoint folder. Raises CheckpointError, which names the file."""
+        ranks = _read_ranks(folder / "tiktoken.model")
+        names, kept = _read_names(folder / "tokenizer_config.json", len(ranks))
+        try:
+            return cls(ranks, names, kept)
+        except ConfigError as error:
+            raise CheckpointError(f"{folder / 'tokenizer_config.json'}: {error}") from None
+
+    def special(self, name: str) -> int:
+        """The id of a control token. Raises ConfigError where the checkpoint has none of that name."""
+        token = self.specials.get(name)
+        if token is None:
+            raise ConfigError(f"the tokenizer has no control token {name}")
+        return token
+
+    def name(self, token: int) -> str | None:
+        """The name of a control token; None for an ordinary one."""
+        return self._names.get(token)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of plain text: a control token spelled in it is text."""
+        return self.encode_pieces((text,))
+
+    def encode_pieces(
+        self, pieces: Iterable[Piece], most: int = sys.maxsize, between: Callable[[], None] = lambda: None
+    ) -> list[int]:
+        """Ids of text with control tokens in between, equal to what upstream makes of the joined string.
+
+        That string's own slices (see _cuts) fall on the same characters here, so the ids of long prompts agree too.
+        Encoding takes up to a second per million characters, so `between` is called before each slice, and may raise.
+        Raises ContextTooLong, without encoding the rest, where there are more than `most` ids before the last slice.
+        """
+        pieces = tuple(pieces)
+        joined = "".join(piece.name if isinstance(piece, Special) else piece for piece in pieces)
+        cuts = _cuts(joined)
+        ids: list[int] = []
+        end = 0
+        for piece in pieces:
+            if isinstance(piece, Special):
+                ids.append(self.special(piece.name))
+                end += len(piece.name)
+            else:
+                start, end = end, end + len(piece)
+                inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, end)]
+                for text in _slices(piece, [cut - start for cut in inside]):
+                    between()
+                    _check_length(ids, most)
+                    ids += self._encoding.encode_ordinary(text)
+        return ids
+
+    def encode_with_specials(
+        self, text: str, most: int = sys.maxsize, between: Callable[[], None] = lambda: None
+    ) -> list[int]:
+        """Ids of text in which control tokens may be spelled out. Never for text that a user wrote into a chat.
+
+        `most`, `between`: as for encode_pieces.
+        """
+        ids: list[int] = []
+        for part in _slices(text, _cuts(text)):
+            between()
+            _check_length(ids, most)
+            ids += self._encoding.encode(part, allowed_special="all")
+        return ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for; a control token stands for its name. Raises RequestError for no token."""
+        if not 0 <= token < self.vocab_size:
+            raise RequestError(f"token id {token} is not in [0, {self.vocab_size})", "tokens")
+        return self._bytes[token]
+
+    def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """The bytes of many tokens, which need not be whole characters."""
+        return b"".join(map(self.token_bytes, ids))
+
+
+class TextStream:
+    """Tokens in, text out, one at a time: a character leaves when its last byte has come.
+
+    Bytes that can never make a character leave as U+FFFD, exactly as if all bytes had been decoded at once. The
+    control tokens in `skipped` have no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._pending = b""
+
+    def push(self, token: int) -> str:
+        if token in self._skipped:
+            return self.flush()
+        data = self._pending + self._tokenizer.token_bytes(token)
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        return text
+
+    def flush(self) -> str:
+        """No more bytes will come: what is left cannot be a character."""
+        pending, self._pending = self._pending, b""
+        return pending.decode(errors="replace")
+
+
+def _check_length(ids: Sequence[int], most: int) -> None:
+    if len(ids) > most:
+        raise ContextTooLong(f"more than {len(ids)} tokens")
+
+
+def _cuts(text: str) -> list[int]:
+    """Where upstream cuts a text: every 400,000 characters, and in each such slice every 25,000 of one run of
+    whitespace or of anything else."""
+    if len(text) <= _RUN_CHARS:
+        return []
+    cuts: list[int] = []
+    for start in range(0, len(text), _SLICE_CHARS):
+        if start:
+            cuts.append(start)
+        for run in _LONG_RUN.finditer(text[start : start + _SLICE_CHARS]):
+            cuts += range(start + run.start() + _RUN_CHARS, start + run.end(), _RUN_CHARS)
+    return cuts
+
+
+def _slices(text: str, cuts: list[int]) -> Iterator[str]:
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        yield text[start:end]
+
+
+def _read_ranks(path: Path) -> dict[bytes, int]:
+    ranks: dict[bytes, int] = {}
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected byte-pair ranks") from None
+    for number, line in enumerate(lines):
+        token, _, rank = line.partition(b" ")
+        try:
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (binascii.Error, ValueError):
+            raise CheckpointError(f"{path}: line {number + 1} is not `base64 rank`") from None
+        if int(rank) != number or len(ranks) != number + 1:
+            raise CheckpointError(f"{path}: line {number + 1} is not a new token of rank {number}")
+    missing = sum(bytes([value]) not in ranks for value in range(256))
+    if missing:
+        raise CheckpointError(
+            f"{path}: {missing} of the 256 single bytes are missing; expected a byte-level vocabulary"
+        )
+    return ranks
+
+
+def _read_names(path: Path, first: int) -> tuple[dict[int, str], frozenset[int]]:
+    """The named control tokens of tokenizer_config.json, and which of them are declared `special: false`."""
+    try:
+        added: dict[str, dict[str, Any]] = json.loads(path.read_bytes())["added_tokens_decoder"]
+        names = {int(token): entry["content"] for token, entry in added.items()}
+        kept = frozenset(int(token) for token, entry in added.items() if entry.get("special") is False)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}); expected added_tokens_decoder") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(f"{path}: expected added_tokens_decoder, an object of id to {{content}}") from None
+    if len(names) < len(added):
+        raise CheckpointError(f"{path}: added_tokens_decoder has one id twice, spelled in two ways")
+    for token, name in names.items():
+        if not _is_name(name):
+            raise CheckpointError(f"{path}: the content of id {token} is {ascii(name)[:80]}; expected a token's text")
+        if not first <= token < first + RESERVED:
+            raise CheckpointError(f"{path}: {name} has id {token}; expected one in [{first}, {first + RESERVED})")
+    return names, kept
+
+
+def _is_name(value: Any) -> bool:
+    """Whether it is a text with UTF-8, and not the empty one, which every place of a prompt would spell."""
+    return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)

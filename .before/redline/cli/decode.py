@@ -1,0 +1,305 @@
+"""`redline bench decode`: the tables of `bench.local.decode` (a checkpoint) and of `bench.local.depth` (a shape)."""
+
+import gc
+import itertools
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from redline.bench.local import depth_cpu, depth_gpu
+from redline.bench.local.decode import bench_decode as measure_decode
+from redline.bench.local.depth import Build, Depth, Timing, depth_of, measure_step
+from redline.bench.local.depth_fit import Memory, check
+from redline.bench.local.depth_record import KV_DTYPES, DepthRecord, append, read, record_of
+from redline.bench.local.machine import measure
+from redline.bench.local.record import provenance
+from redline.bench.local.routing import OVERLAP
+from redline.cli.console import save_result, say, until_interrupted
+from redline.disk import check_output
+from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.shapes import shape
+from redline.ops import native
+from redline.ops.cuda.kernel import has_kernels, why_not
+from redline.ops.op import Machine
+from redline.progress import Working
+from redline.run.runner import Runner
+from redline.wire.base import Record
+from redline.wire.job import PAGE_TOKENS
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine, free_memory, kv_dtype_of, pick_device
+
+READ_BYTES = 4 << 30  # read to measure bandwidth, at most: far more than any cache
+
+
+def bench_decode(
+    folder: Path,
+    batches: list[int],
+    contexts: list[int],
+    kv_dtype: str,
+    repeats: int,
+    save: Path | None,
+    console: Console,
+) -> int:
+    """Measures, prints, saves; 130 after Ctrl-C. Raises ConfigError or CheckpointError."""
+    dtype = kv_dtype_of(kv_dtype)
+    if save is not None:
+        check_output(save)
+    longest = max(contexts) + repeats + 128
+    tokens = max(batches) * -(-longest // PAGE_TOKENS) * PAGE_TOKENS
+    config = EngineConfig(
+        kv_memory=tokens * Checkpoint.open(folder).config.kv_bytes_per_token(dtype),
+        kv_dtype=kv_dtype,
+        max_model_len=longest,
+        max_running=max(batches),
+        step_tokens=max(512, *batches),
+    )
+    return until_interrupted(lambda: _bench_decode(folder, config, batches, contexts, repeats, save, console), console)
+
+
+def _bench_decode(
+    folder: Path,
+    config: EngineConfig,
+    batches: list[int],
+    contexts: list[int],
+    repeats: int,
+    save: Path | None,
+    console: Console,
+) -> int:
+    kv_dtype = config.kv_dtype
+    with ExitStack() as stack, Working("loading weights") as working:
+        runner = Engine.load(folder, config, progress=lambda done, total: working.show(done / total, 1.0)).runner
+        stack.callback(runner.close)
+        working.show(what="measuring the machine")
+        machine = _limits(runner)
+
+        def computed(done: int, total: int) -> None:
+            working.show(done, total, what="tokens")
+
+        cases = list(measure_decode(runner, machine, batches, contexts, repeats, computed))
+    table = Table(
+        title=f"decode, {folder.name} on {machine.name}, {kv_dtype} pages",
+        caption=_caption(machine.bytes_per_s, machine.flops_per_s),
+    )
+    for name in ("batch", "context", "ms/step", "p10", "p90", "floor ms", "floor/time", "tokens/s"):
+        table.add_column(name, justify="right")
+    for case in cases:
+        figures = f"{case.ms:.2f} {case.p10_ms:.2f} {case.p90_ms:.2f} {case.floor_ms:.2f} {case.ratio:.0%}".split()
+        table.add_row(str(case.batch), str(case.context), *figures, f"{1000 * case.batch / case.ms:,.0f}")
+    console.print(table)
+    if save is not None:
+        record = {
+            **provenance("torch"),
+            "folder": folder.name,
+            "kv_dtype": kv_dtype,
+            "bytes_per_s": machine.bytes_per_s,
+            "flops_per_s": machine.flops_per_s,
+            "cases": cases,
+        }
+        save_result(save, record, console)
+    return 0
+
+
+def _limits(runner: Runner) -> Machine:
+    """This machine's, with all of its threads; a CPU's kernels have threads of their own afterwards."""
+    torch.set_num_threads(native.threads())
+    machine = measure(runner.model.device, working_set_bytes=runner.model.config.weight_bytes)
+    if runner.model.device.type == "cpu" and native.library() is not None:
+        torch.set_num_threads(1)
+    return machine
+
+
+def _caption(bytes_per_s: float, flops_per_s: float) -> str:
+    return (
+        f"floor: bytes over {bytes_per_s / 1e9:.1f} GB/s or operations over {flops_per_s / 1e12:.2f} TFLOP/s, "
+        "the larger (both measured here, now)"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ depth
+
+
+class DepthConfig(Record, frozen=True):
+    """What `redline bench decode --shape` is told; a case for each of batch x tokens x context."""
+
+    shape: str
+    layers: int | None = None  # the shape's
+    alias: int | None = None  # layers in memory; all
+    experts: int | None = None  # the shape's
+    routing: str | None = None  # uniform where experts can be forced
+    overlap: float | None = None
+    batch: tuple[int, ...] = (1,)
+    tokens: tuple[int, ...] = (1,)
+    context: tuple[int, ...] = (1024,)
+    kv_dtype: str = "bf16"
+    repeats: int = 30
+    save: str | None = None
+
+
+def bench_depth(config: DepthConfig, console: Console) -> int:
+    """Measures, prints, saves case by case; 130 after Ctrl-C. Raises ConfigError."""
+    device = pick_device(None)
+    build = builder(device)
+    measured = cases(config, forced=device.type != "cpu")
+    save = None if config.save is None else Path(config.save)
+    if save is not None:
+        check_output(save)
+        if save.exists():
+            read(save)  # so that a file of something else is said before minutes of measuring
+    kept = "nothing was saved" if save is None else f"{save} holds the cases that were measured"
+    return until_interrupted(lambda: _bench_depth(config, measured, build, device, save, console), console, kept)
+
+
+def _bench_depth(
+    config: DepthConfig, measured: list[Depth], build: Build, device: torch.device, save: Path | None, console: Console
+) -> int:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(native.threads())
+    machine: Machine | None = None
+    try:
+        for case in measured:
+            for line in _said(case, config):
+                console.print(line, highlight=False, soft_wrap=True, markup=False)
+            _check_memory(case, device)
+            if machine is None:
+                machine = measure(device, min(max(case.config.weight_bytes for case in measured), READ_BYTES))
+                if device.type == "cpu" and native.library() is not None:
+                    torch.set_num_threads(1)
+            record = record_of(case, _measure(case, build, device, config.repeats), machine)
+            _print(record, machine, console)
+            if save is not None:
+                append(save, record)
+                say(console, f"added to {save}", "dim")
+    finally:
+        torch.set_num_threads(threads)
+    return 0
+
+
+def builder(device: torch.device) -> Build:
+    """Who makes a step for this device. ConfigError where nobody does."""
+    if device.type == "cpu":
+        return depth_cpu.CpuStep
+    if has_kernels(device):
+        return depth_gpu.GpuStep
+    raise ConfigError(f"no step of a shape can be built here ({why_not()}); give a checkpoint's folder")
+
+
+def cases(config: DepthConfig, *, forced: bool) -> list[Depth]:
+    """What is asked for. ConfigError before anything is built. forced: the step takes experts from outside."""
+    if config.kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"kv-dtype is {config.kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
+    geometry, overlap = shape(config.shape), _overlap(config, forced)
+    layers = config.layers or geometry.num_hidden_layers
+    found = [
+        depth_of(
+            config.shape,
+            geometry,
+            layers=layers,
+            physical=config.alias or layers,
+            experts=config.experts,
+            rows=rows,
+            tokens=tokens,
+            context=context,
+            kv_dtype=KV_DTYPES[config.kv_dtype],
+            overlap=overlap,
+        )
+        for context, tokens, rows in itertools.product(config.context, config.tokens, config.batch)
+    ]
+    for case in found:
+        check(case)
+    return found
+
+
+def _overlap(config: DepthConfig, forced: bool) -> float | None:
+    if not forced:
+        if config.routing is not None or config.overlap is not None:
+            raise ConfigError("routing: a CPU's kernels take no experts from outside, so the model routes")
+        return None
+    match config.routing or "uniform":
+        case "uniform" if config.overlap is None:
+            return 0.0
+        case "uniform":
+            raise ConfigError("overlap is of --routing correlated; uniform routing has none")
+        case "correlated":
+            return OVERLAP if config.overlap is None else config.overlap
+        case other:
+            raise ConfigError(f"routing is {other!r}; expected uniform or correlated")
+
+
+def _said(case: Depth, config: DepthConfig) -> list[str]:
+    """What is built, and what of it is not the whole model."""
+    layers, whole = case.config.num_hidden_layers, shape(config.shape).n_routed_experts
+    lines = [f"{case.shape}: {layers} layers, {case.rows} rows x {case.tokens} tokens, context {case.context:,}"]
+    if case.physical < layers:
+        lines.append(f"aliased          {layers} layers on {case.physical} in memory, in turn")
+    if case.config.n_routed_experts < whole:
+        lines.append(f"fewer experts    {case.config.n_routed_experts} of {whole} in a layer: rows share more of them")
+    return lines + Memory(case).explain()
+
+
+def _check_memory(case: Depth, device: torch.device) -> None:
+    """ConfigError, with what would fit, where memory is short."""
+    gc.collect()  # the step of the case before holds its own captures
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    memory, free = Memory(case), free_memory(device)
+    if memory.whole > free:
+        raise memory.refusal(free)
+
+
+def _measure(case: Depth, build: Build, device: torch.device, repeats: int) -> Timing:
+    """ConfigError, with what would fit, where memory was short after all."""
+    memory, free = Memory(case), free_memory(device)
+    with Working("building") as working:
+        try:
+            step = build(case, lambda done, whole: working.show(done / whole, 1.0))
+            timed, total = 0, 1 + len(step.ops)
+            working.show(0, total, what="timing the step and its ops")
+
+            def did() -> None:
+                nonlocal timed
+                timed += 1
+                working.show(timed, total)
+
+            return measure_step(step, case, repeats, did=did)
+        except torch.OutOfMemoryError as error:
+            raise memory.refusal(free) from error
+
+
+def _print(record: DepthRecord, machine: Machine, console: Console) -> None:
+    what = f"{record.rows} x {record.tokens_per_row} tokens, context {record.context:,}, {record.kv_dtype} pages"
+    table = Table(
+        title=f"decode, {record.shape} on {record.gpu}: {what}, routing {record.routing}",
+        caption=_caption(machine.bytes_per_s, machine.flops_per_s),
+    )
+    for name in ("op", "launches", "us each", "floor us", "floor/time", "ms of the step"):
+        table.add_column(name, justify="left" if name == "op" else "right")
+    for op in record.ops:
+        each, floor = op.us / op.launches, op.floor_us / op.launches
+        ratio = f"{op.floor_us / op.us:.0%}"
+        table.add_row(op.name, str(op.launches), f"{each:.2f}", f"{floor:.2f}", ratio, f"{op.us / 1e3:.3f}")
+    floor = sum(op.floor_us for op in record.ops) / 1e3
+    table.add_section()
+    table.add_row("sum of ops", "", "", f"{1e3 * floor:,.0f}", f"{floor / record.ops_ms:.0%}", f"{record.ops_ms:.3f}")
+    console.print(table)
+    for line in _sums(record):
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _sums(record: DepthRecord) -> list[str]:
+    lines = [
+        f"step             {record.ms:.3f} ms (p10 {record.p10_ms:.3f}, p90 {record.p90_ms:.3f})",
+        f"floor            {record.floor_ms:.3f} ms, {record.floor_ms / record.ms:.0%} of the time",
+        f"experts read     {record.expert_bytes / 1e9:.3f} GB of distinct experts a step, the mean",
+        f"tokens/s         {1e3 * record.tokens / record.ms:,.0f}",
+    ]
+    if record.peer is not None:
+        ms, floor = record.peer
+        lines.append(
+            f"peer             vLLM 0.26 on an NVIDIA H200, batch {record.tokens}: {ms:g} ms, {ms / record.ms:.2f} "
+            f"times ours; at 4.3 TB/s the weights take {floor:g} ms, {floor / record.ms:.0%} of ours"
+        )
+    return lines

@@ -1,0 +1,114 @@
+"""`redline doctor`: what this machine has, what fits on it, and why. A model's config.json is enough to ask."""
+
+import platform
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from redline.bench.local.machine import WORKING_SET_BYTES, cpu_name, measure
+from redline.errors import CheckpointError, ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
+from redline.ops import native
+from redline.ops.cuda.kernel import why_not
+from redline.run.fit import KV_MOST, KV_SHARE, Sizes, fit
+from redline.run.shapes import shapes
+from redline.worker.config import EngineConfig
+from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
+
+KIMI = (
+    "Kimi K2.6 (61 layers, INT4 experts) is 594 GB of weights: it wants eight GPUs of 80 GB and more, or four of 180 GB"
+)
+
+
+def doctor(folder: Path | None, console: Console) -> int:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    config = None if folder is None else K2Config.from_folder(folder)
+    console.print("This machine", style="bold")
+    say(f"python           {platform.python_version()}, torch {torch.__version__}")
+    say(f"CPU              {cpu_name()}, {native.threads()} cores that this process may use")
+    say(f"memory           {free_memory(torch.device('cpu')) / 1e9:.1f} GB free")
+    built = native.library() is not None
+    say(f"CPU kernels      {'built for this chip' if built else native.why_not()}")
+    device = pick_device(None)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        say(f"GPU              {torch.cuda.get_device_name(device)}, {free / 1e9:.1f} of {total / 1e9:.1f} GB free")
+        reason = why_not()
+        say(f"GPU kernels      {f'none: {reason}; the reference path runs' if reason else 'compiled when first used'}")
+    else:
+        say("GPU              none that torch sees")
+    torch.set_num_threads(native.threads())
+    machine = measure(device)
+    say(f"reads memory at  {machine.bytes_per_s / 1e9:.1f} GB/s (measured)")
+    say(f"multiplies at    {machine.flops_per_s / 1e12:.2f} TFLOP/s (measured)")
+    say(f"fit              {KIMI}")
+    if folder is None or config is None:
+        return 0
+    console.print(f"\n{folder}", style="bold", highlight=False, soft_wrap=True)
+    files, sound = _files(folder)
+    say(files)
+    _checkpoint(config, device, console)
+    return int(not sound)
+
+
+def _files(folder: Path) -> tuple[str, bool]:
+    """The line about the files of weights, and whether nothing is wrong with them. None at all is nothing wrong."""
+    if not any(folder.glob("*.safetensors*")):
+        return "files            config.json alone: what follows is arithmetic, and no weights are here yet", True
+    try:
+        checkpoint = Checkpoint.open(folder)
+    except CheckpointError as error:
+        return f"files            {error}; what follows is config.json's arithmetic", False
+    return f"files            whole: {checkpoint.bytes / 1e9:,.2f} GB of weights, as stored", True
+
+
+def _checkpoint(config: K2Config, device: torch.device, console: Console) -> None:
+    free, sizes = free_memory(device), sizes_of(config, EngineConfig(), device, KV_DTYPES["bf16"])
+    lines = [*config.explain_parameters(), *config.explain_weight_bytes()]
+    lines.append(config.explain_kv_bytes(KV_DTYPES["bf16"]))
+    lines.extend(_memory(sizes, free))
+    if sizes.left(free, 1) > 0:
+        lines.append(_floor(config, device))
+    for line in lines:
+        console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def _memory(sizes: Sizes, free: int) -> list[str]:
+    """What a server without flags takes, by the same figures as the server's own."""
+    try:
+        layout = fit(sizes, free)
+    except ConfigError as error:
+        return [f"does not fit     {error}"]
+    needs, left = sizes.needs(layout.max_model_len), sizes.left(free, layout.max_model_len)
+    lines = needs.explain()[1:]  # the weights stand above
+    if sizes.gpu_kernels:
+        wanted = shapes(sizes.max_running, sizes.positions, layout.max_model_len)
+        lines.append("recorded shapes  " + ", ".join(f"{rows} x {positions}" for rows, positions, _ in wanted))
+    lines.append(f"memory           {free / 1e9:.2f} GB free - {needs.whole / 1e9:.2f} GB = {left / 1e9:.2f} GB")
+    share = f"{KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB, and of one job at least"
+    lines.append(f"for pages        {share} = {layout.kv_bytes / 1e9:.2f} GB")
+    return [*lines, *layout.explain()]
+
+
+def _floor(config: K2Config, device: torch.device) -> str:
+    """The least time of a token. A small model's weights may live in a cache, which is faster than memory: bandwidth is
+    measured over as many bytes as a token reads, or over so many that no cache holds them.
+    """
+    read = bytes_per_token(config)
+    machine = measure(device, working_set_bytes=min(read, WORKING_SET_BYTES))
+    seconds = read / machine.bytes_per_s
+    return (
+        f"floor            a token reads {read / 1e6:,.1f} MB of weights: {seconds * 1e3:.2f} ms at "
+        f"{machine.bytes_per_s / 1e9:.1f} GB/s (measured over so much), at most {1 / seconds:,.0f} tokens/s at batch 1"
+    )
+
+
+def bytes_per_token(config: K2Config) -> int:
+    """Of the weights that one token passes through; the embedding is one row."""
+    chosen = config.moe_layers * config.num_experts_per_tok * config.expert_parameters
+    dense = config.dense_parameters - config.vocab_size * config.hidden_size
+    return 2 * dense + round(chosen * config.bits_per_routed_parameter / 8)

@@ -1,0 +1,344 @@
+"""`redline draft`: the factory's verbs. Flags become a configuration; a module of `redline.draft` does the work."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from redline.cli.console import plain_console, until_interrupted
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    help="""Drafters for speculative decoding, from the target's own hidden states.
+
+    synth -> capture -> train -> mine -> capture -> train -> eval; [bold]run[/bold] does all of it from a recipe,
+    [bold]export[/bold] writes a drafter for other engines.
+
+    Every verb goes on where it was stopped, by the same command. The story is in docs/draft.md.""",
+)
+
+Target = Annotated[Path, typer.Argument(help="The target's checkpoint folder.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")]
+Seed = Annotated[int, typer.Option(help="The same seed, the same result.")]
+Draft = Annotated[Path, typer.Option(help="The drafter's folder.")]
+Temperature = Annotated[float | None, typer.Option(help="Absent: what the checkpoint asks for.")]
+TopP = Annotated[float | None, typer.Option("--top-p", help="Absent: what the checkpoint asks for.")]
+Domains = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A domain of our own templates (repeatable): code, math, agent, science, multilingual, chat, long."
+    ),
+]
+Corpus = Annotated[list[Path], typer.Option(help="A corpus that synth has written (repeatable).")]
+
+
+@app.command()
+def synth(
+    target: Target,
+    out: Annotated[Path, typer.Option(help="The corpus, one example a line. What it holds is not asked again.")],
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help='A file of prompts (repeatable), a line each: {"domain": "law", "messages": [{"role": "user", ...}]}.'
+        ),
+    ] = None,
+    turns: Annotated[
+        str, typer.Option(help="Of conversations in files: all, so that each answer in them is asked for, or last.")
+    ] = "all",
+    domain: Domains = None,
+    count: Annotated[int, typer.Option(help="Prompts of each domain.")] = 1000,
+    samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 2048,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    shard: Annotated[str, typer.Option(metavar="i/n", help="Answer only this part of the prompts.")] = "1/1",
+    batch: Annotated[int, typer.Option(help="Answers in a step.")] = 64,
+    draft: Annotated[str | None, typer.Option(help="A drafter to answer faster with, or suffix.")] = None,
+    seed: Seed = 0,
+    device: Device = None,
+) -> None:
+    """Prompts answered by the target itself, as it is served: a corpus."""
+    from redline.draft.stages import fill
+    from redline.draft.synth import SynthConfig, run
+    from redline.worker.config import EngineConfig
+
+    values = {
+        "weights": str(target),
+        "out": str(out),
+        "prompts": _names(prompts),
+        "turns": turns,
+        "domains": tuple(domain or ()),
+        "count": count,
+        "samples": samples,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "seed": seed,
+        "shard": shard,
+    }
+    engine = EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, draft=draft)
+    raise typer.Exit(_worked(run, fill(SynthConfig, "synth", values, {"engine": engine})))
+
+
+@app.command()
+def capture(
+    target: Target,
+    corpus: Corpus,
+    out: Annotated[Path, typer.Option(help="A folder of shards and their index. What it holds is not computed again.")],
+    disk: Annotated[str | None, typer.Option(metavar="SIZE", help="Stops before it takes more: 500GB.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longer sequences are stored in windows of so many.")] = None,
+    layer_ids: Annotated[
+        list[int] | None, typer.Option("--layer", help="Layer whose input is kept (repeatable). Absent: as engines do.")
+    ] = None,
+    other_answers: Annotated[
+        bool, typer.Option("--other-answers", help="Also a corpus that another target has answered.")
+    ] = False,
+    device: Device = None,
+) -> None:
+    """The target's states over a corpus, stored for training."""
+    from redline.draft.capture import CaptureConfig, run
+    from redline.fleet.config import size
+
+    config = CaptureConfig(
+        target=str(target),
+        corpus=_names(corpus),
+        out=str(out),
+        disk=None if disk is None else size(disk, "--disk"),
+        max_tokens=max_tokens,
+        layer_ids=None if layer_ids is None else tuple(layer_ids),
+        other_answers=other_answers,
+        device=device,
+    )
+    raise typer.Exit(_worked(run, config))
+
+
+@app.command()
+def train(
+    target: Target,
+    out: Annotated[Path, typer.Option(help="The drafter's folder. Training that was interrupted there goes on.")],
+    capture: Annotated[Path | None, typer.Option(help="What `redline draft capture` has stored.")] = None,
+    corpus: Annotated[list[Path] | None, typer.Option(help="Or a corpus, the target beside (repeatable).")] = None,
+    start: Annotated[Path | None, typer.Option(help="A drafter to begin with. Absent: a new one.")] = None,
+    settings: Annotated[
+        Path | None,
+        typer.Option(help="A TOML file: a recipe, or the keys of its table 'train' alone. Flags win over it."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Ends after so many optimiser steps.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Ends after so many tokens.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Ends after so many seconds. The first that is spent.")] = None,
+    lr: Annotated[float | None, typer.Option(help="The highest learning rate. \\[default: 0.001]")] = None,
+    tokens_per_batch: Annotated[int | None, typer.Option(help="Of an optimiser step. \\[default: 32768]")] = None,
+    max_length: Annotated[int | None, typer.Option(help="Longer sequences are cut. \\[default: 4096]")] = None,
+    loss: Annotated[str | None, typer.Option(help="kl, or lk: the hybrid. \\[default: kl]")] = None,
+    steps_ahead: Annotated[int | None, typer.Option(help="Steps of training-time test. \\[default: 7]")] = None,
+    l2_sp: Annotated[float | None, typer.Option("--l2-sp", help="Holds it near --start. \\[default: 0]")] = None,
+    architecture: Annotated[str | None, typer.Option(help="mla or llama. \\[default: mla]")] = None,
+    draft_vocab_size: Annotated[
+        int | None, typer.Option(help="Tokens that it knows. Absent: all; 0: no head of its own, the target's.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed, the same result. \\[default: 1]")] = None,
+) -> None:
+    """A drafter from the target's states: EAGLE-3 with training-time test. Several GPUs: under `accelerate launch`.
+
+    Needs --capture or --corpus, and a budget: --steps, --tokens or --seconds. docs/draft_training.md has every key.
+    """
+    from redline.draft.recipe import read_train
+    from redline.draft.train import run
+
+    flags = {
+        "capture": capture and str(capture),
+        "corpus": [str(path) for path in corpus or ()] or None,
+        "start": start and str(start),
+        "recipe.budget.steps": steps,
+        "recipe.budget.tokens": tokens,
+        "recipe.budget.seconds": seconds,
+        "recipe.lr": lr,
+        "recipe.tokens_per_batch": tokens_per_batch,
+        "recipe.max_length": max_length,
+        "recipe.loss": loss,
+        "recipe.steps_ahead": steps_ahead,
+        "recipe.l2_sp": l2_sp,
+        "recipe.seed": seed,
+        "drafter.architecture": architecture,
+        "drafter.draft_vocab_size": draft_vocab_size,
+    }
+    given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
+    config = read_train(settings, {"target": str(target), "out": str(out), **given})
+    raise typer.Exit(_worked(run, config))
+
+
+@app.command()
+def mine(
+    target: Target,
+    draft: Draft,
+    corpus: Corpus,
+    out: Annotated[Path, typer.Option(help="A folder for report, picture and corpora. mixed.jsonl is to train on.")],
+    traces: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[DOMAIN=]FILE", help="Acceptance traces of a server, `serve --draft-trace` (repeatable)."
+        ),
+    ] = None,
+    k: Annotated[int, typer.Option("--k", help="Drafts of a round.")] = 3,
+    proposals: Annotated[str, typer.Option(help="onehot or sampled: how drafts are proposed.")] = "onehot",
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    examples: Annotated[int, typer.Option(help="Scored of each domain, at most. 0: all.")] = 0,
+    traffic: Annotated[
+        list[str] | None, typer.Option(metavar="DOMAIN=SHARE", help="Share of the traffic (repeatable).")
+    ] = None,
+    budget: Annotated[int, typer.Option(help="Answer tokens to train on.")] = 1_000_000,
+    replay: Annotated[float, typer.Option(help="Share of them from the base set, at least.")] = 0.5,
+    cap: Annotated[float, typer.Option(help="Share of the hard ones in one bucket, at most.")] = 0.5,
+    equal_domains: Annotated[bool, typer.Option("--equal-domains", help="As many tokens of every domain.")] = False,
+    choose: Annotated[str, typer.Option(help="gap, or uniform: the control arm.")] = "gap",
+    answers: Annotated[int, typer.Option(help="Fresh answers to each chosen prompt.")] = 4,
+    windows: Annotated[float, typer.Option(help="Share of the hard ones that are cut from answers that exist.")] = 0.25,
+    window_tokens: Annotated[int, typer.Option(help="Tokens of such a window.")] = 2048,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of a fresh answer, at most.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Answers in a step.")] = 64,
+    seed: Seed = 0,
+    device: Device = None,
+) -> None:
+    """Where the drafter struggles and could do better; what to train on next."""
+    from redline.draft.mine import run
+    from redline.draft.recipe import mine_config
+
+    values = {
+        "target": str(target),
+        "draft": str(draft),
+        "out": str(out),
+        "corpus": _names(corpus),
+        "traces": tuple(traces or ()),
+        "steps": k,
+        "proposals": proposals,
+        "temperature": temperature,
+        "top_p": top_p,
+        "examples": examples,
+        "traffic": _shares(traffic),
+        "budget": budget,
+        "replay": replay,
+        "cap": cap,
+        "equal_domains": equal_domains,
+        "choose": choose,
+        "answers": answers,
+        "windows": windows,
+        "window_tokens": window_tokens,
+        "max_tokens": max_tokens,
+        "batch": batch,
+        "seed": seed,
+        "device": device,
+    }
+    raise typer.Exit(_worked(run, mine_config(values)))
+
+
+@app.command(name="eval")
+def evaluate(
+    target: Target,
+    draft: Draft,
+    prompts: Annotated[Path | None, typer.Option(help="A file of prompts, JSONL.")] = None,
+    corpus: Annotated[Path | None, typer.Option(help="Or a corpus, whose prompts are asked again.")] = None,
+    domain: Domains = None,
+    count: Annotated[int, typer.Option(help="Prompts of each such domain.")] = 200,
+    k: Annotated[list[int] | None, typer.Option("--k", help="Drafts of a round (repeatable). Absent: 1 to 7.")] = None,
+    mode: Annotated[list[str] | None, typer.Option(help="greedy or sampled (repeatable). Absent: both.")] = None,
+    rounds: Annotated[int, typer.Option(help="Of each domain, k and mode. 0: every prompt once.")] = 2000,
+    temperature: Annotated[float, typer.Option(help="Of the sampled mode.")] = 1.0,
+    top_p: Annotated[float, typer.Option("--top-p", help="Of the sampled mode.")] = 1.0,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.")] = 1024,
+    batch: Annotated[int, typer.Option(help="Answers in a step.")] = 16,
+    suffix: Annotated[bool, typer.Option("--suffix", help="Suffix matches too, under the drafter.")] = False,
+    offline: Annotated[int, typer.Option(help="Answers of each domain scored by teacher forcing too.")] = 64,
+    seed: Seed = 0,
+    save: Annotated[Path | None, typer.Option(help="Write the result as JSON, with pictures.")] = None,
+    device: Device = None,
+) -> None:
+    """Acceptance length by domain and k, greedy and sampled, measured by the engine itself."""
+    from redline.bench.local.record import provenance
+    from redline.draft.evaluate import run
+    from redline.draft.recipe import eval_config
+
+    values = {
+        "target": str(target),
+        "draft": str(draft),
+        "prompts": prompts and str(prompts),
+        "corpus": corpus and str(corpus),
+        "domains": domain or [],
+        "count": count,
+        "k": k or list(range(1, 8)),
+        "modes": mode or ["greedy", "sampled"],
+        "rounds": rounds,
+        "temperature": temperature,
+        "top_p": top_p,
+        "max_tokens": max_tokens,
+        "batch": batch,
+        "suffix": suffix,
+        "offline": offline,
+        "seed": seed,
+        "save": save and str(save),
+        "device": device,
+    }
+    raise typer.Exit(_worked(run, eval_config(values), provenance("torch")))
+
+
+@app.command()
+def export(
+    target: Target,
+    draft: Draft,
+    out: Annotated[Path, typer.Option(help="The folder that is written; it may be the drafter's own.")],
+    latent: Annotated[
+        str,
+        typer.Option(
+            metavar="target|own",
+            help="target: a latent narrower than the target's is padded with zeros to its width, which vLLM needs, as "
+            "it keeps both in one cache; no value changes. own: as narrow as it was trained, a smaller file. Redline "
+            "reads either and drops the padding.",
+        ),
+    ] = "target",
+) -> None:
+    """A drafter's folder for other engines: config.json and model.safetensors. `train` and `run` write the same."""
+    from redline.draft.export import ExportConfig, run
+    from redline.draft.stages import fill
+
+    values = {"target": str(target), "drafter": str(draft), "out": str(out), "latent": latent}
+    raise typer.Exit(run(fill(ExportConfig, "export", values, {}), plain_console()))
+
+
+@app.command(name="run")
+def run_recipe(
+    recipe: Annotated[
+        Path, typer.Argument(metavar="recipe.toml", help="Such as redline/draft/recipe_example.toml; docs/draft.md.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="The folder of everything. Absent: what the recipe says.")] = None,
+) -> None:
+    """The whole factory from one file. What is done is passed over; OUT/drafter is what `serve --draft` takes."""
+    from redline.bench.local.record import provenance
+    from redline.draft.recipe import RunConfig, run
+
+    config = RunConfig(recipe=str(recipe), out=None if out is None else str(out))
+    raise typer.Exit(_worked(run, config, provenance("torch")))
+
+
+def _worked(run: Callable[..., int], config: Any, *more: Any) -> int:
+    console = plain_console()
+    return until_interrupted(lambda: run(config, console, *more), console, "the same command goes on")
+
+
+def _names(paths: list[Path] | None) -> tuple[str, ...]:
+    return tuple(map(str, paths or ()))
+
+
+def _shares(given: list[str] | None) -> dict[str, float]:
+    """["code=0.5"] -> {"code": 0.5}. typer.BadParameter for anything else."""
+    shares: dict[str, float] = {}
+    for text in given or ():
+        domain, sign, share = text.partition("=")
+        try:
+            shares[domain] = float(share)
+        except ValueError:
+            sign = ""
+        if not (domain and sign):
+            raise typer.BadParameter(f"{text!r}; expected DOMAIN=SHARE, such as code=0.3", param_hint="--traffic")
+    return shares

@@ -1,0 +1,71 @@
+"""`redline eval`: opens the engine, shows the progress, prints the table."""
+
+import functools
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from redline.bench.local.answering import Greedy
+from redline.bench.local.quality import caption, table
+from redline.bench.local.quality import evaluate as grade_all
+from redline.chat.template import style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.cli.console import save_result, until_interrupted
+from redline.disk import check_output
+from redline.model.checkpoint import Checkpoint
+from redline.progress import Working
+from redline.wire.base import Record
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine, kv_dtype_of
+
+CONTEXT = 8192  # the longest evaluation prompt and its answer
+
+
+class EvalConfig(Record, frozen=True):
+    """What `redline eval` is told."""
+
+    folder: Path
+    sets: Path | None = None
+    limit: int | None = None
+    run_code: bool = False
+    against: Path | None = None
+    kv_dtype: str = "bf16"
+    save: Path | None = None
+
+
+def evaluate(config: EvalConfig, console: Console) -> int:
+    """0, or 130 after Ctrl-C. Raises ConfigError or CheckpointError, before anything is loaded where it can."""
+    kv_dtype_of(config.kv_dtype)
+    for folder in filter(None, (config.folder, config.against)):
+        Checkpoint.open(folder)
+        Tokenizer.open(folder)
+        style_of(folder)
+    if config.save is not None:
+        check_output(config.save)
+    return until_interrupted(lambda: _evaluate(config, console), console)
+
+
+def _evaluate(config: EvalConfig, console: Console) -> int:
+    with Working("answers") as working:
+        report = grade_all(
+            config.folder,
+            functools.partial(_open, config.kv_dtype),
+            sets=config.sets,
+            against=config.against,
+            run_code=config.run_code,
+            limit=config.limit,
+            progress=working.show,
+        )
+    console.print(table(report))
+    console.print(caption(report), style="dim", highlight=False, soft_wrap=True)
+    if config.save is not None:
+        save_result(config.save, report, console)
+    return 0
+
+
+@contextmanager
+def _open(kv_dtype: str, folder: Path) -> Generator[Greedy]:
+    with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, kv_dtype=kv_dtype)) as engine:
+        yield Greedy(engine)

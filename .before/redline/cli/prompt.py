@@ -1,0 +1,107 @@
+"""Where a question is typed or pasted. What is pasted is one question, whatever its lines, and never leaves the chat.
+
+Terminals mark what is pasted (bracketed paste) for programs that ask for it. This asks for it while an answer streams,
+too, and keeps what is typed meanwhile for the next question. Where a terminal marks nothing, or the paste was earlier
+than we, an Enter that more text follows at once is taken for a line's end in a paste.
+"""
+
+import select
+import signal
+import sys
+import termios
+from contextlib import suppress
+from types import FrameType, TracebackType
+from typing import Any, Self, TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import create_output
+from prompt_toolkit.output.vt100 import Vt100_Output
+from prompt_toolkit.utils import is_dumb_terminal
+
+from redline.errors import ConfigError
+
+FOLLOWS_S = 0.02  # no one types the next key so soon after Enter; a terminal that pastes does not pause so long
+
+
+def is_interactive() -> bool:
+    """Whether somebody sits at a terminal. Standard output may be a file, where standard error is the terminal."""
+    typed, *shown = (stream is not None and stream.isatty() for stream in _streams())
+    return typed and any(shown)
+
+
+def _streams() -> tuple[TextIO | None, ...]:
+    return sys.stdin, sys.stdout, sys.stderr  # None: closed before we began
+
+
+def piped() -> str:
+    """Standard input as one question. ConfigError where it holds none."""
+    stream = _streams()[0]
+    text = stream.read() if stream is not None else ""
+    if not text.strip():
+        raise ConfigError("standard input holds no question; give one as PROMPT, or run `redline chat` in a terminal")
+    return text
+
+
+class Prompt:
+    """The terminal for as long as a conversation lasts; a context manager, which leaves the terminal as it was."""
+
+    def __init__(self) -> None:
+        self._input = sys.stdin.fileno()
+        self._before = termios.tcgetattr(self._input)
+        output = create_output(always_prefer_tty=True)
+        if isinstance(output, Vt100_Output):
+            output.enable_cpr = False  # its answer comes as input, and would be the shell's if we have left by then
+        self._output = None if is_dumb_terminal() else output
+        keys = KeyBindings()
+        keys.add("enter")(self._enter)
+        self._session = PromptSession[str](output=output, key_bindings=keys, enable_suspend=True)
+
+    def read(self) -> str:
+        """The next question, as typed. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        try:
+            return self._session.prompt(FormattedText([("bold", "> ")]))
+        finally:
+            self._bracket_pastes()
+
+    def _enter(self, event: KeyPressEvent) -> None:
+        if event.app.key_processor.input_queue or select.select([self._input], [], [], FOLLOWS_S)[0]:
+            event.current_buffer.insert_text("\n")
+        else:
+            event.current_buffer.validate_and_handle()
+
+    def _bracket_pastes(self) -> None:
+        if self._output is not None:
+            self._output.enable_bracketed_paste()
+            self._output.flush()
+
+    def __enter__(self) -> Self:
+        self._terminate = signal.signal(signal.SIGTERM, _leave)
+        mode: list[Any] = termios.tcgetattr(self._input)
+        mode[0] &= ~termios.ICRNL  # input modes
+        mode[3] &= ~(termios.ICANON | termios.ECHO)  # local modes; Ctrl-C still interrupts,
+        mode[3] |= termios.NOFLSH  # and takes nothing with it that was typed for the next question
+        mode[6][termios.VMIN], mode[6][termios.VTIME] = 1, 0
+        termios.tcsetattr(self._input, termios.TCSANOW, mode)
+        self._bracket_pastes()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with suppress(termios.error):  # the terminal has gone
+            # What was meant for the chat and has not been read must not be run by the shell: none of a long paste.
+            for _ in range(100):
+                if not select.select([self._input], [], [], FOLLOWS_S)[0]:
+                    break
+                termios.tcflush(self._input, termios.TCIFLUSH)
+            termios.tcsetattr(self._input, termios.TCSAFLUSH, self._before)
+        if self._output is not None:
+            self._output.disable_bracketed_paste()
+            self._output.flush()
+        signal.signal(signal.SIGTERM, self._terminate)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)

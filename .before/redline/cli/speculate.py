@@ -1,0 +1,152 @@
+"""`redline bench speculate`: the tables of `bench.local.speculate`."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from redline.bench.local.record import provenance
+from redline.bench.local.speculate import (
+    Asker,
+    Part,
+    Question,
+    Rate,
+    bench_parts,
+    bench_rates,
+    mean_times,
+    read_questions,
+    variants,
+)
+from redline.chat.template import style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.cli.console import save_result, until_interrupted
+from redline.disk import check_output
+from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
+from redline.model.eagle3 import Eagle3
+from redline.progress import Working
+from redline.wire.base import Record
+from redline.wire.job import PAGE_TOKENS
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine
+
+
+class SpeculateConfig(Record, frozen=True):
+    """What `redline bench speculate` is told."""
+
+    folder: str
+    draft: str
+    prompts: tuple[str, ...] = ()  # files; none: the checkpoint's own evaluation sets
+    k: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
+    batch: tuple[int, ...] = (1, 16)
+    questions: int = 16  # of each domain at most
+    rounds: int = 3  # of each domain, variant and batch
+    max_tokens: int = 128
+    context: int = 512  # of the parts
+    repeats: int = 40  # of each part
+    save: str | None = None
+    device: str | None = None
+
+
+def run(config: SpeculateConfig, console: Console) -> int:
+    """Measures, prints, saves; 130 after Ctrl-C. Raises ConfigError or CheckpointError."""
+    folder = Path(config.folder)
+    if config.save is not None:
+        check_output(Path(config.save))
+    target = Checkpoint.open(folder).config
+    Eagle3.open(config.draft, target)  # so that a wrong folder is said before anything is loaded
+    paths = [Path(name) for name in config.prompts] or sorted((folder / "eval").glob("*.jsonl"))
+    if not paths:
+        raise ConfigError(f"{folder / 'eval'}: no prompts (*.jsonl) here; name a file with --prompts")
+    questions = read_questions(paths, Tokenizer.open(folder), style_of(folder), config.questions)
+    if not questions:
+        raise ConfigError(f"{', '.join(map(str, paths))}: no prompt in it")
+    return until_interrupted(lambda: _run(config, folder, target, questions, console), console)
+
+
+def _run(
+    config: SpeculateConfig, folder: Path, target: K2Config, questions: Sequence[Question], console: Console
+) -> int:
+    longest = max(len(question.tokens) for question in questions) + config.max_tokens
+    pages = max(config.batch) * (2 + longest // PAGE_TOKENS) + 8
+    row_bytes = 2 * (target.num_hidden_layers + 8) * target.kv_width  # a drafter's row is no wider than a few layers'
+    opened: dict[str, EngineConfig] = variants(
+        config.draft, config.k, max(config.batch), longest, pages * PAGE_TOKENS * row_bytes, config.device
+    )
+    domains = len({question.domain for question in questions})
+    rates: list[Rate] = []
+    with ExitStack() as stack, Working("loading the engines of each variant") as working:
+        engines = {name: stack.enter_context(Engine.open(folder, one)) for name, one in opened.items()}
+        askers = {name: Asker(engine, config.max_tokens) for name, engine in engines.items()}
+        asked, total = 0, len(config.batch) * domains * config.rounds * len(askers)
+        working.show(0, total, what="turns of asking")
+
+        def did() -> None:
+            nonlocal asked
+            asked += 1
+            working.show(asked, total)
+
+        for batch in config.batch:
+            rates += bench_rates(askers, questions, batch, config.rounds, did)
+        working.show(what="timing the parts of a step")
+        model = engines["off"].engine.model
+        drafter = Eagle3.open(config.draft, model.config)
+        drafter.prepare(model)
+        parts = list(bench_parts(model, drafter, config.batch, config.context, config.repeats))
+    for batch in config.batch:
+        console.print(_rate_table([rate for rate in rates if rate.batch == batch], batch, folder.name))
+    console.print(_part_table(parts, config.context))
+    if config.save is not None:
+        record = {
+            **provenance("torch"),
+            "config": config,
+            "rates": rates,
+            "mean_times": {f"{variant}, batch {batch}": ratio for (variant, batch), ratio in mean_times(rates).items()},
+            "parts": parts,
+        }
+        save_result(Path(config.save), record, console)
+    return 0
+
+
+def _rate_table(rates: Sequence[Rate], batch: int, name: str) -> Table:
+    """A row for each domain, a column for each variant; below, the mean over domains."""
+    order = list(dict.fromkeys(rate.variant for rate in rates))
+    table = Table(
+        title=f"speculation, {name}, batch {batch}",
+        caption="tokens/s over those without drafts (median of rounds), acceptance length below; off: tokens/s",
+    )
+    table.add_column("domain")
+    for variant in order:
+        table.add_column(variant, justify="right")
+    by_domain: dict[str, dict[str, Rate]] = {}
+    for rate in rates:
+        by_domain.setdefault(rate.domain, {})[rate.variant] = rate
+
+    def cell(rate: Rate | None) -> str:
+        if rate is None:
+            return ""
+        if rate.variant == "off":
+            return f"{rate.tokens_per_s:,.0f}"
+        return f"{rate.times:.2f}x\n" + ("-" if rate.length is None else f"{rate.length:.2f}")
+
+    for domain, found in by_domain.items():
+        table.add_row(
+            domain, *(cell(found.get(variant)) for variant in order), end_section=domain == list(by_domain)[-1]
+        )
+    means = mean_times(rates)
+    cells = ("" if variant == "off" else f"{means[variant, batch]:.2f}x" for variant in order)
+    table.add_row("mean over domains", *cells, style="bold")
+    return table
+
+
+def _part_table(parts: Sequence[Part], context: int) -> Table:
+    table = Table(title=f"what the parts of a step cost at context {context:,}")
+    table.add_column("part")
+    for name in ("batch", "ms", "times a plain step"):
+        table.add_column(name, justify="right")
+    for part in parts:
+        table.add_row(part.name, str(part.batch), f"{part.ms:.2f}", f"{part.times:.2f}")
+    return table

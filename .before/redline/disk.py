@@ -1,0 +1,144 @@
+"""Files that a kill or a full disk leaves whole, and places that are looked at before the work begins."""
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+
+from redline.errors import ConfigError
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+LOCKLESS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}  # of a file system that has no locks
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk, or this user's share of it, is full. safetensors says it in words: `... (os error 28)`."""
+    if isinstance(error, OSError):
+        return error.errno in FULL
+    number = re.search(r"os error (\d+)", str(error)) if isinstance(error, SafetensorError) else None
+    return number is not None and int(number[1]) in FULL
+
+
+def hold(path: Path, lock: Path | None = None, wait_s: float = 0.0) -> FileLock:
+    """Keeps a file or folder to this process until `release` is called; a kill lets it go too.
+
+    lock: the file that says so; absent: beside it, .NAME.lock. wait_s: for another process to let it go. Raises
+    ConfigError where another process holds it, OSError where the lock cannot be made. A file system without locks is
+    trusted.
+    """
+    held = FileLock(lock or path.with_name(f".{path.name}.lock"), timeout=wait_s, thread_local=False)
+    try:
+        held.acquire()
+    except Timeout:
+        raise ConfigError(f"{path}: another process is writing it: wait for its end, or name another") from None
+    except OSError as error:
+        if error.errno not in LOCKLESS:
+            raise
+    return held
+
+
+@contextmanager
+def alone(folder: Path) -> Generator[None]:
+    """Keeps a folder to this process, by FOLDER/.lock. ConfigError where it cannot be made, or another has it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = hold(folder, folder / ".lock")
+    except OSError as error:
+        raise unwritable(folder, error) from None
+    try:
+        yield
+    finally:
+        held.release()
+
+
+@contextmanager
+def written(path: Path) -> Generator[None]:
+    """An OSError of the work within is a ConfigError naming the file that it names, or `path`."""
+    try:
+        yield
+    except OSError as error:
+        named = error.filename2 or error.filename
+        raise unwritable(Path(os.fsdecode(named)) if isinstance(named, str | bytes) else path, error) from None
+
+
+def unwritable(path: Path, error: OSError) -> ConfigError:
+    """What a person is told whose file or folder takes nothing."""
+    if isinstance(error, FileExistsError | NotADirectoryError):
+        return ConfigError(f"{path}: cannot be written (a file stands where a folder is needed)")
+    if not is_full(error):
+        return ConfigError(f"{path}: cannot be written ({error.strerror or error})")
+    place = path
+    while not place.exists():
+        place = place.parent
+    free = human(shutil.disk_usage(place).free)
+    return ConfigError(f"{path}: cannot be written (no space left; {free} free): make room and run again")
+
+
+def check_output(path: Path) -> None:
+    """That a file can be written there, before the work whose result it holds. Its folder is made where it is missing.
+
+    Raises ConfigError.
+    """
+    with written(path):
+        if path.is_dir():
+            raise ConfigError(f"{path}: is a folder; name a file in it")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def check_room(folder: Path, needed: int, what: str, otherwise: str = "name another folder") -> None:
+    """ConfigError where fewer bytes are free than are needed. what: "the states of 9 sequences take". otherwise: what
+    to do where there is no more room."""
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise ConfigError(f"{folder}: {what} {human(needed)}, and {human(free)} are free: make room, or {otherwise}")
+
+
+def human(size: int) -> str:
+    """Bytes for a reader: 812 B, 65.2 MB, 1.20 GB."""
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size >= unit:
+            return f"{size / unit:,.3g} {name}"
+    return f"{size} B"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """The file as it was, or as it shall be, whenever the power goes. Raises OSError, and leaves nothing behind."""
+    building = path.with_name(f".{path.name}.writing")
+    try:
+        with open(building, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        building.replace(path)
+    except OSError:
+        building.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def save(path: Path, data: bytes) -> None:
+    """`write_whole`, of what somebody waits for. Raises ConfigError."""
+    with written(path):
+        write_whole(path, data)
+
+
+def sync(path: Path) -> None:
+    """What is written to a file, or renamed in a folder, is on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,53 @@
+"""`redline draft export`: a trained drafter's folder as engines take it, its latent as wide as its target's or its own.
+
+    OUT/config.json, OUT/model.safetensors
+
+vLLM keeps a drafter's rows in the cache of its target, so it needs the target's width (redline/model/eagle3_latent.py);
+Redline reads either, and serves both alike. Hence the target's width is the default: one folder that all load.
+"""
+
+import errno
+import os
+from pathlib import Path
+from typing import Literal
+
+from rich.console import Console
+from safetensors import SafetensorError
+
+from redline.disk import is_full, written
+from redline.model.checkpoint import Checkpoint
+from redline.model.eagle3 import Eagle3
+from redline.wire.base import Record
+
+
+class ExportConfig(Record, frozen=True):
+    """latent: "target" pads a narrower one with zeros, "own" leaves it as it was trained."""
+
+    target: str
+    drafter: str  # the folder that is read
+    out: str
+    latent: Literal["target", "own"] = "target"
+
+
+def run(config: ExportConfig, console: Console) -> int:
+    """Opens the drafter as the engine does, and writes it. Raises ConfigError, and CheckpointError of what is read."""
+    target, out = Checkpoint.open(config.target).config, Path(config.out)
+    drafter = Eagle3.open(Path(config.drafter), target)
+    with written(out):
+        try:
+            drafter.save(out, target.kv_lora_rank if config.latent == "target" else 0)
+        except SafetensorError as error:
+            if not is_full(error):
+                raise
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(out)) from None
+    size = (out / "model.safetensors").stat().st_size
+    own = drafter.config.kv_lora_rank
+    width = max(own, target.kv_lora_rank) if config.latent == "target" else own
+    latent = f", latent {own} padded to {width}" if own and width > own else ""
+    console.print(
+        f"{out}: {drafter.parameter_count / 1e6:.2f} M parameters{latent}, {size / 1e6:.1f} MB",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    return 0

@@ -1,0 +1,212 @@
+"""How far the drafter is from the target: losses to train on, and what would be accepted.
+
+Everything is a figure per predicted token u and step j: row t = u - 2 - j predicts token u, and its teacher is the
+target's distribution at u - 1, the same for every step. So the target's logits are computed once per chunk of tokens,
+from its last hidden states, and forgotten; the drafter's are computed again when gradients need them.
+
+N predicted tokens, R of them in a chunk, J steps, V vocabulary, D hidden.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from redline.model.eagle3 import Eagle3
+
+CHUNK_BYTES = 64 << 20  # of one [R, V] float32; a chunk holds about 4 J of them while its gradient is computed
+
+Kind = Literal["kl", "lk"]
+
+
+class Targets(NamedTuple):
+    """The N answer tokens of a batch, filled up with tokens at place -1, which no row predicts."""
+
+    rows_N: Tensor  # int64: where the token lies in the flattened batch [B * T]
+    places_N: Tensor  # int64: its place in its sequence
+    sequences_N: Tensor  # int64: which sequence of the batch
+    last_ND: Tensor  # the target's last hidden state, normed, at the token before
+
+
+class Rows(NamedTuple):
+    """Figures [J, N] of each step's prediction of each token; meaningless where not `valid`."""
+
+    valid: Tensor  # bool: there is a row that predicts the token
+    kept: Tensor  # bool: and the target's favourite is in the draft vocabulary
+    loss: Tensor  # differentiable; all else is not
+    alpha: Tensor  # sum_v min(p, q): the probability that a sampled draft is accepted
+    hit: Tensor  # bool: drafter and target have the same favourite
+    gap: Tensor  # max p - p(drafter's favourite): what a better drafter could win, 0 where it has the best
+
+
+def compare(
+    drafter: Eagle3,
+    normed: Sequence[Tensor],
+    head_VD: Tensor,
+    targets: Targets,
+    kind: Kind = "kl",
+    decay: float = 3.0,
+    chunk: int | None = None,
+    compiled: Any = None,
+) -> Rows:
+    """The J steps of `ttt.unroll` beside the target.
+
+    kind "kl": KL(p || q), with p renormalised over the draft vocabulary. "lk": l KL + (1 - l)(1 - alpha) with
+    l = exp(-decay alpha), held constant in the gradient: KL while the drafter is poor, total variation when it is good
+    (arXiv 2602.23881). `compiled`: a compiled `figures`.
+    """
+    ids_K = drafter.token_ids()
+    steps = torch.arange(len(normed), device=targets.rows_N.device)
+    valid = targets.places_N >= steps[:, None] + 2
+    rows_JN = (targets.rows_N - 2 - steps[:, None]).clamp_min(0)
+    flat = [hidden.flatten(0, 1) for hidden in normed]
+    count = targets.rows_N.shape[0]
+    size = chunk or chunk_rows(head_VD.shape[0])
+    parts: list[tuple[Tensor, ...]] = []
+    for first in range(0, count, size):
+        part = slice(first, first + size)
+        hidden = torch.stack([x[rows] for x, rows in zip(flat, rows_JN[:, part], strict=True)])
+        arguments = (drafter, hidden, targets.last_ND[part], head_VD, ids_K, kind, decay)
+        if torch.is_grad_enabled():
+            found = checkpoint(compiled or figures, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            found = (compiled or figures)(*arguments)
+        parts.append(cast("tuple[Tensor, ...]", found))
+    loss, alpha, hit, gap, inside = (torch.cat(found, -1) for found in zip(*parts, strict=True))
+    return Rows(valid, valid & inside, loss, alpha, hit, gap)
+
+
+def chunk_rows(vocabulary: int) -> int:
+    """A power of two; from 512, below which products are slow, to 16,384, as batches are filled up to whole ones."""
+    return min(max(512, 1 << (CHUNK_BYTES // (4 * vocabulary)).bit_length() - 1), 16384)
+
+
+def figures(
+    drafter: Eagle3,
+    normed_JRD: Tensor,
+    last_RD: Tensor,
+    head_VD: Tensor,
+    ids_K: Tensor | None,
+    kind: Kind,
+    decay: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(loss, alpha, hit, gap) [J, R] and whether the target's favourite can be drafted [R].
+
+    ids_K: the tokens of the draft vocabulary; None: all.
+    """
+    with torch.no_grad():
+        log_p = target_logits(last_RD, head_VD).log_softmax(-1)
+        top, favourite = log_p.max(-1)
+        if ids_K is None:
+            log_p_K, log_p_draft, inside = log_p, log_p, torch.ones_like(favourite, dtype=torch.bool)
+        else:
+            log_p_K = log_p[:, ids_K]
+            log_p_draft = log_p_K.log_softmax(-1)
+            inside = (ids_K == favourite[:, None]).any(-1)
+        p_K, p_draft = log_p_K.exp(), log_p_draft.exp()
+    losses: list[Tensor] = []
+    others: list[tuple[Tensor, Tensor, Tensor]] = []
+    for normed_RD in normed_JRD:
+        log_q = drafter.draft_logits(normed_RD).float().log_softmax(-1)
+        kl = (p_draft * (log_p_draft - log_q)).sum(-1)
+        if kind == "lk":
+            alpha = torch.minimum(p_K, log_q.exp()).sum(-1)  # differentiable
+            weight = (-decay * alpha.detach()).exp()
+            losses.append(weight * kl + (1 - weight) * (1 - alpha))
+        else:
+            losses.append(kl)
+        with torch.no_grad():
+            chosen = log_q.argmax(-1)
+            p_chosen = log_p_K.gather(-1, chosen[:, None])[:, 0]
+            hit = (chosen if ids_K is None else ids_K[chosen]) == favourite
+            others.append((torch.minimum(p_K, log_q.exp()).sum(-1), hit, top.exp() - p_chosen.exp()))
+    alpha, hit, gap = (torch.stack(found) for found in zip(*others, strict=True))
+    return torch.stack(losses), alpha, hit, gap, inside
+
+
+def target_logits(last_RD: Tensor, head_VD: Tensor) -> Tensor:
+    """float32 [R, V], from bf16 products with float32 sums where the machine has them."""
+    with torch.autocast(last_RD.device.type, enabled=False):
+        if last_RD.is_cuda and last_RD.dtype == head_VD.dtype == torch.bfloat16:
+            return torch.mm(last_RD, head_VD.T, out_dtype=torch.float32)
+        return last_RD.float() @ head_VD.float().T
+
+
+def per_sequence(rows: Rows, targets: Targets, sequences: int, step_weights: Sequence[float], focus: float) -> Tensor:
+    """The loss of each sequence [S], nats per token: the mean over its tokens, weighted over steps.
+
+    So every sequence weighs the same, however long it is (DeepSpec: with a mean over tokens, acceptance falls as
+    training goes on). focus c > 0: tokens weigh 1 + c gap within their sequence, mean 1 (drafters.md 5.2).
+    """
+    weight = rows.kept.float() * (1 + focus * rows.gap)
+    total, norm = (
+        torch.zeros(x.shape[0], sequences, device=x.device).index_add_(1, targets.sequences_N, x)
+        for x in (torch.where(rows.kept, weight * rows.loss, 0.0), weight)
+    )
+    steps = torch.tensor(step_weights, device=total.device)
+    return ((steps / steps.sum())[:, None] * total / norm.clamp_min(1e-9)).sum(0)
+
+
+class Stats(NamedTuple):
+    """Sums over tokens, [J] each, float64; sums of batches and of ranks add up. `Measured` reads them."""
+
+    tokens: Tensor
+    loss: Tensor
+    hits: Tensor
+    alpha: Tensor
+    runs: Tensor  # rows whose tokens of steps 0..j are all there
+    run_hits: Tensor  # of these, rows that hit in all of steps 0..j
+    run_alpha: Tensor  # sum over these rows of the product of alpha over steps 0..j
+
+
+@torch.no_grad()
+def count(rows: Rows, targets: Targets, positions: int) -> Stats:
+    """What a batch of `positions` = B * T rows shows."""
+    valid = rows.valid.double()
+    found = [valid, torch.where(rows.kept, rows.loss, 0.0), rows.hit * valid, rows.alpha * valid]
+    sums = [x.double().sum(-1) for x in found]
+    alive, hits, alpha = (torch.ones(positions, dtype=torch.float64, device=valid.device) for _ in range(3))
+    runs: list[tuple[Tensor, Tensor, Tensor]] = []
+    for step in range(valid.shape[0]):
+        # Row t = u - 2 - step; what no row predicts goes to one place more, which is cut off.
+        row = torch.where(rows.valid[step], targets.rows_N - 2 - step, positions)
+        there, hit, accepted = (
+            x.new_zeros(positions + 1).index_copy_(0, row, x)[:-1]
+            for x in (valid[step], found[2][step], found[3][step].double())
+        )
+        alive, hits, alpha = alive * there, hits * there * hit, alpha * there * accepted
+        runs.append((alive.sum(), hits.sum(), alpha.sum()))
+    return Stats(*sums, *(torch.stack(one) for one in zip(*runs, strict=True)))
+
+
+class Measured(NamedTuple):
+    """A drafter on some sequences: per step, and what it would give with J drafts."""
+
+    tokens: int
+    loss: list[float]
+    agreement: list[float]  # of favourites
+    alpha: list[float]
+    accepted: list[float]  # share of rows that hit in steps 0..j: greedy
+    accepted_sampled: list[float]
+
+    def length(self, drafts: int | None = None) -> float:
+        """Simulated acceptance length, greedy, the bonus token included: 1 + sum_j P(steps 0..j all hit)."""
+        return 1 + sum(self.accepted[:drafts])
+
+    def length_sampled(self, drafts: int | None = None) -> float:
+        """The same at temperature 1: with the product of alpha, per row, in the place of hits."""
+        return 1 + sum(self.accepted_sampled[:drafts])
+
+
+def measured(stats: Stats) -> Measured:
+    tokens, loss, hits, alpha, runs, run_hits, run_alpha = (x.tolist() for x in stats)
+
+    def mean(sums: list[float], counts: list[float]) -> list[float]:
+        return [total / max(number, 1.0) for total, number in zip(sums, counts, strict=True)]
+
+    return Measured(
+        round(tokens[0]), mean(loss, tokens), mean(hits, tokens), mean(alpha, tokens), mean(run_hits, runs),
+        mean(run_alpha, runs),
+    )  # fmt: skip

@@ -1,0 +1,253 @@
+"""`redline draft run recipe.toml`: the whole factory from one file, resumable, ending in a folder that serves.
+
+    OUT/corpus.jsonl        synth       the target's answers to prompts
+    OUT/capture             capture     its states over them
+    OUT/base                train       the first drafter
+    OUT/mine                mine        what it struggles with; OUT/mine/mixed.jsonl: fresh answers and replay
+    OUT/mine-capture        capture
+    OUT/mined               train       the first drafter, trained on
+    OUT/eval.json           eval        in the engine; it ends the run where the engine and the trainer disagree
+    OUT/drafter             export      what `redline serve --draft` takes
+
+A recipe's tables have the keys of the verbs' configurations; what the recipe itself decides (folders, target) cannot be
+set there. Without [mine] the first drafter is evaluated and exported. recipe_example.toml, beside this module, is one.
+"""
+
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from redline.disk import alone
+from redline.draft import capture, evaluate, export, mine, synth, train
+from redline.draft.capture import CaptureConfig
+from redline.draft.evaluate import EvalConfig
+from redline.draft.export import ExportConfig
+from redline.draft.mine import MineConfig
+from redline.draft.stages import Stage, fill, run_stages
+from redline.draft.synth import INTERRUPTED, SynthConfig
+from redline.draft.traces import trace_file
+from redline.draft.train import TrainConfig
+from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.wire.base import Record
+
+TABLES = ("synth", "capture", "train", "mine", "retrain", "eval")
+
+
+class RunConfig(Record, frozen=True):
+    """What `redline draft run` is told."""
+
+    recipe: str
+    out: str | None = None  # wins over the recipe's
+
+
+class _Top(Record, frozen=True):
+    target: str
+    out: str | None = None
+    corpus: tuple[str, ...] = ()  # the base set, where there is one; then there is no [synth]
+    synth: dict[str, Any] | None = None
+    stream: bool = False  # the trainer computes the states as it needs them; nothing is captured
+    capture: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    train: dict[str, Any] | None = None
+    mine: dict[str, Any] | None = None
+    retrain: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    eval: dict[str, Any] | None = None
+
+
+def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
+    """0 when the drafter is exported, 130 after Ctrl-C, else the status of the stage that ended it.
+
+    Raises ConfigError.
+    """
+    stages, out = stages_of(Path(config.recipe), None if config.out is None else Path(config.out), origin)
+    try:
+        with alone(out):
+            status = run_stages(stages, out, console)
+    except KeyboardInterrupt:  # between two stages, or before the work of one: a stage says itself what it keeps
+        console.print("stopped; the same command goes on", highlight=False)
+        return INTERRUPTED
+    if not status:
+        exported = stages[-1].config
+        assert isinstance(exported, ExportConfig), f"the last stage is {stages[-1].name}"
+        console.print(
+            f"redline serve {shlex.quote(exported.target)} --draft {shlex.quote(str(out / 'drafter'))}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+    return status
+
+
+def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = None) -> tuple[list[Stage], Path]:
+    """The stages of a recipe, and the folder of all that they make. Raises ConfigError naming file and table.key."""
+    top = _read(path)
+    here = path.resolve().parent
+    out = None if out is None else out.resolve()
+    if out is None:
+        if top.out is None:
+            raise ConfigError(f"{path}: out: the folder of everything; give it here or with --out")
+        out = here / top.out
+    target = str(here / top.target)
+    facts = (Checkpoint.open(target).fingerprint,)
+    if (top.synth is None) == (not top.corpus):
+        raise ConfigError(f"{path}: expected [synth], or corpus = [files], and not both")
+    if top.stream and top.capture:
+        raise ConfigError(f"{path}: capture: nothing is stored with stream = true; leave one out")
+    stages: list[Stage] = []
+
+    def table(name: str, kind: type[Record], given: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
+        return fill(kind, f"{path}: {name}", given, paths)
+
+    corpus = tuple(str(here / name) for name in top.corpus)
+    outside = tuple(map(Path, corpus))
+    if top.synth is not None:
+        values, reads = _beside(here, top.synth, ("prompts",))
+        corpus = (str(out / "corpus.jsonl"),)
+        paths = {"weights": target, "out": corpus[0]}
+        config = table("synth", SynthConfig, values, paths)
+        made = (out / "corpus.jsonl", out / "corpus.jsonl.about.json")
+        stages.append(
+            Stage("synth", config, synth.run, made, reads, facts, (*paths, "engine"), ("count",), synth.check)
+        )
+
+    def captured(name: str, source: tuple[str, ...], reads: tuple[Path, ...]) -> dict[str, Any]:
+        """The trainer's source: a capture, or, streamed, the corpus itself."""
+        if top.stream:
+            return {"capture": None, "corpus": source}
+        folder = out / name
+        paths = {"target": target, "corpus": source, "out": str(folder)}
+        config = table("capture", CaptureConfig, top.capture, paths)
+        idle = (*paths, "device", "shard_bytes")
+        stages.append(Stage(name, config, capture.run, (folder,), reads, facts, idle, ("disk",), capture.check))
+        return {"capture": str(folder), "corpus": ()}
+
+    def trained(name: str, title: str, values: Mapping[str, Any], source: Mapping[str, Any], start: str | None) -> str:
+        folder = out / name
+        paths = {"target": target, "out": str(folder), **source}
+        if start is not None:
+            paths["start"] = start
+        config, reads = table(title, TrainConfig, values, paths), outside if top.stream else ()
+        stages.append(Stage(name, config, train.run, (folder,), reads, facts, tuple(paths), check=train.check))
+        return str(folder)
+
+    if top.train is None:
+        raise ConfigError(f"{path}: [train]: missing; a budget at least: [train.recipe.budget] steps = 1000")
+    drafter = trained("base", "train", top.train, captured("capture", corpus, outside), None)
+    if top.mine is not None:
+        values, reads = _beside(here, top.mine, ("traces",), lambda name: trace_file(name)[1])
+        folder = out / "mine"
+        paths = {"target": target, "draft": drafter, "corpus": corpus, "out": str(folder)}
+        config = table("mine", MineConfig, values, paths)
+        stages.append(
+            Stage("mine", config, mine.run, (folder,), reads, idle=(*paths, "device", "batch"), check=mine.check)
+        )
+        source = captured("mine-capture", (str(folder / "mixed.jsonl"),), ())
+        drafter = trained("mined", "retrain", _merged(top.train, top.retrain), source, drafter)
+    if top.eval is not None:
+        values, reads = _beside(here, top.eval, ("prompts", "corpus"))
+        save = out / "eval.json"
+        paths = {"target": target, "draft": drafter, "save": str(save)}
+        config = table("eval", EvalConfig, values, paths)
+
+        def evaluated(config: EvalConfig, console: Console) -> int:
+            return evaluate.run(config, console, origin)
+
+        stages.append(Stage("eval", config, evaluated, (save,), reads, idle=(*paths, "device"), check=evaluate.check))
+    final = out / "drafter"
+    config = ExportConfig(target=target, drafter=drafter, out=str(final))
+    stages.append(Stage("export", config, export.run, (final,), idle=config.__struct_fields__))
+    return stages, out
+
+
+def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
+    """A training's configuration from a TOML file (a recipe's [train], or its keys alone) and flags, which win.
+
+    flags: dotted keys, such as recipe.budget.steps. Raises ConfigError naming file and key.
+    """
+    values: dict[str, Any] = {} if path is None else _toml(path)
+    if isinstance(values.get("train"), dict):
+        values = values["train"]
+    for key, value in flags.items():
+        *tables, last = key.split(".")
+        place = values
+        for name in tables:
+            place = place.setdefault(name, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{path}: {name}: expected a table")
+        place[last] = value
+    place = values
+    for name in ("recipe", "budget"):
+        place = place.setdefault(name, {})
+        if not isinstance(place, dict):
+            raise ConfigError(f"{path}: {name}: expected a table")
+    return fill(TrainConfig, str(path) if path is not None else "train", values, {})
+
+
+def mine_config(values: Mapping[str, Any]) -> MineConfig:
+    """Raises ConfigError naming the key."""
+    return fill(MineConfig, "mine", values, {})
+
+
+def eval_config(values: Mapping[str, Any]) -> EvalConfig:
+    """Raises ConfigError naming the key."""
+    return fill(EvalConfig, "eval", values, {})
+
+
+def _read(path: Path) -> _Top:
+    values = _toml(path)
+    unknown = sorted(set(values) - set(_Top.__struct_fields__))
+    if unknown:
+        raise ConfigError(f"{path}: {unknown[0]}: no such key; expected {', '.join(_Top.__struct_fields__)}")
+    try:
+        return msgspec.convert(values, _Top)
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at `$.")
+        raise ConfigError(f"{path}: {at.rstrip('`') or 'recipe'}: {message}") from None
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: not a TOML file: {error}") from None
+
+
+def _beside(
+    here: Path, table: Mapping[str, Any], keys: tuple[str, ...], file: Callable[[str], Path] = Path
+) -> tuple[dict[str, Any], tuple[Path, ...]]:
+    """The table with the paths under `keys`, which are relative to the recipe, made whole; and these paths.
+
+    file: the path in what is named, which may have something before it.
+    """
+
+    def whole(name: str) -> str:
+        path = str(file(name))
+        return name.removesuffix(path) + str(here / path)
+
+    values, paths = dict(table), list[Path]()
+    for key in keys:
+        given = values.get(key)
+        if isinstance(given, str):
+            values[key] = whole(given)
+            paths.append(here / file(given))
+        elif isinstance(given, list):
+            names = [name for name in given if isinstance(name, str)]
+            values[key] = list(map(whole, names))
+            paths += [here / file(name) for name in names]
+    return values, tuple(paths)
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """The second's values over the first's, table by table."""
+    merged = dict(first)
+    for key, value in second.items():
+        before = merged.get(key)
+        merged[key] = _merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,168 @@
+"""How hard each position of an answer is for a drafter, and how much of that it could learn away.
+
+A row is a position where a round of speculation could begin. Row r of an answer drafts the tokens at positions
+s, s + 1, ... s + k - 1 (s = `position_R[r]`, counted from the start of the prompt) while the target's own tokens stand
+before each: teacher forcing, as in training. The token at s - 1 is the last that the round knows, so the first row of
+an answer has s = prompt + 1: what the prompt itself gives, the target draws without a draft.
+
+For each draft, with p the target's distribution as it is served (temperature and top_p applied) and q the drafter's:
+
+    proposals   acceptance a       ceiling c   gap r = c - a
+    onehot      p(argmax q)        max p       max p - p(argmax q)
+    sampled     sum min(p, q)      1           1 - sum min(p, q)
+
+The ceiling is what a drafter reaches that knows all there is to know from the text so far. So a flat target that the
+drafter matches has no gap, however often its drafts are rejected: entropy that nobody can remove is not difficulty.
+With either kind of proposals q = p gives gap 0. (drafters.md 5.2 and 6.)
+
+R rows, k drafts, n tokens, D hidden, V vocabulary, C rows of one piece.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Proposals = Literal["onehot", "sampled"]
+PIECE_BYTES = 64 << 20  # of one float32 [C, V]
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+Logits = Callable[[Tensor], Tensor]
+"""Hidden states [C, D] to float32 logits [C, V]."""
+
+
+@dataclass(frozen=True)
+class Serving:
+    """How the target is sampled and how drafts are proposed."""
+
+    proposals: Proposals = "onehot"
+    temperature: float = 1.0  # 0: p is one-hot too
+    top_p: float = 1.0
+    own: bool = False  # the answer is greedy: p is one-hot at the token that follows
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Each [R, k] but `position_R`. Where the answer ends before the draft's position: 0, and False in `there_Rk`."""
+
+    position_R: Ints
+    accept_Rk: Floats
+    ceiling_Rk: Floats
+    hit_Rk: npt.NDArray[np.bool_]  # argmax q = argmax p
+    there_Rk: npt.NDArray[np.bool_]
+
+    @property
+    def gap_R(self) -> Floats:
+        """The gap of a row's first draft."""
+        return self.ceiling_Rk[:, 0] - self.accept_Rk[:, 0]
+
+    @property
+    def length_R(self) -> Floats:
+        """Tokens that a round from this row is expected to give: one, and the products of the acceptances."""
+        return 1 + self.accept_Rk.cumprod(1).sum(1)
+
+    @property
+    def longest_R(self) -> Floats:
+        """The same at the ceiling."""
+        return 1 + self.ceiling_Rk.cumprod(1).sum(1)
+
+
+def score(
+    tokens_n: Tensor,
+    loss_n: Tensor,
+    last_nD: Tensor,
+    steps: Sequence[Tensor],
+    *,
+    target: Logits,
+    drafter: Logits,
+    vocabulary: int,
+    serving: Serving,
+) -> Scores:
+    """The scores of one sequence.
+
+    loss_n: True where a token is the target's answer. last_nD: the target's normed states; row t predicts token t + 1.
+    steps: for each draft the drafter's normed states [n, D]; row t of step j predicts token t + 2 + j.
+    """
+    n, k = tokens_n.shape[0], len(steps)
+    answer = loss_n.bool().cpu()
+    rows = (answer[1:-1] & answer[2:]).nonzero()[:, 0] if n > 2 else torch.empty(0, dtype=torch.int64)
+    place_n = torch.full((n,), -1, dtype=torch.int64)
+    place_n[rows] = torch.arange(rows.shape[0])  # of row t among the rows
+    accept, ceiling = torch.zeros(rows.shape[0], k), torch.zeros(rows.shape[0], k)
+    hit, there = torch.zeros(rows.shape[0], k, dtype=torch.bool), torch.zeros(rows.shape[0], k, dtype=torch.bool)
+    piece = max(1, PIECE_BYTES // (4 * vocabulary))
+    first = int(rows[0]) + 1 if rows.shape[0] else n
+    for begin in range(first, n - 1, piece):
+        teachers = torch.arange(begin, min(begin + piece, n - 1))  # rows of the target; each predicts the token behind
+        teachers = teachers[answer[teachers + 1]]
+        if not teachers.shape[0]:
+            continue
+        p = distribution(target(last_nD[teachers.to(last_nD.device)]), serving)
+        if serving.own:
+            p = torch.nn.functional.one_hot(tokens_n.to(p.device)[teachers.to(p.device) + 1], p.shape[-1]).float()
+        for j in range(k):
+            place = place_n[(teachers - 1 - j).clamp(min=0)]
+            known = (place >= 0) & (teachers - 1 - j >= 0)
+            if not bool(known.any()):
+                continue
+            at = (teachers - 1 - j)[known].to(steps[j].device)
+            found = compare(p[known.to(p.device)], drafter(steps[j][at]), serving)
+            place = place[known]
+            accept[place, j], ceiling[place, j], hit[place, j] = found
+            there[place, j] = True
+    return Scores(
+        position_R=(rows + 2).numpy(),
+        accept_Rk=accept.numpy(),
+        ceiling_Rk=ceiling.numpy(),
+        hit_Rk=hit.numpy(),
+        there_Rk=there.numpy(),
+    )
+
+
+def compare(p_CV: Tensor, logits_CV: Tensor, serving: Serving) -> tuple[Tensor, Tensor, Tensor]:
+    """acceptance, ceiling [C] float32 and whether the two agree on the best token [C], on the CPU."""
+    best_C = logits_CV.argmax(-1)
+    hit_C = best_C == p_CV.argmax(-1)
+    if serving.proposals == "onehot":
+        accept_C, ceiling_C = p_CV.gather(-1, best_C[:, None])[:, 0], p_CV.amax(-1)
+    else:
+        q_CV = distribution(logits_CV, Serving(temperature=serving.temperature))
+        accept_C = torch.minimum(p_CV, q_CV).sum(-1).clamp(max=1)
+        ceiling_C = torch.ones_like(accept_C)
+    return accept_C.cpu(), ceiling_C.cpu(), hit_C.cpu()
+
+
+def distribution(logits_CV: Tensor, serving: Serving) -> Tensor:
+    """What is drawn from, float32 [C, V]: temperature, then the likeliest tokens that make up top_p."""
+    if serving.temperature == 0:
+        return torch.nn.functional.one_hot(logits_CV.argmax(-1), logits_CV.shape[-1]).float()
+    p_CV = (logits_CV.float() / serving.temperature).softmax(-1)
+    if serving.top_p >= 1:
+        return p_CV
+    sorted_CV, _ = p_CV.sort(-1, descending=True)
+    before_CV = sorted_CV.cumsum(-1, dtype=torch.float64) - sorted_CV  # mass of the likelier ones
+    last_C = (before_CV < serving.top_p).sum(-1) - 1
+    kept_CV = p_CV >= sorted_CV.gather(-1, last_C[:, None])
+    p_CV = torch.where(kept_CV, p_CV, 0.0)
+    return p_CV / p_CV.sum(-1, keepdim=True)
+
+
+def walk(scores: Scores, k: int) -> list[tuple[int, int, int]]:
+    """The rounds (position, proposed, accepted) of greedy serving with k drafts, as the hits foretell them.
+
+    A round begins where the one before has ended: behind the drafts that held and the target's own token.
+    """
+    rounds: list[tuple[int, int, int]] = []
+    hits = scores.hit_Rk[:, :k] & scores.there_Rk[:, :k]
+    row = 0
+    while row < len(hits):
+        proposed = int(scores.there_Rk[row, :k].sum())
+        accepted = int(hits[row].cumprod().sum())
+        rounds.append((int(scores.position_R[row]), proposed, accepted))
+        row += accepted + 1
+    return rounds

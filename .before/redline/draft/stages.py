@@ -1,0 +1,184 @@
+"""Stages that are done once: a chain of steps, each with a stamp of all that its result depends on.
+
+A stage's stamp is a hash over its name, its configuration, the contents of the files that it reads from outside, and
+the stamps of the stages before it; not over where things lie, nor over what changes no result (`idle`). It is written
+twice to OUT/stamps/NAME.json: before the stage runs, and when it is done. So a stage that is done with the same stamp
+is passed over; one that was killed runs again and finds what it had made (every verb resumes on its own); so does one
+of which only what makes it larger has changed (`grows`); and any other whose stamp has changed begins from nothing, in
+an empty place.
+
+Before the first stage runs, every stage that is not done is asked what it needs: hours of work do not end for want of a
+package that the third stage imports.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args, get_origin, get_type_hints
+
+import msgspec
+from rich.console import Console
+
+from redline.disk import save, written
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+STAMPS = "stamps"
+
+
+class Run(Protocol):
+    """What every verb is."""
+
+    def __call__(self, config: Any, console: Console) -> int: ...
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step. `makes`: files and folders under OUT that are its own, and go when it begins from nothing."""
+
+    name: str
+    config: Record
+    run: Run
+    makes: tuple[Path, ...]
+    reads: tuple[Path, ...] = ()  # from outside: files, by content
+    facts: tuple[str, ...] = ()  # what else decides, such as the target's fingerprint
+    idle: tuple[str, ...] = ()  # keys of the configuration that change no result: paths, batches, devices
+    grows: tuple[str, ...] = ()  # keys that only add to what is there
+    check: Callable[[Any], object] = lambda config: None
+    """Of the configuration, before any stage runs: ConfigError where something that the stage needs is missing."""
+
+
+class _Stamp(Record, frozen=True):
+    stamp: str
+    done: bool
+    ground: str = ""  # the stamp without what grows
+
+
+def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
+    """Runs what is not done, in order; the first status that is not 0 ends it. Raises ConfigError."""
+    with written(out):
+        (out / STAMPS).mkdir(parents=True, exist_ok=True)
+    stamps: list[tuple[str, str]] = []  # of each stage: without what grows, and whole
+    for stage in stages:
+        before = stamps[-1][1] if stamps else ""
+        stamps.append((stamp_of(stage, before, stage.grows), stamp_of(stage, before)))
+    for stage, (_, stamp) in zip(stages, stamps, strict=True):
+        if not _is_done(stage, stamp, out):
+            try:
+                stage.check(stage.config)
+            except ConfigError as error:
+                raise ConfigError(f"stage {stage.name}: {error}") from None
+    for number, (stage, (ground, stamp)) in enumerate(zip(stages, stamps, strict=True), 1):
+        path = _stamp_file(stage, out)
+        found = _read(path)
+        title = f"{number}/{len(stages)} {stage.name}"
+        if _is_done(stage, stamp, out):
+            console.print(f"{title}: done", style="dim", markup=False, highlight=False)
+            continue
+        if found is None or found.stamp != stamp:
+            if found is None or found.ground != ground:
+                _empty(stage, out, console)
+            save(path, msgspec.json.encode(_Stamp(stamp=stamp, done=False, ground=ground)))
+        console.rule(title)
+        status = stage.run(stage.config, console)
+        if status:
+            return status
+        missing = [str(made) for made in stage.makes if not made.exists()]
+        assert not missing, f"stage {stage.name} has not made {', '.join(missing)}"
+        save(path, msgspec.json.encode(_Stamp(stamp=stamp, done=True, ground=ground)))
+    return 0
+
+
+def _is_done(stage: Stage, stamp: str, out: Path) -> bool:
+    found = _read(_stamp_file(stage, out))
+    return found is not None and found.done and found.stamp == stamp and all(made.exists() for made in stage.makes)
+
+
+def _stamp_file(stage: Stage, out: Path) -> Path:
+    return out / STAMPS / f"{stage.name}.json"
+
+
+def stamp_of(stage: Stage, before: str, without: tuple[str, ...] = ()) -> str:
+    """Hex, of all but the keys `without` and those that are idle.
+
+    Raises ConfigError where a file that the stage reads is not there.
+    """
+    parts = blake2b(digest_size=16)
+    for fact in (stage.name, before, *stage.facts):
+        parts.update(_framed(fact.encode()))
+    values = {key: value for key, value in msgspec.to_builtins(stage.config).items() if key not in stage.idle + without}
+    parts.update(_framed(msgspec.json.encode(values, order="deterministic")))
+    for path in stage.reads:
+        try:
+            with open(path, "rb") as file:
+                content = blake2b(digest_size=16)
+                while piece := file.read(1 << 20):
+                    content.update(piece)
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); stage {stage.name} needs it") from None
+        parts.update(_framed(content.digest()))
+    return parts.hexdigest()
+
+
+def fill(kind: type[Record], place: str, table: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
+    """A configuration from a recipe's table and what the recipe itself decides (`paths`, which no table may set).
+
+    place: "FILE: table" as messages begin. Raises ConfigError naming table.key.
+    """
+    known = set(kind.__struct_fields__)
+    for key in table:
+        if key in paths:
+            raise ConfigError(f"{place}.{key}: the recipe decides it; leave it out")
+        if key not in known:
+            settable = ", ".join(sorted(known - set(paths)))
+            raise ConfigError(f"{place}.{key}: no such key; expected one of {settable}")
+    try:
+        return msgspec.convert({**table, **paths}, kind)
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at `$")
+        at = at.rstrip("`")
+        choices = _choices(kind, at.removeprefix("."))
+        if message.startswith("Invalid enum value") and choices:
+            message += f"; expected {' or '.join(choices)}"
+        raise ConfigError(f"{place}{at}: {message}") from None
+
+
+def _choices(kind: Any, dotted: str) -> list[str]:
+    """What a field of Records within Records may say, where that is a Literal; [] for any other."""
+    for key in dotted.partition("[")[0].split("."):
+        kind = get_type_hints(kind).get(key) if isinstance(kind, type) else None
+    while kind is not None and get_origin(kind) is not Literal and get_args(kind):
+        kind = get_args(kind)[0]
+    return [repr(value) for value in get_args(kind)]
+
+
+def _empty(stage: Stage, out: Path, console: Console) -> None:
+    """Removes what the stage has made with another stamp."""
+    for made in stage.makes:
+        if made.exists():
+            console.print(
+                f"{made}: made with other settings; begins from nothing", style="yellow", highlight=False, markup=False
+            )
+        with written(made):
+            _remove(made, out)
+
+
+def _read(path: Path) -> _Stamp | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Stamp)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _remove(path: Path, out: Path) -> None:
+    assert path.resolve().is_relative_to(out.resolve()), f"{path} is not in {out}"
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _framed(data: bytes) -> bytes:
+    return len(data).to_bytes(8, "little") + data

@@ -1,0 +1,322 @@
+"""`redline draft synth`: the target answers prompts, as it is served, and each answer becomes an example.
+
+Examples are appended as they end. What is in the file is not asked again, so the same command goes on after a kill, a
+Ctrl-C or a full disk.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from redline.chat.generation import generation_of
+from redline.chat.hashing import make_job
+from redline.chat.lines import conversation
+from redline.chat.template import encode, style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.disk import check_output, is_full
+from redline.draft.corpus import About, Example, Reader, Writer, claim, mend
+from redline.draft.prompts import LONG_CHARACTERS, Prompt, Turns, prompts, read_prompts
+from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.eagle3 import Eagle3
+from redline.progress import Working
+from redline.wire.base import Record
+from redline.wire.delta import Delta
+from redline.wire.job import Job, JobId, Sampling
+from redline.worker.config import SUFFIX, EngineConfig
+from redline.worker.engine import Engine, pick_device
+from redline.worker.respondent import Respondent
+
+WAVE = 8  # jobs that the engine is given at a time, in multiples of those that it runs at once
+NAMED = 20  # skipped prompts that are printed one by one
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
+
+
+class SynthConfig(Record, frozen=True):
+    weights: str  # the target's folder
+    out: str  # the corpus
+    prompts: tuple[str, ...] = ()  # users' files
+    turns: Turns = "all"  # of users' conversations: each answer is asked for, or the last
+    domains: tuple[str, ...] = ()  # of our own templates
+    count: int = 1000  # prompts of each domain
+    samples: int = 1  # answers to each prompt
+    max_tokens: int = 2048  # of an answer
+    temperature: float | None = None  # absent: as the checkpoint is served
+    top_p: float | None = None
+    seed: int = 0
+    shard: str = "1/1"  # i/n: this process answers the i-th n-th of the prompts
+    long_characters: tuple[int, int] = LONG_CHARACTERS  # of a document in the domain long
+    engine: EngineConfig = EngineConfig()  # batch: max_running; draft: speculation
+
+
+Open = Callable[[SynthConfig], AbstractContextManager[Respondent]]
+
+
+class Done(Record, frozen=True):
+    """What a run of `synth` did."""
+
+    answers: int
+    tokens: int  # of answers
+    seconds: float
+    skipped: tuple[str, ...]  # prompts that the engine refused: "id: reason"
+
+
+def run(config: SynthConfig, console: Console) -> int:
+    """0; 1 where the disk is full; 130 after Ctrl-C. Raises ConfigError, CheckpointError."""
+    asked = check(config)
+    check_output(Path(config.out))
+    _name(console, asked.skipped, "lines", "are no prompts")
+    before = len(existing(Path(config.out)))
+    start = time.monotonic()
+    tokens = 0
+
+    def show(answers: int, total: int, new: int) -> None:
+        nonlocal tokens
+        tokens += new
+        rate = f"{tokens / max(time.monotonic() - start, 1e-9):,.0f} tokens/s"
+        working.show(answers, total, note=rate)
+
+    try:
+        with Working("answers") as working:
+            done = synth(config, asked.prompts, open_engine, show)
+    except KeyboardInterrupt:
+        console.print(_kept(config, before, "stopped"), highlight=False, markup=False, soft_wrap=True)
+        return INTERRUPTED
+    except OSError as error:
+        if not is_full(error):
+            raise
+        kept = _kept(config, before, "the disk is full")
+        console.print(kept, style="red", highlight=False, markup=False, soft_wrap=True)
+        return 1
+    rate = done.tokens / max(done.seconds, 1e-9)
+    console.print(
+        f"{done.answers:,} new answers, {done.tokens:,} tokens ({rate:,.0f} tokens/s); {config.out} holds "
+        f"{before + done.answers:,}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+    _name(console, done.skipped, "prompts", "were refused")
+    return 0
+
+
+def check(config: SynthConfig) -> "_Asked":
+    """What will be asked. Raises ConfigError where something is wrong or missing, before anything is loaded."""
+    asked = wanted(config)
+    if not asked.prompts:
+        raise ConfigError(
+            f"{', '.join(config.prompts)}: no prompt in it; expected one JSON a line with domain, messages"
+        )
+    target = Path(config.weights)
+    check_target(target, config.engine.device)
+    if config.samples > 1 and _temperature(config) == 0:
+        raise ConfigError(
+            f"samples is {config.samples}, but at temperature 0 all answers to a prompt are the same: give a "
+            "temperature (the checkpoint asks for 0)"
+        )
+    if config.engine.draft not in (None, SUFFIX):
+        Eagle3.open(config.engine.draft, Checkpoint.open(target).config)
+    return asked
+
+
+def check_target(folder: Path, device: str | None) -> None:
+    """ConfigError or CheckpointError where it could not be asked."""
+    pick_device(device)
+    Checkpoint.open(folder)
+    Tokenizer.open(folder)
+    style_of(folder)
+    generation_of(folder)
+
+
+def wanted(config: SynthConfig) -> "_Asked":
+    """This shard's prompts, each as often as it has samples. Raises ConfigError."""
+    if not config.prompts and not config.domains:
+        raise ConfigError("prompts: nothing to ask: name a file of prompts, or domains")
+    for name, least in (("count", 1), ("samples", 1), ("max_tokens", 1)):
+        if getattr(config, name) < least:
+            raise ConfigError(f"{name} is {getattr(config, name)}; expected at least {least}")
+    if config.engine.max_running < 1:
+        raise ConfigError(f"engine.max_running (--batch) is {config.engine.max_running}; expected at least 1")
+    low, high = config.long_characters
+    if not 1 <= low <= high:
+        raise ConfigError(f"long_characters is [{low}, {high}]; expected 1 or more, the smaller first")
+    sampling_check(config.temperature, config.top_p)
+    index, shards = _shard(config.shard)
+    found, skipped = read_prompts(*map(Path, config.prompts), turns=config.turns)
+    every = {prompt.id: prompt for prompt in found}
+    made = prompts(config.domains, config.count, config.seed, config.long_characters)
+    every.update({prompt.id: prompt for prompt in made})
+    asked = [
+        msgspec.structs.replace(prompt, id=prompt.id if config.samples == 1 else f"{prompt.id}#{sample}")
+        for prompt in every.values()
+        if _number(prompt.id) % shards == index
+        for sample in range(config.samples)
+    ]
+    return _Asked(prompts=asked, skipped=tuple(skipped))
+
+
+class _Asked(Record, frozen=True):
+    prompts: list[Prompt]
+    skipped: tuple[str, ...]
+
+
+def existing(out: Path) -> set[str]:
+    """The ids that the corpus holds, once mended."""
+    if not out.exists():
+        return set()
+    mend(out)
+    return {example.id for example in Reader(out)}
+
+
+def synth(
+    config: SynthConfig,
+    asked: Sequence[Prompt],
+    open_target: Open,
+    progress: Callable[[int, int, int], None] = lambda answers, total, tokens: None,
+) -> Done:
+    """Answers what the corpus does not hold yet, and appends. Whatever is raised, what was appended stays.
+
+    progress(answers there, answers in all, new tokens) is called with every step of an answer. Raises ConfigError where
+    the corpus is of another target or sampling, OSError where the disk is full.
+    """
+    out = Path(config.out)
+    there = existing(out)
+    waiting = [prompt for prompt in asked if prompt.id not in there]
+    ended, total, tokens = len(asked) - len(waiting), len(asked), 0
+    skipped: list[str] = []
+    if not waiting:
+        progress(ended, total, 0)
+        return Done(answers=0, tokens=0, seconds=0.0, skipped=())
+    with Writer(out) as writer, open_target(config) as target:
+        about = about_of(config, target.fingerprint)
+        claim(out, about)
+        start = time.monotonic()
+        size = WAVE * config.engine.max_running
+        for first in range(0, len(waiting), size):
+            wave = waiting[first : first + size]
+            jobs = [_job(config, about, target, prompt) for prompt in wave]
+            answers = {job.id: _Answer(prompt, job) for prompt, job in zip(wave, jobs, strict=True)}
+
+            def take(delta: Delta, answers: dict[JobId, _Answer] = answers) -> None:
+                nonlocal ended, tokens
+                answer = answers[delta.job]
+                answer.add(delta)
+                tokens += len(delta.tokens)
+                if delta.finish in ("stop", "length"):
+                    writer.append(answer.example(delta.finish))
+                    ended += 1
+                elif delta.finish is not None:
+                    skipped.append(f"{delta.job}: {delta.error or delta.finish}")
+                progress(ended, total, len(delta.tokens))
+
+            target.generate(jobs, take)
+    answered = ended - (len(asked) - len(waiting))
+    return Done(answers=answered, tokens=tokens, seconds=time.monotonic() - start, skipped=tuple(skipped))
+
+
+def open_engine(config: SynthConfig) -> AbstractContextManager[Respondent]:
+    return Engine.open(config.weights, config.engine)
+
+
+def about_of(config: SynthConfig, fingerprint: str) -> About:
+    """Sampling as the checkpoint is served, but for what the config says."""
+    served = generation_of(Path(config.weights))
+    return About(
+        fingerprint=fingerprint,
+        temperature=_temperature(config),
+        top_p=served.top_p if config.top_p is None else config.top_p,
+        top_k=served.top_k,
+        min_p=served.min_p,
+    )
+
+
+def _temperature(config: SynthConfig) -> float:
+    return generation_of(Path(config.weights)).temperature if config.temperature is None else config.temperature
+
+
+def sampling_check(temperature: float | None, top_p: float | None) -> None:
+    """ConfigError for what no engine samples with. None: what the checkpoint asks for."""
+    if temperature is not None and not 0 <= temperature <= 2:
+        raise ConfigError(f"temperature is {temperature}; expected 0 to 2")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ConfigError(f"top_p is {top_p}; expected more than 0, and at most 1")
+
+
+class _Answer:
+    """One job's tokens so far."""
+
+    def __init__(self, prompt: Prompt, job: Job) -> None:
+        self._prompt = prompt
+        self._start = len(job.tokens)
+        self._tokens = list(job.tokens)
+        self._rounds: list[tuple[int, int, int]] = []
+
+    def add(self, delta: Delta) -> None:
+        if delta.proposed:
+            self._rounds.append((len(self._tokens), delta.proposed, delta.accepted))
+        self._tokens += delta.tokens
+
+    def example(self, finish: str) -> Example:
+        return Example(
+            id=self._prompt.id,
+            domain=self._prompt.domain,
+            language=self._prompt.language,
+            kind=self._prompt.kind,
+            tokens=tuple(self._tokens),
+            prompt=self._start,
+            finish=finish,
+            rounds=tuple(self._rounds),
+        )
+
+
+def _job(config: SynthConfig, about: About, target: Respondent, prompt: Prompt) -> Job:
+    """The prompt in the target's template. Its randomness is its own, and the same in every run."""
+    tokens = tuple(encode(conversation(prompt), target.tokenizer, target.style))
+    sampling = Sampling(
+        max_tokens=config.max_tokens,
+        temperature=about.temperature,
+        top_p=about.top_p,
+        top_k=about.top_k,
+        min_p=about.min_p,
+        seed=_number(f"{config.seed}/{prompt.id}"),
+        stop_ids=target.tokenizer.stop_ids,
+    )
+    return make_job(JobId(prompt.id), tokens, sampling, target.fingerprint)
+
+
+def _number(text: str) -> int:
+    """In [0, 2^63), the same everywhere."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def _shard(text: str) -> tuple[int, int]:
+    """i/n as (i - 1, n)."""
+    i, slash, n = text.partition("/")
+    if not (slash and i.isdecimal() and n.isdecimal() and 1 <= int(i) <= int(n)):
+        raise ConfigError(f"shard is {text!r}; expected i/n with i from 1 to n, such as 2/8")
+    return int(i) - 1, int(n)
+
+
+def _kept(config: SynthConfig, before: int, why: str) -> str:
+    there = len(existing(Path(config.out)))
+    return f"{why}: {there - before:,} new answers are kept, {there:,} in {config.out}; the same command goes on"
+
+
+def _name(console: Console, messages: Sequence[str], what: str, why: str) -> None:
+    """Says what was skipped: each by name as long as they are few, and how many."""
+    if not messages:
+        return
+    for message in messages[:NAMED]:
+        console.print(f"skipped {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
+    reasons = Counter(message.rpartition(": ")[2] for message in messages[NAMED:])
+    for reason, count in reasons.most_common(3):
+        console.print(
+            f"... and {count:,} more: {reason}", style="yellow", highlight=False, markup=False, soft_wrap=True
+        )
+    console.print(f"{len(messages):,} {what} {why}", style="yellow", highlight=False)

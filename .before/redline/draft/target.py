@@ -1,0 +1,221 @@
+"""The target as a teacher: token ids in, the states that a drafter reads and is judged by out.
+
+Every sequence is a prompt to it: positions go through the expanded form of attention, several sequences side by side in
+one call of `K2.forward`, over pages of its own. A call has at most so many tokens; a sequence that is longer goes
+through in chunks.
+
+n tokens of a sequence, T tokens of a call, L captured layers, D hidden, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
+from redline.model.eagle3_config import default_layer_ids
+from redline.model.k2 import K2, Chunk, Inputs, load
+from redline.wire.job import PAGE_TOKENS
+from redline.worker.engine import pick_device
+
+CALL_TOKENS = 8192
+CALL_TOKENS_GPU = 65536  # a call is hundreds of launches, whatever its size
+SCORES = 1 << 28  # entries of heads x chunk x context in attention by the reference: 1 GiB of float32
+
+
+class States(NamedTuple):
+    """What the target thinks over one sequence, bf16. Both are of the token's own position, not of the one before."""
+
+    features: Tensor  # [n, L, D]: the residual stream as it enters each captured layer, not normed
+    last: Tensor  # [n, D]: what the head reads
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Positions [start, start + count) of a group's sequence."""
+
+    sequence: int
+    start: int
+    count: int
+
+
+def layers_of(layer_ids: Sequence[int] | None, target: K2Config) -> tuple[int, ...]:
+    """The layers whose input is kept; None: as engines do. Raises ConfigError where the target has no such layers."""
+    layers = target.num_hidden_layers
+    if layer_ids is None:
+        return default_layer_ids(layers)
+    if not layer_ids or list(layer_ids) != sorted(set(layer_ids) & set(range(layers + 1))):
+        raise ConfigError(f"layer_ids is {list(layer_ids)}; expected ascending ids from 0 (the embedding) to {layers}")
+    return tuple(layer_ids)
+
+
+class Target:
+    """A loaded K2 and its pages.
+
+    fingerprint  of the checkpoint: the same files, the same states
+    layer_ids    as in vLLM and SGLang: k is the state that enters layer k
+    """
+
+    def __init__(
+        self, model: K2, fingerprint: str, layer_ids: Sequence[int] | None = None, call_tokens: int | None = None
+    ) -> None:
+        """Raises ConfigError where the model has no such layers."""
+        self.model = model
+        self.fingerprint = fingerprint
+        self.layer_ids = layers_of(layer_ids, model.config)
+        self.call_tokens = call_tokens or (CALL_TOKENS_GPU if model.device.type == "cuda" else CALL_TOKENS)
+        self._planes = torch.empty(0)
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path | str,
+        device: torch.device | None = None,
+        layer_ids: Sequence[int] | None = None,
+        progress: Callable[[int, int], object] = lambda done, total: None,
+    ) -> "Target":
+        """Load a checkpoint's folder. progress: (bytes read, bytes in all). Raises ConfigError or CheckpointError."""
+        checkpoint = Checkpoint.open(folder)
+        done = 0
+
+        def read(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, checkpoint.bytes)
+
+        checkpoint.progress = read
+        return cls(load(checkpoint, device or pick_device(None)), checkpoint.fingerprint, layer_ids)
+
+    @property
+    def config(self) -> K2Config:
+        return self.model.config
+
+    @property
+    def embedding(self) -> Tensor:
+        """bf16 [V, D]"""
+        return self.model.embedding_VD
+
+    @property
+    def head(self) -> Tensor:
+        """bf16 [V, D]; a copy where kernels want another layout."""
+        return self.model.head.dense()
+
+    def refusal(self, tokens: Sequence[int]) -> str | None:
+        """Why the target cannot read these; None: it can."""
+        reads, vocabulary = self.config.max_position_embeddings, self.config.vocab_size
+        if not tokens:
+            return "no tokens"
+        if len(tokens) > reads:
+            return f"{len(tokens):,} tokens; this model reads {reads:,} at most"
+        if min(tokens) < 0 or max(tokens) >= vocabulary:
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            return f"token id {wrong}; ids go from 0 to {vocabulary - 1}"
+        return None
+
+    def features(self, sequences: Sequence[Sequence[int]]) -> list[States]:
+        """The states over each sequence, on the model's device. Raises ConfigError for what the target cannot read."""
+        for number, tokens in enumerate(sequences):
+            if (reason := self.refusal(tokens)) is not None:
+                raise ConfigError(f"sequence {number}: {reason}")
+        found: list[States] = []
+        for group in _groups(sequences, self.call_tokens):
+            states = self._room(sum(map(len, group)))  # ordinary tensors: training may need gradients
+            with torch.inference_mode():
+                self._compute(group, states)
+            lengths = [len(tokens) for tokens in group]
+            found += map(States, states.features.split(lengths), states.last.split(lengths))
+        return found
+
+    def _room(self, tokens: int) -> States:
+        shape, device = (tokens, len(self.layer_ids), self.config.hidden_size), self.model.device
+        features = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return States(features, features.new_empty(tokens, self.config.hidden_size))
+
+    def _compute(self, group: Sequence[Sequence[int]], states: States) -> None:
+        """Fills the states of sequences that share calls, which lie one behind another. Their pages stay until all of
+        them are done."""
+        tables = self._tables([len(tokens) for tokens in group])
+        ids = [torch.tensor(tokens, dtype=torch.int64) for tokens in group]
+        end = 0
+        for call in self._calls(group):
+            last_TD, features_TF = self.model.forward(self._inputs(call, ids, tables), self._planes, self.layer_ids)
+            assert features_TF is not None
+            first, end = end, end + last_TD.shape[0]
+            states.features[first:end] = features_TF.unflatten(1, (len(self.layer_ids), -1))
+            states.last[first:end] = last_TD
+
+    def _calls(self, group: Sequence[Sequence[int]]) -> Iterator[list[_Piece]]:
+        """All positions of the group, in order, at most `call_tokens` in a call."""
+        call: list[_Piece] = []
+        room = self.call_tokens
+        for number, tokens in enumerate(group):
+            start = 0
+            while start < len(tokens):
+                if room == 0:
+                    yield call
+                    call, room = [], self.call_tokens
+                longest = max(PAGE_TOKENS, SCORES // (self.config.num_attention_heads * len(tokens)))
+                count = min(len(tokens) - start, room, longest)
+                call.append(_Piece(number, start, count))
+                start, room = start + count, room - count
+        if call:
+            yield call
+
+    def _inputs(self, call: Sequence[_Piece], ids: Sequence[Tensor], tables: Tensor) -> Inputs:
+        device = self.model.device
+        slots = torch.cat([torch.full((piece.count,), piece.sequence) for piece in call]).to(device)
+        positions = torch.cat([torch.arange(piece.start, piece.start + piece.count) for piece in call]).to(device)
+        tokens = torch.cat([ids[piece.sequence][piece.start : piece.start + piece.count] for piece in call]).to(device)
+        cos, sin = self.model.angles(positions)
+        chunks: list[Chunk] = []
+        first = 0
+        for piece in call:
+            chunks.append(Chunk(first, piece.count, piece.start, piece.sequence))
+            first += piece.count
+        none = torch.empty(0, dtype=torch.int32, device=device)
+        pages = tables[slots, positions // PAGE_TOKENS].long()
+        return Inputs(
+            ids_T=tokens,
+            cos_T=cos,
+            sin_T=sin,
+            rows_T=pages * PAGE_TOKENS + positions % PAGE_TOKENS,
+            chunks=chunks,
+            tokens_Q=none,
+            slots_Q=none,
+            lengths_Q=none,
+            tables=tables,
+        )
+
+    def _tables(self, lengths: Sequence[int]) -> Tensor:
+        """int32 [sequences, pages of the longest]: consecutive pages for each, of a pool that grows as it must."""
+        needed = [-(-length // PAGE_TOKENS) for length in lengths]
+        if self._planes.numel() == 0 or self._planes.shape[1] < sum(needed):
+            config = self.config
+            self._planes = torch.empty(0)  # the old ones first
+            shape = config.num_hidden_layers, sum(needed), PAGE_TOKENS, config.kv_width
+            self._planes = torch.empty(shape, dtype=torch.bfloat16, device=self.model.device)
+        tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
+        begin = 0
+        for number, count in enumerate(needed):
+            tables[number, :count] = torch.arange(begin, begin + count, dtype=torch.int32)
+            begin += count
+        return tables.to(self.model.device)
+
+
+def _groups(sequences: Sequence[Sequence[int]], tokens: int) -> Iterator[list[Sequence[int]]]:
+    """Neighbours that fit into one call together; one that does not fit is alone."""
+    group: list[Sequence[int]] = []
+    total = 0
+    for sequence in sequences:
+        if group and total + len(sequence) > tokens:
+            yield group
+            group, total = [], 0
+        group.append(sequence)
+        total += len(sequence)
+    if group:
+        yield group

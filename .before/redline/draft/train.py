@@ -1,0 +1,381 @@
+"""Trains an EAGLE-3 drafter on a capture of its target: `redline draft train`.
+
+Leaves `out` as a drafter's folder (config.json, model.safetensors: the moving average) and `out/training` with
+log.jsonl, loss.png, config.json, result.json. Interrupted, it keeps its state there, and the same call goes on from it.
+"""
+
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from redline.disk import alone, check_room, is_full
+from redline.draft import train_state
+from redline.draft.batches import Source, is_held_out
+from redline.draft.curve import write_curve
+from redline.draft.extra import PARTS, needs
+from redline.draft.report import drawn, tell_skipped
+from redline.draft.trainer import Line, Recipe, Trainer
+from redline.errors import ConfigError
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
+from redline.model.eagle3 import Eagle3, Eagle3Config
+from redline.model.eagle3_config import Architecture
+from redline.progress import Working
+from redline.wire.base import Record
+
+INTERRUPTED = 130  # what a shell expects after Ctrl-C
+STATE_COPIES = 4  # of the parameters in a state, float32: weights, their average, two moments
+
+
+class Sizes(Record, frozen=True):
+    """A new drafter. None: as the target's."""
+
+    architecture: Architecture = "mla"
+    draft_vocab_size: int | None = None
+    """Tokens that its own head knows: the most frequent of the capture's answers. None: all; 0: no head of its own."""
+    intermediate_size: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    fc_norm: bool = True
+    norm_output: bool = True
+
+
+class TrainConfig(Record, frozen=True):
+    """`capture` names a stored capture; without it `corpus` names files of examples, and the target runs beside.
+
+    start  a drafter's folder to begin with; None: a new one of these sizes
+    """
+
+    target: str
+    out: str
+    recipe: Recipe
+    capture: str | None = None
+    corpus: tuple[str, ...] = ()
+    start: str | None = None
+    drafter: Sizes = Sizes()
+
+
+def run(config: TrainConfig, console: Console) -> int:
+    """0 when the drafter is exported; 130 when it was interrupted and can go on. Raises ConfigError."""
+    check(config)
+    try:
+        with alone(Path(config.out) / "training") if is_main() else nullcontext():
+            return _run(config, console)
+    except KeyboardInterrupt:  # before the first step, or a second time
+        if is_main():
+            state = train_state.latest(Path(config.out) / "training")
+            console.print(f"stopped; the same command {train_state.goes_on(state)}", highlight=False)
+        return INTERRUPTED
+
+
+def is_main() -> bool:
+    """Whether this process is the first of those that a launcher has started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _run(config: TrainConfig, console: Console) -> int:
+    source, layer_ids = open_source(config, console)
+    return train(config, source, layer_ids, console)
+
+
+def check(config: TrainConfig) -> None:
+    """ConfigError naming the field, or the part that is not installed, before anything is loaded."""
+    needs(*PARTS)
+    recipe, budget = config.recipe, config.recipe.budget
+    if budget.steps is None and budget.tokens is None and budget.seconds is None:
+        raise ConfigError("recipe.budget is empty; expected steps, tokens or seconds (--steps, --tokens, --seconds)")
+    positive = {f"recipe.budget.{key}": getattr(budget, key) for key in ("steps", "tokens", "seconds")}
+    names = (
+        "tokens_per_batch accumulate max_length pool lr clip steps_ahead step_decay log_every measure_every keep_every"
+    )
+    positive |= {f"recipe.{key}": getattr(recipe, key) for key in names.split()}
+    for key, value in positive.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{key} is {value}; expected more than 0, and finite")
+    for key in ("warmup", "ema", "held_out"):
+        value = getattr(recipe, key)
+        if not 0 <= value < 1:
+            raise ConfigError(f"recipe.{key} is {value}; expected 0 <= {key} < 1")
+    for key in ("weight_decay", "l2_sp", "focus", "lk_decay"):
+        if not 0 <= getattr(recipe, key) < math.inf:
+            raise ConfigError(f"recipe.{key} is {getattr(recipe, key)}; expected 0 or more, and finite")
+    if not all(0 <= beta < 1 for beta in recipe.betas):
+        raise ConfigError(f"recipe.betas is {list(recipe.betas)}; expected 0 <= beta < 1")
+    if not 0 <= recipe.seed < 2**32:
+        raise ConfigError(f"recipe.seed is {recipe.seed}; expected 0 to {2**32 - 1}")
+    if recipe.tokens_per_batch < recipe.max_length * recipe.accumulate:
+        raise ConfigError(
+            f"recipe.tokens_per_batch is {recipe.tokens_per_batch}; expected at least max_length x accumulate "
+            f"({recipe.max_length * recipe.accumulate}), so that a long sequence fits"
+        )
+    if (config.capture is None) == (not config.corpus):
+        raise ConfigError(
+            "expected one of `capture` (a stored capture) and `corpus` (examples, with the target beside)"
+        )
+    target = Checkpoint.open(config.target).config
+    for key, value in msgspec.structs.asdict(config.drafter).items():
+        least = 0 if key == "draft_vocab_size" else 1
+        if isinstance(value, int) and not isinstance(value, bool) and value < least:
+            raise ConfigError(f"drafter.{key} is {value}; expected at least {least}")
+    wanted = config.drafter.draft_vocab_size
+    if wanted is not None and wanted > target.vocab_size:
+        raise ConfigError(f"drafter.draft_vocab_size is {wanted}; the target has {target.vocab_size} tokens")
+
+
+def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], console: Console) -> int:
+    """`run`, of sequences that are there. layer_ids: of the states in them."""
+    from accelerate import Accelerator  # pyright: ignore[reportMissingTypeStubs]
+    from accelerate.utils import set_seed  # pyright: ignore[reportMissingTypeStubs]
+
+    out, folder = Path(config.out), Path(config.out) / "training"
+    cuda = torch.cuda.is_available()
+    accelerator = Accelerator(
+        mixed_precision="bf16" if cuda else "no", gradient_accumulation_steps=config.recipe.accumulate
+    )
+    main = accelerator.is_main_process
+    if _is_done(folder, config):
+        if main:
+            console.print(f"{out}: already trained")
+        return 0
+    set_seed(config.recipe.seed)
+    drafter, head_VD = open_drafter(config, source, layer_ids, accelerator.device)
+    trainer = Trainer(accelerator, drafter, head_VD, source, config.recipe)
+    state = train_state.latest(folder)
+    if main:
+        # A state stands beside the one before it until it is whole; the drafter comes last.
+        sizes = STATE_COPIES * (1 if state is not None else 2) + 1
+        check_room(folder, 4 * sizes * drafter.parameter_count, "the states of this training take")
+    if state is not None:
+        trainer.resume(*train_state.load(state))
+    journal = Journal(folder, trainer.step, main)
+    if main:
+        _write(folder / "config.json", msgspec.json.format(msgspec.json.encode(config), indent=2))
+        console.print(
+            f"drafter of {drafter.parameter_count / 1e6:.1f} M parameters on {accelerator.num_processes} x "
+            f"{accelerator.device.type}; attention {trainer.way} ({trainer.why})"
+            + (f"; goes on from step {trainer.step}" if state is not None else ""),
+            highlight=False,
+            markup=False,
+        )
+
+    def keep() -> None:
+        facts, tensors = trainer.state()
+        if main:
+            train_state.save(folder, facts, tensors)
+        accelerator.wait_for_everyone()
+
+    with _interrupts(trainer), Working("training", shown=main) as working:
+
+        def log(line: Line) -> None:
+            journal.write(line)
+            note = ""
+            if "loss" in line:
+                note = f"step {line['step']}, loss {line['loss']:.3f}, length {line['length']:.2f}"
+                note += f", {line['tokens_per_s']:,} tokens/s"
+            working.show(min(trainer.reached.share(trainer.step, config.recipe.budget), 1.0), 1.0, note=note)
+
+        trainer.train(log, keep)
+        if trainer.stopped:
+            keep()
+            if main:
+                console.print(f"stopped after step {trainer.step}; the same call goes on from there")
+            return INTERRUPTED
+        result: Line = {"step": trainer.step, "tokens": round(trainer.reached.tokens)}
+        result["seconds"] = round(trainer.reached.seconds, 2)
+        result |= trainer.measure() if trainer.held_out else {}
+        journal.write(result)
+        _export(config, drafter, trainer.averaged(), main)
+    if main:
+        drawn(folder / "loss.png", console, write_curve, journal.lines)
+        _write(folder / "result.json", msgspec.json.format(msgspec.json.encode(result), indent=2))
+        for path in folder.glob("step-*"):
+            train_state.remove(path)
+        if "held_out" in result:
+            console.print(f"held out: acceptance length {result['held_out']['length']:.3f} (simulated, greedy)")
+    accelerator.wait_for_everyone()
+    return 0
+
+
+# What it begins with.
+
+
+def open_source(config: TrainConfig, console: Console) -> tuple[Source, tuple[int, ...]]:
+    """The capture, or the target beside its corpus; and the ids of the layers whose states it gives."""
+    from redline.draft.capture import Stored, Streamed, taught_by
+    from redline.draft.corpus import read_examples
+    from redline.draft.target import Target
+
+    if config.capture is not None:
+        stored = Stored(Path(config.capture), Checkpoint.open(config.target).fingerprint)
+        return stored, stored.layer_ids
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    target = Target.open(Path(config.target), device)
+    taught_by(config.corpus, target.fingerprint)
+    corpus = read_examples(*map(Path, config.corpus))
+    streamed = Streamed(target, corpus.examples)
+    if is_main():
+        tell_skipped([*corpus.skipped, *streamed.skipped], console)
+    return streamed, target.layer_ids
+
+
+def open_drafter(
+    config: TrainConfig, source: Source, layer_ids: tuple[int, ...], device: torch.device
+) -> tuple[Eagle3, Tensor]:
+    """(drafter in float32 with the target's embedding and head attached, head) on the device."""
+    checkpoint = Checkpoint.open(config.target)
+    target = K2Config.from_folder(config.target)
+    embedding = checkpoint.plain("embed_tokens.weight").to(torch.bfloat16)
+    head = embedding if target.tie_word_embeddings else checkpoint.plain("lm_head.weight").to(torch.bfloat16)
+    if config.start is not None:
+        drafter = Eagle3.open(config.start, target).float()
+        if drafter.config.layer_ids != layer_ids:
+            raise ConfigError(
+                f"{config.start}: reads the target's layers {drafter.config.layer_ids}; the capture has {layer_ids}"
+            )
+    else:
+        drafter = new_drafter(config, target, source, layer_ids)
+        drafter.initialise(embedding, head)
+    drafter = drafter.to(device)
+    head = head.to(device)
+    drafter.attach(embedding.to(device), head)
+    return drafter, head
+
+
+def new_drafter(config: TrainConfig, target: K2Config, source: Source, layer_ids: tuple[int, ...]) -> Eagle3:
+    sizes = msgspec.structs.asdict(config.drafter)
+    wanted = sizes.pop("draft_vocab_size")
+    sizes["draft_vocab_size"] = {None: -1, 0: None}.get(wanted, wanted)
+    drafter = Eagle3(Eagle3Config.for_target(target, layer_ids=layer_ids, **sizes))
+    if wanted and wanted < target.vocab_size:
+        drafter.keep(frequent(source, wanted, target.vocab_size, config.recipe))
+    return drafter
+
+
+def frequent(source: Source, count: int, vocabulary: int, recipe: Recipe) -> Tensor:
+    """The tokens most frequent in answers that are trained on; of equals, the lower id first."""
+    found: Counter[int] = Counter()
+    for sequence in source.sequences(0, recipe.seed):
+        if not is_held_out(sequence.id, recipe.held_out):
+            found.update(sequence.tokens[sequence.loss].tolist())
+    return torch.tensor(sorted(range(vocabulary), key=lambda token: (-found[token], token))[:count])
+
+
+# What it leaves.
+
+
+def _is_done(folder: Path, config: TrainConfig) -> bool:
+    """Whether this very training has ended. ConfigError where the folder has another's."""
+    try:
+        written = (folder / "config.json").read_bytes()
+    except FileNotFoundError:
+        return False
+    try:
+        before = msgspec.json.decode(written, type=TrainConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{folder / 'config.json'}: damaged ({error}): remove {folder} to begin again") from None
+    for key, was in _facts(before).items():
+        if (now := _facts(config)[key]) != was:
+            raise ConfigError(
+                f"{folder.parent}: holds a training with {key} {was!r}, not {now!r}: take another folder, or remove "
+                "this one"
+            )
+    return (folder / "result.json").exists()
+
+
+def _facts(config: TrainConfig) -> dict[str, Any]:
+    """What decides a training. Of files and folders the last part of their paths: they may have moved."""
+    facts: dict[str, Any] = {
+        "capture": config.capture and Path(config.capture).name,
+        "corpus": [Path(path).name for path in config.corpus],
+        "start": config.start and Path(config.start).name,
+    }
+    tables = {"recipe": config.recipe, "recipe.budget": config.recipe.budget, "drafter": config.drafter}
+    for place, table in tables.items():
+        facts |= {f"{place}.{key}": value for key, value in msgspec.structs.asdict(table).items()}
+    return {key: value for key, value in facts.items() if key != "recipe.budget"}
+
+
+def _export(config: TrainConfig, like: Eagle3, tensors: dict[str, Tensor], main: bool) -> None:
+    """As wide as the target's latent: what vLLM takes, and Redline reads as narrow as it is."""
+    if not main:
+        return
+    out = Path(config.out)
+    drafter = Eagle3(like.config)
+    tables = {name: buffer.cpu() for name, buffer in like.named_buffers()}
+    drafter.load_state_dict({**{name: value.cpu() for name, value in tensors.items()}, **tables})
+    try:
+        drafter.save(out, K2Config.from_folder(config.target).kv_lora_rank)
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise train_state.full(out, error, train_state.latest(out / "training")) from None
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data + b"\n")
+    except OSError as error:
+        raise train_state.full(path.parent, error, train_state.latest(path.parent)) from None
+
+
+class Journal:
+    """log.jsonl: a line for each thing that happened, in order. Lines after `step`, of a run that was lost, go."""
+
+    def __init__(self, folder: Path, step: int, main: bool) -> None:
+        self._path, self._main = folder / "log.jsonl", main
+        self.lines: list[Line] = []
+        if main and self._path.exists():
+            for line in self._path.read_bytes().splitlines(keepends=True):
+                try:
+                    found = msgspec.json.decode(line) if line.endswith(b"\n") else None
+                except msgspec.DecodeError:  # of a disk that was full, or a file that was copied in part
+                    continue
+                if isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step:
+                    self.lines.append(found)
+        if main:
+            _write(self._path, b"\n".join(msgspec.json.encode(line) for line in self.lines))
+            if not self.lines:
+                self._path.write_bytes(b"")
+
+    def write(self, line: Line) -> None:
+        if not self._main:
+            return
+        self.lines.append(line)
+        try:
+            with open(self._path, "ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as error:
+            raise train_state.full(self._path.parent, error, train_state.latest(self._path.parent)) from None
+
+
+@contextmanager
+def _interrupts(trainer: Trainer) -> Generator[None]:
+    """The first Ctrl-C ends the training in order; the second at once."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if trainer.asked:
+            raise KeyboardInterrupt
+        trainer.asked = True
+
+    kinds = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(kind, ask) for kind in kinds]
+    try:
+        yield
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)

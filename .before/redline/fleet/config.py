@@ -1,0 +1,145 @@
+"""A deployment: one TOML file, or one checkpoint folder and flags. What is absent is off, or derived.
+
+weights = "weights/kimi-k2.6"          # the one key that must be there
+
+host = "127.0.0.1"
+port = 8000
+served_model_name = ["kimi-k2.6"]      # absent: the folder's name
+keys_file = "keys.txt"                 # API keys, one per line; absent: everyone who reaches the port is served
+log_level = "info"                     # a line for each request; "warning": none; or "debug", "error"
+
+[engine]
+kv_memory = "8GB"
+max_model_len = 65536
+kv_dtype = "fp8"                       # bf16 where nothing is said
+draft = "weights/kimi-k2.6-eagle3"     # a drafter's folder, or "suffix"; absent: no speculation
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import msgspec
+
+from redline.errors import ConfigError
+from redline.wire.base import Record
+from redline.worker.config import SUFFIX, EngineConfig
+
+MOST_DRAFTS = 15  # of a row in a step; more never pay
+
+# Of numbers whose true bound the machine or the model sets, or a measurement: far beyond all of them.
+_MOST = {"kv_memory": 2**50, "max_model_len": 2**31, "max_running": 4096, "step_tokens": 2**20}
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class ServeConfig(Record, frozen=True):
+    weights: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: tuple[str, ...] = ()
+    keys_file: str | None = None
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    engine: EngineConfig = EngineConfig()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.served_model_name or (Path(self.weights).resolve().name,)
+
+
+def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
+    """A deployment file, or a checkpoint folder; then the flags that were given, spelled as the file's keys are.
+
+    `engine.kv_memory` names a key of a table. Raises ConfigError naming file and key.
+    """
+    if source.is_dir():
+        values: dict[str, Any] = {"weights": str(source)}
+    elif source.is_file():
+        try:
+            values = tomllib.loads(source.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ConfigError(f"{source}: not a TOML file: {error}") from None
+        _check_keys(values, source)
+        _resolve(values, ("weights", "keys_file"), source.parent)
+        if isinstance(values.get("engine"), dict):
+            _resolve(values["engine"], ("draft", "draft_trace"), source.parent)
+    else:
+        raise ConfigError(f"{source}: no such folder or file; expected a checkpoint's folder or a deployment.toml")
+    for key, value in flags.items():
+        table, _, last = key.rpartition(".")
+        place = values.setdefault(table, {}) if table else values
+        if isinstance(place, dict):  # else the conversion below says so
+            cast("dict[str, Any]", place)[last] = value
+    if isinstance(values.get("engine"), dict):
+        engine: dict[str, Any] = values["engine"]
+        if isinstance(engine.get("kv_memory"), str):
+            engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
+    try:
+        config = msgspec.convert(values, ServeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if not 0 <= config.port <= 65535:
+        raise ConfigError(f"{source}: port is {config.port}; expected 0 to 65535 (0: any free one)")
+    if not config.host:
+        raise ConfigError(f"{source}: host is empty; expected an address, such as 127.0.0.1, or 0.0.0.0 for every one")
+    for name in config.names:
+        if not name.isprintable() or not name:
+            raise ConfigError(f"{source}: the model would be called {name!r}; set served_model_name to printable text")
+    for key, most in _MOST.items():
+        number: int | None = getattr(config.engine, key)
+        if number is not None and not 1 <= number <= most:
+            raise ConfigError(f"{source}: engine.{key} is {number:,}; expected 1 to {most:,}")
+    _check_drafting(config.engine, source)
+    return config
+
+
+def _check_keys(values: dict[str, Any], source: Path) -> None:
+    """ConfigError for a key that we do not know, with the ones that we do, and for text that no path or name can be."""
+    outer = [key for key in ServeConfig.__struct_fields__ if key != "engine"]
+    inner = EngineConfig.__struct_fields__
+    places = {"engine": "[engine]", **{key: f"engine.{key}" for key in inner}, **{key: key for key in outer}}
+    table: dict[str, Any] = values["engine"] if isinstance(values.get("engine"), dict) else {}
+    for place, known, found in (("", [*outer, "engine"], values), ("engine.", inner, table)):
+        for key, value in found.items():
+            if isinstance(value, str) and "\0" in value:
+                raise ConfigError(f"{source}: {place}{key} is {value!r}; expected text without zero bytes")
+            if key in known:
+                continue
+            near = difflib.get_close_matches(key.lower().replace("-", "_"), places, 1)
+            raise ConfigError(
+                f"{source}: unknown key {place}{key}; "
+                + (f"did you mean {places[near[0]]}? " if near else "")
+                + f"the keys are {', '.join(outer)}, and under [engine] {', '.join(inner)}"
+            )
+
+
+def _resolve(values: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
+    """Paths in a file are relative to it."""
+    for key in keys:
+        if isinstance(values.get(key), str) and values[key] != SUFFIX:
+            values[key] = str(folder / values[key])
+
+
+def _check_drafting(engine: EngineConfig, source: Path) -> None:
+    tokens = engine.draft_tokens
+    if tokens is not None and not 0 <= tokens <= MOST_DRAFTS:
+        raise ConfigError(f"{source}: engine.draft_tokens is {tokens}; expected 0 to {MOST_DRAFTS} (0: drafts nothing)")
+    for key in ("draft_tokens", "draft_trace"):
+        if engine.draft is None and getattr(engine, key) is not None:
+            raise ConfigError(
+                f"{source}: engine.{key} is set, but nothing drafts: "
+                f'set engine.draft to a drafter\'s folder or "{SUFFIX}"'
+            )
+
+
+def size(text: str, place: str) -> int:
+    """Bytes: 4096, 500MB, 2GB, 1.5GiB. ConfigError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if match is None:
+        raise ConfigError(f"{place} is {text!r}; expected a size such as 500MB, 2GB or 1.5GiB")
+    return round(float(match[1]) * _UNITS[match[2] or ""])  # 1.13e9 is a little less in binary

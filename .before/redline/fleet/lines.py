@@ -1,0 +1,85 @@
+"""What the server says while it runs: lines on standard error, which can neither stop it nor disguise themselves.
+
+A terminal may be held (Ctrl-S, a pager) and a pipe may be full. Whoever writes to it then waits, and with the event
+loop every stream would wait too. So a thread of its own writes, and what it cannot write in time is dropped and
+counted.
+"""
+
+import logging
+import os
+import queue
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+
+MOST_WAITING = 1000  # lines
+END_S = 1.0  # for the last lines to be written
+
+LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
+
+
+@contextmanager
+def lines_on_stderr(level: str) -> Generator[None]:
+    """While inside, records of `level` (a key of LEVELS) and above are written. Warnings of libraries are, too."""
+    root, ours = logging.getLogger(), logging.getLogger("redline")
+    lines = Lines(sys.stderr.fileno())
+    lines.setLevel(LEVELS[level])
+    lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    before = ours.level
+    root.addHandler(lines)
+    ours.setLevel(LEVELS[level])
+    try:
+        yield
+    finally:
+        ours.setLevel(before)
+        root.removeHandler(lines)
+        lines.close()
+
+
+class Lines(logging.Handler):
+    """Writes records to a descriptor, from a thread."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self._descriptor = descriptor
+        self._waiting: queue.Queue[str] = queue.Queue(MOST_WAITING)
+        self._dropped = 0
+        self._closing = False
+        # A daemon, which writes by os.write: held by a terminal, it can hold neither the process's end nor sys.stderr.
+        self._thread = threading.Thread(target=self._write, name="lines", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = printable(self.format(record))
+        try:
+            self._waiting.put_nowait(f"{line}\n")
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """What waits is still written, if that takes no longer than END_S."""
+        self._closing = True
+        with suppress(queue.Full):
+            self._waiting.put_nowait("")  # so that the thread looks
+        self._thread.join(END_S)
+        super().close()
+
+    def _write(self) -> None:
+        while not (self._closing and self._waiting.empty()):
+            line = self._waiting.get()
+            if self._dropped:
+                line, self._dropped = f"({self._dropped} lines were dropped here: nobody read them)\n{line}", 0
+            data = line.encode(errors="backslashreplace")
+            with suppress(OSError):  # nobody is there to read them
+                while data:
+                    data = data[os.write(self._descriptor, data) :]
+
+
+def printable(text: str) -> str:
+    """With what a terminal would obey, or show as something else, escaped; line ends stay."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in text
+    )

@@ -1,0 +1,329 @@
+"""`redline serve`: one worker process with the model, one API process with everything else, and the life of both.
+
+This process has the API. It claims its port first, so that a port in use is said at once; starts the worker, and serves
+while it loads, if only to say so; prints how to reach the server once the model is loaded; and stops the worker when it
+stops itself.
+"""
+
+import asyncio
+import errno
+import gc
+import json
+import logging
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import uvloop
+from rich.console import Console
+from rich.text import Text
+
+from redline.api.access import is_loopback, read_keys
+from redline.api.app import create_app
+from redline.api.config import ApiConfig, Defaults, Limits
+from redline.api.gateway import Gateway
+from redline.api.metrics import Metrics
+from redline.api.server import Server, uvicorn_config
+from redline.chat.conversation import Conversation, Message
+from redline.chat.generation import generation_of
+from redline.chat.template import Style, encode, style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import ConfigError, WorkerLost
+from redline.fleet.config import ServeConfig
+from redline.fleet.lines import lines_on_stderr
+from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
+from redline.wire.news import Failed, Ready, Stop
+from redline.worker.config import SUFFIX, EngineConfig, WorkerConfig
+
+log = logging.getLogger("redline.fleet")
+
+KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
+STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
+GRACE_S = 3.0  # for running answers to come to their ends; the others are told that it is over
+TELL_S = 1.0  # for clients to take what they are told
+EXAMPLE = "What is 347 + 586?"
+LEAST_ANSWER = 16  # tokens
+SWITCH_S = 0.0005  # for which a thread that encodes keeps the interpreter while the event loop waits for it
+STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
+WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
+SILENCE_S = 60  # without a heartbeat, after which nothing will come of the answers that wait
+
+
+def serve(config: ServeConfig, console: Console) -> int:
+    """Until one of STOP_SIGNALS (0), or until the worker ends by itself (1). ConfigError before anything starts."""
+    folder = Path(config.weights)
+    if not folder.is_dir():
+        raise ConfigError(f"weights: {folder}: no such folder")
+    _check_drafting(config.engine)
+    if config.keys_file is not None:
+        read_keys(Path(config.keys_file))  # before a model is loaded for minutes
+    listener = _listen(config.host, config.port)
+    if not is_loopback(config.host) and config.keys_file is None:
+        console.print(
+            f"warning: {config.host} is reachable from other machines and no keys_file is set: "
+            "everyone who reaches the port is served",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
+    if config.engine.draft_trace is not None:
+        warning = f"warning: users' text is written to {config.engine.draft_trace} (draft_trace)"
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+    sys.setswitchinterval(SWITCH_S)
+    try:
+        with lines_on_stderr(config.log_level):
+            return uvloop.run(_serve(config, folder, listener, console))
+    finally:
+        listener.close()
+
+
+def _check_drafting(engine: EngineConfig) -> None:
+    """Before a model is loaded for minutes."""
+    if engine.draft is not None and engine.draft != SUFFIX and not Path(engine.draft).is_dir():
+        raise ConfigError(f'draft: {engine.draft}: no such folder; expected a drafter\'s folder, or "{SUFFIX}"')
+    if engine.draft_trace is not None and not Path(engine.draft_trace).resolve().parent.is_dir():
+        raise ConfigError(f"draft_trace: {engine.draft_trace}: its folder does not exist")
+
+
+def _check_length(max_model_len: int, tokenizer: Tokenizer, style: Style) -> None:
+    """ConfigError where not even the question that we print could be asked."""
+    prompt = len(encode(Conversation((Message("user", EXAMPLE),)), tokenizer, style))
+    least = prompt + LEAST_ANSWER
+    if max_model_len < least:
+        raise ConfigError(
+            f"max-model-len is {max_model_len}; expected {least} at least: {EXAMPLE!r} is a prompt of {prompt} tokens, "
+            f"and its answer needs some, say {LEAST_ANSWER}; where max-model-len is not set, give a larger kv-memory"
+        )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        why = {
+            errno.EADDRINUSE: "another server may be running there; choose one with --port",
+            errno.EACCES: "ports below 1024 are the administrator's; choose one with --port",
+        }.get(error.errno or 0, "is host an address of this machine?")
+        raise ConfigError(f"port {port} on {host} cannot be used ({error.strerror}): {why}") from None
+    except (TypeError, ValueError):  # no name at all: too long, or with a zero byte
+        listener.close()
+        raise ConfigError(f"host is {host!r}; expected an address of this machine, such as 127.0.0.1") from None
+    listener.setblocking(False)
+    return listener
+
+
+async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, console: Console) -> int:
+    stop = asyncio.Event()
+    for number in STOP_SIGNALS:  # before there is anything to leave behind
+        if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        with _sockets() as sockets:
+            return await _serve_through(sockets, config, folder, listener, stop, console)
+    finally:
+        # The end has come: another Ctrl-C would only interrupt the interpreter's own clearing up.
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+@contextmanager
+def _sockets() -> Generator[Path]:
+    """A folder of mode 0700 for the sockets. Raises ConfigError."""
+    try:
+        sockets = Path(tempfile.mkdtemp(prefix="redline-"))
+    except OSError as error:
+        raise ConfigError(f"no folder for the sockets: {error}; TMPDIR names one that can be written") from None
+    try:
+        yield sockets
+    finally:
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+async def _serve_through(
+    sockets: Path, config: ServeConfig, folder: Path, listener: socket.socket, stop: asyncio.Event, console: Console
+) -> int:
+    to_worker, from_worker = ipc_address(sockets, "jobs"), ipc_address(sockets, "deltas")
+    tokenizer, style = Tokenizer.open(folder), style_of(folder)
+    if config.engine.max_model_len is not None:
+        _check_length(config.engine.max_model_len, tokenizer, style)  # before a model is loaded for minutes
+    api = ApiConfig(
+        served_model_names=config.names,
+        keys_file=config.keys_file,
+        local=is_loopback(config.host),
+        defaults=Defaults(**msgspec.structs.asdict(generation_of(folder))),
+        limits=Limits(),
+    )
+    with AsyncSocketInbox(from_worker) as inbox, SocketOutbox(to_worker) as outbox:
+        gateway = Gateway(tokenizer, style, outbox, Metrics(config.names[0]))
+        server = Server(uvicorn_config(create_app(gateway, api), api.limits, config.host, config.port))
+        process = _start_worker(config, to_worker, from_worker)
+        ended = asyncio.create_task(asyncio.to_thread(process.wait))
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        ready: Ready | None = None
+        try:
+            ready = await _until_ready(gateway, inbox, ended, serving, stop)
+            if ready is None:
+                return 0
+            _check_length(ready.max_model_len, tokenizer, style)
+            gc.collect()
+            gc.freeze()  # what stands now stays; a full collection that walked through it took 30 to 100 ms of a stream
+            following = asyncio.create_task(gateway.follow(inbox))
+            _announce(config, listener, ready, console)
+            stopping, silence = asyncio.create_task(stop.wait()), asyncio.create_task(_until_silent(gateway))
+            await asyncio.wait({stopping, ended, following, serving, silence}, return_when=asyncio.FIRST_COMPLETED)
+            lost = not stopping.done()
+            if lost:
+                # Whatever has ended, a server that answers nothing but errors must end too, so that it is restarted.
+                if ended.done():
+                    what = await _last_words(gateway, process)
+                elif silence.done():
+                    what = f"the worker has not been heard of for {SILENCE_S} s"
+                else:
+                    what = "the server has failed"
+                gateway.lose(what)
+                log.error("%s; stopping", what)
+            else:
+                log.info("stopping")
+            stopping.cancel()
+            silence.cancel()
+            server.should_exit = True
+            await asyncio.wait({serving}, timeout=GRACE_S)
+            gateway.lose("the server is stopping")
+            await _end(server, serving)
+            serving.result()
+            following.cancel()
+            with suppress(asyncio.CancelledError):
+                await following
+            gateway.close()
+            return int(lost)
+        finally:
+            gateway.close()
+            await _end(server, serving)
+            if ready is not None and process.poll() is None and gateway.silence is None:
+                outbox.put(Stop())
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(asyncio.shield(ended), STOP_S)
+            if process.poll() is None:
+                process.kill()
+            await ended
+            if process.stdin is not None:
+                process.stdin.close()
+
+
+async def _end(server: Server, serving: "asyncio.Task[None]") -> None:
+    """Whoever has not taken within TELL_S what it was told is not waited for."""
+    server.should_exit = True
+    await asyncio.wait({serving}, timeout=TELL_S)
+    server.abort()
+    await asyncio.wait({serving})
+
+
+def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.Popen[bytes]":
+    # Ctrl-C, and a supervisor's SIGTERM, reach the whole group, and a child inherits what is blocked: the worker is not
+    # interrupted even while it imports, before it can say so itself.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    process = subprocess.Popen([sys.executable, "-m", "redline.worker.main"], stdin=subprocess.PIPE)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    told = WorkerConfig(weights=config.weights, engine=config.engine, inbox=inbox, outbox=outbox)
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(told) + b"\n")
+    process.stdin.flush()
+    return process
+
+
+async def _until_ready(
+    gateway: Gateway,
+    inbox: AsyncSocketInbox,
+    ended: "asyncio.Task[int]",
+    serving: "asyncio.Task[None]",
+    stop: asyncio.Event,
+) -> Ready | None:
+    """None: asked to stop meanwhile.
+
+    Raises ConfigError with the worker's reason, or WorkerLost where it had no time to give one.
+    """
+    stopping = asyncio.create_task(stop.wait())
+    while gateway.ready is None:
+        messages = asyncio.create_task(inbox.get())
+        await asyncio.wait({messages, ended, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if stopping.done():
+            messages.cancel()
+            return None
+        if serving.done():
+            messages.cancel()
+            raise WorkerLost(f"the server has failed while the model was loading: {serving.exception()}")
+        if not messages.done():
+            # It may have spoken just before it ended.
+            await asyncio.wait({messages}, timeout=WORDS_S)
+        if not messages.done():
+            messages.cancel()
+            raise WorkerLost(f"the worker ended with code {ended.result()} while it was loading the model")
+        for message in messages.result():
+            if isinstance(message, Failed):
+                raise ConfigError(message.reason)
+            gateway.deliver(message)
+    stopping.cancel()
+    return gateway.ready
+
+
+async def _last_words(gateway: Gateway, process: "subprocess.Popen[bytes]") -> str:
+    """Why a worker has ended, if it could say so: its message may still be on its way."""
+    for _ in range(10):
+        if gateway.lost is not None:
+            return f"the worker has ended: {gateway.lost}"
+        await asyncio.sleep(WORDS_S / 10)
+    return f"the worker has ended with code {process.returncode}"
+
+
+async def _until_silent(gateway: Gateway) -> None:
+    """Returns once no heartbeat has come for SILENCE_S. Seconds are counted by waking up in each: where this process is
+    stopped together with its worker, none pass."""
+    silent, beats = 0, gateway.beats
+    while silent < SILENCE_S:
+        await asyncio.sleep(1)
+        silent, beats = silent + 1 if gateway.beats == beats else 0, gateway.beats
+
+
+def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, console: Console) -> None:
+    port = listener.getsockname()[1]
+    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    name = config.names[0]
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": EXAMPLE}]})
+    console.print(Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True)
+    summary = f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n"
+    console.print(summary, style="dim", highlight=False, soft_wrap=True)
+    # Plain prints: what is pasted must not be wrapped or coloured. JSON and repr() escape what is not text; keys stay
+    # in their file.
+    curl_key = python_key = python_import = ""
+    if config.keys_file is not None:
+        curl_key = f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
+        python_key = f', "Authorization": "Bearer " + os.environ["{KEY_VARIABLE}"]'
+        python_import = "os, "
+        print(f"export {KEY_VARIABLE}=...   # one of the keys in {config.keys_file}\n")
+    print(
+        f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{curl_key} -d {shlex.quote(body)}\n\n"
+        f"import json, {python_import}urllib.request\n"
+        'question = "Write a Python function that adds two numbers."\n'
+        f'body = {{"model": {name!r}, "stream": True,\n'
+        '    "messages": [{"role": "user", "content": question}]}\n'
+        f'request = urllib.request.Request("{url}/v1/chat/completions", json.dumps(body).encode(),\n'
+        f'    {{"Content-Type": "application/json"{python_key}}})\n'
+        "for line in urllib.request.urlopen(request):\n"
+        '    if line.startswith(b"data: {"):\n'
+        '        delta = json.loads(line[6:])["choices"][0]["delta"]\n'
+        '        print(delta.get("reasoning") or delta.get("content") or "", end="", flush=True)\n',
+        flush=True,
+    )

@@ -1,0 +1,377 @@
+"""Reading a checkpoint in the Hugging Face layout, as Moonshot publishes it.
+
+`Checkpoint.open` reads config, index and the shards' headers, and proves that every tensor is there with the dtype and
+shape that the config demands. Data is read later, tensor by tensor, through memory maps: what is handed out is a view
+of the file, and the caller copies it to where it shall live.
+"""
+
+import hashlib
+import math
+import mmap
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from redline.errors import CheckpointError
+from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Quantization, read_json
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
+
+Projection = Literal["gate", "up", "down"]
+
+
+class Weight(NamedTuple):
+    """A tensor that the config demands, under its logical name: no prefix, `.weight` as if it were not quantised."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Literal["plain", "linear", "expert"]  # plain is never quantised; linear may be FP8 or NVFP4; expert INT4 too
+
+
+def weights(config: K2Config) -> Iterator[Weight]:
+    """Every tensor of the text model, in the order of the computation. Shapes are [out, in]."""
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    yield Weight("embed_tokens.weight", (config.vocab_size, hidden), "plain")
+    for layer in range(config.num_hidden_layers):
+        at = f"layers.{layer}"
+        yield Weight(f"{at}.input_layernorm.weight", (hidden,), "plain")
+        attention = f"{at}.self_attn"
+        yield Weight(f"{attention}.q_a_proj.weight", (config.q_lora_rank, hidden), "linear")
+        yield Weight(f"{attention}.q_a_layernorm.weight", (config.q_lora_rank,), "plain")
+        yield Weight(f"{attention}.q_b_proj.weight", (heads * config.qk_head_dim, config.q_lora_rank), "linear")
+        yield Weight(f"{attention}.kv_a_proj_with_mqa.weight", (config.kv_width, hidden), "linear")
+        yield Weight(f"{attention}.kv_a_layernorm.weight", (config.kv_lora_rank,), "plain")
+        key_and_value = heads * (config.qk_nope_head_dim + config.v_head_dim)
+        yield Weight(f"{attention}.kv_b_proj.weight", (key_and_value, config.kv_lora_rank), "linear")
+        yield Weight(f"{attention}.o_proj.weight", (hidden, heads * config.v_head_dim), "linear")
+        yield Weight(f"{at}.post_attention_layernorm.weight", (hidden,), "plain")
+        if not config.is_moe(layer):
+            yield from _mlp(f"{at}.mlp", hidden, config.intermediate_size, "linear")
+            continue
+        yield Weight(f"{at}.mlp.gate.weight", (config.n_routed_experts, hidden), "plain")
+        yield Weight(f"{at}.mlp.gate.e_score_correction_bias", (config.n_routed_experts,), "plain")
+        yield from _mlp(f"{at}.mlp.shared_experts", hidden, config.shared_intermediate_size, "linear")
+        for expert in range(config.n_routed_experts):
+            yield from _mlp(f"{at}.mlp.experts.{expert}", hidden, config.moe_intermediate_size, "expert")
+    yield Weight("norm.weight", (hidden,), "plain")
+    if not config.tie_word_embeddings:
+        yield Weight("lm_head.weight", (config.vocab_size, hidden), "plain")
+
+
+def _mlp(at: str, hidden: int, width: int, kind: Literal["linear", "expert"]) -> Iterator[Weight]:
+    yield Weight(f"{at}.gate_proj.weight", (width, hidden), kind)
+    yield Weight(f"{at}.up_proj.weight", (width, hidden), kind)
+    yield Weight(f"{at}.down_proj.weight", (hidden, width), kind)
+
+
+class Checkpoint:
+    """An open checkpoint, proven whole.
+
+    config       the model's geometry
+    fingerprint  hex; the same for the same files, in every process: a hash over config, headers and samples of the data
+    bytes        of all that the model needs, as stored
+    progress     called with the bytes of each tensor as it is handed out; `bytes` in sum when each is read once
+    """
+
+    def __init__(self, config: K2Config, tensors: "Mapping[str, _Stored]", needed: int, fingerprint: str) -> None:
+        self.config = config
+        self.fingerprint = fingerprint
+        self.bytes = needed
+        self.progress: Callable[[int], object] = lambda _: None
+        self._tensors = tensors
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    @classmethod
+    def open(cls, folder: Path | str) -> "Checkpoint":
+        """Reads headers only. CheckpointError, one line with file, tensor and what was expected, if it is broken."""
+        folder = Path(folder)
+        config = K2Config.from_folder(folder)
+        index, names_of = _index(folder)
+        tensors: dict[str, _Stored] = {}
+        for file, names in names_of.items():
+            header = _header(file)
+            for name in header if names is None else names:
+                if name not in header:
+                    raise CheckpointError(f"{file}: {name}: missing; expected here, as {index.name} says")
+                logical = _logical(name)
+                if logical in tensors:
+                    raise CheckpointError(f"{file}: {name}: a second tensor of that name; expected one")
+                if not _skipped(logical, config):
+                    tensors[logical] = header[name]
+        needed = 0
+        unused = set(tensors)
+        for weight in weights(config):
+            for demand in _demands(weight, config.quantization, tensors):
+                needed += _check(demand, tensors, index)
+                unused.discard(demand.name)
+        for name in sorted(unused):
+            raise CheckpointError(f"{tensors[name].file}: {tensors[name].name}: expected nothing of that name")
+        return cls(config, tensors, needed, _fingerprint(config, names_of))
+
+    def plain(self, name: str) -> Tensor:
+        """A tensor by its logical name (`layers.3.self_attn.o_proj.weight`): bf16 or float32, as stored.
+
+        An FP8 or NVFP4 weight comes dequantised to bf16, in new memory; anything else is a view of the file.
+        """
+        if name == "lm_head.weight" and self.config.tie_word_embeddings:
+            name = "embed_tokens.weight"
+        if (nvfp4 := self._nvfp4(name)) is not None:
+            return nvfp4.dequantize(torch.bfloat16)
+        tensor = self._view(name)
+        if tensor.dtype != torch.float8_e4m3fn:
+            return tensor
+        assert isinstance(self.config.quantization, Fp8Blocks)
+        return dequantize_fp8(tensor, self._view(f"{name}_scale_inv"), self.config.quantization)
+
+    def expert(self, layer: int, expert: int, projection: Projection) -> Int4 | Nvfp4 | Tensor:
+        """One projection of a routed expert, [out, in]: Int4 or Nvfp4 where the config says so, else as `plain`."""
+        name = f"layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
+        if isinstance(self.config.quantization, Int4Experts):
+            return Int4(packed=self._view(f"{name}_packed"), scale=self._view(f"{name}_scale"))
+        return self._nvfp4(name) or self.plain(name)
+
+    def _nvfp4(self, name: str) -> Nvfp4 | None:
+        """None where the weight is stored otherwise. CheckpointError where a block's scale is no number."""
+        if not isinstance(self.config.quantization, Nvfp4Experts):
+            return None
+        packed, whole = _NVFP4_NAMES[self.config.quantization.maker]
+        if name + packed not in self._tensors or self._tensors[name + packed].dtype != "U8":
+            return None
+        codes, scales, scale = (self._view(name + suffix) for suffix in (packed, "_scale", whole))
+        scale = scale.reshape(1) if self.config.quantization.maker == "ModelOpt" else 1 / scale
+        return Nvfp4(codes, self._mended(f"{name}_scale", codes, scales), scale)
+
+    def _mended(self, name: str, codes: Tensor, scales: Tensor) -> Tensor:
+        """Some exporters give blocks of zeros the scale NaN: 0 in its place."""
+        wrong = (scales.view(torch.uint8) & 127) == 127
+        if not wrong.any():
+            return scales
+        if (codes.unflatten(-1, (-1, NVFP4_GROUP // 2))[wrong] & 0x77).any():
+            raise CheckpointError(
+                f"{self._tensors[name].file}: {self._tensors[name].name}: the scale of a block is NaN"
+            )
+        return scales.view(torch.uint8).masked_fill(wrong, 0).view(torch.float8_e4m3fn)
+
+    def _view(self, name: str) -> Tensor:
+        stored = self._tensors[name]
+        if stored.file not in self._maps:
+            with stored.file.open("rb") as file:
+                # Copy-on-write, since torch warns of read-only memory. Nobody writes, so no page is ever copied.
+                self._maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        raw = torch.frombuffer(
+            self._maps[stored.file], dtype=torch.uint8, count=stored.stop - stored.start, offset=stored.start
+        )
+        dtype = _DTYPES[stored.dtype]
+        if raw.data_ptr() % dtype.itemsize:  # the format allows it; kernels do not
+            raw = raw.clone()
+        self.progress(raw.nbytes)
+        return raw.view(dtype).view(stored.shape)
+
+
+def dequantize_fp8(weight: Tensor, scale_inv: Tensor, block: Fp8Blocks) -> Tensor:
+    """w[n, k] = weight[n, k] * scale_inv[n // rows, k // columns], the last block of either axis may be partial.
+
+    weight float8_e4m3fn [N, K], scale_inv float32 [ceil(N / rows), ceil(K / columns)] -> bf16 [N, K].
+    One block row at a time: beside the result it takes the memory of `rows` rows. Source: DeepSeek-V3's README_WEIGHTS.
+    """
+    out = torch.empty(weight.shape, dtype=torch.bfloat16)
+    for row, scale in zip(range(0, weight.shape[0], block.rows), scale_inv, strict=True):
+        rows = slice(row, row + block.rows)
+        out[rows] = weight[rows].float() * scale.repeat_interleave(block.columns)[: weight.shape[1]]
+    return out
+
+
+# What is there: index and headers.
+
+
+class _Stored(NamedTuple):
+    """Bytes [start, stop) of a file."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class _Entry(msgspec.Struct):
+    """A tensor in a safetensors header; offsets count from the header's end."""
+
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+
+
+_HEADER_BYTES = 100_000_000  # the safetensors library's own bound
+_SAMPLE_BYTES = 4096
+
+# The dtypes that we read, by safetensors' names.
+_DTYPES = {
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+}
+
+
+def _index(folder: Path) -> tuple[Path, dict[Path, list[str] | None]]:
+    """(the file that lists the tensors, tensor names by shard); None: whatever the one shard holds."""
+    path = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if not path.exists():
+        if not single.exists():
+            raise CheckpointError(f"{folder}: no weights; expected {path.name} and its shards, or {single.name}")
+        return single, {single: None}
+    try:
+        weight_map = msgspec.convert(read_json(path).get("weight_map"), dict[str, str])
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"{path}: weight_map: {error}") from None
+    names_of: dict[Path, list[str] | None] = {}
+    for file, names in _grouped(weight_map).items():
+        if file != Path(file).name:
+            raise CheckpointError(f"{path}: {names[0]}: lies in {file!r}; expected a file of the same folder")
+        if not (folder / file).is_file():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(f"{folder / file}: missing shard; expected to hold {names[0]}{more}")
+        names_of[folder / file] = names
+    return path, names_of
+
+
+def _grouped(weight_map: dict[str, str]) -> dict[str, list[str]]:
+    names_of: dict[str, list[str]] = {}
+    for name, file in weight_map.items():
+        names_of.setdefault(file, []).append(name)
+    return dict(sorted(names_of.items()))
+
+
+def _header(path: Path) -> dict[str, _Stored]:
+    """The tensors of a shard, by stored name. A shard is 8 bytes of length, JSON, and data without a gap."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            start = 8 + length
+            if length > _HEADER_BYTES or start > size:
+                raise CheckpointError(
+                    f"{path}: {size:,} bytes, truncated or not safetensors; expected a header of {length:,}"
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
+    name = "its header"
+    tensors: dict[str, _Stored] = {}
+    try:
+        entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        entries.pop("__metadata__", None)
+        for name, value in entries.items():
+            entry = msgspec.json.decode(value, type=_Entry)
+            first, last = entry.data_offsets
+            tensors[name] = _Stored(path, name, entry.dtype, entry.shape, start + first, start + last)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: {name}: expected a safetensors header: {error}") from None
+    end, name = start, "its header"
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.stop)):
+        if tensor.stop < tensor.start:
+            raise CheckpointError(f"{path}: {tensor.name}: its data ends before it begins")
+        if tensor.start != end:
+            raise CheckpointError(f"{path}: {tensor.name}: its data begins at {tensor.start:,}; expected {end:,}")
+        end, name = tensor.stop, tensor.name
+    if end != size:
+        fault = "truncated" if size < end else "too long"
+        raise CheckpointError(f"{path}: {name}: {fault}: the file has {size:,} bytes; expected {end:,}")
+    return tensors
+
+
+def _fingerprint(config: K2Config, files: Iterable[Path]) -> str:
+    """Config, headers, and a sample of the data at the start, middle and end of each shard: fine-tunes differ there."""
+    digest = hashlib.sha256(repr(config).encode())
+    for path in files:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            digest.update(file.read(start - 8))
+            for place in (start, (start + size) // 2, max(size - _SAMPLE_BYTES, start)):
+                file.seek(place)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _logical(stored: str) -> str:
+    """K2: `model.`. K2.5: `language_model.model.`. Some NVIDIA revisions: `language_model.` alone. lm_head: any."""
+    return stored.removeprefix("language_model.").removeprefix("model.")
+
+
+_COMPUTED = r"rotary_emb\.inv_freq|weight_shape|k_scale|v_scale|input_scale|input_global_scale"
+_NOT_READ = re.compile(rf"(vision_tower|mm_projector)\..*|.*\.({_COMPUTED})")
+
+
+def _skipped(name: str, config: K2Config) -> bool:
+    """Vision, drafting (MTP) layers, and what is computed rather than read. `weight_shape` is known to hold garbage."""
+    if _NOT_READ.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
+        return True
+    layer = re.match(r"layers\.(\d{1,6})\.", name)
+    return layer is not None and int(layer[1]) >= config.num_hidden_layers
+
+
+# What must be there.
+
+
+# What stands in the files of an NVFP4 weight: codes and the matrix's scale, as suffixes of `....weight`.
+_NVFP4_NAMES = {"ModelOpt": ("", "_scale_2"), "compressed-tensors": ("_packed", "_global_scale")}
+
+
+class _Demand(NamedTuple):
+    name: str
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+
+
+def _demands(weight: Weight, quantization: Quantization, tensors: Mapping[str, _Stored]) -> Iterator[_Demand]:
+    """What stands in the files for a weight. Which linears are FP8 or NVFP4 is decided by what is stored."""
+    name, shape, kind = weight
+    match quantization:
+        case Int4Experts() if kind == "expert":
+            rows, columns = shape
+            yield _Demand(f"{name}_packed", ("I32",), (rows, columns // 8))
+            yield _Demand(f"{name}_scale", ("BF16",), (rows, columns // INT4_GROUP))
+        case Nvfp4Experts(maker) if kind == "expert" or (kind == "linear" and _is_packed(name, maker, tensors)):
+            (rows, columns), (packed, whole) = shape, _NVFP4_NAMES[maker]
+            yield _Demand(name + packed, ("U8",), (rows, columns // 2))
+            yield _Demand(f"{name}_scale", ("F8_E4M3",), (rows, columns // NVFP4_GROUP))
+            yield _Demand(name + whole, ("F32",), () if maker == "ModelOpt" else (1,))
+        case Fp8Blocks() as block if kind != "plain" and name in tensors and tensors[name].dtype == "F8_E4M3":
+            rows, columns = shape
+            yield _Demand(name, ("F8_E4M3",), shape)
+            yield _Demand(
+                f"{name}_scale_inv", ("F32",), (math.ceil(rows / block.rows), math.ceil(columns / block.columns))
+            )
+        case _:
+            yield _Demand(name, ("BF16", "F32"), shape)
+
+
+def _is_packed(name: str, maker: str, tensors: Mapping[str, _Stored]) -> bool:
+    stored = tensors.get(name + _NVFP4_NAMES[maker][0])
+    return stored is not None and stored.dtype == "U8"
+
+
+def _check(demand: _Demand, tensors: Mapping[str, _Stored], index: Path) -> int:
+    """The tensor's bytes."""
+    name, dtypes, shape = demand
+    expected = f"expected {' or '.join(dtypes)} {list(shape)}"
+    if name not in tensors:
+        raise CheckpointError(f"{index}: {name}: missing; {expected}")
+    stored = tensors[name]
+    at = f"{stored.file}: {stored.name}"
+    if stored.dtype not in dtypes or stored.shape != shape:
+        raise CheckpointError(f"{at}: {expected}, found {stored.dtype} {list(stored.shape)}")
+    size = math.prod(shape) * _DTYPES[stored.dtype].itemsize
+    if stored.stop - stored.start != size:
+        raise CheckpointError(f"{at}: expected {size:,} bytes, found {stored.stop - stored.start:,}")
+    return size

@@ -1,0 +1,336 @@
+"""An EAGLE-3 drafter: one layer over the target's own hidden states. What is trained is the class that serves.
+
+Row t takes the embedding of token x_{t+1} and the fused feature of position t, is rotated by t, and its logits are for
+x_{t+2}. Training calls the differentiable pieces (`fuse`, `embed`, `project`, `expand`, `finish`, `logits`) with plain
+weights; after `prepare` the same names, and `forward` over pages, go through the ops. docs/drafters.md has the rest.
+
+H heads, X query width, V value width (in logits: vocabulary), D hidden, W a row of the drafter's plane.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor, nn
+
+from redline.model.config import K2Config
+from redline.model.eagle3_config import Eagle3Config, default_layer_ids
+from redline.model.eagle3_file import read_tensors, stored_tensors
+from redline.model.eagle3_latent import cut_latent, pad_latent
+from redline.model.eagle3_serve import Served
+from redline.model.k2 import K2, Inputs
+from redline.ops.add_norm import rms_norm
+from redline.ops.gqa import rotate_halves, unfold
+from redline.ops.mla import rotate
+
+__all__ = ["Eagle3", "Eagle3Config", "default_layer_ids"]
+
+
+class Eagle3(nn.Module):
+    """Parameters and buffers have the names of the file, so `state_dict()` is the file.
+
+    The target's embedding, and its head where the drafter has none, are lent by `attach` or `prepare`: frozen, shared,
+    and no part of the state.
+    """
+
+    d2t: Tensor  # int64 [draft vocabulary]: token id - draft id; there where the draft vocabulary is a part
+    t2d: Tensor  # bool [vocabulary]: whether the drafter knows the token
+
+    def __init__(self, config: Eagle3Config) -> None:
+        """Random weights from torch's generator: std 0.02, smaller where they enter the residual; fc the mean of its
+        states; the head too is random until `initialise`. A reduced vocabulary is the first ids until `keep`."""
+        super().__init__()
+        self.config = config
+        hidden, states = config.hidden_size, len(config.layer_ids)
+        self.fc = nn.Linear(config.fused_width, hidden, bias=False)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(config.target_hidden_size, config.rms_norm_eps) for _ in range(states))
+        self.layers = nn.ModuleList([Layer(config)])
+        self.norm = Norm(hidden, config.rms_norm_eps)
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+            if config.draft_vocab_size < config.vocab_size:
+                self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+                self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
+        self._embedding_VD: Tensor | None = None
+        self._head_VD: Tensor | None = None
+        self._served: Served | None = None
+        self._set_random()
+
+    @torch.no_grad()
+    def _set_random(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+        for module in (self.layer.self_attn.o_proj, self.layer.mlp.down_proj):
+            nn.init.normal_(module.weight, std=0.02 / math.sqrt(2))
+        nn.init.zeros_(self.fc.weight)
+        states = self.fc.weight.unflatten(1, (-1, self.config.target_hidden_size)).unbind(1)
+        for state in states:
+            state.diagonal().fill_(1 / len(states))
+
+    # Files.
+
+    @classmethod
+    def open(cls, folder: Path | str, target: K2Config) -> "Eagle3":
+        """A drafter from a folder, bf16 on the CPU, a padded latent as narrow as it was. CheckpointError, with file,
+        field or tensor and the reason, where it is broken or does not fit the target."""
+        config = Eagle3Config.from_folder(folder, target)
+        config.check(target, str(Path(folder) / "config.json"))
+        names = stored_tensors(folder)
+        if "lm_head.weight" in names and config.draft_vocab_size is None:
+            config = replace(config, draft_vocab_size=config.vocab_size)
+        with torch.device("meta"):
+            wanted = cls(config).state_dict()
+        config, tensors = cut_latent(config, read_tensors(folder, config, wanted))
+        with torch.device("meta"):
+            drafter = cls(config)
+        drafter.load_state_dict(tensors, assign=True)
+        return drafter
+
+    def save(self, folder: Path | str, latent: int = 0) -> None:
+        """config.json and model.safetensors (bf16), which `open`, vLLM and SGLang read. Makes the folder if needed.
+
+        latent  pads a narrower latent to this width: vLLM needs the target's
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=".writing-", dir=folder) as building:
+            weights, config = Path(building) / "model.safetensors", Path(building) / "config.json"
+            written, tensors = pad_latent(self.config, _as_stored(self.state_dict()), latent)
+            save_file(tensors, weights, metadata={"format": "pt"})
+            config.write_text(json.dumps(written.to_dict(), indent=2) + "\n", encoding="utf-8")
+            for path in (weights, config):
+                path.chmod(0o644)  # safetensors makes files that only their owner can read
+                path.replace(folder / path.name)
+
+    # What the target lends.
+
+    def attach(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
+        """The target's embedding and head, for training; on the drafter's device, in any floating type."""
+        self._embedding_VD = embedding_VD.detach()
+        self._head_VD = head_VD.detach()
+
+    @torch.no_grad()
+    def initialise(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
+        """Attaches, and begins the drafter's own head as the target's rows."""
+        self.attach(embedding_VD, head_VD)
+        if self.config.draft_vocab_size is not None:
+            ids = self.token_ids()
+            self.lm_head.weight.copy_(head_VD if ids is None else head_VD[ids.to(head_VD.device)])
+
+    @torch.no_grad()
+    def keep(self, ids: Tensor) -> None:
+        """The reduced vocabulary: draft_vocab_size different token ids. Call it before `initialise`."""
+        ids = ids.to(self.d2t).unique()  # sorted
+        assert ids.shape == self.d2t.shape, f"{len(ids)} different ids for a vocabulary of {len(self.d2t)}"
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.t2d.zero_().index_fill_(0, ids, True)
+
+    def token_ids(self) -> Tensor | None:
+        """int64 [draft vocabulary]: the token of each draft id; None where they are the same."""
+        if "d2t" not in self._buffers:
+            return None
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    # The arithmetic, differentiable. Weights decide the dtype.
+
+    @property
+    def layer(self) -> "Layer":
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """The target's states side by side [..., states * D], as K2.forward gives them -> fused feature [..., D]."""
+        if self._served is not None:
+            return self._served.fuse(features)
+        features = features.to(self.fc.weight.dtype)
+        if self.config.fc_norm:
+            states = features.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
+            features = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], -1)
+        return self.fc(features)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[...] -> [..., D]"""
+        assert self._embedding_VD is not None, "attach the target's embedding first"
+        return F.embedding(ids, self._embedding_VD).to(self.fc.weight.dtype)
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [..., rope width / 2], of integer positions."""
+        if self._served is not None:
+            return self._served.angles(positions)
+        angle = positions.float()[..., None] * self.config.inv_freq().to(positions.device)
+        return angle.cos(), angle.sin()
+
+    def project(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., D] each -> queries [..., H, X], rotated, and what a row of the plane holds [..., W]."""
+        layer = self.layer
+        x = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(feature)], -1)
+        return layer.self_attn.project(x, cos, sin)
+
+    def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Plane rows [..., W] -> keys [..., H, X] and values [..., H, V]. Scores are q . k * config.softmax_scale."""
+        return self.layer.self_attn.expand(kv)
+
+    def finish(self, attended: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., H, V] and the row's feature [..., D] -> what the head reads, and what the next draft step takes as its
+        feature, [..., D] each."""
+        layer = self.layer
+        residual = layer.hidden_norm(feature) if self.config.norm_before_residual else feature
+        residual = residual + layer.self_attn.o_proj(attended.flatten(-2))
+        residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
+        normed = self.norm(residual)
+        return normed, normed if self.config.norm_output else residual
+
+    def draft_logits(self, normed: Tensor) -> Tensor:
+        """[..., draft vocabulary]"""
+        if self.config.draft_vocab_size is not None:
+            return self.lm_head(normed)
+        assert self._head_VD is not None, "attach the target's head first"
+        return F.linear(normed, self._head_VD.to(normed.dtype))
+
+    def logits(self, normed: Tensor) -> Tensor:
+        """float32 [..., V] over the target's vocabulary: -inf where the drafter knows no such token."""
+        draft = (self._served.logits(normed) if self._served is not None else self.draft_logits(normed)).float()
+        ids = self.token_ids()
+        if ids is None:
+            return draft
+        ids = ids.to(draft.device)
+        return draft.new_full((*draft.shape[:-1], self.config.vocab_size), -torch.inf).index_copy(-1, ids, draft)
+
+    # Serving.
+
+    def prepare(self, model: K2) -> None:
+        """Makes the weights' forms for the ops, once, on the model's device; embedding and head are the model's own.
+
+        From then on `fuse`, `logits` and `forward` go through the ops. Training a prepared drafter changes nothing that
+        is served: prepare it again.
+        """
+        assert model.config.hidden_size == self.config.hidden_size, "open the drafter with the target's config"
+        self._served = Served(self.config, self.state_dict(), model)
+
+    @property
+    def served(self) -> Served:
+        """Its weights as the ops take them."""
+        assert self._served is not None, "prepare the drafter first"
+        return self._served
+
+    def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows over pages -> (normed, fed) as `finish` gives them, for the rows of the chunks, then for the queries.
+
+        inputs      ids_T: the next tokens x_{t+1}; cos, sin of positions t; rows_T, Chunk.start, lengths_Q of PLACES, a
+                    place being t + 1. A token in no chunk and no query leaves its row in the plane, and that is all.
+                    With no chunks, queries are in the order of their tokens.
+        feature_TD  of positions t: fused, or fed back
+        plane       [pages, 64, W]: written at rows_T; place 0 of a slot is never read
+        """
+        return self.served.forward(inputs, feature_TD, plane)
+
+    @property
+    def parameter_count(self) -> int:
+        """Its own: without what the target lends."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+class Norm(nn.Module):
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class Layer(nn.Module):
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn = Mla(config) if config.architecture == "mla" else Llama(config)
+        self.mlp = Mlp(hidden, config.intermediate_size)
+        self.input_layernorm = Norm(hidden, eps)
+        self.hidden_norm = Norm(hidden, eps)
+        self.post_attention_layernorm = Norm(hidden, eps)
+
+
+class Mla(nn.Module):
+    """Latent attention as in the target (ops/mla.py), but reading embedding and feature side by side."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        heads, hidden, eps = config.num_attention_heads, config.hidden_size, config.rms_norm_eps
+        self.sizes = config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank, config.qk_rope_head_dim
+        self.heads = heads
+        self.q_a_proj = nn.Linear(2 * hidden, config.q_lora_rank, bias=False)
+        self.q_a_layernorm = Norm(config.q_lora_rank, eps)
+        self.q_b_proj = nn.Linear(config.q_lora_rank, heads * config.query_width, bias=False)
+        self.kv_a_proj_with_mqa = nn.Linear(2 * hidden, config.kv_width, bias=False)
+        self.kv_a_layernorm = Norm(config.kv_lora_rank, eps)
+        self.kv_b_proj = nn.Linear(
+            config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim), bias=False
+        )
+        self.o_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        nope, _, rank, rope = self.sizes
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, -1))
+        q_nope, q_rope = q.split([nope, rope], -1)
+        q_rope = rotate(q_rope.float(), cos[..., None, :], sin[..., None, :]).to(q.dtype)
+        latent, key = self.kv_a_proj_with_mqa(x).split([rank, rope], -1)
+        key = rotate(key.float(), cos, sin).to(key.dtype)
+        return torch.cat([q_nope, q_rope], -1), torch.cat([self.kv_a_layernorm(latent), key], -1)
+
+    def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        nope, value, rank, rope = self.sizes
+        latent, key = kv.split([rank, rope], -1)
+        keys, values = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([nope, value], -1)
+        return torch.cat([keys, key[..., None, :].expand(*keys.shape[:-1], -1)], -1), values
+
+
+class Llama(nn.Module):
+    """Grouped-query attention (ops/gqa.py), reading embedding and feature side by side."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        hidden, width = config.hidden_size, config.head_dim
+        self.heads, self.width = config.num_attention_heads, width
+        self.q_proj = nn.Linear(2 * hidden, config.num_attention_heads * width, bias=False)
+        self.k_proj = nn.Linear(2 * hidden, config.num_key_value_heads * width, bias=False)
+        self.v_proj = nn.Linear(2 * hidden, config.num_key_value_heads * width, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * width, hidden, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = cos[..., None, :], sin[..., None, :]
+        q, k = self.q_proj(x).unflatten(-1, (-1, self.width)), self.k_proj(x).unflatten(-1, (-1, self.width))
+        q, k = rotate_halves(q.float(), cos, sin).to(q.dtype), rotate_halves(k.float(), cos, sin).to(k.dtype)
+        return q, torch.cat([k.flatten(-2), self.v_proj(x)], -1)
+
+    def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        return unfold(kv, self.heads, self.width)
+
+
+class Mlp(nn.Module):
+    def __init__(self, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, width, bias=False)
+        self.up_proj = nn.Linear(hidden, width, bias=False)
+        self.down_proj = nn.Linear(width, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def _as_stored(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Weights in bf16, index tables as they are."""
+    return {
+        name: (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).detach().cpu().contiguous()
+        for name, tensor in state.items()
+    }

@@ -1,0 +1,362 @@
+"""What an EAGLE-3 drafter is, read from and written to its config.json.
+
+Two bodies: "mla" is `Eagle3DeepseekV2ForCausalLM`, latent attention as in its target; "llama" is
+`LlamaForCausalLMEagle3`. Which engine reads which key, and the traps: docs/drafters.md.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from redline.errors import CheckpointError
+from redline.model.config import K2Config, Section, Yarn, inv_freq, read_json, read_rope
+
+Architecture = Literal["mla", "llama"]
+
+_ARCHITECTURES: dict[str, Architecture] = {
+    "Eagle3DeepseekV2ForCausalLM": "mla",
+    "Eagle3DeepseekV3ForCausalLM": "mla",
+    "LlamaForCausalLMEagle3": "llama",
+}
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def default_layer_ids(layers: int) -> tuple[int, ...]:
+    """What engines capture where no file says it: the states that enter layers 2, L // 2 and L - 3.
+
+    A target of fewer than 7 layers has no three such: there the embedding, one in the middle, and what the last layer
+    gives (never a first id of 1: see `_check_ids`).
+    """
+    if layers >= 7:
+        return 2, layers // 2, layers - 3
+    return tuple(sorted({0, min(layers, max(2, layers // 2)), layers}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """A drafter's geometry, under the field's standard names. MLA's sizes are 0 in a Llama body, head_dim in an MLA."""
+
+    architecture: Architecture
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int = 0
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    qk_nope_head_dim: int = 0
+    qk_rope_head_dim: int = 0
+    v_head_dim: int = 0
+    vocab_size: int
+    draft_vocab_size: int | None
+    """None: the drafter has no head of its own, the target's is used."""
+    rms_norm_eps: float
+    rope_theta: float
+    yarn: Yarn | None
+    max_position_embeddings: int
+    layer_ids: tuple[int, ...]
+    """Of the target's states that are read, in the engines' convention: k is the residual stream entering layer k."""
+    fc_norm: bool
+    norm_output: bool
+    norm_before_residual: bool = False
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    pad_token_id: int | None
+
+    @classmethod
+    def for_target(
+        cls,
+        target: K2Config,
+        *,
+        architecture: Architecture = "mla",
+        draft_vocab_size: int | None = -1,
+        intermediate_size: int | None = None,
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int | None = None,
+        num_attention_heads: int | None = None,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        layer_ids: tuple[int, ...] | None = None,
+        fc_norm: bool = True,
+        norm_output: bool = True,
+    ) -> "Eagle3Config":
+        """A drafter for this target, EAGLE-3.1 with a full head unless told otherwise; for Kimi, drafters.md's sizes.
+
+        draft_vocab_size  tokens that its own head knows; -1: all, None: no head of its own
+        A Llama body has plain rope (theta 1e6, as the published ones): engines disagree about YaRN there.
+        """
+        heads = num_attention_heads or target.num_attention_heads
+        sizes: dict[str, Any]
+        if architecture == "mla":
+            sizes = {
+                "num_key_value_heads": heads,
+                "q_lora_rank": q_lora_rank or target.q_lora_rank,
+                "kv_lora_rank": kv_lora_rank or target.kv_lora_rank,
+                "qk_nope_head_dim": target.qk_nope_head_dim,
+                "qk_rope_head_dim": target.qk_rope_head_dim,
+                "v_head_dim": target.v_head_dim,
+                "rope_theta": target.rope_theta,
+                "yarn": target.yarn,
+            }
+        else:
+            sizes = {
+                "num_key_value_heads": num_key_value_heads or heads,
+                "head_dim": head_dim or target.v_head_dim,
+                "rope_theta": 1e6,
+                "yarn": None,
+            }
+        return cls(
+            architecture=architecture,
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            intermediate_size=intermediate_size or target.intermediate_size,
+            num_attention_heads=heads,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=target.vocab_size if draft_vocab_size == -1 else draft_vocab_size,
+            rms_norm_eps=target.rms_norm_eps,
+            max_position_embeddings=target.max_position_embeddings,
+            layer_ids=layer_ids or default_layer_ids(target.num_hidden_layers),
+            fc_norm=fc_norm,
+            norm_output=norm_output,
+            bos_token_id=target.bos_token_id,
+            eos_token_ids=target.eos_token_ids,
+            pad_token_id=target.pad_token_id,
+            **sizes,
+        )
+
+    @classmethod
+    def from_folder(cls, folder: Path | str, target: K2Config | None = None) -> "Eagle3Config":
+        """Read `folder/config.json`. CheckpointError where it is missing, broken, or not a drafter that we compute."""
+        path = Path(folder) / "config.json"
+        return cls.from_dict(read_json(path), str(path), target)
+
+    @classmethod
+    def from_dict(
+        cls, values: Mapping[str, Any], place: str = "config.json", target: K2Config | None = None
+    ) -> "Eagle3Config":
+        """Read a parsed config.json. `place` begins the error messages.
+
+        target  gives the default layer ids, where the file names none; without it such a file is refused
+        """
+        top = Section(values, place)
+        architecture = _architecture(top)
+        nested = top.section("eagle_config") if top.get("eagle_config") is not None else Section({}, place)
+        for section, key, supported, absent in _one_way(top, nested):
+            section.demand(key, supported, absent)
+        hidden = top.integer("hidden_size")
+        heads = top.integer("num_attention_heads")
+        theta, yarn = read_rope(top, scaled_angles=architecture == "llama")
+        key_value_heads = heads if top.get("num_key_value_heads") is None else top.integer("num_key_value_heads")
+        if heads % key_value_heads or (architecture == "mla" and key_value_heads != heads):
+            raise top.refusal("num_key_value_heads", f"{heads}, the number of heads" + _OR_DIVISOR[architecture])
+        if architecture == "mla":
+            sizes = {key: top.integer(key) for key in _MLA_SIZES}
+        else:
+            sizes = {"head_dim": hidden // heads if top.get("head_dim") is None else top.integer("head_dim")}
+        rotated = "qk_rope_head_dim" if architecture == "mla" else "head_dim"
+        if sizes[rotated] % 2:
+            raise CheckpointError(
+                f"{place}: {rotated} is {sizes[rotated]}; supported: an even number: rope turns pairs"
+            )
+        vocabulary = top.integer("vocab_size")
+        draft = None if top.get("draft_vocab_size") is None else top.integer("draft_vocab_size")
+        if draft is not None and draft > vocabulary:
+            raise top.refusal("draft_vocab_size", f"at most vocab_size, {vocabulary}")
+        return cls(
+            architecture=architecture,
+            hidden_size=hidden,
+            target_hidden_size=hidden if top.get("target_hidden_size") is None else top.integer("target_hidden_size"),
+            intermediate_size=top.integer("intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=key_value_heads,
+            vocab_size=vocabulary,
+            draft_vocab_size=draft,
+            rms_norm_eps=top.number("rms_norm_eps"),
+            rope_theta=theta,
+            yarn=yarn,
+            max_position_embeddings=top.integer("max_position_embeddings"),
+            layer_ids=_layer_ids(top, nested, target),
+            fc_norm=_flag(top, nested, "fc_norm"),
+            norm_output=_flag(top, nested, "norm_output"),
+            norm_before_residual=_flag(top, nested, "norm_before_residual"),
+            bos_token_id=top.token("bos_token_id", top),
+            eos_token_ids=top.tokens("eos_token_id", top),
+            pad_token_id=top.token("pad_token_id", top),
+            **sizes,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """config.json as every engine reads it (docs/drafters.md); `from_dict` of it gives this config again."""
+        _check_ids(self.layer_ids, "layer_ids")
+        mla = self.architecture == "mla"
+        values: dict[str, Any] = {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM" if mla else "LlamaForCausalLMEagle3"],
+            "model_type": "kimi_k2" if mla else "llama",
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.num_key_value_heads,
+            **{key: getattr(self, key) for key in (_MLA_SIZES if mla else _LLAMA_SIZES)},
+            "vocab_size": self.vocab_size,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "max_position_embeddings": self.max_position_embeddings,
+            "rope_theta": self.rope_theta,
+            "rope_scaling": None if self.yarn is None else {"type": "yarn", **asdict(self.yarn)},
+            "tie_word_embeddings": False,
+            "torch_dtype": "bfloat16",
+            "attention_bias": False,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids),
+            "pad_token_id": self.pad_token_id,
+            _LAYER_IDS: list(self.layer_ids),
+            "num_aux_hidden_states": len(self.layer_ids),
+            "eagle_config": {_LAYER_IDS: list(self.layer_ids), "use_aux_hidden_state": True},
+        }
+        if mla:
+            values.update(first_k_dense_replace=1, moe_layer_freq=1)
+        # Absent is not null to every reader: SGLang takes the target's head where the key is absent.
+        if self.draft_vocab_size is not None:
+            values["draft_vocab_size"] = self.draft_vocab_size
+        values.update({key: True for key in ("fc_norm", "norm_output", "norm_before_residual") if getattr(self, key)})
+        return values
+
+    def check(self, target: K2Config, place: str = "drafter") -> None:
+        """CheckpointError, naming the field and why, where this drafter cannot draft for `target`."""
+        for key, value, wanted in (
+            ("hidden_size", self.hidden_size, target.hidden_size),
+            ("target_hidden_size", self.target_hidden_size, target.hidden_size),
+            ("vocab_size", self.vocab_size, target.vocab_size),
+        ):
+            if value != wanted:
+                raise CheckpointError(f"{place}: {key} is {value}; this target needs {wanted}")
+        _check_ids(self.layer_ids, f"{place}: {_LAYER_IDS}")
+        if self.layer_ids[-1] > target.num_hidden_layers:
+            raise CheckpointError(
+                f"{place}: {_LAYER_IDS} is {list(self.layer_ids)}; this target has ids 0 (its embedding) to "
+                f"{target.num_hidden_layers} (what enters its last norm)"
+            )
+
+    # What follows from the geometry.
+
+    @property
+    def fused_width(self) -> int:
+        """Of what `fc` reads: the target's states side by side."""
+        return len(self.layer_ids) * self.target_hidden_size
+
+    @property
+    def query_width(self) -> int:
+        """Of one query head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim if self.architecture == "mla" else self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Of one head's output."""
+        return self.v_head_dim if self.architecture == "mla" else self.head_dim
+
+    @property
+    def rope_width(self) -> int:
+        return self.qk_rope_head_dim if self.architecture == "mla" else self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Values per token in the drafter's plane. MLA: latent | rotated key. Llama: rotated keys | values."""
+        if self.architecture == "mla":
+            return self.kv_lora_rank + self.qk_rope_head_dim
+        return 2 * self.num_key_value_heads * self.head_dim
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.kv_width * dtype.itemsize
+
+    @property
+    def softmax_scale(self) -> float:
+        """Query width^-0.5 times YaRN's temperature, squared: cos and sin are never scaled themselves.
+
+        MLA: as K2Config's. Llama: as transformers', whose cos and sin carry mscale over mscale_all_dim; a head is
+        rotated whole there, so its square belongs here.
+        """
+        if self.yarn is None:
+            m = 1.0
+        elif self.architecture == "mla":
+            m = self.yarn.temperature
+        else:
+            m = (0.1 * self.yarn.mscale * math.log(self.yarn.factor) + 1) / self.yarn.temperature
+        return self.query_width**-0.5 * m * m
+
+    def inv_freq(self) -> Tensor:
+        """Radians per position of each rope pair: float32 [rope width / 2]."""
+        return inv_freq(self.rope_width, self.rope_theta, self.yarn)
+
+
+_MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_LLAMA_SIZES = ("head_dim", "target_hidden_size")
+_OR_DIVISOR: dict[Architecture, str] = {"mla": "", "llama": ", or a divisor of it"}
+
+
+def _architecture(top: Section) -> Architecture:
+    match top.get("architectures"):
+        case [str(name)] if name in _ARCHITECTURES:
+            return _ARCHITECTURES[name]
+        case _:
+            raise top.refusal("architectures", " or ".join(f'["{name}"]' for name in _ARCHITECTURES))
+
+
+def _one_way(top: Section, nested: Section) -> tuple[tuple[Section, str, Any, Any], ...]:
+    """Keys with exactly one supported value, and what their absence means."""
+    return (
+        (top, "num_hidden_layers", 1, ...),
+        (top, "hidden_act", "silu", "silu"),
+        (top, "attention_bias", False, False),
+        (top, "mlp_bias", False, False),
+        (top, "rope_interleave", True, True),
+        (nested, "use_aux_hidden_state", True, True),
+        (nested, "use_input_layernorm_in_first_layer", True, True),
+        (nested, "use_last_layernorm", True, True),
+        (nested, "use_mtp_layernorm", False, False),
+        (nested, "norm_before_fc", False, False),
+        (top, "norm_before_fc", False, False),
+    )
+
+
+def _flag(top: Section, nested: Section, key: str) -> bool:
+    """Engines read the top; some files say it in eagle_config alone."""
+    inner = nested.flag(key, default=False)
+    return top.flag(key, default=inner)
+
+
+def _layer_ids(top: Section, nested: Section, target: K2Config | None) -> tuple[int, ...]:
+    """vLLM reads the top level's as they are. SGLang reads the nested ones, and adds 1 to all where the first is 1."""
+    found = [section.tokens(_LAYER_IDS, section) for section in (top, nested) if section.get(_LAYER_IDS) is not None]
+    if len(found) == 2 and found[0] != found[1]:
+        raise CheckpointError(
+            f"{top.place}: {_LAYER_IDS} is {list(found[0])} at the top and {list(found[1])} in eagle_config; "
+            "expected the same: engines read one or the other"
+        )
+    if found:
+        ids = found[0]
+        if ids[:1] == (1,) and top.get(_LAYER_IDS) is None:
+            ids = tuple(layer + 1 for layer in ids)
+    elif target is not None:
+        ids = default_layer_ids(target.num_hidden_layers)
+    else:
+        raise top.refusal(_LAYER_IDS, "layer ids, where the target is not known")
+    _check_ids(ids, f"{top.place}: {_LAYER_IDS}")
+    count = top.get("num_aux_hidden_states")
+    if count is not None and count != len(ids):
+        raise top.refusal("num_aux_hidden_states", f"{len(ids)}, as many as {_LAYER_IDS} names")
+    return ids
+
+
+def _check_ids(ids: tuple[int, ...], place: str) -> None:
+    if not ids or any(a >= b for a, b in itertools.pairwise(ids)):
+        raise CheckpointError(f"{place} is {list(ids)}; supported: ids that increase, for vLLM sorts them")
+    if ids[0] == 1:
+        raise CheckpointError(f"{place} is {list(ids)}; a first id of 1 means another layer to SGLang than to vLLM")

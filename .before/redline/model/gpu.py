@@ -1,0 +1,176 @@
+"""K2 on a GPU, with its weights as the GPU's kernels stream them.
+
+Same model, same interface as `k2.K2`. The residual stream is float32; what products read is bf16.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
+from redline.model.k2 import K2, Inputs, Reader
+from redline.ops.by_row import norm_rows
+from redline.ops.choose_experts import MOST_PAIRS
+from redline.ops.dense import MOST_TOKENS
+from redline.ops.embed import embed
+from redline.ops.gates import gates_weight
+from redline.ops.gpu_block import FEW, GpuBlock, GpuMla, GpuMoe, Stream, few, many
+from redline.ops.head import head
+from redline.ops.linear import product
+from redline.ops.records import Kind, Records, Slabs
+from redline.ops.tiled import PAD_K, Tiled
+from redline.ops.transformer import Predicted, predicted
+
+
+class GpuK2(K2):
+    """blocks: GpuBlock each; head: Tiled."""
+
+    def __init__(
+        self, config: K2Config, embedding_VD: Tensor, blocks: Sequence[GpuBlock], norm: Tensor, head_VD: Tiled
+    ) -> None:
+        super().__init__(config, embedding_VD, (), norm, head_VD)
+        self.gpu_blocks = blocks
+        self._few_tokens = min(FEW, MOST_PAIRS // max(config.num_experts_per_tok, 1))
+        # Sums of squares of rows whose norm is divided out already.
+        self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=self.device)
+
+    @property
+    def recordable(self) -> bool:
+        return True
+
+    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """As K2's, in bf16. Up to FEW decoding tokens take no host synchronisation and no shape from data, and no
+        launch but the ops' own."""
+        features = _Features(inputs.ids_T.shape[0], layers, self)
+        if inputs.ids_T.shape[0] <= self._few_tokens and not inputs.chunks:
+            residual, partial = self._few(inputs, planes, features), None
+        else:
+            residual, partial = self._many(inputs, planes, features)
+        residual, x = norm_rows(residual, partial, self.norm, self.config.rms_norm_eps)
+        features.take(len(self.gpu_blocks), residual)
+        return x[:, : self.config.hidden_size], features.whole()
+
+    def predict(
+        self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
+    ) -> Predicted:
+        hidden, features = self.forward(inputs, planes, layers)
+        if not asked:
+            return Predicted([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
+        return predicted(hidden, features, self.logits(hidden if len(asked) == len(hidden) else hidden[list(asked)]))
+
+    def _few(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
+        norms = [*(w.attention_norm for w in self.gpu_blocks), self.norm]
+        stream = Stream(*embed(inputs.ids_T, self.embedding_VD, norms[0]))
+        for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
+            features.take(layer, stream.residual_TD)
+            stream = few(stream, w, inputs, plane, norms[layer + 1], _forced(inputs, layer))
+        return stream.residual_TD
+
+    def _many(self, inputs: Inputs, planes: Tensor, features: "_Features") -> tuple[Tensor, Tensor | None]:
+        residual, partial = self.embedding_VD[inputs.ids_T].float(), None
+        for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
+            features.take(layer, residual, partial)
+            residual, partial = many(residual, partial, w, inputs, plane, _forced(inputs, layer))
+        return residual, partial
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """float32 [R, V]"""
+        assert isinstance(self.head, Tiled)
+        if hidden_RD.shape[0] > MOST_TOKENS:
+            return product(hidden_RD, self.head, torch.float32)
+        fill = -hidden_RD.shape[1] % PAD_K
+        x = torch.nn.functional.pad(hidden_RD, (0, fill)) if fill else hidden_RD.contiguous()
+        return head(x, self._normed, self.head, 0.0)
+
+
+class _Features:
+    """The residual stream as it enters some layers, bf16 [T, layers * D]."""
+
+    def __init__(self, tokens: int, layers: Sequence[int], model: GpuK2) -> None:
+        self._places = {layer: place for place, layer in enumerate(layers)}
+        shape = tokens, len(layers), model.config.hidden_size
+        self._data = torch.empty(shape, dtype=model.dtype, device=model.device) if layers else None
+
+    def take(self, layer: int, residual: Tensor, partial: Tensor | None = None) -> None:
+        if self._data is not None and layer in self._places:
+            self._data[:, self._places[layer]] = residual if partial is None else residual + partial
+
+    def whole(self) -> Tensor | None:
+        return None if self._data is None else self._data.flatten(1)
+
+
+def _forced(inputs: Inputs, layer: int) -> Tensor | None:
+    return None if inputs.routing is None else inputs.routing[layer]
+
+
+def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: float | None = None) -> GpuK2:
+    """As `k2.load`; the memory of the device holds the model and one tensor more at the peak."""
+    config = checkpoint.config
+    reader = _Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps)
+    embedding = reader.plain("embed_tokens.weight")
+    blocks = [reader.gpu_block(layer) for layer in range(config.num_hidden_layers)]
+    return GpuK2(config, embedding, blocks, reader.vector("norm.weight"), Tiled.prepare(reader.plain("lm_head.weight")))
+
+
+def expert_kind(config: K2Config) -> Kind:
+    """Of the records that hold the routed experts."""
+    match config.quantization:
+        case Int4Experts():
+            return "INT4"
+        case Nvfp4Experts():
+            return "NVFP4"
+        case Unquantized() | Fp8Blocks():
+            return "BF16"
+
+
+class _Reader(Reader):
+    def tiled(self, *names: str) -> Tiled:
+        return Tiled.prepare(torch.cat([self.plain(name) for name in names]))
+
+    def gpu_block(self, layer: int) -> GpuBlock:
+        config = self._checkpoint.config
+        at = f"layers.{layer}"
+        is_moe = config.is_moe(layer)
+        mlp = f"{at}.mlp.shared_experts" if is_moe else f"{at}.mlp"
+        gate_up = torch.cat([self.plain(f"{mlp}.{name}_proj.weight") for name in ("gate", "up")])
+        down = self.plain(f"{mlp}.down_proj.weight")
+        return GpuBlock(
+            attention_norm=self.vector(f"{at}.input_layernorm.weight"),
+            attention=self.gpu_attention(f"{at}.self_attn"),
+            o_proj=self.tiled(f"{at}.self_attn.o_proj.weight"),
+            mlp_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
+            gates=gates_weight(self.router(f"{at}.mlp.gate") if is_moe else None, gate_up),
+            width=down.shape[1],
+            down=Slabs.prepare(down) if is_moe else Tiled.prepare(down),
+            experts=self.gpu_moe(layer) if is_moe else None,
+            eps=config.rms_norm_eps,
+            softmax_scale=config.softmax_scale,
+        )
+
+    def gpu_attention(self, at: str) -> GpuMla:
+        w_uk, w_uv = self.unfolding(at)
+        return GpuMla(
+            w_a=self.tiled(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
+            q_norm=self.vector(f"{at}.q_a_layernorm.weight"),
+            kv_norm=self.vector(f"{at}.kv_a_layernorm.weight"),
+            w_q=self.tiled(f"{at}.q_b_proj.weight"),
+            w_uk=Tiled.prepare(w_uk),
+            w_uv=Tiled.prepare(w_uv),
+            eps=self._eps,
+        )
+
+    def gpu_moe(self, layer: int) -> GpuMoe:
+        config = self._checkpoint.config
+        hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        kind = expert_kind(config)
+        up = Records.empty("up", count, 2 * width, hidden, self._device, kind)
+        down = Records.empty("down", count, hidden, width, self._device, kind)
+        for expert in range(count):
+            up.put(expert, self.expert(layer, expert, ("gate", "up")))
+            down.put(expert, self.expert(layer, expert, ("down",)))
+        bias = self.vector(f"layers.{layer}.mlp.gate.e_score_correction_bias")
+        finished = torch.zeros(2, dtype=torch.int32, device=bias.device)
+        c = config
+        return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, finished)

@@ -1,0 +1,190 @@
+"""What K2 is: embeddings, blocks of latent attention and experts, a head.
+
+A block is two sublayers. Each takes the normed stream and returns its partial sum; adding it to the residual belongs to
+the next sublayer's norm (`add_norm`), across block borders, so that an all-reduce can later stand in between.
+
+T tokens of a step, D hidden, H heads, P rope, R rows whose next token is asked for, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from redline.errors import CheckpointError
+from redline.model.checkpoint import Checkpoint, Projection
+from redline.model.config import K2Config
+from redline.ops.block import Block, Inputs, Moe
+from redline.ops.block import Chunk as Chunk  # with Inputs, for those who make steps
+from redline.ops.formats import Int4, Nvfp4
+from redline.ops.linear import linear
+from redline.ops.mla import MlaWeights
+from redline.ops.tiled import Tiled
+from redline.ops.transformer import Predicted, Transformer, transformer
+from redline.ops.weights import Experts, Matrix, stack_experts
+
+
+class K2:
+    """The text model on one device, weights in the layouts that its ops want."""
+
+    def __init__(
+        self, config: K2Config, embedding_VD: Tensor, blocks: Sequence[Block], norm: Tensor, head: Matrix | Tiled
+    ) -> None:
+        self.config = config
+        self.embedding_VD = embedding_VD
+        self.norm = norm
+        self.head = head
+        self._weights = Transformer(embedding_VD, tuple(blocks), norm, head, config.rms_norm_eps)
+        self.device = embedding_VD.device
+        self.dtype = self._weights.dtype  # of activations
+        self._inv_freq = config.inv_freq().to(self.device)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a decode step takes nothing from the host. The references do; but on a CPU a recorded step is a plain
+        call."""
+        return self.device.type == "cpu"
+
+    def angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin, float32 [T, P / 2], of integer positions."""
+        angle = positions_T.float()[:, None] * self._inv_freq
+        return angle.cos(), angle.sin()
+
+    def predict(
+        self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
+    ) -> Predicted:
+        """The step through the model, and what follows the tokens `asked`, which count from the step's first.
+
+        planes [layers, pages, 64, kv width]: read, and written at rows_T. Layer ids as in vLLM and SGLang: k is the
+        state that enters layer k (0: the embedding), and the number of layers is what enters the last norm.
+        """
+        return transformer(planes, self._weights, inputs, layers, asked)
+
+    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """`predict` where nothing is asked: the normed last hidden state [T, D], and the residual stream as it enters
+        each of `layers`, [T, layers * D]."""
+        out = self.predict(inputs, planes, layers)
+        return out.hidden(), out.features
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """float32 [R, V]"""
+        return linear(hidden_RD, self.head).float()
+
+
+def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: float | None = None) -> K2:
+    """Copies a checkpoint onto a device, tensor by tensor; anonymous memory at the peak is the model and one tensor.
+
+    `low_rank_norm_eps` replaces the config's, to compare with libraries that fix it (kimi-format.md section 4).
+    """
+    config = checkpoint.config
+    reader = Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps)
+    embedding = reader.plain("embed_tokens.weight")
+    blocks = [reader.block(layer) for layer in range(config.num_hidden_layers)]
+    norm, head = reader.vector("norm.weight"), reader.matrix("lm_head.weight")
+    return K2(config, embedding, blocks, norm, head)
+
+
+class Reader:
+    """Reads a checkpoint's tensors onto a device."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device, low_rank_norm_eps: float) -> None:
+        self._checkpoint = checkpoint
+        self._device = device
+        self._eps = low_rank_norm_eps
+
+    def plain(self, name: str) -> Tensor:
+        """A copy: what the checkpoint hands out is a view of the file."""
+        return self._checkpoint.plain(name).to(self._device, torch.bfloat16, copy=True)
+
+    def vector(self, name: str) -> Tensor:
+        """Norms and biases are kept in float32."""
+        return self._finite(name, self._checkpoint.plain(name).to(self._device, torch.float32, copy=True))
+
+    def router(self, at: str) -> Tensor:
+        """[E, D]"""
+        return self._finite(f"{at}.weight", self.plain(f"{at}.weight"))
+
+    def _finite(self, name: str, weight: Tensor) -> Tensor:
+        """CheckpointError where a number is NaN or infinite. Of weights that choose experts no logit would show it."""
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{name}: expected finite numbers, found NaN or infinity")
+        return weight
+
+    def matrix(self, *names: str) -> Matrix:
+        """Weights over the same inputs, stacked."""
+        weights = [self.plain(name) for name in names]
+        return Matrix.prepare(weights[0] if len(weights) == 1 else torch.cat(weights))
+
+    def block(self, layer: int) -> Block:
+        config = self._checkpoint.config
+        at = f"layers.{layer}"
+        mlp = f"{at}.mlp"
+        shared = f"{mlp}.shared_experts" if config.is_moe(layer) else mlp
+        return Block(
+            attention_norm=self.vector(f"{at}.input_layernorm.weight"),
+            attention=self.attention(f"{at}.self_attn"),
+            o_proj=self.matrix(f"{at}.self_attn.o_proj.weight"),
+            mlp_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
+            shared_gate_up=self.matrix(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
+            shared_down=self.matrix(f"{shared}.down_proj.weight"),
+            experts=self.moe(layer) if config.is_moe(layer) else None,
+            eps=config.rms_norm_eps,
+            softmax_scale=config.softmax_scale,
+        )
+
+    def unfolding(self, at: str) -> tuple[Tensor, Tensor]:
+        """W_UK^T [H, R, N] and W_UV [H, V, R]."""
+        config = self._checkpoint.config
+        kv_b = self.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
+        w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+        return w_uk.transpose(1, 2).contiguous(), w_uv.contiguous()
+
+    def attention(self, at: str) -> MlaWeights:
+        w_uk, w_uv = self.unfolding(at)
+        return MlaWeights(
+            w_a=self.matrix(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
+            q_norm=self.vector(f"{at}.q_a_layernorm.weight"),
+            kv_norm=self.vector(f"{at}.kv_a_layernorm.weight"),
+            w_q=self.matrix(f"{at}.q_b_proj.weight"),
+            w_uk=Matrix.prepare(w_uk),
+            w_uv=Matrix.prepare(w_uv),
+            eps=self._eps,
+        )
+
+    def moe(self, layer: int) -> Moe:
+        config = self._checkpoint.config
+        at = f"layers.{layer}.mlp.gate"
+        return Moe(
+            router=Matrix.prepare(self.router(at)),
+            bias_E=self.vector(f"{at}.e_score_correction_bias"),
+            gate_up=self.experts(layer, "gate", "up"),
+            down=self.experts(layer, "down"),
+            chosen=config.num_experts_per_tok,
+            normalise=config.norm_topk_prob,
+            scale=config.routed_scaling_factor,
+        )
+
+    def experts(self, layer: int, *projections: Projection) -> Experts:
+        """One layer's experts, their projections stacked along the outputs: [E, N, K]."""
+        count = self._checkpoint.config.n_routed_experts
+        return stack_experts(
+            (self._stackable(self.expert(layer, expert, projections)) for expert in range(count)), count
+        )
+
+    @staticmethod
+    def _stackable(weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4:
+        """NVFP4 is read by the GPU's kernels alone, and is bf16 elsewhere."""
+        return weight.dequantize(torch.bfloat16) if isinstance(weight, Nvfp4) else weight
+
+    def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:
+        """[N, K]"""
+        parts = [self._checkpoint.expert(layer, expert, projection) for projection in projections]
+        nvfp4 = [part for part in parts if isinstance(part, Nvfp4)]
+        if nvfp4:
+            stacked = (torch.cat(same) for same in zip(*((p.codes, p.scales, p.scale) for p in nvfp4), strict=True))
+            return Nvfp4(*(part.to(self._device) for part in stacked))
+        int4 = [part for part in parts if isinstance(part, Int4)]
+        if int4:
+            packed, scale = torch.cat([part.packed for part in int4]), torch.cat([part.scale for part in int4])
+            return Int4(packed.to(self._device), scale.to(self._device))
+        return torch.cat([part for part in parts if isinstance(part, Tensor)]).to(self._device, torch.bfloat16)

@@ -1,0 +1,127 @@
+"""A K2 of any size with random weights, made on the GPU in the kernels' own layouts: for measurements of speed.
+
+What a step reads and computes does not depend on what the weights say. Layers may be one in memory (`place`).
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from redline.model.config import K2Config
+from redline.model.gpu import GpuK2, expert_kind
+from redline.ops.gates import gates_weight
+from redline.ops.gpu_block import GpuBlock, GpuMla, GpuMoe
+from redline.ops.records import Records, Slabs
+from redline.ops.tiled import Tiled
+
+Progress = Callable[[int, int], object]  # (bytes made, bytes in all)
+
+
+def random_gpu_k2(
+    config: K2Config,
+    place: Sequence[int],
+    device: torch.device,
+    seed: int = 0,
+    progress: Progress = lambda made, whole: None,
+) -> GpuK2:
+    """place[layer]: which of the layers in memory a layer of the model is; dense layers share none with others."""
+    random = _Random(config, device, seed)
+    made: dict[int, GpuBlock] = {}
+    count = len(set(place))
+    for layer, at in enumerate(place):
+        if at not in made:
+            made[at] = random.block(config.is_moe(layer))
+            progress(len(made), count)
+    blocks = [made[at] for at in place]
+    embedding = random.normal(config.vocab_size, config.hidden_size, spread=1.0)
+    head = random.tiled(config.vocab_size, config.hidden_size)
+    return GpuK2(config, embedding, blocks, random.norm(config.hidden_size), head)
+
+
+class _Random:
+    def __init__(self, config: K2Config, device: torch.device, seed: int) -> None:
+        self._config = config
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int, spread: float | None = None) -> Tensor:
+        """bf16; by default with a spread that leaves a product's output as large as its input."""
+        whole = torch.empty(shape, dtype=torch.bfloat16, device=self._device)
+        return whole.normal_(0, shape[-1] ** -0.5 if spread is None else spread, generator=self._generator)
+
+    def norm(self, size: int) -> Tensor:
+        return torch.rand(size, device=self._device, generator=self._generator) + 0.5
+
+    def tiled(self, *shape: int) -> Tiled:
+        return Tiled.prepare(self.normal(*shape))
+
+    def block(self, is_moe: bool) -> GpuBlock:
+        c = self._config
+        width = c.moe_intermediate_size * c.n_shared_experts if is_moe else c.intermediate_size
+        router = self.normal(c.n_routed_experts, c.hidden_size) if is_moe else None
+        down = self.normal(c.hidden_size, width)
+        return GpuBlock(
+            attention_norm=self.norm(c.hidden_size),
+            attention=self.attention(),
+            o_proj=self.tiled(c.hidden_size, c.num_attention_heads * c.v_head_dim),
+            mlp_norm=self.norm(c.hidden_size),
+            gates=gates_weight(router, self.normal(2 * width, c.hidden_size)),
+            width=width,
+            down=Slabs.prepare(down) if is_moe else Tiled.prepare(down),
+            experts=self.moe() if is_moe else None,
+            eps=c.rms_norm_eps,
+            softmax_scale=c.softmax_scale,
+        )
+
+    def attention(self) -> GpuMla:
+        c = self._config
+        heads, rank, rope = c.num_attention_heads, c.kv_lora_rank, c.qk_rope_head_dim
+        return GpuMla(
+            w_a=self.tiled(c.q_lora_rank + rank + rope, c.hidden_size),
+            q_norm=self.norm(c.q_lora_rank),
+            kv_norm=self.norm(rank),
+            w_q=self.tiled(heads * (c.qk_nope_head_dim + rope), c.q_lora_rank),
+            w_uk=self.tiled(heads, rank, c.qk_nope_head_dim),
+            w_uv=self.tiled(heads, c.v_head_dim, rank),
+            eps=c.low_rank_norm_eps,
+        )
+
+    def moe(self) -> GpuMoe:
+        c = self._config
+        experts, hidden, width = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size
+        bias = 0.1 * torch.randn(experts, device=self._device, generator=self._generator)
+        kind = expert_kind(c)
+        up = self.records(Records.empty("up", experts, 2 * width, hidden, self._device, kind))
+        down = self.records(Records.empty("down", experts, hidden, width, self._device, kind))
+        finished = torch.zeros(2, dtype=torch.int32, device=bias.device)
+        return GpuMoe(bias, up, down, c.num_experts_per_tok, c.norm_topk_prob, c.routed_scaling_factor, finished)
+
+    def records(self, records: Records) -> Records:
+        """Any code, and scales that make a product's output as large as its input: of one power of two in a tensor."""
+        if records.kind == "BF16":
+            for expert in records.data:
+                expert.view(torch.bfloat16).normal_(0, records.inputs**-0.5, generator=self._generator)
+            return records
+        if records.kind == "NVFP4":
+            return self.nvfp4(records)
+        code_bytes = 8 * records.form.inputs
+        exponent = round(-torch.tensor(4.6 * records.inputs**0.5).log2().item())
+        for expert in records.data:
+            expert.random_(0, 256, generator=self._generator)
+            scales = expert[..., code_bytes:]
+            mantissa = scales[..., 0::2] & 127  # of a bf16: low byte, then the high one
+            scales[..., 0::2] = mantissa | ((127 + exponent & 1) << 7)
+            scales[..., 1::2] = 127 + exponent >> 1
+        return records
+
+    def nvfp4(self, records: Records) -> Records:
+        """Block scales from 1 to 1.875; the spread of codes times them is 4.2."""
+        part = records.form.part
+        for expert in records.data:
+            expert.random_(0, 256, generator=self._generator)
+            scales, tail = expert[..., 8 * part : 9 * part], expert[..., 9 * part :]
+            scales.copy_(scales & 7 | 0x38)  # an e4m3's mantissa, and the exponent of 1
+            whole = torch.full((4,), 1 / (4.2 * records.inputs**0.5), device=self._device)
+            tail.copy_(whole.view(torch.uint8).expand_as(tail))
+        return records

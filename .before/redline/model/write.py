@@ -1,0 +1,384 @@
+"""Writing checkpoints that every reader of the Hugging Face layout understands: shards, index, config.json.
+
+`write_checkpoint` streams, so a model is never in memory as a whole. `k25_config` is the config.json of Kimi K2.5 and
+later for any geometry. `random_checkpoint` makes a model of random weights in every layout of the family.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from redline.model.checkpoint import Weight, weights
+from redline.model.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Quantization, Unquantized, Yarn
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4, quantize_int4, quantize_nvfp4
+
+# k25: K2.5 and later. k25-short: the same without `.model.`, as some NVIDIA revisions. k2: K2 and K2-Thinking, flat.
+Layout = Literal["k25", "k25-short", "k2"]
+
+SHARD_BYTES = 14_000_000
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+
+_PREFIX = {"k25": "language_model.model.", "k25-short": "language_model.", "k2": "model."}
+_HEAD = {"k25": "language_model.lm_head.weight", "k25-short": "language_model.lm_head.weight", "k2": "lm_head.weight"}
+_FORMATS: dict[str, Quantization] = {
+    "int4": Int4Experts(),
+    "nvfp4": Nvfp4Experts("ModelOpt"),
+    "bf16": Unquantized(),
+    "fp8": Fp8Blocks(128, 128),
+}
+_FP8_MAX = 448.0  # the largest e4m3
+
+
+def write_checkpoint(
+    folder: Path | str,
+    tensors: Iterable[tuple[str, Tensor]],
+    config: dict[str, Any],
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write `model-00001-of-000NN.safetensors`, their index and config.json into `folder`, which is made if needed.
+
+    tensors      (stored name, CPU tensor that shares no memory with another); at most one shard of them is held
+    shard_bytes  of tensor data in a file; a tensor larger than that gets a file of its own
+
+    Replaces a checkpoint that is there, once all that is new is written: where the disk is full before, the old one is
+    as it was. Shards get their names first, and the index comes last: a folder with an index is whole.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
+    try:
+        shards: list[list[str]] = []
+        total = 0
+        for shard in _shards(tensors, shard_bytes):
+            shards.append(list(shard))
+            total += sum(tensor.nbytes for tensor in shard.values())
+            path = building / str(len(shards))
+            save_file(shard, path, metadata={"format": "pt"})
+            path.chmod(0o644)  # safetensors makes files that only their owner can read
+            del shard  # before the next one is gathered
+        files = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
+        weight_map = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(building / CONFIG, config)
+        _write_json(building / INDEX, index)
+        (folder / INDEX).unlink(missing_ok=True)
+        for old in folder.glob("model-*-of-*.safetensors"):
+            old.unlink()
+        for number, file in enumerate(files, 1):
+            (building / str(number)).replace(folder / file)
+        for file in (CONFIG, INDEX):
+            (building / file).replace(folder / file)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def checkpoint_names(config: K2Config, layout: Layout = "k25") -> dict[str, str]:
+    """Logical name -> stored name of every weight. INT4 writes three tensors under a name: see `int4_tensors`."""
+    return {weight.name: stored_name(weight.name, layout) for weight in weights(config)}
+
+
+def stored_name(name: str, layout: Layout = "k25") -> str:
+    """`layers.0.input_layernorm.weight` -> `language_model.model.layers.0.input_layernorm.weight`, and so on."""
+    return _HEAD[layout] if name == "lm_head.weight" else _PREFIX[layout] + name
+
+
+def int4_tensors(name: str, weight: Int4) -> list[tuple[str, Tensor]]:
+    """What stands in a file for an INT4 weight [N, K] of this stored name (`...gate_proj.weight`)."""
+    shape = torch.tensor(weight.shape, dtype=torch.int64)
+    return [(f"{name}_packed", weight.packed), (f"{name}_scale", weight.scale), (f"{name}_shape", shape)]
+
+
+def nvfp4_tensors(name: str, weight: Nvfp4) -> list[tuple[str, Tensor]]:
+    """The same for one NVFP4 matrix, under ModelOpt's names."""
+    scale = weight.scale.reshape(())
+    return [(name, weight.codes), (f"{name}_scale", weight.scales), (f"{name}_scale_2", scale)]
+
+
+def quantize_fp8(weight: Tensor, block: Fp8Blocks) -> tuple[Tensor, Tensor]:
+    """The inverse of `redline.model.checkpoint.dequantize_fp8`, to e4m3's nearest.
+
+    weight [N, K] -> (float8_e4m3fn [N, K], scale_inv float32 [ceil(N / rows), ceil(K / columns)])
+    """
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % block.columns, 0, -rows % block.rows))
+    down, across = padded.shape[0] // block.rows, padded.shape[1] // block.columns
+    blocks = padded.view(down, block.rows, across, block.columns)
+    amax = blocks.abs().amax((1, 3))
+    scale_inv = torch.where(amax > 0, amax / _FP8_MAX, torch.ones_like(amax))
+    codes = (blocks / scale_inv[:, None, :, None]).view(padded.shape)[:rows, :columns]
+    return codes.to(torch.float8_e4m3fn).contiguous(), scale_inv
+
+
+def k25_config(
+    config: K2Config,
+    layout: Layout = "k25",
+    *,
+    media_placeholder_token_id: int | None = None,
+    vision_config: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """config.json as Moonshot's files of K2.5 and later have it; for layout "k2", the flat one of K2 and K2-Thinking.
+
+    `K2Config.from_dict` of it gives `config` again. A text-only file has no vision_config. Left out of the published
+    files' keys: generation defaults, which nobody reads, and auto_map, which names code that is not in the folder.
+    """
+    text: dict[str, Any] = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "kimi_k2",
+        **{key: getattr(config, key) for key in _AS_THEY_ARE},
+        **_FIXED,
+        "num_key_value_heads": config.num_attention_heads,
+        "rope_scaling": None if config.yarn is None else {"type": "yarn", **asdict(config.yarn)},
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_ids[0] if len(config.eos_token_ids) == 1 else list(config.eos_token_ids),
+        "pad_token_id": config.pad_token_id,
+        "dtype": "bfloat16",
+    }
+    if not isinstance(config.quantization, Unquantized):
+        text["quantization_config"] = _quantization_config(config.quantization)
+    if layout == "k2":
+        return text
+    top: dict[str, Any] = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        **{key: text[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "tie_word_embeddings")},
+        "ignore_index": -100,
+        "use_unified_vision_chunk": True,
+        "video_placeholder": "<|kimi_k25_video_placeholder|>",
+        "text_config": text,
+    }
+    if media_placeholder_token_id is not None:
+        top["media_placeholder_token_id"] = media_placeholder_token_id
+    if vision_config is not None:
+        top["vision_config"] = vision_config
+    return top
+
+
+def k25_preprocessor_config() -> dict[str, Any]:
+    """preprocessor_config.json as K2.5 and later have it: how images and videos become patches of the vision tower.
+
+    Redline reads no images. vLLM opens no checkpoint of this architecture without the file, whatever it is asked.
+    """
+    return {
+        "media_proc_cfg": {
+            "in_patch_limit": 16_384,
+            "patch_size": 14,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "merge_kernel_size": 2,
+            "fixed_output_tokens": None,
+            "patch_limit_on_one_side": 512,
+            "in_patch_limit_each_frame": 4_096,
+            "in_patch_limit_video": None,
+            "sample_fps": 2.0,
+            "temporal_merge_kernel_size": 4,
+            "timestamp_mode": "hh:mm:ss.fff",
+        }
+    }
+
+
+def tiny_config(**changes: Any) -> K2Config:
+    """A model of 0.3 million parameters that has every part: a dense layer, two of experts, YaRN, INT4 experts."""
+    values: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "q_lora_rank": 48,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "intermediate_size": 160,
+        "routed_scaling_factor": 2.827,
+        "norm_topk_prob": True,
+        "rms_norm_eps": 1e-5,
+        "low_rank_norm_eps": 1e-5,
+        "vocab_size": 512,
+        "max_position_embeddings": 65536,
+        "rope_theta": 50000.0,
+        "yarn": Yarn(
+            factor=64.0,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            original_max_position_embeddings=1024,
+        ),
+        "bos_token_id": 0,
+        "eos_token_ids": (1,),
+        "pad_token_id": 2,
+        "tie_word_embeddings": False,
+        "quantization": Int4Experts(),
+    }
+    return K2Config(**{**values, **changes})
+
+
+def random_checkpoint(
+    folder: Path | str,
+    config: K2Config,
+    seed: int = 0,
+    quantization: Literal["int4", "nvfp4", "bf16", "fp8"] = "int4",
+    layout: Layout = "k25",
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    experts_alike: bool = False,
+) -> K2Config:
+    """Write a model of random weights, streamed, and give the config as it will be read: `config`, so quantised.
+
+    experts_alike  every expert holds the weights of the first: as large, and written at the speed of the disk
+    """
+    config = replace(config, low_rank_norm_eps=config.rms_norm_eps, quantization=_FORMATS[quantization])
+    tensors = _random_tensors(config, seed, layout, experts_alike)
+    write_checkpoint(folder, tensors, k25_config(config, layout), shard_bytes)
+    return config
+
+
+def _random_tensors(config: K2Config, seed: int, layout: Layout, experts_alike: bool) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    first_expert: dict[str, list[tuple[str, Tensor]]] = {}
+    for weight in weights(config):
+        name = stored_name(weight.name, layout)
+        if weight.kind != "expert" or not experts_alike:
+            yield from _stored_form(name, _random(weight, generator), weight, config.quantization)
+            continue
+        projection = name.split(".")[-2]
+        if projection not in first_expert:
+            parts = _stored_form("", _random(weight, generator), weight, config.quantization)
+            first_expert[projection] = parts
+        for suffix, tensor in first_expert[projection]:
+            yield name + suffix, tensor.clone()
+
+
+def _random(weight: Weight, generator: torch.Generator) -> Tensor:
+    """Float32. Scaled so that activations neither vanish nor grow; norms near 1, so that a forgotten one shows."""
+    values = torch.randn(weight.shape, generator=generator)
+    if weight.name.endswith("norm.weight"):
+        return 1 + 0.1 * values
+    if weight.name.endswith("e_score_correction_bias"):
+        return 0.1 * values
+    return values if weight.name == "embed_tokens.weight" else values * weight.shape[-1] ** -0.5
+
+
+def _stored_form(name: str, values: Tensor, weight: Weight, quantization: Quantization) -> list[tuple[str, Tensor]]:
+    match quantization:
+        case Int4Experts() if weight.kind == "expert":
+            return int4_tensors(name, quantize_int4(values))
+        case Nvfp4Experts() if weight.kind == "expert":
+            return nvfp4_tensors(name, quantize_nvfp4(values))
+        case Fp8Blocks() as block if weight.kind != "plain":
+            codes, scale_inv = quantize_fp8(values, block)
+            return [(name, codes), (f"{name}_scale_inv", scale_inv)]
+        case _:
+            # The correction bias decides near-ties, so it keeps float32, as transformers and vLLM hold it.
+            dtype = torch.float32 if weight.name.endswith("e_score_correction_bias") else torch.bfloat16
+            return [(name, values.to(dtype))]
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > shard_bytes:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.detach().contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+# Fields of K2Config whose key and value in config.json are the same.
+_AS_THEY_ARE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "n_shared_experts",
+    "n_routed_experts",
+    "routed_scaling_factor",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "qk_nope_head_dim",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "tie_word_embeddings",
+)
+
+_FIXED: dict[str, Any] = {
+    "topk_method": "noaux_tc",
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "num_nextn_predict_layers": 0,
+}
+
+
+def _quantization_config(quantization: Int4Experts | Nvfp4Experts | Fp8Blocks) -> dict[str, Any]:
+    """As in the published files: K2-Instruct's FP8, the INT4 of K2-Thinking and later, NVIDIA's NVFP4 of them."""
+    if isinstance(quantization, Nvfp4Experts):
+        e2m1: dict[str, Any] = {"dynamic": False, "group_size": NVFP4_GROUP, "num_bits": 4, "type": "float"}
+        groups = {"group_0": {"input_activations": e2m1, "targets": ["Linear"], "weights": e2m1}}
+        return {"config_groups": groups, "ignore": ["lm_head"], "quant_algo": "NVFP4", "quant_method": "modelopt"}
+    if isinstance(quantization, Fp8Blocks):
+        block = [quantization.rows, quantization.columns]
+        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
+    int4: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": INT4_GROUP,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group: dict[str, Any] = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": int4,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        # The last pattern means the dense layers alone: a routed expert reads `mlp.experts.N.gate_proj`.
+        "ignore": [
+            "lm_head",
+            "re:.*self_attn.*",
+            "re:.*shared_experts.*",
+            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+        ],
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }

@@ -1,0 +1,252 @@
+"""Attention of absorbed queries over cached latents.        T tokens, Q queries, H heads, R rank, P rope, S splits.
+
+A page holds 64 rows [latent R | rotated key P]: all heads score the same rows, and the latents are the values too. A
+block takes 16, 32 or 64 heads of a query and a run of its pages, one split; `unabsorb` combines the splits. With small
+blocks a page is read more often, and answers come sooner where the GPU has room.
+
+Products of 16 or 32 heads are of warps (attend.cu), those of 64 of warpgroups (attend_warpgroups.cu), which read a page
+from shared memory a quarter as often.
+
+Heads of a block and splits of a query depend on the shape of a step alone, as a captured graph demands. A query's pages
+are shared out evenly over the splits by its own length, so a grid made for 32k tokens keeps its blocks busy at 2k.
+Partial latents are bf16, like the product they go into, so one split loses nothing: at 32k tokens and 64 heads 128
+splits write 8.4 MB (float32: 16.8) beside 37.7 MB of pages.
+"""
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.op import Case, Cost, Op
+from redline.wire.job import PAGE_TOKENS
+
+SMS = 132  # NVIDIA H100 and H200
+MAX_WAVES = 4  # of blocks, where pages are split: 35 MB of partial latents at R = 512
+ROPE = 64  # P of every model here
+WARPGROUP_ROWS = {64}  # blocks that take attend_warpgroups.cu; it knows 16 and 32 too
+_VALUE_BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
+
+_Arguments = structure(
+    "Arguments", "q tokens slots lengths tables plane out lse", "heads table_width splits skip", "scale"
+)
+
+
+class Plan(NamedTuple):
+    rows: int  # heads of a block
+    splits: int  # of a query
+
+
+@functools.cache
+def plan(queries: int, heads: int, max_length: int) -> Plan:
+    """The quickest on an NVIDIA H200 by what was measured there, the combination of its splits included."""
+    pages = max(1, -(-max_length // PAGE_TOKENS))
+
+    def cost(way: Plan) -> float:
+        return microseconds(way, queries, heads, pages) + _combining(queries * heads * way.splits)
+
+    return min(_ways(queries, heads, pages), key=cost)
+
+
+def _ways(queries: int, heads: int, pages: int) -> Iterator[Plan]:
+    """Of as many splits as pages need at so many each, and no more."""
+    for rows in _TIMES:
+        if rows < heads + 16:  # no block is half empty
+            blocks = max(1, queries * -(-heads // rows))
+            most = min(pages, SMS, max(1, MAX_WAVES * SMS // blocks))
+            for share in sorted({-(-pages // splits) for splits in range(1, most + 1)}):
+                yield Plan(rows, -(-pages // share))
+
+
+def microseconds(way: Plan, queries: int, heads: int, pages: int) -> float:
+    """Of `attend`. In each wave a block begins, waits for a page, and multiplies it while the next one comes."""
+    parts, share = -(-heads // way.rows), -(-pages // way.splits)
+    blocks = queries * parts * -(-pages // share)
+    waves = blocks / SMS if share == 1 else -(-blocks // SMS)  # blocks of one page end one by one
+    busy = min(blocks, SMS)
+    memory_speed = _MEMORY_SPEED * (0.35 + 0.65 * busy / SMS)
+    load = _PAGE_BYTES * max(1 / _SM_SPEED, busy / _L2_SPEED, busy / parts / memory_speed)
+    begin, page = _TIMES[way.rows]
+    return _LAUNCH + max(1, waves) * (begin + share * max(page, load))
+
+
+def _combining(latents: int) -> float:
+    """Microseconds that so many partial latents cost `unabsorb`."""
+    size = latents * _LATENT_BYTES
+    return size / _PARTIAL_SPEED + max(0, size - _PARTIAL_ROOM) / _SPILLED_SPEED
+
+
+# An NVIDIA H200: microseconds, and bytes. 16 and 32 rows as measured; 64 by counted cycles of their products.
+_TIMES = {64: (4.0, 1.6), 32: (3.6, 3.5), 16: (3.0, 2.2)}  # of a block of so many rows: to begin, and each page
+_LAUNCH = 0.4
+_PAGE_BYTES, _LATENT_BYTES = 73728, 1024
+_SM_SPEED, _L2_SPEED, _MEMORY_SPEED = 118e3, 5.5e6, 4.4e6  # bytes per microsecond: of a block, and of all
+_PARTIAL_SPEED, _PARTIAL_ROOM, _SPILLED_SPEED = 2.7e6, 16e6, 1.6e6  # partial latents, and those beyond the L2 cache
+
+
+def _reference(
+    q_THW: Tensor,
+    tokens_Q: Tensor,
+    slots_Q: Tensor,
+    lengths_Q: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    scale: float,
+    max_length: int,
+    skip: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Query i: row tokens_Q[i] of q [T, H, R + P], over rows [skip, lengths_Q[i]) of slot slots_Q[i]. All int32.
+
+    tables [slots, pages per slot]; plane [pages, 64, R + P], bf16 or float8_e4m3fn; no length is above max_length.
+    Consecutive queries of one slot, each one longer, are a row's drafts. skip: as in `mla_decode`.
+    -> latents bf16 [Q, H, S, R], log-sum-exps float32 [Q, H, S] (natural); a split without rows has -inf and, in the
+    kernel, latents that were never written.
+    """
+    queries, heads = tokens_Q.shape[0], q_THW.shape[1]
+    splits, rank = plan(queries, heads, max_length).splits, plane.shape[-1] - ROPE
+    out = q_THW.new_zeros(queries, heads, splits, rank)
+    lse = torch.full((queries, heads, splits), -torch.inf, device=q_THW.device)
+    for i, (token, slot, length) in enumerate(
+        zip(tokens_Q.tolist(), slots_Q.tolist(), lengths_Q.tolist(), strict=True)
+    ):
+        pages = -(-length // PAGE_TOKENS) if length > skip else 0
+        share = max(1, -(-pages // splits))
+        for split, first in enumerate(range(0, pages, share)):
+            numbers = tables[slot, first : min(first + share, pages)].long()
+            rows_SW = plane[numbers].flatten(0, 1).float()
+            rows_SW = rows_SW[max(skip - first * PAGE_TOKENS, 0) : length - first * PAGE_TOKENS]
+            scores_HS = q_THW[token].float() @ rows_SW.T * scale
+            out[i, :, split] = (scores_HS.softmax(-1) @ rows_SW[:, :rank]).to(out.dtype)
+            lse[i, :, split] = scores_HS.logsumexp(-1)
+    return out, lse
+
+
+def has_warpgroups(rows: int, rank: int) -> bool:
+    """Whether blocks of so many rows are of attend_warpgroups.cu."""
+    return rows in WARPGROUP_ROWS and (rank <= 256 or rank % 128 == 0)
+
+
+@functools.cache
+def _kernel(rows: int, rank: int, value_bytes: int, buffers: int, warpgroups: bool) -> Kernel:
+    """buffers: 1 where no split has two pages, so that a block leaves room on its SM for other kernels; else 2."""
+    row_bytes, page_values = 2 * (rank + ROPE), PAGE_TOKENS * (rank + ROPE)
+    defines = {"ROWS": rows, "R": rank, "P": ROPE, "VALUE_BYTES": value_bytes, "BUFFERS": buffers}
+    if warpgroups:
+        shared = rows * row_bytes + page_values * 2 * buffers + rows * (2 * PAGE_TOKENS + 16 + 16 + 4 + 4)
+        return Kernel("attend_warpgroups.cu", "attend", defines, shared)
+    pages = page_values * 2 * buffers if value_bytes == 2 else page_values * (2 + buffers)
+    shared = rows * row_bytes + pages + rows * (2 * PAGE_TOKENS + 16 + 8 + 16)
+    return Kernel("attend.cu", "attend", defines, shared)
+
+
+def _cuda(
+    q_THW: Tensor,
+    tokens_Q: Tensor,
+    slots_Q: Tensor,
+    lengths_Q: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    scale: float,
+    max_length: int,
+    skip: int = 0,
+) -> tuple[Tensor, Tensor]:
+    queries, heads = tokens_Q.shape[0], q_THW.shape[1]
+    rank, (rows, splits) = plane.shape[-1] - ROPE, plan(queries, heads, max_length)
+    out = torch.empty(queries, heads, splits, rank, dtype=torch.bfloat16, device=q_THW.device)
+    lse = torch.empty(queries, heads, splits, device=q_THW.device)
+    inputs = (q_THW, tokens_Q, slots_Q, lengths_Q, tables, plane, out, lse)
+    sizes = heads, tables.shape[1], splits, skip
+    arguments = _Arguments(*map(address, inputs), *sizes, scale * math.log2(math.e))
+    buffers = 1 if splits * PAGE_TOKENS >= max_length else 2
+    kernel = _kernel(rows, rank, _VALUE_BYTES[plane.dtype], buffers, has_warpgroups(rows, rank))
+    kernel.launch(arguments, splits if queries else 0, queries * -(-heads // rows))
+    return out, lse
+
+
+def _cuda_fits(
+    q_THW: Tensor,
+    tokens_Q: Tensor,
+    slots_Q: Tensor,
+    lengths_Q: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    scale: float,
+    max_length: int,
+    skip: int = 0,
+) -> bool:
+    rank = plane.shape[-1] - ROPE
+    return q_THW.dtype == torch.bfloat16 and plane.dtype in _VALUE_BYTES and rank % 64 == 0 and 64 <= rank <= 512
+
+
+def _cost(
+    q_THW: Tensor,
+    tokens_Q: Tensor,
+    slots_Q: Tensor,
+    lengths_Q: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    scale: float,
+    max_length: int,
+    skip: int = 0,
+) -> Cost:
+    """Each slot's context once, however many of its tokens ask; one latent per head and query."""
+    heads, width = q_THW.shape[1], plane.shape[-1]
+    rank = width - ROPE
+    longest: dict[int, int] = {}
+    for slot, length in zip(slots_Q.tolist(), lengths_Q.tolist(), strict=True):
+        longest[slot] = max(length, longest.get(slot, 0))
+    moved = (sum(longest.values()) - skip * len(longest)) * width * plane.element_size()
+    queries = tokens_Q.shape[0]
+    seen = int(lengths_Q.sum()) - skip * queries
+    return Cost(moved + queries * heads * (width + rank) * 2, 2 * heads * (width + rank) * seen)
+
+
+def random_context(
+    g: torch.Generator,
+    lengths: tuple[int, ...],
+    heads: int,
+    rank: int = 512,
+    dtype: torch.dtype = torch.bfloat16,
+    verify: int = 1,
+    skip: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, int]:
+    """Arguments of `attend`: a slot for each length, whose last `verify` rows ask. Rows that nobody sees are NaN."""
+    slots = len(lengths)
+    per_slot = -(-max(lengths) // PAGE_TOKENS)
+    tables = torch.randperm(slots * per_slot, generator=g).to(torch.int32).view(slots, per_slot)
+    plane = torch.randn(slots * per_slot, PAGE_TOKENS, rank + ROPE, generator=g)
+    for slot, length in enumerate(lengths):
+        rows = plane[tables[slot].long()].flatten(0, 1)
+        rows[:skip], rows[length:] = torch.nan, torch.nan
+        plane[tables[slot].long()] = rows.unflatten(0, (per_slot, PAGE_TOKENS))
+    seen = [length - verify + 1 + i for length in lengths for i in range(verify)]
+    queries = len(seen)
+    q = torch.randn(queries + 1, heads, rank + ROPE, generator=g).to(torch.bfloat16)  # token 0 is a prompt's
+    tokens = torch.arange(1, queries + 1, dtype=torch.int32)
+    slots_Q = torch.arange(slots, dtype=torch.int32).repeat_interleave(verify)
+    lengths_Q = torch.tensor(seen, dtype=torch.int32)
+    return q, tokens, slots_Q, lengths_Q, tables, plane.to(dtype), 0.1, max(lengths), skip
+
+
+def _cases() -> Iterator[Case]:
+    def make(length: int, heads: int, dtype: torch.dtype = torch.bfloat16):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, int]:
+            return random_context(g, (length,), heads, dtype=dtype)
+
+        return inputs
+
+    fp8 = torch.float8_e4m3fn
+    for length in (1, 64, 65, 200):
+        yield Case(f"{length}, nano", make(length, 4))
+    yield Case("64, Kimi", make(64, 64))
+    for length in (1, 64, 65, 200, 1000, 8192, 32768):
+        yield Case(f"{length}, Kimi", make(length, 64), small=False)
+        yield Case(f"{length}, Kimi fp8 pages", make(length, 64, fp8), small=False)
+
+
+# Queries are bf16, as they come; probabilities are rounded to bf16 on their way to the latents.
+attend = Op("attend", _reference, None, _cost, _cases, cuda=_cuda, cuda_fits=_cuda_fits, roundings=1)

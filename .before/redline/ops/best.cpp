@@ -1,0 +1,39 @@
+// The first of the greatest in each row, and whether the row is finite, in one pass.
+#include <cmath>
+
+#include "cpu/kernels.h"
+#include "cpu/pool.h"
+#include "cpu/vec.h"
+
+// x [R, V], row stride ldx -> ids [R], finite [R]. A NaN is never the greatest.
+extern "C" void redline_best(const float* x, int64_t ldx, int64_t* ids, uint8_t* finite, int R, int V) {
+    int tasks = R <= 4 ? 1 : Pool::get().threads() * 2;
+    parallel(tasks, [&](int task) {
+        Range rows = share(R, tasks, task);
+        for (int r = rows.begin; r < rows.end; r++) {
+            const float* row = x + r * ldx;
+            f32x16 high = splat(-INFINITY);
+            i32x16 where = {}, sound = ~i32x16{}, at = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            int i = 0;
+            for (; i + 16 <= V; i += 16, at += 16) {
+                f32x16 v = load<f32x16>(row + i);
+                i32x16 higher = v > high;
+                high = higher ? v : high;
+                where = higher ? at : where;
+                sound &= v - v == f32x16{};  // infinity and NaN give NaN
+            }
+            int best = where[0], all = sound[0];
+            float greatest = high[0];
+            for (int l = 1; l < 16; l++) {
+                all &= sound[l];
+                if (high[l] > greatest || (high[l] == greatest && where[l] < best)) greatest = high[l], best = where[l];
+            }
+            for (; i < V; i++) {
+                if (row[i] > greatest) greatest = row[i], best = i;
+                all &= -(int)std::isfinite(row[i]);
+            }
+            ids[r] = best;
+            finite[r] = all != 0;
+        }
+    });
+}

@@ -1,0 +1,103 @@
+// The first of the greatest of each row, and whether the row is finite (ops/best.py).
+//
+// Block (p, r) looks at part p of row r. Whoever comes last of a row's blocks compares what they found, and leaves the
+// row's counter at zero for the next launch. Macros: WIDTH, numbers of one load: 4 where every row begins at 16 bytes.
+#include "core.cuh"
+
+struct Arguments {
+    const float* logits;  // rows are `step` apart
+    u32x4* found;         // [R, parts]
+    u32* done;            // [R]: blocks of the row that have found theirs
+    i64* ids;             // [R]
+    u8* finite;           // [R]
+    u32 vocabulary, step;
+};
+
+constexpr u32 WARPS = THREADS / 32;
+constexpr u32 AT_ONCE = 4;               // loads of a thread in flight
+constexpr u32 FOUND = 0;                 // [WARPS] u32x4
+constexpr u32 LAST = FOUND + WARPS * 16; // u32
+
+// key: larger numbers have larger ones; 0: of none. id: its place in the row. most: the greatest of all magnitudes' bits.
+struct Best { u32 key, id, most; };
+
+// Both zeros have one key, as they are equal.
+FN u32 sort_key(float v) {
+    u32 bits = as_u32(v + 0.f);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+FN void load_piece(u32 (&words)[WIDTH], const float* row, u32 piece) {
+    if constexpr (WIDTH == 4) {
+        u32x4 v = load_global_4(row + 4 * piece);
+        words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    } else
+        words[0] = load_global(row + piece);
+}
+
+// Of pieces [first, end), this thread's. A NaN is never the greatest; where nothing is above -infinity, the first is.
+FN Best look(const float* row, u32 first, u32 end) {
+    float greatest = -infinity();
+    u32 begin = first + thread_index(), id = begin * WIDTH, most = 0;
+    for (u32 piece = begin; piece < end; piece += AT_ONCE * THREADS) {
+        u32 words[AT_ONCE][WIDTH];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++)
+            if (piece + i * THREADS < end) load_piece(words[i], row, piece + i * THREADS);
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++)
+            if (piece + i * THREADS < end)
+#pragma unroll
+                for (u32 j = 0; j < WIDTH; j++) {
+                    u32 magnitude = words[i][j] & 0x7fffffff;
+                    most = magnitude > most ? magnitude : most;
+                    if (as_float(words[i][j]) > greatest) {
+                        greatest = as_float(words[i][j]);
+                        id = (piece + i * THREADS) * WIDTH + j;
+                    }
+                }
+    }
+    return begin < end ? Best{sort_key(greatest), id, most} : Best{0, ~0u, 0};
+}
+
+FN Best best_of_warp(Best mine) {
+    u32 key = warp_max(mine.key);
+    return {key, ~warp_max(mine.key == key ? ~mine.id : 0), warp_max(mine.most)};
+}
+
+// In every thread. A block barrier lies between two calls.
+FN Best best_of_block(Best mine) {
+    u32 at = shared_base() + FOUND;
+    mine = best_of_warp(mine);
+    if (lane_index() == 0) store_shared_4(at + 16 * warp_index(), {mine.key, mine.id, mine.most, 0});
+    sync_block();
+    u32x4 other = load_shared_4(at + 16 * (lane_index() % WARPS));
+    return best_of_warp({other.x, other.y, other.z});
+}
+
+KERNEL_BESIDE(best, Arguments, 2) {
+    let_next_grid_start();
+    wait_for_previous_grid();
+    u32 row = block_index_y(), part = block_index(), parts = grid_size(), last = shared_base() + LAST;
+    u32 pieces = a.vocabulary / WIDTH, share = (pieces + parts - 1) / parts;
+    Best mine = best_of_block(look(a.logits + (u64)row * a.step, part * share, smaller(part * share + share, pieces)));
+    u32x4* found = a.found + row * parts;
+    if (thread_index() == 0) {
+        store_global_4(found + part, {mine.key, mine.id, mine.most, 0});
+        store_shared(last, add_global(a.done + row, 1) == parts - 1);
+    }
+    sync_block();
+    if (!load_shared(last)) return;
+
+    mine = {0, ~0u, 0};
+    if (thread_index() < parts) {
+        u32x4 other = load_global_4(found + thread_index());
+        mine = {other.x, other.y, other.z};
+    }
+    mine = best_of_block(mine);
+    if (thread_index() == 0) {
+        store_global_i64(a.ids + row, mine.id);
+        store_global_u8(a.finite + row, mine.most < 0x7f800000);
+        store_global(a.done + row, 0);
+    }
+}

@@ -1,0 +1,186 @@
+"""What is done to each token's row between two products of a GPU's step.        T tokens, D hidden, H heads, P rope.
+
+Four ops, by Triton on a GPU (`triton_kernels.rows`). What a product reads is bf16, filled with zeros to a multiple of
+128 columns.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.ops.add_norm import rms_norm
+from redline.ops.mla import FP8, rotate, stored
+from redline.ops.op import Case, Cost, Op
+from redline.ops.tiled import PAD_K
+from redline.wire.job import PAGE_TOKENS
+
+
+def _filled(x_TK: Tensor) -> Tensor:
+    return F.pad(x_TK.to(torch.bfloat16), (0, -x_TK.shape[1] % PAD_K))
+
+
+# -------------------------------------------------------------------------------------------------------- norm_rows
+
+
+def _norm_reference(
+    residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """residual float32; partial float32 or bf16. -> (residual + partial, in place; its norm bf16 [T, D filled])."""
+    if partial_TD is not None:
+        residual_TD += partial_TD
+    return residual_TD, _filled(rms_norm(residual_TD, gamma_D, eps))
+
+
+def _norm_cuda(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    from redline.ops.triton_kernels import rows
+
+    return rows.add_norm(residual_TD, partial_TD, gamma_D, eps)
+
+
+def _norm_fits(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, eps: float) -> bool:
+    return residual_TD.is_contiguous() and (partial_TD is None or partial_TD.is_contiguous())
+
+
+def _norm_cost(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, eps: float) -> Cost:
+    added = 0 if partial_TD is None else residual_TD.nbytes + partial_TD.nbytes
+    return Cost(residual_TD.nbytes * 3 // 2 + added + gamma_D.nbytes)
+
+
+def _norm_cases() -> Iterator[Case]:
+    def make(tokens: int, d: int, first: bool):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor, float]:
+            partial = None if first else torch.randn(tokens, d, generator=g)
+            return torch.randn(tokens, d, generator=g), partial, torch.rand(d, generator=g) + 0.5, 1e-5
+
+        return inputs
+
+    yield Case("T=3 nano, first", make(3, 320, True))
+    yield Case("T=9 nano", make(9, 320, False))
+    yield Case("T=32 Kimi", make(32, 7168, False), small=False)
+
+
+# ---------------------------------------------------------------------------------------------------------- split_a
+
+
+def _split_reference(
+    a_TA: Tensor, q_gamma: Tensor, kv_gamma: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Tensor, eps: float
+) -> Tensor:
+    """a float32 [T, Rq + R + P], the product with W_a -> q_a bf16 [T, Rq filled], normed.
+
+    Writes the latent, normed, and its rotated key at rows_T (int64) of plane [pages, 64, R + P]; e4m3 saturates.
+    """
+    rank_q, rank = q_gamma.shape[0], kv_gamma.shape[0]
+    q, latent, key = a_TA.split([rank_q, rank, a_TA.shape[1] - rank_q - rank], 1)
+    row = torch.cat([rms_norm(latent, kv_gamma, eps), rotate(key, cos, sin)], 1)
+    plane.view(-1, plane.shape[-1])[rows_T] = stored(row, plane.dtype)
+    return _filled(rms_norm(q, q_gamma, eps))
+
+
+def _split_cuda(
+    a_TA: Tensor, q_gamma: Tensor, kv_gamma: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Tensor, eps: float
+) -> Tensor:
+    from redline.ops.triton_kernels import rows
+
+    return rows.split_a(a_TA, q_gamma, kv_gamma, cos, sin, rows_T, plane, eps)
+
+
+def _split_fits(a_TA: Tensor, q_gamma: Tensor, kv_gamma: Tensor, *_: object) -> bool:
+    return kv_gamma.shape[0].bit_count() == 1
+
+
+def _split_cost(
+    a_TA: Tensor, q_gamma: Tensor, kv_gamma: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Tensor, eps: float
+) -> Cost:
+    written = q_gamma.shape[0] * 2 + plane.shape[-1] * plane.element_size()
+    return Cost(a_TA.nbytes + a_TA.shape[0] * written)
+
+
+def _split_cases() -> Iterator[Case]:
+    def make(tokens: int, rank_q: int, dtype: torch.dtype):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+            a, angle = torch.randn(tokens, rank_q + 576, generator=g), torch.rand(tokens, 32, generator=g) * 6
+            a[0, -2:] = 1000.0  # beyond e4m3
+            gammas = torch.rand(rank_q, generator=g), torch.rand(512, generator=g)
+            rows = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
+            plane = torch.full((3, PAGE_TOKENS, 576), 7.0).to(dtype)
+            return a, *gammas, angle.cos(), angle.sin(), rows, plane, 1e-5
+
+        return inputs
+
+    yield Case("T=3 nano", make(3, 128, torch.bfloat16))
+    yield Case("T=9 odd width, float32 pages", make(9, 200, torch.float32))
+    yield Case("T=5 nano, fp8 pages", make(5, 128, FP8))
+    yield Case("T=32 Kimi", make(32, 1536, torch.bfloat16), small=False)
+    yield Case("T=32 Kimi, fp8 pages", make(32, 1536, FP8), small=False)
+
+
+# ----------------------------------------------------------------------------------------------------- rotate_heads
+
+
+def _rotate_reference(q_THX: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the last P of each head by its token's angles [T, P / 2], in place. q bf16 [T, H, N + P]."""
+    part = q_THX[..., -2 * cos.shape[1] :]
+    part.copy_(rotate(part.float(), cos[:, None], sin[:, None]))
+    return q_THX
+
+
+def _rotate_cuda(q_THX: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    from redline.ops.triton_kernels import rows
+
+    return rows.rotate_heads(q_THX, cos, sin)
+
+
+def _rotate_cost(q_THX: Tensor, cos: Tensor, sin: Tensor) -> Cost:
+    return Cost(2 * q_THX.shape[0] * q_THX.shape[1] * 2 * cos.shape[1] * q_THX.element_size())
+
+
+def _rotate_cases() -> Iterator[Case]:
+    def make(tokens: int, heads: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+            angle = torch.rand(tokens, 32, generator=g) * 6
+            return torch.randn(tokens, heads, 192, generator=g).bfloat16(), angle.cos(), angle.sin()
+
+        return inputs
+
+    yield Case("T=3 nano", make(3, 4))
+    yield Case("T=32 Kimi", make(32, 64), small=False)
+
+
+# ----------------------------------------------------------------------------------------------------------- swiglu
+
+
+def _swiglu_reference(gates_TG: Tensor, first: int, width: int) -> Tensor:
+    """silu(gate) * up of the product with a `gates` weight, float32: from column `first` on 8 gates, then their 8 ups,
+    and so on. -> bf16 [T, width filled]"""
+    gate, up = gates_TG[:, first : first + 2 * width].unflatten(1, (-1, 2, 8)).unbind(2)
+    return _filled(F.silu(gate.flatten(1)) * up.flatten(1))
+
+
+def _swiglu_cuda(gates_TG: Tensor, first: int, width: int) -> Tensor:
+    from redline.ops.triton_kernels import rows
+
+    return rows.swiglu(gates_TG, first, width)
+
+
+def _swiglu_cost(gates_TG: Tensor, first: int, width: int) -> Cost:
+    return Cost(gates_TG.shape[0] * width * (2 * gates_TG.element_size() + 2))
+
+
+def _swiglu_cases() -> Iterator[Case]:
+    def make(tokens: int, first: int, width: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, int, int]:
+            return torch.randn(tokens, first + 2 * width, generator=g), first, width
+
+        return inputs
+
+    yield Case("T=3 nano", make(3, 16, 128))
+    yield Case("T=2 a narrow one", make(2, 0, 40))
+    yield Case("T=32 Kimi", make(32, 384, 2048), small=False)
+
+
+norm_rows = Op("norm_rows", _norm_reference, None, _norm_cost, _norm_cases, cuda=_norm_cuda, cuda_fits=_norm_fits)
+split_a = Op("split_a", _split_reference, None, _split_cost, _split_cases, cuda=_split_cuda, cuda_fits=_split_fits)
+rotate_heads = Op("rotate_heads", _rotate_reference, None, _rotate_cost, _rotate_cases, cuda=_rotate_cuda)
+swiglu = Op("swiglu", _swiglu_reference, None, _swiglu_cost, _swiglu_cases, cuda=_swiglu_cuda)

@@ -1,0 +1,199 @@
+"""Which experts, how much of each, and who goes where.        T tokens, E experts, K chosen.
+
+s = sigmoid(logits); the K largest of s + bias are chosen, ties to the lower id; a weight is s without the bias, over
+their sum + 1e-20, times the scale (as `route_experts`, from logits).
+
+The expert kernels work on (expert, token) pairs, sorted by expert and then by token. A slot is one expert with 1 to 8
+of its pairs: what one pass over the expert's weights can serve.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.op import Case, Cost, Op
+
+SLOT_PAIRS = 8
+THREADS = 512
+MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 64, 512, 512  # of one kernel: two words of tokens, a thread to a pair or expert
+_CHOOSING_BYTES = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4  # of shared memory: cuda/choose.cuh
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How experts are chosen, apart from the logits; for `gates`, which has those."""
+
+    bias_E: Tensor | None  # float32
+    chosen: int
+    normalise: bool
+    scale: float
+    finished: Tensor  # int32 [2], zeros at first: what `gates` counts in and leaves 0, and `Pairs.ready`
+    forced_TK: Tensor | None = None  # int32: the ids to use instead, each at most once for a token (benchmarks)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Slot s is expert slot_expert[s] with pairs [slot_first[s], slot_first[s + 1]). Pair p is token token[p].
+
+    Beyond `count` slots, expert 0 without pairs. Sizes are of the worst case, so that a graph can be captured.
+    """
+
+    token: Tensor  # int32 [T K]
+    weight: Tensor  # float32 [T K]
+    slot_expert: Tensor  # int32 [slots]
+    slot_first: Tensor  # int32 [slots + 1]
+    count: Tensor  # int32 [1]: slots that exist
+    ids: Tensor  # int32 [T, K], best first
+    weights: Tensor  # float32 [T, K]
+    # int32 [1]: `gates`, the launch in front of `experts_up`, makes it 0 before that can begin, and 1 when the lists
+    # are there, before it ends. None: they are there when the launch in front has ended.
+    ready: Tensor | None = None
+
+    @classmethod
+    def empty(cls, tokens: int, chosen: int, experts: int, device: torch.device, ready: Tensor | None = None) -> Self:
+        """For a kernel to fill."""
+        slots = most_slots(tokens, chosen, experts)
+
+        def ints(*shape: int) -> Tensor:
+            return torch.empty(*shape, dtype=torch.int32, device=device)
+
+        return cls(
+            token=ints(tokens * chosen),
+            weight=torch.empty(tokens * chosen, device=device),
+            slot_expert=ints(slots),
+            slot_first=ints(slots + 1),
+            count=ints(1),
+            ids=ints(tokens, chosen),
+            weights=torch.empty(tokens, chosen, device=device),
+            ready=ready,
+        )
+
+    @property
+    def lists(self) -> tuple[Tensor, ...]:
+        """In the order of a kernel's arguments."""
+        return self.token, self.weight, self.slot_expert, self.slot_first, self.count, self.ids, self.weights
+
+    @property
+    def most(self) -> int:
+        """Slots in the worst case."""
+        return self.slot_expert.shape[0]
+
+    def __len__(self) -> int:
+        return self.token.shape[0]
+
+
+def most_slots(tokens: int, chosen: int, experts: int) -> int:
+    return min(tokens * chosen, experts + tokens * chosen // SLOT_PAIRS)
+
+
+def reference(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    chosen: int,
+    normalise: bool,
+    scale: float,
+    forced_TK: Tensor | None = None,
+) -> Pairs:
+    """logits, bias float32; forced_TK int32: the ids to use instead, each at most once for a token (benchmarks)."""
+    scores = torch.sigmoid(logits_TE)
+    ids = forced_TK
+    if ids is None:
+        biased = scores if bias_E is None else scores + bias_E
+        ids = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, :chosen].to(torch.int32)
+    weights = scores.gather(1, ids.long())
+    if normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return list_pairs(ids, weights * scale, logits_TE.shape[1])
+
+
+def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
+    tokens, chosen = ids_TK.shape
+    order = torch.argsort(ids_TK.flatten().long() * tokens + torch.arange(tokens).to(ids_TK).repeat_interleave(chosen))
+    sorted_ids = ids_TK.flatten()[order].tolist()
+    firsts = [p for p in range(len(sorted_ids)) if (p - sorted_ids.index(sorted_ids[p])) % SLOT_PAIRS == 0]
+    spare = most_slots(tokens, chosen, experts) - len(firsts)
+
+    def column(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=ids_TK.device)
+
+    return Pairs(
+        token=(order // chosen).to(torch.int32),
+        weight=weights_TK.flatten()[order],
+        slot_expert=column([sorted_ids[p] for p in firsts] + [0] * spare),
+        slot_first=column(firsts + [len(sorted_ids)] * (spare + 1)),
+        count=column([len(firsts)]),
+        ids=ids_TK,
+        weights=weights_TK,
+    )
+
+
+_Arguments = structure(
+    "ChooseExperts",
+    pointers="logits bias forced pair_token pair_weight slot_expert slot_first count ids shares",
+    ints="tokens slots normalise",
+    floats="scale",
+)
+
+
+@functools.cache
+def kernel_of(experts: int, chosen: int) -> Kernel:
+    defines = {"EXPERTS": experts, "CHOSEN": chosen}
+    return Kernel("choose_experts.cu", "choose_experts", defines, _CHOOSING_BYTES, THREADS)
+
+
+def cuda(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    chosen: int,
+    normalise: bool,
+    scale: float,
+    forced_TK: Tensor | None = None,
+) -> Pairs:
+    tokens, experts = logits_TE.shape
+    pairs = Pairs.empty(tokens, chosen, experts, logits_TE.device)
+    inputs = map(address, (logits_TE, bias_E, forced_TK, *pairs.lists))
+    arguments = _Arguments(*inputs, tokens, pairs.most, int(normalise), scale)
+    kernel_of(experts, chosen).launch(arguments, 1)
+    return pairs
+
+
+def cuda_fits(logits_TE: Tensor, bias_E: Tensor | None, chosen: int, *_: object, **__: object) -> bool:
+    tokens, experts = logits_TE.shape
+    fits_one_block = tokens <= MOST_TOKENS and tokens * chosen <= MOST_PAIRS and experts <= MOST_EXPERTS
+    return fits_one_block and chosen <= min(32, experts)
+
+
+def cost(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    chosen: int,
+    normalise: bool,
+    scale: float,
+    forced_TK: Tensor | None = None,
+) -> Cost:
+    return Cost(logits_TE.nbytes + logits_TE.shape[0] * chosen * 24)
+
+
+def cases() -> Iterator[Case]:
+    def make(tokens: int, experts: int, chosen: int, forced: bool = False):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, int, bool, float, Tensor | None]:
+            logits = torch.randn(tokens, experts, generator=g)
+            bias = torch.randn(experts, generator=g) * 0.1
+            ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
+            return logits, bias, chosen, True, 2.827, ids if forced else None
+
+        return inputs
+
+    yield Case("T=1 nano", make(1, 16, 4))
+    yield Case("T=40 nano", make(40, 16, 4))
+    yield Case("T=5 forced", make(5, 70, 3, forced=True))
+    for tokens in (1, 8, 64):
+        yield Case(f"T={tokens} Kimi", make(tokens, 384, 8))
+
+
+choose_experts = Op("choose_experts", reference, None, cost, cases, cuda=cuda, cuda_fits=cuda_fits)

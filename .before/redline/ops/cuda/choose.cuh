@@ -1,0 +1,113 @@
+// Which experts each token takes, and the lists that the expert kernels read (choose_experts.py): by a block of 512 threads.
+//
+// A warp to a token, then a thread to an expert. The caller's Arguments have logits [T, EXPERTS], bias [EXPERTS] or null,
+// forced [T, CHOSEN] or null; ids and shares [T, CHOSEN], pair_token, pair_weight, slot_expert, slot_first and count to
+// write; tokens, slots, normalise, scale.
+//
+// Macros: EXPERTS (<= THREADS), CHOSEN (<= 32, and <= EXPERTS).
+#pragma once
+#include "running_sum.cuh"
+
+constexpr u32 PER_LANE = (EXPERTS + 31) / 32;
+constexpr u32 MOST_PAIRS = 512;
+constexpr u32 SLOT_PAIRS = 8;
+
+// Of a room in shared memory.
+constexpr u32 TAKERS_AT = 0;                          // [THREADS][2] u32: bit t, token t takes this expert
+constexpr u32 FIRST_AT = TAKERS_AT + THREADS * 8;     // [THREADS] u32: an expert's first pair
+constexpr u32 CHOICE_AT = FIRST_AT + THREADS * 4;     // [T * K] u32
+constexpr u32 SHARE_AT = CHOICE_AT + MOST_PAIRS * 4;  // [T * K] f32
+constexpr u32 TOTALS_AT = SHARE_AT + MOST_PAIRS * 4;  // [warps] u32
+constexpr u32 CHOOSING_BYTES = TOTALS_AT + THREADS / 32 * 4;
+
+// Larger floats have larger keys; none is 0, which stands for what is taken or does not exist.
+FN u32 sort_key(float v) {
+    u32 bits = as_u32(v);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// Lane i's choice, best first, ties to the lower id; 0 in lanes from CHOSEN on.
+template <class Arguments>
+FN u32 best_experts(const Arguments& a, u32 token) {
+    u32 lane = lane_index(), choice = 0, key[PER_LANE];
+    float logit[PER_LANE], bias[PER_LANE];
+#pragma unroll
+    for (u32 j = 0; j < PER_LANE; j++) {
+        bool exists = 32 * j + lane < EXPERTS;
+        logit[j] = exists ? as_float(load_global_fresh(a.logits + token * EXPERTS + 32 * j + lane)) : 0.f;
+        bias[j] = exists && a.bias ? load_global_f32(a.bias + 32 * j + lane) : 0.f;
+    }
+#pragma unroll
+    for (u32 j = 0; j < PER_LANE; j++) key[j] = 32 * j + lane < EXPERTS ? sort_key(sigmoid(logit[j]) + bias[j]) : 0;
+    for (u32 round = 0; round < CHOSEN; round++) {
+        u32 best = 0;
+#pragma unroll
+        for (u32 j = 0; j < PER_LANE; j++) best = key[j] > best ? key[j] : best;
+        best = warp_max(best);
+        u32 mine = 0;  // the complement of the lowest id with this key
+#pragma unroll
+        for (u32 j = 0; j < PER_LANE; j++)
+            if (key[j] == best && !mine) mine = ~(32 * j + lane);
+        u32 id = ~warp_max(mine);
+#pragma unroll
+        for (u32 j = 0; j < PER_LANE; j++)
+            if (32 * j + lane == id) key[j] = 0;
+        if (lane == round) choice = id;
+    }
+    return choice;
+}
+
+// By a warp: a token's experts and shares. Forced ids take the place of the best, which are looked for all the same, so that
+// a measurement has the work that serving has.
+template <class Arguments>
+FN void choose_for(const Arguments& a, u32 token, u32 room) {
+    u32 lane = lane_index(), id = best_experts(a, token), place = token * CHOSEN + lane;
+    if (a.forced && lane < CHOSEN) id = load_global(a.forced + place);
+    float weight = lane < CHOSEN ? sigmoid(as_float(load_global_fresh(a.logits + token * EXPERTS + id))) : 0.f;
+    float sum = warp_sum(weight);
+    if (a.normalise) weight /= sum + 1e-20f;
+    weight *= a.scale;
+    if (lane >= CHOSEN) return;
+    store_global(a.ids + place, id);
+    store_global_f32(a.shares + place, weight);
+    store_shared(room + CHOICE_AT + 4 * place, id);
+    store_shared_f32(room + SHARE_AT + 4 * place, weight);
+    add_shared(room + TAKERS_AT + 8 * id + 4 * (token / 32), 1u << token % 32);  // a token takes an expert once
+}
+
+// By all threads of a block.
+template <class Arguments>
+FN void choose(const Arguments& a, u32 room) {
+    u32 thread = thread_index(), pairs = a.tokens * CHOSEN;
+    store_shared_2(room + TAKERS_AT + 8 * thread, {0, 0});
+    sync_block();
+    for (u32 token = warp_index(); token < (u32)a.tokens; token += THREADS / 32) choose_for(a, token, room);
+    sync_block();
+
+    // Thread e has expert e. Pairs in the low half of a word, slots in the high half: one sum for both.
+    u32x2 takers = load_shared_2(room + TAKERS_AT + 8 * thread);
+    u32 mine = count_bits(takers.x) + count_bits(takers.y), slots = (mine + SLOT_PAIRS - 1) / SLOT_PAIRS;
+    u32 total, after = running_sum(mine | slots << 16, room + TOTALS_AT, total), count = total >> 16;
+    u32 first_pair = (after & 0xffff) - mine, first_slot = (after >> 16) - slots;
+    store_shared(room + FIRST_AT + 4 * thread, first_pair);
+    for (u32 i = 0; i < slots; i++) {
+        store_global(a.slot_expert + first_slot + i, thread);
+        store_global(a.slot_first + first_slot + i, first_pair + i * SLOT_PAIRS);
+    }
+    if (thread == 0) store_global(a.count, count);
+    for (u32 slot = thread; slot <= (u32)a.slots; slot += THREADS)
+        if (slot >= count) {
+            store_global(a.slot_first + slot, pairs);
+            if (slot < (u32)a.slots) store_global(a.slot_expert + slot, 0);
+        }
+    sync_block();
+    if (thread < pairs) {
+        u32 token = thread / CHOSEN, id = load_shared(room + CHOICE_AT + 4 * thread);
+        u32x2 all = load_shared_2(room + TAKERS_AT + 8 * id);
+        u32 lower = (1u << token % 32) - 1;  // those of its own word that come before it
+        u32 before = token < 32 ? count_bits(all.x & lower) : count_bits(all.x) + count_bits(all.y & lower);
+        u32 pair = load_shared(room + FIRST_AT + 4 * id) + before;
+        store_global(a.pair_token + pair, token);
+        store_global_f32(a.pair_weight + pair, load_shared_f32(room + SHARE_AT + 4 * thread));
+    }
+}

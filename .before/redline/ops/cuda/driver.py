@@ -1,0 +1,192 @@
+"""NVRTC and the CUDA driver, through ctypes: compile a source, keep the machine code, launch it.
+
+torch brings both libraries and makes the context; nothing here needs CUDA's headers or nvcc.
+"""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from redline.ops import native
+
+HERE = Path(__file__).parent
+HOPPER = 9  # major compute capability: wgmma is of these chips alone
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_compiling = threading.Lock()
+_log = logging.getLogger(__name__)
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
+
+class CudaError(RuntimeError):
+    """A call of the driver or of the compiler failed."""
+
+
+@functools.cache
+def why_not() -> str | None:
+    """One line, where the kernels cannot run on this machine's GPU."""
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
+    name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    if major != HOPPER:
+        return f"{name} has compute capability {major}.{minor}; the CUDA kernels are for {HOPPER}.0, Hopper"
+    try:
+        _nvrtc()
+        _cuda()
+    except OSError as error:
+        return f"a CUDA library cannot be loaded ({error})"
+    return None
+
+
+class Function:
+    """One kernel of one source, on the current device."""
+
+    def __init__(self, source: Path, name: str, options: Sequence[str], shared: int) -> None:
+        self._source = source
+        self._name = name
+        self._options = tuple(options)
+        self._shared = shared
+        self._handle = ctypes.c_void_p()
+        self._lock = threading.Lock()
+        self._attribute = _Attribute(id=_STREAM_SERIALIZATION, value=1)
+
+    def load(self) -> None:
+        """Raises CudaError with the compiler's message."""
+        with self._lock:
+            if self._handle:
+                return
+            code = machine_code(self._source, self._options)
+            torch.cuda.current_stream()  # makes the context
+            module, handle, cuda = ctypes.c_void_p(), ctypes.c_void_p(), _cuda()
+            _check(cuda.cuModuleLoadData(ctypes.byref(module), code))
+            _check(cuda.cuModuleGetFunction(ctypes.byref(handle), module, self._name.encode()))
+            _check(cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, self._shared))
+            self._handle = handle
+
+    def launch(
+        self, arguments: ctypes.Structure, grid: tuple[int, int], threads: int, shared: int, *, overlap: bool
+    ) -> None:
+        if not self._handle:
+            self.load()
+        stream = torch.cuda.current_stream().cuda_stream
+        attributes = ctypes.pointer(self._attribute)
+        launch = _Launch(*grid, 1, threads, 1, 1, shared, stream, attributes, 1 if overlap else 0)
+        values = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        _check(_cuda().cuLaunchKernelEx(ctypes.byref(launch), self._handle, values, None))
+
+
+def machine_code(source: Path, options: Sequence[str]) -> bytes:
+    """A cubin for the current GPU, from the cache if it was made before."""
+    major, minor = torch.cuda.get_device_capability()
+    options = [*options, f"-arch=sm_{major}{minor}a", "-std=c++17", "-default-device"]
+    headers = {file.name: file.read_bytes() for file in sorted(HERE.glob("*.cuh"))}
+    digest = hashlib.sha256(" ".join(options).encode() + source.read_bytes() + b"".join(headers.values()))
+    digest.update(str(_nvrtc_version()).encode())
+    name = f"cuda-{source.stem}-{digest.hexdigest()[:20]}.cubin"
+    with contextlib.suppress(OSError):
+        return (native.cache_folder() / name).read_bytes()
+    code = compile_source(source.read_bytes(), source.name, headers, options)
+    _keep(name, code)
+    return code
+
+
+def _keep(name: str, code: bytes) -> None:
+    """In the cache, whole or not at all. Where that cannot be, each process compiles its own."""
+    try:
+        folder = native.cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{name}.{os.getpid()}.{threading.get_ident()}"
+        try:
+            partial.write_bytes(code)
+            os.replace(partial, folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        _log.info("%s is not kept: %s", name, error)
+
+
+def compile_source(text: bytes, name: str, headers: dict[str, bytes], options: Sequence[str]) -> bytes:
+    """Raises CudaError with the compiler's messages."""
+    nvrtc, program = _nvrtc(), ctypes.c_void_p()
+    names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))
+    texts = (ctypes.c_char_p * len(headers))(*headers.values())
+    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, name.encode(), len(headers), texts, names)
+    _check_nvrtc(made)
+    try:
+        given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        if nvrtc.nvrtcCompileProgram(program, len(options), given):
+            size = ctypes.c_size_t()
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CudaError(f"{name} does not compile:\n{log.value.decode(errors='replace')}")
+        size = ctypes.c_size_t()
+        _check_nvrtc(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        code = ctypes.create_string_buffer(size.value)
+        _check_nvrtc(nvrtc.nvrtcGetCUBIN(program, code))
+        return code.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _check(status: int) -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _cuda().cuGetErrorString(status, ctypes.byref(text))
+        raise CudaError(f"CUDA driver error {status}: {(text.value or b'unknown').decode()}")
+
+
+def _check_nvrtc(status: int) -> None:
+    if status:
+        raise CudaError(f"NVRTC error {status}")
+
+
+@functools.cache
+def _cuda() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """From torch's own packages, the system, or CUDA_HOME. Raises OSError."""
+    major = (torch.version.cuda or "13").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    packages = importlib.util.find_spec("nvidia")
+    folders = [Path(place) for place in (packages.submodule_search_locations or ())] if packages else []
+    candidates = [str(path) for folder in folders for path in sorted(folder.glob(f"*/lib/{name}"))]
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    for candidate in (*candidates, name, f"{home}/lib64/{name}", "libnvrtc.so"):
+        try:
+            return ctypes.CDLL(candidate)
+        except OSError:
+            continue
+    raise OSError(f"{name} is neither in torch's packages nor on the library path nor in {home}/lib64")
+
+
+@functools.cache
+def _nvrtc_version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check_nvrtc(_nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value

@@ -1,0 +1,70 @@
+"""Runs a CUDA kernel's source on the CPU, for tests: the system's compiler, and `emulate.h`."""
+
+import ctypes
+import functools
+import hashlib
+import itertools
+import os
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from redline.ops import native
+
+HERE = Path(__file__).parent
+COMMON = ("emulate.cpp", "emulate_products.cpp")  # compiled once, and linked to every kernel
+FLAGS = ("-std=c++17", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-DREDLINE_EMULATE", "-ffp-contract=off")
+
+_seeds = itertools.count(1)
+_one_at_a_time = threading.Lock()  # a library has room for one block
+
+
+def run(
+    source: Path,
+    name: str,
+    options: Sequence[str],
+    arguments: ctypes.Structure,
+    grid: tuple[int, int],
+    threads: int,
+    shared: int,
+) -> None:
+    """Raises RuntimeError with what the kernel did wrong. Every run draws another order of threads and copies."""
+    message = ctypes.create_string_buffer(400)
+    function = getattr(_library(source, tuple(options)), f"run_{name}")
+    room = len(message)
+    with _one_at_a_time:
+        failed = function(ctypes.byref(arguments), *grid, threads, shared, next(_seeds), message, room)
+    if failed:
+        raise RuntimeError(f"{source.name} {name}: {message.value.decode()}")
+
+
+@functools.cache
+def _library(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
+    return ctypes.CDLL(str(_built(source, ("-O1", "-shared", *options), ".so", _common())))
+
+
+@functools.cache
+def _common() -> tuple[Path, ...]:
+    return tuple(_built(HERE / name, ("-O3", "-c"), ".o") for name in COMMON)
+
+
+def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence[Path] = ()) -> Path:
+    """Compiled, once for its content and what it is linked to."""
+    compiler = native.find_compiler()
+    if compiler is None:
+        raise RuntimeError("no C++ compiler on the PATH: CUDA kernels cannot be emulated")
+    digest = hashlib.sha256(" ".join((compiler, *FLAGS, *options, *(path.name for path in linked))).encode())
+    for file in sorted(set(native.with_includes(source, HERE))):
+        digest.update(file.read_bytes())
+    path = native.cache_folder() / f"emulated-{source.stem}-{digest.hexdigest()[:20]}{suffix}"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(f".{os.getpid()}")
+        language = ["-x", "c++", str(source), "-x", "none", *map(str, linked)]
+        command = [compiler, *FLAGS, *options, f"-I{HERE}", "-o", str(partial), *language]
+        built = subprocess.run(command, capture_output=True, check=False, text=True)
+        if built.returncode:
+            raise RuntimeError(f"{source.name} does not compile:\n{built.stderr[:4000]}")
+        os.replace(partial, path)
+    return path

@@ -1,0 +1,613 @@
+// y = W x for T <= 8 tokens: the dense products of a decode step, and what follows them.        N outputs, K inputs.
+//
+// The weights stream once through shared memory, in tiles of 16 outputs x 32 inputs (ops/tiled.py): they are the 16 rows
+// of mma.sync, the tokens are its 8 columns. K is shared by WARPS_PER_TILE warps, each of which keeps its part of x in
+// registers for the whole kernel.
+//
+// Four warps are a group with a ring of its own. One bulk copy fills a stage: a piece of UNITS tiles for each of them, in
+// the order of memory. Whoever of the four is last to finish a stage requests what comes into it next; nobody waits for
+// a free stage. The first stages are requested before the grid in front has ended. x then takes the end of shared memory,
+// and the stages under it are filled once x is in registers.
+//
+// A column's sums depend on its own x alone: in order of K within a warp, then over the warps. So a token has the same
+// bits whatever the number of tokens.
+//
+// Macros: INPUTS (K, padded), WARPS_PER_TILE, UNITS, STAGES, FREE_STAGES (not under x), EARLY_STAGES (before the grid in
+// front has ended), COLUMNS (1, 2, 4 or 8 >= T), SLICES (parts of K whose x is in registers by turns), TILES (sums that a
+// warp keeps), ROW_TILES, BATCHED (more tiles than sums: these come in batches), EPILOGUE and its sizes; and bytes from the
+// beginning of shared memory: X_AT, SUMS_AT (BATCHED: a room for two batches), OPERANDS_AT (0: none).
+#include "core.cuh"
+
+#define PROJECT_A 1
+#define PROJECT_Q 2
+#define PROJECT_OUT 3
+#define GATES 4
+#define HEAD 5
+#if EPILOGUE == GATES && CHOSEN
+#include "choose.cuh"
+#endif
+
+constexpr u32 TILE_ROWS = 16, TILE_BYTES = 1024, MOST_TOKENS = 8, MOST_PARTS = 256;
+constexpr u32 WARPS = THREADS / 32, GROUPS = WARPS / 4;
+constexpr u32 TILES_AT_ONCE = WARPS / WARPS_PER_TILE, K_GROUPS = WARPS_PER_TILE / 4;
+constexpr u32 SLICE_INPUTS = INPUTS / SLICES;
+constexpr u32 SHARE = SLICE_INPUTS / 32 / WARPS_PER_TILE;  // units of 32 inputs, of a warp, in a slice
+constexpr u32 PIECES = SHARE / UNITS;
+constexpr u32 PIECE_BYTES = UNITS * TILE_BYTES, STAGE_BYTES = 4 * PIECE_BYTES;
+constexpr u32 X_BYTES = SLICE_INPUTS * 2, X_STRIDE = X_BYTES + 64;  // 64: two tokens' rows begin in different banks
+constexpr u32 SUMS_BYTES = TILE_ROWS * COLUMNS * 4;                 // of a warp and a tile
+constexpr u32 BATCH = TILES * TILES_AT_ONCE;                        // tiles whose sums are kept at a time
+static_assert(PIECES * UNITS * WARPS_PER_TILE * SLICES * 32 == INPUTS, "K comes apart into pieces");
+static_assert(SLICES == 1 || (FREE_STAGES == STAGES && !BATCHED), "x of the next slice needs a room of its own");
+static_assert(EARLY_STAGES <= FREE_STAGES && FREE_STAGES <= STAGES, "stages");
+static_assert(BATCH * 64 <= THREADS, "a thread finishes two rows for one token");
+
+// Shared memory: barriers and small sums, the ring [stage][group], x [token], the warps' sums. Once the last stage is
+// read the sums may take the ring's place.
+constexpr u32 BARRIERS = 0, X_BARRIER = GROUPS * STAGES * 16, RSTD = X_BARRIER + 16;
+constexpr u32 SQUARES = RSTD + 4 * MOST_TOKENS, ROW_SQUARES = SQUARES + WARPS * 4 * MOST_TOKENS;
+constexpr u32 RING = 1024;
+static_assert(ROW_SQUARES + 4 * WARPS <= RING, "the small things fit");
+
+// ------------------------------------------------------------------------------------------------------ the epilogues
+//
+// Each has: Arguments; NORMED, whether x waits for its 1 / rms; HALVES, whether a thread finishes rows i and i + 8 of a
+// tile, or neighbours; `load_operands`, what two rows need beside their sums, read while the weights arrive; `finish`,
+// which returns the squares that count; and work beside the product (`Side`), begun when the grid in front has ended,
+// shared among the threads before a block barrier and ended after it.
+
+// Zeros in columns [from, to) of out [tokens, to].
+FN void pad_columns(u16* out, u32 from, u32 to, u32 tokens) {
+    for (u32 i = thread_index(); i < tokens * (to - from); i += THREADS)
+        store_global_u16(out + i / (to - from) * to + from + i % (to - from), 0);
+}
+FN void store_bf16_pair(u16* at, float lo, float hi) { store_global(at, pack_bf16(lo, hi)); }
+FN void store_f32_pair(float* at, float lo, float hi) { store_global_2(at, {as_u32(lo), as_u32(hi)}); }
+
+#if EPILOGUE == PROJECT_A
+// RANK_Q rows of queries, RANK_Q_PADDED of them in memory, then the OUTPUTS - RANK_Q of latent and key.
+struct Arguments {
+    const u8* weights;
+    const u8* x;
+    const float* squares;
+    const float* gamma;
+    u16* q;
+    float* squares_out;
+    float* kv;
+    u32 tokens, parts;
+    float eps;
+};
+constexpr bool NORMED = true, HALVES = false;
+
+FN u32x4 load_operands(const Arguments& a, u32 row, u32) {
+    if (row >= RANK_Q) return {0, 0, 0, 0};
+    u32x2 gamma = load_global_2(a.gamma + row);
+    return {gamma.x, gamma.y, 0, 0};
+}
+FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float rstd, u32x4 gamma) {
+    lo *= rstd, hi *= rstd;
+    if (row >= RANK_Q) {
+        store_f32_pair(a.kv + token * (OUTPUTS - RANK_Q) + row - RANK_Q, lo, hi);
+        return 0.f;
+    }
+    store_bf16_pair(a.q + token * RANK_Q_PADDED + row, lo * as_float(gamma.x), hi * as_float(gamma.y));
+    return lo * lo + hi * hi;
+}
+
+struct Side {};
+FN Side begin_side(const Arguments&) { return {}; }
+FN void share_side(const Arguments&, const Side&) {}
+FN void end_side(const Arguments& a, const Side&) {
+    if (RANK_Q < RANK_Q_PADDED && block_index() == 0) pad_columns(a.q, RANK_Q, RANK_Q_PADDED, a.tokens);
+}
+#endif
+
+#if EPILOGUE == PROJECT_Q
+// Heads of NOPE + ROPE rows. Beside it block t writes token t's row [latent, normed (RANK) | key, rotated (ROPE)].
+#define PLANE_BF16 1
+#define PLANE_F32 2
+#define PLANE_E4M3 3
+struct Arguments {
+    const u8* weights;
+    const u8* x;
+    const float* squares;
+    const float* kv;
+    const float* gamma;
+    const float* cos;
+    const float* sin;
+    const u64* rows;
+    u8* plane;
+    u16* q;
+    u32 tokens, parts;
+    float eps;
+};
+constexpr bool NORMED = true, HALVES = false;
+
+FN f32x2 load_angle(const Arguments& a, u32 token, u32 pair) {  // its cosine and sine
+    u32 at = token * (ROPE / 2) + pair;
+    return {load_global_f32(a.cos + at), load_global_f32(a.sin + at)};
+}
+FN f32x2 rotate(f32x2 v, f32x2 angle) { return {v.x * angle.x - v.y * angle.y, v.x * angle.y + v.y * angle.x}; }
+FN bool is_rotated(u32 row) { return row % (NOPE + ROPE) >= NOPE; }
+FN u32x4 load_operands(const Arguments& a, u32 row, u32 token) {
+    if (!is_rotated(row)) return {0, 0, 0, 0};
+    f32x2 angle = load_angle(a, token, (row % (NOPE + ROPE) - NOPE) / 2);
+    return {as_u32(angle.x), as_u32(angle.y), 0, 0};
+}
+FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float rstd, u32x4 angle) {
+    f32x2 v = {lo * rstd, hi * rstd};
+    if (is_rotated(row)) v = rotate(v, {as_float(angle.x), as_float(angle.y)});
+    store_bf16_pair(a.q + token * OUTPUTS + row, v.x, v.y);
+    return 0.f;
+}
+
+// A thread has two neighbours of the row, and their gammas or their angle.
+struct Side {
+    f32x2 pair, factors;
+    u32x2 row;
+};
+constexpr u32 ROW = RANK + ROPE;
+static_assert(ROW / 2 <= THREADS, "a thread has at most one pair of a page's row");
+FN bool has_row_pair(const Arguments& a) { return block_index() < a.tokens && thread_index() < ROW / 2; }
+FN Side begin_side(const Arguments& a) {
+    Side side = {{0.f, 0.f}, {0.f, 0.f}, {0, 0}};
+    if (!has_row_pair(a)) return side;
+    u32 token = block_index(), first = 2 * thread_index();
+    u32x2 v = load_global_2(a.kv + token * ROW + first);
+    side.row = load_global_2(a.rows + token);
+    if (first < RANK) {
+        u32x2 gamma = load_global_2(a.gamma + first);
+        side.factors = {as_float(gamma.x), as_float(gamma.y)};
+    } else
+        side.factors = load_angle(a, token, (first - RANK) / 2);
+    side.pair = {as_float(v.x), as_float(v.y)};
+    return side;
+}
+FN void share_side(const Arguments& a, const Side& side) {
+    if (block_index() >= a.tokens) return;
+    f32x2 v = side.pair;
+    float sum = warp_sum(thread_index() < RANK / 2 ? v.x * v.x + v.y * v.y : 0.f);
+    if (lane_index() == 0) store_shared_f32(shared_base() + ROW_SQUARES + 4 * warp_index(), sum);
+}
+FN void store_row_pair(u8* plane, u64 at, f32x2 v) {
+    if (PLANE == PLANE_BF16) store_global(plane + 2 * at, pack_bf16(v.x, v.y));
+    if (PLANE == PLANE_F32) store_global_2(plane + 4 * at, {as_u32(v.x), as_u32(v.y)});
+    if (PLANE == PLANE_E4M3) store_global_u16(plane + at, pack_e4m3(v.x, v.y));
+}
+FN void end_side(const Arguments& a, const Side& side) {
+    if (!has_row_pair(a)) return;
+    u32 first = 2 * thread_index();
+    f32x2 v = side.pair;
+    if (first < RANK) {
+        float sum = 0.f;
+        for (u32 warp = 0; warp < WARPS; warp++) sum += load_shared_f32(shared_base() + ROW_SQUARES + 4 * warp);
+        float rstd = reciprocal_root(sum / RANK + a.eps);
+        v = {v.x * rstd * side.factors.x, v.y * rstd * side.factors.y};
+    } else
+        v = rotate(v, side.factors);
+    store_row_pair(a.plane, ((u64)side.row.y << 32 | side.row.x) * ROW + first, v);
+}
+#endif
+
+#if EPILOGUE == PROJECT_OUT
+// OUTPUTS = D; x for the next norm in memory as OUTPUTS_PADDED.
+struct Arguments {
+    const u8* weights;
+    const u8* x;
+    const float* squares;
+    const float* residual;
+    const float* gamma;
+    float* residual_out;
+    u16* x_out;
+    float* squares_out;
+    u32 tokens, parts;
+    float eps;
+};
+constexpr bool NORMED = false, HALVES = false;
+
+FN u32x4 load_operands(const Arguments& a, u32 row, u32 token) {
+    u32x2 before = load_global_2(a.residual + token * OUTPUTS + row), gamma = load_global_2(a.gamma + row);
+    return {before.x, before.y, gamma.x, gamma.y};
+}
+FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float, u32x4 operands) {
+    lo += as_float(operands.x), hi += as_float(operands.y);
+    store_f32_pair(a.residual_out + token * OUTPUTS + row, lo, hi);
+    store_bf16_pair(a.x_out + token * OUTPUTS_PADDED + row, lo * as_float(operands.z), hi * as_float(operands.w));
+    return lo * lo + hi * hi;
+}
+
+struct Side {};
+FN Side begin_side(const Arguments&) { return {}; }
+FN void share_side(const Arguments&, const Side&) {}
+FN void end_side(const Arguments& a, const Side&) {
+    if (OUTPUTS < OUTPUTS_PADDED && block_index() == 0) pad_columns(a.x_out, OUTPUTS, OUTPUTS_PADDED, a.tokens);
+}
+#endif
+
+#if EPILOGUE == GATES
+// EXPERTS rows of logits, padded to whole tiles; then tiles of 8 gates and their 8 ups, WIDTH of each. The last of the blocks
+// that have logits to finish chooses the experts, CHOSEN for each token (0: nobody does), while others still multiply.
+struct Arguments {
+    const u8* weights;
+    const u8* x;
+    const float* squares;
+    float* logits;
+    u16* h;
+    float* rstd;
+    const float* bias;  // these are what choose.cuh wants
+    const int* forced;
+    int* pair_token;
+    float* pair_weight;
+    int* slot_expert;
+    int* slot_first;
+    int* count;
+    int* ids;
+    float* shares;
+    int* finished;  // blocks with logits, 0 between two launches; and whether the choice is there: 0 or 1
+    u32 tokens, parts, slots, normalise;
+    float eps, scale;
+};
+constexpr bool NORMED = true, HALVES = true;
+constexpr u32 ROUTER_ROWS = (EXPERTS + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
+
+FN u32x4 load_operands(const Arguments&, u32, u32) { return {0, 0, 0, 0}; }
+FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float rstd, u32x4) {
+    lo *= rstd, hi *= rstd;
+    if (row >= ROUTER_ROWS) {
+        u32 column = (row - ROUTER_ROWS) / TILE_ROWS * 8 + row % 8;
+        store_global_u16(a.h + token * WIDTH_PADDED + column, f32_to_bf16(silu(lo) * hi));
+        return 0.f;
+    }
+    if (row < EXPERTS) store_global_f32(a.logits + token * EXPERTS + row, lo);
+    if (row + 8 < EXPERTS) store_global_f32(a.logits + token * EXPERTS + row + 8, hi);
+    return 0.f;
+}
+
+struct Side {};
+FN Side begin_side(const Arguments&) { return {}; }
+FN void share_side(const Arguments&, const Side&) {}
+FN void end_side(const Arguments& a, const Side&) {
+    if (block_index()) return;
+    u32 i = thread_index();
+    float rstd = i < a.tokens ? load_shared_f32(shared_base() + RSTD + 4 * i) : 0.f;
+    if (i < MOST_TOKENS) store_global_f32(a.rstd + i, rstd);
+    if (WIDTH < WIDTH_PADDED) pad_columns(a.h, WIDTH, WIDTH_PADDED, a.tokens);
+}
+#endif
+
+#if EPILOGUE == HEAD
+struct Arguments {
+    const u8* weights;
+    const u8* x;
+    const float* squares;
+    float* logits;
+    u32 tokens, parts;
+    float eps;
+};
+constexpr bool NORMED = true, HALVES = false;
+
+FN u32x4 load_operands(const Arguments&, u32, u32) { return {0, 0, 0, 0}; }
+FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float rstd, u32x4) {
+    store_f32_pair(a.logits + (u64)token * OUTPUTS + row, lo * rstd, hi * rstd);
+    return 0.f;
+}
+
+struct Side {};
+FN Side begin_side(const Arguments&) { return {}; }
+FN void share_side(const Arguments&, const Side&) {}
+FN void end_side(const Arguments&, const Side&) {}
+#endif
+
+// --------------------------------------------------------------------------------------------------------- the stream
+
+// A block's row tiles. Those with one more than others lie between those, so that neighbours on the chip have like loads.
+struct Run { u32 first, end; };
+FN Run share_out(u32 tiles, u32 block, u32 blocks) { return {block * tiles / blocks, (block + 1) * tiles / blocks}; }
+
+#if EPILOGUE == GATES && CHOSEN
+// Tiles of logits have a block each, the first ones, if there are blocks enough: they are finished early. Of the others the
+// last have a tile more.
+constexpr u32 LOGIT_TILES = ROUTER_ROWS / TILE_ROWS, OTHER_TILES = ROW_TILES - LOGIT_TILES;
+FN bool logits_are_apart() {
+    u32 others = grid_size() - LOGIT_TILES;
+    return grid_size() >= 2 * LOGIT_TILES && (BATCHED || (OTHER_TILES + others - 1) / others <= TILES * TILES_AT_ONCE);
+}
+FN Run run_of_block() {
+    if (!logits_are_apart()) return share_out(ROW_TILES, block_index(), grid_size());
+    u32 block = block_index(), blocks = grid_size() - LOGIT_TILES;
+    if (block < LOGIT_TILES) return {block, block + 1};
+    block -= LOGIT_TILES;
+    u32 each = OTHER_TILES / blocks, even = blocks - OTHER_TILES % blocks;
+    u32 first = LOGIT_TILES + block * each + (block > even ? block - even : 0);
+    return {first, first + each + (block >= even)};
+}
+// Blocks that have some.
+FN u32 blocks_of_logits() {
+    u32 blocks = LOGIT_TILES;
+    if (!logits_are_apart())
+        for (blocks = 1; share_out(ROW_TILES, blocks, grid_size()).first < LOGIT_TILES;) blocks++;
+    return blocks;
+}
+#else
+FN Run run_of_block() { return share_out(ROW_TILES, block_index(), grid_size()); }
+#endif
+
+// The pieces that a group reads, in their order: slice by slice; in a slice, tile by tile.
+struct Walk {
+    const u8* weights;
+    u32 first, count;  // its first row tile, and how many: every TILES_AT_ONCE-th
+    u32 k_group;
+    u32 slice, tile, piece;  // the next one
+};
+FN Walk begin_walk(const u8* weights, Run run) {
+    u32 first = run.first + warp_index() / WARPS_PER_TILE;
+    u32 count = first < run.end ? (run.end - first + TILES_AT_ONCE - 1) / TILES_AT_ONCE : 0;
+    return {weights, first, count, warp_index() % WARPS_PER_TILE / 4, count ? 0u : SLICES, 0, 0};
+}
+FN bool is_left(const Walk& w) { return w.slice < SLICES; }
+FN const u8* place(const Walk& w) {
+    u32 tile = w.first + w.tile * TILES_AT_ONCE;
+    u32 unit = ((w.slice * K_GROUPS + w.k_group) * PIECES + w.piece) * 4 * UNITS;
+    return w.weights + (u64)(tile * (INPUTS / 32) + unit) * TILE_BYTES;
+}
+FN void advance(Walk& w) {
+    if (++w.piece < PIECES) return;
+    w.piece = 0;
+    if (++w.tile < w.count) return;
+    w.tile = 0;
+    w.slice++;
+}
+
+struct Ring {
+    u32 stages, barriers;  // of this warp's group
+    u32 stage, parity;     // the next to be read
+    u64 policy;
+};
+FN Ring begin_ring() {
+    u32 group = warp_index() / 4;
+    return {shared_base() + RING + group * STAGE_BYTES, shared_base() + BARRIERS + group * STAGES * 16, 0, 0, read_once()};
+}
+FN void make_barriers() {
+    if (thread_index() == 0) {
+        for (u32 i = 0; i < GROUPS * STAGES; i++) {
+            barrier_init(shared_base() + BARRIERS + 16 * i);
+            store_shared(shared_base() + BARRIERS + 16 * i + 8, 0);
+        }
+        barrier_init(shared_base() + X_BARRIER);
+        barrier_init_done();
+    }
+    sync_block();
+}
+FN void fill(const Ring& ring, u32 stage, const u8* from) {
+    u32 barrier = ring.barriers + 16 * stage;
+    barrier_expect(barrier, STAGE_BYTES);
+    copy_bulk(ring.stages + stage * (GROUPS * STAGE_BYTES), from, STAGE_BYTES, barrier, ring.policy);
+}
+FN void fill_first(const Ring& ring, Walk& wanted, u32 first, u32 end) {
+    for (u32 stage = first; stage < end && is_left(wanted); stage++) {
+        if (thread_index() % 128 == 0) fill(ring, stage, place(wanted));
+        advance(wanted);
+    }
+}
+// This warp has read its stage. The last of the four has it filled again.
+FN void release(Ring& ring, Walk& wanted) {
+    sync_warp();
+    if (is_left(wanted)) {
+        if (lane_index() == 0 && (add_shared(ring.barriers + 16 * ring.stage + 8, 1) & 3) == 3)
+            fill(ring, ring.stage, place(wanted));
+        advance(wanted);
+    }
+    if (++ring.stage == STAGES) {
+        ring.stage = 0;
+        ring.parity ^= 1;
+    }
+}
+
+// ----------------------------------------------------------------------------------------------------------- x, 1 / rms
+
+FN void request_x(const Arguments& a, u32 slice) {
+    u32 barrier = shared_base() + X_BARRIER;
+    barrier_expect(barrier, a.tokens * X_BYTES);
+    for (u32 token = 0; token < a.tokens; token++)
+        copy_bulk(shared_base() + X_AT + token * X_STRIDE, a.x + (token * SLICES + slice) * X_BYTES, X_BYTES, barrier);
+}
+// The warp's fragments: lane 4g + t has inputs 8t to 8t + 7 of token g in each of its units.
+FN void read_x(u32 (&x)[SHARE][4], u32 tokens) {
+    u32 token = lane_index() / 4, k_group = warp_index() % WARPS_PER_TILE / 4, place = warp_index() % 4;
+    u32 at = shared_base() + X_AT + token * X_STRIDE + lane_index() % 4 * 16;
+#pragma unroll
+    for (u32 i = 0; i < SHARE; i++) {
+        u32 unit = ((k_group * PIECES + i / UNITS) * 4 + place) * UNITS + i % UNITS;
+        u32x4 v = {0, 0, 0, 0};
+        if (token < tokens) v = load_shared_4(at + unit * 64);
+        x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
+    }
+}
+// Of token `warp`: squares [parts][8], summed lane by lane in order.
+FN void make_rstd(const Arguments& a) {
+    u32 token = warp_index();
+    if (token >= a.tokens) return;
+    float part[MOST_PARTS / 32], sum = 0.f;
+#pragma unroll
+    for (u32 i = 0; i < MOST_PARTS / 32; i++) {
+        u32 index = lane_index() + 32 * i;
+        part[i] = index < a.parts ? load_global_f32(a.squares + index * MOST_TOKENS + token) : 0.f;
+    }
+#pragma unroll
+    for (u32 i = 0; i < MOST_PARTS / 32; i++) sum += part[i];
+    sum = warp_sum(sum);
+    if (lane_index() == 0) store_shared_f32(shared_base() + RSTD + 4 * token, reciprocal_root(sum / NORM_INPUTS + a.eps));
+}
+
+// ---------------------------------------------------------------------------------------------------------- the product
+
+// UNITS tiles times the fragments from x on.
+FN void multiply_piece(float (&even)[4], float (&odd)[4], u32 piece, const u32 (*x)[4]) {
+    u32 at = piece + lane_index() * 16;
+#pragma unroll
+    for (u32 i = 0; i < UNITS; i++) {
+        u32x4 top = load_shared_4(at + i * TILE_BYTES), bottom = load_shared_4(at + i * TILE_BYTES + TILE_BYTES / 2);
+        mma_bf16(even, top.x, bottom.x, top.y, bottom.y, x[i][0], x[i][1]);
+        mma_bf16(odd, top.z, bottom.z, top.w, bottom.w, x[i][2], x[i][3]);
+    }
+}
+// One tile times the warp's slice of x, added to `sum`.
+FN void multiply_tile(float (&sum)[4], const u32 (&x)[SHARE][4], Ring& ring, Walk& wanted) {
+    float even[4] = {}, odd[4] = {};
+#pragma unroll
+    for (u32 piece = 0; piece < PIECES; piece++) {
+        barrier_wait(ring.barriers + 16 * ring.stage, ring.parity);
+        u32 stage = ring.stages + ring.stage * (GROUPS * STAGE_BYTES);
+        multiply_piece(even, odd, stage + warp_index() % 4 * PIECE_BYTES, x + piece * UNITS);
+        release(ring, wanted);
+    }
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) sum[i] += even[i] + odd[i];
+}
+
+// A warp's sums lie as [row][column].
+FN u32 sums_at(u32 batch, u32 warp, u32 tile) {
+    u32 buffer = BATCHED ? batch & 1 : 0;
+    return shared_base() + SUMS_AT + ((buffer * WARPS + warp) * TILES + tile) * SUMS_BYTES;
+}
+FN void keep_sums(u32 at, const float (&sum)[4]) {
+    u32 row = lane_index() / 4, column = lane_index() % 4 * 2;
+    if (column >= COLUMNS) return;
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+        u32 place = at + ((row + 8 * half) * COLUMNS + column) * 4;
+        if (COLUMNS == 1)
+            store_shared_f32(place, sum[2 * half]);
+        else
+            store_shared_2(place, {as_u32(sum[2 * half]), as_u32(sum[2 * half + 1])});
+    }
+}
+FN float total(u32 at, u32 row, u32 column) {
+    float sum = 0.f;
+#pragma unroll
+    for (u32 warp = 0; warp < WARPS_PER_TILE; warp++)
+        sum += load_shared_f32(at + warp * (TILES * SUMS_BYTES) + (row * COLUMNS + column) * 4);
+    return sum;
+}
+// What a thread finishes of a batch: two rows of a tile for one token.
+struct Item {
+    bool exists;
+    u32 tile, lo, hi;  // tile of the batch, rows of the tile
+    u32 row, token;    // row: the first of the two, of the whole weight
+};
+FN Item item_of(const Arguments& a, Run run, u32 batch) {
+    u32 token = thread_index() % MOST_TOKENS, pair = thread_index() / MOST_TOKENS % 8, tile = thread_index() / 64;
+    u32 lo = HALVES ? pair : 2 * pair, hi = HALVES ? pair + 8 : lo + 1;
+    u32 row_tile = run.first + batch * BATCH + tile, row = row_tile * TILE_ROWS + lo;
+    bool exists = tile < BATCH && row_tile < run.end && token < a.tokens && row < OUTPUTS;
+    return {exists, tile, lo, hi, row, token};
+}
+FN u32 operands_at(const Item& item) {
+    return shared_base() + OPERANDS_AT + (thread_index() / MOST_TOKENS * COLUMNS + item.token) * 16;
+}
+// Returns the thread's squares that count.
+FN float finish_batch(const Arguments& a, Run run, u32 batch) {
+    Item item = item_of(a, run, batch);
+    if (!item.exists) return 0.f;
+    u32x4 operands = OPERANDS_AT ? load_shared_4(operands_at(item)) : load_operands(a, item.row, item.token);
+    float rstd = NORMED ? load_shared_f32(shared_base() + RSTD + 4 * item.token) : 1.f;
+    u32 at = sums_at(batch, item.tile % TILES_AT_ONCE * WARPS_PER_TILE, item.tile / TILES_AT_ONCE);
+    return finish(a, item.row, item.token, total(at, item.lo, item.token), total(at, item.hi, item.token), rstd, operands);
+}
+// This block's part of squares [parts][8], of what its threads finished; thread i has token i % 8.
+FN void store_squares(float* squares_out, float squares) {
+    u32 room = shared_base() + SQUARES;
+    squares += shuffle_xor(squares, 8);
+    squares += shuffle_xor(squares, 16);
+    if (lane_index() < MOST_TOKENS) store_shared_f32(room + (warp_index() * MOST_TOKENS + lane_index()) * 4, squares);
+    sync_block();
+    if (thread_index() >= MOST_TOKENS) return;
+    float sum = 0.f;
+    for (u32 warp = 0; warp < BATCH * 64 / 32; warp++)
+        sum += load_shared_f32(room + (warp * MOST_TOKENS + thread_index()) * 4);
+    store_global_f32(squares_out + block_index() * MOST_TOKENS + thread_index(), sum);
+}
+
+#if EPILOGUE == GATES && CHOSEN
+// By block 0: the last choice is none any more, before the grid that asks may begin.
+FN void take_back_choice(const Arguments& a) {
+    if (thread_index() == 0) store_global(a.finished + 1, 0), show_all();
+    sync_block();
+    let_next_grid_start();
+}
+// By all threads of a block, after it has stored its logits, if it has any.
+FN void choose_if_last(const Arguments& a, Run run) {
+    u32 flag = shared_base() + X_BARRIER + 8;
+    if (run.first >= LOGIT_TILES) return;
+    show_all();
+    sync_block();
+    if (thread_index() == 0) {
+        bool last = add_global(a.finished, 1) + 1 == blocks_of_logits();
+        if (last) store_global(a.finished, 0);
+        store_shared(flag, last);
+    }
+    sync_block();
+    if (!load_shared(flag)) return;
+    choose(a, shared_base() + RING);
+    show_all();
+    sync_block();
+    if (thread_index() == 0) store_global(a.finished + 1, 1);
+}
+static_assert(RING + CHOOSING_BYTES <= X_AT, "choosing has room in the ring");
+#endif
+
+KERNEL(dense, Arguments) {
+#if EPILOGUE == GATES && CHOSEN
+    if (block_index()) let_next_grid_start();
+#else
+    let_next_grid_start();
+#endif
+    make_barriers();
+    Run run = run_of_block();
+    Ring ring = begin_ring();
+    Walk wanted = begin_walk(a.weights, run);
+    fill_first(ring, wanted, 0, EARLY_STAGES);
+    wait_for_previous_grid();
+    if (thread_index() == 0) request_x(a, 0);
+#if EPILOGUE == GATES && CHOSEN
+    if (block_index() == 0) take_back_choice(a);
+#endif
+    fill_first(ring, wanted, EARLY_STAGES, FREE_STAGES);
+    Item item = item_of(a, run, 0);
+    u32x4 operands = {0, 0, 0, 0};
+    if (OPERANDS_AT && item.exists) operands = load_operands(a, item.row, item.token);
+    Side side = begin_side(a);
+    if (NORMED) make_rstd(a);
+    if (OPERANDS_AT && item.exists) store_shared_4(operands_at(item), operands);
+
+    u32 x[SHARE][4];
+    u32 count = wanted.count, batches = (run.end - run.first + BATCH - 1) / BATCH;
+    float squares = 0.f;
+    for (u32 batch = 0; batch < batches; batch++) {
+        float sums[TILES][4] = {};
+        for (u32 slice = 0; slice < SLICES; slice++) {
+            if (SLICES > 1 || batch == 0) {
+                barrier_wait(shared_base() + X_BARRIER, slice & 1);
+                read_x(x, a.tokens);
+                if (SLICES > 1 || FREE_STAGES < STAGES) sync_block();
+                if (slice + 1 < SLICES && thread_index() == 0) request_x(a, slice + 1);
+                fill_first(ring, wanted, FREE_STAGES, STAGES);
+            }
+#pragma unroll
+            for (u32 tile = 0; tile < TILES; tile++)
+                if (batch * TILES + tile < count) multiply_tile(sums[tile], x, ring, wanted);
+        }
+        if (!BATCHED) sync_block();  // the sums take the place of the ring
+#pragma unroll
+        for (u32 tile = 0; tile < TILES; tile++) keep_sums(sums_at(batch, warp_index(), tile), sums[tile]);
+        if (batch == 0) share_side(a, side);
+        sync_block();
+        if (batch == 0) end_side(a, side);
+        squares += finish_batch(a, run, batch);
+    }
+#if EPILOGUE == PROJECT_A || EPILOGUE == PROJECT_OUT
+    store_squares(a.squares_out, squares);
+#elif EPILOGUE == GATES && CHOSEN
+    choose_if_last(a, run);
+#endif
+}

@@ -1,0 +1,233 @@
+"""The dense products of a decode step on a GPU: what `project_a`, `project_q`, `project_out`, `gates` and `head` share.
+
+T <= 64 tokens, N outputs, K inputs, D hidden. Up to 8 tokens are the columns of one mma.sync, in dense.cu; more go
+through Triton (`triton_kernels.dense`). Activations between the ops of a step, all contiguous:
+
+residual  float32 [T, D]
+x         bf16 [T, D padded to 128 with zeros]: residual * gamma of the norm that follows, not yet divided by its rms
+squares   float32 [parts, T padded to 8]: sums of the residual's squares, one part of each block that wrote x
+
+A product is linear, so whoever reads x multiplies its outputs by 1 / rms: a norm costs no launch of its own.
+"""
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from redline.ops.cuda.kernel import Kernel, emulating, structure
+from redline.ops.op import Cost
+from redline.ops.records import Slabs
+from redline.ops.tiled import PAD_K, TILE_K, TILE_N, Tiled, padded
+
+MOST_TOKENS = 8  # of dense.cu
+MOST_STREAMED = 64  # of the kernels in Triton
+MOST_PARTS = 256
+
+# Tensor cores cut off what does not fit when they add 16 products to a float32 sum: 2^-24 in the mean, always towards
+# zero. Of 18,432 inputs, and half as much again for partial sums and for 1 / rms.
+RTOL = 18432 / 16 * 2**-24 * 1.5
+
+_WARPS = 16
+_ROOM = 227 << 10  # bytes of shared memory that a block can have
+_RING = 1024  # where the ring begins; barriers and small sums lie before it
+_IN_FLIGHT = 192 << 10  # bytes that a ring holds; more reads no faster
+_MOST_STAGES = 6
+_X_PAD = 64  # bytes between the tokens' rows of x
+_MOST_SHARE = 16  # units of x in a warp's registers, 4 registers each
+_MOST_SLICE = 10  # the same where the next ones come into a room of their own, 8 KB each
+_MOST_TILES = {16: 4, 4: 2}  # warps of a tile -> sums in a warp's registers, 4 registers each
+_WITH_OPERANDS = ("PROJECT_A", "PROJECT_Q", "PROJECT_OUT")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a product is cut up; dense.cu says what each means. Of these a result's bits depend on warps, units and
+    slices alone, which do not depend on the number of tokens."""
+
+    warps: int
+    units: int
+    stages: int
+    free_stages: int
+    early_stages: int
+    columns: int
+    slices: int
+    tiles: int
+    batched: bool
+    blocks: int
+    x_at: int
+    sums_at: int
+    operands_at: int
+    shared: int
+
+
+def plan(inputs: int, row_tiles: int, columns: int, multiprocessors: int, *, operands: bool) -> Plan:
+    """inputs: padded. operands: 16 bytes for each pair of outputs. warps, units and stages for 7168 inputs (up to four
+    tiles a block), 1536 and 8192 are those of a trial on an NVIDIA H200; the rest follows their pattern, untimed."""
+    blocks = min(multiprocessors, row_tiles)
+    warps = 16 if inputs >= 7168 and inputs % (16 * TILE_K) == 0 else 4
+    at_once = _WARPS // warps
+    share = inputs // TILE_K // warps
+    most_share = _MOST_SHARE if share <= _MOST_SHARE else _MOST_SLICE
+    slices = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most_share)
+    tiles = -(-row_tiles // blocks // at_once)
+    batched = tiles > _MOST_TILES[warps] and slices == 1
+    assert batched or tiles * at_once <= 8, f"{inputs} inputs: too few multiprocessors for {row_tiles} tiles"
+    tiles = 1 if batched else tiles
+    units = _units(share // slices, batched=batched)
+    stage = _WARPS * units * TILE_N * TILE_K * 2
+    x = columns * (inputs // slices * 2 + _X_PAD)
+    sums = _WARPS * tiles * TILE_N * columns * 4
+    sums_room = 2 * sums if batched else 0
+    stages = 2 if units == 7 else min(_MOST_STAGES, _IN_FLIGHT // stage)
+    operands_room = tiles * at_once * TILE_N // 2 * columns * 16 if operands and not batched else 0
+    if _RING + stages * stage + columns * _X_PAD + operands_room > _ROOM:
+        operands_room = 0
+    room = _ROOM - _RING - sums_room - operands_room
+    if slices > 1:
+        stages = min(stages, (room - x) // stage)
+    free = min(stages, (room - x) // stage)
+    assert stages > 0 <= free, f"no room for {inputs} inputs, {columns} columns"
+    x_at = _RING + free * stage
+    end = max(_RING + stages * stage, x_at + x, 0 if batched else _RING + sums)
+    return Plan(
+        *(warps, units, stages, free, free, columns, slices, tiles, batched, blocks),
+        x_at=x_at,
+        sums_at=end if batched else _RING,
+        operands_at=end if operands_room else 0,
+        shared=end + sums_room + operands_room,
+    )
+
+
+def _units(share: int, *, batched: bool) -> int:
+    """Tiles of a piece: copies of 8 KB to 28 KB, as far as a warp's share of K comes apart so."""
+    if share % 7 == 0 and not batched:
+        return 7
+    return max(n for n in range(1, 5) if share % n == 0)
+
+
+@functools.cache
+def _kernel(epilogue: str, inputs: int, row_tiles: int, cut: Plan, sizes: tuple[tuple[str, int | str], ...]) -> Kernel:
+    defines: dict[str, int | str] = {
+        "EPILOGUE": epilogue,
+        "INPUTS": inputs,
+        "ROW_TILES": row_tiles,
+        "WARPS_PER_TILE": cut.warps,
+        "UNITS": cut.units,
+        "STAGES": cut.stages,
+        "FREE_STAGES": cut.free_stages,
+        "EARLY_STAGES": cut.early_stages,
+        "COLUMNS": cut.columns,
+        "SLICES": cut.slices,
+        "TILES": cut.tiles,
+        "BATCHED": int(cut.batched),
+        "X_AT": cut.x_at,
+        "SUMS_AT": cut.sums_at,
+        "OPERANDS_AT": cut.operands_at,
+        **dict(sizes),
+    }
+    return Kernel("dense.cu", "dense", defines, cut.shared)
+
+
+@functools.cache
+def _plan_of(inputs: int, row_tiles: int, tokens: int, multiprocessors: int, operands: bool) -> Plan:
+    return plan(inputs, row_tiles, 1 << (tokens - 1).bit_length(), multiprocessors, operands=operands)
+
+
+def kernel_of(epilogue: str, w: Tiled, tokens: int, **sizes: int | str) -> tuple[Kernel, int]:
+    """The program, and its blocks. sizes: the epilogue's own macros."""
+    row_tiles, units = w.data.shape[-4], w.data.shape[-3]
+    count = multiprocessors(w.data.device)
+    cut = _plan_of(units * TILE_K, row_tiles, tokens, count, epilogue in _WITH_OPERANDS)
+    sizes = {"OUTPUTS": w.outputs, "NORM_INPUTS": w.inputs, **sizes}
+    return _kernel(epilogue, units * TILE_K, row_tiles, cut, tuple(sizes.items())), cut.blocks
+
+
+def arguments(name: str, pointers: str, ints: str = "", floats: str = "") -> type[ctypes.Structure]:
+    """The struct of an epilogue: what all have, and its own."""
+    return structure(name, f"weights x squares {pointers}", f"tokens parts {ints}", f"eps {floats}")
+
+
+def multiprocessors(device: torch.device) -> int:
+    return 132 if emulating() or device.type != "cuda" else _multiprocessors(device)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def blocks_of(w: Tiled | Slabs) -> int:
+    """Blocks of a product, and so the parts of the squares that it leaves."""
+    if isinstance(w, Slabs):
+        return w.data.shape[0]
+    return min(multiprocessors(w.data.device), w.data.shape[-4])
+
+
+def fits(x: Tensor, w: Tiled) -> bool:
+    """Whether dense.cu takes x [T, K]: up to 8 tokens, as the stage before wrote them."""
+    return (
+        1 <= x.shape[0] <= MOST_TOKENS
+        and x.dtype == w.data.dtype == torch.bfloat16
+        and x.shape[1] == padded(w.inputs, PAD_K)
+        and w.outputs % 2 == 0
+        and blocks_of(w) <= MOST_PARTS
+    )
+
+
+def streams(x: Tensor, w: Tiled | Slabs) -> bool:
+    """Whether Triton takes x [T, K]: 9 to 64 tokens, as the stage before wrote them."""
+    return (
+        MOST_TOKENS < x.shape[0] <= MOST_STREAMED
+        and x.dtype == w.data.dtype == torch.bfloat16
+        and x.shape[1] == padded(w.inputs, PAD_K)
+        and w.outputs % 2 == 0
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- for references
+
+
+def product(x: Tensor, w: Tiled | Slabs) -> Tensor:
+    """x bf16 [T, K padded] -> W x, float32 [T, N]."""
+    return x[:, : w.inputs].float() @ w.dense().float().T
+
+
+def rstd_of(squares: Tensor, tokens: int, inputs: int, eps: float) -> Tensor:
+    """1 / rms of each token, float32 [T, 1]."""
+    return torch.rsqrt(squares[:, :tokens].sum(0)[:, None] / inputs + eps)
+
+
+def part_squares(y_TN: Tensor, blocks: int) -> Tensor:
+    """Sums of squares over the tiles of each block, float32 [blocks, T padded to 8]; zeros where no token is."""
+    tiles_TX = pad_columns(y_TN.float(), TILE_N).pow(2).unflatten(-1, (-1, TILE_N)).sum(-1)
+    bounds = [block * tiles_TX.shape[1] // blocks for block in range(blocks + 1)]
+    parts = torch.stack([tiles_TX[:, first:end].sum(1) for first, end in pairwise(bounds)])
+    return pad_columns(parts, MOST_TOKENS)
+
+
+def pad_columns(x: Tensor, to: int = PAD_K) -> Tensor:
+    """The last axis up to a multiple of `to` with zeros."""
+    return torch.nn.functional.pad(x, (0, padded(x.shape[-1], to) - x.shape[-1]))
+
+
+def cost_of(w: Tiled | Slabs, tokens: int, *others: Tensor) -> Cost:
+    """others: what is read or written beside the weights."""
+    return Cost(w.nbytes + sum(x.nbytes for x in others), 2 * tokens * w.data.numel())
+
+
+# ----------------------------------------------------------------------------------------------------------- for cases
+
+
+def random_tiled(g: torch.Generator, *shape: int) -> Tiled:
+    return Tiled.prepare((torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16))
+
+
+def random_x(g: torch.Generator, tokens: int, inputs: int) -> tuple[Tensor, Tensor]:
+    """x and its squares, in three parts."""
+    residual = torch.randn(tokens, inputs, generator=g) * (torch.arange(tokens)[:, None] + 1)
+    x = pad_columns((residual * (torch.rand(inputs, generator=g) + 0.5)).to(torch.bfloat16))
+    return x, part_squares(residual, 3)

@@ -1,0 +1,209 @@
+// A token of each row, drawn. e^x is computed once; a row that is narrowed has its bound found by halving, unsorted.
+//
+// Sums are float64, and a row's order is its own: blocks of BLOCK tokens in the order of ids, sixteen lanes in a block.
+#include <cmath>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/pool.h"
+#include "cpu/vec.h"
+
+namespace {
+
+constexpr int BLOCK = 256;  // tokens of a sum
+
+typedef double f64x8 __attribute__((vector_size(64)));
+
+struct Odds {  // draw.py's columns
+    double temperature, top_p, min_p, top_k, u;
+};
+
+struct Sum {
+    f64x8 low = {}, high = {};
+
+    void add(f32x16 v) {
+        low += __builtin_convertvector(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), f64x8);
+        high += __builtin_convertvector(__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15), f64x8);
+    }
+
+    double value() const {
+        f64x8 v = low + high;
+        return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+    }
+};
+
+// Adds the lanes of v where `chosen` is -1 to a list, whose new end it returns. What is stored may be 16 wide.
+inline float* append(float* end, f32x16 v, i32x16 chosen) {
+#if defined(__AVX512F__)
+    __mmask16 mask = _mm512_test_epi32_mask((__m512i)chosen, (__m512i)chosen);
+    _mm512_storeu_ps(end, _mm512_maskz_compress_ps(mask, (__m512)v));
+    return end + __builtin_popcount(mask);
+#else
+    for (int l = 0; l < 16; l++) {
+        *end = v[l];
+        end -= chosen[l];
+    }
+    return end;
+#endif
+}
+
+struct Row {
+    int V, padded;  // padded: to a multiple of 16, with weights of 0
+    std::vector<float> weight, pool, spare;
+    std::vector<double> sums;
+
+    // Of logits x: e^(x / temperature), the greatest is 1. False where nothing can be drawn: a NaN, an infinite
+    // greatest.
+    bool weigh(const float* x, float temperature) {
+        f32x16 tail = splat(-INFINITY);
+        memcpy(&tail, x + V / 16 * 16, V % 16 * sizeof(float));
+        f32x16 high = tail;
+        for (int i = 0; i + 16 <= V; i += 16) high = vmax(load<f32x16>(x + i), high);
+        float greatest = largest(high) / temperature;
+        if (!std::isfinite(greatest)) return false;
+        f32x16 divisor = splat(temperature), top = splat(greatest);
+        i32x16 numbers = tail == tail;
+        for (int i = 0; i < padded; i += 16) {
+            f32x16 v = i + 16 <= V ? load<f32x16>(x + i) : tail;
+            numbers &= v == v;
+            store(&weight[i], vexp(v / divisor - top));
+        }
+        for (int l = 0; l < 16; l++) {
+            if (!numbers[l]) return false;
+        }
+        return true;
+    }
+
+    // Of the weights that are at least `least`: each block's sum, and all of them.
+    double add_up(float least) {
+        double total = 0;
+        for (int begin = 0, b = 0; begin < padded; begin += BLOCK, b++) {
+            Sum sum;
+            for (int i = begin; i < begin + BLOCK && i < padded; i += 16) {
+                f32x16 w = load<f32x16>(&weight[i]);
+                sum.add(w >= splat(least) ? w : f32x16{});
+            }
+            total += sums[b] = sum.value();
+        }
+        return total;
+    }
+
+    // The first token at which the sum passes `reached`, which is less than the total.
+    int64_t find(double reached, float least) const {
+        int b = 0, last = (padded - 1) / BLOCK;
+        double mass = 0;
+        while (b < last && mass + sums[b] <= reached) mass += sums[b++];
+        int token = b * BLOCK;
+        for (int i = token; i < V && i < (b + 1) * BLOCK && mass <= reached; i++) {
+            if (weight[i] < least || weight[i] == 0) continue;
+            mass += weight[i];
+            token = i;  // the last one that is possible, where the sum one by one falls short of the block's
+        }
+        return token;
+    }
+
+    struct Bound {
+        float weight;
+        double mass;  // of what weighs more
+        int count;
+    };
+
+    // The greatest weight w such that `count` tokens, or `mass`, weigh w or more; all of it weighs `floor` or more.
+    template <bool by_mass> Bound bound(double wanted, float floor) {
+        float* end = pool.data();
+        for (int i = 0; i < padded; i += 16) {
+            f32x16 w = load<f32x16>(&weight[i]);
+            end = append(end, w, w >= splat(floor));
+        }
+        Bound found = {0, 0, 0};
+        for (int n = end - pool.data(); n > 0;) {
+            store(&pool[n], splat(-1));  // neither above nor below
+            float pivot = median(n);
+            Sum mass;
+            i32x16 above = {}, equal = {};
+            float *high = pool.data(), *low = spare.data();
+            for (int i = 0; i < n; i += 16) {
+                f32x16 w = load<f32x16>(&pool[i]);
+                i32x16 more = w > splat(pivot), same = w == splat(pivot);
+                mass.add(more ? w : f32x16{});
+                above += more, equal += same;
+                high = append(high, w, more);
+                low = append(low, w, ~(more | same) & (w >= f32x16{}));
+            }
+            int counted = high - pool.data(), alike = 0;
+            for (int l = 0; l < 16; l++) alike -= equal[l];
+            double more = found.mass + mass.value();
+            if (counted && (by_mass ? more : found.count + counted) >= wanted) {
+                n = counted;
+                continue;
+            }
+            found = {pivot, more, found.count + counted};
+            if ((by_mass ? more + (double)pivot * alike : found.count + alike) >= wanted) break;
+            n = low - spare.data();
+            if (!n) break;  // the sums' rounding: the smallest is the bound
+            found.mass += (double)pivot * alike, found.count += alike;
+            std::swap(pool, spare);
+        }
+        return found;
+    }
+
+    // Of nine of the pool.
+    float median(int n) const {
+        float a[9];
+        for (int i = 0; i < 9; i++) {
+            float x = pool[(int64_t)n * (2 * i + 1) / 18];
+            int j = i;
+            for (; j > 0 && a[j - 1] > x; j--) a[j] = a[j - 1];
+            a[j] = x;
+        }
+        return a[4];
+    }
+
+    float least_kept(const Odds& odds) {
+        float least = 0;
+        bool limited = odds.top_k > 0 && odds.top_k < V;
+        double among = 0;
+        if (limited) {
+            Bound last = bound<false>(odds.top_k, 0);
+            least = last.weight;
+            among = last.mass + (odds.top_k - last.count) * (double)least;
+        }
+        if (odds.top_p < 1) {
+            if (!limited) among = add_up(0);
+            // What weighs less than this is too little, all of it together, to be part of top_p.
+            float floor = limited ? least : (float)((1 - odds.top_p) * 0.999 * among / V);
+            least = bound<true>(odds.top_p * among, floor).weight;
+        }
+        return odds.min_p > least ? (float)odds.min_p : least;
+    }
+
+    int64_t draw(const float* x, const Odds& odds) {
+        if (!weigh(x, (float)odds.temperature)) return -1;
+        float least = least_kept(odds);
+        return find(odds.u * add_up(least), least);
+    }
+
+    void resize(int vocabulary) {
+        V = vocabulary, padded = (V + 15) / 16 * 16;
+        for (auto* part : {&weight, &pool, &spare}) part->resize(padded + 32);
+        sums.resize(padded / BLOCK + 1);
+    }
+};
+
+}  // namespace
+
+// x [R, V], row stride ldx; odds [R, 5] -> ids [R], -1 where nothing can be drawn
+extern "C" void redline_draw(const float* x, int64_t ldx, const double* odds, int64_t* ids, int R, int V) {
+    int tasks = R < Pool::get().threads() * 4 ? R : Pool::get().threads() * 4;
+    parallel(tasks, [&](int task) {
+        static thread_local Row row;
+        row.resize(V);
+        Range rows = share(R, tasks, task);
+        for (int r = rows.begin; r < rows.end; r++) {
+            const double* o = odds + r * 5;
+            ids[r] = row.draw(x + r * ldx, {o[0], o[1], o[2], o[3], o[4]});
+        }
+    });
+}

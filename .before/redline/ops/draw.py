@@ -1,0 +1,126 @@
+"""A token of each row, drawn: after temperature, top-k, top-p of what is left, and min-p.      R rows, V vocabulary.
+
+It is the first token, in the order of ids, at which the cumulative probability of those kept passes u of its total.
+-1 where there is no such thing: a logit is NaN or infinite, or they are all -inf. A logit of -inf is a banned token's.
+Tokens exactly as likely as the last one kept are kept too. Probabilities are float32. Sums are float64: float32 would
+lose the many tokens that are each less likely than 2^-24.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from redline.ops import native
+from redline.ops.op import Case, Cost, Op
+
+TEMPERATURE, TOP_P, MIN_P, TOP_K, U = range(5)  # columns of the odds
+COLUMNS = 5
+AT_ONCE = 32  # rows of the reference whose vocabularies lie in memory side by side: six numbers a token while sorted
+
+
+def reference(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
+    """-> int64 [R]. It looks at no number, so that it can be recorded.
+
+    - odds_R5: float64, as Sampling has them; temperature > 0, top_k 0: all, u in [0, 1 - 2^-53].
+    - narrowed: whether any row has top_k, top_p or min_p.
+    """
+    if logits_RV.shape[0] > AT_ONCE:
+        parts = zip(logits_RV.split(AT_ONCE), odds_R5.split(AT_ONCE), strict=True)
+        return torch.cat([reference(logits, odds, narrowed) for logits, odds in parts])
+    mass_RV = _mass(logits_RV, odds_R5, narrowed)
+    # u * total rounds to less than the total, so the search ends at a token that is possible.
+    reached_R = odds_R5[:, U] * mass_RV[:, -1]
+    token_R = torch.searchsorted(mass_RV, reached_R[:, None], right=True).squeeze(-1)
+    # One logit that is NaN or infinite, or -inf in all of them, makes every weight NaN.
+    return token_R.masked_fill(~(mass_RV[:, -1] > 0), -1)
+
+
+def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
+    """The cumulative weights of those kept, float64."""
+    weight_RV = (logits_RV / odds_R5[:, TEMPERATURE, None].float()).softmax(-1)
+    if narrowed:
+        weight_RV = weight_RV * (weight_RV >= _least_kept(weight_RV, odds_R5)[:, None])
+    return weight_RV.cumsum(-1, dtype=torch.float64)
+
+
+def _least_kept(weight_RV: Tensor, odds_R5: Tensor) -> Tensor:
+    """Tokens at least as likely as this are kept; 0: all. float32 [R]"""
+    vocabulary = weight_RV.shape[1]
+    top_p_R, top_k_R = odds_R5[:, TOP_P], odds_R5[:, TOP_K].long()
+    best_RV = weight_RV.sort(-1, descending=True).values
+    mass_RV = best_RV.cumsum(-1, dtype=torch.float64)
+    limited_R, nucleus_R = (top_k_R > 0) & (top_k_R < vocabulary), top_p_R < 1
+    last_R = torch.where(limited_R, top_k_R, torch.full_like(top_k_R, vocabulary)) - 1
+    among_R = mass_RV.gather(1, last_R[:, None]).squeeze(1)
+    among_R = torch.where(top_k_R > 0, among_R, weight_RV.sum(-1, dtype=torch.float64))
+    in_nucleus_R = torch.searchsorted(mass_RV, (top_p_R * among_R)[:, None]).squeeze(1)
+    last_R = torch.where(nucleus_R, torch.minimum(in_nucleus_R, last_R), last_R)
+    least_R = best_RV.gather(1, last_R[:, None]).squeeze(1) * (limited_R | nucleus_R)
+    return torch.maximum(least_R, (odds_R5[:, MIN_P] * best_RV[:, 0]).float())
+
+
+def kernel(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
+    """It sees from the odds which rows are narrowed."""
+    library = native.library()
+    assert library is not None
+    rows, vocabulary = logits_RV.shape
+    ids = torch.empty(rows, dtype=torch.int64)
+    odds = native.pointer(odds_R5)
+    library.redline_draw(logits_RV.data_ptr(), logits_RV.stride(0), odds, ids.data_ptr(), rows, vocabulary)
+    return ids
+
+
+def fits(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> bool:
+    return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
+
+
+def cost(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Cost:
+    return Cost(logits_RV.nbytes + odds_R5.nbytes + 8 * logits_RV.shape[0])
+
+
+def cases() -> Iterator[Case]:
+    def make(
+        rows: int, vocabulary: int, *kinds: tuple[float, float, float, int], step: float = 0.125, spread: float = 3
+    ):
+        """kinds: temperature, top_p, min_p and top_k, in turn.
+
+        No answer hangs on a last bit. Logits are multiples of `step`, so weights are equal or far apart; and u is the
+        middle of the share of a token that has one to speak of.
+        """
+
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, bool]:
+            logits_RV = (torch.randn(rows, vocabulary, generator=g) * spread / step).round() * step
+            odds_R5 = torch.tensor([(*kinds[r % len(kinds)], 0.0) for r in range(rows)], dtype=torch.float64)
+            mass_RV = _mass(logits_RV, odds_R5, narrowed=True)
+            share_RV = mass_RV.diff(dim=-1, prepend=torch.zeros(rows, 1)) / mass_RV[:, -1:]
+            tokens_R1 = torch.where(share_RV > 1e-5, share_RV, 0.0).multinomial(1, generator=g)
+            middle_R1 = mass_RV.gather(1, tokens_R1) / mass_RV[:, -1:] - share_RV.gather(1, tokens_R1) / 2
+            odds_R5[:, U] = middle_R1[:, 0]
+            return logits_RV, odds_R5, True
+
+        return inputs
+
+    def impossible(g: torch.Generator) -> tuple[Tensor, Tensor, bool]:
+        """Banned tokens, which may be nearly all; and rows of which nothing can be drawn."""
+        logits_RV, odds_R5, narrowed = make(48, 77, whole, nucleus, all_three)(g)
+        logits_RV[6:9, 1:76], logits_RV[6:9, 0], logits_RV[6:9, 76] = -torch.inf, -20, 20
+        for first, token, wrong in ((12, 0, torch.nan), (15, 76, torch.nan), (18, 3, torch.inf), (21, 76, torch.inf)):
+            logits_RV[first : first + 3, token] = wrong
+        logits_RV[24:27, :40], logits_RV[27:30], logits_RV[30:33] = torch.inf, -torch.inf, torch.nan
+        return logits_RV, odds_R5, narrowed
+
+    whole, nucleus, all_three = (0.8, 1.0, 0.0, 0), (0.8, 0.95, 0.0, 0), (1.3, 0.9, 0.011, 40)
+    others = (1.0, 0.5, 0.0, 0), (0.3, 0.999, 0.0, 0), (1.9, 1.0, 0.0, 300), (1.0, 1.0, 0.052, 0), (1.0, 1.0, 0.0, 1)
+    yield Case("R=1 nano", make(1, 4096, whole))
+    yield Case("R=1 nano, top_p", make(1, 4096, nucleus))
+    yield Case("R=64 nano, of all kinds", make(64, 4096, whole, nucleus, all_three, *others))
+    yield Case("flat", make(20, 4096, nucleus, all_three, *others, spread=0.5))
+    yield Case("hardly any that differ", make(24, 700, nucleus, all_three, *others, step=2.0))
+    yield Case("V no multiple of 16", make(40, 77, whole, nucleus, all_three, *others))
+    yield Case("V less than 16", make(40, 5, whole, nucleus, all_three, *others))
+    yield Case("numbers that are none", impossible)
+    yield Case("R=8 Kimi, of all kinds", make(8, 163840, whole, nucleus, all_three, *others))
+
+
+draw = Op("draw", reference, kernel, cost, cases, fits=fits)

@@ -1,0 +1,320 @@
+// residual += the routed experts' second half + the shared expert's; x and squares for the norm that follows.
+//
+// A block owns a slab of 64 outputs and sums over all slots and over the shared expert, so that nothing is added up
+// between blocks. A group of four warps takes every fourth piece of the work: first of the shared expert (128 inputs), then
+// of the slots (a slice of an expert, for up to PAIRS of its pairs). Warp q multiplies row tile q of the slab, one pair
+// after the other: company changes no bit where an expert has a multiple of four slices, as Kimi's have, because which
+// group takes what then does not depend on who else is there.
+//
+// Of BF16 weights the pairs of a piece are the columns of one product, and no sums are kept in registers.
+//
+// x of a slot lies behind its weights in the same stage. Of few tokens (KEPT), sums are kept in registers, each lane its
+// part, and the shared expert's x lies in shared memory as a whole; of more, sums are in shared memory, and the shared expert
+// takes CHUNK tokens at a time.
+//
+// SLICES, SLICE: an expert's width cut into slices of so many inputs. SHARED: the shared expert's width. HIDDEN, X: outputs,
+// and the row of x, which is zero from HIDDEN on. ROOM: tokens. CHUNK: of them, up to 8. PAIRS: of a stage. FORMAT: of the
+// experts' weights, and so of h.
+#include "expert_formats.cuh"
+#include "ring.cuh"
+#include "running_sum.cuh"
+#if FORMAT == INT4
+#include "int4_columns.cuh"
+#elif FORMAT == NVFP4
+#include "nvfp4_columns.cuh"
+#elif FORMAT == BF16
+#include "columns.cuh"
+#endif
+
+struct Arguments {
+    const char* weights;  // [E][X / 64][SLICES][4] records
+    const char* shared;   // [X / 64][SHARED / 128][4][4] tiles
+    const char* h;        // f16 or bf16 [pairs, SLICES SLICE]
+    const char* shared_h;  // bf16 [T, SHARED]
+    const int* pair_token;
+    const int* slot_expert;
+    const int* slot_first;
+    const float* residual;  // [T, HIDDEN]
+    const float* gamma;     // [HIDDEN]
+    float* residual_out;
+    char* x;         // bf16 [T, X]
+    float* squares;  // [X / 64, T padded to 8]
+    int tokens, pairs, slots;
+};
+
+constexpr u32 GROUPS = SLICE / 32;
+constexpr u32 RECORD = FORMAT == BF16 ? 32 * SLICE : FORMAT == NVFP4 ? 9 * SLICE + 16 : 9 * SLICE;
+constexpr u32 PIECE = 16384;  // of the shared expert: 64 rows x 128 inputs
+constexpr bool FEW = KEPT;
+constexpr u32 CHUNKS = (ROOM + CHUNK - 1) / CHUNK;
+constexpr u32 PIECES = SHARED / 128 * CHUNKS;
+constexpr u32 X_AT = SHARED && PIECE > 4 * RECORD ? PIECE : 4 * RECORD;
+constexpr u32 ROUTED_X = PAIRS * 2 * SLICE, SHARED_X = SHARED && !FEW ? CHUNK * 256 : 0;
+constexpr u32 STAGE = X_AT + (ROUTED_X > SHARED_X ? ROUTED_X : SHARED_X);
+constexpr u32 SHARED_ROW = 2 * SHARED + 64;     // of x as a whole, so that two tokens' lie in different banks
+static_assert(THREADS == 512 && X % 64 == 0 && (!FEW || CHUNKS == 1), "one slab to a block");
+static_assert(FORMAT != BF16 || (SLICE == 128 && PAIRS == 8 && !FEW), "a product has eight columns");
+
+using Stages = Ring<2, STAGE>;
+constexpr u32 ROWS_AT = Stages::MEMORY;                  // of the shared expert's x
+constexpr u32 ROWS_BARRIER = ROWS_AT + (SHARED && FEW ? ROOM * SHARED_ROW : 0);
+constexpr u32 SUM_AT = FEW ? 0 : ROWS_BARRIER + 16;      // [16 warps][ROOM][16 rows] f32; of few tokens, over the stages
+constexpr u32 SQUARE_AT = FEW ? ROWS_BARRIER + 16 : SUM_AT + 16 * ROOM * 64;  // [ROOM][2] f32
+constexpr u32 TOTALS_AT = SQUARE_AT + ROOM * 8;
+constexpr u32 TOKEN_AT = TOTALS_AT + 64;                 // [pairs] u32
+constexpr u32 ENTRY_AT = TOKEN_AT + 512 * 4;             // [pairs or fewer] Entry
+
+FN u32 token_of(u32 pair) { return load_shared(shared_base() + TOKEN_AT + 4 * pair); }
+
+// An expert and up to PAIRS of its pairs: a slot or a part of one, in a word.
+struct Entry { u32 expert, first, pairs; };
+
+FN u32 pack_entry(Entry e) { return e.expert | e.first << 10 | e.pairs << 20; }
+FN Entry entry_of(u32 index) {
+    u32 word = load_shared(shared_base() + ENTRY_AT + 4 * index);
+    return {word & 1023, word >> 10 & 1023, word >> 20};
+}
+
+// -> how many entries there are. The lists are read before this grid's wait. They are of the choice of experts, two grids
+// ago, and `experts_up` between lets this grid begin only when they are there.
+FN u32 load_lists(const Arguments& a) {
+    u32 base = shared_base(), i = thread_index(), token = 0, expert = 0, first = 0, end = 0;
+    if (i < a.pairs) token = load_global_fresh(a.pair_token + i);
+    if (i < a.slots) {
+        expert = load_global_fresh(a.slot_expert + i);
+        first = load_global_fresh(a.slot_first + i), end = load_global_fresh(a.slot_first + i + 1);
+    }
+    if (i < a.pairs) store_shared(base + TOKEN_AT + 4 * i, token);
+    u32 parts = (end - first + PAIRS - 1) / PAIRS, total, at = running_sum(parts, base + TOTALS_AT, total) - parts;
+#pragma unroll 1
+    for (; first < end; first += PAIRS)
+        store_shared(base + ENTRY_AT + 4 * at++, pack_entry({expert, first, smaller(end - first, PAIRS)}));
+    return total;
+}
+
+// Sums of few tokens: of each, rows g and g + 8 of the warp's row tile, this lane's part.
+template <u32 TOKENS>
+struct Sums {
+    float upper[TOKENS] = {}, lower[TOKENS] = {};
+
+    __device__ __forceinline__ void add(u32 token, float above, float below) {
+#pragma unroll
+        for (u32 i = 0; i < TOKENS; i++)
+            if (TOKENS == 1 || i == token) upper[i] += above, lower[i] += below;
+    }
+};
+
+FN u32 sum_place(u32 warp, u32 token, u32 row) { return shared_base() + SUM_AT + 64 * (warp * ROOM + token) + 4 * row; }
+
+// Piece: of the shared expert below PIECES, then entry * SLICES + slice.
+struct Group {
+    const Arguments& a;
+    Stages ring;
+    u32 warp, end;
+    Sums<FEW ? ROOM : 1> sums;
+
+    // Says what the stage will hold, and copies what no kernel has made.
+    __device__ __forceinline__ void fill_weights(u32 stage, u32 piece) const {
+        u32 barrier = ring.barrier(stage), slab = block_index();
+        if (piece < PIECES) {
+            u32 n = FEW ? 0 : smaller(a.tokens - piece % CHUNKS * CHUNK, CHUNK);
+            const char* from = a.shared + ((u64)slab * (PIECES / CHUNKS) + piece / CHUNKS) * PIECE;
+            barrier_expect(barrier, PIECE + n * 256);
+            copy_bulk(stage, from, PIECE, barrier, read_once());
+        } else {
+            Entry e = entry_of((piece - PIECES) / SLICES);
+            constexpr u64 EXPERT = (u64)(X / 64) * SLICES * 4 * RECORD;
+            const char* from = a.weights + (slab * SLICES + (piece - PIECES) % SLICES) * (u64)(4 * RECORD);
+            barrier_expect(barrier, 4 * RECORD + e.pairs * 2 * SLICE);
+            copy_bulk(stage, from + e.expert * EXPERT, 4 * RECORD, barrier, read_once());
+        }
+    }
+    __device__ __forceinline__ void fill_x(u32 stage, u32 piece) const {
+        u32 barrier = ring.barrier(stage), to = stage + X_AT;
+        if (piece >= PIECES) {
+            Entry e = entry_of((piece - PIECES) / SLICES);
+            const char* from = a.h + 2 * SLICE * (e.first * SLICES + (piece - PIECES) % SLICES);
+#pragma unroll 1
+            for (u32 i = 0; i < e.pairs; i++)
+                copy_bulk(to + 2 * SLICE * i, from + 2 * SLICES * SLICE * i, 2 * SLICE, barrier);
+        } else if (!FEW) {
+            u32 first = piece % CHUNKS * CHUNK, n = smaller(a.tokens - first, CHUNK);
+#pragma unroll 1
+            for (u32 i = 0; i < n; i++)
+                copy_bulk(to + 256 * i, a.shared_h + 2 * ((first + i) * SHARED + piece / CHUNKS * 128), 256, barrier);
+        }
+    }
+    // The warp has read its part of the current stage, which held `piece`; the group's next for it is the second behind.
+    __device__ __forceinline__ void release(u32 piece) {
+        sync_warp();
+        u32 next = piece + 8;
+        if (next < end && lane_index() == 0 && ring.is_last(ring.stage))
+            fill_weights(ring.stage, next), fill_x(ring.stage, next);
+        ring.next();
+    }
+
+    // Sums of many tokens.
+    __device__ __forceinline__ void add_shared_sums(u32 token, u32 row, float v) const {
+        u32 at = sum_place(warp, token, row);
+        store_shared_f32(at, load_shared_f32(at) + v);
+    }
+    // Adds to rows g and g + 8 of columns 2t and 2t + 1, in two parts: 128 inputs, `weights` this lane's, x of column g.
+    __device__ __forceinline__ void multiply_tiles(float (&c)[4], float (&d)[4], u32 weights, u32 x, u32 t) {
+#pragma unroll
+        for (u32 u = 0; u < 4; u++) {
+            u32x4 upper = load_shared_4(weights + u * 1024), lower = load_shared_4(weights + u * 1024 + 512);
+            u32x4 v = load_shared_4(x + 64 * u + 16 * t);
+            mma_bf16(c, upper.x, lower.x, upper.y, lower.y, v.x, v.y);
+            mma_bf16(d, upper.z, lower.z, upper.w, lower.w, v.z, v.w);
+        }
+    }
+    // The chunk's tokens are the columns.
+    __device__ __forceinline__ void multiply_shared(u32 piece, float (&c)[4], float (&d)[4]) {
+        u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3, first = piece % CHUNKS * CHUNK;
+        u32 weights = ring.wait() + warp % 4 * (PIECE / 4) + lane * 16, token = g < CHUNK && first + g < a.tokens ? g : 0;
+        u32 x = FEW ? shared_base() + ROWS_AT + token * SHARED_ROW + 256 * piece : ring.stage + X_AT + 256 * token;
+        multiply_tiles(c, d, weights, x, t);
+        release(piece);
+    }
+    // All pieces of the shared expert, from `piece` on. By value, and `release` by what the caller has: where the loop runs
+    // once, ptxas 12.8 to 13.1 read the piece behind it from the register that held the one before.
+    __device__ __forceinline__ void run_shared(u32 piece) {
+        u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
+        if constexpr (FEW) {
+            float c[4] = {}, d[4] = {};
+#pragma unroll 1
+            for (; piece < PIECES; piece += 4) multiply_shared(piece, c, d);
+#pragma unroll
+            for (u32 i = 0; i < ROOM; i++) {  // to the first lane, whichever the token
+                u32 upper = shuffle(as_u32(c[i % 2] + d[i % 2]), 4 * g + i / 2);
+                u32 lower = shuffle(as_u32(c[2 + i % 2] + d[2 + i % 2]), 4 * g + i / 2);
+                if (t == 0) sums.upper[i] = as_float(upper), sums.lower[i] = as_float(lower);
+            }
+        } else {
+#pragma unroll 1
+            for (; piece < PIECES; piece += 4) {
+                float c[4] = {}, d[4] = {};
+                multiply_shared(piece, c, d);
+#pragma unroll
+                for (u32 i = 0; i < 4; i++) {
+                    u32 mine = 2 * t + i % 2, token = piece % CHUNKS * CHUNK + mine;
+                    if (mine < CHUNK && token < a.tokens) add_shared_sums(token, g + i / 2 * 8, c[i] + d[i]);
+                }
+            }
+        }
+    }
+#if FORMAT == BF16
+    // A pair is a column.
+    __device__ __forceinline__ void multiply_entry(u32 piece) {
+        Entry e = entry_of((piece - PIECES) / SLICES);
+        u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
+        float c[4] = {}, d[4] = {};
+        u32 weights = ring.wait() + warp % 4 * RECORD + lane * 16;
+        multiply_tiles(c, d, weights, ring.stage + X_AT + 2 * SLICE * (g < e.pairs ? g : 0), t);
+        release(piece);
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            u32 mine = 2 * t + i % 2;
+            if (mine < e.pairs) add_shared_sums(token_of(e.first + mine), g + i / 2 * 8, c[i] + d[i]);
+        }
+    }
+#else
+    __device__ __forceinline__ void multiply_entry(u32 piece) {
+        Entry e = entry_of((piece - PIECES) / SLICES);
+        u32 token = token_of(e.first), t = forget(lane_index()) & 3, row = (forget(lane_index()) >> 2) + t % 2 * 8;
+        u32 record = ring.wait() + warp % 4 * RECORD, x = ring.stage + X_AT;
+#pragma unroll 1
+        for (u32 i = 0;; x += 2 * SLICE) {
+            Columns c;
+            float upper, lower;
+            bool last = PAIRS == 1 || ++i == e.pairs;
+            load_columns<GROUPS>(c, x);
+            multiply_columns<GROUPS>(record, c, upper, lower, [&] { if (last) release(piece); });
+            if constexpr (FEW) {
+                sums.add(token, upper * ONE, lower * ONE);
+            } else {
+                float sum = fold(upper, lower);
+                if (t < 2) add_shared_sums(token, row, sum * ONE);
+            }
+            if (last) break;
+            token = token_of(e.first + i);
+        }
+    }
+#endif
+    // The sums of few tokens, to where those of many are.
+    __device__ __forceinline__ void store_sums() const {
+        u32 lane = forget(lane_index()), g = lane >> 2, t = lane & 3;
+#pragma unroll
+        for (u32 i = 0; i < (FEW ? ROOM : 1); i++) {
+            float sum = fold(sums.upper[i], sums.lower[i]);
+            if (t < 2) store_shared_f32(sum_place(warp, i, g + t * 8), sum);
+        }
+    }
+};
+
+// The sum of four groups, in their order.
+FN float sum_of(u32 token, u32 row) {
+    float sum = 0;
+#pragma unroll
+    for (u32 group = 0; group < 4; group++) sum += load_shared_f32(sum_place(4 * group + row / 16, token, row % 16));
+    return sum;
+}
+
+KERNEL(experts_down, Arguments) {
+    let_next_grid_start();
+    u32 base = shared_base(), thread = thread_index(), warp = warp_index(), column = block_index() * 64 + thread % 64;
+    bool leader = thread % 128 == 0, exists = column < HIDDEN;
+    Group group = {a, Stages(base, warp / 4), warp};
+    u32 piece = warp / 4, second = group.ring.last;
+    if (thread == 0) barrier_init(base + ROWS_BARRIER);
+    // Weights before the grid in front has ended, and the shared expert's before it is known which experts follow.
+    if (leader) {
+        group.ring.make();
+        if (piece < PIECES) group.fill_weights(group.ring.stage, piece);
+        if (piece + 4 < PIECES) group.fill_weights(second, piece + 4);
+    }
+    float gamma = exists ? load_global_f32(a.gamma + column) : 0.f;
+    u32 end = PIECES + load_lists(a) * SLICES;
+    if (!FEW)
+        for (u32 i = thread; i < 16 * ROOM * 16; i += THREADS) store_shared(base + SUM_AT + 4 * i, 0);
+    sync_block();
+    if (leader && piece >= PIECES && piece < end) group.fill_weights(group.ring.stage, piece);
+    if (leader && piece + 4 >= PIECES && piece + 4 < end) group.fill_weights(second, piece + 4);
+
+    wait_for_previous_grid();
+    if (SHARED && FEW && thread == 0) {
+        barrier_expect(base + ROWS_BARRIER, a.tokens * 2 * SHARED);
+        for (u32 i = 0; i < a.tokens; i++)
+            copy_bulk(base + ROWS_AT + i * SHARED_ROW, a.shared_h + 2 * SHARED * i, 2 * SHARED, base + ROWS_BARRIER);
+    }
+    if (leader && piece < end) group.fill_x(group.ring.stage, piece);
+    if (leader && piece + 4 < end) group.fill_x(second, piece + 4);
+    float old = exists && thread < a.tokens * 64 ? load_global_f32(a.residual + thread / 64 * HIDDEN + column) : 0.f;
+    group.end = end;
+    if (SHARED && FEW) barrier_wait(base + ROWS_BARRIER, 0);
+    group.run_shared(piece);
+    piece = forget(thread_index()) / 128;
+    if (piece < PIECES) piece += (PIECES - piece + 3) / 4 * 4;
+#pragma unroll 1
+    for (; piece < end; piece += 4) group.multiply_entry(piece);
+    sync_block();
+    if (FEW) group.store_sums(), sync_block();
+
+    thread = forget(thread_index()), column = block_index() * 64 + thread % 64, exists = column < HIDDEN;
+    for (u32 token = thread / 64; token < a.tokens; token += THREADS / 64) {
+        u32 place = token * HIDDEN + column;
+        if (token >= THREADS / 64 && exists) old = load_global_f32(a.residual + place);
+        float now = exists ? old + sum_of(token, thread % 64) : 0.f;
+        if (exists) store_global_f32(a.residual_out + place, now);
+        store_global_u16(a.x + 2 * (token * X + column), f32_to_bf16(now * gamma));
+        float square = warp_sum(now * now);
+        if (lane_index() == 0) store_shared_f32(base + SQUARE_AT + 8 * token + 4 * (warp % 2), square);
+    }
+    sync_block();
+    u32 columns = (a.tokens + 7) / 8 * 8;
+    if (thread < columns) {
+        u32 at = base + SQUARE_AT + 8 * thread;
+        float sum = thread < a.tokens ? load_shared_f32(at) + load_shared_f32(at + 4) : 0.f;
+        store_global_f32(a.squares + block_index() * columns + thread, sum);
+    }
+}

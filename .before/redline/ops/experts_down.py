@@ -1,0 +1,176 @@
+"""The second half of the experts, and the end of a layer.      T tokens, D hidden, E experts, I and Is widths.
+
+residual += sum over a token's pairs of down[expert] h + shared down(shared h); then what the norm that follows needs:
+x = residual * gamma in bf16, and the sums of squares of each block's outputs.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.ops.choose_experts import MOST_PAIRS, MOST_TOKENS, SLOT_PAIRS, Pairs
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.experts_up import decode_h, encode_h, some_pairs
+from redline.ops.op import Case, Cost, Op
+from redline.ops.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
+from redline.ops.tiled import PAD_K, padded
+
+PIECE_BYTES = 16384  # of the shared expert, in one copy
+MOST_MEMORY = 227 * 1024
+FEW = 8  # tokens whose sums are kept in registers
+PAIRS = 4  # of an expert that one copy of its weights serves, where their x fits
+
+Result = tuple[Tensor, Tensor, Tensor]
+
+
+def reference(
+    h: Tensor,
+    pairs: Pairs,
+    weights: Records,
+    shared_h: Tensor | None,
+    shared_w: Slabs | None,
+    residual_TD: Tensor,
+    gamma_next: Tensor,
+) -> Result:
+    """h [pairs, I padded] of `experts_up`; weights "down" [E, D, I]; shared_h bf16 [T, Is padded to 128];
+    residual, gamma float32.
+
+    -> residual float32 [T, D], x bf16 [T, D padded to 128], squares float32 [D padded / 64, T padded to 8].
+    """
+    residual = residual_TD.clone()
+    width, firsts = decode_h(h, weights.inputs, weights.kind), pairs.slot_first.tolist()
+    for slot, expert in enumerate(pairs.slot_expert[: int(pairs.count)].tolist()):
+        mine = slice(firsts[slot], firsts[slot + 1])
+        part = width[mine] @ weights.dense(expert).T
+        residual.index_add_(0, pairs.token[mine].long(), part)
+    if shared_h is not None and shared_w is not None:
+        residual += shared_h[:, : shared_w.inputs].float() @ shared_w.dense().float().T
+    tokens, d = residual.shape
+    full = F.pad(residual, (0, padded(d, PAD_K) - d))
+    squares = full.square().unflatten(1, (-1, SLAB_ROWS)).sum(-1).T
+    x = F.pad(residual * gamma_next, (0, full.shape[1] - d)).to(torch.bfloat16)
+    return residual, x, F.pad(squares, (0, padded(tokens, 8) - tokens)).contiguous()
+
+
+_Arguments = structure(
+    "ExpertsDown",
+    pointers="weights shared h shared_h pair_token slot_expert slot_first residual gamma residual_out x squares",
+    ints="tokens pairs slots",
+)
+
+
+@functools.cache
+def kernel_of(form: Form, shared: int, hidden: int, room: int) -> Kernel:
+    """room: tokens; the sums of each take 1 KB of shared memory where there are more than eight."""
+    few = form.kind != "BF16" and room <= FEW
+    chunk = min(room, 8 if room < MOST_TOKENS else 4)
+    fixed = (room * (2 * shared + 64) if shared else 0) if few else 1024 * room
+    fixed += 16 + 8 * room + 64 + 2 * MOST_PAIRS * 4
+
+    def memory(pairs: int) -> int:
+        x_bytes = max(pairs * 2 * form.inputs, 0 if few or not shared else chunk * 256)
+        return fixed + 4 * 2 * (max(4 * form.record_bytes, PIECE_BYTES if shared else 0) + x_bytes + 16)
+
+    most_pairs = 1 if room == 1 else PAIRS
+    pairs = next(n for n in range(most_pairs, 0, -1) if n == 1 or memory(n) <= MOST_MEMORY)
+    if form.kind == "BF16":
+        pairs = SLOT_PAIRS  # of small slices; they are the columns of one product
+    sizes = {"SLICES": form.slices, "SLICE": form.inputs, "SHARED": shared, "HIDDEN": hidden}
+    sizes |= {"X": padded(hidden, PAD_K), "ROOM": room, "CHUNK": chunk, "PAIRS": pairs, "KEPT": int(few)}
+    return Kernel("experts_down.cu", "experts_down", {"FORMAT": form.kind, **sizes}, memory(pairs))
+
+
+def cuda(
+    h: Tensor,
+    pairs: Pairs,
+    weights: Records,
+    shared_h: Tensor | None,
+    shared_w: Slabs | None,
+    residual_TD: Tensor,
+    gamma_next: Tensor,
+) -> Result:
+    """The launch in front must be `experts_up`, whose blocks have seen `pairs` whole before this grid may begin."""
+    (tokens, d), device = residual_TD.shape, residual_TD.device
+    x_width = padded(d, PAD_K)
+    residual = torch.empty_like(residual_TD)
+    x = torch.empty(tokens, x_width, dtype=torch.bfloat16, device=device)
+    squares = torch.empty(x_width // SLAB_ROWS, padded(tokens, 8), device=device)
+    inputs = weights.data, None if shared_w is None else shared_w.data, h, shared_h
+    lists = pairs.token, pairs.slot_expert, pairs.slot_first
+    tensors = *inputs, *lists, residual_TD, gamma_next, residual, x, squares
+    arguments = _Arguments(*(address(part) for part in tensors), tokens, len(pairs), pairs.most)
+    shared = 0 if shared_h is None else shared_h.shape[1]
+    kernel_of(weights.form, shared, d, _room(tokens)).launch(arguments, x_width // SLAB_ROWS)
+    return residual, x, squares
+
+
+def _room(tokens: int) -> int:
+    return next(room for room in (1, 4, FEW) if tokens <= room) if tokens <= FEW else padded(tokens, 8)
+
+
+def cuda_fits(
+    h: Tensor,
+    pairs: Pairs,
+    weights: Records,
+    shared_h: Tensor | None,
+    shared_w: Slabs | None,
+    residual_TD: Tensor,
+    *_: object,
+) -> bool:
+    whole = h.shape[1] == weights.form.width
+    shared_fits = shared_h is None or (shared_w is not None and shared_h.shape[1] == padded(shared_w.inputs, PAD_K))
+    lists_fit = residual_TD.shape[0] <= MOST_TOKENS and len(pairs) <= MOST_PAIRS and pairs.most < MOST_PAIRS
+    return whole and shared_fits and lists_fit
+
+
+def cost(
+    h: Tensor,
+    pairs: Pairs,
+    weights: Records,
+    shared_h: Tensor | None,
+    shared_w: Slabs | None,
+    residual_TD: Tensor,
+    gamma_next: Tensor,
+) -> Cost:
+    """Bytes of the experts that are really chosen, once each."""
+    tokens, d = residual_TD.shape
+    moved = weights.nbytes // weights.experts * pairs.ids.unique().numel() + h.nbytes + 10 * tokens * d
+    total = Cost(moved, 2 * len(pairs) * d * weights.inputs)
+    if shared_h is not None and shared_w is not None:
+        total += Cost(shared_w.nbytes + shared_h.nbytes, 2 * tokens * d * shared_w.inputs)
+    return total
+
+
+def cases() -> Iterator[Case]:
+    def make(kind: Kind, tokens: int, hidden: int, width: int, shared: int, experts: int, chosen: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Pairs, Records, Tensor | None, Slabs | None, Tensor, Tensor]:
+            records = Records.prepare("down", random_experts(g, kind, "down", experts, hidden, width))
+            pairs = some_pairs(g, tokens, experts, chosen)
+            h = encode_h(torch.randn(len(pairs), width, generator=g), records.form.width, kind)
+            shared_h = shared_w = None
+            if shared:
+                shared_h = torch.randn(tokens, shared, generator=g).to(torch.bfloat16)
+                shared_h = F.pad(shared_h, (0, padded(shared, PAD_K) - shared))
+                shared_w = Slabs.prepare((torch.randn(hidden, shared, generator=g) * shared**-0.5).to(torch.bfloat16))
+            residual = torch.randn(tokens, hidden, generator=g)
+            return h, pairs, records, shared_h, shared_w, residual, torch.rand(hidden, generator=g) + 0.5
+
+        return inputs
+
+    for kind in KINDS:
+        for tokens in (1, 4, 9):
+            yield Case(f"{kind} T={tokens} nano", make(kind, tokens, 320, 128, 128, 16, 4))
+        yield Case(f"{kind} T=1 nano, 12 chosen", make(kind, 1, 320, 128, 128, 16, 12))
+        for tokens in (1, 8, 9):
+            yield Case(f"{kind} T={tokens} cut from Kimi", make(kind, tokens, 128, 2048, 2048, 3, 2))
+        yield Case(f"{kind} T=40 cut from Kimi", make(kind, 40, 64, 2048, 256, 12, 8))
+        yield Case(f"{kind} T=3 no shared expert", make(kind, 3, 200, 352, 0, 8, 4))
+        for tokens in (1, 8, 64):
+            experts = 16 if kind == "BF16" else 64
+            yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, 2048, experts, 8), small=False)
+
+
+experts_down = Op("experts_down", reference, None, cost, cases, cuda=cuda, cuda_fits=cuda_fits)

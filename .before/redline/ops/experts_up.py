@@ -1,0 +1,144 @@
+"""The first half of the routed experts, for the pairs of a decode step.     T tokens, D hidden, E experts, I width.
+
+h = router weight * silu(gate x) * (up x), where x is normed here: `x` times `rstd` of its token.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.ops.choose_experts import MOST_PAIRS, MOST_TOKENS, Pairs, list_pairs
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.op import Case, Cost, Op
+from redline.ops.records import KINDS, MOST_INPUTS, MOST_KEPT, Form, Kind, Records, random_experts
+from redline.ops.tiled import PAD_K, padded
+
+EMULATED_BLOCKS = 5  # in place of a GPU's multiprocessors
+_HIGH = 0.0625  # of elements 2, 3, 6 and 7 of each eight: cuda/int4_chains.cuh says why
+
+
+def encode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
+    """h float32 [pairs, I] -> [pairs, width], as `experts_down` takes it: f16 for INT4, elements 2 and 3 of each four
+    over 16; f16 for NVFP4; bf16 for BF16."""
+    full = F.pad(h, (0, width - h.shape[1]))
+    if kind == "INT4":
+        full = (full.unflatten(-1, (-1, 2, 2)) * torch.tensor([[1.0], [_HIGH]], device=h.device)).flatten(1)
+    return full.to(torch.bfloat16 if kind == "BF16" else torch.float16)
+
+
+def decode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
+    """float32 [pairs, I]"""
+    full = h.float()
+    if kind == "INT4":
+        full = (full.unflatten(-1, (-1, 2, 2)) / torch.tensor([[1.0], [_HIGH]], device=h.device)).flatten(1)
+    return full[:, :width]
+
+
+def padded_width(weights: Records) -> int:
+    return 8 * weights.form.tiles
+
+
+def reference(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
+    """x bf16 [T, D padded to 128], not yet normed; rstd float32 [T or more]; weights "up" [E, 2 I, D].
+
+    INT4 and NVFP4 are multiplied by the normed x in float16. -> [pairs, I padded], in the form of `encode_h`.
+    """
+    normed = x[:, : weights.inputs].float() * rstd[: x.shape[0], None]
+    if weights.kind != "BF16":
+        normed = normed.to(torch.float16).float()
+    h = x.new_zeros(len(pairs), weights.outputs // 2, dtype=torch.float32)
+    firsts = pairs.slot_first.tolist()
+    for slot, expert in enumerate(pairs.slot_expert[: int(pairs.count)].tolist()):
+        mine = slice(firsts[slot], firsts[slot + 1])
+        gate, up = (normed[pairs.token[mine].long()] @ weights.dense(expert).T).chunk(2, -1)
+        h[mine] = F.silu(gate) * up * pairs.weight[mine, None]
+    return encode_h(h, padded_width(weights), weights.kind)
+
+
+_Arguments = structure(
+    "ExpertsUp",
+    pointers="weights x rstd pair_token pair_weight slot_expert slot_first count ready h",
+    ints="tokens pairs slots",
+)
+
+
+@functools.cache
+def kernel_of(form: Form, x_inputs: int) -> Kernel:
+    stages = 3 if form.inputs <= MOST_KEPT else 2  # of 16 KB for each group of four warps, at Kimi's sizes
+    defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "PART": form.part}
+    defines |= {"X": x_inputs, "TILES": form.tiles, "STAGES": stages}
+    ring = (
+        4 * stages * (max(4 * form.record_bytes, 4 * 8 * form.inputs) + 16)
+    )  # a stage has weights, or x of four tokens
+    sums, lists = 16 * 2 * 512, (64 + 512 + 513 + 512 + 512) * 4
+    return Kernel("experts_up.cu", "experts_up", defines, ring + sums + lists)
+
+
+def blocks(device: torch.device) -> int:
+    """One to a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else EMULATED_BLOCKS
+
+
+def cuda(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
+    form = weights.form
+    dtype = torch.bfloat16 if weights.kind == "BF16" else torch.float16
+    h = torch.empty(len(pairs), padded_width(weights), dtype=dtype, device=x.device)
+    lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count, pairs.ready
+    tensors = weights.data, x, rstd, *lists, h
+    arguments = _Arguments(*(address(part) for part in tensors), x.shape[0], len(pairs), pairs.most)
+    grid = min(blocks(x.device), -(-pairs.most * form.tiles * form.slices // 16))
+    kernel_of(form, x.shape[1]).launch(arguments, grid)
+    return h
+
+
+def cuda_fits(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> bool:
+    form = weights.form
+    lists_fit = x.shape[0] <= MOST_TOKENS and len(pairs) <= MOST_PAIRS and pairs.most < MOST_PAIRS
+    return lists_fit and form.inputs <= MOST_INPUTS and x.shape[1] == padded(weights.inputs, PAD_K)
+
+
+def cost(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Cost:
+    """Bytes of the experts that are really chosen, once each."""
+    chosen, width = pairs.ids.unique().numel(), weights.outputs // 2
+    moved = weights.nbytes // weights.experts * chosen + x.nbytes + 2 * len(pairs) * width
+    return Cost(moved, 2 * len(pairs) * weights.outputs * weights.inputs)
+
+
+def some_pairs(g: torch.Generator, tokens: int, experts: int, chosen: int) -> Pairs:
+    ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
+    return list_pairs(ids, torch.rand(tokens, chosen, generator=g), experts)
+
+
+def random_x(g: torch.Generator, tokens: int, hidden: int) -> Tensor:
+    x = torch.randn(tokens, hidden, generator=g).to(torch.bfloat16)
+    return F.pad(x, (0, padded(hidden, PAD_K) - hidden))
+
+
+def cases() -> Iterator[Case]:
+    def make(kind: Kind, tokens: int, hidden: int, width: int, experts: int, chosen: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Records, Pairs]:
+            weight = random_experts(g, kind, "up", experts, 2 * width, hidden)
+            rstd = torch.rand(padded(tokens, 8), generator=g) + 0.5
+            pairs = some_pairs(g, tokens, experts, chosen)
+            return random_x(g, tokens, hidden), rstd, Records.prepare("up", weight), pairs
+
+        return inputs
+
+    for kind in KINDS:
+        for tokens in (1, 4, 9):
+            yield Case(f"{kind} T={tokens} nano", make(kind, tokens, 320, 128, 16, 4))
+        for tokens in (1, 9):
+            yield Case(f"{kind} T={tokens} cut from Kimi", make(kind, tokens, 7168, 32, 3, 2))
+        yield Case(f"{kind} T=5 eight slices", make(kind, 5, 2112, 96, 4, 2))
+        for tokens in (1, 8, 64):
+            experts = 16 if kind == "BF16" else 64
+            yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, experts, 8), small=False)
+
+
+# INT4 codes are multiplied as 1024 + u, and 1032 times x's sum is taken off: codes being 4.6 by their mean square, what
+# float32 sums lose counts 224 times. Four roundings of them.
+_RTOL = 4 * 224 * 2**-24
+experts_up = Op("experts_up", reference, None, cost, cases, rtol=_RTOL, cuda=cuda, cuda_fits=cuda_fits)

@@ -1,0 +1,139 @@
+"""Packed weights as plain dataclasses: the docstring is the formula.
+
+E experts (or any leading axes), N outputs, K inputs.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+INT4_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Int4:
+    """w[n, k] = (u[n, k] - 8) * scale[n, k // 32], u in 0..15 (offset binary, compressed-tensors' pack-quantized).
+
+    packed  int32 [..., N, K // 8]   u of column 8c + i is bits [4i, 4i + 4) of word c
+    scale   bf16  [..., N, K // 32]
+    """
+
+    packed: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight that this stands for: [..., N, K]."""
+        return (*self.packed.shape[:-1], self.packed.shape[-1] * 8)
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.nbytes + self.scale.nbytes
+
+    def codes(self) -> Tensor:
+        """u, int32 [..., N, K], 0..15."""
+        shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.packed.device)
+        return (self.packed[..., None] >> shifts & 15).flatten(-2)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[..., N, K]. Exact in float32: 4 bits times bf16's 8 fit in 24."""
+        groups = (self.codes() - 8).float().unflatten(-1, (-1, INT4_GROUP))
+        return (groups * self.scale.float()[..., None]).flatten(-2).to(dtype)
+
+
+def int4_scale(weight: Tensor) -> Tensor:
+    """The scale of each group of 32 inputs: max |w| / 7.5, rounded to bf16; 1 where the group is zero.
+
+    weight [..., N, K] -> bf16 [..., N, K // 32]. The symmetric minmax observer of compressed-tensors does the same.
+    """
+    amax = weight.float().unflatten(-1, (-1, INT4_GROUP)).abs().amax(-1)
+    return torch.where(amax > 0, amax / 7.5, torch.ones_like(amax)).to(torch.bfloat16)
+
+
+def int4_round(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Round to the nearest code: [..., N, K] -> (q float32 [..., N, K] in -8..7, scale bf16 [..., N, K // 32])."""
+    scale = int4_scale(weight)
+    groups = weight.float().unflatten(-1, (-1, INT4_GROUP))
+    q = (groups / scale.float()[..., None]).round().clamp(-8, 7)
+    return q.flatten(-2), scale
+
+
+def quantize_int4(weight: Tensor) -> Int4:
+    """weight [..., N, K], K divisible by 32 -> Int4. `fake_int4` of the same weight is its exact `dequantize`."""
+    q, scale = int4_round(weight)
+    u = (q.to(torch.int32) + 8).unflatten(-1, (-1, 8))
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weight.device)
+    return Int4(packed=(u << shifts).sum(-1, dtype=torch.int32), scale=scale)
+
+
+def fake_int4(weight: Tensor) -> Tensor:
+    """Quantise and dequantise, float32 [..., N, K]: for quantisation-aware training, which adds straight-through."""
+    q, scale = int4_round(weight)
+    return (q.unflatten(-1, (-1, INT4_GROUP)) * scale.float()[..., None]).flatten(-2)
+
+
+NVFP4_GROUP = 16
+NVFP4_MOST = 6.0  # the largest e2m1
+E4M3_MOST = 448.0
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits of a code; bit 3 is the sign
+
+
+@dataclass(frozen=True)
+class Nvfp4:
+    """w[n, k] = e2m1(code[n, k]) * scales[n, k // 16] * scale[n S // N], as NVIDIA's ModelOpt defines it.
+
+    compressed-tensors stores 1 / scale. Rows are S stacked matrices of equal height (gate, up), each with a scale.
+
+    codes   uint8          [..., N, K // 2]   of column 2c the low four bits of byte c, of 2c + 1 the high ones
+    scales  float8_e4m3fn  [..., N, K // 16]
+    scale   float32        [..., S]
+    """
+
+    codes: Tensor
+    scales: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight that this stands for: [..., N, K]."""
+        return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes + self.scale.nbytes
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[..., N, K]. In float32 rounded once: code times block scale is exact, 2 bits times 4."""
+        values = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=self.codes.device)
+        codes = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
+        blocks = values[codes.int()].unflatten(-1, (-1, NVFP4_GROUP)) * self.scales.float()[..., None]
+        stacked = blocks.flatten(-2).unflatten(-2, (self.scale.shape[-1], -1)) * self.scale[..., None, None]
+        return stacked.flatten(-3, -2).to(dtype)
+
+
+def quantize_nvfp4(weight: Tensor) -> Nvfp4:
+    """weight [..., N, K], K divisible by 16 -> Nvfp4 of one matrix, as ModelOpt's max calibration does it.
+
+    The matrix's scale is max |w| / (6 x 448), a block's is its max |w| / 6 over that, rounded to e4m3; codes are the
+    nearest, of two the even one.
+    """
+    w = weight.float()
+    scale = w.abs().amax((-2, -1)) / (NVFP4_MOST * E4M3_MOST)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))[..., None]
+    blocks = w.unflatten(-1, (-1, NVFP4_GROUP)) / scale[..., None, None]
+    scales = (blocks.abs().amax(-1) / NVFP4_MOST).to(torch.float8_e4m3fn)
+    unit = scales.float()[..., None]
+    values = torch.where(unit > 0, blocks / unit, torch.zeros_like(blocks)).flatten(-2)
+    codes = _nearest_e2m1(values.abs()) | (values < 0).to(torch.uint8) << 3
+    return Nvfp4(codes[..., 0::2] | codes[..., 1::2] << 4, scales, scale)
+
+
+def _nearest_e2m1(magnitude: Tensor) -> Tensor:
+    """uint8, 0..7. Of two at the same distance the even code; above 6 the largest."""
+    code = torch.zeros_like(magnitude, dtype=torch.uint8)
+    for low, (below, above) in enumerate(itertools.pairwise(_E2M1)):
+        middle = (below + above) / 2
+        code += (magnitude >= middle if low % 2 else magnitude > middle).to(torch.uint8)
+    return code

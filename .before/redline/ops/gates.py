@@ -1,0 +1,153 @@
+"""The router and the shared expert's hidden row for T <= 64 tokens.    D hidden, E experts, I width.
+
+Of up to 8 tokens the logits are finished early, and the choice of experts too, while the rest still streams.
+
+One weight and so one stream, made by `gates_weight`: [router E rows, padded to 16 | tiles of 8 gate and 8 up rows].
+Without a router (E = 0) it is the first half of a dense MLP.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.ops import dense
+from redline.ops.choose_experts import MOST_EXPERTS, Choice, Pairs, choose_experts
+from redline.ops.cuda.kernel import address
+from redline.ops.op import Case, Cost, Op
+from redline.ops.tiled import PAD_K, TILE_N, Tiled, padded
+
+HALF = TILE_N // 2
+Arguments = dense.arguments(
+    "Gates",
+    pointers="logits h rstd bias forced pair_token pair_weight slot_expert slot_first count ids shares finished",
+    ints="slots normalise",
+    floats="scale",
+)
+Result = tuple[Tensor, Tensor, Tensor, Pairs | None]
+
+
+def gates_weight(router: Tensor | None, gate_up: Tensor) -> Tiled:
+    """router bf16 [E, D] or None, gate_up bf16 [2 I, D] (gate first), I divisible by 8."""
+    width = gate_up.shape[0] // 2
+    assert width % HALF == 0, f"tiles have 8 gates and 8 ups, got a width of {width}"
+    mixed = gate_up.unflatten(0, (2, -1, HALF)).transpose(0, 1).flatten(0, 2)
+    if router is None:
+        return Tiled.prepare(mixed)
+    filling = padded(router.shape[0], TILE_N) - router.shape[0]
+    return Tiled.prepare(torch.cat([F.pad(router, (0, 0, 0, filling)), mixed]))
+
+
+def gates_parts(w: Tiled, experts: int) -> tuple[Tensor, Tensor]:
+    """(router [E, D], gate_up [2 I, D]) bf16: what `gates_weight` was given, bit for bit."""
+    router, mixed = w.dense().tensor_split([padded(experts, TILE_N)])
+    return router[:experts], mixed.unflatten(0, (-1, 2, HALF)).transpose(0, 1).flatten(0, 2)
+
+
+def reference(
+    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
+) -> Result:
+    """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w of `gates_weight`, E experts, I width.
+
+    -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [T padded to 8], zero where no
+    token is, and what `choose_experts` makes of the logits, if there is a choice)
+    """
+    tokens, (router, gate_up) = x.shape[0], gates_parts(w, experts)
+    rstd = dense.rstd_of(squares, tokens, w.inputs, eps)
+    x = x[:, : w.inputs].float()
+    gate, up = (x @ gate_up.float().T * rstd).split([width, width], -1)
+    h = dense.pad_columns((F.silu(gate) * up).to(torch.bfloat16))
+    logits = x @ router.float().T * rstd
+    pairs = None
+    if choice is not None:
+        c = choice
+        pairs = choose_experts.reference(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+        if tokens <= dense.MOST_TOKENS:
+            pairs = replace(pairs, ready=c.finished[1:].fill_(1))
+    return logits, h, dense.pad_columns(rstd[:, 0], dense.MOST_TOKENS), pairs
+
+
+def cuda(
+    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
+) -> Result:
+    tokens, width_padded, device = x.shape[0], padded(width, PAD_K), x.device
+    if tokens > dense.MOST_TOKENS:
+        from redline.ops.triton_kernels import dense as streamed
+
+        logits, h, rstd = streamed.gates(x, squares, w, experts, width, eps)
+        if choice is None:
+            return logits, h, rstd, None
+        c = choice
+        return logits, h, rstd, choose_experts(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+    sizes = {"EXPERTS": experts, "CHOSEN": choice.chosen if choice else 0}
+    kernel, blocks = dense.kernel_of("GATES", w, tokens, **sizes, WIDTH=width, WIDTH_PADDED=width_padded)
+    logits = torch.empty(tokens, experts, device=device)
+    h = torch.empty(tokens, width_padded, dtype=torch.bfloat16, device=device)
+    rstd = torch.empty(dense.MOST_TOKENS, device=device)
+    pairs, lists, slots, normalise, scale = None, (None,) * 10, 0, 0, 0.0
+    if choice is not None:
+        pairs = Pairs.empty(tokens, choice.chosen, experts, device, choice.finished[1:])
+        lists = choice.bias_E, choice.forced_TK, *pairs.lists, choice.finished
+        slots, normalise, scale = pairs.most, int(choice.normalise), choice.scale
+    tensors = w.data, x, squares, logits, h, rstd, *lists
+    sizes = tokens, squares.shape[0], slots, normalise
+    given: ctypes.Structure = Arguments(*map(address, tensors), *sizes, eps, scale)
+    kernel.launch(given, blocks)
+    return logits, h, rstd, pairs
+
+
+def fits(
+    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
+) -> bool:
+    choosable = choice is None or (experts <= MOST_EXPERTS and choice.chosen <= min(32, experts))
+    return (dense.fits(x, w) or dense.streams(x, w)) and squares.shape[0] <= dense.MOST_PARTS and choosable
+
+
+def cost(
+    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
+) -> Cost:
+    tokens = x.shape[0]
+    return dense.cost_of(w, tokens, x, squares) + Cost(tokens * (4 * experts + 2 * width))
+
+
+def random_choice(g: torch.Generator, tokens: int, experts: int, chosen: int, forced: bool = False) -> Choice | None:
+    if not chosen:
+        return None
+    ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
+    bias, finished = torch.randn(experts, generator=g) * 0.1, torch.zeros(2, dtype=torch.int32)
+    return Choice(bias, chosen, True, 2.827, finished, ids if forced else None)
+
+
+def cases() -> Iterator[Case]:
+    def make(tokens: int, d: int, experts: int, width: int, chosen: int = 0, forced: bool = False):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tiled, int, int, float, Choice | None]:
+            def weight(rows: int) -> Tensor:
+                return (torch.randn(rows, d, generator=g) * d**-0.5).to(torch.bfloat16)
+
+            x, squares = dense.random_x(g, tokens, d)
+            w = gates_weight(weight(experts) if experts else None, weight(2 * width))
+            return x, squares, w, experts, width, 1e-5, random_choice(g, tokens, experts, chosen, forced)
+
+        return inputs
+
+    yield Case("T=1 nano", make(1, 320, 16, 128, 4))
+    for tokens in (8, 9, 32, 64):
+        yield Case(f"T={tokens} nano", make(tokens, 320, 16, 128, 4))
+    yield Case("T=5 nano, forced", make(5, 320, 16, 128, 4, forced=True))
+    for tokens in (1, 3, 8, 9, 32, 64):
+        yield Case(f"T={tokens} Kimi", make(tokens, 7168, 384, 2048, 8), small=False)
+    yield Case("T=8 of 384 experts", make(8, 256, 384, 2048, 8))
+    for tokens in (2, 20):
+        yield Case(f"T={tokens} nano, dense", make(tokens, 320, 0, 768))
+    for tokens in (3, 11):
+        yield Case(f"T={tokens} odd sizes", make(tokens, 150, 21, 40))
+    yield Case("T=9 wide", make(9, 96, 24, 2040))
+    yield Case("T=8 Kimi's width", make(8, 7168, 20, 16))
+    for tokens in (8, 32):
+        yield Case(f"T={tokens} Kimi, dense", make(tokens, 7168, 0, 18432), small=False)
+
+
+gates = Op("gates", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)

@@ -1,0 +1,180 @@
+"""One block on a GPU: the arithmetic of `block`, in the launches that the chip wants.        T tokens, D hidden.
+
+`few`: up to 64 tokens that decode. Nine launches up to 8 tokens, ten up to 32, each streaming its weights once; norms
+are folded into the products, and a launch begins to fetch its weights before the one in front of it has ended. From 33
+tokens on the experts are six.
+`many`: prompts, and more rows. Products by Triton or the library, attention by whichever form a token wants.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redline.ops.absorb import absorb
+from redline.ops.attend import attend
+from redline.ops.block import Inputs
+from redline.ops.by_row import norm_rows, rotate_heads, split_a, swiglu
+from redline.ops.choose_experts import Choice, choose_experts
+from redline.ops.chunk_attention import attend_chunks
+from redline.ops.experts_down import experts_down
+from redline.ops.experts_up import experts_up
+from redline.ops.gates import gates
+from redline.ops.grouped import grouped_experts
+from redline.ops.linear import product
+from redline.ops.project_a import project_a
+from redline.ops.project_out import project_out
+from redline.ops.project_q import project_q
+from redline.ops.records import Records, Slabs
+from redline.ops.tiled import TILE_N, Tiled, padded
+from redline.ops.unabsorb import unabsorb
+from redline.wire.job import PAGE_TOKENS
+
+FEW = 64  # tokens of a decode step: the most that are recorded without drafts
+LISTED = 32  # tokens whose experts run pair by pair
+
+
+@dataclass(frozen=True)
+class GpuMoe:
+    bias_E: Tensor  # float32
+    up: Records
+    down: Records
+    chosen: int
+    normalise: bool
+    scale: float
+    finished: Tensor  # as `Choice`'s
+
+    def choice(self, forced_TK: Tensor | None) -> Choice:
+        return Choice(self.bias_E, self.chosen, self.normalise, self.scale, self.finished, forced_TK)
+
+
+@dataclass(frozen=True)
+class GpuMla:
+    """As `mla.MlaWeights`, in tiles."""
+
+    w_a: Tiled
+    q_norm: Tensor  # float32 [Rq]
+    kv_norm: Tensor  # float32 [R]
+    w_q: Tiled
+    w_uk: Tiled  # [H, R, N]
+    w_uv: Tiled  # [H, V, R]
+    eps: float
+
+    @property
+    def heads(self) -> int:
+        return self.w_uk.shape[0]
+
+    @property
+    def rank(self) -> int:
+        return self.w_uk.shape[1]
+
+    @property
+    def width(self) -> int:
+        """N + P"""
+        return self.w_q.shape[0] // self.heads
+
+
+@dataclass(frozen=True)
+class GpuBlock:
+    attention_norm: Tensor  # float32 [D]
+    attention: GpuMla
+    o_proj: Tiled
+    mlp_norm: Tensor  # float32 [D]
+    gates: Tiled  # `gates.gates_weight`: the router, then gate and up of the shared expert or of the dense MLP
+    width: int  # of the shared expert or of the dense MLP
+    down: Tiled | Slabs  # of the dense MLP, or of the shared expert as `experts_down` reads it
+    experts: GpuMoe | None
+    eps: float
+    softmax_scale: float
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What goes from block to block. x is the residual times the weights of the next norm, rms not yet divided by."""
+
+    residual_TD: Tensor  # float32
+    x_TK: Tensor  # bf16, D to a multiple of 128, zeros there
+    squares: Tensor  # float32 [parts, T padded to 8]: sums of squares of the residual's rows
+
+
+def few(
+    stream: Stream, w: GpuBlock, inputs: Inputs, plane: Tensor, next_norm: Tensor, forced_TK: Tensor | None
+) -> Stream:
+    """Every token is a query, in order; at most FEW. next_norm float32 [D]: of the next block, or the model's last."""
+    attention = w.attention
+    q_a, q_squares, kv = project_a(stream.x_TK, stream.squares, attention.w_a, attention.q_norm, w.eps)
+    q = project_q(
+        *(q_a, q_squares, attention.w_q, attention.heads, kv, attention.kv_norm),
+        *(inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, attention.eps),
+    )
+    o = _absorbed(q, inputs.tokens_Q, w, inputs, plane)
+    residual, x, squares = project_out(o, w.o_proj, stream.residual_TD, w.mlp_norm)
+    experts = w.experts
+    count = 0 if experts is None else experts.bias_E.shape[0]
+    choice = None if experts is None else experts.choice(forced_TK)
+    _, h, rstd, pairs = gates(x, squares, w.gates, count, w.width, w.eps, choice)
+    if experts is None:
+        assert isinstance(w.down, Tiled)
+        return Stream(*project_out(h, w.down, residual, next_norm))
+    assert isinstance(w.down, Slabs)
+    assert pairs is not None
+    if x.shape[0] > LISTED:
+        routed = grouped_experts(x, pairs.ids, pairs.weights, experts.up, experts.down, rstd)
+        return Stream(*project_out(h, w.down, residual, next_norm, routed))
+    routed = experts_up(x, rstd, experts.up, pairs)
+    return Stream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm))
+
+
+def many(
+    residual_TD: Tensor, partial_TD: Tensor | None, w: GpuBlock, inputs: Inputs, plane: Tensor, forced_TK: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """-> (residual, partial), as `block`'s; residual float32, partial bf16 or none."""
+    attention = w.attention
+    residual, x = norm_rows(residual_TD, partial_TD, w.attention_norm, w.eps)
+    tokens, heads, value = x.shape[0], attention.heads, attention.w_uv.shape[1]
+    a = product(x, attention.w_a, torch.float32)
+    norms = attention.q_norm, attention.kv_norm
+    q_a = split_a(a, *norms, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, attention.eps)
+    q = product(q_a, attention.w_q, torch.bfloat16).view(tokens, heads, attention.width)
+    q = rotate_heads(q, inputs.cos_T, inputs.sin_T)
+    o = torch.empty(tokens, heads, value, dtype=torch.bfloat16, device=x.device)
+    if inputs.chunks:
+        chunks = inputs.chunks, inputs.rows_T, inputs.tables
+        attend_chunks(q, attention, w.softmax_scale, *chunks, plane, o)
+    if inputs.tokens_Q.shape[0]:
+        decoding = inputs.tokens_Q.long()
+        places = torch.arange(decoding.shape[0], dtype=torch.int32, device=x.device)
+        o[decoding] = _absorbed(q[decoding], places, w, inputs, plane)[:, : heads * value].unflatten(1, (heads, value))
+    residual, x = norm_rows(residual, product(o.flatten(1), w.o_proj, torch.bfloat16), w.mlp_norm, w.eps)
+    both = product(x, w.gates, torch.float32)
+    count = 0 if w.experts is None else w.experts.bias_E.shape[0]
+    h = swiglu(both, padded(count, TILE_N), w.width)
+    if w.experts is None:
+        assert isinstance(w.down, Tiled)
+        return residual, product(h, w.down, torch.bfloat16)
+    assert isinstance(w.down, Slabs)
+    e, logits = w.experts, both[:, :count].contiguous()
+    if tokens <= LISTED:
+        pairs = choose_experts(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
+        routed = experts_up(x, torch.ones(tokens, device=x.device), e.up, pairs)
+        return experts_down(routed, pairs, e.down, h, w.down, residual, w.mlp_norm)[0], None
+    ids, weights = _chosen(logits, e, forced_TK)
+    return residual, h[:, : w.width] @ w.down.dense().T + grouped_experts(x, ids, weights, e.up, e.down)
+
+
+def _absorbed(q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor) -> Tensor:
+    """Attention of queries over latents. tokens_Q int32: their rows of q. -> o [Q, H V to a multiple of 128]"""
+    longest = inputs.longest or inputs.tables.shape[1] * PAGE_TOKENS
+    q = absorb(q_THX, w.attention.w_uk)
+    parts = attend(q, tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, w.softmax_scale, longest)
+    return unabsorb(*parts, w.attention.w_uv)
+
+
+def _chosen(logits_TE: Tensor, e: GpuMoe, forced_TK: Tensor | None) -> tuple[Tensor, Tensor]:
+    """-> (ids int32 [T, K], weights float32 [T, K]), as `route_experts`."""
+    scores = logits_TE.sigmoid()
+    ids = (scores + e.bias_E).topk(e.chosen).indices if forced_TK is None else forced_TK.long()
+    weights = scores.gather(1, ids)
+    if e.normalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.to(torch.int32), weights * e.scale

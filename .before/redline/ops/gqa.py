@@ -1,0 +1,54 @@
+"""Grouped-query attention over pages, for the Llama-style body of a drafter.   H heads, G key heads, X width of a head.
+
+Plain torch, no kernel: no target of ours has such a body, and the drafters that have one are other people's. A page row
+is [rotated keys (G X) | values (G X)]; head h reads key head h // (H / G). Arguments are those of `ops.mla`.
+"""
+
+import torch
+from torch import Tensor
+
+from redline.ops.mla import context_rows
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs (i, i + X / 2) of the last axis, turned by their angles: Llama's order."""
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def unfold(rows: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
+    """Page rows [..., 2 G X] -> keys and values [..., H, X], a key head repeated for each head that reads it."""
+    keys, values = rows.unflatten(-1, (2, -1, width)).unbind(-3)
+    times = heads // keys.shape[-2]
+    return keys.repeat_interleave(times, -2), values.repeat_interleave(times, -2)
+
+
+def gqa_decode(
+    q_THX: Tensor,
+    scale: float,
+    tokens_Q: Tensor,
+    slots_Q: Tensor,
+    lengths_Q: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    out_THX: Tensor,
+    skip: int = 0,
+) -> None:
+    """Query i: token tokens_Q[i] of q, slot slots_Q[i], seeing rows [skip, lengths_Q[i]), its own the last.
+
+    plane [pages, 64, 2 G X]. Writes out_THX at the query tokens.
+    """
+    for token, slot, length in zip(tokens_Q.tolist(), slots_Q.tolist(), lengths_Q.tolist(), strict=True):
+        gqa_prefill(q_THX[token : token + 1], scale, length - 1, tables[slot], plane, out_THX[token : token + 1], skip)
+
+
+def gqa_prefill(
+    q_CHX: Tensor, scale: float, start: int, table: Tensor, plane: Tensor, out_CHX: Tensor, skip: int = 0
+) -> None:
+    """q_CHX: C tokens of a slot at positions [start, start + C), whose rows are in their pages. Writes out_CHX."""
+    count, heads, width = q_CHX.shape
+    keys_SHX, values_SHX = unfold(context_rows(plane, table, start + count)[skip:], heads, width)
+    scores = torch.einsum("chx,shx->hcs", q_CHX.float(), keys_SHX) * scale
+    position = torch.arange(start, start + count, device=q_CHX.device)
+    scores = scores.masked_fill(torch.arange(skip, start + count, device=q_CHX.device) > position[:, None], -torch.inf)
+    out_CHX.copy_(torch.einsum("hcs,shx->chx", scores.softmax(-1), values_SHX))

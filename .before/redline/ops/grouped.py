@@ -1,0 +1,170 @@
+"""Experts of many tokens, with codes unpacked where they are multiplied.      T tokens, D hidden, K chosen.
+
+y = sum over k of weight[k] * expert[ids[k]](x), as in `moe`; what a prompt's chunk calls, on a Hopper GPU. Only the
+device knows how the tokens spread: no size here depends on it, so a step can be captured.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.op import Case, Cost, Op
+from redline.ops.records import BF16_INPUTS, KINDS, Kind, Records, random_experts
+from redline.ops.sort_pairs import WIDEST, most_rows, most_tiles, sort_pairs
+
+_ITEMS = 3
+_STAGES: dict[str, tuple[int, int]] = {"up": (2, 5), "down": (2, 6)}  # of weights, of columns: all that fits
+_COLUMN_BYTES = 128  # of a step
+_GATHER_PARTS = 4  # blocks that share a tile
+
+
+def _reference(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
+) -> Tensor:
+    """x bf16 [T, D or padded with anything], ids int32, weights float32 -> float32 [T, D]
+
+    rstd_T float32 [T or more]: what x is multiplied by, where it is not normed.
+    """
+    x_TD = x_TD[:, : up.inputs].float()
+    if rstd_T is not None:
+        x_TD = x_TD * rstd_T[: x_TD.shape[0], None]
+    y_TD = torch.zeros_like(x_TD)
+    for expert in ids_TK.unique().tolist():
+        rows, choice = torch.where(ids_TK == expert)
+        gate, upper = (x_TD[rows] @ up.dense(expert).T).chunk(2, -1)
+        part = (F.silu(gate) * upper) @ down.dense(expert).T
+        y_TD = y_TD.index_add(0, rows, part * weights_TK[rows, choice, None])
+    return y_TD
+
+
+_Gather = structure("Gather", "x rstd columns_out columns tiles", "x_stride parts")
+_Multiply = structure("Multiply", "weights columns_in out columns tiles")
+_Combine = structure("Combine", "y out", "tokens")
+_kernels: dict[tuple[object, ...], Kernel] = {}
+
+
+def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records, chosen: int) -> Kernel:
+    sizes = {
+        "PART": "GATHER" if part == "gather" else "COMBINE",
+        "FORMAT": up.kind,
+        "INPUTS": up.inputs,
+        "PADDED_INPUTS": up.form.width,
+        "PADDED_OUTPUTS": down.form.tiles * 16,
+        "CHOSEN": chosen,
+    }
+    key = tuple(sizes.values())
+    if key not in _kernels:
+        _kernels[key] = Kernel("grouped.cu", part, sizes, 0, 512 if part == "gather" else 256)
+    return _kernels[key]
+
+
+def _product_kernel(records: Records) -> Kernel:
+    form, (weight_stages, column_stages) = records.form, _STAGES[records.use]
+    # BF16 records follow one another along K: a slice may be any number of them.
+    inputs = BF16_INPUTS if records.kind == "BF16" else form.inputs
+    sizes = {
+        "PART": records.use.upper(),
+        "FORMAT": records.kind,
+        "RECORD_INPUTS": inputs,
+        "SLICES": form.width // inputs,
+        "ROW_TILES": form.tiles,
+        "COPIED_TILES": 1 if records.use == "up" else 4,
+        "WEIGHT_STAGES": weight_stages,
+        "COLUMN_STAGES": column_stages,
+        "WIDEST": WIDEST,
+    }
+    key = tuple(sizes.values())
+    if key not in _kernels:
+        tiles = column_stages + (records.use == "up")
+        shared = 1024 + tiles * WIDEST * _COLUMN_BYTES + weight_stages * 8 * form.record_bytes * (inputs // form.part)
+        shared += _ITEMS * (8 * WIDEST + 16) + 16 * (weight_stages + column_stages + _ITEMS)
+        _kernels[key] = Kernel("grouped.cu", "multiply_experts", sizes, shared, 384)
+    return _kernels[key]
+
+
+def _cuda(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
+) -> Tensor:
+    (tokens, chosen), device, experts = ids_TK.shape, x_TD.device, up.experts
+    out = torch.empty(tokens, up.inputs, dtype=torch.float32, device=device)
+    pairs = tokens * chosen
+    columns, tiles = sort_pairs(ids_TK, weights_TK, experts)
+    rows, most = most_rows(pairs, experts), most_tiles(pairs, experts)
+
+    def room(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=device)
+
+    x_bytes, y_bytes = rows * up.form.width * 2, pairs * down.form.tiles * 32
+    columns_of_x = y = room(max(x_bytes, y_bytes))  # x is no longer read when y is made
+    columns_of_h = room(rows * down.form.width * 2)
+    gather = _Gather(
+        *(address(part) for part in (x_TD, rstd_T, columns_of_x, columns, tiles)),
+        *(x_TD.shape[1], _GATHER_PARTS),
+    )
+    blocks = _blocks(device) if pairs else 0
+    _rows_kernel("gather", up, down, chosen).launch(gather, most, _GATHER_PARTS)
+    for records, given, made in ((up, columns_of_x, columns_of_h), (down, columns_of_h, y)):
+        multiply = _Multiply(*(address(part) for part in (records.data, given, made, columns, tiles)))
+        _product_kernel(records).launch(multiply, blocks)
+    combine = _rows_kernel("combine", up, down, chosen)
+    combine.launch(_Combine(address(y), address(out), tokens), -(-tokens * up.inputs // 8 // combine.threads))
+    return out
+
+
+def _blocks(device: torch.device) -> int:
+    """Under emulation blocks run one by one, and the first takes all the work: the second finds none."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _cuda_fits(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
+) -> bool:
+    right = x_TD.dtype == torch.bfloat16 and ids_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
+    return right and x_TD.shape[1] % 8 == 0 and up.inputs % 32 == 0 and up.experts < 512
+
+
+def _cost(
+    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
+) -> Cost:
+    """Bytes of the experts that are really chosen, once each."""
+    chosen, pairs = ids_TK.unique().numel(), ids_TK.numel()
+    read = (up.nbytes + down.nbytes) // up.experts * chosen
+    return Cost(read + 3 * x_TD.nbytes + 8 * pairs, 2 * pairs * down.inputs * up.inputs * 3)
+
+
+def _cases() -> Iterator[Case]:
+    def make(kind: Kind, tokens: int, d: int, i: int, e: int, k: int, favour: float = 0.0, rms: float = 0.0):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Records, Records, Tensor | None]:
+            spread = torch.rand(tokens, generator=g) * rms + 1.0
+            x = (torch.randn(tokens, d, generator=g) * spread[:, None]).to(torch.bfloat16)
+            scores = torch.rand(tokens, e, generator=g)
+            scores[:, 0] += favour
+            ids = scores.topk(k).indices.to(torch.int32)
+            up = Records.prepare("up", random_experts(g, kind, "up", e, 2 * i, d))
+            down = Records.prepare("down", random_experts(g, kind, "down", e, d, i))
+            return x, ids, torch.rand(tokens, k, generator=g), up, down, 1 / spread if rms else None
+
+        return inputs
+
+    for kind in KINDS:
+        rtol = rtol_of(kind)
+        yield Case(f"{kind} T=1 nano", make(kind, 1, 320, 128, 16, 4), rtol=rtol)
+        yield Case(f"{kind} T=40 nano", make(kind, 40, 320, 128, 16, 4), rtol=rtol)
+        yield Case(f"{kind} T=40 nano, not normed", make(kind, 40, 320, 128, 16, 4, rms=300.0), rtol=rtol)
+        yield Case(f"{kind} T=250 nano, most on one expert", make(kind, 250, 320, 128, 3, 1, 0.9), rtol=rtol)
+        yield Case(f"{kind} T=6 of Kimi's hidden size", make(kind, 6, 7168, 64, 3, 2), rtol=rtol)
+        yield Case(f"{kind} T=300 Kimi, 16 experts", make(kind, 300, 7168, 2048, 16, 8), small=False, rtol=rtol)
+        yield Case(f"{kind} T=2048 Kimi, 32 experts", make(kind, 2048, 7168, 2048, 32, 8), small=False, rtol=rtol)
+
+
+def rtol_of(kind: Kind) -> float:
+    """Sums of pairs that are bf16 each, of an h that is float16 (of BF16 experts bf16): half a step of each."""
+    return math.hypot(2**-8, 2**-8 if kind == "BF16" else 2**-11)
+
+
+grouped_experts = Op("grouped_experts", _reference, None, _cost, _cases, cuda=_cuda, cuda_fits=_cuda_fits)

@@ -1,0 +1,96 @@
+"""What the system lets this process take of its memory and its processors: control groups bound both, v1 and v2.
+
+A container's bound is not in /proc/meminfo, nor a quota of processor time in the affinity. A process that goes by those
+is killed, or has its threads stopped in the middle of a kernel.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+ROOT = Path("/")
+
+
+def processors(root: Path = ROOT) -> int:
+    """Threads that run at once without being stopped: those of the affinity (which follows cpuset), and whole ones of
+    every group's quota; at least 1."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    return max(1, min([allowed, *map(int, _quotas(root))]))
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes that this process could still take: of the machine's memory, and of each group's bound what the group with
+    all others in it does not hold. Files that are only cached give way, so they count as free."""
+    return max(0, min([_available(root), *_headrooms(root)]))
+
+
+def _available(root: Path) -> int:
+    for line in _read(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def _quotas(root: Path) -> Iterator[float]:
+    """Processors, of every group that bounds its time."""
+    for folder in _groups(root, "cpu"):
+        v1 = (_read(folder / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period"))
+        quota, period = _read(folder / "cpu.max").split() or v1
+        if _is_number(quota) and _is_number(period) and int(period):
+            yield int(quota) / int(period)
+
+
+def _headrooms(root: Path) -> Iterator[int]:
+    """Of every group that bounds its memory."""
+    for folder in _groups(root, "memory"):
+        names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        for bound, used in names:
+            most, held = _number(folder / bound), _number(folder / used)
+            if most is not None and held is not None:
+                yield most - held + _cached(folder)
+
+
+def _cached(folder: Path) -> int:
+    """Bytes of files that the kernel gives up when memory is short."""
+    facts = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
+    of_all = "total_" if "total_inactive_file" in facts else ""  # v1 has a group's own figures beside those of its tree
+    return sum(int(facts.get(f"{of_all}{kind}_file", 0)) for kind in ("inactive", "active"))
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """The folders of this process's group and of those around it that can be seen, innermost first."""
+    paths: dict[str, str] = {}  # of this process's group, by controller; of v2 by ""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    for line in _read(root / "proc/self/mountinfo").splitlines():
+        mount, _, kind = line.partition(" - ")
+        inside, at = mount.split()[3:5]
+        match kind.split():
+            case ["cgroup2", *_] if "" in paths:
+                path = PurePosixPath(paths[""])
+            case ["cgroup", _, options] if controller in options.split(",") and controller in paths:
+                path = PurePosixPath(paths[controller])
+            case _:
+                continue
+        below = path.relative_to(inside) if path.is_relative_to(inside) else PurePosixPath()
+        mounted = root / at.lstrip("/")
+        for folder in (below, *below.parents):
+            yield mounted / folder
+
+
+def _number(path: Path) -> int | None:
+    """None where there is none, or where it says max."""
+    text = _read(path).strip()
+    return int(text) if _is_number(text) else None
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,481 @@
+"""Latent attention (MLA) in three ops.        T tokens, D hidden, H heads, N nope, P rope, R latent rank, V value.
+
+`mla_qkv`      projections: the query heads, and each token's latent row written into its page
+`mla_prefill`  expanded form, for a chunk of a prompt: keys and values unfolded from the cached latents
+`mla_decode`   absorbed form, for tokens that were generated: multi-query attention over the latents themselves
+
+A cache row is [latent after its norm (R) | rotated key (P)], shared by all heads (kimi-format.md section 4). On a CPU
+each op's bits depend on a token's own position and context alone; the two forms of attention agree to rounding. Over
+float32 pages the kernels' products are exact; over bf16 and e4m3 pages they round to bf16 what enters one, as GPUs do.
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.ops import native
+from redline.ops.add_norm import rms_norm
+from redline.ops.formats import E4M3_MOST
+from redline.ops.linear import ROUNDED
+from redline.ops.op import Case, Cost, Op
+from redline.ops.weights import PANEL, Matrix
+from redline.wire.job import PAGE_TOKENS
+
+FILL = 64  # tokens
+FP8 = torch.float8_e4m3fn
+FP8_STEPS = 1e-2  # of the rows that two ways of computing them write: some fall to either side of a step of 2^-3
+_KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, FP8: 2}
+
+
+@dataclass(frozen=True)
+class MlaWeights:
+    """w_a [Rq + R + P, D]: q_a and kv_a stacked; w_q [H (N + P), Rq]; w_uk [H, R, N]: W_UK^T; w_uv [H, V, R]."""
+
+    w_a: Matrix
+    q_norm: Tensor  # float32 [Rq]
+    kv_norm: Tensor  # float32 [R]
+    w_q: Matrix
+    w_uk: Matrix
+    w_uv: Matrix
+    eps: float  # of both low-rank norms
+
+    # Read at every step, so worked out once: these objects never change.
+
+    @functools.cached_property
+    def heads(self) -> int:
+        return self.w_uk.shape[0]
+
+    @functools.cached_property
+    def rank(self) -> int:
+        return self.w_uk.shape[1]
+
+    @functools.cached_property
+    def nope(self) -> int:
+        return self.w_uk.shape[2]
+
+    @functools.cached_property
+    def value(self) -> int:
+        return self.w_uv.shape[1]
+
+    @functools.cached_property
+    def rope(self) -> int:
+        return self.w_q.shape[0] // self.heads - self.nope
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, int, int, int, int]:
+        """(H, N, P, R, V)"""
+        return self.heads, self.nope, self.rope, self.rank, self.value
+
+    @functools.cached_property
+    def panels(self) -> bool:
+        """Whether all of them are in panels."""
+        return all(matrix.panels for matrix in (self.w_a, self.w_q, self.w_uk, self.w_uv))
+
+    @property
+    def nbytes(self) -> int:
+        return self.w_a.nbytes + self.w_q.nbytes + self.w_uk.nbytes + self.w_uv.nbytes
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Interleaved pairs (2i, 2i + 1) of the last axis, turned by their angles."""
+    a, b = x[..., 0::2], x[..., 1::2]
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+
+
+def rounds(plane: Tensor) -> bool:
+    """Whether kernels over these pages may round to bf16 what enters a product."""
+    return plane.dtype != torch.float32
+
+
+def kv_type(plane: Tensor) -> int:
+    """The format of these pages, as cpu/pages.h numbers it."""
+    return _KV_TYPES[plane.dtype]
+
+
+def stored(row: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values as pages hold them: to nearest even, and e4m3 saturates."""
+    return (row.clamp(-E4M3_MOST, E4M3_MOST) if dtype == FP8 else row).to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------- mla_qkv
+
+
+def _qkv_reference(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Tensor:
+    """cos, sin float32 [T, P / 2]; slots_T int64: page * 64 + place; plane [pages, 64, R + P]. -> q [T, H, N + P].
+
+    Writes the plane at slots_T.
+    """
+    a = x_TD @ w.w_a.dense().to(x_TD.dtype).T
+    q_latent, latent, key = a.split([a.shape[-1] - w.rank - w.rope, w.rank, w.rope], -1)
+    latent = rms_norm(latent, w.kv_norm, w.eps)
+    key = rotate(key.float(), cos, sin).to(x_TD.dtype)
+    plane.view(-1, plane.shape[-1])[slots_T] = stored(torch.cat([latent, key], -1), plane.dtype)
+    q = (rms_norm(q_latent, w.q_norm, w.eps) @ w.w_q.dense().to(x_TD.dtype).T).unflatten(-1, (w.heads, -1))
+    nope, rope = q.split([w.nope, w.rope], -1)
+    return torch.cat([nope, rotate(rope.float(), cos[:, None], sin[:, None]).to(x_TD.dtype)], -1)
+
+
+def _qkv_kernel(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Tensor:
+    library = native.library()
+    assert library is not None
+    tokens, d = x_TD.shape
+    heads, nope, rope, rank, _ = w.sizes
+    q = torch.empty(tokens, heads, nope + rope)
+    library.redline_mla_qkv(
+        native.pointer(x_TD),
+        w.w_a.address,
+        native.pointer(w.q_norm),
+        native.pointer(w.kv_norm),
+        w.w_q.address,
+        native.pointer(cos),
+        native.pointer(sin),
+        native.pointer(slots_T),
+        native.pointer(plane),
+        kv_type(plane),
+        q.data_ptr(),
+        *(w.eps, tokens, d, w.q_norm.shape[0], rank, rope, heads, nope),
+    )
+    return q
+
+
+def _qkv_fits(x_TD: Tensor, w: MlaWeights, *_: object) -> bool:
+    return w.panels and w.w_q.outputs % PANEL == 0
+
+
+def _qkv_cost(x_TD: Tensor, w: MlaWeights, cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Cost:
+    tokens, d = x_TD.shape
+    n_a, n_q = w.w_a.outputs, w.w_q.outputs
+    moved = x_TD.nbytes + tokens * (plane.shape[-1] * plane.element_size() + n_q * x_TD.element_size())
+    return Cost(moved + w.w_a.nbytes + w.w_q.nbytes, 2 * tokens * (d * n_a + w.q_norm.shape[0] * n_q))
+
+
+# ------------------------------------------------------------------------------------------------------- mla_decode
+
+
+def context_rows(plane: Tensor, table: Tensor, length: int) -> Tensor:
+    """The first `length` rows of a slot, float32 [length, R + P]."""
+    pages = (length + PAGE_TOKENS - 1) // PAGE_TOKENS
+    return plane[table[:pages].long()].flatten(0, 1)[:length].float()
+
+
+def _decode_reference(
+    q_THX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    tokens_Q: Tensor,
+    slots_Q: Tensor,
+    lengths_Q: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    out_THV: Tensor,
+    skip: int = 0,
+) -> None:
+    """Query i: token tokens_Q[i] of q, slot slots_Q[i], seeing rows [skip, lengths_Q[i]), its own the last. All int32.
+
+    skip: 0, or 1 where the first row of a slot holds nothing (drafters.md); it is not read.
+    tables int32 [slots, pages per slot]; plane [pages, 64, R + P]. Writes out_THV at the query tokens.
+    """
+    w_uk, w_uv = w.w_uk.dense().float(), w.w_uv.dense().float()
+    for token, slot, length in zip(tokens_Q.tolist(), slots_Q.tolist(), lengths_Q.tolist(), strict=True):
+        rows_SW = context_rows(plane, tables[slot], length)[skip:]
+        nope, rope = q_THX[token].float().split([w.nope, w.rope], -1)
+        absorbed = torch.einsum("hn,hrn->hr", nope, w_uk)
+        scores = (torch.cat([absorbed, rope], -1) @ rows_SW.T) * scale
+        latent = scores.softmax(-1) @ rows_SW[:, : w.rank]
+        out_THV[token] = torch.einsum("hr,hvr->hv", latent, w_uv).to(out_THV.dtype)
+
+
+def _decode_kernel(
+    q_THX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    tokens_Q: Tensor,
+    slots_Q: Tensor,
+    lengths_Q: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    out_THV: Tensor,
+    skip: int = 0,
+) -> None:
+    library = native.library()
+    assert library is not None
+    library.redline_mla_decode(
+        native.pointer(q_THX),
+        native.pointer(tokens_Q),
+        native.pointer(slots_Q),
+        native.pointer(lengths_Q),
+        native.pointer(tables),
+        tables.shape[1],
+        native.pointer(plane),
+        kv_type(plane),
+        w.w_uk.address,
+        w.w_uv.address,
+        native.pointer(out_THV),
+        *(scale, tokens_Q.shape[0], *w.sizes, skip),
+    )
+
+
+def _decode_fits(q_THX: Tensor, w: MlaWeights, *_: object) -> bool:
+    return w.panels and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
+
+
+def _decode_cost(
+    q_THX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    tokens_Q: Tensor,
+    slots_Q: Tensor,
+    lengths_Q: Tensor,
+    tables: Tensor,
+    plane: Tensor,
+    out_THV: Tensor,
+    skip: int = 0,
+) -> Cost:
+    """Each slot's context once, however many of its tokens ask."""
+    heads, nope, rope, rank, value = w.sizes
+    longest: dict[int, int] = {}
+    for slot, length in zip(slots_Q.tolist(), lengths_Q.tolist(), strict=True):
+        longest[slot] = max(length, longest.get(slot, 0))
+    rows = (sum(longest.values()) - skip * len(longest)) * plane.shape[-1] * plane.element_size()
+    queries = tokens_Q.shape[0]
+    moved = rows + w.w_uk.nbytes + w.w_uv.nbytes + queries * heads * (nope + rope + value) * q_THX.element_size()
+    attention = 2 * heads * (2 * rank + rope) * (int(lengths_Q.sum()) - skip * queries)
+    return Cost(moved, attention + 2 * queries * heads * rank * (nope + value))
+
+
+# ------------------------------------------------------------------------------------------------------ mla_prefill
+
+
+def _prefill_reference(
+    q_CHX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    start: int,
+    table: Tensor,
+    plane: Tensor,
+    out_CHV: Tensor,
+    skip: int = 0,
+) -> None:
+    """q_CHX: C tokens of a slot at positions [start, start + C), whose rows are in their pages. Writes out_CHV.
+
+    skip: 0, or 1 (at most start) where the first row of a slot holds nothing; it is not read.
+    """
+    count = q_CHX.shape[0]
+    rows_SW = context_rows(plane, table, start + count)[skip:]
+    latent, rope = rows_SW.split([w.rank, w.rope], -1)
+    keys = torch.cat([torch.einsum("sr,hrn->hsn", latent, w.w_uk.dense().float()), rope.expand(w.heads, -1, -1)], -1)
+    values = torch.einsum("sr,hvr->hsv", latent, w.w_uv.dense().float())
+    scores = torch.einsum("chx,hsx->hcs", q_CHX.float(), keys) * scale
+    position = torch.arange(start, start + count, device=q_CHX.device)
+    scores = scores.masked_fill(torch.arange(skip, start + count, device=q_CHX.device) > position[:, None], -torch.inf)
+    out_CHV.copy_(torch.einsum("hcs,hsv->chv", scores.softmax(-1), values))
+
+
+def _prefill_kernel(
+    q_CHX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    start: int,
+    table: Tensor,
+    plane: Tensor,
+    out_CHV: Tensor,
+    skip: int = 0,
+) -> None:
+    library = native.library()
+    assert library is not None
+    library.redline_mla_prefill(
+        native.pointer(q_CHX),
+        *(start, q_CHX.shape[0]),
+        native.pointer(table),
+        native.pointer(plane),
+        kv_type(plane),
+        w.w_uk.address,
+        w.w_uv.address,
+        native.pointer(out_CHV),
+        *(scale, *w.sizes, skip),
+    )
+
+
+def _prefill_fits(q_CHX: Tensor, w: MlaWeights, *_: object) -> bool:
+    return w.panels and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
+
+
+def _prefill_cost(
+    q_CHX: Tensor,
+    w: MlaWeights,
+    scale: float,
+    start: int,
+    table: Tensor,
+    plane: Tensor,
+    out_CHV: Tensor,
+    skip: int = 0,
+) -> Cost:
+    heads, nope, rope, rank, value = w.sizes
+    count = q_CHX.shape[0]
+    context = start + count - skip
+    pairs = count * (start - skip) + count * (count + 1) // 2
+    moved = context * plane.shape[-1] * plane.element_size() + q_CHX.nbytes + out_CHV.nbytes
+    unfold = 2 * context * heads * rank * (nope + value)
+    return Cost(moved + w.w_uk.nbytes + w.w_uv.nbytes, unfold + 2 * pairs * heads * (nope + rope + value))
+
+
+class _Weight(Protocol):
+    def dense(self) -> Tensor: ...
+
+
+class Unfolding(Protocol):
+    """What turns latents into keys and values; w_uk [H, R, N], w_uv [H, V, R]."""
+
+    @property
+    def w_uk(self) -> _Weight: ...
+    @property
+    def w_uv(self) -> _Weight: ...
+
+
+def prefill_whole(
+    q_THX: Tensor,
+    w: Unfolding,
+    scale: float,
+    spans: Sequence[tuple[int, int]],
+    rows_T: Tensor,
+    plane: Tensor,
+    out_THV: Tensor,
+) -> None:
+    """Chunks that are the beginnings of their slots, all at once, by the library's attention: for GPUs, where one
+    reference call per chunk is hundreds of launches per sequence. Writes out_THV at the chunks' tokens.
+
+    spans: (first token, tokens) of each chunk; rows_T as in `mla_qkv`, whose rows are in their pages.
+    """
+    index = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(rows_T.device)
+    rows = plane.view(-1, plane.shape[-1])[rows_T[index]].to(q_THX.dtype)
+    w_uk, w_uv = w.w_uk.dense().to(rows.dtype), w.w_uv.dense().to(rows.dtype)
+    heads, rank, _ = w_uk.shape
+    latent, rope = rows[:, :rank], rows[:, rank:]
+    keys = torch.einsum("nr,hrx->nhx", latent, w_uk)
+    keys = torch.cat([keys, rope[:, None].expand(-1, heads, -1)], -1)
+    values = torch.einsum("nr,hvr->nhv", latent, w_uv)
+    places = list(accumulate((count for _, count in spans), initial=0))
+    by_size: dict[int, list[int]] = {}
+    for number, (_, count) in enumerate(spans):
+        by_size.setdefault(count.bit_length(), []).append(number)
+    for numbers in by_size.values():  # of like lengths, so that at most half is filling
+        # Filled to few different lengths: a library may plan anew for each shape.
+        longest = -(-max(spans[number][1] for number in numbers) // FILL) * FILL
+        place_CS = torch.zeros(len(numbers), longest, dtype=torch.int64)
+        real_CS = torch.zeros(len(numbers), longest, dtype=torch.bool)
+        for line, number in enumerate(numbers):
+            count = spans[number][1]
+            place_CS[line, :count] = torch.arange(places[number], places[number] + count)
+            real_CS[line, :count] = True
+        place_CS, real_CS = place_CS.to(rows.device), real_CS.to(rows.device)
+        q, k, v = (x[place_CS].transpose(1, 2) for x in (q_THX[index], keys, values))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # filling stands behind, unseen
+        out_THV[index[place_CS[real_CS]]] = o.transpose(1, 2)[real_CS]
+
+
+# ------------------------------------------------------------------------------------------------------------ cases
+
+
+def random_weights(
+    g: torch.Generator, d: int, rq: int, heads: int, nope: int, rope: int, rank: int, value: int
+) -> MlaWeights:
+    def weight(*shape: int) -> Matrix:
+        return Matrix.prepare((torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16))
+
+    norms = torch.rand(rq, generator=g) + 0.5, torch.rand(rank, generator=g) + 0.5
+    w_q, w_uk, w_uv = weight(heads * (nope + rope), rq), weight(heads, rank, nope), weight(heads, value, rank)
+    return MlaWeights(weight(rq + rank + rope, d), *norms, w_q, w_uk, w_uv, 1e-5)
+
+
+NANO = (320, 128, 4, 128, 64, 512, 128)
+TINY = (64, 32, 2, 32, 32, 64, 32)
+
+
+def _qkv_cases() -> Iterator[Case]:
+    def make(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype):
+        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights, Tensor, Tensor, Tensor, Tensor]:
+            w = random_weights(g, *sizes)
+            angle = torch.rand(tokens, w.rope // 2, generator=g) * 6.28
+            slots = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
+            plane = torch.full((3, PAGE_TOKENS, w.rank + w.rope), 7.0, dtype=dtype)
+            return torch.randn(tokens, sizes[0], generator=g), w, angle.cos(), angle.sin(), slots, plane
+
+        return inputs
+
+    yield Case("T=1 nano bf16 pages", make(1, NANO, torch.bfloat16), rtol=ROUNDED)
+    yield Case("T=13 nano float32 pages", make(13, NANO, torch.float32))
+    yield Case("T=100 tiny bf16 pages", make(100, TINY, torch.bfloat16), rtol=ROUNDED)
+    yield Case("T=70 nano fp8 pages", make(70, NANO, FP8), rtol=FP8_STEPS)
+
+
+def _pages(g: torch.Generator, w: MlaWeights, slots: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Tables of distinct random pages, and a plane of random rows."""
+    per_slot = (tokens + PAGE_TOKENS - 1) // PAGE_TOKENS
+    tables = torch.randperm(slots * per_slot, generator=g).to(torch.int32).view(slots, per_slot)
+    return tables, torch.randn(slots * per_slot, PAGE_TOKENS, w.rank + w.rope, generator=g).to(dtype)
+
+
+def _decode_cases() -> Iterator[Case]:
+    def make(lengths: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype, skip: int = 0):
+        def inputs(
+            g: torch.Generator,
+        ) -> tuple[Tensor, MlaWeights, float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+            w = random_weights(g, *sizes)
+            tables, plane = _pages(g, w, len(lengths), max(lengths), dtype)
+            plane[tables[:, 0].long(), :skip] = torch.nan
+            q = torch.randn(len(lengths) + 1, w.heads, w.nope + w.rope, generator=g)
+            tokens = torch.arange(1, len(lengths) + 1, dtype=torch.int32)  # token 0 is a prompt's
+            slots = torch.arange(len(lengths), dtype=torch.int32)
+            out = torch.zeros(len(lengths) + 1, w.heads, w.value)
+            return q, w, 0.1, tokens, slots, torch.tensor(lengths, dtype=torch.int32), tables, plane, out, skip
+
+        return inputs
+
+    bf16 = 1e-2  # queries, probabilities and latents are rounded, one after another
+    yield Case("1 token of context, nano", make((1,), NANO, torch.bfloat16), rtol=bf16)
+    yield Case("200, nano", make((200,), NANO, torch.bfloat16), rtol=bf16)
+    yield Case("64, 65, 1000, 257, nano float32 pages", make((64, 65, 1000, 257), NANO, torch.float32))
+    yield Case("17 rows, tiny", make(tuple(range(1, 800, 47)), TINY, torch.bfloat16), rtol=bf16)
+    yield Case("1, 64, 65, 1000, 257, nano fp8 pages", make((1, 64, 65, 1000, 257), NANO, FP8), rtol=bf16)
+    yield Case("17 rows, tiny fp8 pages", make(tuple(range(1, 800, 47)), TINY, FP8), rtol=bf16)
+    skipping = (2, 3, 64, 65, 257, 700)
+    yield Case("the first row not read, nano", make(skipping, NANO, torch.bfloat16, skip=1), rtol=bf16)
+    yield Case("the first row not read, tiny float32 pages", make(skipping, TINY, torch.float32, skip=1))
+    yield Case("the first row not read, nano fp8 pages", make(skipping, NANO, FP8, skip=1), rtol=bf16)
+    kimi = (7168, 1536, 64, 128, 64, 512, 128)
+    yield Case("8k, Kimi's heads", make((8192,), kimi, torch.bfloat16), small=False, rtol=bf16)
+
+
+def _prefill_cases() -> Iterator[Case]:
+    def make(start: int, count: int, sizes: tuple[int, ...], dtype: torch.dtype, skip: int = 0):
+        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights, float, int, Tensor, Tensor, Tensor, int]:
+            w = random_weights(g, *sizes)
+            tables, plane = _pages(g, w, 1, start + count, dtype)
+            plane[tables[0, 0], :skip] = torch.nan
+            q = torch.randn(count, w.heads, w.nope + w.rope, generator=g)
+            return q, w, 0.1, start, tables[0], plane, torch.zeros(count, w.heads, w.value), skip
+
+        return inputs
+
+    bf16 = 1e-2  # queries, keys, probabilities and values are rounded
+    yield Case("1 row, nano", make(0, 1, NANO, torch.bfloat16), rtol=bf16)
+    yield Case("[0, 63) nano", make(0, 63, NANO, torch.bfloat16), rtol=bf16)
+    yield Case("[64, 165) nano float32 pages", make(64, 101, NANO, torch.float32))
+    yield Case("[301, 302) tiny", make(301, 1, TINY, torch.bfloat16), rtol=bf16)
+    yield Case("[0, 512) nano", make(0, 512, NANO, torch.bfloat16), rtol=bf16)
+    yield Case("[64, 165) nano fp8 pages", make(64, 101, NANO, FP8), rtol=bf16)
+    yield Case("[70, 90) the first row not read, tiny fp8 pages", make(70, 20, TINY, FP8, skip=1), rtol=bf16)
+    yield Case("[1, 2) the first row not read, nano", make(1, 1, NANO, torch.bfloat16, skip=1), rtol=bf16)
+    yield Case("[1, 130) the first row not read, nano", make(1, 129, NANO, torch.bfloat16, skip=1), rtol=bf16)
+    yield Case("[70, 90) the first row not read, tiny float32 pages", make(70, 20, TINY, torch.float32, skip=1))
+
+
+mla_qkv = Op("mla_qkv", _qkv_reference, _qkv_kernel, _qkv_cost, _qkv_cases, fits=_qkv_fits)
+mla_decode = Op("mla_decode", _decode_reference, _decode_kernel, _decode_cost, _decode_cases, fits=_decode_fits)
+mla_prefill = Op("mla_prefill", _prefill_reference, _prefill_kernel, _prefill_cost, _prefill_cases, fits=_prefill_fits)

@@ -1,0 +1,157 @@
+"""Query heads for T <= 64 tokens, and the tokens' rows of the cache.    H heads, N nope, P rope, R latent rank.
+
+W_q [H (N + P), Rq] times the normed low-rank query, the last P of each head rotated; and the row
+[latent after its norm (R) | rotated key (P)] of each token written into its page, as `mla_qkv` does.
+"""
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from redline.ops import dense
+from redline.ops.cuda.kernel import address
+from redline.ops.mla import rotate, stored
+from redline.ops.op import Case, Cost, Op
+from redline.ops.tiled import Tiled
+from redline.wire.job import PAGE_TOKENS
+
+Arguments = dense.arguments("ProjectQ", "kv gamma cos sin rows plane q")
+PLANES = {torch.bfloat16: "PLANE_BF16", torch.float32: "PLANE_F32", torch.float8_e4m3fn: "PLANE_E4M3"}
+MOST_ROW = 1024  # R + P: two numbers of a thread
+
+
+def reference(
+    q_a: Tensor,
+    squares: Tensor,
+    w: Tiled,
+    heads: int,
+    kv: Tensor,
+    gamma_R: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows_T: Tensor,
+    plane: Tensor,
+    eps: float,
+) -> Tensor:
+    """q_a bf16 [T, Rq padded], squares float32 [parts, T padded to 8], kv float32 [T, R + P]: of `project_a`.
+
+    gamma_R float32 [R], of the latent's norm; cos, sin float32 [T, P / 2]; rows_T int64: page * 64 + place;
+    plane [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating). eps of both norms. -> q bf16 [T, H, N + P].
+
+    Writes the plane at rows_T.
+    """
+    tokens, rank, rope = q_a.shape[0], gamma_R.shape[0], 2 * cos.shape[1]
+    q = (dense.product(q_a, w) * dense.rstd_of(squares, tokens, w.inputs, eps)).unflatten(-1, (heads, -1))
+    q[..., -rope:] = rotate(q[..., -rope:], cos[:, None], sin[:, None])
+    latent = kv[:, :rank] * torch.rsqrt(kv[:, :rank].pow(2).mean(-1, keepdim=True) + eps) * gamma_R
+    row = torch.cat([latent, rotate(kv[:, rank:], cos, sin)], -1)
+    plane.view(-1, plane.shape[-1])[rows_T] = stored(row, plane.dtype)
+    return q.to(torch.bfloat16)
+
+
+def cuda(
+    q_a: Tensor,
+    squares: Tensor,
+    w: Tiled,
+    heads: int,
+    kv: Tensor,
+    gamma_R: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows_T: Tensor,
+    plane: Tensor,
+    eps: float,
+) -> Tensor:
+    tokens, rope, width = q_a.shape[0], 2 * cos.shape[1], w.outputs // heads
+    if tokens > dense.MOST_TOKENS:
+        from redline.ops.triton_kernels import dense as streamed
+
+        return streamed.project_q(q_a, squares, w, heads, kv, gamma_R, cos, sin, rows_T, plane, eps)
+    sizes = {"NOPE": width - rope, "ROPE": rope, "RANK": gamma_R.shape[0], "PLANE": PLANES[plane.dtype]}
+    kernel, blocks = dense.kernel_of("PROJECT_Q", w, tokens, **sizes)
+    q = torch.empty(tokens, heads, width, dtype=torch.bfloat16, device=q_a.device)
+    given: ctypes.Structure = Arguments(
+        *(address(w.data), address(q_a), address(squares), address(kv), address(gamma_R), address(cos), address(sin)),
+        *(address(rows_T), address(plane), address(q), tokens, squares.shape[0], eps),
+    )
+    kernel.launch(given, blocks)
+    return q
+
+
+def fits(
+    q_a: Tensor,
+    squares: Tensor,
+    w: Tiled,
+    heads: int,
+    kv: Tensor,
+    gamma_R: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows_T: Tensor,
+    plane: Tensor,
+    eps: float,
+) -> bool:
+    rank, row = gamma_R.shape[0], kv.shape[1]
+    return (
+        (dense.streams(q_a, w) or (dense.fits(q_a, w) and q_a.shape[0] <= dense.blocks_of(w)))
+        and squares.shape[0] <= dense.MOST_PARTS
+        and plane.dtype in PLANES
+        and rank % 2 == 0
+        and row <= MOST_ROW
+        and (w.outputs // heads) % 2 == 0
+    )
+
+
+def cost(
+    q_a: Tensor,
+    squares: Tensor,
+    w: Tiled,
+    heads: int,
+    kv: Tensor,
+    gamma_R: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    rows_T: Tensor,
+    plane: Tensor,
+    eps: float,
+) -> Cost:
+    tokens = q_a.shape[0]
+    written = Cost(tokens * (2 * w.outputs + kv.shape[1] * plane.element_size()))
+    return dense.cost_of(w, tokens, q_a, squares, kv, gamma_R, cos, sin, rows_T) + written
+
+
+def cases() -> Iterator[Case]:
+    def make(tokens: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype):
+        def inputs(g: torch.Generator) -> tuple[object, ...]:
+            rank_q, heads, nope, rope, rank = sizes
+            q_a, squares = dense.random_x(g, tokens, rank_q)
+            w = dense.random_tiled(g, heads * (nope + rope), rank_q)
+            kv = torch.randn(tokens, rank + rope, generator=g) * 3
+            kv[0, -1] = 1000.0  # beyond e4m3
+            angle = torch.rand(tokens, rope // 2, generator=g) * 6.28
+            rows = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
+            plane = torch.full((3, PAGE_TOKENS, rank + rope), 7.0).to(dtype)
+            gamma = torch.rand(rank, generator=g) + 0.5
+            return q_a, squares, w, heads, kv, gamma, angle.cos(), angle.sin(), rows, plane, 1e-5
+
+        return inputs
+
+    nano, kimi = (128, 4, 128, 64, 512), (1536, 64, 128, 64, 512)
+    yield Case("T=1 nano bf16 pages", make(1, nano, torch.bfloat16))
+    yield Case("T=3 nano float32 pages", make(3, nano, torch.float32))
+    yield Case("T=8 nano e4m3 pages", make(8, nano, torch.float8_e4m3fn))
+    yield Case("T=9 nano e4m3 pages", make(9, nano, torch.float8_e4m3fn))
+    yield Case("T=32 nano float32 pages", make(32, nano, torch.float32))
+    yield Case("T=64 nano bf16 pages", make(64, nano, torch.bfloat16))
+    yield Case("T=13 odd sizes, bf16 pages", make(13, (200, 10, 22, 10, 30), torch.bfloat16))
+    yield Case("T=8 odd sizes, bf16 pages", make(8, (200, 10, 22, 10, 30), torch.bfloat16))
+    yield Case("T=8 Kimi's rank", make(8, (1536, 4, 32, 16, 64), torch.bfloat16))
+    for tokens in (1, 8, 9, 32, 64):
+        yield Case(f"T={tokens} Kimi bf16 pages", make(tokens, kimi, torch.bfloat16), small=False)
+    for tokens in (4, 32):
+        yield Case(f"T={tokens} Kimi e4m3 pages", make(tokens, kimi, torch.float8_e4m3fn), small=False)
+
+
+project_q = Op("project_q", reference, None, cost, cases, rtol=dense.RTOL, cuda=cuda, cuda_fits=fits)

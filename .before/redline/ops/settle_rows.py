@@ -1,0 +1,97 @@
+"""A decode step's end: which drafts hold, and the tokens that are certain, into their slots and into the results.
+
+Each position's token was drawn as without drafts, and a draft holds while it equals the draw (verify.py).
+
+B rows of a step, K positions of each, T = B K.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.op import Case, Cost, Op
+from redline.ops.step_rows import (
+    BEFORE,
+    DEFINES,
+    DRAFTS,
+    LIMIT,
+    MOST_ROWS,
+    NEW,
+    RAN,
+    RESULT_COLUMNS,
+    SLOT,
+    TOKENS,
+    SlotTensors,
+    random_plan,
+    random_slots,
+)
+
+
+def reference(token_T: Tensor, finite_T: Tensor, plan_BC: Tensor, slots: SlotTensors, results: Tensor) -> None:
+    """token_T int64 and finite_T bool: of the positions, in order. Writes slots, and results from NEW on.
+
+    The results have BEFORE and RAN already (`step_rows`). Recordable: no shape depends on a number.
+    """
+    rows = plan_BC.shape[0]
+    token_BK, finite_BK = token_T.view(rows, -1), finite_T.view(rows, -1)
+    positions, slot_B, results = token_BK.shape[1], plan_BC[:, SLOT], results[:rows]
+    length_B, of_row_K = results[:, BEFORE], torch.arange(positions, device=plan_BC.device)
+    # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
+    holds_BK = finite_BK & (of_row_K < results[:, RAN, None])
+    if positions > 1:
+        holds_BK[:, 1:] &= token_BK[:, :-1] == plan_BC[:, DRAFTS][:, : positions - 1]
+    prefix_BK = holds_BK.long().cumprod(1)
+    new_B = prefix_BK.sum(1)
+    into_BK = slots.or_nobody(prefix_BK > 0, slot_B[:, None])
+    slots.tokens[into_BK, (length_B[:, None] + of_row_K) * prefix_BK] = token_BK * prefix_BK
+    slots.lengths[slots.or_nobody(new_B > 0, slot_B)] = (length_B + new_B) * (new_B > 0)
+    results[:, NEW], results[:, TOKENS : TOKENS + positions] = new_B, token_BK
+
+
+_Arguments = structure("Arguments", "chosen finite plan tokens lengths results", "count positions reach")
+
+
+@functools.cache
+def _kernel() -> Kernel:
+    return Kernel("settle_rows.cu", "settle_rows", DEFINES, shared=0, threads=MOST_ROWS)
+
+
+def cuda(token_T: Tensor, finite_T: Tensor, plan_BC: Tensor, slots: SlotTensors, results: Tensor) -> None:
+    count = plan_BC.shape[0]
+    given = token_T, finite_T, plan_BC, slots.tokens, slots.lengths, results
+    sizes = count, token_T.shape[0] // max(count, 1), slots.tokens.shape[1]
+    _kernel().launch(_Arguments(*map(address, given), *sizes), -(-count // MOST_ROWS))
+
+
+def cost(token_T: Tensor, finite_T: Tensor, plan_BC: Tensor, slots: SlotTensors, results: Tensor) -> Cost:
+    return Cost(3 * token_T.nbytes + finite_T.nbytes + plan_BC.nbytes + 32 * plan_BC.shape[0])
+
+
+def cases() -> Iterator[Case]:
+    def make(rows: int, real: int, positions: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, SlotTensors, Tensor]:
+            slots = random_slots(g, real + 3, 4)
+            plan = random_plan(g, slots, rows, real, positions)
+            results = torch.full((MOST_ROWS, RESULT_COLUMNS), -7)
+            length, limit = slots.lengths[plan[:, SLOT]], slots.facts[plan[:, SLOT], LIMIT]
+            asked = torch.randint(positions + 1, (rows,), generator=g)
+            results[:rows, BEFORE], results[:real, RAN] = length, torch.minimum(asked, limit - length)[:real]
+            results[real:rows, RAN] = 0
+            wrong = torch.rand(rows, positions - 1, generator=g) < 0.2
+            drafted = plan[:, DRAFTS][:, : positions - 1] + wrong.long()
+            token = torch.cat([drafted, torch.randint(1000, (rows, 1), generator=g)], 1).flatten()
+            finite = torch.rand(rows * positions, generator=g) < 0.95
+            return token, finite, plan, slots, results
+
+        return inputs
+
+    yield Case("B=1 K=1", make(1, 1, 1))
+    yield Case("B=4 K=3, one to fill the shape", make(4, 3, 3))
+    yield Case("B=8 K=5", make(8, 8, 5))
+    yield Case("B=64 K=8", make(64, 40, 8))
+
+
+settle_rows = Op("settle_rows", reference, None, cost, cases, cuda=cuda)

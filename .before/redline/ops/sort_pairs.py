@@ -1,0 +1,119 @@
+"""The pairs of a step by expert, cut into tiles of columns.        T tokens, K chosen, E experts, R rows, C tiles.
+
+A pair is (token, choice), numbered token * K + choice. An expert's pairs are rows of their own, in order, padded to a
+multiple of 8; and its rows are tiles of equal width, a multiple of 8 and at most `WIDEST` (the last tile may be
+narrower). How many there are only the device knows.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.op import Case, Cost, Op
+
+WIDEST = 192  # 96 registers of sums in each thread of a warpgroup
+_THREADS = 512
+
+
+class Sorted(NamedTuple):
+    """columns int32 [R or more, 2]: each row's pair, or -1; and its router weight, float32 by its bits.
+
+    tiles int32 [1 + C or more, 8]: first (C, 0, ...), where the zeros are for products to count with; then of each tile
+    (expert, the expert's first tile, its tiles, its first row, their width, its rows, ...).
+    """
+
+    columns: Tensor
+    tiles: Tensor
+
+
+def most_rows(pairs: int, experts: int) -> int:
+    return pairs + 7 * min(pairs, experts)
+
+
+def most_tiles(pairs: int, experts: int) -> int:
+    return min(pairs, experts) + pairs // WIDEST
+
+
+def tile_width(pairs: int) -> int:
+    """Of an expert with so many pairs."""
+    tiles = -(-pairs // WIDEST)
+    return -(-pairs // tiles // 8) * 8
+
+
+def _reference(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Sorted:
+    columns, tiles = _room(ids_TK, experts)
+    ids, weights = ids_TK.flatten(), weights_TK.float().flatten()
+    row, count = 0, 0
+    columns.fill_(-1)
+    tiles.zero_()
+    for expert in range(experts):
+        pairs = torch.where(ids == expert)[0]
+        if not len(pairs):
+            continue
+        here = columns[row : row + len(pairs)]
+        here[:, 0], here[:, 1] = pairs, weights[pairs].view(torch.int32)
+        width, rows = tile_width(len(pairs)), -(-len(pairs) // 8) * 8
+        own = -(-rows // width)
+        tiles[1 + count : 1 + count + own, :6] = torch.tensor([expert, count, own, row, width, rows])
+        row, count = row + rows, count + own
+    tiles[0, 0] = count
+    return Sorted(columns, tiles)
+
+
+def _room(ids_TK: Tensor, experts: int) -> Sorted:
+    pairs = ids_TK.numel()
+    columns = torch.empty(most_rows(pairs, experts), 2, dtype=torch.int32, device=ids_TK.device)
+    tiles = torch.empty(1 + most_tiles(pairs, experts), 8, dtype=torch.int32, device=ids_TK.device)
+    return Sorted(columns, tiles)
+
+
+_Arguments = structure("Arguments", "ids weights columns tiles", "pairs")
+_kernels: dict[int, Kernel] = {}
+
+
+def _kernel(experts: int) -> Kernel:
+    if experts not in _kernels:
+        warps = _THREADS // 32
+        shared = 4 * (warps * experts + experts + warps)
+        defines = {"EXPERTS": experts, "WIDEST": WIDEST}
+        _kernels[experts] = Kernel("sort_pairs.cu", "sort_pairs", defines, shared, _THREADS)
+    return _kernels[experts]
+
+
+def _cuda(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Sorted:
+    room = _room(ids_TK, experts)
+    arguments = _Arguments(
+        address(ids_TK), address(weights_TK), address(room.columns), address(room.tiles), ids_TK.numel()
+    )
+    _kernel(experts).launch(arguments, 1)
+    return room
+
+
+def _cuda_fits(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> bool:
+    return ids_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32 and experts < 512
+
+
+def _cost(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Cost:
+    return Cost(2 * (ids_TK.nbytes + weights_TK.nbytes))
+
+
+def _cases() -> Iterator[Case]:
+    def make(tokens: int, chosen: int, experts: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, int]:
+            scores = torch.rand(tokens, experts, generator=g)
+            scores[:, 0] += 0.3
+            ids = scores.topk(chosen).indices.to(torch.int32)
+            return ids, torch.rand(tokens, chosen, generator=g), experts
+
+        return inputs
+
+    yield Case("T=3 of 16", make(3, 4, 16))
+    yield Case("T=300 of 16", make(300, 4, 16))
+    yield Case("T=90 Kimi", make(90, 8, 384))
+    yield Case("T=8192 Kimi", make(8192, 8, 384), small=False)
+
+
+sort_pairs = Op("sort_pairs", _reference, None, _cost, _cases, cuda=_cuda, cuda_fits=_cuda_fits)

@@ -1,0 +1,124 @@
+"""The inputs of a step whose tokens all decode, gathered from the slots.        T tokens, P rope.
+
+Every step of T tokens writes them into the same memory: making a tensor takes longer than what is written into it.
+"""
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redline.ops import native
+from redline.ops.block import Inputs
+from redline.ops.op import Case, Cost, Op
+from redline.ops.step_rows import StepRows
+from redline.wire.job import PAGE_TOKENS
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Where a step of T tokens is written, and what its angles are looked up in."""
+
+    cos: Tensor  # float32 [positions, P / 2]
+    sin: Tensor
+    inputs: Inputs  # of T queries, token t being query t
+
+    @functools.cached_property
+    def written(self) -> StepRows:
+        i = self.inputs
+        return StepRows(i.ids_T, i.cos_T, i.sin_T, i.rows_T, i.slots_Q, i.lengths_Q)
+
+    @functools.cached_property
+    def layout(self) -> "_Memory":
+        """As step_inputs.cpp reads it; it lasts as long as these tensors."""
+        tables = self.inputs.tables
+        pointers = map(native.pointer, (tables, self.cos, self.sin, *self.written))
+        return _Memory(*pointers, tables.shape[1], self.cos.shape[1], PAGE_TOKENS)
+
+    @functools.cached_property
+    def address(self) -> int:
+        return ctypes.addressof(self.layout)
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tables", "cos", "sin", *StepRows._fields)),
+        ("table_width", ctypes.c_int64),
+        ("pairs", ctypes.c_int),
+        ("page_tokens", ctypes.c_int),
+    ]
+
+
+def memory(tokens: int, tables: Tensor, cos: Tensor, sin: Tensor) -> StepMemory:
+    """For steps of so many tokens. tables int32 [slots, pages per slot]; cos, sin float32 [positions, P / 2]."""
+    pairs, device = cos.shape[1], cos.device
+    inputs = Inputs(
+        ids_T=torch.empty(tokens, dtype=torch.int64, device=device),
+        cos_T=torch.empty(tokens, pairs, device=device),
+        sin_T=torch.empty(tokens, pairs, device=device),
+        rows_T=torch.empty(tokens, dtype=torch.int64, device=device),
+        chunks=(),
+        tokens_Q=torch.arange(tokens, dtype=torch.int32, device=device),
+        slots_Q=torch.empty(tokens, dtype=torch.int32, device=device),
+        lengths_Q=torch.empty(tokens, dtype=torch.int32, device=device),
+        tables=tables,
+    )
+    return StepMemory(cos, sin, inputs)
+
+
+def reference(tokens: Tensor, into: StepMemory, spans: Sequence[int]) -> StepRows:
+    """-> what was written. tokens int64 [slots, places]; spans: slot, first position and count, of each row in turn."""
+    spans = list(spans)
+    rows = list(zip(spans[::3], spans[1::3], spans[2::3], strict=True))
+    slot_T = torch.tensor([slot for slot, _, count in rows for _ in range(count)])
+    position_T = torch.tensor([position for _, start, count in rows for position in range(start, start + count)])
+    page_T = into.inputs.tables[slot_T, position_T // PAGE_TOKENS].long()
+    values = StepRows(
+        ids_T=tokens[slot_T, position_T],
+        cos_T=into.cos[position_T],
+        sin_T=into.sin[position_T],
+        rows_T=page_T * PAGE_TOKENS + position_T % PAGE_TOKENS,
+        slots_Q=slot_T,
+        lengths_Q=position_T + 1,
+    )
+    for to, value in zip(into.written, values, strict=True):
+        to.copy_(value)
+    return into.written
+
+
+def kernel(tokens: Tensor, into: StepMemory, spans: Sequence[int]) -> StepRows:
+    library = native.library()
+    assert library is not None
+    given = array("i", spans)
+    rows = len(given) // 3
+    library.redline_step_inputs(tokens.data_ptr(), tokens.stride(0), into.address, given.buffer_info()[0], rows)
+    return into.written
+
+
+def cost(tokens: Tensor, into: StepMemory, spans: Sequence[int]) -> Cost:
+    return Cost(2 * sum(x.nbytes for x in into.written))
+
+
+def cases() -> Iterator[Case]:
+    def make(counts: tuple[int, ...], pages: int, pairs: int):
+        def inputs(g: torch.Generator) -> tuple[Tensor, StepMemory, list[int]]:
+            slots, places = len(counts) + 2, pages * PAGE_TOKENS
+            tables = torch.randperm(slots * pages, generator=g).to(torch.int32).view(slots, pages)
+            angle = torch.rand(places, pairs, generator=g) * 6.28
+            tokens = torch.randint(1000, (slots, places + 1), generator=g)
+            starts = [int(torch.randint(places - count, (1,), generator=g)) for count in counts]
+            rows = zip(torch.randperm(slots, generator=g).tolist(), starts, counts, strict=False)
+            return tokens, memory(sum(counts), tables, angle.cos(), angle.sin()), [n for row in rows for n in row]
+
+        return inputs
+
+    yield Case("one token", make((1,), 3, 32))
+    yield Case("16 rows", make((1,) * 16, 16, 32))
+    yield Case("rows that verify drafts", make((4, 1, 3, 64, 2), 2, 5))
+
+
+step_inputs = Op("step_inputs", reference, kernel, cost, cases, rtol=0.0)

@@ -1,0 +1,223 @@
+"""A decode step's beginning: what its plan tells about slots is taken over, and its positions become a model's inputs.
+
+A slot is where a job's tokens lie. The host plans a step without knowing where its slots stand; the device knows.
+
+B rows of a step, K positions of each, T = B K; C columns of a plan, P rope.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.op import Case, Cost, Op
+from redline.wire.job import PAGE_TOKENS
+
+MOST_ROWS = 64
+MOST_POSITIONS = 8  # of a row: its last token and the drafts behind it
+MOST_PAGES = 2  # new ones of a row that a plan has room for
+
+# Columns of a plan, int64.
+SLOT = 0
+ASKED = 1  # positions, at most: one and the drafts; 0: the row only fills the shape up
+LENGTH = 2  # of the slot, where the host knows better; else KEEP
+SLOT_FACTS = slice(3, 9)  # where LENGTH is given
+CELLS = slice(9, 9 + MOST_PAGES)  # of all page tables in one row, into which PAGES go
+PAGES = slice(CELLS.stop, CELLS.stop + MOST_PAGES)
+DRAFTS = slice(PAGES.stop, PAGES.stop + MOST_POSITIONS - 1)
+COLUMNS = DRAFTS.stop
+
+KEEP = -1
+
+# Facts of a slot, int64: its limit, and how its tokens are drawn. Three are the bits of a float64.
+LIMIT, TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED = range(6)
+FACTS = SLOT_FACTS.stop - SLOT_FACTS.start
+
+# Columns of a result, int64: the slot's length before, positions that ran, tokens that came of them, and those tokens.
+BEFORE, RAN, NEW, TOKENS = range(4)
+RESULT_COLUMNS = TOKENS + MOST_POSITIONS
+
+DEFINES = {
+    "PLAN_SLOT": SLOT,
+    "PLAN_ASKED": ASKED,
+    "PLAN_LENGTH": LENGTH,
+    "PLAN_FACTS": SLOT_FACTS.start,
+    "PLAN_CELLS": CELLS.start,
+    "PLAN_PAGES": PAGES.start,
+    "PLAN_DRAFTS": DRAFTS.start,
+    "PLAN_COLUMNS": COLUMNS,
+    "FACTS": FACTS,
+    "RESULT_BEFORE": BEFORE,
+    "RESULT_RAN": RAN,
+    "RESULT_NEW": NEW,
+    "RESULT_TOKENS": TOKENS,
+    "RESULT_COLUMNS": RESULT_COLUMNS,
+    "MOST_POSITIONS": MOST_POSITIONS,
+}
+THREADS = 256  # eight positions of a block
+
+
+@dataclass(frozen=True)
+class SlotTensors:
+    """Where slots stand. The last one is nobody's: what is not to be kept goes there, as zeros, or is not written."""
+
+    tokens: Tensor  # int64 [slots, reach]
+    tables: Tensor  # int32 [slots, pages per slot]
+    lengths: Tensor  # int64 [slots]
+    facts: Tensor  # int64 [slots, FACTS]
+
+    def or_nobody(self, which: Tensor, slots: Tensor) -> Tensor:
+        """`slots` where `which` holds."""
+        return torch.where(which, slots, self.lengths.shape[0] - 1)
+
+
+class StepRows(NamedTuple):
+    """As `block.Inputs` has them."""
+
+    ids_T: Tensor  # int64
+    cos_T: Tensor  # float32 [T, P / 2]
+    sin_T: Tensor
+    rows_T: Tensor  # int64
+    slots_Q: Tensor  # int32 [T]
+    lengths_Q: Tensor  # int32 [T]
+
+
+def reference(
+    plan_BC: Tensor, slots: SlotTensors, results: Tensor, frequencies: Tensor, positions: int, spare_page: int
+) -> StepRows:
+    """frequencies float32 [P / 2]: radians per position of each rope pair. Writes slots, and BEFORE and RAN of results.
+
+    A position that no row needs repeats the first one of its row, and its latent goes to the spare page. Recordable:
+    no shape depends on a number.
+    """
+    rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
+    _take_over(plan_BC, slots)
+    length_B, limit_B = slots.lengths[slot_B], slots.facts[slot_B, LIMIT]
+    ran_B = torch.minimum(plan_BC[:, ASKED], limit_B - length_B).clamp(min=0)
+    of_row_K = torch.arange(positions, device=plan_BC.device)
+    live_BK = of_row_K < ran_B[:, None]
+    # A job at its limit has no page for its last token's position; the one before has been computed.
+    start_B = torch.minimum(length_B - 1, limit_B - 2).clamp(min=0)
+    place_BK = start_B[:, None] + of_row_K * live_BK
+    last_B1 = slots.tokens[slot_B, start_B][:, None]
+    drafted_BK = torch.cat([last_B1, plan_BC[:, DRAFTS][:, : positions - 1]], 1)
+    slot_BK = slot_B[:, None].expand(rows, positions)
+    row_BK = slots.tables[slot_BK, place_BK // PAGE_TOKENS].long() * PAGE_TOKENS + place_BK % PAGE_TOKENS
+    spare_BK = torch.arange(rows * positions, device=plan_BC.device).view(rows, positions) % PAGE_TOKENS
+    angle = place_BK.flatten().float()[:, None] * frequencies
+    results[:rows, BEFORE], results[:rows, RAN] = length_B, ran_B
+    return StepRows(
+        ids_T=torch.where(live_BK, drafted_BK, last_B1).flatten(),
+        cos_T=angle.cos(),
+        sin_T=angle.sin(),
+        rows_T=torch.where(live_BK, row_BK, spare_page * PAGE_TOKENS + spare_BK).flatten(),
+        slots_Q=slot_BK.flatten().int(),
+        lengths_Q=(place_BK.flatten() + 1).int(),
+    )
+
+
+def _take_over(plan_BC: Tensor, slots: SlotTensors) -> None:
+    """What the host knows better: new pages, and where a slot stands that it has changed."""
+    told_B = plan_BC[:, LENGTH] != KEEP
+    into_B = slots.or_nobody(told_B, plan_BC[:, SLOT])
+    slots.lengths[into_B] = plan_BC[:, LENGTH] * told_B
+    slots.facts[into_B] = plan_BC[:, SLOT_FACTS] * told_B[:, None]
+    slots.tables.view(-1)[plan_BC[:, CELLS]] = plan_BC[:, PAGES].int()
+
+
+_Arguments = structure(
+    "Arguments",
+    pointers="plan tokens tables lengths facts results frequencies ids cos sin rows slots contexts",
+    ints="count positions reach pages pairs spare_page",
+)
+
+
+@functools.cache
+def _kernel() -> Kernel:
+    return Kernel("step_rows.cu", "step_rows", {**DEFINES, "PAGE_TOKENS": PAGE_TOKENS}, shared=0, threads=THREADS)
+
+
+def cuda(
+    plan_BC: Tensor, slots: SlotTensors, results: Tensor, frequencies: Tensor, positions: int, spare_page: int
+) -> StepRows:
+    count, pairs, device = plan_BC.shape[0], frequencies.shape[0], plan_BC.device
+    tokens = count * positions
+
+    def made(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    step = StepRows(
+        ids_T=made(tokens, dtype=torch.int64),
+        cos_T=made(tokens, pairs, dtype=torch.float32),
+        sin_T=made(tokens, pairs, dtype=torch.float32),
+        rows_T=made(tokens, dtype=torch.int64),
+        slots_Q=made(tokens, dtype=torch.int32),
+        lengths_Q=made(tokens, dtype=torch.int32),
+    )
+    given = plan_BC, slots.tokens, slots.tables, slots.lengths, slots.facts, results, frequencies
+    sizes = count, positions, slots.tokens.shape[1], slots.tables.shape[1], pairs, spare_page
+    _kernel().launch(_Arguments(*map(address, (*given, *step)), *sizes), -(-tokens // (THREADS // 32)))
+    return step
+
+
+def cost(
+    plan_BC: Tensor, slots: SlotTensors, results: Tensor, frequencies: Tensor, positions: int, spare_page: int
+) -> Cost:
+    rows = plan_BC.shape[0]
+    return Cost(plan_BC.nbytes + 32 * rows + rows * positions * (8 * frequencies.shape[0] + 24))
+
+
+def random_slots(g: torch.Generator, slots: int, pages: int) -> SlotTensors:
+    """Each with another number of tokens, and a limit at which some of them are; nobody's is empty."""
+    reach = pages * PAGE_TOKENS + 1
+    tables = torch.randperm((slots + 1) * pages, generator=g).to(torch.int32).view(slots + 1, pages)
+    limits = torch.randint(2, reach, (slots + 1,), generator=g)
+    lengths = (limits - torch.randint(9, (slots + 1,), generator=g)).clamp(min=1)
+    facts = torch.randint(1 << 40, (slots + 1, FACTS), generator=g)
+    facts[:, LIMIT] = limits
+    tokens = torch.randint(1000, (slots + 1, reach), generator=g)
+    for part in (lengths, facts, tables, tokens):
+        part[-1] = 0
+    return SlotTensors(tokens, tables, lengths, facts)
+
+
+def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, positions: int) -> Tensor:
+    """`real` rows of slots of their own, some with news and new pages, and behind them copies of one of them."""
+    nobody, pages = slots.tables.shape[0] - 1, slots.tables.shape[1]
+    plan = torch.zeros(rows, COLUMNS, dtype=torch.int64)
+    plan[:, SLOT] = torch.cat([torch.randperm(nobody, generator=g)[:real], torch.zeros(rows - real).long()])
+    plan[real:, SLOT] = plan[0, SLOT]
+    plan[:, LENGTH], plan[:, CELLS] = KEEP, nobody * pages
+    plan[:real, ASKED] = torch.randint(1, positions + 1, (real,), generator=g)
+    plan[:real, DRAFTS] = torch.randint(1000, (real, MOST_POSITIONS - 1), generator=g)
+    for row in range(0, real, 2):
+        plan[row, SLOT_FACTS] = torch.randint(1 << 40, (FACTS,), generator=g)
+        plan[row, LENGTH] = torch.randint(1, slots.tokens.shape[1] - 10, (1,), generator=g)
+        plan[row, SLOT_FACTS.start + LIMIT] = plan[row, LENGTH] + torch.randint(10, (1,), generator=g)
+        plan[row, CELLS.start] = plan[row, SLOT] * pages + torch.randint(pages, (1,), generator=g)
+        plan[row, PAGES.start] = torch.randint((nobody + 1) * pages, (1,), generator=g)
+    return plan
+
+
+def cases() -> Iterator[Case]:
+    def make(rows: int, real: int, positions: int, pages: int = 8):
+        def inputs(g: torch.Generator) -> tuple[Tensor, SlotTensors, Tensor, Tensor, int, int]:
+            slots = random_slots(g, real + 3, pages)
+            plan = random_plan(g, slots, rows, real, positions)
+            results = torch.full((MOST_ROWS, RESULT_COLUMNS), -7)
+            frequencies = 50000 ** -torch.linspace(0, 1, 32)
+            return plan, slots, results, frequencies, positions, slots.tables.numel()
+
+        return inputs
+
+    yield Case("B=1 K=1", make(1, 1, 1))
+    yield Case("B=1 K=1, a long context", make(1, 1, 1, pages=4096))
+    yield Case("B=4 K=3, one to fill the shape", make(4, 3, 3))
+    yield Case("B=64 K=8", make(64, 40, 8))
+
+
+step_rows = Op("step_rows", reference, None, cost, cases, rtol=1e-6, cuda=cuda)

@@ -1,0 +1,140 @@
+# pyright: basic, reportCallIssue=false, reportArgumentType=false
+# Triton is typed by what it compiles, not by annotations.
+"""y = x W^T for 9 to some hundred tokens: W streams once, in its tiles.        T tokens, K inputs, N outputs.
+
+A kernel lets the grid behind it start at once, asks for its first weights, which no kernel writes, and only then waits
+for the grid in front (`begin`). Products of decode steps, with what follows them, are in `dense.py`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from redline.ops.cuda.driver import HOPPER
+from redline.ops.records import Slabs
+from redline.ops.tiled import TILE_N, Tiled
+
+BLOCK_K = 128
+_LINE = 128  # bytes of a prefetch
+_EARLY = 64 << 10  # bytes of weights that a program asks for before the grid in front has ended
+
+
+@triton.jit
+def follow(DEPENDENT: tl.constexpr):
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+@triton.jit
+def begin(weight, first, last, K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr,
+          DEPENDENT: tl.constexpr):  # fmt: skip
+    """first: row of the program. last: element of the weight's last line. LINES: of each row tile."""
+    if DEPENDENT:
+        cuda.gdc_launch_dependents()
+        tile = tl.arange(0, BLOCK_N // 16)[:, None]
+        stride: tl.constexpr = LINES * 64 if SLABS else 16 * K  # a program's rows of a slab lie in one piece
+        at = (first // 16).to(tl.int64) * (16 * K) + tile * stride + tl.arange(0, LINES)[None, :] * 64
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [weight + tl.minimum(at, last)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+        cuda.gdc_wait()
+
+
+@triton.jit
+def multiply(x, weight, n, t, tokens, rows, x_stride, K: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr,
+             BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr):  # fmt: skip
+    """-> float32 [BLOCK_N, BLOCK_T]. x bf16 [T, x_stride >= K]; K as stored, a multiple of BLOCK_K; n below `rows`."""
+    k = tl.arange(0, BLOCK_K)
+    if SLABS:
+        row = (n // 64).to(tl.int64) * (64 * K) + n % 64 // 16 * 2048 + (n % 16) * 32
+    else:
+        row = (n // 16).to(tl.int64) * (16 * K) + (n % 16) * 32
+    w_at = weight + row[:, None] + (k // 32 * 512 + k % 32)[None, :]
+    x_at = x + t[None, :].to(tl.int64) * x_stride + k[:, None]
+    real_t = (t < tokens)[None, :]
+    real_n = (n < rows)[:, None]
+    sum_NT = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    for _ in range(0, K, BLOCK_K):
+        w_NK = tl.load(w_at, mask=real_n, other=0.0, eviction_policy="evict_first")
+        x_KT = tl.load(x_at, mask=real_t, other=0.0)
+        sum_NT = tl.dot(w_NK, x_KT, sum_NT)
+        w_at += BLOCK_K * 64 if SLABS else BLOCK_K * 16
+        x_at += BLOCK_K
+    return sum_NT
+
+
+@triton.jit
+def _linear(x, weight, y, tokens, rows, last, x_stride, outputs, y_stride, K: tl.constexpr, LINES: tl.constexpr,
+            SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
+            DEPENDENT: tl.constexpr):  # fmt: skip
+    """A program: BLOCK_N outputs of BLOCK_T tokens."""
+    first = tl.program_id(0) * BLOCK_N
+    n, t = first + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
+    sum_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T)
+    y_at = y + t[None, :].to(tl.int64) * y_stride + n[:, None]
+    tl.store(y_at, sum_NT.to(y.dtype.element_ty), mask=(t < tokens)[None, :] & (n < outputs)[:, None])
+
+
+def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
+    """x bf16 [T, at least K as stored], zero beyond K -> [T, N]."""
+    y = torch.empty(x_TK.shape[0], weight.outputs, dtype=dtype, device=x_TK.device)
+    launch(_linear, weight, x_TK, weight.outputs, (y,), (weight.outputs, y.stride(0)))
+    return y
+
+
+def block_rows(outputs: int) -> int:
+    """The fastest of 16 to 128 outputs a program on an NVIDIA H200 at Kimi's sizes; for W_a, one row of tiles fills the
+    chip's 132 multiprocessors just so."""
+    return 64 if outputs >= 4096 else TILE_N
+
+
+def launch(
+    kernel: Any,
+    weight: Tiled | Slabs,
+    x_TK: Tensor,
+    outputs: int,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[float, ...],
+    beside: int = 0,
+    **sizes: int,
+) -> None:
+    """A product's kernel, over `outputs` rows and in `beside` programs more, which come last.
+
+    It is given x, the weight, `tensors`, T, the rows that the weight has, its last line, x's stride, and `numbers`.
+    """
+    tokens, data, slabs = x_TK.shape[0], weight.data, isinstance(weight, Slabs)
+    k = data.shape[1] * 128 if slabs else data.shape[-3] * 32
+    block_n = block_rows(outputs)
+    block_t = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
+    early = min(k * 32, _EARLY * TILE_N // block_n) // _LINE
+    dependent = x_TK.is_cuda and _is_hopper(x_TK.device)
+    run: Callable[..., object] = kernel[(triton.cdiv(outputs, block_n) + beside, triton.cdiv(tokens, block_t))]
+    run(
+        *(x_TK, data, *tensors, tokens, data.numel() // k, data.numel() - _LINE // 2, x_TK.stride(0), *numbers),
+        K=k,
+        LINES=1 << (early.bit_length() - 1),
+        SLABS=slabs,
+        BLOCK_N=block_n,
+        BLOCK_K=BLOCK_K,
+        BLOCK_T=block_t,
+        DEPENDENT=dependent,
+        num_warps=4,
+        num_stages=5,
+        **sizes,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+
+
+@functools.cache
+def _is_hopper(device: torch.device) -> bool:
+    """Or a later chip: a kernel may start before the one in front has ended."""
+    return torch.cuda.get_device_capability(device)[0] >= HOPPER

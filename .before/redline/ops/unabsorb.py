@@ -1,0 +1,100 @@
+"""Splits of attention combined and taken out of the latent space: o = W_UV latent.
+
+Q queries, H heads, S splits, R rank, V value. 8.4 MB of weights at Kimi's sizes, read once: 128 blocks, (head, half of
+V), each with its 64 KB in flight before the grid in front has ended, small enough to begin beside blocks of `attend`.
+Where there are more queries than a block takes at once, two blocks of an SM share them. Both halves of a head combine
+its splits: 16.8 MB from the L2 cache for a query of 128.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from redline.ops.attend import SMS
+from redline.ops.cuda.kernel import Kernel, address, structure
+from redline.ops.op import Case, Cost, Op
+from redline.ops.tiled import PAD_K, Tiled, padded
+
+MAX_SPLITS = SMS
+_COLUMNS = 8  # queries that a block takes at once
+
+_Arguments = structure("Arguments", "partial lse weight out", "queries heads splits width")
+
+
+def _reference(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
+    """partial bf16 [Q, H, S, R], lse float32 [Q, H, S] (natural) of `attend`; w_uv [H, V, R].
+
+    Splits with a log-sum-exp of -inf are the last ones, and are not read; where all are, o is 0.
+    -> o bf16 [Q, H V padded to 128 with zeros].
+    """
+    holds = lse_QHS > -torch.inf
+    shares = lse_QHS.softmax(-1).where(holds, 0.0)
+    latents = torch.einsum("qhs,qhsr->qhr", shares, partial_QHSR.float().where(holds[..., None], 0.0))
+    latents = latents.to(partial_QHSR.dtype).float()
+    out = torch.einsum("qhr,hvr->qhv", latents, w_uv.dense().float()).flatten(1).to(partial_QHSR.dtype)
+    return F.pad(out, (0, padded(out.shape[1], PAD_K) - out.shape[1]))
+
+
+@functools.cache
+def _kernel(rank: int, value: int, groups: int) -> Kernel:
+    shares = _COLUMNS * (4 * MAX_SPLITS + 4)
+    latents, team_sums = _COLUMNS * (2 * rank + 64), 4 * _COLUMNS * rank
+    sums = 4 * (16 // (value // 32)) * (value // 2) * _COLUMNS
+    defines = {"R": rank, "V": value, "MAX_SPLITS": MAX_SPLITS, "GROUPS": groups}
+    return Kernel("unabsorb.cu", "unabsorb", defines, rank * value + shares + latents + team_sums + sums + 8)
+
+
+def _cuda(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
+    queries, heads, splits, rank = partial_QHSR.shape
+    value = w_uv.shape[1]
+    width = padded(heads * value, PAD_K)
+    out = torch.empty(queries, width, dtype=torch.bfloat16, device=partial_QHSR.device)
+    inputs = (partial_QHSR, lse_QHS, w_uv.data, out)
+    arguments = _Arguments(*map(address, inputs), queries, heads, splits, width)
+    groups = 1 if queries <= _COLUMNS else 2
+    _kernel(rank, value, groups).launch(arguments, heads if queries else 0, 2 * groups)
+    return out
+
+
+def _cuda_fits(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> bool:
+    splits, rank = partial_QHSR.shape[2:]
+    tiles = w_uv.shape[1] // 32  # rows of a block, 16 each; the other warps share R
+    whole = w_uv.shape[1] % 32 == 0 and tiles in (2, 4, 8) and rank % (32 * (16 // tiles)) == 0
+    return whole and splits <= MAX_SPLITS and rank in (128, 256, 512) and rank * w_uv.shape[1] <= 65536
+
+
+def _cost(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Cost:
+    queries, heads, _, rank = partial_QHSR.shape
+    value = w_uv.shape[1]
+    moved = w_uv.nbytes + partial_QHSR.nbytes + lse_QHS.nbytes + queries * heads * value * 2
+    return Cost(moved, 2 * queries * heads * rank * value)
+
+
+def _cases() -> Iterator[Case]:
+    def make(queries: int, heads: int, splits: int, rank: int = 512):
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tiled]:
+            w_uv = (torch.randn(heads, 128, rank, generator=g) * rank**-0.5).to(torch.bfloat16)
+            partial = torch.randn(queries, heads, splits, rank, generator=g).to(torch.bfloat16)
+            lse = torch.randn(queries, heads, splits, generator=g) * 2
+            for query in range(queries):  # the last splits of some queries hold nothing
+                lse[query, :, max(1, splits - query) :] = -torch.inf
+                partial[query, :, max(1, splits - query) :] = torch.nan
+            return partial, lse, Tiled.prepare(w_uv)
+
+        return inputs
+
+    yield Case("1 query, 1 split, nano", make(1, 4, 1))
+    yield Case("11 queries, 9 splits, nano", make(11, 4, 9))
+    yield Case("1 query, 132 splits, nano", make(1, 4, 132))
+    yield Case("2 queries, 30 splits, nano", make(2, 4, 30))
+    yield Case("20 queries, 30 splits, nano", make(20, 2, 30))
+    yield Case("4 queries, 3 splits, drafter", make(4, 4, 3, 128))
+    for queries, splits in ((1, 1), (1, 16), (1, 128), (8, 16), (32, 4), (512, 1)):
+        yield Case(f"{queries} queries, {splits} splits, Kimi", make(queries, 64, splits), small=False)
+
+
+# Both round latents to bf16, and sums in another order, 2e-5 apart, are rounded apart in 2e-5 / 2^-7 of all cases.
+unabsorb = Op("unabsorb", _reference, None, _cost, _cases, rtol=(2e-5 * 2**-7) ** 0.5, cuda=_cuda, cuda_fits=_cuda_fits)

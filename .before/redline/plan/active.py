@@ -1,0 +1,130 @@
+"""A job in flight, as the planner sees it. Private to plan.
+
+The planner runs ahead of the results: `planned` and `length` say what has been launched, `generated` and `computed`
+what has been settled. Between the two lie the steps in flight. Their drafts count as if all of them held, so `planned`
+and `length` are the most that it can come to; `slack` says by how much less it may be.
+"""
+
+from redline.tune.acceptance import Acceptance
+from redline.wire.delta import Finish
+from redline.wire.job import PAGE_TOKENS, Job, PageHash, PageId
+
+
+class ActiveJob:
+    """`limit` is the most tokens, prompt and generated, that the job may come to."""
+
+    __slots__ = (
+        "acceptance",
+        "arrival",
+        "cached_tokens",
+        "computed",
+        "counted",
+        "drafting",
+        "exact",
+        "finish",
+        "flights",
+        "generated",
+        "hashable",
+        "hashes",
+        "job",
+        "kept",
+        "length",
+        "limit",
+        "pages",
+        "planned",
+        "prompt",
+        "proposed",
+        "read",
+        "scored",
+        "sent",
+        "slack",
+        "slot",
+        "stop_ids",
+        "target",
+    )
+
+    def __init__(self, job: Job, arrival: int, limit: int) -> None:
+        self.job = job
+        self.arrival = arrival  # jobs are admitted in this order
+        self.prompt = len(job.tokens)
+        self.limit = limit
+        # Positions that must be computed: the last token's own position never is, nobody reads what it would give.
+        self.target = max(limit - 1, self.prompt)
+        self.stop_ids = frozenset(job.sampling.stop_ids)
+
+        self.slot: int | None = None
+        self.pages: list[PageId] = []  # the page table, and behind it pages that no row has needed yet
+        self.sent = 0  # pages that the slot's table on the device holds
+        self.planned = 0  # positions [0, planned) are launched or cached
+        self.length = self.prompt  # tokens that the slot will hold when every launched step has run, at most
+        self.slack = 0  # drafts in flight
+        self.proposed = 0  # drafts that the slot may hold for the next row
+        self.drafting = False  # the learned drafter has read all that was launched, and follows on
+        self.flights = 0  # launched steps with a row of this job that are not settled
+
+        self.generated: list[int] = []
+        self.computed = 0  # positions [0, computed) are settled or cached
+        self.read = 0  # where the last row ended that the learned drafter has read
+        self.acceptance = Acceptance()
+        self.hashes: list[PageHash] = list(job.pages)
+        # Whether the planner may hash pages behind the prompt's own. Their chain must carry the salt, which is in the
+        # prompt's first hash, and every image, which only the prompt's own hashes know.
+        tail = len(job.pages) * PAGE_TOKENS
+        media_in_tail = any(span.start + span.tokens > tail for span in job.media)
+        self.hashable = not media_in_tail and bool(job.pages or not job.salt)
+        self.kept = 0  # pages [0, kept) have been shown to the prefix cache
+        self.exact = True  # the cached pages that the answer began from are bit-equal to a prefill
+        self.cached_tokens = 0
+        self.counted = False  # its prompt is in the planner's counters
+        self.scored = 0  # prompt tokens whose log probabilities have been told
+        self.finish: Finish | None = None  # set when it has ended; steps may still be in flight
+
+    @property
+    def known(self) -> int:
+        """Tokens that the host knows: prompt and generated."""
+        return self.prompt + len(self.generated)
+
+    @property
+    def usable(self) -> int:
+        """Pages of the prompt that may come from the cache: not what is sampled from, and where the prompt's log
+        probabilities are asked for every position must be computed."""
+        if self.job.sampling.prompt_logprobs is not None:
+            return 0
+        return min((self.known - 1) // PAGE_TOKENS, len(self.job.pages))
+
+    @property
+    def decodes(self) -> bool:
+        """All but the last token is launched: the next row goes on from there, wherever that is."""
+        return self.planned >= self.prompt and self.planned == self.length - 1
+
+    @property
+    def room(self) -> int:
+        """Tokens, at most, that rows yet to be launched can add before the job is at its limit."""
+        return self.limit - (self.length - self.slack)
+
+    def next_count(self, budget: int) -> int:
+        """Positions of the next known row. It never crosses the end of the prompt: what lies behind was computed by
+        the decode form of attention, and is computed by it again when a pre-empted job resumes."""
+        border = self.prompt if self.planned < self.prompt else self.length
+        return min(budget, border - self.planned)
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """Known tokens at positions [start, stop)."""
+        prompt = self.prompt
+        if stop <= prompt:
+            return self.job.tokens[start:stop]
+        return self.job.tokens[start:] + tuple(self.generated[max(0, start - prompt) : stop - prompt])
+
+    def leave(self) -> None:
+        """Forgets slot and pages, which have been given back: the job will begin anew from what is known."""
+        assert not self.flights, f"job {self.job.id} leaves with {self.flights} steps in flight"
+        self.slot = None
+        self.pages = []
+        self.sent = self.planned = self.computed = self.kept = self.read = self.proposed = 0
+        self.drafting = False
+        self.length = self.known
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold positions [0, tokens)."""
+    return -(-tokens // PAGE_TOKENS)

@@ -1,0 +1,104 @@
+"""Who holds each page of KV memory: a count per page and kind of holder.
+
+A page is free when nobody holds it. It may be held many times: by the prefix cache (once at most) and by every job
+whose page table names it. No tensor lives here; a page is a number that the run room turns into an address.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from enum import IntEnum
+
+from redline.wire.job import PageId
+
+SLICE = 256  # pages that a check looks at between two looks at something else: about 0.1 ms
+
+
+class Holder(IntEnum):
+    """The kinds of holder. Each has its own count, so that `check` can ask each of them for its pages."""
+
+    CACHE = 0
+    JOBS = 1
+
+
+class PagePool:
+    """`total` pages, numbered from 0, all free at first."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = [PageId(page) for page in reversed(range(total))]
+        self._counts = [[0] * total for _ in Holder]
+        self._used = 0  # pages that jobs hold, kept up to date because every admission asks
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        """Pages that jobs hold, shared ones counted once."""
+        return self._used
+
+    @property
+    def idle(self) -> int:
+        """Pages that the cache alone holds: they can be evicted."""
+        return self.total - len(self._free) - self._used
+
+    def is_idle(self, page: PageId) -> bool:
+        return not self._counts[Holder.JOBS][page] and bool(self._counts[Holder.CACHE][page])
+
+    def take(self, count: int) -> list[PageId]:
+        """`count` free pages, now held once by a job. The caller has made sure that there are so many."""
+        assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._counts[Holder.JOBS][page] = 1
+        self._used += count
+        return pages
+
+    def share(self, page: PageId, holder: Holder) -> None:
+        """One more holder of a page that somebody holds already."""
+        assert any(counts[page] for counts in self._counts), f"page {page} is free and cannot be shared"
+        counts = self._counts[holder]
+        counts[page] += 1
+        if holder is Holder.JOBS and counts[page] == 1:
+            self._used += 1
+
+    def give(self, page: PageId, holder: Holder) -> None:
+        """One holder less; the page is free when it was the last."""
+        counts = self._counts[holder]
+        assert counts[page] > 0, f"page {page} is given back by {holder.name}, which does not hold it"
+        counts[page] -= 1
+        if holder is Holder.JOBS and not counts[page]:
+            self._used -= 1
+        if not any(counts[page] for counts in self._counts):
+            self._free.append(page)
+
+    def check(self, held: Mapping[Holder, Iterable[PageId]]) -> None:
+        """Every count equals what the holders say (a page named twice is held twice), and the rest is free."""
+        for _ in self.checks(held):
+            pass
+
+    def checks(self, held: Mapping[Holder, Iterable[PageId]]) -> Iterator[None]:
+        """The same a slice at a time, over which nothing may change."""
+        for holder in Holder:
+            expected = [0] * self.total
+            for page in held[holder]:
+                expected[page] += 1
+                if page % SLICE == 0:
+                    yield
+            for page, (counted, said) in enumerate(zip(self._counts[holder], expected, strict=True)):
+                assert counted == said, f"page {page}: {counted} references by {holder.name} counted, {said} held"
+                if page % SLICE == 0:
+                    yield
+        free = [0] * self.total
+        for page in self._free:
+            free[page] += 1
+            if page % SLICE == 0:
+                yield
+        used = 0
+        for page, times in enumerate(free):
+            held_by = [counts[page] for counts in self._counts]
+            assert times == (not any(held_by)), f"page {page} is {times} times in the free list, and held {held_by}"
+            used += held_by[Holder.JOBS] > 0
+            if page % SLICE == 0:
+                yield
+        assert self._used == used, f"{self._used} pages counted as used, {used} are"

@@ -1,0 +1,550 @@
+"""Decides what runs next. Holds no tensor.
+
+A step is planned from what has been launched, not from what has been settled: a row continues where the last one will
+have ended, and drafts in flight count as if they held. What only a result can tell is learnt late: of a stop id or an
+error, and the rows launched meanwhile are dropped when they settle; of rejected drafts, and what they were counted for
+is taken back.
+
+No job starves. Jobs are admitted in the order in which they came; every step gives one row to each running job that
+generates. What is left of the budget goes to prompts, the oldest first, and to drafts, which leave half of it to the
+prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
+run out, the youngest running job is pre-empted and waits in front of all others. So the oldest job always advances, and
+every job becomes the oldest.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from redline.errors import ConfigError
+from redline.plan.active import ActiveJob, pages_for
+from redline.plan.admit import may_enter, refusal, token_limit
+from redline.plan.pages import Holder, PagePool
+from redline.plan.prefix import PrefixCache
+from redline.plan.speculate import Speculation
+from redline.tune.costs import StepCosts
+from redline.wire.delta import Delta, Fault, Finish
+from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
+from redline.wire.news import Load
+from redline.wire.step import Begin, Row, RowResult, Step, StepResult, TokenLogprobs
+
+HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
+"""A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
+
+
+MOST_STEP_TOKENS = 1 << 16  # the log probabilities of so many prompt tokens, with 20 alternatives each, are 23 MB
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """Raises ConfigError when the numbers cannot work together."""
+
+    step_tokens: int = 512  # positions computed in one step, at most
+    max_running: int = 64  # slots
+    max_waiting: int = 1024  # jobs beyond those that free slots can take
+    ahead: int = 1  # steps that may be unsettled while the next is planned
+    draft_tokens: int = 0  # drafts of one row, at most; 0: no speculation
+    learned: bool = False  # a learned drafter is loaded; otherwise drafts are suffix matches
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_running <= self.step_tokens:
+            raise ConfigError(
+                f"max_running is {self.max_running} and step_tokens {self.step_tokens}: "
+                "a step needs a token for each running job"
+            )
+        if self.step_tokens > MOST_STEP_TOKENS:
+            raise ConfigError(f"step_tokens is {self.step_tokens}; a step computes {MOST_STEP_TOKENS} at most")
+        if self.max_waiting < 0 or self.ahead < 0:
+            raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
+        if not 0 <= self.draft_tokens <= PAGE_TOKENS:
+            raise ConfigError(f"draft_tokens is {self.draft_tokens}; a row drafts between 0 and {PAGE_TOKENS} tokens")
+
+
+class _Part(NamedTuple):
+    """A row to be: the next positions of a job; of a decode row, all but the first are drafts."""
+
+    job: ActiveJob
+    positions: int
+    decodes: bool
+
+    @property
+    def samples(self) -> bool:
+        job = self.job
+        return self.decodes or (job.planned + self.positions == job.length < job.limit)
+
+
+class _Flight(NamedTuple):
+    step: Step
+    jobs: list[ActiveJob]  # one for each row
+
+
+class Planner:
+    """Owns pages, slots and queues of one worker.
+
+    Steps are settled in the order in which they were planned. `submit`, `abort` and `settle` give what the clients must
+    be told; a job's last delta, and no other, has a finish.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        config: PlanConfig,
+        max_model_len: int,
+        hash_page: HashPage,
+        costs: StepCosts | None = None,
+    ) -> None:
+        """costs: of steps on this machine; None: nothing was measured, and rows draft as much as they may."""
+        self._config = config
+        self._max_model_len = max_model_len
+        self._hash_page = hash_page
+        self._pool = PagePool(pages)
+        self._cache = PrefixCache(self._pool)
+        self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
+        self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
+        self._waiting: deque[ActiveJob] = deque()
+        self._running: list[ActiveJob] = []  # in the order of arrival, which is that of admission
+        self._draining: set[ActiveJob] = set()  # ended, with steps in flight: they still hold slot and pages
+        self._flights: deque[_Flight] = deque()
+        self._free_slots = list(reversed(range(config.max_running)))
+        self._arrivals = 0
+        self._steps = 0
+        self._replayed = 0
+        self._led = 0
+        self._preemptions = 0
+        self._prompt_tokens = 0
+        self._prompt_tokens_cached = 0
+        self._generation_tokens = 0
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to plan and nothing to settle."""
+        return not self._jobs and not self._flights
+
+    @property
+    def ahead(self) -> bool:
+        """A step is planned while another is not settled."""
+        return self._config.ahead > 0
+
+    def submit(self, job: Job) -> list[Delta]:
+        """Queues a job. One that can never run, or finds the queue full, ends at once with an error."""
+        assert job.id not in self._jobs, f"job {job.id} is submitted twice"
+        reason = refusal(job, max_model_len=self._max_model_len, total_pages=self._pool.total)
+        if reason is not None:
+            return [_error(job.id, reason, "refused")]
+        if len(self._waiting) >= self._config.max_waiting + len(self._free_slots):
+            return [_error(job.id, f"the queue is full: {len(self._waiting)} jobs wait; try again later", "overloaded")]
+        active = ActiveJob(job, self._arrivals, token_limit(job, self._max_model_len))
+        self._arrivals += 1
+        self._jobs[job.id] = active
+        self._waiting.append(active)
+        return []
+
+    def abort(self, id: JobId) -> list[Delta]:
+        """Ends a job now. One that has ended already is no mistake: the message crossed its last delta."""
+        job = self._jobs.get(id)
+        if job is None:
+            return []
+        self._end(job, "aborted")
+        return [Delta(job=id, finish="aborted", cached_tokens=job.cached_tokens)]
+
+    def lose_all(self, reason: str) -> list[Delta]:
+        """The worker ends, and every job with it."""
+        ended: list[Delta] = []
+        for job in list(self._jobs.values()):
+            self._end(job, "error")
+            ended.append(_error(job.job.id, reason, "lost", job.cached_tokens))
+        return ended
+
+    def abort_all(self) -> list[Delta]:
+        return [delta for id in list(self._jobs) for delta in self.abort(id)]
+
+    def next_step(self) -> Step | None:
+        """The next step to launch; None when nothing can be planned before another step is settled.
+
+        A step never has two rows of one slot, and a Begin always comes with a row.
+        """
+        if len(self._flights) > self._config.ahead:
+            return None
+        decoding, prompts = self._ready()
+        budget = self._config.step_tokens - len(decoding)
+        spare = budget // 2 if prompts or (self._waiting and self._free_slots) else budget
+        parts: list[_Part] = []
+        for job in decoding:
+            drafts = min(job.proposed, spare)
+            if drafts:
+                drafts = self._paged(job, job.planned + 1, drafts)
+            parts.append(_Part(job, 1 + drafts, decodes=True))
+            spare -= drafts
+            budget -= drafts
+        for job in prompts:
+            if not budget:
+                break
+            parts.append(_Part(job, job.next_count(budget), decodes=False))
+            budget -= parts[-1].positions
+        begins: list[Begin] = []
+        while budget and self._waiting and self._free_slots:
+            begin = self._admit(self._waiting[0])
+            if begin is None:
+                break
+            begins.append(begin)
+            job = self._running[-1]
+            parts.append(_Part(job, job.next_count(budget), decodes=False))
+            budget -= parts[-1].positions
+        if not parts:
+            assert self._flights or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
+            return None
+        self._steps += 1
+        step = Step(number=self._steps, begins=tuple(begins), rows=self._rows(parts))
+        self._flights.append(_Flight(step, [part.job for part in parts]))
+        return step
+
+    def _ready(self) -> tuple[list[ActiveJob], list[ActiveJob]]:
+        """Running jobs that can have a row now: those that decode, each with a page for its next position, and those
+        that have known tokens to compute."""
+        decoding: list[ActiveJob] = []
+        prompts: list[ActiveJob] = []
+        held_back: ActiveJob | None = None  # to be pre-empted once its steps in flight have settled
+        for job in self._running:
+            if job is held_back:
+                continue
+            if not job.decodes:
+                if job.planned < job.target:
+                    prompts.append(job)
+                continue
+            if job.room <= 0:
+                continue
+            end = min(job.planned + 1, job.target)
+            if end > len(job.pages) * PAGE_TOKENS:
+                held_back = self._grow(job)
+                if end > len(job.pages) * PAGE_TOKENS:
+                    continue
+            decoding.append(job)
+        return decoding, prompts
+
+    def settle(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Delta]:
+        """Takes in what a step gave. Rows of jobs that have ended meanwhile are dropped.
+
+        seconds: what the machine took for it; None: that is not known.
+        """
+        flight = self._flights.popleft()
+        assert step.number == flight.step.number == result.number, (
+            f"step {step.number} is settled with the result of {result.number}; {flight.step.number} is next"
+        )
+        self._replayed += result.replayed
+        self._led += not result.replayed
+        deltas: list[Delta] = []
+        for job, row, outcome in zip(flight.jobs, flight.step.rows, result.rows, strict=True):
+            job.flights -= 1
+            job.slack -= row.drafts
+            if job.finish is None:
+                delta = self._settle_row(job, row, outcome)
+                if delta is not None:
+                    deltas.append(delta)
+            elif not job.flights:
+                self._draining.remove(job)
+                self._release(job)
+        if seconds is not None:
+            self._speculation.took(step, result, seconds)
+        return deltas
+
+    def load(self) -> Load:
+        """Counters and gauges. Used, cached (held by the cache alone) and free pages make up the total."""
+        return Load(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages_used=self._pool.used,
+            pages_cached=self._pool.idle,
+            pages_total=self._pool.total,
+            steps=self._steps,
+            replayed=self._replayed,
+            led=self._led,
+            preemptions=self._preemptions,
+            prompt_tokens=self._prompt_tokens,
+            prompt_tokens_cached=self._prompt_tokens_cached,
+            generation_tokens=self._generation_tokens,
+            drafts=self._speculation.drafts,
+            draft_tokens=self._speculation.draft_tokens,
+            accepted_tokens=self._speculation.accepted_tokens,
+            accepted_per_pos=tuple(self._speculation.accepted_per_pos),
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError unless every page and slot is where the books say, and nobody has overtaken."""
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """The same a slice of pages at a time, for who may have something better to do. It goes on only while nothing
+        has changed; otherwise it is begun anew."""
+        holding = [*self._running, *self._draining]
+        yield from self._pool.checks(
+            {Holder.CACHE: self._cache.pages(), Holder.JOBS: [page for job in holding for page in job.pages]}
+        )
+        yield from self._cache.checks()
+        slots = sorted([*self._free_slots, *(job.slot for job in holding if job.slot is not None)])
+        assert slots == list(range(self._config.max_running)), f"slots {slots} are free or taken"
+        flights = [job for flight in self._flights for job in flight.jobs]
+        for job in {*holding, *flights, *self._waiting}:
+            assert job.flights == flights.count(job), f"job {job.job.id}: {job.flights} steps in flight counted"
+        for job in self._running:
+            self._check_lengths(job)
+        assert all(job.finish and job.flights for job in self._draining), "a drained job still holds its pages"
+        assert not any(job.pages or job.slot is not None for job in self._waiting), "a waiting job holds pages"
+        alive = [*self._running, *self._waiting]
+        assert {job.job.id: job for job in alive} == self._jobs, "a job is neither running nor waiting"
+        arrivals = [job.arrival for job in alive]
+        assert arrivals == sorted(arrivals), f"order of arrival {arrivals} is broken"
+
+    def _check_lengths(self, job: ActiveJob) -> None:
+        """What is planned of a running job is what is settled and what is in flight, and has its pages."""
+        rows = [
+            row for flight in self._flights for of, row in zip(flight.jobs, flight.step.rows, strict=True) if of is job
+        ]
+        name, decoding = f"job {job.job.id}", [row for row in rows if row.start is None]
+        drafts, new = sum(row.drafts for row in rows), sum(1 for row in rows if row.samples)
+        assert job.slack == drafts, f"{name}: {job.slack} drafts counted, {drafts} are in flight"
+        assert job.length == job.known + new + drafts, f"{name}: {job.length} tokens counted; {job.known} are known"
+        assert job.planned == job.computed + sum(row.count for row in rows), f"{name}: {job.planned} positions planned"
+        assert not decoding or job.decodes, f"{name} decodes with known tokens that are not computed"
+        assert job.sent <= len(job.pages), f"{name}: {job.sent} of {len(job.pages)} pages are sent"
+        assert min(job.planned, job.target) <= job.sent * PAGE_TOKENS, f"{name}: planned beyond its pages"
+        assert job.read <= job.computed, f"{name}: drafts are read of what is not computed"
+
+    def _rows(self, parts: Sequence[_Part]) -> tuple[Row, ...]:
+        """Plans these rows. Nothing is proposed that the next step would have no place for."""
+        sampling = [part.job for part in parts if part.samples]
+        lengths = iter(self._speculation.lengths(sampling))
+        spare = self._config.step_tokens - len(self._running)
+        rows: list[Row] = []
+        for part in parts:
+            propose = min(next(lengths), spare) if part.samples else 0
+            if propose:
+                propose = self._paged(part.job, part.job.planned + part.positions, propose)
+                spare -= propose
+            rows.append(self._row(part, propose))
+        return tuple(rows)
+
+    def _row(self, part: _Part, propose: int) -> Row:
+        job, count, decodes = part
+        samples, drafts = part.samples, count - 1 if decodes else 0
+        start, end = job.planned, job.planned + count
+        job.planned = end
+        if samples:
+            job.length += 1 + drafts
+        job.slack += drafts
+        job.flights += 1
+        job.proposed = propose
+        job.drafting = job.drafting and self._speculation.follows
+        slot = job.slot
+        assert slot is not None
+        new_pages: tuple[PageId, ...] = ()
+        end = min(end + propose, job.target)
+        if end > job.sent * PAGE_TOKENS:
+            needed = pages_for(end)
+            new_pages = tuple(job.pages[job.sent : needed])
+            job.sent = needed
+        return Row(
+            slot=slot,
+            start=None if decodes else start,
+            count=count,
+            drafts=drafts,
+            propose=propose,
+            drafting=job.drafting,
+            new_pages=new_pages,
+            samples=samples,
+        )
+
+    def _paged(self, job: ActiveJob, end: int, extra: int) -> int:
+        """How many of `extra` positions behind [0, end), which has pages, have pages too. Takes pages that are free or
+        idle; nobody is pre-empted for a draft."""
+        wanted = min(end + extra, job.target)
+        while wanted > len(job.pages) * PAGE_TOKENS and self._pool.free + self._pool.idle:
+            job.pages += self._take(1)
+        paged = len(job.pages) * PAGE_TOKENS
+        return extra if wanted <= paged else max(0, paged - end)
+
+    def _grow(self, job: ActiveJob) -> ActiveJob | None:
+        """Gives the job one page more. When there is none, the youngest running job, perhaps this one, is pre-empted;
+        one that has steps in flight is returned instead, to be held back until they have settled."""
+        while not self._pool.free + self._pool.idle:
+            victim = self._running[-1]
+            if victim.flights:
+                return victim
+            self._preempt(victim)
+            if victim is job:
+                return None
+        job.pages += self._take(1)
+        return None
+
+    def _take(self, count: int) -> list[PageId]:
+        self._cache.evict(max(0, count - self._pool.free))
+        return self._pool.take(count)
+
+    def _admit(self, job: ActiveJob) -> Begin | None:
+        """Gives the first waiting job slot and pages; None when there is no room, or when it pays to wait."""
+        matched = self._match(job)
+        if self._is_coming(job, len(matched)):
+            return None
+        need = pages_for(job.known) - len(matched)
+        matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
+        free, idle = self._pool.free, self._pool.idle
+        if not may_enter(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running)):
+            return None
+        self._cache.use(matched, of_tokens=job.known)
+        job.pages = matched + self._take(need)
+        job.slot = self._free_slots.pop()
+        job.sent = job.kept = len(matched)
+        job.planned = job.computed = len(matched) * PAGE_TOKENS
+        job.drafting = self._speculation.follows and all(self._cache.is_drafted(page) for page in matched)
+        if not job.generated:
+            job.exact = all(self._cache.is_exact(page) for page in matched)
+            job.cached_tokens = job.planned
+        self._waiting.popleft()
+        self._running.append(job)
+        if not job.counted:
+            job.counted = True
+            self._prompt_tokens += job.prompt
+            self._prompt_tokens_cached += job.planned
+        return Begin(
+            slot=job.slot,
+            tokens=job.tokens(0, job.known),
+            prompt=job.prompt,
+            pages=tuple(matched),
+            sampling=job.job.sampling,
+            limit=job.limit,
+            drafting=job.drafting,
+        )
+
+    def _match(self, job: ActiveJob) -> list[PageId]:
+        """Cached pages that the job can begin from. Its last token is always computed, since its row samples.
+
+        Behind the prompt nothing is taken from the cache: a job that resumes must find what it had, and only computing
+        those positions again in the same form is sure to give the same bits. For the same reason it takes pages that
+        are not those of a prefill only if it began from such pages.
+
+        Pages that the learned drafter has not read lose it for the job. Where one step is enough to compute them again,
+        that is done, and the cache has the better pages from then on.
+        """
+        hashes, exact = job.hashes[: job.usable], bool(job.generated) and job.exact
+        matched = self._cache.match(hashes, exact=exact)
+        if self._speculation.follows:
+            drafted = self._cache.match(hashes, exact=exact, drafted=True)
+            if (len(matched) - len(drafted)) * PAGE_TOKENS <= self._config.step_tokens:
+                return drafted
+        return matched
+
+    def _is_coming(self, job: ActiveJob, index: int) -> bool:
+        """Whether a running job is computing page `index` of this job's prompt: so it waits, and shares that page.
+
+        So the n choices of one request, and requests that begin alike and come together, compute what they share once,
+        each but the first only from its last full page on. Nobody waits for ever: the older job settles the page, and
+        the cache has it, or it leaves. Who stands behind loses nothing: fewer positions come before its own.
+        """
+        if index >= job.usable:
+            return False
+        hash, exact = job.hashes[index], bool(job.generated) and job.exact
+        return any(
+            other.kept <= index < len(other.job.pages)
+            and other.hashes[index] == hash
+            and (other.exact or not exact)
+            and (other.drafting or not self._speculation.follows)
+            for other in self._running
+        )
+
+    def _preempt(self, job: ActiveJob) -> None:
+        assert self._running.pop() is job, f"job {job.job.id} is not the youngest"
+        self._release(job)
+        job.leave()
+        self._waiting.appendleft(job)
+        self._preemptions += 1
+
+    def _release(self, job: ActiveJob) -> None:
+        """Gives back slot and pages of a job that no step in flight names."""
+        assert not job.flights, f"job {job.job.id} gives back its pages with {job.flights} steps in flight"
+        assert job.slot is not None
+        for page in job.pages:
+            self._cache.release(page)
+        self._free_slots.append(job.slot)
+
+    def _settle_row(self, job: ActiveJob, row: Row, outcome: RowResult) -> Delta | None:
+        if outcome.error is not None:
+            self._end(job, "error")
+            return _error(job.job.id, outcome.error, "failed", job.cached_tokens)
+        prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        if row.start is None:
+            rejected = row.count - len(outcome.tokens)
+            job.planned -= rejected
+            job.length -= rejected
+            job.computed += len(outcome.tokens)
+            self._speculation.settled(job, row, outcome)
+        else:
+            job.computed = row.start + row.count
+            prompt_logprobs = outcome.prompt_logprobs[max(0, job.scored - row.start) :]  # a resumed job was told some
+            job.scored += len(prompt_logprobs)
+        computed = job.computed
+        if row.drafting:
+            job.read = computed
+        tokens, finish = self._accept(job, outcome.tokens)
+        if computed >= (job.kept + 1) * PAGE_TOKENS:
+            self._remember(job)
+        at_limit = computed >= job.prompt and job.known >= job.limit
+        if finish is None and (at_limit or (row.start is None and not tokens)):
+            finish = "length"
+        if not tokens and finish is None and not prompt_logprobs:
+            return None
+        if finish is not None:
+            self._end(job, finish)
+        return Delta(
+            job=job.job.id,
+            tokens=tokens,
+            finish=finish,
+            cached_tokens=job.cached_tokens,
+            logprobs=outcome.logprobs[: len(tokens)],
+            prompt_logprobs=prompt_logprobs,
+            proposed=outcome.proposed,
+            accepted=outcome.accepted,
+        )
+
+    def _accept(self, job: ActiveJob, tokens: Sequence[int]) -> tuple[tuple[int, ...], Finish | None]:
+        """Appends new tokens up to the limit or a stop id, which is the last."""
+        accepted = tuple(tokens[: job.limit - job.known])
+        finish: Finish | None = None
+        if not job.stop_ids.isdisjoint(accepted):
+            first = next(n for n, token in enumerate(accepted, 1) if token in job.stop_ids)
+            accepted, finish = accepted[:first], "stop"
+        job.generated += accepted
+        self._generation_tokens += len(accepted)
+        return accepted, finish
+
+    def _remember(self, job: ActiveJob) -> None:
+        """Shows the prefix cache every page that has become full."""
+        full = min(job.computed, job.known) // PAGE_TOKENS
+        hashes = job.hashes
+        for index in range(job.kept, full):
+            previous = hashes[index - 1] if index else None
+            end = (index + 1) * PAGE_TOKENS
+            if index == len(hashes):
+                if not job.hashable:
+                    return
+                hashes.append(self._hash_page(previous, job.tokens(end - PAGE_TOKENS, end)))
+            exact, drafted = job.exact and end <= job.prompt, end <= job.read
+            self._cache.insert(hashes[index], job.pages[index], previous, exact=exact, drafted=drafted)
+            job.kept = index + 1
+
+    def _end(self, job: ActiveJob, finish: Finish) -> None:
+        """The job's last word. Slot and pages return now, or with its last step in flight."""
+        job.finish = finish
+        del self._jobs[job.job.id]
+        if job.slot is None:
+            self._waiting.remove(job)
+            return
+        self._running.remove(job)
+        if job.flights:
+            self._draining.add(job)
+        else:
+            self._release(job)
+
+
+def _error(id: JobId, reason: str, fault: Fault, cached_tokens: int = 0) -> Delta:
+    return Delta(job=id, finish="error", cached_tokens=cached_tokens, error=reason, fault=fault)

@@ -1,0 +1,186 @@
+"""Which pages are remembered after their jobs, by the hash of all tokens up to their end.
+
+A page hash chains over the hash before it, so a dictionary from hash to page is a tree of prefixes, and the longest
+cached prefix is found by walking a prompt's hashes until one is missing.
+
+Eviction takes the least recently used page that no job holds, leaves before the pages that they continue. Only when
+every such page has a child in use does it take one from the middle: its children stay, unreachable until the hash
+comes back. So `PagePool.idle` is exactly the number of pages that eviction can free.
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from redline.plan.pages import SLICE, Holder, PagePool
+from redline.wire.job import PAGE_TOKENS, PageHash, PageId
+
+
+class _Node:
+    __slots__ = ("drafted", "exact", "hash", "page", "previous", "queued", "used")
+
+    def __init__(
+        self, hash: PageHash, page: PageId, previous: PageHash | None, exact: bool, drafted: bool, used: int
+    ) -> None:
+        self.hash = hash
+        self.page = page
+        self.previous = previous
+        self.exact = exact
+        self.drafted = drafted
+        self.used = used  # time of last use, in uses of the cache
+        self.queued = False  # has an entry in the heap of candidates for eviction
+
+
+class PrefixCache:
+    """Remembers pages of `pool`, holding each once.
+
+    `queries` and `hits` count tokens that were looked up and found, in every admission.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self.queries = 0
+        self.hits = 0
+        self._pool = pool
+        self._nodes: dict[PageHash, _Node] = {}
+        self._by_page: dict[PageId, _Node] = {}
+        self._children: Counter[PageHash] = Counter()
+        # Pages that may be evictable, least recently used first. A node is here at most once; an entry may be older
+        # than the node's last use, or its node held or a parent again: that is looked at when it comes up.
+        self._candidates: list[tuple[int, PageHash]] = []
+        self._uses = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def pages(self) -> Iterable[PageId]:
+        return self._by_page
+
+    def match(self, hashes: Iterable[PageHash], *, exact: bool = False, drafted: bool = False) -> list[PageId]:
+        """Pages of the longest cached prefix of `hashes`; changes nothing.
+
+        `exact` stops at the first page that is not bit-equal to what a prefill computes, `drafted` at the first that
+        the learned drafter has not read.
+        """
+        pages: list[PageId] = []
+        for hash in hashes:
+            node = self._nodes.get(hash)
+            if node is None or (exact and not node.exact) or (drafted and not node.drafted):
+                break
+            pages.append(node.page)
+        return pages
+
+    def is_exact(self, page: PageId) -> bool:
+        return self._by_page[page].exact
+
+    def is_drafted(self, page: PageId) -> bool:
+        return self._by_page[page].drafted
+
+    def use(self, pages: Sequence[PageId], *, of_tokens: int) -> None:
+        """A job of `of_tokens` tokens takes matched pages: they are held by it, and recently used."""
+        self.queries += of_tokens
+        self.hits += len(pages) * PAGE_TOKENS
+        self._uses += 1
+        for page in pages:
+            self._pool.share(page, Holder.JOBS)
+            self._by_page[page].used = self._uses
+
+    def insert(
+        self, hash: PageHash, page: PageId, previous: PageHash | None, *, exact: bool, drafted: bool = False
+    ) -> None:
+        """Remembers a full page that a job holds. A hash that is known already keeps the page that it has, unless the
+        learned drafter has read the new one alone, and the new one is no less exact."""
+        node = self._nodes.get(hash)
+        if node is not None:
+            if drafted > node.drafted and exact >= node.exact:
+                self._replace(node, page, exact)
+            return
+        self._uses += 1
+        node = _Node(hash, page, previous, exact, drafted, self._uses)
+        self._nodes[hash] = node
+        self._by_page[page] = node
+        if previous is not None:
+            self._children[previous] += 1
+        self._pool.share(page, Holder.CACHE)
+
+    def release(self, page: PageId) -> None:
+        """A job lets go of a page, cached or not."""
+        self._pool.give(page, Holder.JOBS)
+        node = self._by_page.get(page)
+        if node is not None and self._pool.is_idle(page):
+            self._enqueue(node)
+
+    def evict(self, count: int) -> None:
+        """Frees `count` pages. The caller has made sure that so many are idle."""
+        for _ in range(count):
+            node = self._least_recent_leaf() or self._least_recent_idle()
+            self._forget(node)
+
+    def check(self) -> None:
+        """The tree, its index by page and its counts of children agree; every evictable leaf is a candidate."""
+        for _ in self.checks():
+            pass
+
+    def checks(self) -> Iterator[None]:
+        """The same a slice at a time, over which nothing may change."""
+        queued: Counter[PageHash] = Counter()
+        for at, (_, hash) in enumerate(self._candidates):
+            assert hash in self._nodes, "a candidate for eviction is forgotten already"
+            queued[hash] += 1
+            if at % SLICE == 0:
+                yield
+        children: Counter[PageHash] = Counter()
+        for at, (hash, node) in enumerate(self._nodes.items()):
+            assert (hash, node) == (node.hash, self._by_page.get(node.page)), "pages and hashes differ"
+            assert queued[hash] == node.queued, f"page {node.page}: candidates differ"
+            if node.previous is not None:
+                children[node.previous] += 1
+            if self._pool.is_idle(node.page) and not self._children[hash]:
+                assert node.queued, f"page {node.page} could be evicted and would never be"
+            if at % SLICE == 0:
+                yield
+        assert len(self._by_page) == len(self._nodes), "pages and hashes differ"
+        for counted, found in ((self._children, children), (children, self._children)):
+            for at, (hash, count) in enumerate(counted.items()):
+                assert found[hash] == count, f"children counted {self._children[hash]}, found {children[hash]}"
+                if at % SLICE == 0:
+                    yield
+
+    def _replace(self, node: _Node, page: PageId, exact: bool) -> None:
+        self._pool.give(node.page, Holder.CACHE)
+        del self._by_page[node.page]
+        self._pool.share(page, Holder.CACHE)
+        self._by_page[page] = node
+        node.page, node.exact, node.drafted = page, exact, True
+
+    def _enqueue(self, node: _Node) -> None:
+        if not node.queued:
+            node.queued = True
+            heapq.heappush(self._candidates, (node.used, node.hash))
+
+    def _least_recent_leaf(self) -> _Node | None:
+        while self._candidates:
+            used, hash = heapq.heappop(self._candidates)
+            node = self._nodes[hash]
+            node.queued = False
+            if not self._pool.is_idle(node.page) or self._children[hash]:
+                continue  # comes back when its last job or its last child goes
+            if node.used == used:
+                return node
+            self._enqueue(node)
+        return None
+
+    def _least_recent_idle(self) -> _Node:
+        idle = [node for node in self._nodes.values() if self._pool.is_idle(node.page)]
+        return min(idle, key=lambda node: node.used)
+
+    def _forget(self, node: _Node) -> None:
+        del self._nodes[node.hash], self._by_page[node.page]
+        self._pool.give(node.page, Holder.CACHE)
+        if node.previous is None:
+            return
+        self._children[node.previous] -= 1
+        if not self._children[node.previous]:
+            del self._children[node.previous]
+            parent = self._nodes.get(node.previous)
+            if parent is not None and self._pool.is_idle(parent.page):
+                self._enqueue(parent)

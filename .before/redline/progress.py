@@ -1,0 +1,126 @@
+"""How far a long piece of work is: a live bar on a terminal, elsewhere a line on stderr every ten seconds.
+
+The lines come from a thread, so they come also while one long step runs, or a model loads.
+"""
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+EVERY_S = 10.0
+
+
+class Working:
+    """Use as a context manager around the work, and call `show` from within it as often as is handy."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        shown: bool = True,
+        bar: bool = True,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], bool] | None = None,
+    ) -> None:
+        """what: names the work. shown: False says nothing at all (of several processes, one speaks).
+        bar: False gives lines on a terminal too.
+
+        clock, wait: for tests. `wait` sleeps for so many seconds, and is true where the work has ended meanwhile.
+        """
+        self._ended = threading.Event()
+        self._stream = stream or sys.stderr
+        self._clock, self._wait = clock, wait or self._ended.wait
+        self._what, self._note = what, ""
+        self._done, self._total = 0.0, 0.0
+        self._began = self._moved = clock()
+        self._first: float | None = None  # what was done when it was first told: no work of this run
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+        self._lines: threading.Thread | None = None
+        if shown and bar and self._stream.isatty():
+            console = Console(file=self._stream)
+            columns = TextColumn("{task.description}", markup=False), BarColumn(), TextColumn("{task.fields[share]}")
+            # What is printed meanwhile goes where it would have gone: stdout may be a file.
+            self._bar = Progress(
+                *columns,
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+                console=console,
+                transient=True,
+                refresh_per_second=2,  # the work itself may be what is timed
+                redirect_stdout=sys.stdout.isatty(),
+            )
+        elif shown:
+            self._lines = threading.Thread(target=self._speak, name="progress", daemon=True)
+
+    def show(self, done: float | None = None, total: float | None = None, *, what: str = "", note: str = "") -> None:
+        """done of total: counts where both are ints, else a share. what: another name for what is done now, which
+        begins anew. note: more words, such as a rate."""
+        if what and what != self._what:
+            self._what, self._first, self._done, self._total = what, None, 0.0, 0.0
+            self._moved = self._clock()
+        self._note = note
+        if done is not None:
+            if self._first is None:
+                self._first, self._moved = done, self._clock()
+            self._done = done
+        if total is not None:
+            self._total = total
+        if self._bar is not None:
+            share = " ".join(filter(None, (self._share(), note)))
+            self._bar.update(
+                self._task, description=self._what, completed=self._done, total=self._total or None, share=share
+            )
+
+    def line(self) -> str:
+        """Such as `answers: 120 of 1,170, 1:02 passed, about 8:51 left; 1,230 tokens/s`."""
+        now = self._clock()
+        said = [part for part in (self._share(), f"{_minutes(now - self._began)} passed") if part]
+        made = self._done - (self._first or 0.0)
+        if self._total and made > 0 and self._done < self._total:
+            said.append(f"about {_minutes((now - self._moved) / made * (self._total - self._done))} left")
+        return f"{self._what}: {', '.join(said)}" + (f"; {self._note}" if self._note else "")
+
+    def _share(self) -> str:
+        if not self._total:
+            return f"{self._done:,}" if self._done and isinstance(self._done, int) else ""
+        if isinstance(self._done, int) and isinstance(self._total, int):
+            return f"{self._done:,} of {self._total:,}"
+        return f"{self._done / self._total:.0%}"
+
+    def _speak(self) -> None:
+        try:
+            while not self._wait(EVERY_S):
+                print(self.line(), file=self._stream, flush=True)
+        except (OSError, ValueError):  # nobody reads any more
+            return
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._task = self._bar.add_task(self._what, total=None, share="")
+            self._bar.start()
+        if self._lines is not None:
+            self._lines.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        if self._bar is not None:
+            self._bar.stop()
+        if self._lines is not None:
+            self._lines.join(1.0)  # longer only where nobody reads what it says
+
+
+def _minutes(seconds: float) -> str:
+    whole = max(0, round(seconds))
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

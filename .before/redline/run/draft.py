@@ -1,0 +1,206 @@
+"""After a row is settled: the drafter reads what is certain, and proposes what the slot's next row will verify.
+
+A learned drafter (EAGLE-3) has one row for each token but the first: the token, and the target's features of the token
+before it. It reads every row of a job once those features are there. What it has read of its own drafts is written over
+by the true rows of the next step. It has one layer, so only the row that drafts from has to be computed to its end; of
+the others the latent is all that is ever needed.
+
+A suffix match costs nothing, and stands in for the drafter where the text repeats itself for long enough.
+
+T drafter rows, R slots that draft, D hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from redline.model.eagle3 import Eagle3
+from redline.model.k2 import Inputs
+from redline.ops.best import best
+from redline.ops.draft_pass import DraftRows, draft_chain, draft_pass
+from redline.run.kv import KvPool
+from redline.run.sample import is_greedy
+from redline.run.slots import Proposal, Slots, Span
+from redline.run.verify import draft_token
+from redline.wire.job import PAGE_TOKENS
+
+SURE = 8  # a suffix match of so many tokens is followed rather than the learned drafter
+
+
+class Drafting:
+    """The drafters of one runner."""
+
+    def __init__(self, drafter: Eagle3 | None, slots: Slots, kv: KvPool) -> None:
+        self._drafter = drafter
+        self._slots = slots
+        self._kv = kv
+        self._places = drafter.served.pages(slots.tokens, slots.tables) if drafter is not None else None
+
+    def follow(
+        self, spans: Sequence[Span], firsts: Sequence[int], counts: Sequence[int], features_TF: Tensor | None
+    ) -> None:
+        """Of each span, `counts` positions hold; they are tokens of the step from `firsts` on, whose features are
+        features_TF [tokens of the step, layers * D]. Leaves a proposal in each slot whose row asks for one."""
+        wanted = [self._wanted(span) for span in spans]
+        reading = [i for i, span in enumerate(spans) if span.row.drafting]
+        if not reading:
+            return
+        assert self._drafter is not None, "a row is for a drafter that is not there"
+        assert features_TF is not None, "a drafter reads what the model has not kept"
+        self._read(
+            self._drafter,
+            [spans[i] for i in reading],
+            [firsts[i] for i in reading],
+            [counts[i] for i in reading],
+            [wanted[i] for i in reading],
+            features_TF,
+        )
+
+    def _wanted(self, span: Span) -> int:
+        """Tokens that the learned drafter is to propose. A suffix match is left in the slot at once."""
+        slot = self._slots.at[span.slot]
+        room = min(slot.limit - slot.length - 1, slot.pages * PAGE_TOKENS - slot.length + 1)
+        count = min(span.row.propose, room)
+        if count <= 0:
+            return 0
+        if slot.suffix is not None:
+            tokens, match = slot.suffix.propose(count)
+            if tokens and (match >= SURE or not span.row.drafting):
+                slot.proposal = Proposal(tokens)
+                return 0
+        return count if span.row.drafting else 0
+
+    def _read(
+        self,
+        drafter: Eagle3,
+        spans: Sequence[Span],
+        firsts: Sequence[int],
+        counts: Sequence[int],
+        wanted: Sequence[int],
+        features_TF: Tensor,
+    ) -> None:
+        """Writes the drafter's rows of these spans, and drafts what is wanted behind them.
+
+        A row whose place is the first of a page that the slot does not have yet is late: it comes with the slot's next
+        row, by way of `tails`, as after a cached page. So is one whose token is not known, behind a prompt that is only
+        read: it may come with another job, which begins from the cached pages.
+        """
+        slots: list[int] = []
+        positions: list[int] = []  # of the features; the row's token is the next one
+        sources: list[int] = []
+        queries: list[int] = []
+        drafting: list[tuple[int, int]] = []
+        late: list[int] = []
+        behind = [span for span in spans if self._slots.at[span.slot].behind]
+        for span, first, count, drafts in zip(spans, firsts, counts, wanted, strict=True):
+            slot = self._slots.at[span.slot]
+            place = span.start + count  # of the last row
+            slot.behind = place == slot.pages * PAGE_TOKENS
+            if slot.behind or place == slot.length:
+                late.append(len(slots) + count - 1)
+            slots.extend([span.slot] * count)
+            positions.extend(range(span.start, span.start + count))
+            sources.extend(range(first, first + count))
+            if drafts:
+                queries.append(len(slots) - 1)
+                drafting.append((span.slot, drafts))
+        if not positions and not behind:
+            return
+        feature = drafter.served.fuse(features_TF, sources)
+        ends = [i for i, position in enumerate(positions) if position % PAGE_TOKENS == PAGE_TOKENS - 1]
+        if ends:
+            self._kv.tails[self._pages([slots[i] for i in ends], [positions[i] for i in ends])] = feature[ends]
+        if late:
+            kept = [i for i in range(len(slots)) if i not in late]
+            feature, slots, positions = feature[kept], [slots[i] for i in kept], [positions[i] for i in kept]
+            queries = [kept.index(i) for i in queries]
+        if behind:
+            tails = self._pages([span.slot for span in behind], [span.start - 1 for span in behind])
+            feature = torch.cat([feature, self._kv.tails[tails]])
+            slots += [span.slot for span in behind]
+            positions += [span.start - 1 for span in behind]
+        if not slots:
+            return
+        layer = drafter.served.layer
+        if layer is not None and self._places is not None and all(self._drafts_the_best(slot) for slot, _ in drafting):
+            rows, counts = DraftRows(slots, positions, queries), [count for _, count in drafting]
+            drafted = draft_chain(feature, layer, self._places, rows, counts, self._kv.draft)
+            for (slot, count), tokens in zip(drafting, drafted.tolist(), strict=True):
+                self._slots.at[slot].proposal = Proposal(tokens[:count])
+            return
+        normed, fed = self._forward(drafter, slots, positions, None, feature, queries)
+        if drafting:
+            self._propose(drafter, drafting, normed, fed)
+
+    def _propose(self, drafter: Eagle3, rows: Sequence[tuple[int, int]], normed: Tensor, fed: Tensor) -> None:
+        """Drafts one token for all, then one more for those that want one, and so on."""
+        at = self._slots.at
+        drafted: dict[int, tuple[list[int], list[Tensor]]] = {slot: ([], []) for slot, _ in rows}
+        done = 0
+        while True:
+            chosen = self._choose(drafter, [slot for slot, _ in rows], done, normed)
+            for (slot, _), (token, q) in zip(rows, chosen, strict=True):
+                drafted[slot][0].append(token)
+                if q is not None:
+                    drafted[slot][1].append(q)
+            done += 1
+            going = [i for i, (_, wanted) in enumerate(rows) if wanted > done]
+            if not going:
+                break
+            if len(going) < len(rows):
+                fed = fed[going]
+            rows, ids = [rows[i] for i in going], [chosen[i][0] for i in going]
+            slots = [slot for slot, _ in rows]
+            positions = [at[slot].length - 2 + done for slot in slots]
+            normed, fed = self._forward(drafter, slots, positions, ids, fed, range(len(rows)))
+        for slot, (tokens, q) in drafted.items():
+            at[slot].proposal = Proposal(tokens, torch.stack(q) if q else None)
+
+    def _choose(
+        self, drafter: Eagle3, slots: Sequence[int], done: int, normed: Tensor
+    ) -> list[tuple[int, Tensor | None]]:
+        logits_RV = drafter.logits(normed)
+        if all(map(self._drafts_the_best, slots)):
+            return [(token, None) for token in best(logits_RV)[0].tolist()]
+        of = [self._slots.at[slot] for slot in slots]
+        return [draft_token(row_V, slot.sampling, slot.length, done) for row_V, slot in zip(logits_RV, of, strict=True)]
+
+    def _drafts_the_best(self, slot: int) -> bool:
+        sampling = self._slots.at[slot].sampling
+        return sampling.seeded or is_greedy(sampling)
+
+    def _forward(
+        self,
+        drafter: Eagle3,
+        slots: Sequence[int],
+        positions: Sequence[int],
+        ids: Sequence[int] | None,
+        feature: Tensor,
+        queries: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """Rows of `positions`, whose tokens (None: those of the slots) are the next ones. Of the queries alone: the
+        normed states and the features to feed back."""
+        layer = drafter.served.layer
+        if layer is not None and self._places is not None:
+            rows = DraftRows(slots, positions, queries, ids)
+            return draft_pass(feature, layer, self._places, rows, self._kv.draft)
+        device = feature.device
+        slot_T, position_T = torch.tensor(slots, device=device), torch.tensor(positions, device=device)
+        place_T = position_T + 1
+        cos, sin = drafter.angles(position_T)
+        inputs = Inputs(
+            ids_T=self._slots.tokens[slot_T, place_T] if ids is None else torch.tensor(ids, device=device),
+            cos_T=cos,
+            sin_T=sin,
+            rows_T=self._slots.places(slot_T, place_T),
+            chunks=(),
+            tokens_Q=torch.tensor(queries, dtype=torch.int32, device=device),
+            slots_Q=torch.tensor([slots[i] for i in queries], dtype=torch.int32, device=device),
+            lengths_Q=torch.tensor([positions[i] + 2 for i in queries], dtype=torch.int32, device=device),
+            tables=self._slots.tables,
+        )
+        return drafter.forward(inputs, feature, self._kv.draft)
+
+    def _pages(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
+        return self._slots.tables[slots, [position // PAGE_TOKENS for position in positions]].long()

@@ -1,0 +1,52 @@
+"""What `sample.draw_each` does, from numbers that only the device knows: it can be recorded.
+
+T rows, V vocabulary.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.ops.draw import draw
+
+
+class Odds(NamedTuple):
+    """Of each row [T], as in Sampling: three float64 and two int64; and the position of its token, int64."""
+
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    top_k: Tensor  # 0: all
+    seed: Tensor  # 64 bits, as `signed` gives them
+    position: Tensor
+
+
+def draw_rows(logits_TV: Tensor, odds: Odds, *, narrowed: bool) -> Tensor:
+    """int64 [T]. narrowed: whether any row has top_k, top_p or min_p."""
+    u_T = uniforms(odds.seed, odds.position)
+    columns = odds.temperature, odds.top_p, odds.min_p, odds.top_k.double(), u_T
+    return draw(logits_TV, torch.stack(columns, 1), narrowed)
+
+
+def uniforms(seed_T: Tensor, position_T: Tensor) -> Tensor:
+    """`sample.uniform` of each pair, float64."""
+    bits_T = _mix(seed_T ^ _mix(position_T))
+    return _shifted(bits_T, 11).double() * 2.0**-53
+
+
+def signed(bits: int) -> int:
+    """The int64 with the 64 bits of a number of any size."""
+    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = x + signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """To the right, zeros from the left: int64 has a sign of its own."""
+    return (x >> count) & ((1 << (64 - count)) - 1)

@@ -1,0 +1,280 @@
+"""What fits: pages, and the longest job, from memory. Pure functions whose results print their own arithmetic.
+
+Beside the pages stand the weights, a drafter, what running jobs are written in, what a step computes in, and on a GPU
+its recorded steps. These are bounds from sizes alone, not measurements; tests hold them against what a step takes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from redline.errors import ConfigError
+from redline.model.config import K2Config, Nvfp4Experts
+from redline.model.eagle3 import Eagle3Config
+from redline.run.sample import SCORED_ROWS
+from redline.run.shapes import shapes
+from redline.wire.job import PAGE_TOKENS
+
+KV_SHARE = 0.25  # of the memory that is left for pages, where nothing is said; at most KV_MOST
+KV_MOST = 4 << 30
+DRAWN_ROWS, DRAWN_BYTES = 32, 48  # rows whose vocabularies are sorted at once on a GPU, bytes a token (ops/draw.py)
+RECORDED_LAUNCH = 16 << 10  # bytes of a launch in a recorded step
+LAUNCHES = 24  # of a layer in a recorded step, at most
+LIBRARIES = {"cpu": 64 << 20, "cuda": 768 << 20}  # what torch and its libraries take beside the tensors of a step
+
+
+@dataclass(frozen=True)
+class Layout:
+    """pages: of PAGE_TOKENS tokens. max_model_len: tokens of one job, prompt and answer.
+
+    draft_bytes: of page_bytes, the drafter's.
+    """
+
+    pages: int
+    max_model_len: int
+    kv_dtype: torch.dtype
+    page_bytes: int
+    draft_bytes: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.pages * PAGE_TOKENS
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.pages * self.page_bytes
+
+    def explain(self) -> list[str]:
+        """Each number with its arithmetic."""
+        per_token = (self.page_bytes - self.draft_bytes) // PAGE_TOKENS
+        drafter = f" + {self.draft_bytes:,} of the drafter" if self.draft_bytes else ""
+        jobs = self.tokens / self.max_model_len
+        return [
+            f"a page           {PAGE_TOKENS} tokens x {per_token:,} bytes{drafter} = {self.page_bytes:,} bytes",
+            f"KV memory        {self.pages:,} pages x {self.page_bytes:,} bytes = {self.kv_bytes / 1e9:.2f} GB",
+            f"KV capacity      {self.tokens:,} tokens = {jobs:.1f} x the longest context of {self.max_model_len:,}",
+        ]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of everything but pages, where jobs come to a given length."""
+
+    weights: int
+    drafter: int  # its weights
+    slots: int  # tokens, page tables and angles of running jobs, and the page that is nobody's
+    scratch: int  # what a step computes in, at its most tokens and its longest context
+    recorded: int  # steps on a GPU
+
+    @property
+    def whole(self) -> int:
+        return self.weights + self.drafter + self.slots + self.scratch + self.recorded
+
+    def explain(self) -> list[str]:
+        return [f"{name:<16} {size / 1e9:.2f} GB" for name, size in self._parts()]
+
+    def sentence(self) -> str:
+        return " + ".join(f"{size / 1e9:,.2f} GB of {name}" for name, size in self._parts())
+
+    def _parts(self) -> Iterator[tuple[str, int]]:
+        yield "weights", self.weights
+        for name, size in (("drafter", self.drafter), ("running jobs", self.slots), ("a step's scratch", self.scratch)):
+            if size:
+                yield name, size
+        if self.recorded:
+            yield "recorded steps", self.recorded
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides how much memory an engine needs, but for pages and the length of jobs.
+
+    positions: of a decode row, at most. gpu_kernels: whether the GPU's own kernels run the model; they alone read
+    NVFP4, and they alone are recorded.
+    """
+
+    config: K2Config
+    kv_dtype: torch.dtype = torch.bfloat16
+    step_tokens: int = 512
+    max_running: int = 64
+    positions: int = 1
+    device: str = "cpu"
+    gpu_kernels: bool = False
+    drafter: Eagle3Config | None = None
+    drafter_parameters: int = 0
+
+    @property
+    def draft_bytes(self) -> int:
+        """Of a page: the drafter's rows, and the page's last feature (kv.py)."""
+        if self.drafter is None:
+            return 0
+        return self.drafter.kv_bytes_per_token(self.kv_dtype) * PAGE_TOKENS + 4 * self.drafter.hidden_size
+
+    @property
+    def page_bytes(self) -> int:
+        return self.config.kv_bytes_per_token(self.kv_dtype) * PAGE_TOKENS + self.draft_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        config = self.config
+        if isinstance(config.quantization, Nvfp4Experts) and not self.gpu_kernels:
+            return 2 * (config.dense_parameters + config.routed_parameters)
+        return config.weight_bytes
+
+    def needs(self, max_model_len: int) -> Needs:
+        slots, pages = self.max_running + 1, _pages(max_model_len)
+        angles = 8 * self.config.qk_rope_head_dim  # of the model's table, and of a drafter's
+        return Needs(
+            weights=self.weight_bytes,
+            # As it is read, in float32; and as its ops want it, in bf16.
+            drafter=(2 if self.device == "cuda" else 6) * self.drafter_parameters,
+            slots=slots * (8 * (max_model_len + 1) + 4 * pages) + angles * (max_model_len + 1) + self.page_bytes,
+            scratch=self._scratch(max_model_len),
+            recorded=self._recorded(max_model_len),
+        )
+
+    def _scratch(self, max_model_len: int) -> int:
+        c, exact = self.config, self.kv_dtype == torch.float32
+        tokens, asked = self.step_tokens, min(self.step_tokens, self.max_running * self.positions)
+        heads, head, value = c.num_attention_heads, c.qk_head_dim, c.v_head_dim
+        features = 0 if self.drafter is None else len(self.drafter.layer_ids) * c.hidden_size
+        wide = max(2 * c.intermediate_size, c.num_experts_per_tok * (2 * c.moe_intermediate_size + c.hidden_size))
+        narrow = c.q_lora_rank + c.kv_width + 2 * c.shared_intermediate_size + c.n_routed_experts
+        # Of every token: its stream in several forms, queries and what attention gives, the widest of the MLPs.
+        token = 4 * (8 * c.hidden_size + 2 * features + 2 * heads * (head + value) + wide + narrow)
+        if self.drafter is not None:  # its one layer over the same tokens
+            token += 4 * (8 * c.hidden_size + 2 * heads * (head + value) + 3 * self.drafter.intermediate_size)
+        # Of every token whose next one is asked for: absorbed queries, parts of sums, logits, and copies to draw from.
+        row = 8 * heads * (c.kv_width + c.kv_lora_rank) + 4 * 4 * c.vocab_size
+        scored = 2 * 4 * SCORED_ROWS * c.vocab_size
+        if self.device == "cuda":
+            # A prompt's context unfolded: rows, keys in two pieces and whole, values; and the weights that unfold it.
+            context = 4 * c.kv_width + 2 * heads * (c.qk_nope_head_dim + 2 * head + 2 * value)
+            fixed = 4 * heads * c.kv_lora_rank * (c.qk_nope_head_dim + value)
+            fixed += DRAWN_ROWS * DRAWN_BYTES * c.vocab_size
+        else:
+            # Latents as rows and as panels, keys and values of one head at a time.
+            context = (4 if exact else 2) * (2 * c.kv_lora_rank + head + value)
+            fixed = 16 * c.vocab_size
+        whole = tokens * token + asked * row + max_model_len * context + fixed + scored
+        return whole + LIBRARIES[self.device]
+
+    def _recorded(self, max_model_len: int) -> int:
+        """The launches of every shape; and what lies between them, which all shapes share."""
+        if not self.gpu_kernels:
+            return 0
+        wanted = shapes(self.max_running, self.positions, _pages(max_model_len) * PAGE_TOKENS)
+        c, launches = self.config, LAUNCHES * self.config.num_hidden_layers + 64
+        most = max(shape.rows * shape.positions for shape in wanted)
+        layer = 4 * (8 * c.hidden_size + 2 * c.num_attention_heads * (c.kv_width + c.kv_lora_rank + c.v_head_dim))
+        between = most * (layer + 4 * 4 * c.vocab_size) + DRAWN_ROWS * DRAWN_BYTES * c.vocab_size
+        return len(wanted) * launches * RECORDED_LAUNCH + between
+
+    def left(self, free: int, max_model_len: int) -> int:
+        """Bytes for pages where jobs come to so many tokens; negative where even the rest does not fit."""
+        return free - self.needs(max_model_len).whole
+
+
+def fit(sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int | None = None) -> Layout:
+    """As many pages as `kv_bytes` holds, and the longest job that they allow; what is None is derived from `free`.
+
+    ConfigError, one line with the arithmetic, where that does not fit. Whatever it advises to give instead does.
+    """
+    reads = sizes.config.max_position_embeddings
+    if max_model_len is not None and not 1 <= max_model_len <= reads:
+        raise ConfigError(
+            f"max-model-len is {max_model_len:,}; this model reads {reads:,} tokens at most, and 1 at least"
+        )
+    length = max_model_len or _derived_length(sizes, free, kv_bytes)
+    given = kv_bytes
+    if kv_bytes is None:
+        most = sizes.left(free, length)
+        kv_bytes = max(_share(most), min(_paged(sizes, length), most))
+    if length == 0 or not _paged(sizes, length) <= kv_bytes <= sizes.left(free, length):
+        raise _refusal(sizes, free, given, max_model_len)
+    return Layout(kv_bytes // sizes.page_bytes, length, sizes.kv_dtype, sizes.page_bytes, sizes.draft_bytes)
+
+
+def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
+    """0: no job fits. Where nothing is said of pages either, their share decides; all that is left where it is none."""
+    if kv_bytes is not None:
+        return _longest(sizes, free, kv_bytes)
+    return _longest(sizes, free, _share(sizes.left(free, 1))) or _longest(sizes, free, None)
+
+
+def _share(left: int) -> int:
+    return max(0, min(KV_MOST, int(left * KV_SHARE)))
+
+
+def _longest(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
+    """The longest job for which so many bytes of pages (None: as many as it takes) do, and fit; 0: there is none."""
+
+    def fits(length: int) -> bool:
+        paged = _paged(sizes, length)
+        return (kv_bytes is None or paged <= kv_bytes) and (kv_bytes or paged) <= sizes.left(free, length)
+
+    low, high = 0, sizes.config.max_position_embeddings
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def _refusal(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> ConfigError:
+    """In one line: what was asked for, what there is, and what to give instead."""
+    length = max_model_len or 1
+    needs, needed = sizes.needs(length), _paged(sizes, length)
+    asked = needed if kv_bytes is None else kv_bytes
+    what = f" for max-model-len {max_model_len:,}" if max_model_len else ""
+    if kv_bytes is not None and kv_bytes < needed:
+        fault = (
+            f"kv-memory {kv_bytes / 1e9:,.2f} GB holds {kv_bytes // sizes.page_bytes:,} pages of "
+            f"{sizes.page_bytes:,} bytes; {_pages(length):,} are needed{what}"
+        )
+    else:
+        missing = (needs.whole + asked - free) / 1e9
+        fault = (
+            f"{needs.sentence()} + {asked / 1e9:,.2f} GB of pages{what} do not fit into the {free / 1e9:,.2f} GB that "
+            f"are free here: {missing:,.2f} GB too many"
+        )
+    advice = list(_advice(sizes, free, kv_bytes, max_model_len))
+    weights = "; ".join(sizes.config.explain_weight_bytes())
+    if not advice:
+        return ConfigError(f"{fault}; a larger device is needed, or several. The weights: {weights}")
+    return ConfigError(f"{fault}: give {', or '.join(advice)}")
+
+
+def _advice(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> Iterator[str]:
+    """Flags, each line of which fits; one of them is changed where that is enough."""
+    length = max_model_len or 1
+    least, most = _paged(sizes, length), sizes.left(free, length)
+    alone = False
+    if kv_bytes is not None and least <= most:
+        alone = True
+        yield f"--kv-memory {_size(max(least, min(kv_bytes, most)), least, most)}"
+    if max_model_len is not None and (shorter := _longest(sizes, free, kv_bytes)):
+        alone = True
+        yield f"--max-model-len {shorter}"
+    if not alone and max_model_len is not None and kv_bytes is not None and (shorter := _longest(sizes, free, None)):
+        least, most = _paged(sizes, shorter), sizes.left(free, shorter)
+        yield f"--max-model-len {shorter} --kv-memory {_size(least, least, most)}"
+
+
+def _pages(tokens: int) -> int:
+    return -(-tokens // PAGE_TOKENS)
+
+
+def _paged(sizes: Sizes, tokens: int) -> int:
+    """Bytes of the pages of one job."""
+    return _pages(tokens) * sizes.page_bytes
+
+
+def _size(wanted: int, least: int, most: int) -> str:
+    """A size near `wanted` in [least, most], as the flag takes it, with as few digits as that allows."""
+    for unit, digits, name in ((10**9, 2, "GB"), (10**6, 2, "MB")):
+        step = unit // 10**digits
+        for steps in (-(-wanted // step), wanted // step):
+            if least <= steps * step <= most:
+                return f"{steps * step / unit:.{digits}f}{name}"
+    return str(wanted)

@@ -1,0 +1,65 @@
+"""Work that a device does again and again without being told how: CUDA graphs, and on a CPU plain calls.
+
+What is recorded must be torch operations over tensors that stay where they are: nothing that waits for the device, no
+shape that depends on data. So the same pieces run, and are tested, on a CPU.
+"""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Piece = Callable[[], None]
+
+
+class Recorder:
+    """Of one device. Recorded pieces share their temporary memory, so only one of them may run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if self._cuda else None
+        self._first: torch.cuda.CUDAGraph | None = None  # whose memory the others share
+
+    def record(self, *pieces: Piece) -> tuple[Piece, ...]:
+        """What does again what the pieces do, which run in this order and are run once here, on a GPU, to warm up."""
+        if self._stream is None:
+            return pieces
+        torch.cuda.synchronize(self._device)
+        with torch.cuda.stream(self._stream):
+            for piece in pieces:
+                piece()
+            torch.cuda.synchronize(self._device)
+            return tuple([self._capture(piece) for piece in pieces])
+
+    def _capture(self, piece: Piece) -> Piece:
+        """Of the current stream."""
+        graph = torch.cuda.CUDAGraph()
+        pool = self._first.pool() if self._first is not None else None
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            piece()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # that the capture was broken off, which is known
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        self._first = self._first or graph
+        return graph.replay
+
+    def host_tensor(self, rows: int, columns: int) -> Tensor:
+        """int64 zeros that a GPU reads and writes by itself."""
+        return torch.zeros(rows, columns, dtype=torch.int64, pin_memory=self._cuda)
+
+    def mark(self) -> Callable[[], None]:
+        """What waits until the device has done all that it was given before this call."""
+        if not self._cuda:
+            return _done
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+
+def _done() -> None:
+    """A CPU has done a piece when its call returns."""

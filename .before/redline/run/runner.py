@@ -1,0 +1,374 @@
+"""Runs steps, one after another.
+
+A step is: forward over all rows, then settle: verify each row's drafts, append what is certain to its slot, and draft
+what the slot's next row will verify. The next step finds it there.
+
+On a GPU a thread runs them, and nothing is awaited between two: the planner plans the next while one computes. Steps of
+nothing but plain decode rows are recorded and replayed (`captured.py`); the thread leads the rest. On a CPU the kernels
+have every core, and a step runs in the thread that waits for it: a second thread would take cores and Python from it.
+That thread enters `torch.inference_mode` once for all steps, as the GPU's does.
+"""
+
+import itertools
+import logging
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import msgspec
+import torch
+from torch import Tensor
+
+from redline.model.eagle3 import Eagle3
+from redline.model.k2 import K2
+from redline.ops.faults import is_device_error
+from redline.ops.transformer import Predicted
+from redline.run.captured import CapturedSteps, not_finite
+from redline.run.decode import Board
+from redline.run.draft import Drafting
+from redline.run.fit import Layout
+from redline.run.kv import KvPool
+from redline.run.sample import SCORED_ROWS, draw_each, is_greedy, logprobs_of, uniform
+from redline.run.slots import Proposal, Slots, Span
+from redline.run.verify import Verified, is_chosen_alone, verify, verify_chosen
+from redline.wire.job import Sampling
+from redline.wire.step import Begin, RowResult, Step, StepResult, TokenLogprobs
+
+_log = logging.getLogger(__name__)
+
+
+class Launched:
+    """A step that a thread will run. `wait` raises what the step raised."""
+
+    def __init__(self, future: "Future[Landing]") -> None:
+        self._future = future
+
+    def wait(self) -> StepResult:
+        return self._future.result()()
+
+
+class Queued:
+    """A step that runs in the thread that waits for it, behind those that were launched before it."""
+
+    def __init__(self, step: Step, runner: "Runner", queued: "deque[Queued]") -> None:
+        self._step = step
+        self._runner = runner
+        self._queued = queued
+        self._ran: StepResult | Exception | None = None
+        queued.append(self)
+
+    def wait(self) -> StepResult:
+        """Raises what the step raised."""
+        while self._ran is None:
+            self._queued.popleft().run()
+        if isinstance(self._ran, Exception):
+            raise self._ran
+        return self._ran
+
+    def run(self) -> None:
+        try:
+            self._ran = self._runner.run(self._step)
+        except Exception as error:
+            self._ran = error
+
+
+Landing = Callable[[], StepResult]
+"""Waits for the device, where a step is still on its way."""
+
+
+class Runner:
+    """One model, its pages and its slots; perhaps a drafter, prepared for the model, and suffix matches.
+
+    `replays` counts the steps that were replayed, `led` the others, by why.
+    """
+
+    def __init__(
+        self,
+        model: K2,
+        layout: Layout,
+        slots: int,
+        drafter: Eagle3 | None = None,
+        *,
+        suffix: bool = False,
+        drafts: int = 0,
+        captured: bool | None = None,
+    ) -> None:
+        """drafts: of a row, at most. captured: whether decode steps are recorded, and a thread runs all; None: on a
+        GPU. Raises what the recording raised."""
+        self.model = model
+        self.drafter = drafter
+        self.kv = KvPool(model, layout, drafter)
+        self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=suffix)
+        self.drafting = Drafting(drafter, self.slots, self.kv)
+        self._layers = drafter.config.layer_ids if drafter is not None else ()
+        self.replays = 0
+        self.led: Counter[str] = Counter()
+        self._captured: CapturedSteps | None = None
+        if model.device.type == "cuda" if captured is None else captured:
+            self._captured = CapturedSteps(Board(model, self.slots, self.kv, self._layers), 1 + drafts)
+        self._steps: queue.SimpleQueue[tuple[Step, Future[Landing]] | None] = queue.SimpleQueue()
+        self._queued: deque[Queued] = deque()
+        self._thread: threading.Thread | None = None
+        self._recorded: Future[None] = Future()
+        if self._captured is not None:
+            self._thread = threading.Thread(target=self._serve, name="steps", daemon=True)
+            self._thread.start()
+            self._recorded.result()
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a launched step runs before it is waited for."""
+        return self._thread is not None
+
+    def launch(self, step: Step) -> Launched | Queued:
+        """One thread launches, and waits."""
+        if self._captured is None:
+            return Queued(step, self, self._queued)
+        future: Future[Landing] = Future()
+        self._steps.put((step, future))
+        return Launched(future)
+
+    def close(self) -> None:
+        """Lets launched steps finish, and ends the thread."""
+        while self._queued:
+            self._queued.popleft().run()
+        if self._thread is not None:
+            self._steps.put(None)
+            self._thread.join()
+            _log.info("%d steps were replayed; led by the host: %s", self.replays, dict(self.led))
+
+    def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
+        """Sets where a slot stands and what its next row verifies, for measurements. The runner must be idle."""
+        if self._captured is not None:
+            self._captured.catch_up()
+        slot = self.slots.at[number]
+        slot.length, slot.proposal, slot.told = length, Proposal(list(drafts)), False
+
+    def _serve(self) -> None:
+        """Until `close`; or until the recording has failed, which is the thread's first work."""
+        captured = self._captured
+        assert captured is not None, "a thread runs steps where they are recorded"
+        with torch.inference_mode():
+            try:
+                captured.record()
+            except BaseException as error:
+                self._recorded.set_exception(error)
+                return
+            self._recorded.set_result(None)
+            while (work := self._steps.get()) is not None:
+                step, future = work
+                try:
+                    future.set_result(self._start(step, captured))
+                except Exception as error:
+                    future.set_exception(error)
+
+    def _start(self, step: Step, captured: CapturedSteps) -> Landing:
+        refusal = captured.refusal(step)
+        if refusal is not None:
+            if step.rows:
+                self.led[refusal] += 1
+            result = self.run(step)
+            return lambda: result
+        self.replays += 1
+        flight, replayed = captured.launch(step)
+        if any(row.drafting or row.propose for row in step.rows):
+            captured.catch_up()  # drafts are made of tokens that the host must know
+            spans = [
+                (i, outcome.span(row)) for i, (row, outcome) in enumerate(zip(step.rows, flight.outcomes, strict=True))
+            ]
+            sound = [(i, span) for i, span in spans if flight.outcomes[i].tokens]
+            self.drafting.follow(
+                [span for _, span in sound],
+                [i * replayed.shape.positions for i, _ in sound],
+                [len(flight.outcomes[i].tokens) for i, _ in sound],
+                replayed.features,
+            )
+        return flight.result
+
+    def run(self, step: Step) -> StepResult:
+        """The step, now, in this thread. Rows of a slot that has an error get it, and do not run; nor do those of the
+        next step, which may be launched already."""
+        for begin in step.begins:
+            self.slots.empty(begin.slot)
+        try:
+            return self._run(step)
+        except Exception:
+            for row in step.rows:
+                self.slots.at[row.slot].error = "the step before failed"
+            raise
+
+    def _run(self, step: Step) -> StepResult:
+        if self._captured is not None:
+            self._captured.catch_up()
+        for begin in step.begins:
+            self._begin(begin)
+        results: list[RowResult] = []
+        spans: list[Span] = []
+        places: list[int] = []
+        for row in step.rows:
+            if row.new_pages:
+                self.slots.add_pages(row.slot, row.new_pages)
+            error = self.slots.at[row.slot].error
+            results.append(_NOTHING if error is None else RowResult(error=error))
+            if error is None and (span := self.slots.span(row)).count:
+                spans.append(span)
+                places.append(len(results) - 1)
+        if spans:
+            for place, result in zip(places, self._compute(spans), strict=True):
+                results[place] = result
+        return StepResult(number=step.number, rows=tuple(results))
+
+    def _begin(self, begin: Begin) -> None:
+        try:
+            self.slots.begin(begin)
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # this job's alone
+
+    def _compute(self, spans: Sequence[Span]) -> list[RowResult]:
+        asked: list[int] = []  # tokens of the step: all of a decode row, the last of a prompt, where the row samples
+        sampling: list[Span] = []
+        layers: Sequence[int] = ()
+        end, prompts, drafts = 0, False, False
+        for span in spans:
+            row, first, end = span.row, end, end + span.count
+            if row.samples:
+                sampling.append(span)
+                asked.extend(range(first if row.start is None else end - 1, end))
+            prompts = prompts or row.start is not None
+            drafts = drafts or row.drafting or row.propose > 0
+            if row.drafting:
+                layers = self._layers
+        out = self.model.predict(self.slots.inputs(spans, self.model), self.kv.planes, layers, asked)
+        results = self._verify(sampling, out)
+        if prompts:
+            results = self._with_prompts(spans, results, out.hidden())
+        if drafts:
+            self._draft(spans, results, out.features)
+        return results
+
+    def _draft(self, spans: Sequence[Span], results: Sequence[RowResult], features: Tensor | None) -> None:
+        firsts = list(itertools.accumulate((span.count for span in spans), initial=0))
+        sound = [i for i, result in enumerate(results) if result.error is None]
+        if any(spans[i].row.drafting or spans[i].row.propose for i in sound):
+            self.drafting.follow(
+                [spans[i] for i in sound],
+                [firsts[i] for i in sound],
+                [spans[i].count - len(spans[i].drafts.tokens) + results[i].accepted for i in sound],
+                features,
+            )
+
+    def _verify(self, spans: Sequence[Span], out: Predicted) -> list[RowResult]:
+        """What each row gives; asked for were all of a decode row's positions, and one of any other row."""
+        chosen = self._chosen(spans, out)
+        tokens = range(self.model.config.vocab_size)
+        all_finite = -1 not in chosen
+        results: list[RowResult] = []
+        end = 0
+        for span in spans:
+            proposed = len(span.drafts.tokens)
+            first, end = end, end + 1 + proposed
+            slot, position = self.slots.at[span.slot], span.end - proposed
+            sound = end - first if all_finite else [*chosen[first:end], -1].index(-1)
+            if not sound:
+                results.append(RowResult(error=not_finite(position - 1)))
+                continue
+            # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
+            drafts = span.drafts.until(sound - 1)
+            try:
+                if is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
+                    given = verify_chosen(chosen[first : first + sound], drafts.tokens)
+                else:
+                    given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
+            except Exception as error:
+                if is_device_error(error):
+                    raise
+                results.append(RowResult(error=f"the next token could not be chosen: {error}"))  # this row's alone
+                continue
+            if not given.tokens or not all(token in tokens for token in given.tokens):
+                results.append(RowResult(error=f"no token can be chosen for position {position}: {_NOT_A_CHOICE}"))
+                continue
+            self.slots.append(span.slot, given.tokens, position)
+            asked = slot.sampling.logprobs
+            logprobs = (
+                ()
+                if asked is None
+                else tuple(
+                    logprobs_of(row_V, token, asked)
+                    for row_V, token in zip(out.logits()[first:end], given.tokens, strict=False)
+                )
+            )
+            results.append(
+                RowResult(
+                    tokens=tuple(given.tokens),
+                    proposed=proposed,
+                    accepted=given.accepted,
+                    logprobs=logprobs,
+                )
+            )
+        return results
+
+    def _chosen(self, spans: Sequence[Span], out: Predicted) -> list[int]:
+        """The token of each row of logits that `is_chosen_alone`; all draws in one call. Of the others it is any. -1
+        where the logits are not finite, or give nothing to draw."""
+        rows: list[int] = []
+        asked: list[Sampling] = []
+        us: list[float] = []
+        end = 0
+        for span in spans:
+            first, end = end, end + 1 + len(span.drafts.tokens)
+            slot = self.slots.at[span.slot]
+            sampling = slot.sampling
+            if is_greedy(sampling):
+                continue
+            position = span.end - len(span.drafts.tokens)
+            if not is_chosen_alone(sampling, position - slot.prompt, span.drafts.q):
+                continue
+            rows.extend(range(first, end))
+            asked.extend([sampling] * (end - first))
+            us.extend(uniform(sampling.seed, position + i) for i in range(end - first))
+        if not rows:
+            return out.likeliest
+        chosen, logits_RV = out.likeliest.copy(), out.logits()
+        for row, token in zip(
+            rows, draw_each(logits_RV if len(rows) == len(chosen) else logits_RV[rows], asked, us), strict=True
+        ):
+            if chosen[row] >= 0:
+                chosen[row] = token
+        return chosen
+
+    def _verify_drawn(self, number: int, drafts: Proposal, logits_NV: Tensor, position: int) -> Verified:
+        slot, tokens = self.slots.at[number], self.slots.tokens[number]
+        prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
+        return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
+
+    def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
+        """One result a row: what it sampled, and the log probabilities of the prompt tokens that it predicts, where
+        asked for."""
+        results: list[RowResult] = []
+        left, end = iter(sampled), 0
+        for span in spans:
+            first, end = end, end + span.count
+            result = next(left) if span.row.samples else _NOTHING
+            logprobs = self._prompt_logprobs(span, hidden[first:end])
+            results.append(msgspec.structs.replace(result, prompt_logprobs=logprobs) if logprobs else result)
+        return results
+
+    def _prompt_logprobs(self, span: Span, hidden: Tensor) -> tuple[TokenLogprobs, ...]:
+        slot = self.slots.at[span.slot]
+        asked, count = slot.sampling.prompt_logprobs, min(span.end, slot.prompt - 1) - span.start
+        if asked is None or count <= 0:
+            return ()
+        tokens = self.slots.tokens[span.slot, span.start + 1 : span.start + 1 + count]
+        return tuple(
+            logprobs_of(row_V, token, asked)
+            for some, of_some in zip(hidden[:count].split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True)
+            for row_V, token in zip(self.model.logits(some), of_some.tolist(), strict=True)
+        )
+
+
+_NOTHING = RowResult()
+_NOT_A_CHOICE = "what was asked for leaves no finite logit"

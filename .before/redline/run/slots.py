@@ -1,0 +1,245 @@
+"""The running jobs as tensors: each slot's tokens, page table and sampling.
+
+Tokens live here, not in the steps: sampling appends to its slot, and the next step reads what it finds. So does a
+drafter: what it proposes waits here for the row that verifies it. On a CPU the tables are plain memory that the step
+thread alone touches; the inputs of steps that decode are memory too, and hold until the next step's are asked for.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.model.k2 import K2, Chunk, Inputs
+from redline.ops.step_inputs import StepMemory, memory, step_inputs
+from redline.run.suffix import Suffix
+from redline.wire.job import PAGE_TOKENS, Sampling
+from redline.wire.step import Begin, Row
+
+
+class Proposal(NamedTuple):
+    """Drafts of the tokens that follow a slot's last one.
+
+    q: float32 [drafts, V], what each was drawn from; None: they are certain of themselves (greedy, or a suffix match).
+    """
+
+    tokens: list[int]
+    q: Tensor | None = None
+
+    def until(self, count: int) -> "Proposal":
+        """The first `count` of them."""
+        return (
+            self
+            if count >= len(self.tokens)
+            else Proposal(self.tokens[:count], None if self.q is None else self.q[:count])
+        )
+
+
+NOTHING = Proposal([])
+MOST_KEPT = 256  # tokens of a step whose memory is kept: all those together take less than 10 MB
+
+
+class Span(msgspec.Struct, frozen=True):
+    """A row as its slot knows it: positions [start, start + count), whose last `drafts` tokens are proposals."""
+
+    row: Row
+    slot: int
+    start: int
+    count: int
+    drafts: Proposal = NOTHING
+
+    @property
+    def decodes(self) -> bool:
+        return self.row.start is None
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+@dataclass
+class Slot:
+    """What is not a tensor."""
+
+    prompt: int = 0
+    length: int = 0  # tokens, prompt and generated; drafts are behind them
+    limit: int = 0
+    pages: int = 0
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
+    proposal: Proposal = NOTHING
+    suffix: Suffix | None = None
+    behind: bool = False  # the drafter's row of the next position is to come, with the feature that its last page keeps
+    error: str | None = None  # why its job cannot go on: its rows must not run
+    told: bool = False  # the device's account of length and limit holds, and is ahead of this one (captured.py)
+
+
+class Slots:
+    """tokens int64 [slots, max_model_len + 1]; tables int32 [slots, pages per slot]. `at` holds each slot's facts."""
+
+    def __init__(
+        self, slots: int, max_model_len: int, vocabulary: int, device: torch.device, *, suffix: bool = False
+    ) -> None:
+        """One row of each tensor more than there are slots: it is nobody's (decode.py)."""
+        self._vocabulary = vocabulary
+        self._suffix = suffix
+        rows, pages = slots + 1, -(-max_model_len // PAGE_TOKENS)
+        self.tokens: Tensor = torch.zeros(rows, max_model_len + 1, dtype=torch.int64, device=device)
+        self.tables: Tensor = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self.at = [Slot() for _ in range(slots)]
+        self._angles: tuple[Tensor, Tensor] | None = None  # cos and sin of every position, on a CPU
+        self._memories: dict[int, StepMemory] = {}  # by the step's tokens
+
+    @functools.cached_property
+    def _memory(self) -> memoryview | None:
+        """Of `tokens`, on a CPU: writing there costs a tenth of an op."""
+        return self.tokens.numpy().data if self.tokens.is_cpu else None
+
+    def empty(self, number: int) -> None:
+        """Nobody's until a job has begun in it: rows launched for one that could not begin must find nothing of the job
+        before it, whose pages may be others' by now."""
+        self.at[number] = Slot(error="the job could not begin")
+
+    def begin(self, begin: Begin) -> None:
+        number, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
+        self.empty(number)
+        slot = Slot(begin.prompt, len(begin.tokens), begin.limit, sampling=begin.sampling)
+        slot.behind = begin.drafting and bool(begin.pages)
+        if least >= 0 and most < self._vocabulary:
+            self.tokens[number, : slot.length] = torch.tensor(begin.tokens, device=self.tokens.device)
+            if self._suffix:
+                slot.suffix = Suffix()
+                slot.suffix.extend(begin.tokens)
+        else:
+            wrong = least if least < 0 else most
+            slot.error = f"token ids go from 0 to {self._vocabulary - 1}; the prompt has {wrong}"
+        self.add_pages(number, begin.pages)
+        slot.pages = len(begin.pages)
+        self.at[number] = slot
+
+    def add_pages(self, slot: int, pages: Sequence[int]) -> None:
+        if pages:
+            have = self.at[slot].pages
+            new = torch.tensor(pages, dtype=torch.int32, device=self.tables.device)
+            self.tables[slot, have : have + len(pages)] = new
+            self.at[slot].pages = have + len(pages)
+
+    def span(self, row: Row) -> Span:
+        """The row where its slot has come to, the drafts that it verifies behind the slot's tokens.
+
+        A decode row that finds its job at its limit has no positions.
+        """
+        if row.start is not None:
+            return Span(row, row.slot, row.start, row.count)
+        slot = self.at[row.slot]
+        length, room = slot.length, slot.limit - slot.length
+        if room <= 0:
+            return Span(row, row.slot, length, 0)
+        if not slot.proposal.tokens:
+            return Span(row, row.slot, length - 1, 1)
+        drafts = slot.proposal.until(min(row.drafts, room - 1))
+        self._write(row.slot, drafts.tokens, length)
+        return Span(row, row.slot, length - 1, 1 + len(drafts.tokens), drafts)
+
+    def append(self, number: int, tokens: Sequence[int], position: int) -> None:
+        """Tokens that are certain, from `position` on, which is where the slot's known ones end."""
+        self._write(number, tokens, position)
+        self.at[number].told = False
+        self.learn(number, tokens, position)
+
+    def learn(self, number: int, tokens: Sequence[int], position: int) -> None:
+        """The same where the tensors have them already."""
+        slot = self.at[number]
+        slot.length = position + len(tokens)
+        slot.proposal = NOTHING
+        if slot.suffix is not None:
+            slot.suffix.extend(tokens)
+
+    def _write(self, number: int, tokens: Sequence[int], position: int) -> None:
+        if not tokens:
+            return
+        if self._memory is not None:
+            for place, token in enumerate(tokens, position):
+                self._memory[number, place] = token
+        elif len(tokens) == 1:
+            self.tokens[number, position] = tokens[0]
+        else:
+            new = torch.tensor(tokens, device=self.tokens.device)
+            self.tokens[number, position : position + len(tokens)] = new
+
+    def inputs(self, spans: Sequence[Span], model: K2) -> Inputs:
+        """The step's tokens in the order of its spans: prompt positions as chunks, generated ones as queries.
+
+        Which form of attention computes a position depends on the position alone: below the prompt's length the
+        expanded one, from there on the absorbed one. So a pre-empted job that is computed again gets the same bits,
+        and a verified token those of one that was decoded alone.
+        """
+        if self._memory is not None and (given := self._decoding(spans, model)) is not None:
+            return given
+        device = self.tokens.device
+        slots: list[int] = []
+        positions: list[int] = []
+        chunks: list[Chunk] = []
+        queries: list[int] = []
+        for span in spans:
+            first, prompt = len(slots), self.at[span.slot].prompt
+            slots.extend([span.slot] * span.count)
+            positions.extend(range(span.start, span.end))
+            if span.start >= prompt:
+                queries.extend(range(first, first + span.count))
+            else:
+                assert span.end <= prompt, f"{span.row} crosses the end of its prompt"
+                chunks.append(Chunk(first, span.count, span.start, span.slot))
+        # Where each token, and its page's number, stands in the two tensors: worked out here, an op is dear.
+        slot, position, query = np.array(slots), np.array(positions), np.array(queries, dtype=np.int64)
+        page, place = np.divmod(position, PAGE_TOKENS)
+        index = [slot * self.tokens.shape[1] + position, slot * self.tables.shape[1] + page, place, position]
+        id_T, page_T, place_T, position_T = torch.from_numpy(np.array(index)).to(device).unbind(0)
+        asked = np.array([query, slot[query], position[query] + 1], dtype=np.int32)
+        tokens_Q, slots_Q, lengths_Q = torch.from_numpy(asked).to(device).unbind(0)
+        if self.tokens.is_cpu:
+            cos, sin = (of_all[position_T] for of_all in self._all_angles(model))
+        else:
+            cos, sin = model.angles(position_T)
+        return Inputs(
+            ids_T=self.tokens.take(id_T),
+            cos_T=cos,
+            sin_T=sin,
+            rows_T=torch.add(place_T, self.tables.take(page_T), alpha=PAGE_TOKENS),
+            chunks=chunks,
+            tokens_Q=tokens_Q,
+            slots_Q=slots_Q,
+            lengths_Q=lengths_Q,
+            tables=self.tables,
+        )
+
+    def _decoding(self, spans: Sequence[Span], model: K2) -> Inputs | None:
+        """Where all are queries, and few enough."""
+        asked: list[int] = []
+        tokens = 0
+        for span in spans:
+            if span.start < self.at[span.slot].prompt:
+                return None
+            asked += span.slot, span.start, span.count
+            tokens += span.count
+        if tokens > MOST_KEPT:
+            return None
+        into = self._memories.get(tokens)
+        if into is None:
+            into = self._memories[tokens] = memory(tokens, self.tables, *self._all_angles(model))
+        step_inputs(self.tokens, into, asked)
+        return into.inputs
+
+    def _all_angles(self, model: K2) -> tuple[Tensor, Tensor]:
+        """Of a table, so that a position's are the same whatever it is computed with."""
+        if self._angles is None:
+            self._angles = model.angles(torch.arange(self.tokens.shape[1]))
+        return self._angles
+
+    def places(self, slot_T: Tensor, place_T: Tensor) -> Tensor:
+        """Rows of a plane, int64: page * 64 + place in the page, of places counted from each slot's beginning."""
+        return self.tables[slot_T, place_T // PAGE_TOKENS].long() * PAGE_TOKENS + place_T % PAGE_TOKENS

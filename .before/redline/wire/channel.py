@@ -1,0 +1,223 @@
+"""How messages travel: through memory within a process, through a socket between processes.
+
+A channel has one reader and any number of writers, and keeps each writer's order. A blocking reader drains it, an
+asyncio reader awaits it. The reader binds the address, writers connect.
+
+Over TCP both ends share a key and speak CURVE (encrypted, authenticated, safe from replay). The reader's key pair is
+derived from the shared key; its public half never travels, and who does not have it cannot open a connection. Local
+sockets are files in a folder that only their owner can enter.
+"""
+
+import asyncio
+import hashlib
+import math
+import os
+import stat
+import threading
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self, cast
+
+import zmq
+import zmq.asyncio
+from zmq.utils import z85
+
+from redline.errors import ConfigError, MessageTooLarge
+from redline.wire.codec import Wire, decode, encode
+
+MAX_MESSAGE_BYTES = 64 << 20
+MOST_AT_ONCE = 32  # messages that a task of an event loop is given: what they set off, 0.3 ms each, runs in one turn
+_LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
+_IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
+
+
+class Inbox(Protocol):
+    def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
+        """All messages that are there. `wait` blocks until there is one, or `timeout` seconds (None: for ever)."""
+        ...
+
+
+class AsyncInbox(Protocol):
+    async def get(self) -> list[Wire]:
+        """All messages that are there, at least one."""
+        ...
+
+
+class Outbox(Protocol):
+    def put(self, message: Wire) -> None:
+        """Sends a message; never blocks. Raises MessageTooLarge, and sends nothing, where it is too large to travel."""
+        ...
+
+
+class MemoryChannel:
+    """Both ends of a channel within one process. Any thread may put; one thread drains, or one task gets."""
+
+    def __init__(self) -> None:
+        self._messages: deque[Wire] = deque()
+        self._changed = threading.Condition()
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    def put(self, message: Wire) -> None:
+        with self._changed:
+            self._messages.append(message)
+            self._changed.notify()
+            if self._waiter is not None:
+                loop, arrived = self._waiter
+                self._waiter = None
+                loop.call_soon_threadsafe(arrived.set)
+
+    def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
+        if not wait and not self._messages:
+            return []  # as most are found between two steps: no lock is needed to see that
+        with self._changed:
+            if wait:
+                self._changed.wait_for(lambda: self._messages, timeout)
+            return self._take()
+
+    async def get(self) -> list[Wire]:
+        while True:
+            with self._changed:
+                if self._messages:
+                    return self._take()
+                arrived = asyncio.Event()
+                self._waiter = (asyncio.get_running_loop(), arrived)
+            try:
+                await arrived.wait()
+            finally:
+                with self._changed:
+                    self._waiter = None  # a cancelled reader's loop may be gone when the next message comes
+
+    def _take(self) -> list[Wire]:
+        messages = list(self._messages)
+        self._messages.clear()
+        return messages
+
+
+def ipc_address(folder: Path, name: str) -> str:
+    """The address of a local socket in `folder`, which is made, with mode 0700, where it is not there.
+
+    Raises ConfigError when there can be no such folder, others can enter it, or the path is too long for a socket.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{folder}: sockets cannot be put here: {error.strerror}") from None
+    facts = folder.stat()
+    if facts.st_uid != os.getuid() or stat.S_IMODE(facts.st_mode) & 0o077:
+        raise ConfigError(f"{folder}: others can enter this folder; sockets need one of your own with mode 0700")
+    path = folder / name
+    if len(os.fsencode(path)) > _IPC_PATH_BYTES:
+        raise ConfigError(f"{path}: a socket's path has at most {_IPC_PATH_BYTES} bytes")
+    return f"ipc://{path}"
+
+
+class _Socket:
+    """What the ends of a socket share: closing, and keys.
+
+    Raises ConfigError for an address that is neither ipc nor TCP with a key, and for one that cannot be used.
+    """
+
+    def __init__(self, kind: int, address: str, key: bytes | None) -> None:
+        context = cast("zmq.Context[zmq.Socket[bytes]]", zmq.Context.instance())
+        self._socket = socket = context.socket(kind)
+        socket.linger = _LINGER_MS
+        try:
+            if address.startswith("tcp://"):
+                _secure(socket, address, key)
+            elif not address.startswith("ipc://"):
+                raise ConfigError(f"{address}: an address begins with ipc:// or tcp://")
+            if kind == zmq.PULL:
+                socket.rcvhwm = 0  # never drop or block: what may wait is bounded where requests are admitted
+                socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+                socket.bind(address)
+            else:
+                socket.sndhwm = 0
+                socket.connect(address)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise ConfigError(f"{address}: {error}") from error
+        except ConfigError:
+            socket.close(linger=0)
+            raise
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        self._socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class SocketOutbox(_Socket):
+    """The writing end. One thread uses it. Messages wait here until a reader has bound the address."""
+
+    def __init__(self, address: str, key: bytes | None = None) -> None:
+        super().__init__(zmq.PUSH, address, key)
+
+    def put(self, message: Wire) -> None:
+        data = encode(message)
+        if len(data) > MAX_MESSAGE_BYTES:  # the reader would drop it, and the connection, without a word
+            raise MessageTooLarge(
+                f"the {type(message).__name__.lower()} of this request has {len(data):,} bytes; between processes "
+                f"travel {MAX_MESSAGE_BYTES:,} at most: ask for less at once"
+            )
+        self._socket.send(data, zmq.NOBLOCK)
+
+
+class SocketInbox(_Socket):
+    """The reading end, for a thread that blocks. `address` has the port that was chosen where `*` was asked for."""
+
+    def __init__(self, address: str, key: bytes | None = None) -> None:
+        super().__init__(zmq.PULL, address, key)
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+
+    def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
+        if wait:
+            self._socket.poll(None if timeout is None else max(0, round(timeout * 1000)))
+        return _receive(self._socket)
+
+
+class AsyncSocketInbox(_Socket):
+    """The reading end, for one task of an event loop."""
+
+    def __init__(self, address: str, key: bytes | None = None) -> None:
+        super().__init__(zmq.PULL, address, key)
+        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self._readable = zmq.asyncio.Socket.shadow(self._socket)  # pyright: ignore[reportUnknownMemberType]
+
+    async def get(self) -> list[Wire]:
+        while True:
+            await self._readable.poll()
+            messages = _receive(self._socket, MOST_AT_ONCE)
+            if messages:
+                return messages
+
+
+def _secure(socket: zmq.Socket[bytes], address: str, key: bytes | None) -> None:
+    if not key:
+        raise ConfigError(f"{address}: a TCP socket needs a shared key")
+    secret = z85.encode(hashlib.blake2b(key, digest_size=32, person=b"redline-channel").digest())
+    if socket.socket_type == zmq.PULL:
+        socket.curve_server = 1
+        socket.curve_secretkey = secret
+    else:
+        socket.curve_serverkey = zmq.curve_public(secret)
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+
+
+def _receive(socket: zmq.Socket[bytes], most: float = math.inf) -> list[Wire]:
+    """What has arrived, in order."""
+    messages: list[Wire] = []
+    while len(messages) < most:
+        try:
+            data = socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            break
+        messages.append(decode(data))
+    return messages

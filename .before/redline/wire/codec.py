@@ -1,0 +1,22 @@
+"""Messages to bytes and back: one tagged union, msgpack, validated while it is read."""
+
+import msgspec
+
+from redline.wire.delta import Delta
+from redline.wire.job import Abort, Job
+from redline.wire.news import Beat, Failed, Load, Ready, Stop
+from redline.wire.step import Step
+
+Wire = Job | Abort | Step | Delta | Ready | Failed | Beat | Load | Stop
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder[Wire](Wire)
+
+
+def encode(message: Wire) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(data: bytes) -> Wire:
+    """Raises msgspec.ValidationError, which names the place, for anything that is not a Wire message."""
+    return _decoder.decode(data)

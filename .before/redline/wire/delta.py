@@ -1,0 +1,33 @@
+"""What a worker tells the gateway about one job."""
+
+from typing import Literal
+
+from redline.wire.base import Message
+from redline.wire.job import JobId
+from redline.wire.step import TokenLogprobs
+
+Finish = Literal["stop", "length", "aborted", "error"]
+
+Fault = Literal["refused", "overloaded", "failed", "lost"]
+"""Whose an error is. refused: the job can never run, which the client can mend; overloaded: the same job may run later;
+failed: the engine could not compute this job; lost: the worker ends, and every job with it."""
+
+
+class Delta(Message, frozen=True):
+    """New tokens of a job, perhaps its end; or, before its first token, a piece of its prompt's log probabilities.
+
+    A stop id is the last of `tokens` where finish is "stop".
+    """
+
+    job: JobId
+    tokens: tuple[int, ...] = ()
+    finish: Finish | None = None
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache; the same in every delta
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[
+        TokenLogprobs, ...
+    ] = ()  # the next ones: all have come when the first token comes, or the end
+    proposed: int = 0  # drafts that the step behind this delta verified
+    accepted: int = 0  # of them
+    error: str | None = None  # one line, where finish is "error"
+    fault: Fault | None = None  # of that error

@@ -1,0 +1,56 @@
+"""What is asked of the engine: token ids and how to continue them. No text, no HTTP."""
+
+from typing import NewType
+
+from redline.wire.base import Message, Record
+
+JobId = NewType("JobId", str)
+PageId = NewType("PageId", int)
+PageHash = NewType("PageHash", bytes)
+
+PAGE_TOKENS = 64  # one page id addresses this many tokens, in every plane (DESIGN section 3)
+
+
+class Sampling(Record, frozen=True):
+    """How the next token is chosen. Bounds are checked where requests are read (api)."""
+
+    max_tokens: int
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    min_p: float = 0.0  # keeps tokens with p >= min_p * max p
+    presence_penalty: float = 0.0  # over generated tokens
+    frequency_penalty: float = 0.0  # over generated tokens
+    repetition_penalty: float = 1.0  # over prompt and generated tokens
+    seed: int = 0  # randomness is a function of (seed, position) alone
+    seeded: bool = False  # the client gave the seed: whatever was drafted, the answer is the one that it draws
+    stop_ids: tuple[int, ...] = ()  # generation ends with one of these (the id is reported)
+    min_tokens: int = 0  # stop_ids are masked before so many tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+    prompt_logprobs: int | None = None  # the same for each prompt token but the first
+
+
+class MediaSpan(Record, frozen=True):
+    """Prompt positions [start, start + tokens) that an image fills; its hash enters the page hashes."""
+
+    start: int
+    tokens: int
+    hash: bytes
+
+
+class Job(Message, frozen=True):
+    """A prompt to continue."""
+
+    id: JobId
+    tokens: tuple[int, ...]
+    pages: tuple[PageHash, ...]  # hash i covers tokens [0, (i + 1) * PAGE_TOKENS); full pages only
+    sampling: Sampling
+    salt: str = ""  # tenants with different salts never share pages
+    media: tuple[MediaSpan, ...] = ()
+
+
+class Abort(Message, frozen=True):
+    """The client has left, or a stop string was found: forget the job, give back its pages."""
+
+    job: JobId

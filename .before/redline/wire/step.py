@@ -1,0 +1,71 @@
+"""What every rank computes now, and what came of it.
+
+The tokens of a running job live in its slot on the device: `Begin` fills the slot, sampling appends to it, and a
+`Row` says which positions to run. So step n+1 can be planned and launched before the tokens of step n are read.
+"""
+
+from redline.wire.base import Message, Record
+from redline.wire.job import PageId, Sampling
+
+
+class Begin(Record, frozen=True):
+    """A job takes a slot (for the first time, or again after pre-emption)."""
+
+    slot: int
+    tokens: tuple[int, ...]  # the prompt, then what was generated before a pre-emption
+    prompt: int  # how many of them are the prompt
+    pages: tuple[PageId, ...]  # cached pages, computed already: they cover tokens [0, 64 * len)
+    sampling: Sampling
+    limit: int  # tokens, prompt and answer, that the job comes to at most
+    drafting: bool = False  # the learned drafter follows the job, and `pages` carry its rows
+
+
+class Row(Record, frozen=True):
+    """Positions [start, start + count) of a slot go through the model in this step.
+
+    A decode row goes on at the slot's last token, which only the device knows at launch: its start is None, and it
+    verifies the slot's drafts, as many as `drafts` at most, as there are, and as the job's limit leaves room for.
+    """
+
+    slot: int
+    start: int | None  # None: a decode row
+    count: int  # of a decode row 1 + drafts, at most
+    drafts: int = 0
+    propose: int = 0  # tokens to draft behind this row, at most, for the next one
+    drafting: bool = False  # the learned drafter reads the row; once it has not, it has lost the job
+    new_pages: tuple[PageId, ...] = ()  # appended to the slot's page table before the step
+    samples: bool = True  # false in every chunk of a prefill but the last
+
+
+class Step(Message, frozen=True):
+    """One pass of the model. A step mixes prefill chunks, plain decode rows and verify rows."""
+
+    number: int
+    begins: tuple[Begin, ...] = ()
+    rows: tuple[Row, ...] = ()  # none: an idle step
+
+
+class TokenLogprobs(Record, frozen=True):
+    """Natural-log probabilities at one position, of the model's own distribution (before penalties and temperature)."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: the most likely token
+    top: tuple[tuple[int, float], ...] = ()  # best first
+
+
+class RowResult(Record, frozen=True):
+    """What a row gave. `error` ends the job that owns the row, and that job only."""
+
+    tokens: tuple[int, ...] = ()  # none where the row does not sample
+    proposed: int = 0  # drafts that were verified
+    accepted: int = 0  # of them; a decode row gives one token more
+    logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, start + count] that are prompt
+    error: str | None = None
+
+
+class StepResult(Record, frozen=True):
+    number: int
+    rows: tuple[RowResult, ...]  # in the order of the step's rows
+    replayed: bool = False  # from a recorded graph; otherwise led by the host, launch by launch

@@ -1,0 +1,104 @@
+"""How many drafts hold: rounds counted from what the engine tells, with intervals, and the most that is possible.
+
+A round is a decode step of one job that verified at least one draft. It gives the drafts that held and one token of the
+target's own, so the acceptance length is 1 + accepted / rounds: vLLM's definition, the bonus token included. A draft
+that held behind a stop id is not counted. Decode rows that had nothing to verify are not rounds; their number stands
+beside. The first token of an answer comes from the prompt's prefill, and from no round.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from redline.wire.delta import Delta, Finish
+
+RESAMPLES = 2000
+
+
+class Round(NamedTuple):
+    position: int  # of the first draft, counted from the start of the prompt
+    proposed: int
+    accepted: int
+
+
+class Spoken(NamedTuple):
+    """An answer as it was generated."""
+
+    id: str
+    domain: str
+    tokens: tuple[int, ...]  # prompt and answer
+    prompt: int  # how many are prompt
+    finish: Finish
+    rounds: tuple[Round, ...]
+    rows: int  # decode rows, with drafts or without
+
+
+class Length(NamedTuple):
+    """An acceptance length with its 95 % interval, which is a bootstrap over prompts."""
+
+    mean: float
+    low: float
+    high: float
+    rounds: int
+    prompts: int
+
+
+def spoken(id: str, domain: str, prompt: Sequence[int], deltas: Iterable[Delta]) -> Spoken:
+    """Reads a job's deltas. Raises AssertionError where they have no end."""
+    tokens, rounds, rows, finish = list(prompt), list[Round](), 0, None
+    for delta in deltas:
+        if delta.proposed:
+            rounds.append(Round(len(tokens), delta.proposed, min(delta.accepted, len(delta.tokens))))
+        rows += len(tokens) > len(prompt) and bool(delta.tokens)
+        tokens += delta.tokens
+        finish = delta.finish or finish
+    assert finish is not None, f"job {id} has no end"
+    return Spoken(id, domain, tuple(tokens), len(prompt), finish, tuple(rounds), rows)
+
+
+def acceptance_length(answers: Sequence[Sequence[Round]], seed: int = 0) -> Length:
+    """1 + accepted / rounds over the rounds of some answers; nan where there is none."""
+    accepted = np.array([sum(round.accepted for round in rounds) for rounds in answers], dtype=np.float64)
+    count = np.array([len(rounds) for rounds in answers], dtype=np.float64)
+    total = int(count.sum())
+    if not total:
+        return Length(float("nan"), float("nan"), float("nan"), 0, len(answers))
+    low, high = interval(accepted, count, seed)
+    return Length(1 + float(accepted.sum()) / total, 1 + low, 1 + high, total, len(answers))
+
+
+def interval(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
+    """95 % for sum(above) / sum(below), whose terms are drawn together: a percentile bootstrap."""
+    draws = np.random.default_rng(seed).multinomial(len(below), np.full(len(below), 1 / len(below)), size=RESAMPLES)
+    bottom = draws @ below
+    ratios = (draws @ above)[bottom > 0] / bottom[bottom > 0]
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(low), float(high)
+
+
+def by_position(answers: Iterable[Sequence[Round]], k: int) -> list[float]:
+    """For each of k places the share of rounds that proposed so many drafts and had them all accepted."""
+    proposed, accepted = [0] * k, [0] * k
+    for round in itertools.chain.from_iterable(answers):
+        for place in range(min(k, round.proposed)):
+            proposed[place] += 1
+            accepted[place] += place < round.accepted
+    return [held / asked if asked else float("nan") for held, asked in zip(accepted, proposed, strict=True)]
+
+
+def perfect(answer: Spoken, k: int) -> list[Round]:
+    """The rounds of a drafter that proposes exactly what the target says: k accepted, but where the answer ends.
+
+    Where a limit ends the answer, as many are proposed as leave room for the target's own token behind them.
+    """
+    rounds: list[Round] = []
+    at = answer.prompt + 1
+    while (left := len(answer.tokens) - at) > 0:
+        drafts = min(k, left if answer.finish == "stop" else left - 1)
+        if drafts:
+            rounds.append(Round(at, drafts, drafts))
+        at += drafts + 1
+    return rounds

@@ -1,0 +1,78 @@
+"""What a step costs on this machine, measured once, before the first job: a second or so, less on a GPU.
+
+The steps are real ones over made-up tokens and pages that nobody owns yet. What they leave behind in the slots and
+pages, every job writes over before it reads it.
+"""
+
+import math
+import time
+
+from redline.run.runner import Runner
+from redline.tune.costs import StepCosts
+from redline.wire.job import PAGE_TOKENS, PageId, Sampling
+from redline.wire.step import Begin, Row, Step
+
+ROWS = 1, 4, 16
+COUNTS = 1, 2, 4, 8
+REPEATS = 10
+PASSES = 3  # of the drafter, in a step that measures them: the one that reads, and two that follow
+LEAST_MS = 0.02
+PROMPT = 8
+
+
+def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
+    """Milliseconds of decode steps by rows and positions per row, and of a pass of the learned drafter if there is one.
+
+    The runner must be idle and fresh. Where no job can come to a page of tokens, nothing is measured.
+    """
+    if runner.slots.tokens.shape[1] <= PAGE_TOKENS:
+        return StepCosts()
+    rows = tuple(count for count in ROWS if count <= min(len(runner.slots.at), runner.kv.pages))
+    counts = tuple(sorted({1, 1 + draft_tokens, *(count for count in COUNTS if count <= 1 + draft_tokens)}))
+    for slot in range(rows[-1]):
+        begin = Begin(
+            slot=slot,
+            tokens=_tokens(runner, slot, PROMPT),
+            prompt=PROMPT,
+            pages=(),
+            sampling=Sampling(max_tokens=PAGE_TOKENS, temperature=0),
+            limit=PAGE_TOKENS,
+            drafting=runner.drafter is not None,
+        )
+        known = Row(slot=slot, start=0, count=PROMPT, new_pages=(PageId(slot),), drafting=begin.drafting)
+        runner.launch(Step(number=0, begins=(begin,), rows=(known,))).wait()
+        runner.slots.at[slot].suffix = None  # its matches cost nothing, and would stand in for the drafter
+    wanted = [(r, c, 0) for r in rows for c in counts]
+    if runner.drafter is not None:
+        wanted += [(r, 1, PASSES) for r in rows]
+    best = dict.fromkeys(wanted, math.inf)
+    for _ in range(REPEATS):  # each in turn, so that a slow moment of the machine meets all; and the best of some
+        for rows_count_passes in wanted:
+            best[rows_count_passes] = min(best[rows_count_passes], _step(runner, *rows_count_passes))
+    target = tuple(tuple(best[r, c, 0] for c in counts) for r in rows)
+    if runner.drafter is None:
+        return StepCosts(rows, counts, target)
+    drafts = (max(best[r, 1, PASSES] - best[r, 1, 0], LEAST_MS) / PASSES for r in rows)
+    return StepCosts(rows, counts, target, tuple(drafts))
+
+
+def _step(runner: Runner, rows: int, count: int, propose: int) -> float:
+    """Milliseconds of one step of decode rows that verify count - 1 drafts each, and draft `propose` tokens."""
+    for slot in range(rows):
+        runner.place(slot, PROMPT + 1, _tokens(runner, slot + 1, count - 1))
+    step = Step(
+        number=0,
+        rows=tuple(
+            Row(slot=slot, start=None, count=count, drafts=count - 1, propose=propose, drafting=propose > 0)
+            for slot in range(rows)
+        ),
+    )
+    start = time.perf_counter()
+    runner.launch(step).wait()
+    return (time.perf_counter() - start) * 1000
+
+
+def _tokens(runner: Runner, seed: int, count: int) -> tuple[int, ...]:
+    """Ids as different as those of a text: they decide which experts a step reads."""
+    vocabulary = runner.model.config.vocab_size
+    return tuple((seed * 7919 + place * 104729) % vocabulary for place in range(count))

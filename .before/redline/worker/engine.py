@@ -1,0 +1,286 @@
+"""A worker's insides put together: checkpoint, model, pages, planner, runner, and the loop over them.
+
+`Engine` is what a process serves with (`worker.main`), and what tests, evaluation and benchmarks drive in their own.
+"""
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from redline.chat.hashing import page_hash
+from redline.chat.template import Style, style_of
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import ConfigError, WorkerLost
+from redline.model.checkpoint import Checkpoint
+from redline.model.config import K2Config
+from redline.model.eagle3 import Eagle3
+from redline.model.k2 import K2
+from redline.model.load import load, why_not
+from redline.ops import limits, native
+from redline.plan.planner import PlanConfig, Planner
+from redline.run.fit import Layout, Sizes, fit
+from redline.run.runner import Runner
+from redline.wire.channel import Inbox, MemoryChannel, Outbox
+from redline.wire.delta import Delta
+from redline.wire.job import Abort, Job, JobId
+from redline.wire.news import Ready, Stop
+from redline.worker.calibrate import calibrate
+from redline.worker.config import SUFFIX, EngineConfig
+from redline.worker.loop import lead, one_line
+from redline.worker.pulse import Pulse
+from redline.worker.trace import Trace
+
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
+DRAFT_TOKENS = 3  # where nothing is said
+# A prompt's chunk reads nearly all experts: on a GPU 2,048 tokens take four times the work of 512 for the same reading.
+STEP_TOKENS = {"cpu": 512, "cuda": 2048}
+OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
+
+
+class Engine:
+    """One model on one device. Use as a context manager, or call `close`."""
+
+    def __init__(
+        self,
+        model: K2,
+        layout: Layout,
+        config: EngineConfig,
+        fingerprint: str,
+        drafter: Eagle3 | None = None,
+    ) -> None:
+        """drafter: prepared for the model; its rows are in the layout."""
+        self.model = model
+        self.layout = layout
+        self.fingerprint = fingerprint
+        self.drafter = drafter
+        self.step_tokens = config.step_tokens or STEP_TOKENS[model.device.type]
+        self.trace = Trace(Path(config.draft_trace)) if config.draft_trace else None
+        suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
+        drafts = draft_tokens_of(config, drafter)
+        self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts)
+        self.planner = Planner(
+            layout.pages,
+            PlanConfig(
+                step_tokens=self.step_tokens,
+                max_running=config.max_running,
+                ahead=int(self.runner.overlaps),
+                draft_tokens=drafts,
+                learned=drafter is not None and drafts > 0,
+            ),
+            layout.max_model_len,
+            functools.partial(page_hash, fingerprint=fingerprint),
+            calibrate(self.runner, drafts) if drafts and config.draft_adaptive else None,
+        )
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path | str,
+        config: EngineConfig | None = None,
+        *,
+        device: torch.device | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> "LocalEngine":
+        """Load a checkpoint's folder, tokenizer included, and start the loop in a thread of this process.
+
+        progress: called with (bytes read, bytes in all). Raises ConfigError or CheckpointError.
+        """
+        engine = cls.load(folder, config or EngineConfig(), device=device, progress=progress)
+        return LocalEngine(engine, Tokenizer.open(Path(folder)), style_of(Path(folder)))
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path | str,
+        config: EngineConfig,
+        *,
+        device: torch.device | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> "Engine":
+        checkpoint = Checkpoint.open(folder)
+        device = device or pick_device(config.device)
+        dtype = kv_dtype_of(config.kv_dtype)
+        free = free_memory(device)
+        drafter = Eagle3.open(config.draft, checkpoint.config) if config.draft not in (None, SUFFIX) else None
+        sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
+        layout = fit(sizes, free, config.kv_memory, config.max_model_len)
+        if progress is not None:
+            done = 0
+
+            def read(count: int) -> None:
+                nonlocal done
+                done += count
+                progress(done, checkpoint.bytes)
+
+            checkpoint.progress = read
+        # The CPU's kernels have threads of their own; torch does small things beside them.
+        torch.set_num_threads(1 if device.type == "cpu" and native.library() is not None else native.threads())
+        model = load(checkpoint, device)
+        if drafter is not None:
+            drafter.prepare(model)
+        return cls(model, layout, config, f"{checkpoint.fingerprint} {config.kv_dtype}", drafter)
+
+    @property
+    def ready(self) -> Ready:
+        config = self.model.config
+        weights = f"{config.total_parameters / 1e6:,.1f} M parameters, {config.active_parameters / 1e6:,.1f} M active"
+        if self.model.device.type == "cpu":
+            where = f"{native.threads()} threads" if native.library() else f"reference path: {native.why_not()}"
+        else:
+            reason = why_not(config, self.model.device)
+            where = torch.cuda.get_device_name(self.model.device) + (f", reference path: {reason}" if reason else "")
+        dtype = next(name for name, dtype in KV_DTYPES.items() if dtype == self.layout.kv_dtype)
+        drafts = f"; drafter {self.drafter.parameter_count / 1e6:,.1f} M" if self.drafter is not None else ""
+        summary = f"{weights}{drafts}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens, {dtype}"
+        return Ready(
+            max_model_len=self.layout.max_model_len,
+            pages=self.layout.pages,
+            fingerprint=self.fingerprint,
+            summary=summary,
+        )
+
+    def serve(self, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None) -> None:
+        """The loop, in this thread, until a Stop comes. Raises WorkerLost where no further step should be tried."""
+        try:
+            with torch.inference_mode():
+                lead(self.planner, self.runner, inbox, outbox, self.trace, pulse)
+        finally:
+            self.runner.close()
+            if self.trace is not None:
+                self.trace.close()
+
+
+class LocalEngine:
+    """An engine that runs beside its caller. Any number of threads may generate."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, style: Style) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.style = style
+        self.fingerprint = engine.fingerprint
+        self._inbox = MemoryChannel()
+        self._outbox = MemoryChannel()
+        self._lost = "the engine is closed"  # why the loop has ended, once it has
+        self._loop = threading.Thread(target=self._serve, name="loop", daemon=True)
+        self._loop.start()
+        self._generating = threading.Lock()
+
+    def _serve(self) -> None:
+        try:
+            self.engine.serve(self._inbox, self._outbox)
+        except WorkerLost as error:
+            self._lost = str(error)
+        except Exception as error:
+            self._lost = f"the engine's loop has ended: {one_line(error)}"
+            raise
+
+    def generate(
+        self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
+    ) -> dict[JobId, list[Delta]]:
+        """Run jobs to their ends, batched continuously. Deltas of each job, in order; the last one has a finish.
+
+        Raises WorkerLost if the loop ends first. An exception from `on_delta` aborts the jobs, waits until they have
+        ended, and goes on.
+        """
+        deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
+        assert len(deltas) == len(jobs), "two jobs have the same id"
+        waiting, running = iter(jobs), set[JobId]()
+
+        def submit(count: int) -> None:
+            for job in itertools.islice(waiting, count):
+                running.add(job.id)
+                self._inbox.put(job)
+
+        def told() -> list[Delta]:
+            """New deltas of these jobs, once there are any."""
+            new: list[Delta] = []
+            while not new:
+                messages = self._outbox.drain(wait=True, timeout=5.0)
+                if not messages and not self._loop.is_alive():
+                    raise WorkerLost(self._lost)
+                new = [message for message in messages if isinstance(message, Delta) and message.job in deltas]
+            for delta in new:
+                deltas[delta.job].append(delta)
+                if delta.finish is not None:
+                    running.discard(delta.job)
+            return new
+
+        with self._generating:
+            submit(OUTSTANDING)
+            try:
+                while running:
+                    new = told()
+                    submit(OUTSTANDING - len(running))
+                    for delta in new:
+                        if on_delta is not None:
+                            on_delta(delta)
+            except BaseException:
+                for id in running:
+                    self._inbox.put(Abort(job=id))
+                while running and self._loop.is_alive():
+                    told()  # their last deltas are not to be taken for those of a later job
+                raise
+        return deltas
+
+    def close(self) -> None:
+        self._inbox.put(Stop())
+        self._loop.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The named one, or the GPU if there is one. ConfigError where a GPU is asked for and there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is cuda, and torch sees no GPU here; leave it out, or say cpu")
+    if name not in (None, "cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; expected cpu or cuda")
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def kv_dtype_of(name: str) -> torch.dtype:
+    """Of pages. ConfigError for a name that is none of ours."""
+    if name not in KV_DTYPES:
+        raise ConfigError(f"kv-dtype is {name!r}; expected one of {', '.join(KV_DTYPES)}")
+    return KV_DTYPES[name]
+
+
+def draft_tokens_of(config: EngineConfig, drafter: Eagle3 | None) -> int:
+    """Of a row in a step, at most."""
+    if drafter is None and config.draft != SUFFIX:
+        return 0
+    return DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
+
+
+def sizes_of(
+    model: K2Config, config: EngineConfig, device: torch.device, kv_dtype: torch.dtype, drafter: Eagle3 | None = None
+) -> Sizes:
+    """What decides how much memory an engine takes."""
+    return Sizes(
+        model,
+        kv_dtype,
+        step_tokens=config.step_tokens or STEP_TOKENS[device.type],
+        max_running=config.max_running,
+        positions=1 + draft_tokens_of(config, drafter),
+        device=device.type,
+        gpu_kernels=why_not(model, device) is None,
+        drafter=drafter and drafter.config,
+        drafter_parameters=drafter.parameter_count if drafter is not None else 0,
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process could still take, control groups counted (`ops.limits`)."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.free_memory()

@@ -1,0 +1,256 @@
+"""The only loop in the system: plan and launch the next step, then settle the last one while the machine works.
+
+What goes wrong in one job ends that job; what goes wrong in one step ends the jobs of that step, and the loop goes on.
+But where nothing goes right any more (an error of the device, or several steps in a row that fail) the worker ends: its
+jobs are told so, and whoever started it can start another.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from redline.errors import MessageTooLarge, WorkerLost
+from redline.ops.faults import is_device_error
+from redline.plan.planner import Planner
+from redline.wire.channel import Inbox, Outbox
+from redline.wire.codec import Wire
+from redline.wire.delta import Delta
+from redline.wire.job import Abort, Job
+from redline.wire.news import Load, Stop
+from redline.wire.step import RowResult, Step, StepResult
+from redline.worker.pulse import Pulse
+from redline.worker.trace import Trace
+
+LOAD_INTERVAL_S = 0.2
+MOST_FAILURES = 3  # steps that fail one after another, none between them that runs
+
+_log = logging.getLogger(__name__)
+
+
+class Pending(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the step has run."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs steps, one after another, in the order of their launches."""
+
+    def launch(self, step: Step) -> Pending:
+        """Returns at once; `wait` gives the tokens."""
+        ...
+
+
+class Flight(NamedTuple):
+    step: Step
+    pending: Pending
+    begun: float  # the machine's clock could start: the step was launched, and the one before had ended
+
+    @property
+    def launched(self) -> bool:
+        return not isinstance(self.pending, _NotLaunched)
+
+
+class Landing(NamedTuple):
+    result: StepResult
+    at: float
+    error: Exception | None  # why the step failed
+
+
+class Failures:
+    """Counts steps that fail one after another."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def landed(self, landing: Landing) -> None:
+        """Raises WorkerLost, with one line for the operator, where no further step should be tried."""
+        error = landing.error
+        self._in_a_row = self._in_a_row + 1 if error else 0
+        if is_device_error(error):
+            raise WorkerLost(f"the device gave an error: {one_line(error)}") from error
+        if self._in_a_row == MOST_FAILURES:
+            raise WorkerLost(f"{MOST_FAILURES} steps in a row failed, the last one so: {one_line(error)}") from error
+
+
+def one_line(error: BaseException | None) -> str:
+    """Its kind and the first line of its message."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def turn(
+    planner: Planner, runner: Runner, last: Flight | None, failures: Failures | None = None
+) -> tuple[Flight | None, list[Delta]]:
+    """Launches the next step, then settles the last one while the machine works; where nothing is planned ahead, the
+    one that it has launched.
+
+    Raises WorkerLost, and settles nothing, where no further step should be tried; `failures` counts from turn to turn.
+    """
+    # Behind a step that was not launched nothing is: its jobs never began, and end first.
+    step = planner.next_step() if last is None or last.launched else None
+    flight = Flight(step, _launch(runner, step), time.monotonic()) if step else None
+    if last is None and not planner.ahead:
+        last, flight = flight, None
+    if last is None:
+        return flight, []
+    landing = _wait(last)
+    (failures or Failures()).landed(landing)
+    seconds = None if landing.error else landing.at - last.begun
+    deltas = planner.settle(last.step, landing.result, seconds)
+    return flight and flight._replace(begun=landing.at), deltas
+
+
+def lead(
+    planner: Planner,
+    runner: Runner,
+    inbox: Inbox,
+    outbox: Outbox,
+    trace: Trace | None = None,
+    pulse: Pulse | None = None,
+) -> None:
+    """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
+
+    Sends deltas as they come, and a Load when one differs from the last, at most every LOAD_INTERVAL_S. A trace is told
+    of every job and delta. Raises WorkerLost after a device error or MOST_FAILURES failed steps in a row, once every
+    job has been told.
+    """
+    pulse, failures = pulse or Pulse(), Failures()
+    if trace is not None:
+        outbox = _Traced(outbox, trace)
+    last: Flight | None = None
+    loads = _Loads(planner, outbox, time.monotonic)
+    proven = False
+    while True:
+        idle = last is None and planner.idle
+        pulse.waits = idle
+        messages = _prove(planner, inbox) if idle and not proven else []
+        proven = idle and not messages
+        if not messages:
+            messages = inbox.drain(wait=idle, timeout=loads.due_in() if idle else None)
+        pulse.turns, pulse.waits = pulse.turns + 1, False
+        for message in messages:
+            match message:
+                case Job():
+                    if trace is not None:
+                        trace.submit(message)
+                    deltas = _submit(planner, message)
+                case Abort():
+                    deltas = planner.abort(message.job)
+                case Stop():
+                    _stop(planner, last, outbox)
+                    loads.send()
+                    return
+                case _:
+                    raise AssertionError(f"a worker is sent jobs, aborts and a stop, not {message}")
+            _put_all(planner, outbox, deltas)
+        try:
+            last, deltas = turn(planner, runner, last, failures)
+        except WorkerLost as error:
+            _put_all(planner, outbox, planner.lose_all(str(error)))
+            raise
+        _put_all(planner, outbox, deltas)
+        if loads.due_in() == 0:
+            loads.send()
+
+
+class _Traced(NamedTuple):
+    """An outbox whose deltas a trace hears too."""
+
+    outbox: Outbox
+    trace: Trace
+
+    def put(self, message: Wire) -> None:
+        if isinstance(message, Delta):
+            self.trace.told(message)
+        self.outbox.put(message)
+
+
+class _Loads:
+    """Sends the planner's load when it has changed, but not too often."""
+
+    def __init__(self, planner: Planner, outbox: Outbox, clock: Callable[[], float]) -> None:
+        self._planner = planner
+        self._outbox = outbox
+        self._clock = clock
+        self._sent: Load | None = None
+        self._next = clock()
+
+    def due_in(self) -> float | None:
+        """Seconds until the load is to be looked at again; None: there is nothing new to say."""
+        left = self._next - self._clock()
+        if left > 0:
+            return left
+        return 0.0 if self._planner.load() != self._sent else None
+
+    def send(self) -> None:
+        load = self._planner.load()
+        if load != self._sent:
+            self._outbox.put(load)
+            self._sent = load
+        self._next = self._clock() + LOAD_INTERVAL_S
+
+
+class _NotLaunched(NamedTuple):
+    """A step that could not be launched: it takes its turn in the order of settling."""
+
+    error: Exception
+
+    def wait(self) -> StepResult:
+        raise self.error
+
+
+def _launch(runner: Runner, step: Step) -> Pending:
+    try:
+        return runner.launch(step)
+    except Exception as error:
+        return _NotLaunched(error)
+
+
+def _wait(flight: Flight) -> Landing:
+    """A step that failed gives an error to each of its rows."""
+    try:
+        return Landing(flight.pending.wait(), time.monotonic(), None)
+    except Exception as error:
+        what = "failed" if flight.launched else "could not be launched"
+        _log.error("step %d %s: %s", flight.step.number, what, one_line(error))
+        _log.info("step %d %s", flight.step.number, what, exc_info=error)
+        rows = (RowResult(error=f"the step {what}: {error}"),) * len(flight.step.rows)
+        return Landing(StepResult(number=flight.step.number, rows=rows), time.monotonic(), error)
+
+
+def _prove(planner: Planner, inbox: Inbox) -> list[Wire]:
+    """Proves that the books are right, while nobody wants anything: messages that come meanwhile end it at once."""
+    for _ in planner.checks():
+        if messages := inbox.drain(wait=False):
+            return messages
+    return []
+
+
+def _submit(planner: Planner, job: Job) -> list[Delta]:
+    try:
+        return planner.submit(job)
+    except Exception as error:
+        _log.error("job %s could not be submitted: %s", job.id, one_line(error))
+        _log.info("job %s", job.id, exc_info=error)
+        return [Delta(job=job.id, finish="error", error=f"the job could not be submitted: {error}", fault="failed")]
+
+
+def _stop(planner: Planner, last: Flight | None, outbox: Outbox) -> None:
+    _put_all(planner, outbox, planner.abort_all())
+    if last is not None:
+        _put_all(planner, outbox, planner.settle(last.step, _wait(last).result))
+    planner.check()
+
+
+def _put_all(planner: Planner, outbox: Outbox, deltas: list[Delta]) -> None:
+    """A delta that is too large to travel ends its job."""
+    for delta in deltas:
+        try:
+            outbox.put(delta)
+        except MessageTooLarge as error:
+            planner.abort(delta.job)
+            outbox.put(Delta(job=delta.job, finish="error", error=str(error), fault="refused"))

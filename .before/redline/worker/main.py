@@ -1,0 +1,110 @@
+"""A worker's process: reads its config, loads the model, says that it is ready, serves until told to stop.
+
+Its standard input is a pipe from the process that started it, which writes one line and keeps it open. When that
+process dies, however it dies, the pipe ends and so does the worker.
+"""
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+
+import msgspec
+import torch
+import zmq
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from redline.errors import RedlineError
+from redline.ops import native
+from redline.wire.channel import SocketInbox, SocketOutbox
+from redline.wire.news import Beat, Failed
+from redline.worker.config import WorkerConfig
+from redline.worker.engine import Engine
+from redline.worker.loop import one_line
+from redline.worker.pulse import Heart, Pulse
+
+FLUSH_S = 1.0  # for the last words to leave a process that hangs
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole group; the parent says when to stop
+    logging.basicConfig(
+        level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format="worker: %(levelname)s %(message)s"
+    )
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
+    with SocketOutbox(config.outbox) as outbox:
+        try:
+            _work(config, outbox)
+        except Exception as error:  # the last place: it becomes one line, and the end
+            _log.info("the worker ends", exc_info=error)
+            outbox.put(Failed(reason=_reason(error)))
+        else:
+            return 0
+    zmq.Context.instance().term()  # once the last message has left
+    os._exit(1)  # what is left of a device that has failed may end a process in its own way, or not at all
+
+
+def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
+    with _progress() as progress:
+        engine = Engine.load(config.weights, config.engine, progress=progress)
+    gc.collect()
+    gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
+    pulse = Pulse()
+    with SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as beats:
+
+        def hung(reason: str) -> None:
+            beats.put(Failed(reason=reason))
+            time.sleep(FLUSH_S)
+            os._exit(1)  # nothing else ends a thread that is inside a kernel
+
+        with Heart(pulse, beats, engine.step_tokens, hung):
+            outbox.put(engine.ready)
+            outbox.put(Beat())
+            engine.serve(inbox, outbox, pulse)
+
+
+def _reason(error: Exception) -> str:
+    """One line for the operator."""
+    match error:
+        case RedlineError():
+            return str(error)
+        case MemoryError() | torch.OutOfMemoryError():
+            return f"out of memory: {one_line(error)}; `redline doctor` prints what fits"
+        case _:
+            return f"the worker met an error that nobody foresaw: {one_line(error)}; REDLINE_LOG=INFO shows where"
+
+
+def _leave_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)  # nobody is left to tell
+
+
+@contextlib.contextmanager
+def _progress() -> Generator[Callable[[int, int], object]]:
+    """A bar on standard error; it shows once loading has taken a while."""
+    console = Console(stderr=True)
+    if native.must_build():
+        console.print("building the CPU kernels for this machine (once, about 20 s)", style="dim")
+    columns = TextColumn("loading weights"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("load", total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield update
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Signs of life: that this process runs, and how long its loop has been in one turn.
+
+They come from a thread and not from the loop: a step may take minutes (a GPU's first prefill compiles its kernels, a
+slow CPU computes a long chunk), and a worker in it is not dead. But a thread alone would hide a step that never ends.
+So it also counts for how many beats the loop has been in the same turn, and ends the worker past a limit.
+
+Time is counted in beats and no clock is read: a process that was stopped for an hour and goes on has not been in its
+turn for an hour.
+"""
+
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from redline.wire.channel import Outbox
+from redline.wire.news import Beat
+
+BEAT_S = 1.0
+# A turn is one step. The first of a shape compiles kernels, for up to some minutes, and no machine that is of use
+# takes two seconds for a token.
+TURN_S, TURN_S_PER_TOKEN = 300, 2
+
+
+class Pulse:
+    """What the loop is at; the loop writes it, a `Heart` reads it."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.waits = True  # for messages: nothing is to be done
+
+
+class Heart:
+    """Tells a Beat every BEAT_S while inside, from a thread of its own and through an outbox that nobody else uses.
+
+    hung: called, in that thread, with one line once the loop has been in one turn for more than `most_s` seconds.
+    """
+
+    def __init__(self, pulse: Pulse, outbox: Outbox, step_tokens: int, hung: Callable[[str], object]) -> None:
+        self.most_s = TURN_S + TURN_S_PER_TOKEN * step_tokens
+        self._pulse = pulse
+        self._outbox = outbox
+        self._hung = hung
+        self._turn = pulse.turns
+        self._turn_s = 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._beat_on, name="heart", daemon=True)
+
+    def beat(self) -> None:
+        """One more BEAT_S has passed."""
+        same = self._pulse.turns == self._turn and not self._pulse.waits
+        self._turn, self._turn_s = self._pulse.turns, self._turn_s + BEAT_S if same else 0.0
+        self._outbox.put(Beat(turn_s=self._turn_s))
+        if self._turn_s > self.most_s:
+            self._hung(f"a step has not ended in {self._turn_s:.0f} s: a kernel, or the device, hangs")
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _beat_on(self) -> None:
+        while not self._end.wait(BEAT_S):
+            self.beat()

@@ -1,0 +1,82 @@
+"""What was said and what was drafted, one JSON line a job: the raw material for a better drafter.
+
+The lines hold users' text as token ids, prompt and answer: who keeps a trace keeps what users wrote. The file is made
+for its owner's eyes alone (mode 0600), and nothing is ever deleted from it.
+"""
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from redline.errors import ConfigError
+from redline.wire.delta import Delta
+from redline.wire.job import Job, JobId
+
+_log = logging.getLogger(__name__)
+
+
+class _Story:
+    __slots__ = ("prompt", "rounds", "tokens")
+
+    def __init__(self, job: Job) -> None:
+        self.prompt = len(job.tokens)
+        self.tokens = list(job.tokens)
+        self.rounds: list[tuple[int, int, int]] = []
+
+
+class Trace:
+    """Appends to `path`: {"id", "tokens" (prompt and answer), "prompt" (how many of them), "finish", "rounds": [[the
+    position of the round's first new token, drafts verified, drafts accepted], ...]}, when a job has ended.
+
+    Raises ConfigError when the file cannot be opened. A line that cannot be written later is lost; the first time is
+    logged, and serving goes on.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._stories: dict[JobId, _Story] = {}
+        self._broken = False  # the file may end in part of a line
+        self._complained = False
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"{path}: traces cannot be written here: {error.strerror}") from error
+
+    def submit(self, job: Job) -> None:
+        self._stories[job.id] = _Story(job)
+
+    def told(self, delta: Delta) -> None:
+        story = self._stories.get(delta.job)
+        if story is None:
+            return
+        if delta.proposed:
+            story.rounds.append((len(story.tokens), delta.proposed, delta.accepted))
+        story.tokens += delta.tokens
+        if delta.finish is None:
+            return
+        del self._stories[delta.job]
+        self._write(
+            {
+                "id": delta.job,
+                "tokens": story.tokens,
+                "prompt": story.prompt,
+                "finish": delta.finish,
+                "rounds": story.rounds,
+            }
+        )
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _write(self, line: dict[str, object]) -> None:
+        data = (b"\n" if self._broken else b"") + json.dumps(line, separators=(",", ":")).encode() + b"\n"
+        self._broken = True
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+            self._broken = False
+        except OSError as error:
+            if not self._complained:
+                self._complained = True
+                _log.error("%s: traces are being lost: %s", self._path, error)
