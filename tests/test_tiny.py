@@ -20,7 +20,7 @@ from redline.model.k2.write import random_checkpoint
 from redline.wire.channel import MemoryChannel
 from redline.wire.news import Stop
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine
+from redline.worker.engine import EngineCore
 from tests.tiny_model import kernel_config
 
 TOKENS = 40
@@ -32,7 +32,7 @@ def test_one_request_through_the_whole_system(tmp_path: Path):
     write_tiny_tokenizer(tmp_path)
 
     # The worker: model, pages, planner, runner, and a thread that runs the loop. `redline serve` gives it a process.
-    engine = Engine.load(tmp_path, EngineConfig(kv_memory=1_000_000, max_model_len=512))
+    engine = EngineCore.load(tmp_path, EngineConfig(kv_memory=1_000_000, max_model_len=512))
     to_worker, from_worker = MemoryChannel(), MemoryChannel()
     worker = threading.Thread(target=engine.serve, args=(to_worker, from_worker))
     worker.start()
@@ -51,7 +51,7 @@ def test_one_request_through_the_whole_system(tmp_path: Path):
     assert engine.planner.load().pages_used == 0
 
 
-async def _ask(folder: Path, engine: Engine, to_worker: MemoryChannel, from_worker: MemoryChannel):
+async def _ask(folder: Path, engine: EngineCore, to_worker: MemoryChannel, from_worker: MemoryChannel):
     """The same greedy completion twice: as a stream, and whole."""
     # The API's process: text and protocol on one side, messages on the other.
     gateway = Gateway(Tokenizer.open(folder), style_of(folder), to_worker, Metrics("tiny"))

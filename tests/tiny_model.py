@@ -22,8 +22,8 @@ from redline.run.fit import Layout
 from redline.wire.delta import Delta, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
 from redline.wire.step import TokenLogprobs
-from redline.worker.engine import Engine, EngineConfig
-from redline.worker.loop import Flight, turn
+from redline.worker.engine import EngineConfig, EngineCore
+from redline.worker.loop import StepInFlight, turn
 
 FINGERPRINT = "tiny"
 VOCABULARY = 512
@@ -69,11 +69,11 @@ def open_engine(
     kv_dtype: torch.dtype = torch.bfloat16,
     drafter: Eagle3 | None = None,
     **config: Any,
-) -> Engine:
+) -> EngineCore:
     """An engine over its own pages; `config` as in EngineConfig. Close its runner at the end."""
     layout = Layout(pages, max_model_len, kv_dtype, model.config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS)
     asked = EngineConfig(max_running=max_running, step_tokens=step_tokens, **config)
-    return Engine(model, layout, asked, FINGERPRINT, drafter)
+    return EngineCore(model, layout, asked, FINGERPRINT, drafter)
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:
@@ -88,7 +88,7 @@ def job(name: str, tokens: Sequence[int], **sampling: Any) -> Job:
     return make_job(JobId(name), tuple(tokens), asked, FINGERPRINT)
 
 
-def drafter_rows(engine: Engine, slot: int, count: int) -> Tensor:
+def drafter_rows(engine: EngineCore, slot: int, count: int) -> Tensor:
     """Places [1, count) of a slot: place 0 of a job holds nothing."""
     table = engine.runner.slots.tables[slot].long()
     return engine.runner.kv.draft[table].flatten(0, 1)[1:count].clone()
@@ -107,11 +107,11 @@ class Answer(NamedTuple):
     accepted: int = 0
 
 
-def run(engine: Engine, *waves: Sequence[Job], every: int = 3) -> dict[str, Answer]:
+def run(engine: EngineCore, *waves: Sequence[Job], every: int = 3) -> dict[str, Answer]:
     """All jobs to their ends; a wave of them arrives every so many turns of the loop."""
     deltas: dict[str, list[Delta]] = {job.id: [] for wave in waves for job in wave}
     arriving = list(waves)
-    flight: Flight | None = None
+    flight: StepInFlight | None = None
     turns = 0
     while arriving or flight or not engine.planner.idle:
         told: list[Delta] = []

@@ -36,7 +36,7 @@ from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.errors import Answer, Refusal, answer_to
 from redline.api.gateway import Gateway, Generation
 from redline.api.openai import Streaming, read_chat, read_completion, read_detokenize, read_tokenize
-from redline.api.sse import ChatStream, CompletionStream, Stream, data
+from redline.api.sse import ChatStream, CompletionStream, EventStream, data
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError
 from redline.wire.job import Sampling
@@ -363,7 +363,7 @@ class _Api:
             )
             await _send_json(send, body)
 
-    async def _stream(self, send: Send, generation: Generation, stream: Stream, opening: int) -> None:
+    async def _stream(self, send: Send, generation: Generation, stream: EventStream, opening: int) -> None:
         """The status waits for the first tokens, so that what fails before them fails with its own status. What fails
         later is an error event, and the end. `opening`: the entries that open a choice."""
         started = False

@@ -35,7 +35,7 @@ def data(body: bytes) -> bytes:
     return b"data: " + body + b"\n\n"
 
 
-class Stream(Protocol):
+class EventStream(Protocol):
     """Events of one answer to bytes of its stream."""
 
     def write(self, batches: Sequence[Batch]) -> bytes: ...
@@ -45,7 +45,7 @@ class Stream(Protocol):
         ...
 
 
-class _Stream:
+class _ChunkWriter:
     """What both kinds of stream share: the envelope, usage, and each choice's count."""
 
     def __init__(self, id: str, object: str, created: int, model: str, prompts: Sequence[int], n: int, how: Streaming):
@@ -75,7 +75,7 @@ class _Stream:
         return b'%b[],"usage":%b}\n\n%b' % (self._head, _json(usage_of(ends, self._n)), DONE)
 
 
-class ChatStream(_Stream):
+class ChatStream(_ChunkWriter):
     def __init__(
         self,
         id: str,
@@ -156,7 +156,7 @@ class ChatStream(_Stream):
         return _json({"logprobs": scored, **finish})[1:-1]
 
 
-class CompletionStream(_Stream):
+class CompletionStream(_ChunkWriter):
     def __init__(
         self,
         id: str,

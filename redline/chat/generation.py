@@ -16,7 +16,7 @@ TopK = Annotated[int, Meta(ge=-1, le=1 << 20)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 
 
-class Generation(Record, frozen=True):
+class GenerationConfig(Record, frozen=True):
     """Sampling where nobody says otherwise."""
 
     temperature: Temperature = 1.0
@@ -25,19 +25,19 @@ class Generation(Record, frozen=True):
     min_p: MinP = 0.0
 
 
-def generation_of(folder: Path) -> Generation:
+def generation_config_of(folder: Path) -> GenerationConfig:
     """What the checkpoint's folder says; a field that it leaves out, or null, has its default. Raises ConfigError.
 
     `do_sample: false` is greedy, whatever temperature stands beside it, as in transformers.
     """
     path = folder / "generation_config.json"
     if not path.exists():
-        return Generation()
+        return GenerationConfig()
     try:
         values = msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-        known = {key: values[key] for key in Generation.__struct_fields__ if values.get(key) is not None}
+        known = {key: values[key] for key in GenerationConfig.__struct_fields__ if values.get(key) is not None}
         if values.get("do_sample") is False:
             known["temperature"] = 0.0
-        return msgspec.convert(known, Generation)
+        return msgspec.convert(known, GenerationConfig)
     except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: {error}") from None

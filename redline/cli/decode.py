@@ -30,7 +30,7 @@ from redline.run.runner import Runner
 from redline.wire.base import Record
 from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine, free_memory, kv_dtype_of, pick_device
+from redline.worker.engine import EngineCore, free_memory, kv_dtype_of, pick_device
 
 READ_BYTES = 4 << 30  # read to measure bandwidth, at most: far more than any cache
 
@@ -71,7 +71,7 @@ def _bench_decode(
 ) -> int:
     kv_dtype = config.kv_dtype
     with ExitStack() as stack, Working("loading weights") as working:
-        runner = Engine.load(folder, config, progress=lambda done, total: working.show(done / total, 1.0)).runner
+        runner = EngineCore.load(folder, config, progress=lambda done, total: working.show(done / total, 1.0)).runner
         stack.callback(runner.close)
         working.show(what="measuring the machine")
         machine = _limits(runner)

@@ -45,7 +45,7 @@ from redline.wire.base import Record
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine, LocalEngine
+from redline.worker.engine import Engine
 
 Mode = Literal["greedy", "sampled"]
 BATCH = 64  # prompts that are asked at once
@@ -116,7 +116,7 @@ class Evaluation(Record, frozen=True):
     short: tuple[str, ...]  # what ran out of prompts before its rounds were reached
 
 
-Open = Callable[[int], AbstractContextManager[LocalEngine]]
+Open = Callable[[int], AbstractContextManager[Engine]]
 """An engine that always proposes so many drafts."""
 Offline = Callable[[Sequence[Spoken], Serving, int], list[Scores]]
 """The scores of answers by teacher forcing, so many drafts deep."""
@@ -126,7 +126,7 @@ def evaluate(
     open_engine: Open,
     asked: Sequence[Asked],
     config: EvalConfig,
-    offline: Callable[[LocalEngine], Offline] | None = None,
+    offline: Callable[[Engine], Offline] | None = None,
     done: Callable[[str, int], object] = lambda what, rounds: None,
 ) -> Evaluation:
     """Asks, counts and scores. `done` is told after every batch: what is measured, and its rounds so far.
@@ -173,7 +173,7 @@ def agree(evaluation: Evaluation) -> bool:
     return found is None or found[2] < ENOUGH or abs(found[0] - found[1]) <= 0.01
 
 
-def jobs_of(engine: LocalEngine, asked: Sequence[Asked], config: EvalConfig, mode: Mode, turn: int) -> list[Job]:
+def jobs_of(engine: Engine, asked: Sequence[Asked], config: EvalConfig, mode: Mode, turn: int) -> list[Job]:
     """`turn`: how often the same prompts were asked before; it changes what is drawn."""
     stop_ids = engine.tokenizer.stop_ids
     room = engine.engine.layout.max_model_len
@@ -193,7 +193,7 @@ def jobs_of(engine: LocalEngine, asked: Sequence[Asked], config: EvalConfig, mod
 
 
 def _ask_all(
-    engine: LocalEngine,
+    engine: Engine,
     asked: Sequence[Asked],
     config: EvalConfig,
     k: int,
@@ -375,7 +375,7 @@ def check(config: EvalConfig) -> "tuple[list[Asked], list[str]]":
 def _run(config: EvalConfig, asked: Sequence[Asked], console: Console, origin: Mapping[str, Any] | None) -> int:
     offline = functools.partial(_offline, config) if config.offline else None
 
-    def open_engine(k: int) -> LocalEngine:
+    def open_engine(k: int) -> Engine:
         return Engine.open(
             config.target,
             EngineConfig(
@@ -444,7 +444,7 @@ def _asked(config: EvalConfig) -> tuple[list[Asked], list[str]]:
     return asked, skipped
 
 
-def _offline(config: EvalConfig, engine: LocalEngine) -> Offline:
+def _offline(config: EvalConfig, engine: Engine) -> Offline:
     """Teacher forcing as `mine` scores, with the target that the engine has loaded. It is idle meanwhile."""
     model = engine.engine.model
     drafter = Eagle3.open(config.draft, model.config)

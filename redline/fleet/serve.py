@@ -33,7 +33,7 @@ from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.server import Server, uvicorn_config
 from redline.chat.conversation import Conversation, Message
-from redline.chat.generation import generation_of
+from redline.chat.generation import generation_config_of
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
@@ -162,7 +162,7 @@ async def _serve_through(
         served_model_names=config.names,
         keys_file=config.keys_file,
         local=is_loopback(config.host),
-        defaults=Defaults(**msgspec.structs.asdict(generation_of(folder))),
+        defaults=Defaults(**msgspec.structs.asdict(generation_config_of(folder))),
         limits=Limits(),
     )
     with AsyncSocketInbox(from_worker) as inbox, SocketOutbox(to_worker) as outbox:

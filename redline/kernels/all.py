@@ -23,8 +23,8 @@ from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.unabsorb import unabsorb
-from redline.kernels.hopper.prefill.by_row import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.grouped import grouped_experts
+from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.sort_pairs import sort_pairs
 from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import step_rows

@@ -74,7 +74,7 @@ class _Part(NamedTuple):
         return self.decodes or (job.planned + self.positions == job.length < job.limit)
 
 
-class _Flight(NamedTuple):
+class _PlannedStep(NamedTuple):
     step: Step
     jobs: list[ActiveJob]  # one for each row
 
@@ -105,7 +105,7 @@ class Planner:
         self._waiting: deque[ActiveJob] = deque()
         self._running: list[ActiveJob] = []  # in the order of arrival, which is that of admission
         self._draining: set[ActiveJob] = set()  # ended, with steps in flight: they still hold slot and pages
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[_PlannedStep] = deque()
         self._free_slots = list(reversed(range(config.max_running)))
         self._arrivals = 0
         self._steps = 0
@@ -196,7 +196,7 @@ class Planner:
             return None
         self._steps += 1
         step = Step(number=self._steps, begins=tuple(begins), rows=self._rows(parts))
-        self._flights.append(_Flight(step, [part.job for part in parts]))
+        self._flights.append(_PlannedStep(step, [part.job for part in parts]))
         return step
 
     def _ready(self) -> tuple[list[ActiveJob], list[ActiveJob]]:

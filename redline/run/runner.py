@@ -29,7 +29,7 @@ from redline.run.drafting.learned import Drafting
 from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen
 from redline.run.fit import Layout
 from redline.run.graphs.captured import CapturedSteps, not_finite
-from redline.run.graphs.decode import Board
+from redline.run.graphs.decode import SharedState
 from redline.run.kv import KvPool
 from redline.run.sampling.sample import SCORED_ROWS, draw_each, is_greedy, logprobs_of, uniform
 from redline.run.slots import Proposal, Slots, Span
@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 class Launched:
     """A step that a thread will run. `wait` raises what the step raised."""
 
-    def __init__(self, future: "Future[Landing]") -> None:
+    def __init__(self, future: "Future[WaitForStep]") -> None:
         self._future = future
 
     def wait(self) -> StepResult:
@@ -74,7 +74,7 @@ class Queued:
             self._ran = error
 
 
-Landing = Callable[[], StepResult]
+WaitForStep = Callable[[], StepResult]
 """Waits for the device, where a step is still on its way."""
 
 
@@ -107,8 +107,8 @@ class Runner:
         self.led: Counter[str] = Counter()
         self._captured: CapturedSteps | None = None
         if model.device.type == "cuda" if captured is None else captured:
-            self._captured = CapturedSteps(Board(model, self.slots, self.kv, self._layers), 1 + drafts)
-        self._steps: queue.SimpleQueue[tuple[Step, Future[Landing]] | None] = queue.SimpleQueue()
+            self._captured = CapturedSteps(SharedState(model, self.slots, self.kv, self._layers), 1 + drafts)
+        self._steps: queue.SimpleQueue[tuple[Step, Future[WaitForStep]] | None] = queue.SimpleQueue()
         self._queued: deque[Queued] = deque()
         self._thread: threading.Thread | None = None
         self._recorded: Future[None] = Future()
@@ -126,7 +126,7 @@ class Runner:
         """One thread launches, and waits."""
         if self._captured is None:
             return Queued(step, self, self._queued)
-        future: Future[Landing] = Future()
+        future: Future[WaitForStep] = Future()
         self._steps.put((step, future))
         return Launched(future)
 
@@ -164,7 +164,7 @@ class Runner:
                 except Exception as error:
                     future.set_exception(error)
 
-    def _start(self, step: Step, captured: CapturedSteps) -> Landing:
+    def _start(self, step: Step, captured: CapturedSteps) -> WaitForStep:
         refusal = captured.refusal(step)
         if refusal is not None:
             if step.rows:
@@ -172,20 +172,20 @@ class Runner:
             result = self.run(step)
             return lambda: result
         self.replays += 1
-        flight, replayed = captured.launch(step)
+        replay, replayed = captured.launch(step)
         if any(row.drafting or row.propose for row in step.rows):
             captured.catch_up()  # drafts are made of tokens that the host must know
             spans = [
-                (i, outcome.span(row)) for i, (row, outcome) in enumerate(zip(step.rows, flight.outcomes, strict=True))
+                (i, outcome.span(row)) for i, (row, outcome) in enumerate(zip(step.rows, replay.outcomes, strict=True))
             ]
-            sound = [(i, span) for i, span in spans if flight.outcomes[i].tokens]
+            sound = [(i, span) for i, span in spans if replay.outcomes[i].tokens]
             self.drafting.follow(
                 [span for _, span in sound],
                 [i * replayed.shape.positions for i, _ in sound],
-                [len(flight.outcomes[i].tokens) for i, _ in sound],
+                [len(replay.outcomes[i].tokens) for i, _ in sound],
                 replayed.features,
             )
-        return flight.result
+        return replay.result
 
     def run(self, step: Step) -> StepResult:
         """The step, now, in this thread. Rows of a slot that has an error get it, and do not run; nor do those of the

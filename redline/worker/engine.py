@@ -1,6 +1,7 @@
 """A worker's insides put together: checkpoint, model, pages, planner, runner, and the loop over them.
 
-`Engine` is what a process serves with (`worker.main`), and what tests, evaluation and benchmarks drive in their own.
+`EngineCore` is what a process serves with (`worker.main`); `Engine` runs one beside its caller: tests, evaluation and
+benchmarks.
 """
 
 import functools
@@ -44,7 +45,7 @@ STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
 
 
-class Engine:
+class EngineCore:
     """One model on one device. Use as a context manager, or call `close`."""
 
     def __init__(
@@ -80,22 +81,6 @@ class Engine:
         )
 
     @classmethod
-    def open(
-        cls,
-        folder: Path | str,
-        config: EngineConfig | None = None,
-        *,
-        device: torch.device | None = None,
-        progress: Callable[[int, int], object] | None = None,
-    ) -> "LocalEngine":
-        """Load a checkpoint's folder, tokenizer included, and start the loop in a thread of this process.
-
-        progress: called with (bytes read, bytes in all). Raises ConfigError or CheckpointError.
-        """
-        engine = cls.load(folder, config or EngineConfig(), device=device, progress=progress)
-        return LocalEngine(engine, Tokenizer.open(Path(folder)), style_of(Path(folder)))
-
-    @classmethod
     def load(
         cls,
         folder: Path | str,
@@ -103,7 +88,7 @@ class Engine:
         *,
         device: torch.device | None = None,
         progress: Callable[[int, int], object] | None = None,
-    ) -> "Engine":
+    ) -> "EngineCore":
         checkpoint = Checkpoint.open(folder)
         device = device or pick_device(config.device)
         dtype = kv_dtype_of(config.kv_dtype)
@@ -157,10 +142,10 @@ class Engine:
                 self.trace.close()
 
 
-class LocalEngine:
+class Engine:
     """An engine that runs beside its caller. Any number of threads may generate."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, style: Style) -> None:
+    def __init__(self, engine: EngineCore, tokenizer: Tokenizer, style: Style) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.style = style
@@ -171,6 +156,22 @@ class LocalEngine:
         self._loop = threading.Thread(target=self._serve, name="loop", daemon=True)
         self._loop.start()
         self._generating = threading.Lock()
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path | str,
+        config: EngineConfig | None = None,
+        *,
+        device: torch.device | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> "Engine":
+        """Load a checkpoint's folder, tokenizer included, and start the loop in a thread of this process.
+
+        progress: called with (bytes read, bytes in all). Raises ConfigError or CheckpointError.
+        """
+        engine = EngineCore.load(folder, config or EngineConfig(), device=device, progress=progress)
+        return cls(engine, Tokenizer.open(Path(folder)), style_of(Path(folder)))
 
     def _serve(self) -> None:
         try:

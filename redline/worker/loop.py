@@ -44,7 +44,7 @@ class Runner(Protocol):
         ...
 
 
-class Flight(NamedTuple):
+class StepInFlight(NamedTuple):
     step: Step
     pending: Pending
     begun: float  # the machine's clock could start: the step was launched, and the one before had ended
@@ -54,7 +54,7 @@ class Flight(NamedTuple):
         return not isinstance(self.pending, _NotLaunched)
 
 
-class Landing(NamedTuple):
+class EndedStep(NamedTuple):
     result: StepResult
     at: float
     error: Exception | None  # why the step failed
@@ -66,9 +66,9 @@ class Failures:
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def landed(self, landing: Landing) -> None:
+    def count(self, ended: EndedStep) -> None:
         """Raises WorkerLost, with one line for the operator, where no further step should be tried."""
-        error = landing.error
+        error = ended.error
         self._in_a_row = self._in_a_row + 1 if error else 0
         if is_device_error(error):
             raise WorkerLost(f"the device gave an error: {one_line(error)}") from error
@@ -83,8 +83,8 @@ def one_line(error: BaseException | None) -> str:
 
 
 def turn(
-    planner: Planner, runner: Runner, last: Flight | None, failures: Failures | None = None
-) -> tuple[Flight | None, list[Delta]]:
+    planner: Planner, runner: Runner, last: StepInFlight | None, failures: Failures | None = None
+) -> tuple[StepInFlight | None, list[Delta]]:
     """Launches the next step, then settles the last one while the machine works; where nothing is planned ahead, the
     one that it has launched.
 
@@ -92,16 +92,16 @@ def turn(
     """
     # Behind a step that was not launched nothing is: its jobs never began, and end first.
     step = planner.next_step() if last is None or last.launched else None
-    flight = Flight(step, _launch(runner, step), time.monotonic()) if step else None
+    in_flight = StepInFlight(step, _launch(runner, step), time.monotonic()) if step else None
     if last is None and not planner.ahead:
-        last, flight = flight, None
+        last, in_flight = in_flight, None
     if last is None:
-        return flight, []
-    landing = _wait(last)
-    (failures or Failures()).landed(landing)
-    seconds = None if landing.error else landing.at - last.begun
-    deltas = planner.settle(last.step, landing.result, seconds)
-    return flight and flight._replace(begun=landing.at), deltas
+        return in_flight, []
+    ended = _wait(last)
+    (failures or Failures()).count(ended)
+    seconds = None if ended.error else ended.at - last.begun
+    deltas = planner.settle(last.step, ended.result, seconds)
+    return in_flight and in_flight._replace(begun=ended.at), deltas
 
 
 def lead(
@@ -121,7 +121,7 @@ def lead(
     pulse, failures = pulse or Pulse(), Failures()
     if trace is not None:
         outbox = _Traced(outbox, trace)
-    last: Flight | None = None
+    last: StepInFlight | None = None
     loads = _Loads(planner, outbox, time.monotonic)
     proven = False
     while True:
@@ -210,16 +210,16 @@ def _launch(runner: Runner, step: Step) -> Pending:
         return _NotLaunched(error)
 
 
-def _wait(flight: Flight) -> Landing:
+def _wait(in_flight: StepInFlight) -> EndedStep:
     """A step that failed gives an error to each of its rows."""
     try:
-        return Landing(flight.pending.wait(), time.monotonic(), None)
+        return EndedStep(in_flight.pending.wait(), time.monotonic(), None)
     except Exception as error:
-        what = "failed" if flight.launched else "could not be launched"
-        _log.error("step %d %s: %s", flight.step.number, what, one_line(error))
-        _log.info("step %d %s", flight.step.number, what, exc_info=error)
-        rows = (RowResult(error=f"the step {what}: {error}"),) * len(flight.step.rows)
-        return Landing(StepResult(number=flight.step.number, rows=rows), time.monotonic(), error)
+        what = "failed" if in_flight.launched else "could not be launched"
+        _log.error("step %d %s: %s", in_flight.step.number, what, one_line(error))
+        _log.info("step %d %s", in_flight.step.number, what, exc_info=error)
+        rows = (RowResult(error=f"the step {what}: {error}"),) * len(in_flight.step.rows)
+        return EndedStep(StepResult(number=in_flight.step.number, rows=rows), time.monotonic(), error)
 
 
 def _prove(planner: Planner, inbox: Inbox) -> list[Wire]:
@@ -239,7 +239,7 @@ def _submit(planner: Planner, job: Job) -> list[Delta]:
         return [Delta(job=job.id, finish="error", error=f"the job could not be submitted: {error}", fault="failed")]
 
 
-def _stop(planner: Planner, last: Flight | None, outbox: Outbox) -> None:
+def _stop(planner: Planner, last: StepInFlight | None, outbox: Outbox) -> None:
     _put_all(planner, outbox, planner.abort_all())
     if last is not None:
         _put_all(planner, outbox, planner.settle(last.step, _wait(last).result))

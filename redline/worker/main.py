@@ -25,7 +25,7 @@ from redline.kernels.cpu import native
 from redline.wire.channel import SocketInbox, SocketOutbox
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
-from redline.worker.engine import Engine
+from redline.worker.engine import EngineCore
 from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
 
@@ -56,7 +56,7 @@ def main() -> int:
 
 def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
     with _progress() as progress:
-        engine = Engine.load(config.weights, config.engine, progress=progress)
+        engine = EngineCore.load(config.weights, config.engine, progress=progress)
     gc.collect()
     gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
     pulse = Pulse()

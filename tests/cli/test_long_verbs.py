@@ -18,7 +18,7 @@ from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.write import random_checkpoint
-from redline.worker.engine import Engine
+from redline.worker.engine import Engine, EngineCore
 from tests.tiny_model import kernel_config
 
 QUESTION = {"kind": "add", "messages": [{"role": "user", "content": "1 + 1?"}], "check": {"number": 2}}
@@ -43,7 +43,7 @@ def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("the work has begun")
 
-    monkeypatch.setattr(Engine, "load", load)
+    monkeypatch.setattr(EngineCore, "load", load)
     monkeypatch.setattr(Engine, "open", load)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from redline.chat.generation import Generation
+from redline.chat.generation import GenerationConfig
 from redline.draft.corpus.corpus import Example, read_examples
 from redline.draft.corpus.traces import read_traces
 from redline.draft.mine.buckets import Scored, buckets, rejections, since_control
@@ -302,7 +302,7 @@ def test_an_example_that_the_target_cannot_read_is_told_and_neither_scored_nor_r
     traced = read_examples(tmp_path / "traced.jsonl")
     monkeypatch.setattr("redline.draft.mine.mine.read_traces", lambda *names: traced)
     monkeypatch.setattr("redline.draft.mine.mine.check_target", lambda folder, device: None)
-    monkeypatch.setattr("redline.draft.mine.mine.generation_of", lambda folder: Generation())
+    monkeypatch.setattr("redline.draft.mine.mine.generation_config_of", lambda folder: GenerationConfig())
     refuses = SimpleNamespace(refusal=lambda one: "too long" if one.id.endswith("bad") else None)
     monkeypatch.setattr(Scorer, "open", lambda *given: refuses)
     seen: list[str] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.all import HOPPER
-from redline.kernels.hopper.decode.choose_experts import Choice, choose_experts
+from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_experts
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, limit_of
 from tests.seeds import fresh_seed
@@ -103,7 +103,7 @@ def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any], case: Case) 
     assert not worst, f"{worst} (seed {seed})"
 
 
-def _of_the_same_logits(got: Any, want: Any, choice: Choice | None) -> Any:
+def _of_the_same_logits(got: Any, want: Any, choice: RouterChoice | None) -> Any:
     """Experts are chosen from the kernel's own logits: two scores that rounding cannot part may change places."""
     if choice is None:
         return want

@@ -11,19 +11,19 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from redline.worker.engine import Engine
+from redline.worker.engine import EngineCore
 from tests.tiny_model import Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[EngineCore]:
     opened = open_engine(tiny_model(), step_tokens=100)
     yield opened
     opened.runner.close()
 
 
 @pytest.mark.parametrize(("length", "cached"), [(63, 0), (64, 0), (65, 64), (200, 192), (300, 256)])
-def test_the_same_prompt_again(engine: Engine, length: int, cached: int):
+def test_the_same_prompt_again(engine: EngineCore, length: int, cached: int):
     asked = prompt(seed=3, length=length)
     first, second = (run(engine, [job(name, asked, max_tokens=16)])[name] for name in ("first", "second"))
     assert (first.cached_tokens, second.cached_tokens) == (0, cached)
@@ -31,7 +31,7 @@ def test_the_same_prompt_again(engine: Engine, length: int, cached: int):
 
 
 @pytest.mark.parametrize("shared", [64, 100, 192])
-def test_another_prompt_that_begins_alike(engine: Engine, shared: int):
+def test_another_prompt_that_begins_alike(engine: EngineCore, shared: int):
     run(engine, [job("before", prompt(seed=3, length=250))])
     asked = job("after", prompt(seed=3, length=shared) + prompt(seed=4, length=170), max_tokens=16)
     answer = run(engine, [asked])["after"]
@@ -39,7 +39,7 @@ def test_another_prompt_that_begins_alike(engine: Engine, shared: int):
     assert answer._replace(cached_tokens=0) == run_alone(engine.model, asked)
 
 
-def test_a_prefix_that_is_shared_while_its_first_job_still_runs(engine: Engine):
+def test_a_prefix_that_is_shared_while_its_first_job_still_runs(engine: EngineCore):
     asked = prompt(seed=5, length=200)
     waves = [[job("first", asked, max_tokens=40)], [job(f"{n}", (*asked, n), max_tokens=20) for n in range(4)]]
     answers = run(engine, *waves, every=8)

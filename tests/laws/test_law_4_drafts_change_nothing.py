@@ -20,7 +20,7 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import K2, load
 from redline.wire.job import Job, JobId
-from redline.worker.engine import Engine
+from redline.worker.engine import EngineCore
 from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
 MODELS = Path(__file__).parents[2] / "models"
@@ -46,7 +46,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def speculating(way: str, **engine: Any) -> Engine:
+def speculating(way: str, **engine: Any) -> EngineCore:
     settings = {**WAYS[way], "draft_adaptive": False, "draft_tokens": 3, **engine}
     if settings.get("drafter") == "tiny":
         settings["drafter"] = tiny_drafter()
@@ -71,7 +71,7 @@ def unnamed(asked: Job) -> Job:
     return msgspec.structs.replace(asked, id=JobId("unnamed"))
 
 
-def answers_of(engine: Engine, *waves: list[Job], every: int = 3) -> dict[str, Answer]:
+def answers_of(engine: EngineCore, *waves: list[Job], every: int = 3) -> dict[str, Answer]:
     try:
         return run(engine, *waves, every=every)
     finally:

@@ -18,7 +18,7 @@ from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine, LocalEngine
+from redline.worker.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -31,7 +31,7 @@ Answers = list[tuple[int, ...]]
 
 
 @contextlib.contextmanager
-def opened(device: str = "cuda", **config: object) -> Iterator[LocalEngine]:
+def opened(device: str = "cuda", **config: object) -> Iterator[Engine]:
     with Engine.open(NANO, EngineConfig(max_model_len=8192, kv_memory=1 << 28, device=device, **config)) as engine:
         yield engine
         engine.engine.planner.check()  # law 9
@@ -45,7 +45,7 @@ def prompts() -> list[tuple[int, ...]]:
         ]
 
 
-def answer(engine: LocalEngine, asked: Sequence[Sequence[int]], together: bool = True) -> Answers:
+def answer(engine: Engine, asked: Sequence[Sequence[int]], together: bool = True) -> Answers:
     sampling = Sampling(max_tokens=200, temperature=0, stop_ids=engine.tokenizer.stop_ids)
     jobs = [make_job(JobId(f"{i}"), tuple(tokens), sampling, engine.fingerprint) for i, tokens in enumerate(asked)]
     groups: list[list[Job]] = [jobs] if together else [[job] for job in jobs]

@@ -21,7 +21,7 @@ from redline.kernels.cpu import native
 from redline.run.kv import KvPool
 from redline.wire.job import JobId, Sampling
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine, kv_dtype_of, sizes_of
+from redline.worker.engine import EngineCore, kv_dtype_of, sizes_of
 from redline.worker.loop import turn
 
 
@@ -43,7 +43,7 @@ peak = before = anonymous()
 over = threading.Event()
 watcher = threading.Thread(target=watch)
 watcher.start()
-engine = Engine.load(folder, config)
+engine = EngineCore.load(folder, config)
 loaded = anonymous() - before
 engine.runner.kv.planes.zero_()
 vocabulary, reach = engine.model.config.vocab_size, engine.layout.max_model_len

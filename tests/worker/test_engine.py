@@ -18,7 +18,7 @@ from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.engine import Engine, EngineConfig, LocalEngine
+from redline.worker.engine import Engine, EngineConfig, EngineCore
 from tests.tiny_model import kernel_config, prompt
 
 CONFIG = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=8, step_tokens=64)
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def engine(folder: Path) -> Iterator[LocalEngine]:
+def engine(folder: Path) -> Iterator[Engine]:
     """At the end it must be idle, and every page free or remembered by the cache."""
     with Engine.open(folder, CONFIG) as opened:
         yield opened
@@ -42,7 +42,7 @@ def engine(folder: Path) -> Iterator[LocalEngine]:
     assert planner.load().pages_used == 0
 
 
-def job(engine: LocalEngine, name: str, tokens: tuple[int, ...], **options: object) -> Job:
+def job(engine: Engine, name: str, tokens: tuple[int, ...], **options: object) -> Job:
     asked = Sampling(**{"max_tokens": 8, "temperature": 0.0, **options})  # type: ignore[arg-type]
     return make_job(JobId(name), tokens, asked, engine.fingerprint)
 
@@ -51,7 +51,7 @@ def answer(deltas: list[Delta]) -> tuple[int, ...]:
     return tuple(token for delta in deltas for token in delta.tokens)
 
 
-def test_jobs_run_to_their_ends(engine: LocalEngine):
+def test_jobs_run_to_their_ends(engine: Engine):
     jobs = [job(engine, f"{n}", prompt(n, 10 * n + 1), max_tokens=n + 1) for n in range(12)]
     told: list[Delta] = []
     deltas = engine.generate(jobs, told.append)
@@ -61,7 +61,7 @@ def test_jobs_run_to_their_ends(engine: LocalEngine):
         assert [delta for delta in told if delta.job == one.id] == deltas[one.id]
 
 
-def test_more_jobs_than_the_planner_sees_at_a_time(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch):
+def test_more_jobs_than_the_planner_sees_at_a_time(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("redline.worker.engine.OUTSTANDING", 3)
     seen: list[int] = []
     jobs = [job(engine, f"{n}", prompt(n, 5), max_tokens=n % 4 + 1) for n in range(40)]
@@ -70,7 +70,7 @@ def test_more_jobs_than_the_planner_sees_at_a_time(engine: LocalEngine, monkeypa
     assert max(seen) <= 3
 
 
-def test_a_stop_id_ends_an_answer(engine: LocalEngine):
+def test_a_stop_id_ends_an_answer(engine: Engine):
     whole = answer(engine.generate([job(engine, "whole", prompt(1, 20), max_tokens=20)])[JobId("whole")])
     stop = whole[7]
     asked = job(engine, "stopped", prompt(1, 20), max_tokens=20, stop_ids=(stop,))
@@ -79,7 +79,7 @@ def test_a_stop_id_ends_an_answer(engine: LocalEngine):
     assert deltas[-1].finish == "stop"
 
 
-def test_an_exception_in_on_delta_aborts_the_jobs_and_goes_on(engine: LocalEngine):
+def test_an_exception_in_on_delta_aborts_the_jobs_and_goes_on(engine: Engine):
     def refuse(delta: Delta) -> None:
         if delta.tokens:
             raise KeyboardInterrupt
@@ -93,7 +93,7 @@ def test_an_exception_in_on_delta_aborts_the_jobs_and_goes_on(engine: LocalEngin
     assert engine.engine.planner.load().generation_tokens < 1000  # of the 4,000 that were asked for
 
 
-def test_an_aborted_jobs_id_may_be_used_again_at_once(engine: LocalEngine):
+def test_an_aborted_jobs_id_may_be_used_again_at_once(engine: Engine):
     def refuse(delta: Delta) -> None:
         raise KeyboardInterrupt
 
@@ -105,7 +105,7 @@ def test_an_aborted_jobs_id_may_be_used_again_at_once(engine: LocalEngine):
     assert again[-1].finish == "length"
 
 
-def test_the_same_id_may_be_used_again_after_its_end(engine: LocalEngine):
+def test_the_same_id_may_be_used_again_after_its_end(engine: Engine):
     asked = job(engine, "again", prompt(1, 20))
     assert answer(engine.generate([asked])[asked.id]) == answer(engine.generate([asked])[asked.id])
 
@@ -118,7 +118,7 @@ def test_the_same_id_may_be_used_again_after_its_end(engine: LocalEngine):
         (2000, 1, "the prompt is 2000 tokens; this model reads and writes 512 in all"),
     ],
 )
-def test_a_job_that_can_never_run_ends_with_the_reason(engine: LocalEngine, length: int, max_tokens: int, reason: str):
+def test_a_job_that_can_never_run_ends_with_the_reason(engine: Engine, length: int, max_tokens: int, reason: str):
     good = job(engine, "good", prompt(1, 20))
     bad = job(engine, "bad", prompt(1, length), max_tokens=max_tokens)
     deltas = engine.generate([bad, good])
@@ -126,14 +126,14 @@ def test_a_job_that_can_never_run_ends_with_the_reason(engine: LocalEngine, leng
     assert len(answer(deltas[good.id])) == 8
 
 
-def test_an_answer_ends_where_the_model_ends(engine: LocalEngine):
+def test_an_answer_ends_where_the_model_ends(engine: Engine):
     asked = job(engine, "long", prompt(1, 500), max_tokens=1000)
     deltas = engine.generate([asked])[asked.id]
     assert len(answer(deltas)) == 12
     assert deltas[-1].finish == "length"
 
 
-def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch):
+def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     model, sound = engine.engine.model, engine.engine.model.predict
     bad, good = job(engine, "bad", prompt(1, 30)), job(engine, "good", prompt(2, 30))
     expected = answer(engine.generate([good])[good.id])
@@ -153,7 +153,7 @@ def test_a_logit_that_is_not_finite_ends_its_job_alone(engine: LocalEngine, monk
     assert answer(deltas[good.id]) == expected
 
 
-def test_a_row_that_cannot_be_sampled_ends_its_job_alone(engine: LocalEngine):
+def test_a_row_that_cannot_be_sampled_ends_its_job_alone(engine: Engine):
     bad = job(engine, "bad", prompt(1, 30), logit_bias=((10**6, 1.0),))
     good = job(engine, "good", prompt(2, 30))
     expected = answer(engine.generate([good])[good.id])
@@ -162,7 +162,7 @@ def test_a_row_that_cannot_be_sampled_ends_its_job_alone(engine: LocalEngine):
     assert answer(deltas[good.id]) == expected
 
 
-def test_a_step_that_fails_ends_its_jobs_and_the_next_ones_run(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_fails_ends_its_jobs_and_the_next_ones_run(engine: Engine, monkeypatch: pytest.MonkeyPatch):
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("out of luck")
 
@@ -192,7 +192,7 @@ def test_a_device_error_while_a_row_is_chosen_ends_the_engine_and_says_why(
             opened.generate([job(opened, "later", prompt(1, 9))])
 
 
-def test_prompt_logprobs_are_complete_although_the_prompt_came_in_chunks(engine: LocalEngine):
+def test_prompt_logprobs_are_complete_although_the_prompt_came_in_chunks(engine: Engine):
     tokens = prompt(3, 300)  # steps have 64 tokens
     asked = job(engine, "asked", tokens, prompt_logprobs=2, logprobs=0, max_tokens=3)
     for name in ("cold", "warm"):  # also where all of it lies in the cache
@@ -205,7 +205,7 @@ def test_prompt_logprobs_are_complete_although_the_prompt_came_in_chunks(engine:
         assert tuple(item.token for delta in deltas for item in delta.logprobs) == answer(deltas)
 
 
-def test_jobs_with_the_same_prompt_share_its_pages(engine: LocalEngine):
+def test_jobs_with_the_same_prompt_share_its_pages(engine: Engine):
     tokens = prompt(4, 260)
     engine.generate([job(engine, "first", tokens, max_tokens=1)])
     jobs = [job(engine, f"{n}", tokens, temperature=1.0, seed=n, max_tokens=5) for n in range(8)]
@@ -216,14 +216,14 @@ def test_jobs_with_the_same_prompt_share_its_pages(engine: LocalEngine):
     assert len({answer(parts) for parts in deltas.values()}) > 1
 
 
-def test_another_salt_shares_nothing(engine: LocalEngine):
+def test_another_salt_shares_nothing(engine: Engine):
     tokens = prompt(5, 200)
     for name, salt in (("mine", "a"), ("yours", "b")):
         asked = make_job(JobId(name), tokens, Sampling(max_tokens=1), engine.fingerprint, salt)
         assert engine.generate([asked])[asked.id][-1].cached_tokens == 0
 
 
-def test_many_threads_may_generate(engine: LocalEngine):
+def test_many_threads_may_generate(engine: Engine):
     expected = answer(engine.generate([job(engine, "alone", prompt(6, 50))])[JobId("alone")])
     given: list[tuple[int, ...]] = []
 
@@ -240,13 +240,13 @@ def test_many_threads_may_generate(engine: LocalEngine):
 
 def test_loading_reports_every_byte(folder: Path):
     seen: list[tuple[int, int]] = []
-    Engine.load(folder, CONFIG, progress=lambda done, total: seen.append((done, total))).runner.close()
+    EngineCore.load(folder, CONFIG, progress=lambda done, total: seen.append((done, total))).runner.close()
     done = [count for count, _ in seen]
     assert done == sorted(done)
     assert seen[-1] == (seen[0][1], seen[0][1])
 
 
-def test_the_summary_says_what_there_is(engine: LocalEngine):
+def test_the_summary_says_what_there_is(engine: Engine):
     ready = engine.engine.ready
     assert ready.max_model_len == 512
     assert ready.pages == 1_000_000 // engine.engine.layout.page_bytes
@@ -254,7 +254,7 @@ def test_the_summary_says_what_there_is(engine: LocalEngine):
     assert f"{ready.pages * 64:,} tokens" in ready.summary
 
 
-def test_fp8_pages_hold_twice_the_tokens_under_other_names(engine: LocalEngine, folder: Path):
+def test_fp8_pages_hold_twice_the_tokens_under_other_names(engine: Engine, folder: Path):
     with Engine.open(folder, msgspec.structs.replace(CONFIG, kv_dtype="fp8")) as other:
         assert other.engine.layout.pages == 1_000_000 // (engine.engine.layout.page_bytes // 2)
         assert f"{other.engine.ready.pages * 64:,} tokens, fp8" in other.engine.ready.summary
@@ -276,7 +276,7 @@ def test_fp8_pages_hold_twice_the_tokens_under_other_names(engine: LocalEngine, 
 def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, object], words: str):
     config = msgspec.structs.replace(CONFIG, **change)
     with pytest.raises(ConfigError) as caught:
-        Engine.load(folder, config)
+        EngineCore.load(folder, config)
     assert words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 

@@ -22,7 +22,7 @@ from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Load, Stop
 from redline.wire.step import Step, StepResult
 from redline.worker import loop
-from redline.worker.loop import Flight, lead, turn
+from redline.worker.loop import StepInFlight, lead, turn
 from redline.worker.trace import Trace
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
 
@@ -218,7 +218,7 @@ def test_a_failed_launch_is_settled_in_its_turn():
     runner = Fragile(32, CONFIG)
     first, _ = turn(planner, runner, None)
     second, deltas = turn(planner, runner, first)
-    assert isinstance(second, Flight)
+    assert isinstance(second, StepInFlight)
     assert [len(delta.tokens) for delta in deltas] == [1]
     _last, deltas = turn(planner, runner, second)
     assert [delta.finish for delta in deltas] == ["error"]

@@ -22,14 +22,14 @@ from tests.tiny_model import kernel_config
 BROKEN = """
 import sys, time, torch
 from redline.worker import engine, main, pulse
-load = engine.Engine.load
+load = engine.EngineCore.load
 def broken(*arguments, **named):
     loaded = load(*arguments, **named)
     loaded.model.predict = fails
     return loaded
 def fails(*_):
     {step}
-main.Engine.load = broken
+main.EngineCore.load = broken
 {more}
 sys.exit(main.main())
 """
@@ -67,13 +67,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             "",
-            'def fails(self): raise RuntimeError("no such luck")\nengine.Engine.ready = property(fails)',
+            'def fails(self): raise RuntimeError("no such luck")\nengine.EngineCore.ready = property(fails)',
             "the worker met an error that nobody foresaw: RuntimeError: no such luck; REDLINE_LOG=INFO shows where",
             [],
         ),
         (
             "",
-            'def fails(*_, **__): raise torch.OutOfMemoryError("CUDA out of memory.")\nmain.Engine.load = fails',
+            'def fails(*_, **__): raise torch.OutOfMemoryError("CUDA out of memory.")\nmain.EngineCore.load = fails',
             "out of memory: OutOfMemoryError: CUDA out of memory.; `redline doctor` prints what fits",
             [],
         ),

@@ -12,7 +12,7 @@ import torch
 
 from redline.chat.hashing import make_job
 from redline.wire.job import JobId, Sampling
-from redline.worker.loop import Flight, turn
+from redline.worker.loop import StepInFlight, turn
 from tests.tiny_model import FINGERPRINT, VOCABULARY, open_engine, tiny_drafter, tiny_model
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -45,7 +45,7 @@ def jobs() -> Iterator[Any]:
 def test_memory_is_flat_over_many_jobs(drafts: bool):
     how: dict[str, Any] = {"drafter": tiny_drafter(), "draft_tokens": 3, "draft_adaptive": False} if drafts else {}
     engine, coming = open_engine(tiny_model(), pages=24, max_model_len=256, step_tokens=64, **how), jobs()
-    flight: Flight | None = None
+    flight: StepInFlight | None = None
 
     def wave() -> None:
         nonlocal flight

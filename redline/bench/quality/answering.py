@@ -14,7 +14,7 @@ from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.respondent import Respondent
+from redline.worker.job_runner import JobRunner
 
 MAX_TOKENS = 1024  # a longer answer to an evaluation prompt goes in circles
 
@@ -22,7 +22,7 @@ MAX_TOKENS = 1024  # a longer answer to an evaluation prompt goes in circles
 class Greedy:
     """An engine that answers each prompt with its most likely tokens."""
 
-    def __init__(self, engine: Respondent, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(self, engine: JobRunner, max_tokens: int = MAX_TOKENS) -> None:
         self._engine = engine
         self._max_tokens = max_tokens
 

@@ -96,7 +96,7 @@ class Report(Record, frozen=True):
     left_out: int = 0  # prompts beyond it
 
 
-class Respondent(Protocol):
+class Answerer(Protocol):
     """A loaded checkpoint that answers: `answering.Greedy` over an engine."""
 
     @property
@@ -107,7 +107,7 @@ class Respondent(Protocol):
         ...
 
 
-Open = Callable[[Path], AbstractContextManager[Respondent]]
+Open = Callable[[Path], AbstractContextManager[Answerer]]
 
 
 def evaluate(

@@ -120,13 +120,13 @@ class Cpu:
         return decode_rate(streams, case.new) if case.new > 1 else prefill_rate(streams, case.prompt, began)
 
 
-Stream = list[tuple[float, bytes]]  # when bytes came, and which
+Arrivals = list[tuple[float, bytes]]  # when bytes came, and which
 
 
-async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[Stream]:
+async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[Arrivals]:
     """All at once: what came when. It is read later, since whoever reads it takes a core from the server."""
 
-    async def one(prompt: Sequence[int]) -> Stream:
+    async def one(prompt: Sequence[int]) -> Arrivals:
         body = {
             "prompt": prompt,
             "max_tokens": new,
@@ -135,7 +135,7 @@ async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> lis
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
-        found: Stream = []
+        found: Arrivals = []
         async with asyncio.timeout(ANSWER_S), connection(port) as (reader, writer):
             writer.write(post("/v1/completions", json.dumps(body).encode()))
             while part := await reader.read(READ_BYTES):
@@ -148,7 +148,7 @@ async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> lis
         raise RedlineError(f"a stream broke off: {error or type(error).__name__}") from None
 
 
-def progress_of(stream: Stream, new: int) -> list[tuple[float, int]]:
+def progress_of(stream: Arrivals, new: int) -> list[tuple[float, int]]:
     """When the answer had how many tokens. Raises RedlineError where it is not whole, or not of `new` tokens."""
     found: list[tuple[float, int]] = []
     rest = b""
@@ -164,7 +164,7 @@ def progress_of(stream: Stream, new: int) -> list[tuple[float, int]]:
     return found
 
 
-def decode_rate(streams: Sequence[Stream], new: int) -> float:
+def decode_rate(streams: Sequence[Arrivals], new: int) -> float:
     """Tokens/s of all streams together, from the moment when each has begun to the last token."""
     told = [progress_of(stream, new) for stream in streams]
     start = max(points[0][0] for points in told)
@@ -175,7 +175,7 @@ def decode_rate(streams: Sequence[Stream], new: int) -> float:
     return (new * len(streams) - before) / (end - start)
 
 
-def prefill_rate(streams: Sequence[Stream], prompt: int, began: float) -> float:
+def prefill_rate(streams: Sequence[Arrivals], prompt: int, began: float) -> float:
     """Prompt tokens/s until the first token is there."""
     first = max(progress_of(stream, 1)[0][0] for stream in streams)
     return len(streams) * prompt / (first - began)

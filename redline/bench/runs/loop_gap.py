@@ -32,8 +32,8 @@ from redline.run.fit import Layout
 from redline.wire.job import PAGE_TOKENS, JobId, Sampling
 from redline.wire.step import Row, Step
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine
-from redline.worker.loop import Flight, turn
+from redline.worker.engine import EngineCore
+from redline.worker.loop import StepInFlight, turn
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "loop-gap.json"
 FINGERPRINT = "loop gap"
@@ -71,7 +71,7 @@ def intervals(trace: dict[str, Any], names: Sequence[str], of: str) -> list[Busy
     return [Busy(event["ts"], event["ts"] + event["dur"]) for event in events]
 
 
-def random_engine(config: K2Config, in_memory: int, engine_config: EngineConfig, device: torch.device) -> Engine:
+def random_engine(config: K2Config, in_memory: int, engine_config: EngineConfig, device: torch.device) -> EngineCore:
     """Random weights of these sizes, made where they stay. in_memory: layers that lie there, the dense ones among them;
     the others are one of those, in turn."""
     dense, tokens = config.first_k_dense_replace, engine_config.max_model_len
@@ -82,15 +82,15 @@ def random_engine(config: K2Config, in_memory: int, engine_config: EngineConfig,
     model = random_gpu_k2(config, places, device)
     page_bytes = config.kv_bytes_per_token(torch.bfloat16) * PAGE_TOKENS
     layout = Layout(-(-tokens // PAGE_TOKENS) + 1, tokens, torch.bfloat16, page_bytes)
-    return Engine(model, layout, engine_config, FINGERPRINT)
+    return EngineCore(model, layout, engine_config, FINGERPRINT)
 
 
 class Answering:
     """One answer that does not end, turn by turn of the loop."""
 
-    def __init__(self, engine: Engine, context: int, tokens: int) -> None:
+    def __init__(self, engine: EngineCore, context: int, tokens: int) -> None:
         self._engine = engine
-        self._flight: Flight | None = None
+        self._flight: StepInFlight | None = None
         vocabulary = engine.model.config.vocab_size
         prompt = tuple(random.Random(0).randrange(vocabulary) for _ in range(context))
         job = make_job(JobId("gap"), prompt, Sampling(max_tokens=tokens, temperature=0.0), engine.fingerprint)
@@ -119,7 +119,7 @@ class Answering:
             self.turn()
 
 
-def back_to_back(engine: Engine, steps: int) -> float:
+def back_to_back(engine: EngineCore, steps: int) -> float:
     """Milliseconds of a step of slot 0, which goes on where the answer has ended; nobody reads before all are given.
 
     Its pages end on the way. That goes wrong for the text alone: the table names page 0 there.
@@ -184,7 +184,7 @@ def main() -> None:
     config = EngineConfig(max_running=asked.running, max_model_len=asked.context + 8 * asked.steps + 64)
     began = time.perf_counter()
     if asked.shape is None:
-        name, engine = asked.weights.name, Engine.load(asked.weights, config)
+        name, engine = asked.weights.name, EngineCore.load(asked.weights, config)
     else:
         whole = shape(asked.shape)
         sizes = replace(whole, num_hidden_layers=asked.layers or whole.num_hidden_layers)

@@ -26,7 +26,7 @@ from redline.chat.template import encode
 from redline.kernels.kernel import fallbacks
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine, LocalEngine
+from redline.worker.engine import Engine
 
 CONTEXT = 8192
 MAX_TOKENS = 1024
@@ -52,7 +52,7 @@ class Run(msgspec.Struct, frozen=True):
     right: dict[str, float]  # set: percent
 
 
-def jobs_of(engine: LocalEngine, prompts: Sequence[Prompt]) -> list[Job]:
+def jobs_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Job]:
     def job(number: int, asked: Conversation) -> Job:
         tokens = tuple(encode(asked, engine.tokenizer, engine.style))
         sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0, stop_ids=engine.tokenizer.stop_ids)
@@ -61,7 +61,7 @@ def jobs_of(engine: LocalEngine, prompts: Sequence[Prompt]) -> list[Job]:
     return [job(number, conversation(prompt)) for number, prompt in enumerate(prompts)]
 
 
-def answers(engine: LocalEngine, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
+def answers(engine: Engine, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
     deltas = engine.generate(jobs)
     for job in jobs:
         error = next((delta.error for delta in deltas[job.id] if delta.error), None)

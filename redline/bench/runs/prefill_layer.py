@@ -19,12 +19,12 @@ from redline.bench.machine import measure
 from redline.bench.program import output, program
 from redline.bench.record import provenance
 from redline.kernels.cpu.blocks.block import Chunk, Inputs
-from redline.kernels.hopper.block import GpuBlock, many
+from redline.kernels.hopper.block import GpuBlock, prefill_block
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product
-from redline.kernels.hopper.prefill.by_row import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
+from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.model.k2.shapes import KIMI_K26
 from redline.wire.job import PAGE_TOKENS
@@ -67,7 +67,7 @@ class Layer:
         self.residual = torch.randn(count, w.mlp_norm.shape[0], device="cuda")
 
     def whole(self) -> None:
-        many(self.residual.clone(), None, self.w, self.inputs, self.plane, None)
+        prefill_block(self.residual.clone(), None, self.w, self.inputs, self.plane, None)
 
     def parts(self) -> dict[str, Callable[[], object]]:
         w, i = self.w, self.inputs

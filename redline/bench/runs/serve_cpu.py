@@ -56,7 +56,7 @@ from redline.ops.op import Cost, Machine
 from redline.wire.delta import Delta
 from redline.wire.job import JobId, Sampling
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine, LocalEngine
+from redline.worker.engine import Engine
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "serve-cpu.json"
 THREADS = 2
@@ -95,7 +95,7 @@ STREAMS = Case(64, 100, 64)
 class Ours:
     """The engine, in this process."""
 
-    def __init__(self, engine: LocalEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._numbers = itertools.count()
 
@@ -187,7 +187,7 @@ class PeerAsker(Asker):
 class Bench:
     """Runs the cases, each a row of the result. targets: times each peer's speed, by its name."""
 
-    def __init__(self, engine: LocalEngine, peers: Sequence[Peer], machine: Machine, rounds: int) -> None:
+    def __init__(self, engine: Engine, peers: Sequence[Peer], machine: Machine, rounds: int) -> None:
         self._ours = Ours(engine)
         self._peers = peers
         self._engine = engine.engine

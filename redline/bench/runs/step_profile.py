@@ -45,7 +45,7 @@ from redline.wire.job import Job, JobId, Sampling
 from redline.wire.news import Stop
 from redline.wire.step import Step, StepResult
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine
+from redline.worker.engine import EngineCore
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "step-profile.json"
 GOAL_MS = 0.25  # of host_ms, one row
@@ -144,7 +144,7 @@ def timed(spans: list[Span], part: str, name: str, call: Callable[P, R]) -> Call
 class Served:
     """An engine, its loop in a thread; deltas go to `address`."""
 
-    def __init__(self, engine: Engine, address: str) -> None:
+    def __init__(self, engine: EngineCore, address: str) -> None:
         self.engine = engine
         self._outbox = SocketOutbox(address)
         self._inbox = MemoryChannel()
@@ -390,7 +390,7 @@ def main() -> None:
         engines = {
             drafter: stack.enter_context(
                 Served(
-                    Engine.load(
+                    EngineCore.load(
                         folder, FIXED if not drafter else msgspec.structs.replace(FIXED, draft=str(asked.draft))
                     ),
                     address,

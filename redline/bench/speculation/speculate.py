@@ -40,7 +40,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
 from redline.worker.acceptance import Round, acceptance_length, spoken
 from redline.worker.config import EngineConfig
-from redline.worker.engine import LocalEngine
+from redline.worker.engine import Engine
 
 VERIFIED = (2, 4, 8)  # tokens of a step's row, the target's own among them
 CHAIN = 4  # drafter passes of one call
@@ -125,7 +125,7 @@ def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, mo
 class Asker:
     """Asks one engine, and takes the time."""
 
-    def __init__(self, engine: LocalEngine, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, max_tokens: int) -> None:
         self._engine = engine
         self._max_tokens = max_tokens
         self._numbers = itertools.count()

@@ -16,7 +16,7 @@ from redline.bench.step.depth_fit import Memory
 from redline.bench.step.routing import draw
 from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu.blocks.block import Inputs
-from redline.kernels.hopper.block import FEW, LISTED, GpuBlock
+from redline.kernels.hopper.block import LISTED, MOST_DECODED, GpuBlock
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import Pairs
@@ -58,7 +58,7 @@ class GpuStep:
                 captured(partial(self.run, rotation), device) for rotation in range(min(ROTATIONS, depth.physical))
             ]
             # A step of more tokens takes other forms, which are not timed one by one.
-            self.ops: Sequence[Stage] = _Ops(self).stages() if depth.rows * depth.tokens <= FEW else ()
+            self.ops: Sequence[Stage] = _Ops(self).stages() if depth.rows * depth.tokens <= MOST_DECODED else ()
 
     def run(self, rotation: int = 0) -> Tensor:
         """The likeliest token of each row, int64 [T]."""

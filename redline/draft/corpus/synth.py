@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from redline.chat.generation import generation_of
+from redline.chat.generation import generation_config_of
 from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode, style_of
@@ -31,7 +31,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import SUFFIX, EngineConfig
 from redline.worker.engine import Engine, pick_device
-from redline.worker.respondent import Respondent
+from redline.worker.job_runner import JobRunner
 
 WAVE = 8  # jobs that the engine is given at a time, in multiples of those that it runs at once
 NAMED = 20  # skipped prompts that are printed one by one
@@ -55,7 +55,7 @@ class SynthConfig(Record, frozen=True):
     engine: EngineConfig = EngineConfig()  # batch: max_running; draft: speculation
 
 
-Open = Callable[[SynthConfig], AbstractContextManager[Respondent]]
+Open = Callable[[SynthConfig], AbstractContextManager[JobRunner]]
 
 
 class Done(Record, frozen=True):
@@ -131,7 +131,7 @@ def check_target(folder: Path, device: str | None) -> None:
     Checkpoint.open(folder)
     Tokenizer.open(folder)
     style_of(folder)
-    generation_of(folder)
+    generation_config_of(folder)
 
 
 def wanted(config: SynthConfig) -> "_Asked":
@@ -220,13 +220,13 @@ def synth(
     return Done(answers=answered, tokens=tokens, seconds=time.monotonic() - start, skipped=tuple(skipped))
 
 
-def open_engine(config: SynthConfig) -> AbstractContextManager[Respondent]:
+def open_engine(config: SynthConfig) -> AbstractContextManager[JobRunner]:
     return Engine.open(config.weights, config.engine)
 
 
 def about_of(config: SynthConfig, fingerprint: str) -> About:
     """Sampling as the checkpoint is served, but for what the config says."""
-    served = generation_of(Path(config.weights))
+    served = generation_config_of(Path(config.weights))
     return About(
         fingerprint=fingerprint,
         temperature=_temperature(config),
@@ -237,7 +237,7 @@ def about_of(config: SynthConfig, fingerprint: str) -> About:
 
 
 def _temperature(config: SynthConfig) -> float:
-    return generation_of(Path(config.weights)).temperature if config.temperature is None else config.temperature
+    return generation_config_of(Path(config.weights)).temperature if config.temperature is None else config.temperature
 
 
 def sampling_check(temperature: float | None, top_p: float | None) -> None:
@@ -275,7 +275,7 @@ class _Answer:
         )
 
 
-def _job(config: SynthConfig, about: About, target: Respondent, prompt: Prompt) -> Job:
+def _job(config: SynthConfig, about: About, target: JobRunner, prompt: Prompt) -> Job:
     """The prompt in the target's template. Its randomness is its own, and the same in every run."""
     tokens = tuple(encode(conversation(prompt), target.tokenizer, target.style))
     sampling = Sampling(

@@ -19,11 +19,11 @@ import msgspec
 import torch
 from rich.console import Console
 
-from redline.chat.generation import generation_of
+from redline.chat.generation import generation_config_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.disk import alone, is_full, save, unwritable
-from redline.draft.corpus.again import answer_afresh
 from redline.draft.corpus.corpus import About, Example, Writer, claim, read_examples
+from redline.draft.corpus.new_answers import answer_afresh
 from redline.draft.corpus.synth import check_target, existing, sampling_check
 from redline.draft.corpus.traces import read_traces
 from redline.draft.mine.buckets import Bucket, Scored, buckets, rejections, since_control
@@ -122,7 +122,7 @@ def _run(config: MineConfig, console: Console) -> int:
     unknown = sorted(set(config.traffic) - {one.domain for one in (*base.examples, *traced.examples)})
     if unknown:
         raise ConfigError(f"traffic names the domain {unknown[0]!r}, which no example has")
-    generation = generation_of(Path(config.target))
+    generation = generation_config_of(Path(config.target))
     temperature = generation.temperature if config.temperature is None else config.temperature
     top_p = generation.top_p if config.top_p is None else config.top_p
     answers = config.answers

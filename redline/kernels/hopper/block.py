@@ -1,9 +1,10 @@
 """One block on a GPU: the arithmetic of `block`, in the launches that the chip wants.        T tokens, D hidden.
 
-`few`: up to 64 tokens that decode. Nine launches up to 8 tokens, ten up to 32, each streaming its weights once; norms
-are folded into the products, and a launch begins to fetch its weights before the one in front of it has ended. From 33
-tokens on the experts are six.
-`many`: prompts, and more rows. Products by Triton or the library, attention by whichever form a token wants.
+`decode_block`: up to 64 tokens that decode. Nine launches up to 8 tokens, ten up to 32, each streaming its weights
+once; norms are folded into the products, and a launch begins to fetch its weights before the one in front of it has
+ended. From 33 tokens on the experts are six.
+`prefill_block`: prompts, and more rows. Products by Triton or the library, attention by whichever form a token
+wants.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from redline.kernels.cpu.blocks.block import Inputs
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
-from redline.kernels.hopper.decode.choose_experts import Choice, choose_experts
+from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_experts
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import experts_up
 from redline.kernels.hopper.decode.gates import gates
@@ -25,12 +26,12 @@ from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.records import Records, Slabs
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product
-from redline.kernels.hopper.prefill.by_row import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
+from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.wire.job import PAGE_TOKENS
 
-FEW = 64  # tokens of a decode step: the most that are recorded without drafts
+MOST_DECODED = 64  # tokens of a decode step: the most that are recorded without drafts
 LISTED = 32  # tokens whose experts run pair by pair
 
 
@@ -42,10 +43,10 @@ class GpuMoe:
     chosen: int
     normalise: bool
     scale: float
-    finished: Tensor  # as `Choice`'s
+    finished: Tensor  # as `RouterChoice`'s
 
-    def choice(self, forced_TK: Tensor | None) -> Choice:
-        return Choice(self.bias_E, self.chosen, self.normalise, self.scale, self.finished, forced_TK)
+    def choice(self, forced_TK: Tensor | None) -> RouterChoice:
+        return RouterChoice(self.bias_E, self.chosen, self.normalise, self.scale, self.finished, forced_TK)
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class GpuBlock:
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """What goes from block to block. x is the residual times the weights of the next norm, rms not yet divided by."""
 
     residual_TD: Tensor  # float32
@@ -97,10 +98,13 @@ class Stream:
     squares: Tensor  # float32 [parts, T padded to 8]: sums of squares of the residual's rows
 
 
-def few(
-    stream: Stream, w: GpuBlock, inputs: Inputs, plane: Tensor, next_norm: Tensor, forced_TK: Tensor | None
-) -> Stream:
-    """Every token is a query, in order; at most FEW. next_norm float32 [D]: of the next block, or the model's last."""
+def decode_block(
+    stream: ResidualStream, w: GpuBlock, inputs: Inputs, plane: Tensor, next_norm: Tensor, forced_TK: Tensor | None
+) -> ResidualStream:
+    """Every token is a query, in order; at most MOST_DECODED.
+
+    next_norm float32 [D]: of the next block, or the model's last.
+    """
     attention = w.attention
     q_a, q_squares, kv = project_a(stream.x_TK, stream.squares, attention.w_a, attention.q_norm, w.eps)
     q = project_q(
@@ -115,17 +119,17 @@ def few(
     _, h, rstd, pairs = gates(x, squares, w.gates, count, w.width, w.eps, choice)
     if experts is None:
         assert isinstance(w.down, Tiled)
-        return Stream(*project_out(h, w.down, residual, next_norm))
+        return ResidualStream(*project_out(h, w.down, residual, next_norm))
     assert isinstance(w.down, Slabs)
     assert pairs is not None
     if x.shape[0] > LISTED:
         routed = grouped_experts(x, pairs.ids, pairs.weights, experts.up, experts.down, rstd)
-        return Stream(*project_out(h, w.down, residual, next_norm, routed))
+        return ResidualStream(*project_out(h, w.down, residual, next_norm, routed))
     routed = experts_up(x, rstd, experts.up, pairs)
-    return Stream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm))
+    return ResidualStream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm))
 
 
-def many(
+def prefill_block(
     residual_TD: Tensor, partial_TD: Tensor | None, w: GpuBlock, inputs: Inputs, plane: Tensor, forced_TK: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """-> (residual, partial), as `block`'s; residual float32, partial bf16 or none."""

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.transformer import Predicted
-from redline.kernels.hopper.block import FEW, GpuBlock, GpuMla, GpuMoe, Stream, few, many
+from redline.kernels.hopper.block import (
+    MOST_DECODED,
+    GpuBlock,
+    GpuMla,
+    GpuMoe,
+    ResidualStream,
+    decode_block,
+    prefill_block,
+)
 from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS
 from redline.kernels.hopper.decode.dense import MOST_TOKENS
 from redline.kernels.hopper.decode.embed import embed
@@ -18,7 +26,7 @@ from redline.kernels.hopper.decode.head import head
 from redline.kernels.hopper.layouts.records import Kind, Records, Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled
 from redline.kernels.hopper.linear import product
-from redline.kernels.hopper.prefill.by_row import norm_rows
+from redline.kernels.hopper.prefill.rowwise import norm_rows
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
 from redline.model.k2.cpu import K2, Inputs, Reader
@@ -33,7 +41,7 @@ class GpuK2(K2):
     ) -> None:
         super().__init__(config, embedding_VD, (), norm, head_VD)
         self.gpu_blocks = blocks
-        self._few_tokens = min(FEW, MOST_PAIRS // max(config.num_experts_per_tok, 1))
+        self._most_decoded = min(MOST_DECODED, MOST_PAIRS // max(config.num_experts_per_tok, 1))
         # Sums of squares of rows whose norm is divided out already.
         self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=self.device)
 
@@ -42,13 +50,16 @@ class GpuK2(K2):
         return True
 
     def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """As K2's, in bf16. Up to FEW decoding tokens take no host synchronisation and no shape from data, and no
-        launch but the ops' own."""
+        """As K2's, in bf16.
+
+        Up to MOST_DECODED decoding tokens take no host synchronisation and no shape from data, and no launch but the
+        ops' own.
+        """
         features = _Features(inputs.ids_T.shape[0], layers, self)
-        if inputs.ids_T.shape[0] <= self._few_tokens and not inputs.chunks:
-            residual, partial = self._few(inputs, planes, features), None
+        if inputs.ids_T.shape[0] <= self._most_decoded and not inputs.chunks:
+            residual, partial = self._decode(inputs, planes, features), None
         else:
-            residual, partial = self._many(inputs, planes, features)
+            residual, partial = self._prefill(inputs, planes, features)
         residual, x = norm_rows(residual, partial, self.norm, self.config.rms_norm_eps)
         features.take(len(self.gpu_blocks), residual)
         return x[:, : self.config.hidden_size], features.whole()
@@ -61,19 +72,19 @@ class GpuK2(K2):
             return Predicted([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
         return predicted(hidden, features, self.logits(hidden if len(asked) == len(hidden) else hidden[list(asked)]))
 
-    def _few(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
+    def _decode(self, inputs: Inputs, planes: Tensor, features: "_Features") -> Tensor:
         norms = [*(w.attention_norm for w in self.gpu_blocks), self.norm]
-        stream = Stream(*embed(inputs.ids_T, self.embedding_VD, norms[0]))
+        stream = ResidualStream(*embed(inputs.ids_T, self.embedding_VD, norms[0]))
         for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
             features.take(layer, stream.residual_TD)
-            stream = few(stream, w, inputs, plane, norms[layer + 1], _forced(inputs, layer))
+            stream = decode_block(stream, w, inputs, plane, norms[layer + 1], _forced(inputs, layer))
         return stream.residual_TD
 
-    def _many(self, inputs: Inputs, planes: Tensor, features: "_Features") -> tuple[Tensor, Tensor | None]:
+    def _prefill(self, inputs: Inputs, planes: Tensor, features: "_Features") -> tuple[Tensor, Tensor | None]:
         residual, partial = self.embedding_VD[inputs.ids_T].float(), None
         for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
             features.take(layer, residual, partial)
-            residual, partial = many(residual, partial, w, inputs, plane, _forced(inputs, layer))
+            residual, partial = prefill_block(residual, partial, w, inputs, plane, _forced(inputs, layer))
         return residual, partial
 
     def logits(self, hidden_RD: Tensor) -> Tensor:

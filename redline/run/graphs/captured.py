@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redline.kernels.hopper.faults import is_device_error
 from redline.kernels.hopper.step.step_rows import BEFORE, FACTS, KEEP, MOST_PAGES, MOST_POSITIONS, NEW, RAN, TOKENS
-from redline.run.graphs.decode import Board, DecodeStep, Draw
+from redline.run.graphs.decode import DecodeStep, Draw, SharedState
 from redline.run.graphs.graph import Piece, Recorder
 from redline.run.graphs.shapes import Shape, shapes
 from redline.run.sampling.recorded import signed
@@ -26,7 +26,7 @@ from redline.run.slots import NOTHING, Slot, Span
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Row, RowResult, Step, StepResult
 
-BERTHS = 4  # steps whose plan or result the host may still hold
+HOST_BUFFERS = 4  # steps whose plan or result the host may still hold
 
 _log = logging.getLogger(__name__)
 
@@ -55,14 +55,14 @@ def not_finite(position: int) -> str:
     return f"the model gave a logit that is not finite at position {position}"
 
 
-class _Berth(NamedTuple):
+class _HostBuffers(NamedTuple):
     """Where a step's plan leaves the host, and its result arrives."""
 
     plan: Tensor
     results: Tensor
 
 
-class Flight:
+class Replay:
     """A replayed step on its way. Any thread may ask for its outcomes; the first one waits for the device."""
 
     def __init__(self, step: Step, results: Tensor, wait: Callable[[], None]) -> None:
@@ -98,20 +98,21 @@ class _Recorded(NamedTuple):
 class CapturedSteps:
     """The recorded shapes of one runner. Only the thread that runs its steps calls this."""
 
-    def __init__(self, board: Board, positions: int) -> None:
+    def __init__(self, shared: SharedState, positions: int) -> None:
         """positions: of a row, at most."""
-        self._board = board
-        self._slots = board.slots
-        self._recorder = Recorder(board.plan.device)
+        self._shared = shared
+        self._slots = shared.slots
+        self._recorder = Recorder(shared.plan.device)
         host_tensor = self._recorder.host_tensor
-        self._berths = [
-            _Berth(host_tensor(*board.plan.shape), host_tensor(*board.results.shape)) for _ in range(BERTHS)
+        self._host_buffers = [
+            _HostBuffers(host_tensor(*shared.plan.shape), host_tensor(*shared.results.shape))
+            for _ in range(HOST_BUFFERS)
         ]
         self._count = 0
-        self._flights: deque[Flight] = deque()  # those that the host's account of the slots lacks
+        self._replays: deque[Replay] = deque()  # those that the host's account of the slots lacks
         self._recorded: dict[Shape, _Recorded] = {}  # the cheapest first
-        reach = board.slots.tables.shape[1] * PAGE_TOKENS
-        self._wanted = shapes(len(board.slots.at), positions, reach) if board.model.recordable else []
+        reach = shared.slots.tables.shape[1] * PAGE_TOKENS
+        self._wanted = shapes(len(shared.slots.at), positions, reach) if shared.model.recordable else []
 
     def record(self) -> None:
         """Every shape. The host leads steps of those that cannot be recorded."""
@@ -124,8 +125,8 @@ class CapturedSteps:
         _log.info("%d of %d shapes of decode steps are recorded", len(recorded), len(self._wanted))
 
     def _record(self, shape: Shape, draws: Sequence[Draw]) -> _Recorded | None:
-        step = DecodeStep(self._board, shape)
-        self._plan(shape, (), _Berth(self._board.plan, self._board.results))
+        step = DecodeStep(self._shared, shape)
+        self._plan(shape, (), _HostBuffers(self._shared.plan, self._shared.results))
         settles = [functools.partial(step.settle, draw) for draw in draws]
         try:
             forward, *settle = self._recorder.record(step.forward, *settles)
@@ -153,34 +154,34 @@ class CapturedSteps:
         shape = self._shape(step.rows)
         return None if shape is not None and self._draw(step) < len(self._recorded[shape].settle) else "shape"
 
-    def launch(self, step: Step) -> tuple[Flight, DecodeStep]:
+    def launch(self, step: Step) -> tuple[Replay, DecodeStep]:
         """Gives the step to the device. It must be ours."""
         self._note_landed()
         shape = self._shape(step.rows)
         assert shape is not None, "only a step that is ours is launched"
-        recorded, berth = self._recorded[shape], self._berths[self._count % BERTHS]
+        recorded, buffers = self._recorded[shape], self._host_buffers[self._count % HOST_BUFFERS]
         self._count += 1
-        self._plan(shape, step.rows, berth)
-        self._board.plan.copy_(berth.plan, non_blocking=True)
+        self._plan(shape, step.rows, buffers)
+        self._shared.plan.copy_(buffers.plan, non_blocking=True)
         recorded.forward()
         recorded.settle[self._draw(step)]()
-        berth.results.copy_(self._board.results, non_blocking=True)
-        flight = Flight(step, berth.results, self._recorder.mark())
-        self._flights.append(flight)
-        return flight, recorded.step
+        buffers.results.copy_(self._shared.results, non_blocking=True)
+        replay = Replay(step, buffers.results, self._recorder.mark())
+        self._replays.append(replay)
+        return replay, recorded.step
 
     def catch_up(self) -> None:
         """Waits for the device, and brings the host's account of every slot to the present."""
-        while self._flights:
-            self._note(self._flights.popleft())
+        while self._replays:
+            self._note(self._replays.popleft())
 
     def _note_landed(self) -> None:
-        """Takes in what has been read already, and what holds the next step's berth."""
-        while self._flights and (self._flights[0].landed or len(self._flights) == BERTHS):
-            self._note(self._flights.popleft())
+        """Takes in what has been read already, and what holds the next step's buffers."""
+        while self._replays and (self._replays[0].landed or len(self._replays) == HOST_BUFFERS):
+            self._note(self._replays.popleft())
 
-    def _note(self, flight: Flight) -> None:
-        for row, outcome in zip(flight.step.rows, flight.outcomes, strict=True):
+    def _note(self, replay: Replay) -> None:
+        for row, outcome in zip(replay.step.rows, replay.outcomes, strict=True):
             if outcome.tokens:
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
 
@@ -197,12 +198,12 @@ class CapturedSteps:
     def _draw(self, step: Step) -> Draw:
         return max(_draw(self._slots.at[row.slot].sampling) for row in step.rows)
 
-    def _plan(self, shape: Shape, rows: Sequence[Row], berth: _Berth) -> None:
+    def _plan(self, shape: Shape, rows: Sequence[Row], buffers: _HostBuffers) -> None:
         """Writes the plan of a step. Behind its rows stand rows that repeat the shortest one."""
-        tables, nobody = self._slots.tables, self._board.nobody
+        tables, nobody = self._slots.tables, self._shared.nobody
         at = self._slots.at
         filling = min((row.slot for row in rows), key=lambda slot: at[slot].length, default=nobody)
-        spare = (nobody * tables.shape[1],) * MOST_PAGES, (self._board.spare_page,) * MOST_PAGES
+        spare = (nobody * tables.shape[1],) * MOST_PAGES, (self._shared.spare_page,) * MOST_PAGES
         lines: list[list[int]] = []
         for row in rows:
             slot = at[row.slot]
@@ -221,7 +222,7 @@ class CapturedSteps:
             lines.append([row.slot, 1 + len(drafts), *news, *cells, *pages, *padded])
         filler = [filling, 0, *_NO_NEWS, *spare[0], *spare[1], *(0,) * (MOST_POSITIONS - 1)]
         lines += [filler] * (shape.rows - len(rows))
-        berth.plan[: shape.rows] = berth.plan.new_tensor(lines)
+        buffers.plan[: shape.rows] = buffers.plan.new_tensor(lines)
 
 
 _NO_NEWS = KEEP, *(0,) * FACTS

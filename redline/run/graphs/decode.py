@@ -45,7 +45,7 @@ class Draw(IntEnum):
     NARROWED = 2
 
 
-class Board:
+class SharedState:
     """What recorded steps of all shapes share, on the device. Step after step, each reads it and leaves it changed.
 
     plan [MOST_ROWS, COLUMNS], filled before a step; results [MOST_ROWS, RESULT_COLUMNS], read after it; standing: where
@@ -78,44 +78,46 @@ class DecodeStep:
     that is nobody's. It reads no expert that the step does not read anyway.
     """
 
-    def __init__(self, board: Board, shape: Shape) -> None:
+    def __init__(self, shared: SharedState, shape: Shape) -> None:
         self.shape = shape
         self.features: Tensor | None = None  # of the last step, [T, layers * D]
-        self._board = board
-        self._plan_BC = board.plan[: shape.rows]
+        self._shared = shared
+        self._plan_BC = shared.plan[: shape.rows]
         positions = shape.rows * shape.positions
-        self._tokens_Q = torch.arange(positions, dtype=torch.int32, device=board.plan.device)
+        self._tokens_Q = torch.arange(positions, dtype=torch.int32, device=shared.plan.device)
         self._logits_TV: Tensor | None = None
 
     def forward(self) -> None:
         """From the plan to the logits of every position."""
-        board, shape = self._board, self.shape
+        shared, shape = self._shared, self.shape
         step = step_rows(
-            *(self._plan_BC, board.standing, board.results),
-            *(board.frequencies, shape.positions, board.spare_page),
+            *(self._plan_BC, shared.standing, shared.results),
+            *(shared.frequencies, shape.positions, shared.spare_page),
         )
         inputs = Inputs(
-            **step._asdict(), chunks=(), tokens_Q=self._tokens_Q, tables=board.slots.tables, longest=shape.longest
+            **step._asdict(), chunks=(), tokens_Q=self._tokens_Q, tables=shared.slots.tables, longest=shape.longest
         )
-        hidden, self.features = board.model.forward(inputs, board.kv.planes, board.layers)
-        self._logits_TV = board.model.logits(hidden)
+        hidden, self.features = shared.model.forward(inputs, shared.kv.planes, shared.layers)
+        self._logits_TV = shared.model.logits(hidden)
 
     def settle(self, draw: Draw) -> None:
         """From the logits to the tokens that are certain: into the slots, and into the results."""
-        board, logits_TV = self._board, self._logits_TV
+        shared, logits_TV = self._shared, self._logits_TV
         assert logits_TV is not None, "a step is settled behind its forward"
         token_T, finite_T = best(logits_TV)
         if draw != Draw.LIKELIEST:
             token_T = self._drawn(logits_TV, token_T, narrowed=draw == Draw.NARROWED)
             finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
-        settle_rows(token_T, finite_T, self._plan_BC, board.standing, board.results)
+        settle_rows(token_T, finite_T, self._plan_BC, shared.standing, shared.results)
 
     def _drawn(self, logits_TV: Tensor, likeliest_T: Tensor, *, narrowed: bool) -> Tensor:
-        board, (rows, positions, _) = self._board, self.shape
-        facts_TC = board.standing.facts[self._plan_BC[:, SLOT]].repeat_interleave(positions, 0)
+        shared, (rows, positions, _) = self._shared, self.shape
+        facts_TC = shared.standing.facts[self._plan_BC[:, SLOT]].repeat_interleave(positions, 0)
         temperature_T, top_p_T, min_p_T = facts_TC[:, TEMPERATURE : MIN_P + 1].view(torch.float64).unbind(1)
         cold_T = temperature_T == 0
-        position_T = (board.results[:rows, BEFORE, None] + torch.arange(positions, device=board.plan.device)).flatten()
+        position_T = (
+            shared.results[:rows, BEFORE, None] + torch.arange(positions, device=shared.plan.device)
+        ).flatten()
         odds = Odds(temperature_T + cold_T, top_p_T, min_p_T, facts_TC[:, TOP_K], facts_TC[:, SEED], position_T)
         return torch.where(cold_T, likeliest_T, draw_rows(logits_TV, odds, narrowed=narrowed))
 

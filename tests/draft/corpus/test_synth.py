@@ -22,7 +22,7 @@ from redline.model.k2.write import random_checkpoint
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId
 from redline.worker.config import EngineConfig
-from redline.worker.respondent import Respondent
+from redline.worker.job_runner import JobRunner
 from tests.tiny_model import kernel_config
 
 ENGINE = EngineConfig(kv_memory=4_000_000, max_model_len=1024, max_running=4, step_tokens=128)
@@ -247,7 +247,7 @@ def test_the_engine_answers(folder: Path, tmp_path: Path):
     with room.open_engine(asked) as target:
 
         @contextmanager
-        def opened(config: SynthConfig) -> Iterator[Respondent]:
+        def opened(config: SynthConfig) -> Iterator[JobRunner]:
             yield target
 
         for prompt in wanted(asked).prompts:

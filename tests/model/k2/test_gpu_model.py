@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from redline.kernels.emulator.emulator import emulation
-from redline.kernels.hopper.block import Stream, few
+from redline.kernels.hopper.block import ResidualStream, decode_block
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
@@ -174,7 +174,7 @@ def test_no_kernel_of_torch_runs_in_a_block_of_a_decode_step(
     monkeypatch.setattr(streamed, "launch", unseen)
     with kernels():
         for w in ours.gpu_blocks:
-            stream = Stream(*embed(step.ids_T, ours.embedding_VD, w.attention_norm))
+            stream = ResidualStream(*embed(step.ids_T, ours.embedding_VD, w.attention_norm))
             with Calls() as calls:
-                few(stream, w, step, pages, norm, None)
+                decode_block(stream, w, step, pages, norm, None)
             assert calls.names == []

@@ -18,7 +18,7 @@ from redline.tune.choose import Worth
 from redline.wire.delta import Delta
 from redline.wire.job import Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
-from redline.worker.engine import Engine
+from redline.worker.engine import EngineCore
 from redline.worker.loop import turn
 from tests.tiny_model import (
     VOCABULARY,
@@ -51,7 +51,7 @@ def few_words() -> tuple[K2, Eagle3]:
     return model, drafter
 
 
-def answers_of(engine: Engine, *waves: list[Job], every: int = 3) -> dict[str, Answer]:
+def answers_of(engine: EngineCore, *waves: list[Job], every: int = 3) -> dict[str, Answer]:
     try:
         return run(engine, *waves, every=every)
     finally:

@@ -18,7 +18,7 @@ from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.kernel import fallbacks
 from redline.model.k2.cpu import Inputs
-from redline.run.graphs.decode import Board, DecodeStep, Draw
+from redline.run.graphs.decode import DecodeStep, Draw, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import Shape, shapes
 from redline.run.runner import Runner
@@ -27,7 +27,7 @@ from redline.run.sampling.sample import draw_each, uniform
 from redline.run.slots import Slots
 from redline.wire.job import Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
-from redline.worker.engine import Engine
+from redline.worker.engine import EngineCore
 from tests.tiny_model import VOCABULARY, Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
 
 GREEDY = {"logprobs": None}
@@ -39,14 +39,14 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"logprobs": None, "frequency_penalty": 0.4},
 )
 
-Open = Callable[..., Engine]
+Open = Callable[..., EngineCore]
 
 
 @pytest.fixture
 def captured(monkeypatch: pytest.MonkeyPatch) -> Open:
     """Opens engines whose decode steps are replayed."""
 
-    def opened(**config: Any) -> Engine:
+    def opened(**config: Any) -> EngineCore:
         with monkeypatch.context() as patch:
             patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
             return open_engine(tiny_model(), **config)
@@ -54,7 +54,7 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Open:
     return opened
 
 
-def answers_of(engine: Engine, *waves: list[Job], every: int = 3) -> dict[str, Answer]:
+def answers_of(engine: EngineCore, *waves: list[Job], every: int = 3) -> dict[str, Answer]:
     try:
         return run(engine, *waves, every=every)
     finally:
@@ -412,9 +412,9 @@ def test_the_pieces_look_at_no_number(monkeypatch: pytest.MonkeyPatch):
     model: Any = Model()
     kv: Any = SimpleNamespace(planes=torch.zeros(1, 17, 64, 64), pages=16)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        board = Board(model, Slots(20, 1024, VOCABULARY, whole.device), kv)
+        shared = SharedState(model, Slots(20, 1024, VOCABULARY, whole.device), kv)
         for shape in (Shape(1, 1, 1024), Shape(4, 3, 2048), Shape(64, 8, 1024)):
-            step = DecodeStep(board, shape)
+            step = DecodeStep(shared, shape)
             step.forward()
             for kind in Draw:
                 step.settle(kind)

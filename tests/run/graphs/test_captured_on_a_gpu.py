@@ -14,7 +14,7 @@ from redline.run.graphs.decode import Draw
 from redline.run.graphs.shapes import MOST_SHAPES, shapes
 from redline.run.runner import Runner
 from redline.worker.config import EngineConfig
-from redline.worker.engine import Engine, sizes_of
+from redline.worker.engine import Engine, EngineCore, sizes_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -40,7 +40,7 @@ def test_every_wanted_shape_is_recorded_and_takes_no_more_than_is_counted(drafts
         draft_tokens=drafts or None,
         draft_adaptive=False,
     )
-    engine = Engine.load(NANO, config)  # compiles what a recording needs
+    engine = EngineCore.load(NANO, config)  # compiles what a recording needs
     engine.runner.close()
     model, layout = engine.model, engine.layout
     assert isinstance(layout, Layout)

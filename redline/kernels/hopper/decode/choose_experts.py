@@ -26,7 +26,7 @@ _CHOOSING_BYTES = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4  # of shared
 
 
 @dataclass(frozen=True)
-class Choice:
+class RouterChoice:
     """How experts are chosen, apart from the logits; for `gates`, which has those."""
 
     bias_E: Tensor | None  # float32

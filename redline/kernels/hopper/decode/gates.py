@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
-from redline.kernels.hopper.decode.choose_experts import MOST_EXPERTS, Choice, Pairs, choose_experts
+from redline.kernels.hopper.decode.choose_experts import MOST_EXPERTS, Pairs, RouterChoice, choose_experts
 from redline.kernels.hopper.kernel import address
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_N, Tiled, padded
 from redline.kernels.kernel import Kernel
@@ -49,7 +49,7 @@ def gates_parts(w: Tiled, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def reference(
-    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
+    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: RouterChoice | None = None
 ) -> Result:
     """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w of `gates_weight`, E experts, I width.
 
@@ -72,7 +72,7 @@ def reference(
 
 
 def cuda(
-    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
+    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: RouterChoice | None = None
 ) -> Result:
     tokens, width_padded, device = x.shape[0], padded(width, PAD_K), x.device
     if tokens > dense.MOST_TOKENS:
@@ -101,30 +101,32 @@ def cuda(
 
 
 def fits(
-    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
+    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: RouterChoice | None = None
 ) -> bool:
     choosable = choice is None or (experts <= MOST_EXPERTS and choice.chosen <= min(32, experts))
     return (dense.fits(x, w) or dense.streams(x, w)) and squares.shape[0] <= dense.MOST_PARTS and choosable
 
 
 def cost(
-    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: Choice | None = None
+    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: RouterChoice | None = None
 ) -> Cost:
     tokens = x.shape[0]
     return dense.cost_of(w, tokens, x, squares) + Cost(tokens * (4 * experts + 2 * width))
 
 
-def random_choice(g: torch.Generator, tokens: int, experts: int, chosen: int, forced: bool = False) -> Choice | None:
+def random_choice(
+    g: torch.Generator, tokens: int, experts: int, chosen: int, forced: bool = False
+) -> RouterChoice | None:
     if not chosen:
         return None
     ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
     bias, finished = torch.randn(experts, generator=g) * 0.1, torch.zeros(2, dtype=torch.int32)
-    return Choice(bias, chosen, True, 2.827, finished, ids if forced else None)
+    return RouterChoice(bias, chosen, True, 2.827, finished, ids if forced else None)
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, d: int, experts: int, width: int, chosen: int = 0, forced: bool = False):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tiled, int, int, float, Choice | None]:
+        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tiled, int, int, float, RouterChoice | None]:
             def weight(rows: int) -> Tensor:
                 return (torch.randn(rows, d, generator=g) * d**-0.5).to(torch.bfloat16)
 

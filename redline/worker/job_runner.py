@@ -1,4 +1,4 @@
-"""What has to be known of `worker.engine.LocalEngine` to ask it; free of torch, so that tests can stand in for it."""
+"""What has to be known of `worker.engine.Engine` to ask it; free of torch, so that tests can stand in for it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -9,7 +9,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId
 
 
-class Respondent(Protocol):
+class JobRunner(Protocol):
     """A loaded target that takes jobs to their ends."""
 
     @property

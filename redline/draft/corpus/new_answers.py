@@ -8,13 +8,13 @@ import msgspec
 from redline.chat.hashing import make_job
 from redline.draft.corpus.corpus import Example
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.engine import LocalEngine
+from redline.worker.engine import Engine
 
 JOBS = 256  # answers that are asked for at once
 
 
 def answer_afresh(
-    engine: LocalEngine,
+    engine: Engine,
     chosen: Sequence[Example],
     sampling: Sampling,
     answers: int,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from redline.kernels.hopper.prefill.by_row import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case
 from tests.seeds import fresh_generator
