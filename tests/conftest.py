@@ -1,8 +1,15 @@
-"""Where there is no GPU, Triton's kernels run in its interpreter, whose bf16 has to be mended first."""
+"""Where there is no GPU, Triton's kernels run in its interpreter, whose bf16 has to be mended first.
+
+And Ctrl-C is heard: who runs the tests in the background of a shell has it ignored, which children inherit.
+"""
 
 import os
+import signal
 
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is decorated

@@ -60,6 +60,7 @@ class Server:
             text=True,
             start_new_session=True,
             env={**os.environ, **(environment or {})},
+            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # ignored, where the tests run by nohup
         )
         self.said = ""
         self._heard = threading.Event()
