@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
-READS = 128  # in one turn, of about 15 us each
+READS = 128  # in one turn
 REQUEST = 16  # reads that a whole request counts as: what it asks for is begun in the same turn
 
 
