@@ -65,9 +65,9 @@ from redline.draft.corpus.synth import SynthConfig
 from redline.draft.evaluate import Asked, EvalConfig, jobs_of
 from redline.draft.mine.buckets import buckets
 from redline.draft.mine.choose import Choose, answer_tokens, choose, mix, uniform, weights
+from redline.draft.mine.difficulty import Scores, Serving
 from redline.draft.mine.mine import scored
-from redline.draft.mine.score import Scores, Serving
-from redline.draft.mine.scorer import Scorer
+from redline.draft.mine.teacher_forcing import TeacherForcing
 from redline.draft.train import train as draft_train
 from redline.draft.train.budget import Budget
 from redline.draft.train.train import Sizes, TrainConfig
@@ -347,7 +347,7 @@ def score(device: str, target: str, draft: str, corpus: str, shard: str, out: st
     number, count = map(int, shard.split("/"))
     examples = read_examples(Path(corpus)).examples[number::count]
     # Near ties of the target are nothing that a drafter could learn, though the engine is greedy: temperature 1.
-    found = list(Scorer.open(target, draft, device).scores(examples, K, Serving("onehot", 1.0)))
+    found = list(TeacherForcing.open(target, draft, device).scores(examples, K, Serving("onehot", 1.0)))
     rows = {field.name: np.concatenate([getattr(one, field.name) for one in found]) for field in fields(Scores)}
     ends = np.cumsum([len(one.position_R) for one in found])
     path = Path(out)

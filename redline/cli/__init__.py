@@ -154,10 +154,9 @@ def evaluate(
     save: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
 ) -> None:
     """Grade a model on the prompts in FOLDER/eval: greedy, thinking, a table by kind."""
-    from redline.cli.evaluate import EvalConfig
-    from redline.cli.evaluate import evaluate as run
+    from redline.cli.eval import GradeConfig, run
 
-    config = EvalConfig(
+    config = GradeConfig(
         folder=folder, sets=sets, limit=limit, run_code=run_code, against=against, kv_dtype=kv_dtype, save=save
     )
     raise typer.Exit(run(config, plain_console()))
@@ -227,8 +226,8 @@ def bench_decode(
     ] = None,
 ) -> None:
     """Milliseconds per decode step by batch and context, with floor and ratio; of a shape, also of each op."""
-    from redline.cli.decode import DepthConfig, bench_depth
-    from redline.cli.decode import bench_decode as run
+    from redline.cli.step_tables import DepthConfig, bench_depth
+    from redline.cli.step_tables import bench_decode as run
 
     of_a_shape = {
         "layers": layers,
@@ -280,8 +279,8 @@ def bench_speculate(
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Acceptance and tokens/s by domain for k = 0..7 and suffix matches, what verifying and drafting cost."""
-    from redline.cli.speculate import SpeculateConfig
-    from redline.cli.speculate import run as measure
+    from redline.cli.speculation_tables import SpeculateConfig
+    from redline.cli.speculation_tables import run as measure
 
     config = SpeculateConfig(
         folder=str(folder),

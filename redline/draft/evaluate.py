@@ -34,9 +34,9 @@ from redline.draft.corpus.corpus import Example, read_examples
 from redline.draft.corpus.prompts import prompts, read_prompts
 from redline.draft.corpus.synth import INTERRUPTED, check_target, sampling_check
 from redline.draft.corpus.target import Target
+from redline.draft.mine.difficulty import Scores, Serving, walk
 from redline.draft.mine.report import drawn, length_plot, narrow, tell_skipped
-from redline.draft.mine.score import Scores, Serving, walk
-from redline.draft.mine.scorer import Scorer
+from redline.draft.mine.teacher_forcing import TeacherForcing
 from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
@@ -448,13 +448,13 @@ def _offline(config: EvalConfig, engine: Engine) -> Offline:
     """Teacher forcing as `mine` scores, with the target that the engine has loaded. It is idle meanwhile."""
     model = engine.engine.model
     drafter = Eagle3.open(config.draft, model.config)
-    scorer = Scorer(Target(model, engine.fingerprint, drafter.config.layer_ids), drafter)
+    teacher_forcing = TeacherForcing(Target(model, engine.fingerprint, drafter.config.layer_ids), drafter)
 
     def offline(answers: Sequence[Spoken], serving: Serving, k: int) -> list[Scores]:
         examples = [
             Example(id=one.id, domain=one.domain, tokens=one.tokens, prompt=one.prompt, finish=one.finish)
             for one in answers
         ]
-        return list(scorer.scores(examples, k, serving))
+        return list(teacher_forcing.scores(examples, k, serving))
 
     return offline

@@ -6,11 +6,11 @@ from redline.kernels.by_chip import best
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.draft_pass import draft_chain, draft_fuse, draft_pass
 from redline.kernels.cpu.blocks.step_inputs import step_inputs
-from redline.kernels.cpu.draw import draw
 from redline.kernels.cpu.linear import linear
 from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.route_experts import route_experts
+from redline.kernels.cpu.sample import sample
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import choose_experts
@@ -31,7 +31,7 @@ from redline.kernels.hopper.step.step_rows import step_rows
 from redline.kernels.kernel import Kernel
 
 CPU: tuple[Kernel[Any, Any], ...] = (
-    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, best.cpu, draw),
+    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, best.cpu, sample),
     *(step_inputs, draft_fuse, draft_pass, draft_chain),
 )
 

@@ -22,7 +22,7 @@ from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import may_enter, refusal, token_limit
 from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import PrefixCache
-from redline.plan.speculate import Speculation
+from redline.plan.speculation import Speculation
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta, Fault, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId

@@ -13,12 +13,12 @@ from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.run.graphs.shapes import shapes
-from redline.run.sampling.sample import SCORED_ROWS
+from redline.run.sampling.on_host import SCORED_ROWS
 from redline.wire.job import PAGE_TOKENS
 
 KV_SHARE = 0.25  # of the memory that is left for pages, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
-DRAWN_ROWS, DRAWN_BYTES = 32, 48  # rows whose vocabularies are sorted at once on a GPU, bytes a token (ops/draw.py)
+DRAWN_ROWS, DRAWN_BYTES = 32, 48  # rows whose vocabularies are sorted at once on a GPU, bytes a token (ops/sample.py)
 RECORDED_LAUNCH = 16 << 10  # bytes of a launch in a recorded step
 LAUNCHES = 24  # of a layer in a recorded step, at most
 LIBRARIES = {"cpu": 64 << 20, "cuda": 768 << 20}  # what torch and its libraries take beside the tensors of a step

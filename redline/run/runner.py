@@ -29,9 +29,9 @@ from redline.run.drafting.learned import Drafting
 from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen
 from redline.run.fit import Layout
 from redline.run.graphs.captured import CapturedSteps, not_finite
-from redline.run.graphs.decode import SharedState
+from redline.run.graphs.decode_step import SharedState
 from redline.run.kv import KvPool
-from redline.run.sampling.sample import SCORED_ROWS, draw_each, is_greedy, logprobs_of, uniform
+from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, uniform
 from redline.run.slots import Proposal, Slots, Span
 from redline.wire.job import Sampling
 from redline.wire.step import Begin, RowResult, Step, StepResult, TokenLogprobs
@@ -334,7 +334,7 @@ class Runner:
             return out.likeliest
         chosen, logits_RV = out.likeliest.copy(), out.logits()
         for row, token in zip(
-            rows, draw_each(logits_RV if len(rows) == len(chosen) else logits_RV[rows], asked, us), strict=True
+            rows, sample_each(logits_RV if len(rows) == len(chosen) else logits_RV[rows], asked, us), strict=True
         ):
             if chosen[row] >= 0:
                 chosen[row] = token

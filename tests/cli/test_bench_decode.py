@@ -11,8 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from redline.bench.step.depth import Depth
-from redline.cli import app, decode
-from redline.cli.decode import DepthConfig
+from redline.cli import app, step_tables
+from redline.cli.step_tables import DepthConfig
 from redline.errors import ConfigError
 
 REDLINE = Path(sys.executable).with_name("redline")
@@ -24,7 +24,7 @@ KEYS = """shape gpu ranks layers physical_layers experts rows tokens_per_row con
 @pytest.fixture(autouse=True)
 def _cpu(monkeypatch: pytest.MonkeyPatch):
     """Whatever this machine has."""
-    monkeypatch.setattr(decode, "pick_device", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(step_tables, "pick_device", lambda name: torch.device("cpu"))
 
 
 def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
@@ -83,7 +83,7 @@ def test_what_does_not_fit_is_said_with_its_arithmetic():
 def overlap_on_a_gpu(**asked: object) -> float | None:
     """Of the only case that is asked for."""
     case: Depth
-    (case,) = decode.cases(DepthConfig(shape="kimi-k2.6", **asked), forced=True)  # type: ignore[arg-type]
+    (case,) = step_tables.cases(DepthConfig(shape="kimi-k2.6", **asked), forced=True)  # type: ignore[arg-type]
     return case.overlap
 
 
@@ -109,4 +109,4 @@ def test_routing_that_is_none_is_refused(asked: dict[str, object], says: str):
 
 def test_where_the_model_routes_nobody_else_does():
     with pytest.raises(ConfigError, match="the model routes"):
-        decode.cases(DepthConfig(shape="kimi-nano", routing="uniform"), forced=False)
+        step_tables.cases(DepthConfig(shape="kimi-nano", routing="uniform"), forced=False)

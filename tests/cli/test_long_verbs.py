@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from redline.bench.quality.answering import Greedy
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
-from redline.cli import app, decode
+from redline.cli import app, step_tables
 from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
@@ -68,7 +68,7 @@ VERBS = ("eval", "decode", "depth", "speculate")
 def test_a_result_that_could_not_be_saved_is_said_before_the_work(
     tiny: Path, tmp_path: Path, verb: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(decode, "_measure", None)
+    monkeypatch.setattr(step_tables, "_measure", None)
     (tmp_path / "file").touch()
     for place in (tmp_path, tmp_path / "file" / "result.json"):
         done = typed(*verbs(tiny)[verb], "--save", place)
@@ -142,10 +142,10 @@ def test_ctrl_c_is_one_line_and_code_130(tiny: Path, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Greedy, "answer", interrupt)
-    monkeypatch.setattr(decode, "measure_decode", interrupt)
-    monkeypatch.setattr(decode, "_measure", interrupt)
-    monkeypatch.setattr("redline.bench.speculation.speculate.Asker.ask", interrupt)
-    monkeypatch.setattr(decode, "measure", interrupt)
+    monkeypatch.setattr(step_tables, "measure_decode", interrupt)
+    monkeypatch.setattr(step_tables, "_measure", interrupt)
+    monkeypatch.setattr("redline.bench.speculation.rates.Asker.ask", interrupt)
+    monkeypatch.setattr(step_tables, "measure", interrupt)
     for words in verbs(tiny).values():
         done = typed(*words)
         assert done.exit_code == 130, done.output

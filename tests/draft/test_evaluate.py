@@ -12,7 +12,7 @@ from rich.console import Console
 
 from redline.draft import evaluate as module
 from redline.draft.evaluate import Asked, EvalConfig, agree, evaluate, first_draft_check
-from redline.draft.mine.score import Scores, Serving
+from redline.draft.mine.difficulty import Scores, Serving
 from redline.errors import ConfigError
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId

@@ -16,10 +16,10 @@ from redline.draft.corpus.corpus import Example, read_examples
 from redline.draft.corpus.traces import read_traces
 from redline.draft.mine.buckets import Scored, buckets, rejections, since_control
 from redline.draft.mine.choose import answer_tokens, choose, mix, uniform, weights, window
+from redline.draft.mine.difficulty import Scores, Serving, compare, distribution, score, walk
 from redline.draft.mine.mine import MineConfig
 from redline.draft.mine.mine import run as mine
-from redline.draft.mine.score import Scores, Serving, compare, distribution, score, walk
-from redline.draft.mine.scorer import Scorer
+from redline.draft.mine.teacher_forcing import TeacherForcing
 from redline.errors import ConfigError
 
 ONEHOT, SAMPLED = Serving("onehot"), Serving("sampled")
@@ -86,7 +86,7 @@ def foretelling(tokens: list[int], steps: int) -> list[torch.Tensor]:
 
 def test_row_t_of_step_j_is_held_against_token_t_plus_2_plus_j(monkeypatch: pytest.MonkeyPatch):
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
-    monkeypatch.setattr("redline.draft.mine.score.PIECE_BYTES", 3 * 4 * V)  # pieces of three rows change nothing
+    monkeypatch.setattr("redline.draft.mine.difficulty.PIECE_BYTES", 3 * 4 * V)  # pieces of three rows change nothing
     found = scored_sequence(tokens, foretelling(tokens, 3))
     assert found.position_R.tolist() == [4, 5, 6, 7]  # the answer's first token, at 3, comes from the prompt
     assert found.hit_Rk.tolist() == found.there_Rk.tolist()
@@ -304,7 +304,7 @@ def test_an_example_that_the_target_cannot_read_is_told_and_neither_scored_nor_r
     monkeypatch.setattr("redline.draft.mine.mine.check_target", lambda folder, device: None)
     monkeypatch.setattr("redline.draft.mine.mine.generation_config_of", lambda folder: GenerationConfig())
     refuses = SimpleNamespace(refusal=lambda one: "too long" if one.id.endswith("bad") else None)
-    monkeypatch.setattr(Scorer, "open", lambda *given: refuses)
+    monkeypatch.setattr(TeacherForcing, "open", lambda *given: refuses)
     seen: list[str] = []
 
     def scores(examples: list[Example], *_: object) -> list[Scored]:

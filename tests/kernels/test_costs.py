@@ -43,7 +43,7 @@ def test_an_op_costs_what_its_reference_multiplies(op: Op[Any, Any]):
 
 
 # Ops that read all they are given and write all that they return, once.
-WHOLE = {"linear", "add_norm", "route_experts", "best", "absorb", "unabsorb", "head", "draw"}
+WHOLE = {"linear", "add_norm", "route_experts", "best", "absorb", "unabsorb", "head", "sample"}
 
 
 def small(op: Op[Any, Any]) -> list[tuple[Case, tuple[Any, ...]]]:

@@ -23,7 +23,7 @@ from nano.draft_prompts import DOMAINS, main
 from nano.draft_store import pack
 from redline.draft.corpus.corpus import Example, read_examples
 from redline.draft.corpus.prompts import read_prompts
-from redline.draft.mine.score import Scores
+from redline.draft.mine.difficulty import Scores
 from redline.worker.acceptance import Round, Spoken
 
 FOLDER = Path(__file__).parents[2] / "models/kimi-nano"
@@ -84,8 +84,8 @@ def test_scores_come_back_in_the_order_of_the_pool(tmp_path: Path, monkeypatch: 
         ones = np.full((rows, 3), len(example.tokens), np.float32)
         return Scores(np.arange(rows), ones / 2, ones, ones > 0, ones > 0)
 
-    scorer = SimpleNamespace(scores=lambda examples, steps, serving: map(found, examples))
-    monkeypatch.setattr("nano.draft_experiment.Scorer.open", lambda *given: scorer)
+    teacher_forcing = SimpleNamespace(scores=lambda examples, steps, serving: map(found, examples))
+    monkeypatch.setattr("nano.draft_experiment.TeacherForcing.open", lambda *given: teacher_forcing)
     for number in (1, 0):
         score("cpu", "", "", str(setup.corpus("pool")), f"{number}/2", str(tmp_path / f"scores/{number}-2.npz"))
     back = scores_of(setup, 5)

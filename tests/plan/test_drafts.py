@@ -4,7 +4,7 @@ import pytest
 
 from redline.errors import ConfigError
 from redline.plan.planner import PlanConfig
-from redline.plan.speculate import EVERY
+from redline.plan.speculation import EVERY
 from redline.tune.choose import PATIENCE
 from redline.tune.costs import StepCosts
 from redline.wire.job import PAGE_TOKENS

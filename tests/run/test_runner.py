@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from redline.run.runner import Runner
-from redline.run.sampling.sample import logprobs_of
+from redline.run.sampling.on_host import logprobs_of
 from redline.run.slots import Slots
 from redline.wire.job import Job, JobId, PageId, Sampling
 from redline.wire.step import Begin, Row, RowResult, Step, StepResult

@@ -75,7 +75,7 @@ NAMED = (
     ("redline/api/gateway.py", "            lane.read = end.completion_tokens\n", ""),
     ("redline/api/sse.py", "self._ids[choice // self._n]", "self._ids[choice]"),
     ("redline/api/openai.py", "_depth(parameters) > limits.json_depth", "_depth(parameters) >= limits.json_depth"),
-    ("redline/plan/speculate.py", "if propose > done)", "if propose >= done)"),
+    ("redline/plan/speculation.py", "if propose > done)", "if propose >= done)"),
     ("redline/plan/prefix.py", "return min(idle, key=", "return max(idle, key="),
     ("redline/tune/choose.py", "rows + max(0, drafts - rows)", "rows + max(0, drafts)"),
     ("redline/chat/tokenizer.py", "        if token in self._skipped:\n            return self.flush()\n", ""),

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from redline.bench.peers.oracle import greedy, logits, transformers_model
 from redline.bench.program import program
-from redline.bench.speculation.speculate import read_questions
+from redline.bench.speculation.rates import read_questions
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import CheckpointError

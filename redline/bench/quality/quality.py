@@ -110,7 +110,7 @@ class Answerer(Protocol):
 Open = Callable[[Path], AbstractContextManager[Answerer]]
 
 
-def evaluate(
+def grade_all(
     folder: Path,
     open_checkpoint: Open,
     *,

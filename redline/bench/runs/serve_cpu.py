@@ -36,7 +36,7 @@ from redline.bench.peers import peer_llama_cpp, peer_transformers, to_gguf
 from redline.bench.peers.peer_transformers import Times
 from redline.bench.program import output, program
 from redline.bench.record import provenance
-from redline.bench.speculation.speculate import (
+from redline.bench.speculation.rates import (
     Asker,
     Outcome,
     Question,
@@ -47,7 +47,7 @@ from redline.bench.speculation.speculate import (
     read_questions,
     variants,
 )
-from redline.bench.step.decode import step_cost
+from redline.bench.step.checkpoint_steps import step_cost
 from redline.chat.hashing import make_job
 from redline.chat.template import style_of
 from redline.chat.tokenizer import RESERVED, Tokenizer

@@ -33,7 +33,7 @@ import msgspec
 import redline.run.runner
 from redline.bench.program import output, program
 from redline.bench.record import provenance
-from redline.bench.speculation.speculate import read_questions
+from redline.bench.speculation.rates import read_questions
 from redline.chat.hashing import make_job
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
@@ -181,7 +181,7 @@ class Served:
                     ("inputs", runner.slots, ("add_pages", "span", "inputs")),
                     ("model", runner.model, ("predict",)),
                     ("kernels", library, [name for name in vars(library) if name.startswith("redline_")]),
-                    ("choose", redline.run.runner, ("draw_each", "verify")),
+                    ("choose", redline.run.runner, ("sample_each", "verify")),
                     ("choose", runner.slots, ("append",)),
                     ("draft", runner.drafting, ("follow",)),
                     ("results", runner, ("run",)),

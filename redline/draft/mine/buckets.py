@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from redline.draft.mine.score import Ints, Scores
+from redline.draft.mine.difficulty import Ints, Scores
 from redline.wire.base import Record
 
 DIMENSIONS = ("domain", "language", "length", "since start", "since control")

@@ -28,9 +28,9 @@ from redline.draft.corpus.synth import check_target, existing, sampling_check
 from redline.draft.corpus.traces import read_traces
 from redline.draft.mine.buckets import Bucket, Scored, buckets, rejections, since_control
 from redline.draft.mine.choose import Choose, answer_tokens, choose, mix, weights, window
+from redline.draft.mine.difficulty import Proposals, Scores, Serving
 from redline.draft.mine.report import bucket_plot, bucket_table, drawn, tell_skipped
-from redline.draft.mine.score import Proposals, Scores, Serving
-from redline.draft.mine.scorer import Scorer
+from redline.draft.mine.teacher_forcing import TeacherForcing
 from redline.errors import ConfigError
 from redline.progress import Working
 from redline.wire.base import Record
@@ -130,15 +130,15 @@ def _run(config: MineConfig, console: Console) -> int:
         answers = 1
         console.print("temperature is 0: one answer to each chosen prompt, since others would be the same", style="dim")
 
-    scorer = Scorer.open(config.target, config.draft, config.device)
+    teacher_forcing = TeacherForcing.open(config.target, config.draft, config.device)
     save(out / "config.json", msgspec.json.format(msgspec.json.encode(config), indent=1))
-    refused = {one.id: reason for one in (*base.examples, *traced.examples) if (reason := scorer.refusal(one))}
+    refused = {one.id: reason for one in (*base.examples, *traced.examples) if (reason := teacher_forcing.refusal(one))}
     skipped = [*base.skipped, *traced.skipped, *(f"{id}: {reason}" for id, reason in refused.items())]
     tell_skipped(skipped, console)
     replayed = [one for one in base.examples if one.id not in refused]
     candidates = _some([*replayed, *(one for one in traced.examples if one.id not in refused)], config.examples)
-    marked = _score(candidates, scorer, config, Serving(config.proposals, temperature, top_p))
-    del scorer  # the engine that answers loads the target again
+    marked = _score(candidates, teacher_forcing, config, Serving(config.proposals, temperature, top_p))
+    del teacher_forcing  # the engine that answers loads the target again
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     found = buckets(marked, config.traffic or None)
@@ -231,13 +231,15 @@ def _some(examples: Sequence[Example], most: int) -> list[Example]:
     return found
 
 
-def _score(examples: Sequence[Example], scorer: Scorer, config: MineConfig, serving: Serving) -> list[Scored]:
+def _score(
+    examples: Sequence[Example], teacher_forcing: TeacherForcing, config: MineConfig, serving: Serving
+) -> list[Scored]:
     first = Tokenizer.open(Path(config.target)).vocab_size - RESERVED
     controls = frozenset(range(first, first + RESERVED))
     found: list[Scored] = []
     with Working("scored examples") as working:
         working.show(0, len(examples))
-        for example, scores in zip(examples, scorer.scores(examples, config.steps, serving), strict=True):
+        for example, scores in zip(examples, teacher_forcing.scores(examples, config.steps, serving), strict=True):
             found.append(scored(example, scores, controls))
             working.show(len(found), len(examples))
     return found

@@ -36,7 +36,7 @@ _SIGNATURES = {
     "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",
     "redline_transformer": "pppli" + "pip" + "pi" + "ppp",
     "redline_best": "plppii",
-    "redline_draw": "plppii",
+    "redline_sample": "plppii",
     "redline_step_inputs": "plppi",
     "redline_draft_fuse": "pppppfiiii",
     "redline_draft_pass": "ppppppp" + "iipi" + "pp",

@@ -21,7 +21,7 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import Inputs
 from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
-from redline.run.sampling.sample import is_greedy
+from redline.run.sampling.on_host import is_greedy
 from redline.run.slots import Proposal, Slots, Span
 from redline.wire.job import PAGE_TOKENS
 

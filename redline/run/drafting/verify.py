@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.run.sampling.sample import (
+from redline.run.sampling.on_host import (
     adjusted,
     is_greedy,
     is_narrowed,
@@ -23,7 +23,7 @@ from redline.run.sampling.sample import (
     is_unadjusted,
     kept,
     pick,
-    sample,
+    sample_token,
     uniform_of,
 )
 from redline.wire.job import Sampling
@@ -104,7 +104,7 @@ def _own_draws(
     """seen: what the answer has before each of the N rows."""
     tokens: list[int] = []
     for i, generated in enumerate(seen):
-        token = sample(logits_NV[i], sampling, prompt, generated, position + i)
+        token = sample_token(logits_NV[i], sampling, prompt, generated, position + i)
         if token < 0:
             break
         tokens.append(token)

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from redline.kernels.hopper.faults import is_device_error
 from redline.kernels.hopper.step.step_rows import BEFORE, FACTS, KEEP, MOST_PAGES, MOST_POSITIONS, NEW, RAN, TOKENS
-from redline.run.graphs.decode import DecodeStep, Draw, SharedState
+from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Piece, Recorder
 from redline.run.graphs.shapes import Shape, shapes
-from redline.run.sampling.recorded import signed
-from redline.run.sampling.sample import is_greedy, is_narrowed, is_unadjusted
+from redline.run.sampling.on_device import signed
+from redline.run.sampling.on_host import is_greedy, is_narrowed, is_unadjusted
 from redline.run.slots import NOTHING, Slot, Span
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Row, RowResult, Step, StepResult
@@ -92,7 +92,7 @@ class Replay:
 class _Recorded(NamedTuple):
     step: DecodeStep
     forward: Piece
-    settle: tuple[Piece, ...]  # in the order of Draw; those that could be recorded
+    settle: tuple[Piece, ...]  # in the order of SamplingKind; those that could be recorded
 
 
 class CapturedSteps:
@@ -118,22 +118,24 @@ class CapturedSteps:
         """Every shape. The host leads steps of those that cannot be recorded."""
         recorded: dict[Shape, _Recorded] = {}
         for shape in self._wanted:
-            made = self._record(shape, list(Draw)) or self._record(shape, [Draw.LIKELIEST])  # better one kind than none
+            made = self._record(shape, list(SamplingKind)) or self._record(
+                shape, [SamplingKind.LIKELIEST]
+            )  # better one kind than none
             if made is not None:
                 recorded[shape] = made
         self._recorded = {shape: recorded[shape] for shape in sorted(recorded, key=_cost)}
         _log.info("%d of %d shapes of decode steps are recorded", len(recorded), len(self._wanted))
 
-    def _record(self, shape: Shape, draws: Sequence[Draw]) -> _Recorded | None:
+    def _record(self, shape: Shape, kinds: Sequence[SamplingKind]) -> _Recorded | None:
         step = DecodeStep(self._shared, shape)
         self._plan(shape, (), _HostBuffers(self._shared.plan, self._shared.results))
-        settles = [functools.partial(step.settle, draw) for draw in draws]
+        settles = [functools.partial(step.settle, kind) for kind in kinds]
         try:
             forward, *settle = self._recorder.record(step.forward, *settles)
         except Exception as error:
             if is_device_error(error):  # nothing that follows would work
                 raise
-            _log.warning("decode steps of %s, %s, cannot be recorded: %s", shape, [draw.name for draw in draws], error)
+            _log.warning("decode steps of %s, %s, cannot be recorded: %s", shape, [kind.name for kind in kinds], error)
             return None
         step.forget()
         return _Recorded(step, forward, tuple(settle))
@@ -152,7 +154,7 @@ class CapturedSteps:
             if row.drafts and slot.proposal.q is not None:
                 return "drawn drafts"  # block verification
         shape = self._shape(step.rows)
-        return None if shape is not None and self._draw(step) < len(self._recorded[shape].settle) else "shape"
+        return None if shape is not None and self._kind(step) < len(self._recorded[shape].settle) else "shape"
 
     def launch(self, step: Step) -> tuple[Replay, DecodeStep]:
         """Gives the step to the device. It must be ours."""
@@ -164,7 +166,7 @@ class CapturedSteps:
         self._plan(shape, step.rows, buffers)
         self._shared.plan.copy_(buffers.plan, non_blocking=True)
         recorded.forward()
-        recorded.settle[self._draw(step)]()
+        recorded.settle[self._kind(step)]()
         buffers.results.copy_(self._shared.results, non_blocking=True)
         replay = Replay(step, buffers.results, self._recorder.mark())
         self._replays.append(replay)
@@ -195,8 +197,8 @@ class CapturedSteps:
                 return shape
         return None
 
-    def _draw(self, step: Step) -> Draw:
-        return max(_draw(self._slots.at[row.slot].sampling) for row in step.rows)
+    def _kind(self, step: Step) -> SamplingKind:
+        return max(_kind(self._slots.at[row.slot].sampling) for row in step.rows)
 
     def _plan(self, shape: Shape, rows: Sequence[Row], buffers: _HostBuffers) -> None:
         """Writes the plan of a step. Behind its rows stand rows that repeat the shortest one."""
@@ -236,10 +238,10 @@ def _facts(slot: Slot) -> tuple[int, ...]:
     return slot.limit, *bits, sampling.top_k, signed(sampling.seed)
 
 
-def _draw(sampling: Sampling) -> Draw:
+def _kind(sampling: Sampling) -> SamplingKind:
     if is_greedy(sampling):
-        return Draw.LIKELIEST
-    return Draw.NARROWED if is_narrowed(sampling) else Draw.WHOLE
+        return SamplingKind.LIKELIEST
+    return SamplingKind.NARROWED if is_narrowed(sampling) else SamplingKind.WHOLE
 
 
 def _cost(shape: Shape) -> tuple[int, int]:

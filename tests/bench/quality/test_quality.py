@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from redline.bench.quality.prompts import Answer, Prompt
-from redline.bench.quality.quality import Comparison, Report, caption, compare, evaluate, judge, table
+from redline.bench.quality.quality import Comparison, Report, caption, compare, grade_all, judge, table
 from redline.chat.lines import Turn
 from redline.errors import ConfigError
 
@@ -64,7 +64,7 @@ def test_a_table_has_a_row_per_set_and_kind_and_a_total_with_targets(tmp_path: P
         hand=[ask("chat", "hello", {"contains": ["hello"]})],
     )
     (folder / "eval" / "targets.json").write_text('{"values": {"add": 90}, "hand": {"all": 70}}')
-    report = evaluate(folder, opener(ours={"1+1": "2", "1+2": "4", "capital": "Oslo.", "hello": "Hello!"}))
+    report = grade_all(folder, opener(ours={"1+1": "2", "1+2": "4", "capital": "Oslo.", "hello": "Hello!"}))
     found = {(row.set, row.kind): (row.prompts, row.right, row.met) for row in report.rows}
     assert found == {
         ("hand", "all"): (1, 1, True),
@@ -86,7 +86,7 @@ def test_a_table_has_a_row_per_set_and_kind_and_a_total_with_targets(tmp_path: P
 def test_functions_are_graded_only_when_code_may_run(tmp_path: Path) -> None:
     folder = write_sets(tmp_path / "ours", values=[ask("code", "double", DOUBLE), ask("add", "1+1", {"number": 2})])
     answers = opener(ours={"double": "def double(x): return 2 * x", "1+1": "2"})
-    careful, running = evaluate(folder, answers), evaluate(folder, answers, run_code=True)
+    careful, running = grade_all(folder, answers), grade_all(folder, answers, run_code=True)
     assert careful.not_run == 1
     assert [row.kind for row in careful.rows] == ["add", "all"]
     assert running.not_run == 0
@@ -103,10 +103,10 @@ def test_prompts_that_are_too_long_are_said_beside_the_figures(tmp_path: Path) -
             rote.answers = {"1+1": Answer(content="", finish="error")}
             yield rote
 
-    report = evaluate(folder, refusing)
+    report = grade_all(folder, refusing)
     assert (report.refused, report.rows[-1].right) == (1, 0)
     assert "1 prompts were not answered" in caption(report)
-    assert "not answered" not in caption(evaluate(folder, opened))
+    assert "not answered" not in caption(grade_all(folder, opened))
 
 
 def test_two_checkpoints_are_compared_pair_by_pair(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_two_checkpoints_are_compared_pair_by_pair(tmp_path: Path) -> None:
         theirs={f"{i}": "1" if i in right_there else "0" for i in range(10)},
     )
     counted: list[tuple[int, int]] = []
-    report = evaluate(
+    report = grade_all(
         ours, answers, against=tmp_path / "theirs", progress=lambda done, total: counted.append((done, total))
     )
     assert report.comparison == Comparison(prompts=10, both=3, only_ours=3, only_theirs=1)
@@ -147,16 +147,16 @@ def test_a_set_may_lie_in_parts_and_compressed(tmp_path: Path) -> None:
     folder = write_sets(tmp_path / "ours", values=[ask("add", "1+1", {"number": 2})])
     line = json.dumps(ask("add", "1+2", {"number": 3})).encode()
     (folder / "eval" / "values.long.jsonl.gz").write_bytes(gzip.compress(line))
-    [row, _] = evaluate(folder, opener(ours={"1+1": "2", "1+2": "3"})).rows
+    [row, _] = grade_all(folder, opener(ours={"1+1": "2", "1+2": "3"})).rows
     assert (row.set, row.prompts, row.right) == ("values", 2, 2)
 
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     folder = write_sets(tmp_path / "ours", values=[ask("add", "1+1", {"number": 2}), {"kind": "add"}])
     with pytest.raises(ConfigError, match=r"values\.jsonl, line 2: .*messages"):
-        evaluate(folder, opener(ours={}))
+        grade_all(folder, opener(ours={}))
     with pytest.raises(ConfigError, match="no evaluation sets"):
-        evaluate(tmp_path, opener())
+        grade_all(tmp_path, opener())
 
 
 def test_tool_calls_are_graded_with_the_words() -> None:

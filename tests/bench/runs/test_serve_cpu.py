@@ -17,7 +17,7 @@ from redline.bench.runs.serve_cpu import (
     Prompts,
     by_domain,
 )
-from redline.bench.speculation.speculate import Question, Rate
+from redline.bench.speculation.rates import Question, Rate
 
 PROGRAM = """
 import json, sys

@@ -5,7 +5,7 @@ from typing import cast
 
 import torch
 
-from redline.bench.step.decode import step_cost
+from redline.bench.step.checkpoint_steps import step_cost
 from redline.run.runner import Runner
 from tests.tiny_model import kernel_config
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from redline.run.drafting import verify as module
 from redline.run.drafting.verify import Verified, draft_token, verify, verify_chosen
-from redline.run.sampling.sample import adjusted, draw_each, kept, pick, sample, uniform_of
+from redline.run.sampling.on_host import adjusted, kept, pick, sample_each, sample_token, uniform_of
 from redline.wire.job import Sampling
 
 V, K = 6, 3  # vocabulary, drafts in a row
@@ -255,7 +255,7 @@ def test_the_answer_is_the_one_without_a_drafter_whatever_was_drafted(options: d
         while len(plain) < 16:
             logits = model_rows((tuple(PROMPT.tolist()) + plain)[-2:], ())[0]
             generated = torch.tensor(plain, dtype=torch.int64)
-            plain += (sample(logits, sampling, PROMPT, generated, len(PROMPT) + len(plain)),)
+            plain += (sample_token(logits, sampling, PROMPT, generated, len(PROMPT) + len(plain)),)
         guess = np.random.default_rng(seed)
         tokens: Tokens = ()
         while len(tokens) < 16:
@@ -347,7 +347,7 @@ def test_without_drafts_a_row_is_an_ordinary_draw():
         sampling = asked(seed=seed, top_p=0.9)
         logits = model_rows((2, 3), ())
         new = verify(logits, [], None, sampling, PROMPT, NOTHING, 5)
-        assert new == Verified([sample(logits[0], sampling, PROMPT, NOTHING, 5)], 0)
+        assert new == Verified([sample_token(logits[0], sampling, PROMPT, NOTHING, 5)], 0)
 
 
 def test_the_logits_stay_as_they_were():
@@ -373,4 +373,4 @@ def test_draw_is_what_a_drafter_uses_too():
     logits = DRAFTER_CCV[0, 1]
     for seed in range(50):
         token, _ = draft_token(logits, asked(seed=seed, top_p=0.2), 4, 2)  # the drafter is not cut
-        assert [token] == draw_each(logits[None], [asked()], [uniform_of(seed, 6, 4)])
+        assert [token] == sample_each(logits[None], [asked()], [uniform_of(seed, 6, 4)])

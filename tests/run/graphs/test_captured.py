@@ -18,12 +18,12 @@ from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.kernel import fallbacks
 from redline.model.k2.cpu import Inputs
-from redline.run.graphs.decode import DecodeStep, Draw, SharedState
+from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import Shape, shapes
 from redline.run.runner import Runner
-from redline.run.sampling.recorded import Odds, draw_rows, signed, uniforms
-from redline.run.sampling.sample import draw_each, uniform
+from redline.run.sampling.on_device import Odds, sample_rows, signed, uniforms
+from redline.run.sampling.on_host import sample_each, uniform
 from redline.run.slots import Slots
 from redline.wire.job import Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
@@ -388,9 +388,9 @@ def test_rows_drawn_together_are_those_that_are_drawn_alone():
         )
         each = [uniform(one.seed, position) for one, position in zip(asked, positions, strict=True)]
         assert uniforms(odds.seed, odds.position).tolist() == each
-        alone = [draw_each(row[None], [one], [u])[0] for row, one, u in zip(logits, asked, each, strict=True)]
-        assert draw_each(logits, asked, each) == alone
-        assert draw_rows(logits, odds, narrowed=True).tolist() == alone
+        alone = [sample_each(row[None], [one], [u])[0] for row, one, u in zip(logits, asked, each, strict=True)]
+        assert sample_each(logits, asked, each) == alone
+        assert sample_rows(logits, odds, narrowed=True).tolist() == alone
 
 
 def test_the_pieces_look_at_no_number(monkeypatch: pytest.MonkeyPatch):
@@ -416,7 +416,7 @@ def test_the_pieces_look_at_no_number(monkeypatch: pytest.MonkeyPatch):
         for shape in (Shape(1, 1, 1024), Shape(4, 3, 2048), Shape(64, 8, 1024)):
             step = DecodeStep(shared, shape)
             step.forward()
-            for kind in Draw:
+            for kind in SamplingKind:
                 step.settle(kind)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from redline.run.fit import Layout
-from redline.run.graphs.decode import Draw
+from redline.run.graphs.decode_step import SamplingKind
 from redline.run.graphs.shapes import MOST_SHAPES, shapes
 from redline.run.runner import Runner
 from redline.worker.config import EngineConfig
@@ -56,7 +56,7 @@ def test_every_wanted_shape_is_recorded_and_takes_no_more_than_is_counted(drafts
         captured = runner._captured
         assert captured is not None
         assert set(captured._recorded) == set(wanted)
-        assert all(len(recorded.settle) == len(Draw) for recorded in captured._recorded.values())
+        assert all(len(recorded.settle) == len(SamplingKind) for recorded in captured._recorded.values())
         pages = (layout.pages + 1) * layout.page_bytes
         taken = held() - before - pages - needs.slots
         print(f"{drafts} drafts: {len(wanted)} shapes take {taken / 1e6:.0f} MB; {needs.recorded / 1e6:.0f} counted")

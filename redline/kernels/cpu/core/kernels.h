@@ -42,5 +42,5 @@ void redline_mla_prefill(const float* q, int start, int count, const int32_t* pa
 void redline_block(const BlockWeights* weights, const BlockTokens* tokens, void* plane, int kv_type, float* residual,
                    const float* partial, float* y);
 void redline_best(const float* x, int64_t ldx, int64_t* ids, uint8_t* finite, int R, int V);
-void redline_draw(const float* x, int64_t ldx, const double* odds, int64_t* ids, int R, int V);
+void redline_sample(const float* x, int64_t ldx, const double* odds, int64_t* ids, int R, int V);
 }

@@ -1,4 +1,4 @@
-"""`redline bench decode`: the tables of `bench.step.decode` (a checkpoint) and of `bench.step.depth` (a shape)."""
+"""`redline bench decode`: the tables of `bench.step.checkpoint_steps` (files) and of `bench.step.depth` (a shape)."""
 
 import gc
 import itertools
@@ -12,7 +12,7 @@ from rich.table import Table
 from redline.bench.machine import measure
 from redline.bench.record import provenance
 from redline.bench.step import depth_cpu, depth_gpu
-from redline.bench.step.decode import bench_decode as measure_decode
+from redline.bench.step.checkpoint_steps import bench_decode as measure_decode
 from redline.bench.step.depth import Build, Depth, Timing, depth_of, measure_step
 from redline.bench.step.depth_fit import Memory, check
 from redline.bench.step.depth_record import KV_DTYPES, DepthRecord, append, read, record_of

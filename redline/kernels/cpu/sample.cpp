@@ -192,7 +192,7 @@ struct Row {
 }  // namespace
 
 // x [R, V], row stride ldx; odds [R, 5] -> ids [R], -1 where nothing can be drawn
-extern "C" void redline_draw(const float* x, int64_t ldx, const double* odds, int64_t* ids, int R, int V) {
+extern "C" void redline_sample(const float* x, int64_t ldx, const double* odds, int64_t* ids, int R, int V) {
     int tasks = R < Pool::get().threads() * 4 ? R : Pool::get().threads() * 4;
     parallel(tasks, [&](int task) {
         static thread_local Row row;

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from redline.draft.corpus.corpus import Example
 from redline.draft.corpus.target import Target
-from redline.draft.mine.score import Scores, Serving, score
+from redline.draft.mine.difficulty import Scores, Serving, score
 from redline.draft.train.ttt import unroll
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
@@ -17,7 +17,7 @@ from redline.worker.engine import pick_device
 BATCH_TOKENS = 16_384  # that go through the target at once
 
 
-class Scorer:
+class TeacherForcing:
     """A target and a drafter, loaded. On a CPU the drafter computes in float32, as when it serves."""
 
     def __init__(self, target: Target, drafter: Eagle3) -> None:
@@ -27,7 +27,7 @@ class Scorer:
         self._drafter.attach(target.embedding, target.head)
 
     @classmethod
-    def open(cls, target: str, draft: str, device: str | None) -> "Scorer":
+    def open(cls, target: str, draft: str, device: str | None) -> "TeacherForcing":
         """Raises CheckpointError or ConfigError."""
         drafter = Eagle3.open(Path(draft), Checkpoint.open(target).config)
         return cls(Target.open(target, pick_device(device), drafter.config.layer_ids), drafter)

@@ -11,18 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from redline.run.sampling import sample as module
-from redline.run.sampling.sample import (
+from redline.run.sampling import on_host as module
+from redline.run.sampling.on_host import (
     COLDEST,
     SHORTLIST,
     adjusted,
-    draw_each,
     is_greedy,
     is_plain_greedy,
     kept,
     logprobs_of,
     pick,
-    sample,
+    sample_each,
+    sample_token,
     uniform,
 )
 from redline.wire.job import Sampling
@@ -33,7 +33,7 @@ PROMPT, GENERATED = [2, 2, 3, 9], [7, 7, 7, 0, 4]
 
 
 def draw(logits: Tensor, sampling: Sampling, u: float) -> int:
-    return draw_each(logits[None], [sampling], [u])[0]
+    return sample_each(logits[None], [sampling], [u])[0]
 
 
 def asked(**options: Any) -> Sampling:
@@ -124,7 +124,7 @@ def test_fifty_thousand_draws_are_distributed_as_asked(name: str):
     for seed in range(200):
         sampling = asked(seed=seed, **options)
         for position in range(250):
-            counts[sample(LOGITS, sampling, prompt, generated, position)] += 1
+            counts[sample_token(LOGITS, sampling, prompt, generated, position)] += 1
     possible = expected > 0
     assert not counts[~possible].any()
     chi_square = ((counts - expected)[possible] ** 2 / expected[possible]).sum()
@@ -133,11 +133,11 @@ def test_fifty_thousand_draws_are_distributed_as_asked(name: str):
 
 
 def test_greedy_is_the_most_likely_token_after_penalties():
-    assert sample(LOGITS, asked(temperature=0.0), NOTHING, NOTHING, 5) == 2
+    assert sample_token(LOGITS, asked(temperature=0.0), NOTHING, NOTHING, 5) == 2
     for options in OPTIONS.values():
         sampling = asked(**{**options, "temperature": 0.0})
         best = distribution(LOGITS, sampling, PROMPT, GENERATED).argmax()
-        assert sample(LOGITS, sampling, torch.tensor(PROMPT), torch.tensor(GENERATED), 5) == best
+        assert sample_token(LOGITS, sampling, torch.tensor(PROMPT), torch.tensor(GENERATED), 5) == best
 
 
 @pytest.mark.parametrize("options", [{"top_k": 1}, {"temperature": 1e-40}, {"temperature": COLDEST / 2}], ids=str)
@@ -145,13 +145,13 @@ def test_what_can_only_be_the_best_token_is_greedy_also_in_ties(options: dict[st
     logits = torch.zeros(50)
     logits[[7, 30, 31]] = 3.0
     for seed in range(20):
-        assert sample(logits, asked(seed=seed, **options), NOTHING, NOTHING, 1) == 7
+        assert sample_token(logits, asked(seed=seed, **options), NOTHING, NOTHING, 1) == 7
 
 
 def test_a_low_temperature_overflows_nothing():
     logits = LOGITS * 1e6
     for seed in range(20):
-        assert sample(logits, asked(seed=seed, temperature=COLDEST), NOTHING, NOTHING, 1) == 2
+        assert sample_token(logits, asked(seed=seed, temperature=COLDEST), NOTHING, NOTHING, 1) == 2
 
 
 @pytest.mark.parametrize("factor", [1e-40, 1e40])
@@ -160,7 +160,7 @@ def test_a_penalty_that_overflows_gives_no_token(factor: float, temperature: flo
     """1e-40 makes an infinite logit of a positive one, 1e40 of a negative one: the latter bans it, as it should."""
     logits, seen = torch.tensor([1.0, -2.0, 3.0, 0.0]), torch.tensor([0, 1])
     sampling = asked(repetition_penalty=factor, temperature=temperature)
-    token = sample(logits, sampling, seen, seen[:0], 7)
+    token = sample_token(logits, sampling, seen, seen[:0], 7)
     assert token == -1 if factor < 1 else token in (0, 2, 3)
 
 
@@ -176,14 +176,14 @@ def test_plain_greedy_means_that_the_raw_logits_decide():
 
 def test_sampling_leaves_the_logits_as_they_were():
     before = LOGITS.clone()
-    sample(LOGITS, asked(**OPTIONS["all penalties"], logit_bias=((1, 5.0),)), torch.tensor(PROMPT), NOTHING, 1)
+    sample_token(LOGITS, asked(**OPTIONS["all penalties"], logit_bias=((1, 5.0),)), torch.tensor(PROMPT), NOTHING, 1)
     assert torch.equal(LOGITS, before)
 
 
 @pytest.mark.parametrize("options", [{"top_k": 2}, {"top_p": 0.3}, {"min_p": 1.0}], ids=str)
 def test_tokens_as_likely_as_the_last_one_kept_are_kept(options: dict[str, Any]):
     logits = torch.tensor([0.0, 4.0, 4.0, -1.0, 4.0])
-    seen = {sample(logits, asked(seed=seed, **options), NOTHING, NOTHING, 1) for seed in range(100)}
+    seen = {sample_token(logits, asked(seed=seed, **options), NOTHING, NOTHING, 1) for seed in range(100)}
     assert seen == {1, 2, 4}
 
 
@@ -205,7 +205,7 @@ def test_the_shortlist_changes_nothing(options: dict[str, Any], monkeypatch: pyt
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_what_is_drawn_is_picked_from_what_is_kept(options: dict[str, Any]):
-    """`kept` is how block verification sees the distribution that `draw_each` draws from."""
+    """`kept` is how block verification sees the distribution that `sample_each` draws from."""
     sampling = asked(**options)
     logits = adjusted(LOGITS, sampling, torch.tensor(PROMPT), torch.tensor(GENERATED))
     share = kept((logits / sampling.temperature).softmax(-1), sampling)

@@ -107,4 +107,4 @@ def cases() -> Iterator[Case]:
     yield Case("R=8 Kimi, of all kinds", make(8, 163840, whole, nucleus, all_three, *others))
 
 
-draw = Op("draw", reference, cost, cases)
+sample = Op("sample", reference, cost, cases)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from redline.plan.active import ActiveJob
-from redline.plan.speculate import Speculation
+from redline.plan.speculation import Speculation
 from redline.tune.costs import StepCosts
 from redline.wire.step import Row, RowResult, Step, StepResult
 from tests.fakes import make_job

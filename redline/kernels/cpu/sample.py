@@ -1,11 +1,11 @@
-"""`draw` on a CPU."""
+"""`sample` on a CPU."""
 
 import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel
-from redline.ops import draw as meaning
+from redline.ops import sample as meaning
 
 
 def run(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
@@ -15,7 +15,7 @@ def run(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
     rows, vocabulary = logits_RV.shape
     ids = torch.empty(rows, dtype=torch.int64)
     odds = native.pointer(odds_R5)
-    library.redline_draw(logits_RV.data_ptr(), logits_RV.stride(0), odds, ids.data_ptr(), rows, vocabulary)
+    library.redline_sample(logits_RV.data_ptr(), logits_RV.stride(0), odds, ids.data_ptr(), rows, vocabulary)
     return ids
 
 
@@ -23,4 +23,4 @@ def fits(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> bool:
     return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
 
 
-draw = Kernel(meaning.draw, run, "cpu", fits)
+sample = Kernel(meaning.sample, run, "cpu", fits)

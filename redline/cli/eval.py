@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from redline.bench.quality.answering import Greedy
-from redline.bench.quality.quality import caption, table
-from redline.bench.quality.quality import evaluate as grade_all
+from redline.bench.quality.quality import caption, grade_all, table
 from redline.chat.template import style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.cli.console import save_result, until_interrupted
@@ -23,7 +22,7 @@ from redline.worker.engine import Engine, kv_dtype_of
 CONTEXT = 8192  # the longest evaluation prompt and its answer
 
 
-class EvalConfig(Record, frozen=True):
+class GradeConfig(Record, frozen=True):
     """What `redline eval` is told."""
 
     folder: Path
@@ -35,7 +34,7 @@ class EvalConfig(Record, frozen=True):
     save: Path | None = None
 
 
-def evaluate(config: EvalConfig, console: Console) -> int:
+def run(config: GradeConfig, console: Console) -> int:
     """0, or 130 after Ctrl-C. Raises ConfigError or CheckpointError, before anything is loaded where it can."""
     kv_dtype_of(config.kv_dtype)
     for folder in filter(None, (config.folder, config.against)):
@@ -44,10 +43,10 @@ def evaluate(config: EvalConfig, console: Console) -> int:
         style_of(folder)
     if config.save is not None:
         check_output(config.save)
-    return until_interrupted(lambda: _evaluate(config, console), console)
+    return until_interrupted(lambda: _run(config, console), console)
 
 
-def _evaluate(config: EvalConfig, console: Console) -> int:
+def _run(config: GradeConfig, console: Console) -> int:
     with Working("answers") as working:
         report = grade_all(
             config.folder,

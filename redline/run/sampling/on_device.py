@@ -1,4 +1,4 @@
-"""What `sample.draw_each` does, from numbers that only the device knows: it can be recorded.
+"""What `sample.sample_each` does, from numbers that only the device knows: it can be recorded.
 
 T rows, V vocabulary.
 """
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.draw import draw
+from redline.kernels.cpu.sample import sample
 
 
 class Odds(NamedTuple):
@@ -22,11 +22,11 @@ class Odds(NamedTuple):
     position: Tensor
 
 
-def draw_rows(logits_TV: Tensor, odds: Odds, *, narrowed: bool) -> Tensor:
+def sample_rows(logits_TV: Tensor, odds: Odds, *, narrowed: bool) -> Tensor:
     """int64 [T]. narrowed: whether any row has top_k, top_p or min_p."""
     u_T = uniforms(odds.seed, odds.position)
     columns = odds.temperature, odds.top_p, odds.min_p, odds.top_k.double(), u_T
-    return draw(logits_TV, torch.stack(columns, 1), narrowed)
+    return sample(logits_TV, torch.stack(columns, 1), narrowed)
 
 
 def uniforms(seed_T: Tensor, position_T: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.draw import draw
+from redline.kernels.cpu.sample import sample
 from redline.wire.job import Sampling
 from redline.wire.step import TokenLogprobs
 
@@ -65,7 +65,7 @@ def is_narrowed(sampling: Sampling) -> bool:
     return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
 
 
-def sample(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor, position: int) -> int:
+def sample_token(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor, position: int) -> int:
     """The token for `position`; -1 where what is asked for leaves no finite number to choose by, as a penalty may.
 
     prompt, generated: the tokens so far, int64, for the penalties.
@@ -76,7 +76,7 @@ def sample(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tens
     if is_greedy(sampling):
         best = int(logits_V.argmax())
         return best if logits_V[best].isfinite() else -1
-    return draw_each(logits_V[None], [sampling], [uniform(sampling.seed, position)])[0]
+    return sample_each(logits_V[None], [sampling], [uniform(sampling.seed, position)])[0]
 
 
 def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor) -> Tensor:
@@ -97,12 +97,12 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
     return logits_V
 
 
-def draw_each(logits_RV: Tensor, asked: Sequence[Sampling], us: Sequence[float]) -> list[int]:
+def sample_each(logits_RV: Tensor, asked: Sequence[Sampling], us: Sequence[float]) -> list[int]:
     """Of each row, none of them greedy: the first token at which the cumulative probability of those that `asked` keeps
     passes u of its total; -1 where nothing can be drawn."""
     odds = [(one.temperature, one.top_p, one.min_p, one.top_k, u) for one, u in zip(asked, us, strict=True)]
     odds_R5 = torch.tensor(odds, dtype=torch.float64, device=logits_RV.device)
-    return draw(logits_RV, odds_R5, any(map(is_narrowed, asked))).tolist()
+    return sample(logits_RV, odds_R5, any(map(is_narrowed, asked))).tolist()
 
 
 def kept(probability_V: Tensor, sampling: Sampling) -> Tensor:

@@ -33,11 +33,11 @@ from redline.kernels.hopper.step.step_rows import (
 from redline.model.k2.cpu import K2, Inputs
 from redline.run.graphs.shapes import Shape
 from redline.run.kv import KvPool
-from redline.run.sampling.recorded import Odds, draw_rows
+from redline.run.sampling.on_device import Odds, sample_rows
 from redline.run.slots import Slots
 
 
-class Draw(IntEnum):
+class SamplingKind(IntEnum):
     """What a step's rows need at most: all likeliest tokens, draws from the whole vocabulary, or from a part of it."""
 
     LIKELIEST = 0
@@ -100,13 +100,13 @@ class DecodeStep:
         hidden, self.features = shared.model.forward(inputs, shared.kv.planes, shared.layers)
         self._logits_TV = shared.model.logits(hidden)
 
-    def settle(self, draw: Draw) -> None:
+    def settle(self, kind: SamplingKind) -> None:
         """From the logits to the tokens that are certain: into the slots, and into the results."""
         shared, logits_TV = self._shared, self._logits_TV
         assert logits_TV is not None, "a step is settled behind its forward"
         token_T, finite_T = best(logits_TV)
-        if draw != Draw.LIKELIEST:
-            token_T = self._drawn(logits_TV, token_T, narrowed=draw == Draw.NARROWED)
+        if kind != SamplingKind.LIKELIEST:
+            token_T = self._drawn(logits_TV, token_T, narrowed=kind == SamplingKind.NARROWED)
             finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
         settle_rows(token_T, finite_T, self._plan_BC, shared.standing, shared.results)
 
@@ -119,7 +119,7 @@ class DecodeStep:
             shared.results[:rows, BEFORE, None] + torch.arange(positions, device=shared.plan.device)
         ).flatten()
         odds = Odds(temperature_T + cold_T, top_p_T, min_p_T, facts_TC[:, TOP_K], facts_TC[:, SEED], position_T)
-        return torch.where(cold_T, likeliest_T, draw_rows(logits_TV, odds, narrowed=narrowed))
+        return torch.where(cold_T, likeliest_T, sample_rows(logits_TV, odds, narrowed=narrowed))
 
     def forget(self) -> None:
         """Lets the next recording have the memory that lies between the pieces: each step writes it anew."""

@@ -1,4 +1,4 @@
-"""`redline bench speculate`: the tables of `bench.speculation.speculate`."""
+"""`redline bench speculate`: the tables of `bench.speculation.rates`."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from redline.bench.record import provenance
-from redline.bench.speculation.speculate import (
+from redline.bench.speculation.rates import (
     Asker,
     Part,
     Question,
