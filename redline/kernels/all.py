@@ -30,13 +30,13 @@ from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import step_rows
 from redline.kernels.kernel import Kernel
 
-CPU: tuple[Kernel[Any, Any], ...] = (
+CPU: tuple[Kernel[Any, Any, Any], ...] = (
     *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, best.cpu, sample),
     *(step_inputs, draft_fuse, draft_pass, draft_chain),
 )
 
 # The launches of a decode step on a GPU, in their order, and what many tokens take in their place.
-HOPPER: tuple[Kernel[Any, Any], ...] = (
+HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, gates),
     *(choose_experts, experts_up, experts_down, head, best.hopper, settle_rows),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),

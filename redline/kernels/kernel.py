@@ -18,40 +18,42 @@ from redline.kernels.hopper.kernel import has_kernels
 from redline.ops.op import Op
 
 P = ParamSpec("P")
+A = TypeVar("A", bound=tuple[Any, ...])
 R = TypeVar("R")
 
 fallbacks: Counter[str] = Counter()  # op name -> calls of this process that took the reference
 _meaning = threading.local()
 
 
-def _always(*_: object, **__: object) -> bool:
+def _always(_: object) -> bool:
     return True
 
 
-def _as_they_are(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def _as_they_are(args: A) -> A:
     return args
 
 
 @dataclass(frozen=True)
-class Kernel(Generic[P, R]):
-    """chip: whose. run: takes the op's arguments, weights in this chip's layout. fits: whether it takes these sizes.
+class Kernel(Generic[P, A, R]):
+    """chip: whose. run: takes the op's record, weights in this chip's layout. fits: whether it takes these sizes.
 
-    lay_out: brings the arguments of an op's case into this chip's layout.
+    lay_out: brings the record of an op's case into this chip's layout.
     """
 
-    op: Op[P, R]
+    op: Op[P, A, R]
     run: Callable[..., R]
     chip: Literal["cpu", "hopper"]
-    fits: Callable[..., bool] = _always
-    lay_out: Callable[[tuple[Any, ...]], tuple[Any, ...]] = _as_they_are
+    fits: Callable[[A], bool] = _always
+    lay_out: Callable[[A], A] = _as_they_are
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        x = args[0]
+        record = self.op.args(*args, **kwargs)
+        x = record[0]
         assert isinstance(x, Tensor), f"{self.op.name}: the first argument decides the device, got {type(x)}"
-        if not x.requires_grad and self.runs_for(x) and self.fits(*args, **kwargs):
-            return self.run(*args, **kwargs)
+        if not x.requires_grad and self.runs_for(x) and self.fits(record):
+            return self.run(record)
         fallbacks[self.op.name] += 1
-        return self.op.reference(*args, **kwargs)
+        return self.op.reference(record)
 
     def runs_for(self, x: Tensor) -> bool:
         """Whether this chip's kernels can be had for tensors like this one."""
@@ -63,14 +65,14 @@ class Kernel(Generic[P, R]):
 
 
 @dataclass(frozen=True)
-class ByChip(Generic[P, R]):
+class ByChip(Generic[P, A, R]):
     """One op's kernels for both chips: a call takes the one whose chip has the tensors."""
 
-    cpu: Kernel[P, R]
-    hopper: Kernel[P, R]
+    cpu: Kernel[P, A, R]
+    hopper: Kernel[P, A, R]
 
     @property
-    def op(self) -> Op[P, R]:
+    def op(self) -> Op[P, A, R]:
         return self.cpu.op
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:

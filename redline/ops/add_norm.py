@@ -5,6 +5,7 @@ stand in its place (DESIGN section 4).
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,21 +19,30 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
-def reference(residual_TD: Tensor, partial_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+class AddNormArgs(NamedTuple):
+    """What `add_norm` takes."""
+
+    residual_TD: Tensor
+    partial_TD: Tensor | None
+    weight_D: Tensor
+    eps: float
+
+
+def reference(args: AddNormArgs) -> tuple[Tensor, Tensor]:
     """-> (residual, normed). `residual_TD` may be changed in place and must not be used afterwards."""
-    residual = residual_TD if partial_TD is None else residual_TD + partial_TD
-    return residual, rms_norm(residual, weight_D, eps)
+    residual = args.residual_TD if args.partial_TD is None else args.residual_TD + args.partial_TD
+    return residual, rms_norm(residual, args.weight_D, args.eps)
 
 
-def cost(residual_TD: Tensor, partial_TD: Tensor | None, weight_D: Tensor, eps: float) -> Cost:
-    return Cost((2 if partial_TD is None else 4) * residual_TD.nbytes + weight_D.nbytes)
+def cost(args: AddNormArgs) -> Cost:
+    return Cost((2 if args.partial_TD is None else 4) * args.residual_TD.nbytes + args.weight_D.nbytes)
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, d: int, first: bool):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor, float]:
+        def inputs(g: torch.Generator) -> AddNormArgs:
             partial = None if first else torch.randn(tokens, d, generator=g)
-            return torch.randn(tokens, d, generator=g), partial, torch.rand(d, generator=g) + 0.5, 1e-5
+            return AddNormArgs(torch.randn(tokens, d, generator=g), partial, torch.rand(d, generator=g) + 0.5, 1e-5)
 
         return inputs
 
@@ -43,4 +53,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=4 Kimi", make(4, 7168, False))
 
 
-add_norm = Op("add_norm", reference, cost, cases)
+add_norm = Op("add_norm", AddNormArgs, reference, cost, cases)

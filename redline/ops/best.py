@@ -4,6 +4,7 @@ And whether all of the row is finite: one look at the logits answers both.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,29 +12,41 @@ from torch import Tensor
 from redline.ops.op import Case, Cost, Op
 
 
-def reference(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+class BestArgs(NamedTuple):
+    """What `best` takes."""
+
+    logits_RV: Tensor
+
+
+def reference(args: BestArgs) -> tuple[Tensor, Tensor]:
     """-> (ids int64 [R], finite bool [R]). A row with a NaN has any id below V."""
-    return logits_RV.argmax(-1), logits_RV.isfinite().all(-1)
+    return args.logits_RV.argmax(-1), args.logits_RV.isfinite().all(-1)
 
 
-def cost(logits_RV: Tensor) -> Cost:
-    return Cost(logits_RV.nbytes + 9 * logits_RV.shape[0])
+def cost(args: BestArgs) -> Cost:
+    return Cost(args.logits_RV.nbytes + 9 * args.logits_RV.shape[0])
 
 
 def cases() -> Iterator[Case]:
     def make(rows: int, vocabulary: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor]:
-            return (torch.randn(rows, vocabulary, generator=g),)
+        def inputs(g: torch.Generator) -> BestArgs:
+            return BestArgs(
+                torch.randn(rows, vocabulary, generator=g),
+            )
 
         return inputs
 
-    def ties(g: torch.Generator) -> tuple[Tensor]:
-        return (torch.randint(3, (40, 100), generator=g).float(),)
+    def ties(g: torch.Generator) -> BestArgs:
+        return BestArgs(
+            torch.randint(3, (40, 100), generator=g).float(),
+        )
 
-    def infinite(g: torch.Generator) -> tuple[Tensor]:
+    def infinite(g: torch.Generator) -> BestArgs:
         x = torch.randn(4, 70, generator=g)
         x[0, 3], x[1, 69], x[2] = torch.inf, -torch.inf, -torch.inf
-        return (x,)
+        return BestArgs(
+            x,
+        )
 
     yield Case("R=1 nano", make(1, 4096))
     yield Case("R=64 nano", make(64, 4096))
@@ -42,4 +55,4 @@ def cases() -> Iterator[Case]:
     yield Case("R=4 Kimi", make(4, 163840))
 
 
-best = Op("best", reference, cost, cases)
+best = Op("best", BestArgs, reference, cost, cases)

@@ -5,7 +5,7 @@ E experts (or any leading axes), N outputs, K inputs.
 
 import itertools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ class Weight(Protocol):
     def dense(self) -> Tensor:
         """[..., N, K] bf16, bit for bit."""
         ...
+
+
+W = TypeVar("W", bound=Weight, covariant=True)  # the layout in which an op's record holds its weights
 
 
 class ExpertWeights(Protocol):

@@ -4,22 +4,32 @@ On a CPU x and y are float32, on a GPU bf16; W is bf16 on both.
 """
 
 from collections.abc import Iterator
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-from redline.ops.formats import Plain, Weight
+from redline.ops.formats import Plain, W, Weight
 from redline.ops.op import Case, Cost, Op
 
 ROUNDED = 4e-3  # what rounding to bf16 may change, of the length of the result: 2^-9 a number at most
 
 
-def reference(x_TK: Tensor, weight: Weight, rounded: bool = False) -> Tensor:
+class LinearArgs(NamedTuple, Generic[W]):
+    """What `linear` takes."""
+
+    x_TK: Tensor
+    weight: W
+    rounded: bool = False
+
+
+def reference(args: LinearArgs[Weight]) -> Tensor:
     """rounded: a kernel may round x to bf16."""
-    return x_TK @ weight.dense().to(x_TK.dtype).T
+    return args.x_TK @ args.weight.dense().to(args.x_TK.dtype).T
 
 
-def cost(x_TK: Tensor, weight: Weight, rounded: bool = False) -> Cost:
+def cost(args: LinearArgs[Weight]) -> Cost:
+    x_TK, weight = args.x_TK, args.weight
     tokens, k = x_TK.shape
     y_bytes = tokens * weight.shape[-2] * x_TK.element_size()
     return Cost(x_TK.nbytes + weight.nbytes + y_bytes, 2 * tokens * k * weight.shape[-2])
@@ -27,9 +37,9 @@ def cost(x_TK: Tensor, weight: Weight, rounded: bool = False) -> Cost:
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, k: int, n: int, rounded: bool = False):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Plain, bool]:
+        def inputs(g: torch.Generator) -> LinearArgs[Weight]:
             weight = torch.randn(n, k, generator=g).to(torch.bfloat16)
-            return torch.randn(tokens, k, generator=g), Plain(weight), rounded
+            return LinearArgs(torch.randn(tokens, k, generator=g), Plain(weight), rounded)
 
         return inputs
 
@@ -42,4 +52,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=4 Kimi o_proj", make(4, 8192, 7168), small=False)
 
 
-linear = Op("linear", reference, cost, cases)
+linear = Op("linear", LinearArgs[Weight], reference, cost, cases)

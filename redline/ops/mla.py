@@ -13,14 +13,14 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from redline.ops.add_norm import rms_norm
-from redline.ops.formats import E4M3_MOST, Plain, Weight
+from redline.ops.formats import E4M3_MOST, Plain, W, Weight
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
@@ -28,9 +28,6 @@ from redline.wire.job import PAGE_TOKENS
 FILL = 64  # tokens
 FP8 = torch.float8_e4m3fn
 FP8_STEPS = 1e-2  # of the rows that two ways of computing them write: some fall to either side of a step of 2^-3
-
-
-W = TypeVar("W", bound=Weight, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -96,27 +93,38 @@ def stored(row: Tensor, dtype: torch.dtype) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- mla_qkv
 
 
-def _qkv_reference(
-    x_TD: Tensor, w: MlaWeights[Weight], cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor
-) -> Tensor:
+class MlaQkvArgs(NamedTuple, Generic[W]):
+    """What `mla_qkv` takes."""
+
+    x_TD: Tensor
+    w: MlaWeights[W]
+    cos: Tensor
+    sin: Tensor
+    slots_T: Tensor
+    plane: Tensor
+
+
+def _qkv_reference(args: MlaQkvArgs[Weight]) -> Tensor:
     """cos, sin float32 [T, P / 2]; slots_T int64: page * 64 + place; plane [pages, 64, R + P]. -> q [T, H, N + P].
 
     Writes the plane at slots_T.
     """
+    x_TD, w, plane = args.x_TD, args.w, args.plane
     a = x_TD @ w.w_a.dense().to(x_TD.dtype).T
     q_latent, latent, key = a.split([a.shape[-1] - w.rank - w.rope, w.rank, w.rope], -1)
     latent = rms_norm(latent, w.kv_norm, w.eps)
-    key = rotate(key.float(), cos, sin).to(x_TD.dtype)
-    plane.view(-1, plane.shape[-1])[slots_T] = stored(torch.cat([latent, key], -1), plane.dtype)
+    key = rotate(key.float(), args.cos, args.sin).to(x_TD.dtype)
+    plane.view(-1, plane.shape[-1])[args.slots_T] = stored(torch.cat([latent, key], -1), plane.dtype)
     q = (rms_norm(q_latent, w.q_norm, w.eps) @ w.w_q.dense().to(x_TD.dtype).T).unflatten(-1, (w.heads, -1))
     nope, rope = q.split([w.nope, w.rope], -1)
-    return torch.cat([nope, rotate(rope.float(), cos[:, None], sin[:, None]).to(x_TD.dtype)], -1)
+    return torch.cat([nope, rotate(rope.float(), args.cos[:, None], args.sin[:, None]).to(x_TD.dtype)], -1)
 
 
-def _qkv_cost(x_TD: Tensor, w: MlaWeights[Weight], cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Cost:
+def _qkv_cost(args: MlaQkvArgs[Weight]) -> Cost:
+    x_TD, w = args.x_TD, args.w
     tokens, d = x_TD.shape
     n_a, n_q = w.w_a.shape[-2], w.w_q.shape[-2]
-    moved = x_TD.nbytes + tokens * (plane.shape[-1] * plane.element_size() + n_q * x_TD.element_size())
+    moved = x_TD.nbytes + tokens * (args.plane.shape[-1] * args.plane.element_size() + n_q * x_TD.element_size())
     return Cost(moved + w.w_a.nbytes + w.w_q.nbytes, 2 * tokens * (d * n_a + w.q_norm.shape[0] * n_q))
 
 
@@ -129,100 +137,94 @@ def context_rows(plane: Tensor, table: Tensor, length: int) -> Tensor:
     return plane[table[:pages].long()].flatten(0, 1)[:length].float()
 
 
-def _decode_reference(
-    q_THX: Tensor,
-    w: MlaWeights[Weight],
-    scale: float,
-    tokens_Q: Tensor,
-    slots_Q: Tensor,
-    lengths_Q: Tensor,
-    tables: Tensor,
-    plane: Tensor,
-    out_THV: Tensor,
-    skip: int = 0,
-) -> None:
+class MlaDecodeArgs(NamedTuple, Generic[W]):
+    """What `mla_decode` takes."""
+
+    q_THX: Tensor
+    w: MlaWeights[W]
+    scale: float
+    tokens_Q: Tensor
+    slots_Q: Tensor
+    lengths_Q: Tensor
+    tables: Tensor
+    plane: Tensor
+    out_THV: Tensor
+    skip: int = 0
+
+
+def _decode_reference(args: MlaDecodeArgs[Weight]) -> None:
     """Query i: token tokens_Q[i] of q, slot slots_Q[i], seeing rows [skip, lengths_Q[i]), its own the last. All int32.
 
     skip: 0, or 1 where the first row of a slot holds nothing (drafters.md); it is not read.
     tables int32 [slots, pages per slot]; plane [pages, 64, R + P]. Writes out_THV at the query tokens.
     """
+    w = args.w
     w_uk, w_uv = w.w_uk.dense().float(), w.w_uv.dense().float()
-    for token, slot, length in zip(tokens_Q.tolist(), slots_Q.tolist(), lengths_Q.tolist(), strict=True):
-        rows_SW = context_rows(plane, tables[slot], length)[skip:]
-        nope, rope = q_THX[token].float().split([w.nope, w.rope], -1)
+    for token, slot, length in zip(args.tokens_Q.tolist(), args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True):
+        rows_SW = context_rows(args.plane, args.tables[slot], length)[args.skip :]
+        nope, rope = args.q_THX[token].float().split([w.nope, w.rope], -1)
         absorbed = torch.einsum("hn,hrn->hr", nope, w_uk)
-        scores = (torch.cat([absorbed, rope], -1) @ rows_SW.T) * scale
+        scores = (torch.cat([absorbed, rope], -1) @ rows_SW.T) * args.scale
         latent = scores.softmax(-1) @ rows_SW[:, : w.rank]
-        out_THV[token] = torch.einsum("hr,hvr->hv", latent, w_uv).to(out_THV.dtype)
+        args.out_THV[token] = torch.einsum("hr,hvr->hv", latent, w_uv).to(args.out_THV.dtype)
 
 
-def _decode_cost(
-    q_THX: Tensor,
-    w: MlaWeights[Weight],
-    scale: float,
-    tokens_Q: Tensor,
-    slots_Q: Tensor,
-    lengths_Q: Tensor,
-    tables: Tensor,
-    plane: Tensor,
-    out_THV: Tensor,
-    skip: int = 0,
-) -> Cost:
+def _decode_cost(args: MlaDecodeArgs[Weight]) -> Cost:
     """Each slot's context once, however many of its tokens ask."""
+    w = args.w
     heads, nope, rope, rank, value = w.sizes
     longest: dict[int, int] = {}
-    for slot, length in zip(slots_Q.tolist(), lengths_Q.tolist(), strict=True):
+    for slot, length in zip(args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True):
         longest[slot] = max(length, longest.get(slot, 0))
-    rows = (sum(longest.values()) - skip * len(longest)) * plane.shape[-1] * plane.element_size()
-    queries = tokens_Q.shape[0]
-    moved = rows + w.w_uk.nbytes + w.w_uv.nbytes + queries * heads * (nope + rope + value) * q_THX.element_size()
-    attention = 2 * heads * (2 * rank + rope) * (int(lengths_Q.sum()) - skip * queries)
+    rows = (sum(longest.values()) - args.skip * len(longest)) * args.plane.shape[-1] * args.plane.element_size()
+    queries = args.tokens_Q.shape[0]
+    moved = rows + w.w_uk.nbytes + w.w_uv.nbytes + queries * heads * (nope + rope + value) * args.q_THX.element_size()
+    attention = 2 * heads * (2 * rank + rope) * (int(args.lengths_Q.sum()) - args.skip * queries)
     return Cost(moved, attention + 2 * queries * heads * rank * (nope + value))
 
 
 # ------------------------------------------------------------------------------------------------------ mla_prefill
 
 
-def _prefill_reference(
-    q_CHX: Tensor,
-    w: MlaWeights[Weight],
-    scale: float,
-    start: int,
-    table: Tensor,
-    plane: Tensor,
-    out_CHV: Tensor,
-    skip: int = 0,
-) -> None:
+class MlaPrefillArgs(NamedTuple, Generic[W]):
+    """What `mla_prefill` takes."""
+
+    q_CHX: Tensor
+    w: MlaWeights[W]
+    scale: float
+    start: int
+    table: Tensor
+    plane: Tensor
+    out_CHV: Tensor
+    skip: int = 0
+
+
+def _prefill_reference(args: MlaPrefillArgs[Weight]) -> None:
     """q_CHX: C tokens of a slot at positions [start, start + C), whose rows are in their pages. Writes out_CHV.
 
     skip: 0, or 1 (at most start) where the first row of a slot holds nothing; it is not read.
     """
+    q_CHX, w, start = args.q_CHX, args.w, args.start
     count = q_CHX.shape[0]
-    rows_SW = context_rows(plane, table, start + count)[skip:]
+    rows_SW = context_rows(args.plane, args.table, start + count)[args.skip :]
     latent, rope = rows_SW.split([w.rank, w.rope], -1)
     keys = torch.cat([torch.einsum("sr,hrn->hsn", latent, w.w_uk.dense().float()), rope.expand(w.heads, -1, -1)], -1)
     values = torch.einsum("sr,hvr->hsv", latent, w.w_uv.dense().float())
-    scores = torch.einsum("chx,hsx->hcs", q_CHX.float(), keys) * scale
+    scores = torch.einsum("chx,hsx->hcs", q_CHX.float(), keys) * args.scale
     position = torch.arange(start, start + count, device=q_CHX.device)
-    scores = scores.masked_fill(torch.arange(skip, start + count, device=q_CHX.device) > position[:, None], -torch.inf)
-    out_CHV.copy_(torch.einsum("hcs,hsv->chv", scores.softmax(-1), values))
+    scores = scores.masked_fill(
+        torch.arange(args.skip, start + count, device=q_CHX.device) > position[:, None], -torch.inf
+    )
+    args.out_CHV.copy_(torch.einsum("hcs,hsv->chv", scores.softmax(-1), values))
 
 
-def _prefill_cost(
-    q_CHX: Tensor,
-    w: MlaWeights[Weight],
-    scale: float,
-    start: int,
-    table: Tensor,
-    plane: Tensor,
-    out_CHV: Tensor,
-    skip: int = 0,
-) -> Cost:
+def _prefill_cost(args: MlaPrefillArgs[Weight]) -> Cost:
+    w = args.w
     heads, nope, rope, rank, value = w.sizes
-    count = q_CHX.shape[0]
-    context = start + count - skip
-    pairs = count * (start - skip) + count * (count + 1) // 2
-    moved = context * plane.shape[-1] * plane.element_size() + q_CHX.nbytes + out_CHV.nbytes
+    count = args.q_CHX.shape[0]
+    context = args.start + count - args.skip
+    pairs = count * (args.start - args.skip) + count * (count + 1) // 2
+    moved = context * args.plane.shape[-1] * args.plane.element_size() + args.q_CHX.nbytes + args.out_CHV.nbytes
     unfold = 2 * context * heads * rank * (nope + value)
     return Cost(moved + w.w_uk.nbytes + w.w_uv.nbytes, unfold + 2 * pairs * heads * (nope + rope + value))
 
@@ -297,12 +299,12 @@ TINY = (64, 32, 2, 32, 32, 64, 32)
 
 def _qkv_cases() -> Iterator[Case]:
     def make(tokens: int, sizes: tuple[int, ...], dtype: torch.dtype):
-        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights[Plain], Tensor, Tensor, Tensor, Tensor]:
+        def inputs(g: torch.Generator) -> MlaQkvArgs[Weight]:
             w = random_weights(g, *sizes)
             angle = torch.rand(tokens, w.rope // 2, generator=g) * 6.28
             slots = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
             plane = torch.full((3, PAGE_TOKENS, w.rank + w.rope), 7.0, dtype=dtype)
-            return torch.randn(tokens, sizes[0], generator=g), w, angle.cos(), angle.sin(), slots, plane
+            return MlaQkvArgs(torch.randn(tokens, sizes[0], generator=g), w, angle.cos(), angle.sin(), slots, plane)
 
         return inputs
 
@@ -325,7 +327,7 @@ def _decode_cases() -> Iterator[Case]:
     def make(lengths: tuple[int, ...], sizes: tuple[int, ...], dtype: torch.dtype, skip: int = 0):
         def inputs(
             g: torch.Generator,
-        ) -> tuple[Tensor, MlaWeights[Plain], float, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int]:
+        ) -> MlaDecodeArgs[Weight]:
             w = random_weights(g, *sizes)
             tables, plane = _pages(g, w, len(lengths), max(lengths), dtype)
             plane[tables[:, 0].long(), :skip] = torch.nan
@@ -333,7 +335,9 @@ def _decode_cases() -> Iterator[Case]:
             tokens = torch.arange(1, len(lengths) + 1, dtype=torch.int32)  # token 0 is a prompt's
             slots = torch.arange(len(lengths), dtype=torch.int32)
             out = torch.zeros(len(lengths) + 1, w.heads, w.value)
-            return q, w, 0.1, tokens, slots, torch.tensor(lengths, dtype=torch.int32), tables, plane, out, skip
+            return MlaDecodeArgs(
+                q, w, 0.1, tokens, slots, torch.tensor(lengths, dtype=torch.int32), tables, plane, out, skip
+            )
 
         return inputs
 
@@ -354,12 +358,12 @@ def _decode_cases() -> Iterator[Case]:
 
 def _prefill_cases() -> Iterator[Case]:
     def make(start: int, count: int, sizes: tuple[int, ...], dtype: torch.dtype, skip: int = 0):
-        def inputs(g: torch.Generator) -> tuple[Tensor, MlaWeights[Plain], float, int, Tensor, Tensor, Tensor, int]:
+        def inputs(g: torch.Generator) -> MlaPrefillArgs[Weight]:
             w = random_weights(g, *sizes)
             tables, plane = _pages(g, w, 1, start + count, dtype)
             plane[tables[0, 0], :skip] = torch.nan
             q = torch.randn(count, w.heads, w.nope + w.rope, generator=g)
-            return q, w, 0.1, start, tables[0], plane, torch.zeros(count, w.heads, w.value), skip
+            return MlaPrefillArgs(q, w, 0.1, start, tables[0], plane, torch.zeros(count, w.heads, w.value), skip)
 
         return inputs
 
@@ -376,6 +380,10 @@ def _prefill_cases() -> Iterator[Case]:
     yield Case("[70, 90) the first row not read, tiny float32 pages", make(70, 20, TINY, torch.float32, skip=1))
 
 
-mla_qkv = Op("mla_qkv", _qkv_reference, _qkv_cost, _qkv_cases)
-mla_decode = Op("mla_decode", _decode_reference, _decode_cost, _decode_cases)
-mla_prefill = Op("mla_prefill", _prefill_reference, _prefill_cost, _prefill_cases)
+mla_qkv = Op("mla_qkv", MlaQkvArgs[Weight], _qkv_reference, _qkv_cost, _qkv_cases, writes=("plane",))
+mla_decode = Op(
+    "mla_decode", MlaDecodeArgs[Weight], _decode_reference, _decode_cost, _decode_cases, writes=("out_THV",)
+)
+mla_prefill = Op(
+    "mla_prefill", MlaPrefillArgs[Weight], _prefill_reference, _prefill_cost, _prefill_cases, writes=("out_CHV",)
+)

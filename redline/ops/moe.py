@@ -6,12 +6,13 @@ The same op without routed experts is the dense MLP of layer 0.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.ops.formats import ExpertWeights, Plain, Weight, quantize_int4
+from redline.ops.formats import ExpertWeights, Plain, W, Weight, quantize_int4
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
 
@@ -31,17 +32,22 @@ def _swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     return (F.silu(gate) * up) @ down.to(x_TD.dtype).T
 
 
-def reference(
-    x_TD: Tensor,
-    shared_gate_up: Weight | None,
-    shared_down: Weight | None,
-    routed: Routed | None,
-    rounded: bool = False,
-) -> Tensor:
+class MoeArgs(NamedTuple, Generic[W]):
+    """What `moe` takes."""
+
+    x_TD: Tensor
+    shared_gate_up: W | None
+    shared_down: W | None
+    routed: Routed | None
+    rounded: bool = False
+
+
+def reference(args: MoeArgs[Weight]) -> Tensor:
     """rounded: a kernel may round to bf16 what enters a product."""
+    x_TD, routed = args.x_TD, args.routed
     y_TD = torch.zeros_like(x_TD)
-    if shared_gate_up is not None and shared_down is not None:
-        y_TD = _swiglu(x_TD, shared_gate_up.dense(), shared_down.dense())
+    if args.shared_gate_up is not None and args.shared_down is not None:
+        y_TD = _swiglu(x_TD, args.shared_gate_up.dense(), args.shared_down.dense())
     if routed is not None:
         for expert in routed.ids_TK.unique().tolist():
             rows, choice = torch.where(routed.ids_TK == expert)
@@ -50,19 +56,14 @@ def reference(
     return y_TD
 
 
-def cost(
-    x_TD: Tensor,
-    shared_gate_up: Weight | None,
-    shared_down: Weight | None,
-    routed: Routed | None,
-    rounded: bool = False,
-) -> Cost:
+def cost(args: MoeArgs[Weight]) -> Cost:
     """Bytes of the experts that are really chosen, once each."""
-    total = Cost(2 * x_TD.nbytes)
-    tokens, d = x_TD.shape
-    if shared_gate_up is not None and shared_down is not None:
+    shared_gate_up, routed = args.shared_gate_up, args.routed
+    total = Cost(2 * args.x_TD.nbytes)
+    tokens, d = args.x_TD.shape
+    if shared_gate_up is not None and args.shared_down is not None:
         flops = 3 * tokens * d * shared_gate_up.shape[-2]
-        total += Cost(shared_gate_up.nbytes + shared_down.nbytes, flops)
+        total += Cost(shared_gate_up.nbytes + args.shared_down.nbytes, flops)
     if routed is not None:
         experts, chosen = routed.down.shape[0], routed.ids_TK.unique().numel()
         width, pairs = routed.down.shape[2], routed.ids_TK.numel()
@@ -73,7 +74,7 @@ def cost(
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, d: int, i: int, e: int, k: int, shared: int, int4: bool, rounded: bool = False):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Plain | None, Plain | None, Routed | None, bool]:
+        def inputs(g: torch.Generator) -> MoeArgs[Weight]:
             def weight(*shape: int) -> Tensor:
                 return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
 
@@ -81,7 +82,7 @@ def cases() -> Iterator[Case]:
             shared_up = Plain(weight(2 * shared, d)) if shared else None
             shared_down = Plain(weight(d, shared)) if shared else None
             if not e:
-                return x, shared_up, shared_down, None, rounded
+                return MoeArgs(x, shared_up, shared_down, None, rounded)
             up, down = weight(e, 2 * i, d), weight(e, d, i)
             ids = torch.stack([torch.randperm(e, generator=g)[:k] for _ in range(tokens)]).to(torch.int32)
             weights = torch.rand(tokens, k, generator=g)
@@ -90,7 +91,7 @@ def cases() -> Iterator[Case]:
                 quantize_int4(down) if int4 else Plain(down),
                 *(ids, weights),
             )
-            return x, shared_up, shared_down, routed, rounded
+            return MoeArgs(x, shared_up, shared_down, routed, rounded)
 
         return inputs
 
@@ -108,4 +109,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=1 Kimi, 8 of 384", make(1, 7168, 2048, 384, 8, 2048, True), small=False)
 
 
-moe = Op("moe", reference, cost, cases)
+moe = Op("moe", MoeArgs[Weight], reference, cost, cases)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 P = ParamSpec("P")
+A = TypeVar("A", bound=tuple[Any, ...])
 R = TypeVar("R")
 
 
@@ -41,34 +42,38 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """Fresh random inputs of one shape. `small`: fit for an interpreter and for every test run."""
+    """Fresh random inputs of one shape: `make` returns the op's record. `small`: fit for an interpreter and for every
+    test run."""
 
     name: str
-    make: Callable[[torch.Generator], tuple[Any, ...]]
+    make: Callable[[torch.Generator], Any]
     small: bool = True
     rtol: float | None = None  # of this case, where it is not the op's
 
 
 @dataclass(frozen=True)
-class Op(Generic[P, R]):
-    """A call is the reference. rtol: relative error of sums in float32 that are added up in another order.
+class Op(Generic[P, A, R]):
+    """args: the record of what a call takes, a NamedTuple; it is written once, and all else reads it by name.
 
-    roundings: how often a GPU's kernel rounds to an output's format what the reference keeps in float32, beside the
-    output itself, which both round.
+    A call takes the record's fields, and is the reference. writes: names of the fields whose tensors a call changes.
+    rtol: relative error of sums in float32 that are added up in another order. roundings: how often a GPU's kernel rounds
+    to an output's format what the reference keeps in float32, beside the output itself, which both round.
     """
 
     name: str
-    reference: Callable[P, R]
-    cost: Callable[P, Cost]
+    args: Callable[P, A]
+    reference: Callable[[A], R]
+    cost: Callable[[A], Cost]
     cases: Callable[[], Iterator[Case]]
     rtol: float = 2e-5
     roundings: int = 0
+    writes: tuple[str, ...] = ()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self.reference(*args, **kwargs)
+        return self.reference(self.args(*args, **kwargs))
 
 
-def limit_of(op: Op[Any, Any], case: Case, output: Tensor) -> float:
+def limit_of(op: Op[Any, Any, Any], case: Case, output: Tensor) -> float:
     """The relative error (of norms) that the CUDA kernel's arithmetic allows an output of the reference.
 
     Float32 sums in another order err by `rtol`. A rounding to nearest errs by at most half a step, and roundings do not

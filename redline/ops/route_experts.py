@@ -5,37 +5,50 @@ times the scale (DeepSeek-V3's noaux_tc with one group; kimi-format.md section 5
 """
 
 from collections.abc import Iterator
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-from redline.ops.formats import Plain, Weight
+from redline.ops.formats import Plain, W, Weight
 from redline.ops.op import Case, Cost, Op
 
 
-def reference(
-    x_TD: Tensor, weight: Weight, bias_E: Tensor, k: int, normalise: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+class RouteExpertsArgs(NamedTuple, Generic[W]):
+    """What `route_experts` takes."""
+
+    x_TD: Tensor
+    weight: W
+    bias_E: Tensor
+    k: int
+    normalise: bool
+    scale: float
+
+
+def reference(args: RouteExpertsArgs[Weight]) -> tuple[Tensor, Tensor]:
     """-> (ids int32 [T, K], best first, ties to the lower id; weights float32 [T, K])."""
-    scores = torch.sigmoid(x_TD.float() @ weight.dense().float().T)
-    ids = torch.sort(scores + bias_E, dim=-1, descending=True, stable=True).indices[:, :k]
+    scores = torch.sigmoid(args.x_TD.float() @ args.weight.dense().float().T)
+    ids = torch.sort(scores + args.bias_E, dim=-1, descending=True, stable=True).indices[:, : args.k]
     weights = scores.gather(1, ids)
-    if normalise:
+    if args.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids.to(torch.int32), weights * scale
+    return ids.to(torch.int32), weights * args.scale
 
 
-def cost(x_TD: Tensor, weight: Weight, bias_E: Tensor, k: int, normalise: bool, scale: float) -> Cost:
-    tokens, d = x_TD.shape
-    return Cost(x_TD.nbytes + weight.nbytes + bias_E.nbytes + tokens * k * 8, 2 * tokens * d * weight.shape[-2])
+def cost(args: RouteExpertsArgs[Weight]) -> Cost:
+    tokens, d = args.x_TD.shape
+    return Cost(
+        args.x_TD.nbytes + args.weight.nbytes + args.bias_E.nbytes + tokens * args.k * 8,
+        2 * tokens * d * args.weight.shape[-2],
+    )
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, d: int, e: int, k: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Plain, Tensor, int, bool, float]:
+        def inputs(g: torch.Generator) -> RouteExpertsArgs[Weight]:
             weight = (torch.randn(e, d, generator=g) * d**-0.5).to(torch.bfloat16)
             bias = torch.randn(e, generator=g) * 0.1
-            return torch.randn(tokens, d, generator=g), Plain(weight), bias, k, True, 2.827
+            return RouteExpertsArgs(torch.randn(tokens, d, generator=g), Plain(weight), bias, k, True, 2.827)
 
         return inputs
 
@@ -44,4 +57,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=4 Kimi", make(4, 7168, 384, 8))
 
 
-route_experts = Op("route_experts", reference, cost, cases)
+route_experts = Op("route_experts", RouteExpertsArgs[Weight], reference, cost, cases)

@@ -7,6 +7,7 @@ lose the many tokens that are each less likely than 2^-24.
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +19,25 @@ COLUMNS = 5
 AT_ONCE = 32  # rows of the reference whose vocabularies lie in memory side by side: six numbers a token while sorted
 
 
-def reference(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
+class SampleArgs(NamedTuple):
+    """What `sample` takes."""
+
+    logits_RV: Tensor
+    odds_R5: Tensor
+    narrowed: bool
+
+
+def reference(args: SampleArgs) -> Tensor:
     """-> int64 [R]. It looks at no number, so that it can be recorded.
 
     - odds_R5: float64, as Sampling has them; temperature > 0, top_k 0: all, u in [0, 1 - 2^-53].
     - narrowed: whether any row has top_k, top_p or min_p.
     """
+    logits_RV, odds_R5 = args.logits_RV, args.odds_R5
     if logits_RV.shape[0] > AT_ONCE:
         parts = zip(logits_RV.split(AT_ONCE), odds_R5.split(AT_ONCE), strict=True)
-        return torch.cat([reference(logits, odds, narrowed) for logits, odds in parts])
-    mass_RV = _mass(logits_RV, odds_R5, narrowed)
+        return torch.cat([reference(SampleArgs(logits, odds, args.narrowed)) for logits, odds in parts])
+    mass_RV = _mass(logits_RV, odds_R5, args.narrowed)
     # u * total rounds to less than the total, so the search ends at a token that is possible.
     reached_R = odds_R5[:, U] * mass_RV[:, -1]
     token_R = torch.searchsorted(mass_RV, reached_R[:, None], right=True).squeeze(-1)
@@ -59,8 +69,8 @@ def _least_kept(weight_RV: Tensor, odds_R5: Tensor) -> Tensor:
     return torch.maximum(least_R, (odds_R5[:, MIN_P] * best_RV[:, 0]).float())
 
 
-def cost(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Cost:
-    return Cost(logits_RV.nbytes + odds_R5.nbytes + 8 * logits_RV.shape[0])
+def cost(args: SampleArgs) -> Cost:
+    return Cost(args.logits_RV.nbytes + args.odds_R5.nbytes + 8 * args.logits_RV.shape[0])
 
 
 def cases() -> Iterator[Case]:
@@ -73,7 +83,7 @@ def cases() -> Iterator[Case]:
         middle of the share of a token that has one to speak of.
         """
 
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, bool]:
+        def inputs(g: torch.Generator) -> SampleArgs:
             logits_RV = (torch.randn(rows, vocabulary, generator=g) * spread / step).round() * step
             odds_R5 = torch.tensor([(*kinds[r % len(kinds)], 0.0) for r in range(rows)], dtype=torch.float64)
             mass_RV = _mass(logits_RV, odds_R5, narrowed=True)
@@ -81,18 +91,18 @@ def cases() -> Iterator[Case]:
             tokens_R1 = torch.where(share_RV > 1e-5, share_RV, 0.0).multinomial(1, generator=g)
             middle_R1 = mass_RV.gather(1, tokens_R1) / mass_RV[:, -1:] - share_RV.gather(1, tokens_R1) / 2
             odds_R5[:, U] = middle_R1[:, 0]
-            return logits_RV, odds_R5, True
+            return SampleArgs(logits_RV, odds_R5, True)
 
         return inputs
 
-    def impossible(g: torch.Generator) -> tuple[Tensor, Tensor, bool]:
+    def impossible(g: torch.Generator) -> SampleArgs:
         """Banned tokens, which may be nearly all; and rows of which nothing can be drawn."""
         logits_RV, odds_R5, narrowed = make(48, 77, whole, nucleus, all_three)(g)
         logits_RV[6:9, 1:76], logits_RV[6:9, 0], logits_RV[6:9, 76] = -torch.inf, -20, 20
         for first, token, wrong in ((12, 0, torch.nan), (15, 76, torch.nan), (18, 3, torch.inf), (21, 76, torch.inf)):
             logits_RV[first : first + 3, token] = wrong
         logits_RV[24:27, :40], logits_RV[27:30], logits_RV[30:33] = torch.inf, -torch.inf, torch.nan
-        return logits_RV, odds_R5, narrowed
+        return SampleArgs(logits_RV, odds_R5, narrowed)
 
     whole, nucleus, all_three = (0.8, 1.0, 0.0, 0), (0.8, 0.95, 0.0, 0), (1.3, 0.9, 0.011, 40)
     others = (1.0, 0.5, 0.0, 0), (0.3, 0.999, 0.0, 0), (1.9, 1.0, 0.0, 300), (1.0, 1.0, 0.052, 0), (1.0, 1.0, 0.0, 1)
@@ -107,4 +117,4 @@ def cases() -> Iterator[Case]:
     yield Case("R=8 Kimi, of all kinds", make(8, 163840, whole, nucleus, all_three, *others))
 
 
-sample = Op("sample", reference, cost, cases)
+sample = Op("sample", SampleArgs, reference, cost, cases)

@@ -26,12 +26,12 @@ WASTEFUL = {"mla_prefill", "transformer", "draft_pass", "draft_chain", "unabsorb
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
-def test_an_op_costs_what_its_reference_multiplies(op: Op[Any, Any]):
+def test_an_op_costs_what_its_reference_multiplies(op: Op[Any, Any, Any]):
     for case in itertools.islice((case for case in op.cases() if case.small), 3):
         args = case.make(torch.Generator().manual_seed(1))
-        cost = op.cost(*args)
+        cost = op.cost(args)
         with FlopCounterMode(display=False) as counter, references():
-            op.reference(*copy.deepcopy(args))
+            op.reference(op.args(*copy.deepcopy(args)))
         counted = counter.get_total_flops()
         if op.name in TILED:
             assert counted <= cost.flops <= 2 * counted, case.name
@@ -46,7 +46,7 @@ def test_an_op_costs_what_its_reference_multiplies(op: Op[Any, Any]):
 WHOLE = {"linear", "add_norm", "route_experts", "best", "absorb", "unabsorb", "head", "sample"}
 
 
-def small(op: Op[Any, Any]) -> list[tuple[Case, tuple[Any, ...]]]:
+def small(op: Op[Any, Any, Any]) -> list[tuple[Case, tuple[Any, ...]]]:
     """Cases with their inputs."""
     g = torch.Generator().manual_seed(1)
     return [(case, case.make(g)) for case in op.cases() if case.small]
@@ -67,16 +67,16 @@ def size(*values: Any) -> int:
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if op.name in WHOLE], ids=lambda op: op.name)
-def test_an_op_moves_what_it_reads_and_writes(op: Op[Any, Any]):
+def test_an_op_moves_what_it_reads_and_writes(op: Op[Any, Any, Any]):
     for case, args in small(op):
-        assert op.cost(*args).bytes == size(args, op.reference(*args)), case.name
+        assert op.cost(args).bytes == size(args, op.reference(args)), case.name
 
 
 def test_gates_read_a_weight_and_activations_and_write_logits_and_a_hidden_row():
     for case, (x, squares, w, experts, width, *rest) in small(gates.op):
-        logits, h, *_ = gates.op.reference(x, squares, w, experts, width, *rest)
+        logits, h, *_ = gates.op.reference(gates.op.args(x, squares, w, experts, width, *rest))
         whole = size(x, squares, w, logits, h[:, :width])
-        assert gates.op.cost(x, squares, w, experts, width, *rest).bytes == whole, case.name
+        assert gates.op.cost(gates.op.args(x, squares, w, experts, width, *rest)).bytes == whole, case.name
 
 
 def test_experts_move_tokens_in_and_out_and_the_weights_that_were_chosen():
@@ -86,12 +86,12 @@ def test_experts_move_tokens_in_and_out_and_the_weights_that_were_chosen():
             part = len(routed.ids_TK.unique()) / routed.down.shape[0]
             chosen = size(routed.ids_TK, routed.weights_TK) + part * size(routed.gate_up, routed.down)
         whole = 2 * x.nbytes + size(shared_gate_up, shared_down) + chosen
-        assert moe.cost(x, shared_gate_up, shared_down, routed, *rest).bytes == whole, case.name
+        assert moe.cost(moe.args(x, shared_gate_up, shared_down, routed, *rest)).bytes == whole, case.name
 
 
 def test_a_steps_beginning_moves_its_plan_and_inputs_and_four_words_of_a_row():
     """A slot's length and limit, and the length and the number of positions that its result begins with."""
     for case, args in small(step_rows.op):
         plan = args[0]
-        made = step_rows.op.reference(*args)
-        assert step_rows.op.cost(*args).bytes == size(plan, made) + len(plan) * 4 * 8, case.name
+        made = step_rows.op.reference(args)
+        assert step_rows.op.cost(args).bytes == size(plan, made) + len(plan) * 4 * 8, case.name

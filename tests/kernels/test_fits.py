@@ -11,10 +11,10 @@ from redline.model.k2.one_call import transformer
 
 
 @pytest.mark.parametrize("kernel", [*CPU, *HOPPER, transformer], ids=lambda kernel: f"{kernel.op.name} {kernel.chip}")
-def test_a_kernel_fits_the_sizes_that_it_is_tried_with(kernel: Kernel[Any, Any]):
+def test_a_kernel_fits_the_sizes_that_it_is_tried_with(kernel: Kernel[Any, Any, Any]):
     args = (
         (case.name, kernel.lay_out(case.make(torch.Generator().manual_seed(1))))
         for case in kernel.op.cases()
         if case.small
     )
-    assert [name for name, given in args if not kernel.fits(*given)] == []
+    assert [name for name, given in args if not kernel.fits(given)] == []

@@ -10,24 +10,20 @@ from redline.kernels.all import CPU
 from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel, references
 from redline.model.k2.one_call import transformer
-from redline.ops.op import Case
+from redline.ops.op import Case, Op
 from tests.seeds import fresh_seed
 
 # Op name -> the arguments that it writes.
-WRITES = {
-    "mla_qkv": (5,),
-    "mla_decode": (8,),
-    "mla_prefill": (6,),
-    "transformer": (0,),
-    "draft_pass": (4,),
-    "draft_chain": (5,),
-}
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
     for kernel in (*CPU, transformer)
     for case in kernel.op.cases()
     if case.small
 ]
+
+
+def written(op: Op[Any, Any, Any], args: Any) -> list[Any]:
+    return [getattr(args, name) for name in op.writes]
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
@@ -41,16 +37,15 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("kernel", "case"), CASES)
-def test_kernel_is_reference(kernel: Kernel[Any, Any], case: Case) -> None:
+def test_kernel_is_reference(kernel: Kernel[Any, Any, Any], case: Case) -> None:
     assert native.library() is not None, native.why_not()
     seed = fresh_seed()
     args = case.make(torch.Generator().manual_seed(seed))
     ours, theirs = kernel.lay_out(copy.deepcopy(args)), copy.deepcopy(args)
-    assert kernel.fits(*ours), "a case that the kernel does not take"
+    assert kernel.fits(ours), "a case that the kernel does not take"
     poison(kernel.op.name, ours)
-    got, want = kernel.run(*ours), kernel.op.reference(*theirs)
-    written = WRITES.get(kernel.op.name, ())
-    compared = tensors((got, *(ours[i] for i in written))), tensors((want, *(theirs[i] for i in written)))
+    got, want = kernel.run(ours), kernel.op.reference(theirs)
+    compared = tensors((got, *written(kernel.op, ours))), tensors((want, *written(kernel.op, theirs)))
     for a, b in zip(*compared, strict=True):
         if a.is_floating_point():
             error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)
@@ -69,17 +64,16 @@ FUSED = [
 
 
 @pytest.mark.parametrize(("kernel", "case"), FUSED)
-def test_several_ops_in_one_call_are_what_their_references_are(kernel: Kernel[Any, Any], case: Case) -> None:
+def test_several_ops_in_one_call_are_what_their_references_are(kernel: Kernel[Any, Any, Any], case: Case) -> None:
     """Above, such a kernel has the bits of the single kernels one after another; here, the ops' meaning. Over float32
     pages, where both compute with the same numbers: only sums are in another order."""
     seed = fresh_seed()
     args = case.make(torch.Generator().manual_seed(seed))
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
-    got = kernel.run(*ours)
+    got = kernel.run(ours)
     with references():
-        want = kernel.op.reference(*theirs)
-    written = WRITES.get(kernel.op.name, ())
-    compared = tensors((got, *(ours[i] for i in written))), tensors((want, *(theirs[i] for i in written)))
+        want = kernel.op.reference(theirs)
+    compared = tensors((got, *written(kernel.op, ours))), tensors((want, *written(kernel.op, theirs)))
     assert any(a.is_floating_point() for a in compared[0])
     for a, b in zip(*compared, strict=True):
         if a.is_floating_point():
@@ -87,12 +81,12 @@ def test_several_ops_in_one_call_are_what_their_references_are(kernel: Kernel[An
             assert error <= 1e-4, f"relative error {error:.2e} (seed {seed})"
 
 
-def poison(op: str, args: tuple[Any, ...]) -> None:
+def poison(op: str, args: Any) -> None:
     """NaN where an op writes all of an argument; token 0 of mla_decode's output belongs to a prompt and stays."""
     if op == "step_inputs":
-        args[1].inputs.cos_T.fill_(torch.nan)
-        args[1].inputs.sin_T.fill_(torch.nan)
+        args.into.inputs.cos_T.fill_(torch.nan)
+        args.into.inputs.sin_T.fill_(torch.nan)
     if op == "mla_prefill":
-        args[6].fill_(torch.nan)
+        args.out_CHV.fill_(torch.nan)
     if op == "mla_decode":
-        args[8][1:].fill_(torch.nan)
+        args.out_THV[1:].fill_(torch.nan)

@@ -17,13 +17,12 @@ from torch import Tensor
 from redline.kernels.all import HOPPER
 from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_experts
 from redline.kernels.kernel import Kernel
-from redline.ops.op import Case, limit_of
+from redline.ops.op import Case, Op, limit_of
 from tests.seeds import fresh_seed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 # Op name -> the arguments that it writes, beside what it returns.
-WRITES = {"project_q": (9,), "split_a": (6,), "step_rows": (1, 2), "settle_rows": (3, 4)}
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}") for kernel in HOPPER for case in kernel.op.cases()
 ]
@@ -46,7 +45,13 @@ def on_gpu(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = {field.name: on_gpu(getattr(value, field.name)) for field in dataclasses.fields(value)}
         return dataclasses.replace(value, **changed)
+    if hasattr(value, "_fields"):
+        return type(value)(*map(on_gpu, value))
     return tuple(map(on_gpu, value)) if isinstance(value, tuple) else value
+
+
+def written(op: Op[Any, Any, Any], args: Any) -> list[Any]:
+    return [getattr(args, name) for name in op.writes]
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -73,20 +78,19 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("kernel", "case"), CASES)
 @pytest.mark.usefixtures("poisoned")
-def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any], case: Case) -> None:
+def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any, Any], case: Case) -> None:
     op = kernel.op
     seed = fresh_seed()
     with torch.device("cuda"):  # Kimi's experts are made there in a hundredth of the time
         args = case.make(torch.Generator("cuda").manual_seed(seed))
-    assert kernel.fits(*args), "a case that the kernel does not take"
+    assert kernel.fits(args), "a case that the kernel does not take"
     ours, theirs = on_gpu(args), on_gpu(args)
     with torch.inference_mode():
-        got, want = kernel.run(*ours), op.reference(*theirs)
+        got, want = kernel.run(ours), op.reference(theirs)
         torch.cuda.synchronize()
         if op.name == "gates":
             want = _of_the_same_logits(got, want, *theirs[-1:])
-    written = WRITES.get(op.name, ())
-    compared = tensors((got, *(ours[i] for i in written))), tensors((want, *(theirs[i] for i in written)))
+    compared = tensors((got, *written(op, ours))), tensors((want, *written(op, theirs)))
     worst: list[str] = []
     for place, (a, b) in enumerate(zip(*compared, strict=True)):
         if op.name in UNDEFINED:
@@ -108,7 +112,9 @@ def _of_the_same_logits(got: Any, want: Any, choice: RouterChoice | None) -> Any
     if choice is None:
         return want
     c = choice
-    pairs = choose_experts.op.reference(got[0], c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+    pairs = choose_experts.op.reference(
+        choose_experts.op.args(got[0], c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+    )
     return *want[:3], dataclasses.replace(pairs, ready=want[3].ready)
 
 

@@ -23,7 +23,9 @@ def test_chunks_together_are_the_chunks_one_by_one():
         page += len(table)
         place = torch.arange(count)
         rows[first : first + count] = table[place // PAGE_TOKENS].long() * PAGE_TOKENS + place % PAGE_TOKENS
-        mla_prefill.reference(q[first : first + count], w, 0.1, 0, table, plane, expected[first : first + count])
+        mla_prefill.reference(
+            mla_prefill.args(q[first : first + count], w, 0.1, 0, table, plane, expected[first : first + count])
+        )
         spans.append((first, count))
         first += count
     prefill_whole(q, w, 0.1, spans, rows, plane, found)

@@ -97,44 +97,53 @@ class _Ops:
         queries = inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables
         every = range(depth.physical)
         stages = [
-            Stage("add_norm", self._add_norm, add_norm.op.cost(x, x, first.mlp_norm, first.eps), 2 * layers + 1, every),
+            Stage(
+                "add_norm",
+                self._add_norm,
+                add_norm.op.cost(add_norm.op.args(x, x, first.mlp_norm, first.eps)),
+                2 * layers + 1,
+                every,
+            ),
             Stage(
                 "mla_qkv",
                 self._project,
-                mla_qkv.op.cost(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane),
+                mla_qkv.op.cost(mla_qkv.op.args(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)),
                 layers,
                 every,
             ),
             Stage(
                 "mla_decode",
                 lambda layer: _attend(self._q, self._blocks[layer], inputs, self._planes[layer]),
-                mla_decode.op.cost(self._q, w, first.softmax_scale, *queries, plane, self._o),
+                mla_decode.op.cost(mla_decode.op.args(self._q, w, first.softmax_scale, *queries, plane, self._o)),
                 layers,
                 every,
             ),
             Stage(
                 "project_out",
                 lambda layer: linear(self._o.flatten(1), self._blocks[layer].o_proj, rounds(plane)),
-                linear.op.cost(self._o.flatten(1), first.o_proj),
+                linear.op.cost(linear.op.args(self._o.flatten(1), first.o_proj)),
                 layers,
                 every,
             ),
         ]
         if depth.dense:
             gate_up, down = self._blocks[0].shared_gate_up, self._blocks[0].shared_down
-            dense = moe.op.cost(x, gate_up, down, None)
+            dense = moe.op.cost(moe.op.args(x, gate_up, down, None))
             stages.append(Stage("dense_mlp", self._mlp, dense, depth.dense, range(depth.dense)))
         if first.experts is not None:
             stages += self._expert_stages(first, first.experts, layers - depth.dense)
-        return [*stages, Stage("head", lambda _: linear(x, self._head), linear.op.cost(x, self._head), 1)]
+        return [
+            *stages,
+            Stage("head", lambda _: linear(x, self._head), linear.op.cost(linear.op.args(x, self._head)), 1),
+        ]
 
     def _expert_stages(self, block: Block, experts: Moe, count: int) -> list[Stage]:
         depth, x = self._depth, self._x_TD
         e = experts
-        route = route_experts.op.cost(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale)
+        route = route_experts.op.cost(route_experts.op.args(x, e.router, e.bias_E, e.chosen, e.normalise, e.scale))
         pairs = x.shape[0] * e.chosen
         products = Cost(8 * pairs, 2 * pairs * depth.config.expert_parameters)
-        shared = moe.op.cost(x, block.shared_gate_up, block.shared_down, None)
+        shared = moe.op.cost(moe.op.args(x, block.shared_gate_up, block.shared_down, None))
         one = Cost(depth.expert_bytes)
         return [
             Stage("route_experts", self._choose, route, count),

@@ -121,14 +121,18 @@ class _Ops:
         q_abs = absorb(q, w.w_uk)
         o, lse = attend(q_abs, *queries, plane, scale, longest)
         stages = [
-            self.stage("absorb", lambda k: absorb(q, self.blocks[k].attention.w_uk), absorb.op.cost(q, w.w_uk)),
+            self.stage(
+                "absorb", lambda k: absorb(q, self.blocks[k].attention.w_uk), absorb.op.cost(absorb.op.args(q, w.w_uk))
+            ),
             self.stage(
                 "attend",
                 lambda k: attend(q_abs, *queries, self.planes[k], scale, longest),
-                attend.op.cost(q_abs, *queries, plane, scale, longest),
+                attend.op.cost(attend.op.args(q_abs, *queries, plane, scale, longest)),
             ),
             self.stage(
-                "unabsorb", lambda k: unabsorb(o, lse, self.blocks[k].attention.w_uv), unabsorb.op.cost(o, lse, w.w_uv)
+                "unabsorb",
+                lambda k: unabsorb(o, lse, self.blocks[k].attention.w_uv),
+                unabsorb.op.cost(unabsorb.op.args(o, lse, w.w_uv)),
             ),
         ]
         return stages, unabsorb(o, lse, w.w_uv)
@@ -182,7 +186,7 @@ class _Ops:
     def head(self, x_TK: Tensor) -> Stage:
         head, hidden = self.model.head, x_TK[:, : self.depth.config.hidden_size]
         assert isinstance(head, Tiled)
-        return Stage("head", lambda _: self.model.logits(hidden), linear.op.cost(hidden, head), 1)
+        return Stage("head", lambda _: self.model.logits(hidden), linear.op.cost(linear.op.args(hidden, head)), 1)
 
     def stage(self, name: str, run: Callable[[int], object], cost: Cost) -> Stage:
         return Stage(name, run, cost, self.layers, self.every)
@@ -222,15 +226,19 @@ class _Ops:
         # Each op alone: `gates` is not the launch in front, so nobody waits for its `ready`.
         chosen = {layer: replace(pairs, ready=None) for layer in moe_layers if (pairs := gate(layer)[3])}
         q_cost = project_q.op.cost(
-            *(q_a, q_squares, w.w_q, w.heads, kv, w.kv_norm, i.cos_T, i.sin_T, i.rows_T, plane, w.eps)
+            project_q.op.args(
+                *(q_a, q_squares, w.w_q, w.heads, kv, w.kv_norm, i.cos_T, i.sin_T, i.rows_T, plane, w.eps)
+            )
         )
-        gate_cost = gates.op.cost(x, squares, last.gates, count, last.width, last.eps)
+        gate_cost = gates.op.cost(gates.op.args(x, squares, last.gates, count, last.width, last.eps))
         stages = [
             Stage("embed", lambda _: embed(i.ids_T, table, last.attention_norm), Cost(6 * residual.nbytes), 1),
-            self.stage("project_a", a, project_a.op.cost(x, squares, w.w_a, w.q_norm, last.eps)),
+            self.stage("project_a", a, project_a.op.cost(project_a.op.args(x, squares, w.w_a, w.q_norm, last.eps))),
             self.stage("project_q", q, q_cost),
             *attention,
-            self.stage("project_out", out, project_out.op.cost(o, last.o_proj, residual, last.mlp_norm)),
+            self.stage(
+                "project_out", out, project_out.op.cost(project_out.op.args(o, last.o_proj, residual, last.mlp_norm))
+            ),
             Stage("gates", gate, gate_cost, self.layers - self.dense, moe_layers),
             *self.experts(chosen, x, rstd, h, residual),
         ]
@@ -243,8 +251,8 @@ class _Ops:
         down = first.down
         assert isinstance(down, Tiled)
         h = gates(x, squares, first.gates, 0, first.width, first.eps)[1]
-        up_cost = gates.op.cost(x, squares, first.gates, 0, first.width, first.eps)
-        down_cost = project_out.op.cost(h, down, residual, first.mlp_norm)
+        up_cost = gates.op.cost(gates.op.args(x, squares, first.gates, 0, first.width, first.eps))
+        down_cost = project_out.op.cost(project_out.op.args(h, down, residual, first.mlp_norm))
 
         def up(layer: int):
             return gates(x, squares, first.gates, 0, first.width, first.eps)

@@ -8,14 +8,15 @@ from redline.kernels.kernel import Kernel
 from redline.ops import add_norm as meaning
 
 
-def run(residual_TD: Tensor, partial_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def run(args: meaning.AddNormArgs) -> tuple[Tensor, Tensor]:
+    residual_TD = args.residual_TD
     library = native.library()
     assert library is not None
     y = torch.empty_like(residual_TD)
-    partial = 0 if partial_TD is None else native.pointer(partial_TD)
+    partial = 0 if args.partial_TD is None else native.pointer(args.partial_TD)
     tokens, d = residual_TD.shape
     library.redline_add_norm(
-        native.pointer(residual_TD), partial, native.pointer(weight_D), y.data_ptr(), eps, tokens, d
+        native.pointer(residual_TD), partial, native.pointer(args.weight_D), y.data_ptr(), args.eps, tokens, d
     )
     return residual_TD, y
 

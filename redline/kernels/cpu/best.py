@@ -8,7 +8,8 @@ from redline.kernels.kernel import Kernel
 from redline.ops import best as meaning
 
 
-def run(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
+    logits_RV = args.logits_RV
     library = native.library()
     assert library is not None
     rows, vocabulary = logits_RV.shape
@@ -18,8 +19,8 @@ def run(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     return ids, finite
 
 
-def fits(logits_RV: Tensor) -> bool:
-    return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
+def fits(args: meaning.BestArgs) -> bool:
+    return args.logits_RV.dtype == torch.float32 and args.logits_RV.stride(1) == 1
 
 
 best = Kernel(meaning.best, run, "cpu", fits)

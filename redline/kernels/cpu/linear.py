@@ -14,18 +14,21 @@ from redline.ops import linear as meaning
 from redline.ops.formats import Weight
 
 
-def run(x_TK: Tensor, weight: Matrix, rounded: bool = False) -> Tensor:
+def run(args: meaning.LinearArgs[Matrix]) -> Tensor:
+    weight = args.weight
     library = native.library()
     assert library is not None
-    tokens, k = x_TK.shape
+    tokens, k = args.x_TK.shape
     padded = (weight.outputs + PANEL - 1) // PANEL * PANEL
     y = torch.empty(tokens, padded)
-    library.redline_linear(native.pointer(x_TK), k, weight.address, y.data_ptr(), padded, tokens, padded, k, rounded)
+    library.redline_linear(
+        native.pointer(args.x_TK), k, weight.address, y.data_ptr(), padded, tokens, padded, k, args.rounded
+    )
     return y if padded == weight.outputs else y[:, : weight.outputs]
 
 
-def fits(x_TK: Tensor, weight: Weight, rounded: bool = False) -> bool:
-    return isinstance(weight, Matrix) and weight.panels
+def fits(args: meaning.LinearArgs[Weight]) -> bool:
+    return isinstance(args.weight, Matrix) and args.weight.panels
 
 
 linear = Kernel(meaning.linear, run, "cpu", fits, laid_out)

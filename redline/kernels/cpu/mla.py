@@ -26,93 +26,78 @@ def in_panels(w: MlaWeights[Weight]) -> bool:
     return all(isinstance(weight, Matrix) and weight.panels for weight in (w.w_a, w.w_q, w.w_uk, w.w_uv))
 
 
-def _qkv(x_TD: Tensor, w: MlaWeights[Matrix], cos: Tensor, sin: Tensor, slots_T: Tensor, plane: Tensor) -> Tensor:
+def _qkv(args: meaning.MlaQkvArgs[Matrix]) -> Tensor:
+    w = args.w
     library = native.library()
     assert library is not None
-    tokens, d = x_TD.shape
+    tokens, d = args.x_TD.shape
     heads, nope, rope, rank, _ = w.sizes
     q = torch.empty(tokens, heads, nope + rope)
     library.redline_mla_qkv(
-        native.pointer(x_TD),
+        native.pointer(args.x_TD),
         w.w_a.address,
         native.pointer(w.q_norm),
         native.pointer(w.kv_norm),
         w.w_q.address,
-        native.pointer(cos),
-        native.pointer(sin),
-        native.pointer(slots_T),
-        native.pointer(plane),
-        kv_type(plane),
+        native.pointer(args.cos),
+        native.pointer(args.sin),
+        native.pointer(args.slots_T),
+        native.pointer(args.plane),
+        kv_type(args.plane),
         q.data_ptr(),
         *(w.eps, tokens, d, w.q_norm.shape[0], rank, rope, heads, nope),
     )
     return q
 
 
-def _qkv_fits(x_TD: Tensor, w: MlaWeights[Weight], *_: object) -> bool:
-    return in_panels(w) and w.w_q.shape[0] % PANEL == 0
+def _qkv_fits(args: meaning.MlaQkvArgs[Weight]) -> bool:
+    return in_panels(args.w) and args.w.w_q.shape[0] % PANEL == 0
 
 
-def _decode(
-    q_THX: Tensor,
-    w: MlaWeights[Matrix],
-    scale: float,
-    tokens_Q: Tensor,
-    slots_Q: Tensor,
-    lengths_Q: Tensor,
-    tables: Tensor,
-    plane: Tensor,
-    out_THV: Tensor,
-    skip: int = 0,
-) -> None:
+def _decode(args: meaning.MlaDecodeArgs[Matrix]) -> None:
+    w = args.w
     library = native.library()
     assert library is not None
     library.redline_mla_decode(
-        native.pointer(q_THX),
-        native.pointer(tokens_Q),
-        native.pointer(slots_Q),
-        native.pointer(lengths_Q),
-        native.pointer(tables),
-        tables.shape[1],
-        native.pointer(plane),
-        kv_type(plane),
+        native.pointer(args.q_THX),
+        native.pointer(args.tokens_Q),
+        native.pointer(args.slots_Q),
+        native.pointer(args.lengths_Q),
+        native.pointer(args.tables),
+        args.tables.shape[1],
+        native.pointer(args.plane),
+        kv_type(args.plane),
         w.w_uk.address,
         w.w_uv.address,
-        native.pointer(out_THV),
-        *(scale, tokens_Q.shape[0], *w.sizes, skip),
+        native.pointer(args.out_THV),
+        *(args.scale, args.tokens_Q.shape[0], *w.sizes, args.skip),
     )
 
 
-def _decode_fits(q_THX: Tensor, w: MlaWeights[Weight], *_: object) -> bool:
+def _decode_fits(args: meaning.MlaDecodeArgs[Weight]) -> bool:
+    w = args.w
     return in_panels(w) and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
 
 
-def _prefill(
-    q_CHX: Tensor,
-    w: MlaWeights[Matrix],
-    scale: float,
-    start: int,
-    table: Tensor,
-    plane: Tensor,
-    out_CHV: Tensor,
-    skip: int = 0,
-) -> None:
+def _prefill(args: meaning.MlaPrefillArgs[Matrix]) -> None:
+    w = args.w
     library = native.library()
     assert library is not None
     library.redline_mla_prefill(
-        native.pointer(q_CHX),
-        *(start, q_CHX.shape[0]),
-        native.pointer(table),
-        native.pointer(plane),
-        kv_type(plane),
+        native.pointer(args.q_CHX),
+        *(args.start, args.q_CHX.shape[0]),
+        native.pointer(args.table),
+        native.pointer(args.plane),
+        kv_type(args.plane),
         w.w_uk.address,
         w.w_uv.address,
-        native.pointer(out_CHV),
-        *(scale, *w.sizes, skip),
+        native.pointer(args.out_CHV),
+        *(args.scale, *w.sizes, args.skip),
     )
 
 
-def _prefill_fits(q_CHX: Tensor, w: MlaWeights[Weight], *_: object) -> bool:
+def _prefill_fits(args: meaning.MlaPrefillArgs[Weight]) -> bool:
+    w = args.w
     return in_panels(w) and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
 
 

@@ -8,7 +8,6 @@ from redline.kernels.cpu.panels import PANEL, Int4Panels, Matrix, laid_out
 from redline.kernels.kernel import Kernel
 from redline.ops import moe as meaning
 from redline.ops.formats import ExpertWeights, Weight
-from redline.ops.moe import Routed
 
 
 def addresses_of(experts: ExpertWeights) -> tuple[int, int]:
@@ -19,39 +18,29 @@ def addresses_of(experts: ExpertWeights) -> tuple[int, int]:
     return experts.address, 0
 
 
-def run(
-    x_TD: Tensor,
-    shared_gate_up: Matrix | None,
-    shared_down: Matrix | None,
-    routed: Routed | None,
-    rounded: bool = False,
-) -> Tensor:
+def run(args: meaning.MoeArgs[Matrix]) -> Tensor:
+    x_TD, shared_gate_up, routed = args.x_TD, args.shared_gate_up, args.routed
     library = native.library()
     assert library is not None
     tokens, d = x_TD.shape
     y_TD = torch.empty_like(x_TD)
     shared = (0, 0, 0)
-    if shared_gate_up is not None and shared_down is not None:
-        shared = (shared_gate_up.address, shared_down.address, shared_gate_up.outputs // 2)
+    if shared_gate_up is not None and args.shared_down is not None:
+        shared = (shared_gate_up.address, args.shared_down.address, shared_gate_up.outputs // 2)
     pointers, sizes = (0, 0, 0, 0, 0, 0), (0, 0, 0)
     if routed is not None:
         choice = native.pointer(routed.ids_TK), native.pointer(routed.weights_TK)
         pointers = (*choice, *addresses_of(routed.gate_up), *addresses_of(routed.down))
         sizes = (routed.down.shape[0], routed.ids_TK.shape[1], routed.down.shape[2])
-    sizes = (tokens, d, *sizes, shared[2], rounded)
+    sizes = (tokens, d, *sizes, shared[2], args.rounded)
     library.redline_moe(native.pointer(x_TD), *pointers, *shared[:2], y_TD.data_ptr(), *sizes)
     return y_TD
 
 
-def fits(
-    x_TD: Tensor,
-    shared_gate_up: Weight | None,
-    shared_down: Weight | None,
-    routed: Routed | None,
-    rounded: bool = False,
-) -> bool:
-    weights: list[Weight | ExpertWeights | None] = [shared_gate_up, shared_down]
-    downs: list[Weight | ExpertWeights | None] = [shared_down]
+def fits(args: meaning.MoeArgs[Weight]) -> bool:
+    routed = args.routed
+    weights: list[Weight | ExpertWeights | None] = [args.shared_gate_up, args.shared_down]
+    downs: list[Weight | ExpertWeights | None] = [args.shared_down]
     if routed is not None:
         weights += [routed.gate_up, routed.down]
         downs.append(routed.down)

@@ -8,13 +8,15 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
 from redline.ops.formats import INT4_GROUP, Int4, Plain
+
+A = TypeVar("A", bound=tuple[Any, ...])
 
 PANEL = 32  # outputs side by side; core/gemm.h says why
 STEP = 32  # inputs: every product over panels has a multiple of them
@@ -175,12 +177,13 @@ def _room(one: Experts, count: int) -> Experts:
             return Int4Panels(room(codes), room(scales))
 
 
-def laid_out(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """An op's arguments with every plain weight in panels, those within records too."""
-    return tuple(map(_laid_out, args))
+def laid_out(args: A) -> A:
+    """An op's record with every plain weight in panels, those within records too."""
+    return type(args)(*map(panels_of, args))
 
 
-def _laid_out(value: Any) -> Any:
+def panels_of(value: Any) -> Any:
+    """A weight in panels; a record with every weight of its fields in panels; anything else as it is."""
     match value:
         case Plain(data):
             return Matrix.prepare(data)
@@ -189,7 +192,7 @@ def _laid_out(value: Any) -> Any:
         case Matrix() | Int4Panels() | Tensor():
             return value
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fields = {field.name: _laid_out(getattr(value, field.name)) for field in dataclasses.fields(value)}
+            fields = {field.name: panels_of(getattr(value, field.name)) for field in dataclasses.fields(value)}
             return dataclasses.replace(value, **fields)
         case _:
             return value

@@ -10,25 +10,26 @@ from redline.ops import route_experts as meaning
 from redline.ops.formats import Weight
 
 
-def run(x_TD: Tensor, weight: Matrix, bias_E: Tensor, k: int, normalise: bool, scale: float) -> tuple[Tensor, Tensor]:
+def run(args: meaning.RouteExpertsArgs[Matrix]) -> tuple[Tensor, Tensor]:
+    k = args.k
     library = native.library()
     assert library is not None
-    tokens, d = x_TD.shape
+    tokens, d = args.x_TD.shape
     ids = torch.empty(tokens, k, dtype=torch.int32)
     weights = torch.empty(tokens, k)
     library.redline_route_experts(
-        native.pointer(x_TD),
-        weight.address,
-        native.pointer(bias_E),
+        native.pointer(args.x_TD),
+        args.weight.address,
+        native.pointer(args.bias_E),
         ids.data_ptr(),
         weights.data_ptr(),
-        *(tokens, d, weight.outputs, k, normalise, scale),
+        *(tokens, d, args.weight.outputs, k, args.normalise, args.scale),
     )
     return ids, weights
 
 
-def fits(x_TD: Tensor, weight: Weight, *_: object) -> bool:
-    return isinstance(weight, Matrix) and weight.panels
+def fits(args: meaning.RouteExpertsArgs[Weight]) -> bool:
+    return isinstance(args.weight, Matrix) and args.weight.panels
 
 
 route_experts = Kernel(meaning.route_experts, run, "cpu", fits, laid_out)

@@ -8,19 +8,20 @@ from redline.kernels.kernel import Kernel
 from redline.ops import sample as meaning
 
 
-def run(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
+def run(args: meaning.SampleArgs) -> Tensor:
     """It sees from the odds which rows are narrowed."""
+    logits_RV = args.logits_RV
     library = native.library()
     assert library is not None
     rows, vocabulary = logits_RV.shape
     ids = torch.empty(rows, dtype=torch.int64)
-    odds = native.pointer(odds_R5)
+    odds = native.pointer(args.odds_R5)
     library.redline_sample(logits_RV.data_ptr(), logits_RV.stride(0), odds, ids.data_ptr(), rows, vocabulary)
     return ids
 
 
-def fits(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> bool:
-    return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1
+def fits(args: meaning.SampleArgs) -> bool:
+    return args.logits_RV.dtype == torch.float32 and args.logits_RV.stride(1) == 1
 
 
 sample = Kernel(meaning.sample, run, "cpu", fits)

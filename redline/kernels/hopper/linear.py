@@ -11,8 +11,8 @@ from redline.ops.formats import Weight
 STREAMED = 192  # tokens up to which a product streams its tiles; more are the library's
 
 
-def run(x_TK: Tensor, weight: Tiled, rounded: bool = False) -> Tensor:
-    return product(x_TK, weight, x_TK.dtype)
+def run(args: meaning.LinearArgs[Tiled]) -> Tensor:
+    return product(args.x_TK, args.weight, args.x_TK.dtype)
 
 
 def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
@@ -25,8 +25,8 @@ def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
     return streamed(torch.nn.functional.pad(x_TK, (0, fill)) if fill else x_TK, weight, dtype)
 
 
-def fits(x_TK: Tensor, weight: Weight, rounded: bool = False) -> bool:
-    return isinstance(weight, Tiled) and x_TK.dtype == torch.bfloat16
+def fits(args: meaning.LinearArgs[Weight]) -> bool:
+    return isinstance(args.weight, Tiled) and args.x_TK.dtype == torch.bfloat16
 
 
 linear = Kernel(meaning.linear, run, "hopper", fits)

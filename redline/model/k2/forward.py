@@ -13,15 +13,13 @@ T tokens, D hidden, H heads, V value width (in logits: vocabulary), Q queries, L
 R tokens whose next one is asked for.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.block import Block, Inputs, Moe
-from redline.kernels.cpu.blocks.transformer import Predicted, Transformer
+from redline.kernels.cpu.blocks.transformer import Predicted, TransformerArgs
 from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
@@ -30,11 +28,9 @@ from redline.ops.mla import MlaWeights, prefill_whole, rounds
 from redline.ops.moe import Routed
 
 
-def forward(
-    planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]
-) -> Predicted:
-    """planes [L, pages, 64, kv width]: read, and written at rows_T. layers: whose entering states are kept; L is the
-    last norm. asked: tokens of the step, R of them."""
+def forward(step: TransformerArgs) -> Predicted:
+    """A whole step: the likeliest token of every asked row, with the states and logits behind it."""
+    planes, weights, inputs, layers, asked = step
     residual, partial = weights.embedding_VD[inputs.ids_T].to(weights.dtype), None
     features = residual.new_empty(residual.shape[0], len(layers), residual.shape[1]) if layers else None
     wanted = {layer: place for place, layer in enumerate(layers)}

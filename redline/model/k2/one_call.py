@@ -1,6 +1,6 @@
 """K2's forward pass as one call on a CPU, and where it is tried: it has the bits of `forward`, op by op."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -8,18 +8,19 @@ from torch import Tensor
 
 from redline.kernels.cpu.blocks import transformer as one_call
 from redline.kernels.cpu.blocks.block import Block, Chunk, Inputs, Moe
-from redline.kernels.cpu.blocks.transformer import Transformer
-from redline.kernels.cpu.panels import Experts, Matrix, laid_out, prepare_experts
+from redline.kernels.cpu.blocks.transformer import Transformer, TransformerArgs
+from redline.kernels.cpu.panels import Experts, Matrix, panels_of, prepare_experts
 from redline.kernels.kernel import Kernel
 from redline.model.k2.forward import forward
 from redline.ops.formats import quantize_int4
-from redline.ops.linear import linear
+from redline.ops.linear import LinearArgs, linear
 from redline.ops.mla import FP8, NANO, TINY, random_weights
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
 
-def cost(planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]) -> Cost:
+def cost(step: TransformerArgs) -> Cost:
+    planes, weights, inputs, layers, asked = step
     tokens, d = inputs.count, weights.width
     residual_TD = torch.empty(tokens, d, dtype=weights.dtype, device="meta")
     row_bytes = d * weights.embedding_VD.element_size()
@@ -27,7 +28,7 @@ def cost(planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[
     for block_, plane in zip(weights.blocks, planes.unbind(0), strict=True):
         total += _block_cost(residual_TD, block_, inputs, plane)
     if asked:
-        total += linear.cost(residual_TD[: len(asked)], weights.head)
+        total += linear.cost(LinearArgs(residual_TD[: len(asked)], weights.head))
     return total
 
 
@@ -53,7 +54,7 @@ def _example(
 ) -> tuple[Tensor, Tensor, Block, Inputs, Tensor]:
     """Random arguments. Slot 0: a chunk of a prompt that begins at 64; slots 1...: queries."""
     d, width, count = dims[0], 64, chunk + len(lengths)
-    (w,) = laid_out((random_weights(g, *dims),))
+    w = panels_of(random_weights(g, *dims))
 
     def weight(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
@@ -94,7 +95,7 @@ def _example(
 
 def cases() -> Iterator[Case]:
     def make(dims: tuple[int, ...], chunk: int, lengths: tuple[int, ...], dtype: torch.dtype, layers: tuple[int, ...]):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Transformer, Inputs, tuple[int, ...], list[int]]:
+        def inputs(g: torch.Generator) -> TransformerArgs:
             _, _, first, step, plane = _example(g, dims, 0, chunk, lengths, dtype)
             rest = [_example(g, dims, 8, chunk, lengths, dtype)[2] for _ in range(2)]
             planes = torch.stack([plane, *(torch.randn(plane.shape, generator=g).to(dtype) for _ in rest)])
@@ -104,7 +105,7 @@ def cases() -> Iterator[Case]:
             weights = Transformer(table, (first, *rest), norm, Matrix.prepare(head), 1e-5)
             step = replace(step, ids_T=torch.randint(vocabulary, (tokens,), generator=g))
             asked = list(range(max(0, chunk - 1), tokens)) if lengths else []
-            return planes, weights, step, layers, asked
+            return TransformerArgs(planes, weights, step, layers, asked)
 
         return inputs
 
@@ -115,4 +116,9 @@ def cases() -> Iterator[Case]:
     yield Case("nothing is asked for, tiny", make(TINY, 20, (), torch.bfloat16, (1,)))
 
 
-transformer = Kernel(Op("transformer", forward, cost, cases, rtol=0.0), one_call.run, "cpu", one_call.fits)
+transformer = Kernel(
+    Op("transformer", TransformerArgs, forward, cost, cases, rtol=0.0, writes=("planes",)),
+    one_call.run,
+    "cpu",
+    one_call.fits,
+)

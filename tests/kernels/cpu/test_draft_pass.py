@@ -29,8 +29,8 @@ def rows_of(plane: Tensor) -> Tensor:
 def test_what_is_written_has_the_bits_of_the_ops():
     feature, layer, pages, rows, plane = crowd()
     theirs = copy.deepcopy(plane)
-    draft_chain.run(feature, layer, pages, rows, WANTED, plane)
-    draft_chain.op.reference(feature, layer, pages, rows, WANTED, theirs)
+    draft_chain.run(draft_chain.op.args(feature, layer, pages, rows, WANTED, plane))
+    draft_chain.op.reference(draft_chain.op.args(feature, layer, pages, rows, WANTED, theirs))
     assert torch.equal(rows_of(plane), rows_of(theirs))
 
 

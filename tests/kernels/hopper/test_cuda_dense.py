@@ -22,7 +22,7 @@ from tests.seeds import fresh_generator
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-KERNELS: tuple[Kernel[Any, Any], ...] = (embed, project_a, project_q, project_out, gates, head)
+KERNELS: tuple[Kernel[Any, Any, Any], ...] = (embed, project_a, project_q, project_out, gates, head)
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
     for kernel in KERNELS
@@ -47,17 +47,17 @@ def few_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(dense, "multiprocessors", multiprocessors)
 
 
-def run(kernel: Kernel[Any, Any], args: tuple[Any, ...]) -> list[torch.Tensor]:
+def run(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...]) -> list[torch.Tensor]:
     """What the kernel returns, and the plane that it wrote."""
     with emulation():
-        assert kernel.fits(*args)
-        got = tensors(kernel.run(*args))
+        assert kernel.fits(kernel.op.args(*args))
+        got = tensors(kernel.run(kernel.op.args(*args)))
     return [*got, args[PLANE]] if kernel is project_q else got
 
 
-def check(kernel: Kernel[Any, Any], args: tuple[Any, ...]) -> None:
+def check(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...]) -> None:
     theirs = copy.deepcopy(args)
-    got, want = run(kernel, args), tensors(kernel.op.reference(*theirs))
+    got, want = run(kernel, args), tensors(kernel.op.reference(kernel.op.args(*theirs)))
     want += [theirs[PLANE]] if kernel is project_q else []
     place, tokens = SQUARES.get(kernel.op.name), args[0].shape[0]
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
@@ -81,7 +81,7 @@ def check(kernel: Kernel[Any, Any], args: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "case"), CASES)
-def test_kernel_is_reference(kernel: Kernel[Any, Any], case: Case):
+def test_kernel_is_reference(kernel: Kernel[Any, Any, Any], case: Case):
     check(kernel, case.make(fresh_generator()))
 
 
@@ -99,7 +99,7 @@ def test_a_row_of_the_cache_that_e4m3_cannot_hold_is_its_largest_number_of_eithe
 
 
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.op.name)
-def test_few_multiprocessors_take_many_tiles_each(kernel: Kernel[Any, Any], monkeypatch: pytest.MonkeyPatch):
+def test_few_multiprocessors_take_many_tiles_each(kernel: Kernel[Any, Any, Any], monkeypatch: pytest.MonkeyPatch):
     few_multiprocessors(monkeypatch, 8 if kernel is project_q else 1)  # a block writes at most one page row
     name = {"project_q": "T=8 nano e4m3 pages", "head": "T=8 nano's width"}.get(kernel.op.name, "T=8 nano")
     case = next(case for case in kernel.op.cases() if case.name.startswith(name))
@@ -117,7 +117,7 @@ def test_wide_products_that_take_several_batches_keep_to_the_reference(monkeypat
 PER_TOKEN = {"embed": (0,), "project_q": (0, 4, 6, 7, 8), "project_out": (0, 2)}  # arguments; else the first
 
 
-def of_tokens(kernel: Kernel[Any, Any], args: tuple[Any, ...], tokens: int) -> list[torch.Tensor]:
+def of_tokens(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...], tokens: int) -> list[torch.Tensor]:
     """What the first tokens get, in a call without the others."""
     cut = PER_TOKEN.get(kernel.op.name, (0,))
     args = tuple(arg[:tokens].contiguous() if i in cut else copy.deepcopy(arg) for i, arg in enumerate(args))
@@ -128,7 +128,7 @@ def of_tokens(kernel: Kernel[Any, Any], args: tuple[Any, ...], tokens: int) -> l
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.op.name)
-def test_a_token_has_the_same_bits_in_any_company(kernel: Kernel[Any, Any]):
+def test_a_token_has_the_same_bits_in_any_company(kernel: Kernel[Any, Any, Any]):
     name = {"embed": "T=8 nano", "project_q": "T=8 odd", "head": "T=8 nano's width"}.get(kernel.op.name, "T=8 Kimi's")
     case = next(case for case in kernel.op.cases() if case.small and case.name.startswith(name))
     args = case.make(torch.Generator().manual_seed(5))

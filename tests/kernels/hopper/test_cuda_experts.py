@@ -36,8 +36,8 @@ pytestmark = [
 
 def emulated(kernel: Any, *args: Any) -> Any:
     with emulation():
-        assert kernel.fits(*args)
-        return kernel.run(*args)
+        assert kernel.fits(kernel.op.args(*args))
+        return kernel.run(kernel.op.args(*args))
 
 
 def same_lists(got: Pairs, want: Pairs) -> None:
@@ -52,7 +52,7 @@ def same_lists(got: Pairs, want: Pairs) -> None:
 @pytest.mark.parametrize("case", list(choose_experts.op.cases()), ids=lambda case: case.name)
 def test_the_lists_name_every_choice_once(case: Case) -> None:
     args = case.make(fresh_generator())
-    same_lists(emulated(choose_experts, *args), choose_experts.op.reference(*args))
+    same_lists(emulated(choose_experts, *args), choose_experts.op.reference(choose_experts.op.args(*args)))
 
 
 def test_equal_scores_go_to_the_lower_expert() -> None:
@@ -60,7 +60,7 @@ def test_equal_scores_go_to_the_lower_expert() -> None:
     logits[1, 40:] = 1.0
     pairs = emulated(choose_experts, logits, None, 4, False, 1.0)
     assert pairs.ids.tolist() == [[0, 1, 2, 3], [40, 41, 42, 43], [0, 1, 2, 3]]
-    same_lists(pairs, choose_experts.op.reference(logits, None, 4, False, 1.0))
+    same_lists(pairs, choose_experts.op.reference(choose_experts.op.args(logits, None, 4, False, 1.0)))
 
 
 def near(got: Tensor, want: Tensor, tolerance: float = 3e-3) -> None:
@@ -73,14 +73,17 @@ def near(got: Tensor, want: Tensor, tolerance: float = 3e-3) -> None:
 def test_the_first_half_of_the_experts_is_its_reference(case: Case) -> None:
     args = case.make(fresh_generator())
     width, kind = args[2].outputs // 2, args[2].kind
-    got, want = (decode_h(h, width, kind) for h in (emulated(experts_up, *args), experts_up.op.reference(*args)))
+    got, want = (
+        decode_h(h, width, kind)
+        for h in (emulated(experts_up, *args), experts_up.op.reference(experts_up.op.args(*args)))
+    )
     near(got, want, 8e-3 if kind == "BF16" else 3e-3)
 
 
 @pytest.mark.parametrize("case", [case for case in experts_down.op.cases() if case.small], ids=lambda case: case.name)
 def test_the_second_half_of_the_experts_is_its_reference(case: Case) -> None:
     args = case.make(fresh_generator())
-    got, want = emulated(experts_down, *args), experts_down.op.reference(*args)
+    got, want = emulated(experts_down, *args), experts_down.op.reference(experts_down.op.args(*args))
     near(got[0] - args[5], want[0] - args[5])
     near(got[1], want[1], 8e-3)  # bf16
     near(got[2], want[2])
@@ -112,7 +115,7 @@ def test_an_expert_serves_any_number_of_tokens(hidden: int, width: int, kind: Ki
     g = fresh_generator()
     pairs, x, rstd = crowded(g), random_x(g, 9, hidden), torch.rand(9, generator=g) + 0.5
     up = Records.prepare("up", random_experts(g, kind, "up", 5, 2 * width, hidden))
-    h, want = emulated(experts_up, x, rstd, up, pairs), experts_up.op.reference(x, rstd, up, pairs)
+    h, want = emulated(experts_up, x, rstd, up, pairs), experts_up.op.reference(experts_up.op.args(x, rstd, up, pairs))
     near(decode_h(h, width, kind), decode_h(want, width, kind), 8e-3 if kind == "BF16" else 3e-3)
     assert torch.equal(h, emulated(experts_up, x, rstd, up, pairs)), "the order of threads shows"
 
@@ -124,7 +127,7 @@ def test_a_token_sums_over_its_own_experts(hidden: int, width: int, kind: Kind) 
     pairs, down = crowded(g), Records.prepare("down", random_experts(g, kind, "down", 5, hidden, width))
     h = encode_h(torch.randn(len(pairs), width, generator=g), width, kind)
     args = h, pairs, down, None, None, torch.zeros(9, hidden), torch.ones(hidden)
-    got, want = emulated(experts_down, *args), experts_down.op.reference(*args)
+    got, want = emulated(experts_down, *args), experts_down.op.reference(experts_down.op.args(*args))
     for a, b in zip(got, want, strict=True):
         near(a, b, 8e-3 if a.dtype == torch.bfloat16 else 1e-4)
     assert all(torch.equal(a, b) for a, b in zip(got, emulated(experts_down, *args), strict=True))
@@ -164,7 +167,7 @@ def test_route_up_and_down_are_a_mixture_of_experts() -> None:
     down = Records.prepare("down", int4[1])
     residual, _, _ = emulated(experts_down, h, pairs, down, None, None, torch.zeros(5, 320), torch.ones(320))
     routed = Routed(int4[0], int4[1], pairs.ids, pairs.weights)
-    near(residual, moe.reference(x[:, :320].float(), None, None, routed))
+    near(residual, moe.reference(moe.args(x[:, :320].float(), None, None, routed)))
 
 
 def test_the_choice_of_gates_serves_the_experts() -> None:
@@ -176,10 +179,10 @@ def test_the_choice_of_gates_serves_the_experts() -> None:
     up = Records.prepare("up", random_int4(g, 16, 256, 320))
     down = Records.prepare("down", random_int4(g, 16, 320, 128))
     routed = emulated(experts_up, x, rstd, up, pairs)
-    near(routed, experts_up.op.reference(x, rstd, up, pairs))
+    near(routed, experts_up.op.reference(experts_up.op.args(x, rstd, up, pairs)))
     shared = Slabs.prepare(torch.randn(320, 128, generator=g).to(torch.bfloat16))
     args = routed, pairs, down, h, shared, torch.randn(5, 320, generator=g), torch.ones(320)
-    near(emulated(experts_down, *args)[0], experts_down.op.reference(*args)[0])
+    near(emulated(experts_down, *args)[0], experts_down.op.reference(experts_down.op.args(*args))[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -37,13 +37,13 @@ def experts_and_x(tokens: int, experts: int, g: torch.Generator, kind: Kind) -> 
 
 def emulated(*args: object) -> Tensor:
     with emulation():
-        return grouped_experts.run(*args)  # pyright: ignore[reportOptionalCall, reportArgumentType]
+        return grouped_experts.run(grouped_experts.op.args(*args))  # pyright: ignore[reportOptionalCall, reportArgumentType]
 
 
 @pytest.mark.parametrize("case", filter(small, sort_pairs.op.cases()), ids=lambda case: case.name)
 def test_pairs_are_sorted_as_the_reference_does(case: Case, g: torch.Generator):
     args = case.make(g)
-    wanted = sort_pairs.op.reference(*args)
+    wanted = sort_pairs.op.reference(sort_pairs.op.args(*args))
     with emulation():
         given = sort_pairs(*args)
     count = int(wanted.tiles[0, 0])
@@ -58,7 +58,7 @@ def test_pairs_are_sorted_as_the_reference_does(case: Case, g: torch.Generator):
 @pytest.mark.parametrize("case", filter(small, grouped_experts.op.cases()), ids=lambda case: case.name)
 def test_experts_multiply_as_the_reference_does(case: Case, g: torch.Generator):
     args = case.make(g)
-    assert close(emulated(*args), grouped_experts.op.reference(*args), args[3].kind)
+    assert close(emulated(*args), grouped_experts.op.reference(grouped_experts.op.args(*args)), args[3].kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,7 +68,7 @@ def test_an_expert_may_have_any_number_of_tokens(counts: tuple[int, int, int], g
     ids = ids[torch.randperm(len(ids), generator=g)][:, None].contiguous()
     x, up, down = experts_and_x(len(ids), 3, g, kind)
     args = x, ids, torch.rand(len(ids), 1, generator=g), up, down
-    assert close(emulated(*args), grouped_experts.op.reference(*args), kind)
+    assert close(emulated(*args), grouped_experts.op.reference(grouped_experts.op.args(*args)), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -83,7 +83,9 @@ def test_a_token_has_the_same_bits_in_any_company(g: torch.Generator, kind: Kind
 def test_h_may_be_larger_than_f16_and_saturates_at_a_million(g: torch.Generator):
     x, up, down = experts_and_x(3, 3, g, "INT4")
     rest = torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1), up, down
-    assert close(emulated(x * 200, *rest), grouped_experts.op.reference(x * 200, *rest), "INT4")
+    assert close(
+        emulated(x * 200, *rest), grouped_experts.op.reference(grouped_experts.op.args(x * 200, *rest)), "INT4"
+    )
     assert emulated(x * 10_000, *rest).isfinite().all()
 
 

@@ -42,10 +42,10 @@ def generator() -> torch.Generator:
     return fresh_generator()
 
 
-def emulated(kernel: Kernel[Any, Any], *args: Any) -> Any:
-    assert kernel.fits(*args)
+def emulated(kernel: Kernel[Any, Any, Any], *args: Any) -> Any:
+    assert kernel.fits(kernel.op.args(*args))
     with emulation():
-        return kernel.run(*args)
+        return kernel.run(kernel.op.args(*args))
 
 
 def same(got: Any, want: Any) -> None:
@@ -61,10 +61,10 @@ def same(got: Any, want: Any) -> None:
             same(a, b)
 
 
-def check(kernel: Kernel[Any, Any], args: tuple[Any, ...]) -> None:
+def check(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...]) -> None:
     """What it returns, and whatever it was given."""
     theirs = copy.deepcopy(args)
-    got, want = emulated(kernel, *args), kernel.op.reference(*theirs)
+    got, want = emulated(kernel, *args), kernel.op.reference(kernel.op.args(*theirs))
     same(got, want)
     same([x for x in args if not isinstance(x, int)], [x for x in theirs if not isinstance(x, int)])
 
@@ -112,7 +112,7 @@ def test_the_counters_are_as_they_were_when_a_launch_has_ended():
 
 @pytest.mark.parametrize("kernel", [step_rows, settle_rows], ids=lambda kernel: kernel.op.name)
 @pytest.mark.parametrize("number", range(4))
-def test_a_step_begins_and_ends_as_its_reference(kernel: Kernel[Any, Any], number: int):
+def test_a_step_begins_and_ends_as_its_reference(kernel: Kernel[Any, Any, Any], number: int):
     case = list(kernel.op.cases())[number]
     for _ in range(3):
         check(kernel, case.make(generator()))
@@ -126,13 +126,13 @@ def test_steps_that_follow_one_another_leave_what_the_references_leave():
     for _ in range(6):
         plan = random_plan(g, slots, 8, 5, 4)
         mine = emulated(step_rows, plan, slots, results, frequencies, 4, 72)
-        same(mine, step_rows.op.reference(plan, their_slots, their_results, frequencies, 4, 72))
+        same(mine, step_rows.op.reference(step_rows.op.args(plan, their_slots, their_results, frequencies, 4, 72)))
         hit = torch.rand(8, 3, generator=g) < 0.7
         drafts = plan[:, DRAFTS][:, :3]
         tokens = torch.cat([torch.where(hit, drafts, 5), torch.full((8, 1), 6)], 1).flatten()
         finite = torch.rand(32, generator=g) < 0.9
         emulated(settle_rows, tokens, finite, plan, slots, results)
-        settle_rows.op.reference(tokens, finite, plan, their_slots, their_results)
+        settle_rows.op.reference(settle_rows.op.args(tokens, finite, plan, their_slots, their_results))
         same((slots, results), (their_slots, their_results))
 
 

@@ -11,7 +11,7 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case
 from tests.seeds import fresh_generator
 
-KERNELS: tuple[Kernel[Any, Any], ...] = (norm_rows, split_a, rotate_heads, swiglu)
+KERNELS: tuple[Kernel[Any, Any, Any], ...] = (norm_rows, split_a, rotate_heads, swiglu)
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
     for kernel in KERNELS
@@ -22,10 +22,10 @@ CASES = [
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="law 1 on a GPU has the same cases")
 @pytest.mark.parametrize(("kernel", "case"), CASES)
-def test_triton_is_the_reference(kernel: Kernel[Any, Any], case: Case):
+def test_triton_is_the_reference(kernel: Kernel[Any, Any, Any], case: Case):
     args = case.make(fresh_generator())
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
-    got, want = kernel.run(*ours), kernel.op.reference(*theirs)
+    got, want = kernel.run(kernel.op.args(*ours)), kernel.op.reference(kernel.op.args(*theirs))
     tensors = [x for x in (got if isinstance(got, tuple) else (got,)) + ours if isinstance(x, torch.Tensor)]
     wanted = [x for x in (want if isinstance(want, tuple) else (want,)) + theirs if isinstance(x, torch.Tensor)]
     for a, b in zip(tensors, wanted, strict=True):
@@ -37,8 +37,8 @@ def test_fp8_rows_are_the_references_but_where_rounding_parts_them():
     case = next(case for case in split_a.op.cases() if "fp8" in case.name)
     args = case.make(torch.Generator().manual_seed(3))
     ours, theirs = copy.deepcopy(args), copy.deepcopy(args)
-    split_a.run(*ours)
-    split_a.op.reference(*theirs)
+    split_a.run(split_a.op.args(*ours))
+    split_a.op.reference(split_a.op.args(*theirs))
     a, b = (
         plane.view(torch.uint8).int().flatten(0, 1)[rows]
         for rows, plane in ((ours[5], ours[6]), (theirs[5], theirs[6]))

@@ -20,8 +20,8 @@ def test_a_pages_row_saturates(tokens: int):
     args[GAMMA] *= 1000
     theirs = copy.deepcopy(args)
     with emulation():
-        project_q.run(*args)
-    project_q.op.reference(*theirs)
+        project_q.run(project_q.op.args(*args))
+    project_q.op.reference(project_q.op.args(*theirs))
     ours, wanted = (given[PLANE].view(-1, given[PLANE].shape[-1])[given[ROWS]].float() for given in (args, theirs))
     rank = args[GAMMA].shape[0]
     evens, odds = (torch.arange(rank + place, wanted.shape[1], 2) for place in (0, 1))

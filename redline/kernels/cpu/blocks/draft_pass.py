@@ -16,6 +16,7 @@ import functools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from redline.kernels.cpu import native
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.mla import in_panels, kv_type, mla_decode, mla_qkv
 from redline.kernels.cpu.moe import moe
-from redline.kernels.cpu.panels import PANEL, Matrix, laid_out
+from redline.kernels.cpu.panels import PANEL, Matrix, panels_of
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.kernel import Kernel
 from redline.ops.mla import FP8, NANO, TINY, MlaWeights, random_weights, rounds
@@ -135,23 +136,33 @@ def _ints(values: Sequence[int]) -> tuple[int, "array[int]"]:
 # ------------------------------------------------------------------------------------------------------- draft_fuse
 
 
-def _fuse_reference(
-    features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float
-) -> Tensor:
+class DraftFuseArgs(NamedTuple):
+    """What `draft_fuse` takes."""
+
+    features_NF: Tensor
+    sources: Sequence[int]
+    norms_SW: Tensor | None
+    fc: Matrix
+    eps: float
+
+
+def _fuse_reference(args: DraftFuseArgs) -> Tensor:
     """Rows `sources` of S states side by side, F = S W -> [T, D]. norms_SW: float32; None: they go in as they are."""
-    x = features_NF[list(sources)]
+    norms_SW = args.norms_SW
+    x = args.features_NF[list(args.sources)]
     if norms_SW is not None:
         states = x.unflatten(-1, tuple(norms_SW.shape)).unbind(-2)
-        x = torch.cat([add_norm(s.contiguous(), None, w, eps)[1] for s, w in zip(states, norms_SW, strict=True)], -1)
-    return linear(x, fc)
+        x = torch.cat(
+            [add_norm(s.contiguous(), None, w, args.eps)[1] for s, w in zip(states, norms_SW, strict=True)], -1
+        )
+    return linear(x, args.fc)
 
 
-def _fuse_kernel(
-    features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float
-) -> Tensor:
+def _fuse_kernel(args: DraftFuseArgs) -> Tensor:
+    features_NF, norms_SW, fc = args.features_NF, args.norms_SW, args.fc
     library = native.library()
     assert library is not None
-    rows, kept_rows = _ints(sources)
+    rows, kept_rows = _ints(args.sources)
     states, width = (1, features_NF.shape[1]) if norms_SW is None else norms_SW.shape
     fused = features_NF.new_empty(len(kept_rows), fc.outputs)
     library.redline_draft_fuse(
@@ -160,31 +171,42 @@ def _fuse_kernel(
         0 if norms_SW is None else native.pointer(norms_SW),
         fc.address,
         fused.data_ptr(),
-        *(eps, len(kept_rows), states, width, fc.outputs),
+        *(args.eps, len(kept_rows), states, width, fc.outputs),
     )
     return fused
 
 
-def _fuse_fits(features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float) -> bool:
-    return fc.panels and fc.outputs % PANEL == 0 and features_NF.is_contiguous()
+def _fuse_fits(args: DraftFuseArgs) -> bool:
+    return args.fc.panels and args.fc.outputs % PANEL == 0 and args.features_NF.is_contiguous()
 
 
-def _fuse_cost(features_NF: Tensor, sources: Sequence[int], norms_SW: Tensor | None, fc: Matrix, eps: float) -> Cost:
-    outputs, inputs = fc.shape
-    rows = len(sources)
-    return Cost(rows * (inputs + outputs) * features_NF.element_size() + fc.nbytes, 2 * rows * inputs * outputs)
+def _fuse_cost(args: DraftFuseArgs) -> Cost:
+    outputs, inputs = args.fc.shape
+    rows = len(args.sources)
+    return Cost(
+        rows * (inputs + outputs) * args.features_NF.element_size() + args.fc.nbytes, 2 * rows * inputs * outputs
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- draft_pass
 
 
-def _pass_reference(
-    feature_TD: Tensor, weights: DraftLayer, pages: DraftPages, rows: DraftRows, plane: Tensor
-) -> tuple[Tensor, Tensor]:
+class DraftPassArgs(NamedTuple):
+    """What `draft_pass` takes."""
+
+    feature_TD: Tensor
+    weights: DraftLayer
+    pages: DraftPages
+    rows: DraftRows
+    plane: Tensor
+
+
+def _pass_reference(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
     """-> normed [R, D], which the head reads, and fed [R, D], the feature of a next row. feature_TD: fused or fed.
 
     plane [pages, 64, kv width]: written at the rows' places, then read.
     """
+    feature_TD, weights, pages, rows, plane = args.feature_TD, args.weights, args.pages, args.rows, args.plane
     w, device = weights.attention, feature_TD.device
 
     def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -211,9 +233,8 @@ def _pass_reference(
     return normed, normed if weights.norm_output else residual
 
 
-def _pass_kernel(
-    feature_TD: Tensor, weights: DraftLayer, pages: DraftPages, rows: DraftRows, plane: Tensor
-) -> tuple[Tensor, Tensor]:
+def _pass_kernel(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
+    feature_TD, rows = args.feature_TD, args.rows
     library = native.library()
     assert library is not None
     slots, kept_slots = _ints(rows.slots)
@@ -222,12 +243,12 @@ def _pass_kernel(
     ids, kept_ids = (0, None) if rows.ids is None else _ints(rows.ids)
     normed, fed = feature_TD.new_empty(2, len(kept_queries), feature_TD.shape[1]).unbind(0)
     library.redline_draft_pass(
-        ctypes.addressof(weights.layout),
-        ctypes.addressof(pages.layout),
+        ctypes.addressof(args.weights.layout),
+        ctypes.addressof(args.pages.layout),
         native.pointer(feature_TD),
         *(slots, positions, ids, queries, len(kept_slots), len(kept_queries)),
-        native.pointer(plane),
-        kv_type(plane),
+        native.pointer(args.plane),
+        kv_type(args.plane),
         normed.data_ptr(),
         fed.data_ptr(),
     )
@@ -235,39 +256,47 @@ def _pass_kernel(
     return normed, fed
 
 
-def _pass_cost(feature_TD: Tensor, weights: DraftLayer, pages: DraftPages, rows: DraftRows, plane: Tensor) -> Cost:
+def _pass_cost(args: DraftPassArgs) -> Cost:
     """The weights once, and each query's context."""
+    weights, rows, plane = args.weights, args.rows, args.plane
     w = weights.attention
-    tokens, d = feature_TD.shape
+    tokens, d = args.feature_TD.shape
     queries, width = len(rows.queries), plane.shape[-1]
     context = sum(rows.positions[i] + 1 for i in rows.queries)
     dense = weights.o_proj, weights.gate_up, weights.down
     read = w.nbytes + sum(matrix.nbytes for matrix in dense) + context * width * plane.element_size()
     inner = sum(matrix.shape[0] * matrix.shape[1] for matrix in dense) + w.heads * w.rank * (w.nope + w.value)
     flops = 2 * tokens * (w.w_a.shape[0] * 2 * d + w.w_q.shape[0] * w.w_q.shape[1]) + 2 * queries * inner
-    return Cost(read + feature_TD.nbytes + tokens * (2 * d + width * plane.element_size()) + 8 * queries * d, flops)
+    return Cost(
+        read + args.feature_TD.nbytes + tokens * (2 * d + width * plane.element_size()) + 8 * queries * d, flops
+    )
 
 
-def _pass_fits(feature_TD: Tensor, weights: DraftLayer, *_: object) -> bool:
-    return weights.fits and feature_TD.is_contiguous()
+def _pass_fits(args: "DraftPassArgs | DraftChainArgs") -> bool:
+    return args.weights.fits and args.feature_TD.is_contiguous()
 
 
 # ------------------------------------------------------------------------------------------------------ draft_chain
 
 
-def _chain_reference(
-    feature_TD: Tensor,
-    weights: DraftLayer,
-    pages: DraftPages,
-    rows: DraftRows,
-    wanted: Sequence[int],
-    plane: Tensor,
-) -> Tensor:
+class DraftChainArgs(NamedTuple):
+    """What `draft_chain` takes."""
+
+    feature_TD: Tensor
+    weights: DraftLayer
+    pages: DraftPages
+    rows: DraftRows
+    wanted: Sequence[int]
+    plane: Tensor
+
+
+def _chain_reference(args: DraftChainArgs) -> Tensor:
     """The pass of `rows`, then for each query as many drafts as are `wanted` of it, at least one.
 
     -> int64 [R, most wanted], 0 where fewer are. The rows of all drafts but a query's last are written to the plane.
     """
-    normed, fed = draft_pass(feature_TD, weights, pages, rows, plane)
+    weights, rows, wanted = args.weights, args.rows, args.wanted
+    normed, fed = draft_pass(args.feature_TD, weights, args.pages, rows, args.plane)
     drafted = torch.zeros(len(rows.queries), max(wanted, default=0), dtype=torch.int64)
     asked, slots = list(range(len(wanted))), [rows.slots[i] for i in rows.queries]
     positions = [rows.positions[i] for i in rows.queries]
@@ -281,33 +310,27 @@ def _chain_reference(
         positions = [positions[i] + 1 for i in going]
         if going:
             next_ = DraftRows(slots, positions, range(len(going)), ids[going].tolist())
-            normed, fed = draft_pass(fed[going], weights, pages, next_, plane)
+            normed, fed = draft_pass(fed[going], weights, args.pages, next_, args.plane)
     return drafted
 
 
-def _chain_kernel(
-    feature_TD: Tensor,
-    weights: DraftLayer,
-    pages: DraftPages,
-    rows: DraftRows,
-    wanted: Sequence[int],
-    plane: Tensor,
-) -> Tensor:
+def _chain_kernel(args: DraftChainArgs) -> Tensor:
+    rows = args.rows
     assert rows.ids is None, "the chain begins behind what the slots have"
     library = native.library()
     assert library is not None
     slots, kept_slots = _ints(rows.slots)
     positions, kept_positions = _ints(rows.positions)
     queries, kept_queries = _ints(rows.queries)
-    wants, kept_wants = _ints(wanted)
-    drafted = torch.zeros(len(kept_queries), max(wanted, default=0), dtype=torch.int64)
+    wants, kept_wants = _ints(args.wanted)
+    drafted = torch.zeros(len(kept_queries), max(args.wanted, default=0), dtype=torch.int64)
     library.redline_draft_chain(
-        ctypes.addressof(weights.layout),
-        ctypes.addressof(pages.layout),
-        native.pointer(feature_TD),
+        ctypes.addressof(args.weights.layout),
+        ctypes.addressof(args.pages.layout),
+        native.pointer(args.feature_TD),
         *(slots, positions, queries, wants, len(kept_slots), len(kept_queries)),
-        native.pointer(plane),
-        kv_type(plane),
+        native.pointer(args.plane),
+        kv_type(args.plane),
         drafted.data_ptr(),
         drafted.shape[1],
     )
@@ -315,23 +338,17 @@ def _chain_kernel(
     return drafted
 
 
-def _chain_cost(
-    feature_TD: Tensor,
-    weights: DraftLayer,
-    pages: DraftPages,
-    rows: DraftRows,
-    wanted: Sequence[int],
-    plane: Tensor,
-) -> Cost:
-    total = _pass_cost(feature_TD, weights, pages, rows, plane)
-    for done in range(max(wanted, default=0)):
-        going = [i for i, want in zip(rows.queries, wanted, strict=True) if want > done]
+def _chain_cost(args: DraftChainArgs) -> Cost:
+    weights, rows = args.weights, args.rows
+    total = _pass_cost(DraftPassArgs(args.feature_TD, weights, args.pages, rows, args.plane))
+    for done in range(max(args.wanted, default=0)):
+        going = [i for i, want in zip(rows.queries, args.wanted, strict=True) if want > done]
         head = weights.head
         total += Cost(head.nbytes, 2 * len(going) * head.shape[0] * head.shape[1])
         if done:
             slots, positions = [rows.slots[i] for i in going], [rows.positions[i] + done for i in going]
-            fed = feature_TD[: len(going)]
-            total += _pass_cost(fed, weights, pages, DraftRows(slots, positions, range(len(going))), plane)
+            fed, rows_ = args.feature_TD[: len(going)], DraftRows(slots, positions, range(len(going)))
+            total += _pass_cost(DraftPassArgs(fed, weights, args.pages, rows_, args.plane))
     return total
 
 
@@ -346,7 +363,7 @@ def _inputs(
     kind: bit 0, what is fed back is normed; bit 1, the residual begins normed.
     """
     d, vocabulary, width = dims[0], 500, 2 * dims[0]
-    (w,) = laid_out((random_weights(g, 2 * d, *dims[1:]),))
+    w = panels_of(random_weights(g, 2 * d, *dims[1:]))
 
     def weight(*shape: int) -> Tensor:
         return (torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16)
@@ -378,10 +395,10 @@ _ALONE, _COMPANY = ((130, 131),), ((60, 64), (0, 70), (200, 203), (0, 1), (62, 6
 
 def _fuse_cases() -> Iterator[Case]:
     def make(d: int, states: int, sources: Sequence[int], normed: bool):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Sequence[int], Tensor | None, Matrix, float]:
+        def inputs(g: torch.Generator) -> DraftFuseArgs:
             weight = (torch.randn(d, states * d, generator=g) * (states * d) ** -0.5).to(torch.bfloat16)
             norms = torch.rand(states, d, generator=g) + 0.5 if normed else None
-            return torch.randn(40, states * d, generator=g), sources, norms, Matrix.prepare(weight), 1e-5
+            return DraftFuseArgs(torch.randn(40, states * d, generator=g), sources, norms, Matrix.prepare(weight), 1e-5)
 
         return inputs
 
@@ -392,11 +409,11 @@ def _fuse_cases() -> Iterator[Case]:
 
 def _pass_cases() -> Iterator[Case]:
     def make(dims: tuple[int, ...], spans: Sequence[tuple[int, int]], dtype: torch.dtype, kind: int, given: bool):
-        def inputs(g: torch.Generator) -> tuple[Tensor, DraftLayer, DraftPages, DraftRows, Tensor]:
+        def inputs(g: torch.Generator) -> DraftPassArgs:
             feature, layer, pages, rows, plane = _inputs(g, dims, spans, dtype, kind)
             if given:
                 rows = replace(rows, ids=torch.randint(500, (len(rows.slots),), generator=g).tolist())
-            return feature, layer, pages, rows, plane
+            return DraftPassArgs(feature, layer, pages, rows, plane)
 
         return inputs
 
@@ -409,10 +426,10 @@ def _pass_cases() -> Iterator[Case]:
 
 def _chain_cases() -> Iterator[Case]:
     def make(dims: tuple[int, ...], spans: Sequence[tuple[int, int]], dtype: torch.dtype, kind: int, *wanted: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, DraftLayer, DraftPages, DraftRows, Sequence[int], Tensor]:
+        def inputs(g: torch.Generator) -> DraftChainArgs:
             feature, layer, pages, rows, plane = _inputs(g, dims, spans, dtype, kind)
             rows = rows if wanted else replace(rows, queries=())
-            return feature, layer, pages, rows, wanted, plane
+            return DraftChainArgs(feature, layer, pages, rows, wanted, plane)
 
         return inputs
 
@@ -424,11 +441,17 @@ def _chain_cases() -> Iterator[Case]:
 
 
 draft_fuse = Kernel(
-    Op("draft_fuse", _fuse_reference, _fuse_cost, _fuse_cases, rtol=0.0), _fuse_kernel, "cpu", _fuse_fits
+    Op("draft_fuse", DraftFuseArgs, _fuse_reference, _fuse_cost, _fuse_cases, rtol=0.0), _fuse_kernel, "cpu", _fuse_fits
 )
 draft_pass = Kernel(
-    Op("draft_pass", _pass_reference, _pass_cost, _pass_cases, rtol=0.0), _pass_kernel, "cpu", _pass_fits
+    Op("draft_pass", DraftPassArgs, _pass_reference, _pass_cost, _pass_cases, rtol=0.0, writes=("plane",)),
+    _pass_kernel,
+    "cpu",
+    _pass_fits,
 )
 draft_chain = Kernel(
-    Op("draft_chain", _chain_reference, _chain_cost, _chain_cases, rtol=0.0), _chain_kernel, "cpu", _pass_fits
+    Op("draft_chain", DraftChainArgs, _chain_reference, _chain_cost, _chain_cases, rtol=0.0, writes=("plane",)),
+    _chain_kernel,
+    "cpu",
+    _pass_fits,
 )

@@ -8,6 +8,7 @@ import functools
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,15 +72,24 @@ def memory(tokens: int, tables: Tensor, cos: Tensor, sin: Tensor) -> StepMemory:
     return StepMemory(cos, sin, inputs)
 
 
-def reference(tokens: Tensor, into: StepMemory, spans: Sequence[int]) -> StepRows:
+class StepInputsArgs(NamedTuple):
+    """What `step_inputs` takes."""
+
+    tokens: Tensor
+    into: StepMemory
+    spans: Sequence[int]
+
+
+def reference(args: StepInputsArgs) -> StepRows:
     """-> what was written. tokens int64 [slots, places]; spans: slot, first position and count, of each row in turn."""
+    into, spans = args.into, args.spans
     spans = list(spans)
     rows = list(zip(spans[::3], spans[1::3], spans[2::3], strict=True))
     slot_T = torch.tensor([slot for slot, _, count in rows for _ in range(count)])
     position_T = torch.tensor([position for _, start, count in rows for position in range(start, start + count)])
     page_T = into.inputs.tables[slot_T, position_T // PAGE_TOKENS].long()
     values = StepRows(
-        ids_T=tokens[slot_T, position_T],
+        ids_T=args.tokens[slot_T, position_T],
         cos_T=into.cos[position_T],
         sin_T=into.sin[position_T],
         rows_T=page_T * PAGE_TOKENS + position_T % PAGE_TOKENS,
@@ -91,29 +101,33 @@ def reference(tokens: Tensor, into: StepMemory, spans: Sequence[int]) -> StepRow
     return into.written
 
 
-def kernel(tokens: Tensor, into: StepMemory, spans: Sequence[int]) -> StepRows:
+def kernel(args: StepInputsArgs) -> StepRows:
     library = native.library()
     assert library is not None
-    given = array("i", spans)
+    given = array("i", args.spans)
     rows = len(given) // 3
-    library.redline_step_inputs(tokens.data_ptr(), tokens.stride(0), into.address, given.buffer_info()[0], rows)
-    return into.written
+    library.redline_step_inputs(
+        args.tokens.data_ptr(), args.tokens.stride(0), args.into.address, given.buffer_info()[0], rows
+    )
+    return args.into.written
 
 
-def cost(tokens: Tensor, into: StepMemory, spans: Sequence[int]) -> Cost:
-    return Cost(2 * sum(x.nbytes for x in into.written))
+def cost(args: StepInputsArgs) -> Cost:
+    return Cost(2 * sum(x.nbytes for x in args.into.written))
 
 
 def cases() -> Iterator[Case]:
     def make(counts: tuple[int, ...], pages: int, pairs: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, StepMemory, list[int]]:
+        def inputs(g: torch.Generator) -> StepInputsArgs:
             slots, places = len(counts) + 2, pages * PAGE_TOKENS
             tables = torch.randperm(slots * pages, generator=g).to(torch.int32).view(slots, pages)
             angle = torch.rand(places, pairs, generator=g) * 6.28
             tokens = torch.randint(1000, (slots, places + 1), generator=g)
             starts = [int(torch.randint(places - count, (1,), generator=g)) for count in counts]
             rows = zip(torch.randperm(slots, generator=g).tolist(), starts, counts, strict=False)
-            return tokens, memory(sum(counts), tables, angle.cos(), angle.sin()), [n for row in rows for n in row]
+            return StepInputsArgs(
+                tokens, memory(sum(counts), tables, angle.cos(), angle.sin()), [n for row in rows for n in row]
+            )
 
         return inputs
 
@@ -122,4 +136,4 @@ def cases() -> Iterator[Case]:
     yield Case("rows that verify drafts", make((4, 1, 3, 64, 2), 2, 5))
 
 
-step_inputs = Kernel(Op("step_inputs", reference, cost, cases, rtol=0.0), kernel, "cpu")
+step_inputs = Kernel(Op("step_inputs", StepInputsArgs, reference, cost, cases, rtol=0.0), kernel, "cpu")

@@ -92,9 +92,20 @@ class Predicted(NamedTuple):
     logits: Callable[[], Tensor]  # float32 [R, V]
 
 
-def run(planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]) -> Predicted:
+class TransformerArgs(NamedTuple):
+    """A step of the whole model: L blocks, F states that are kept, R tokens whose next one is asked for."""
+
+    planes: Tensor  # [L, pages, 64, kv width]: read, and written at rows_T
+    weights: Transformer
+    inputs: Inputs
+    layers: Sequence[int]  # F layers whose entering states are kept; L is the last norm
+    asked: Sequence[int]  # R tokens of the step
+
+
+def run(args: TransformerArgs) -> Predicted:
     library = native.library()
     assert library is not None
+    planes, weights, inputs, layers, asked = args
     tokens, rows, d = inputs.count, len(asked), weights.width
     features = torch.empty(tokens, len(layers) * d) if layers else None
     hidden, logits = _floats(tokens, d), _floats(rows, weights.logits_width)
@@ -128,5 +139,5 @@ def _places(blocks: int, layers: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int3
     return (ctypes.c_int32 * (blocks + 1))(*(layers.index(i) if i in layers else -1 for i in range(blocks + 1)))
 
 
-def fits(planes: Tensor, weights: Transformer, *_: object) -> bool:
-    return weights.fits
+def fits(args: TransformerArgs) -> bool:
+    return args.weights.fits

@@ -6,6 +6,7 @@ sizes, read once: 128 blocks, (head, half of R), each with its 64 KB in flight b
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +19,18 @@ from redline.ops.op import Case, Cost, Op
 _Arguments = structure("Arguments", "q weight absorbed", "tokens heads")
 
 
-def _reference(q_THX: Tensor, w_uk: Tiled) -> Tensor:
+class AbsorbArgs(NamedTuple):
+    """What `absorb` takes."""
+
+    q_THX: Tensor
+    w_uk: Tiled
+
+
+def _reference(args: AbsorbArgs) -> Tensor:
     """q [T, H, N + P], its last P rotated; w_uk [H, R, N] -> [T, H, R + P], in q's dtype."""
-    nope = w_uk.shape[-1]
-    absorbed = torch.einsum("thn,hrn->thr", q_THX[..., :nope].float(), w_uk.dense().float())
+    q_THX = args.q_THX
+    nope = args.w_uk.shape[-1]
+    absorbed = torch.einsum("thn,hrn->thr", q_THX[..., :nope].float(), args.w_uk.dense().float())
     return torch.cat([absorbed.to(q_THX.dtype), q_THX[..., nope:]], -1)
 
 
@@ -31,33 +40,35 @@ def _kernel(nope: int, rope: int, rank: int) -> CudaKernel:
     return CudaKernel("decode/absorb.cu", "absorb", {"N": nope, "P": rope, "R": rank}, shared)
 
 
-def _cuda(q_THX: Tensor, w_uk: Tiled) -> Tensor:
+def _cuda(args: AbsorbArgs) -> Tensor:
+    q_THX = args.q_THX
     tokens, heads, width = q_THX.shape
-    _, rank, nope = w_uk.shape
+    _, rank, nope = args.w_uk.shape
     out = torch.empty(tokens, heads, rank + width - nope, dtype=torch.bfloat16, device=q_THX.device)
-    arguments = _Arguments(address(q_THX), address(w_uk.data), address(out), tokens, heads)
+    arguments = _Arguments(address(q_THX), address(args.w_uk.data), address(out), tokens, heads)
     _kernel(nope, width - nope, rank).launch(arguments, heads if tokens else 0, 2)
     return out
 
 
-def _cuda_fits(q_THX: Tensor, w_uk: Tiled) -> bool:
-    _, rank, nope = w_uk.shape
-    rope = q_THX.shape[-1] - nope
-    return q_THX.dtype == torch.bfloat16 and nope % 128 == rank % 64 == rope % 8 == 0 and rank * nope <= 65536
+def _cuda_fits(args: AbsorbArgs) -> bool:
+    _, rank, nope = args.w_uk.shape
+    rope = args.q_THX.shape[-1] - nope
+    return args.q_THX.dtype == torch.bfloat16 and nope % 128 == rank % 64 == rope % 8 == 0 and rank * nope <= 65536
 
 
-def _cost(q_THX: Tensor, w_uk: Tiled) -> Cost:
-    heads, rank, nope = w_uk.shape
+def _cost(args: AbsorbArgs) -> Cost:
+    q_THX = args.q_THX
+    heads, rank, nope = args.w_uk.shape
     rope = q_THX.shape[-1] - nope
     moved = q_THX.nbytes + q_THX.shape[0] * heads * (rank + rope) * q_THX.element_size()
-    return Cost(w_uk.nbytes + moved, 2 * q_THX.shape[0] * heads * rank * nope)
+    return Cost(args.w_uk.nbytes + moved, 2 * q_THX.shape[0] * heads * rank * nope)
 
 
 def _cases() -> Iterator[Case]:
     def make(tokens: int, heads: int, rank: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tiled]:
+        def inputs(g: torch.Generator) -> AbsorbArgs:
             w_uk = (torch.randn(heads, rank, 128, generator=g) * 128**-0.5).to(torch.bfloat16)
-            return torch.randn(tokens, heads, 128 + 64, generator=g).to(torch.bfloat16), Tiled.prepare(w_uk)
+            return AbsorbArgs(torch.randn(tokens, heads, 128 + 64, generator=g).to(torch.bfloat16), Tiled.prepare(w_uk))
 
         return inputs
 
@@ -68,4 +79,4 @@ def _cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi", make(tokens, 64, 512), small=False)
 
 
-absorb = Kernel(Op("absorb", _reference, _cost, _cases), _cuda, "hopper", _cuda_fits)
+absorb = Kernel(Op("absorb", AbsorbArgs, _reference, _cost, _cases), _cuda, "hopper", _cuda_fits)

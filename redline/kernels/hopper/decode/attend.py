@@ -89,17 +89,21 @@ _SM_SPEED, _L2_SPEED, _MEMORY_SPEED = 118e3, 5.5e6, 4.4e6  # bytes per microseco
 _PARTIAL_SPEED, _PARTIAL_ROOM, _SPILLED_SPEED = 2.7e6, 16e6, 1.6e6  # partial latents, and those beyond the L2 cache
 
 
-def _reference(
-    q_THW: Tensor,
-    tokens_Q: Tensor,
-    slots_Q: Tensor,
-    lengths_Q: Tensor,
-    tables: Tensor,
-    plane: Tensor,
-    scale: float,
-    max_length: int,
-    skip: int = 0,
-) -> tuple[Tensor, Tensor]:
+class AttendArgs(NamedTuple):
+    """What `attend` takes."""
+
+    q_THW: Tensor
+    tokens_Q: Tensor
+    slots_Q: Tensor
+    lengths_Q: Tensor
+    tables: Tensor
+    plane: Tensor
+    scale: float
+    max_length: int
+    skip: int = 0
+
+
+def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
     """Query i: row tokens_Q[i] of q [T, H, R + P], over rows [skip, lengths_Q[i]) of slot slots_Q[i]. All int32.
 
     tables [slots, pages per slot]; plane [pages, 64, R + P], bf16 or float8_e4m3fn; no length is above max_length.
@@ -107,20 +111,21 @@ def _reference(
     -> latents bf16 [Q, H, S, R], log-sum-exps float32 [Q, H, S] (natural); a split without rows has -inf and, in the
     kernel, latents that were never written.
     """
-    queries, heads = tokens_Q.shape[0], q_THW.shape[1]
-    splits, rank = plan(queries, heads, max_length).splits, plane.shape[-1] - ROPE
+    q_THW = args.q_THW
+    queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
+    splits, rank = plan(queries, heads, args.max_length).splits, args.plane.shape[-1] - ROPE
     out = q_THW.new_zeros(queries, heads, splits, rank)
     lse = torch.full((queries, heads, splits), -torch.inf, device=q_THW.device)
     for i, (token, slot, length) in enumerate(
-        zip(tokens_Q.tolist(), slots_Q.tolist(), lengths_Q.tolist(), strict=True)
+        zip(args.tokens_Q.tolist(), args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True)
     ):
-        pages = -(-length // PAGE_TOKENS) if length > skip else 0
+        pages = -(-length // PAGE_TOKENS) if length > args.skip else 0
         share = max(1, -(-pages // splits))
         for split, first in enumerate(range(0, pages, share)):
-            numbers = tables[slot, first : min(first + share, pages)].long()
-            rows_SW = plane[numbers].flatten(0, 1).float()
-            rows_SW = rows_SW[max(skip - first * PAGE_TOKENS, 0) : length - first * PAGE_TOKENS]
-            scores_HS = q_THW[token].float() @ rows_SW.T * scale
+            numbers = args.tables[slot, first : min(first + share, pages)].long()
+            rows_SW = args.plane[numbers].flatten(0, 1).float()
+            rows_SW = rows_SW[max(args.skip - first * PAGE_TOKENS, 0) : length - first * PAGE_TOKENS]
+            scores_HS = q_THW[token].float() @ rows_SW.T * args.scale
             out[i, :, split] = (scores_HS.softmax(-1) @ rows_SW[:, :rank]).to(out.dtype)
             lse[i, :, split] = scores_HS.logsumexp(-1)
     return out, lse
@@ -144,65 +149,38 @@ def _kernel(rows: int, rank: int, value_bytes: int, buffers: int, warpgroups: bo
     return CudaKernel("decode/attend.cu", "attend", defines, shared)
 
 
-def _cuda(
-    q_THW: Tensor,
-    tokens_Q: Tensor,
-    slots_Q: Tensor,
-    lengths_Q: Tensor,
-    tables: Tensor,
-    plane: Tensor,
-    scale: float,
-    max_length: int,
-    skip: int = 0,
-) -> tuple[Tensor, Tensor]:
-    queries, heads = tokens_Q.shape[0], q_THW.shape[1]
-    rank, (rows, splits) = plane.shape[-1] - ROPE, plan(queries, heads, max_length)
+def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
+    q_THW, plane = args.q_THW, args.plane
+    queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
+    rank, (rows, splits) = plane.shape[-1] - ROPE, plan(queries, heads, args.max_length)
     out = torch.empty(queries, heads, splits, rank, dtype=torch.bfloat16, device=q_THW.device)
     lse = torch.empty(queries, heads, splits, device=q_THW.device)
-    inputs = (q_THW, tokens_Q, slots_Q, lengths_Q, tables, plane, out, lse)
-    sizes = heads, tables.shape[1], splits, skip
-    arguments = _Arguments(*map(address, inputs), *sizes, scale * math.log2(math.e))
-    buffers = 1 if splits * PAGE_TOKENS >= max_length else 2
+    inputs = (q_THW, args.tokens_Q, args.slots_Q, args.lengths_Q, args.tables, plane, out, lse)
+    sizes = heads, args.tables.shape[1], splits, args.skip
+    arguments = _Arguments(*map(address, inputs), *sizes, args.scale * math.log2(math.e))
+    buffers = 1 if splits * PAGE_TOKENS >= args.max_length else 2
     kernel = _kernel(rows, rank, _VALUE_BYTES[plane.dtype], buffers, has_warpgroups(rows, rank))
     kernel.launch(arguments, splits if queries else 0, queries * -(-heads // rows))
     return out, lse
 
 
-def _cuda_fits(
-    q_THW: Tensor,
-    tokens_Q: Tensor,
-    slots_Q: Tensor,
-    lengths_Q: Tensor,
-    tables: Tensor,
-    plane: Tensor,
-    scale: float,
-    max_length: int,
-    skip: int = 0,
-) -> bool:
-    rank = plane.shape[-1] - ROPE
-    return q_THW.dtype == torch.bfloat16 and plane.dtype in _VALUE_BYTES and rank % 64 == 0 and 64 <= rank <= 512
+def _cuda_fits(args: AttendArgs) -> bool:
+    rank = args.plane.shape[-1] - ROPE
+    return (
+        args.q_THW.dtype == torch.bfloat16 and args.plane.dtype in _VALUE_BYTES and rank % 64 == 0 and 64 <= rank <= 512
+    )
 
 
-def _cost(
-    q_THW: Tensor,
-    tokens_Q: Tensor,
-    slots_Q: Tensor,
-    lengths_Q: Tensor,
-    tables: Tensor,
-    plane: Tensor,
-    scale: float,
-    max_length: int,
-    skip: int = 0,
-) -> Cost:
+def _cost(args: AttendArgs) -> Cost:
     """Each slot's context once, however many of its tokens ask; one latent per head and query."""
-    heads, width = q_THW.shape[1], plane.shape[-1]
+    heads, width = args.q_THW.shape[1], args.plane.shape[-1]
     rank = width - ROPE
     longest: dict[int, int] = {}
-    for slot, length in zip(slots_Q.tolist(), lengths_Q.tolist(), strict=True):
+    for slot, length in zip(args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True):
         longest[slot] = max(length, longest.get(slot, 0))
-    moved = (sum(longest.values()) - skip * len(longest)) * width * plane.element_size()
-    queries = tokens_Q.shape[0]
-    seen = int(lengths_Q.sum()) - skip * queries
+    moved = (sum(longest.values()) - args.skip * len(longest)) * width * args.plane.element_size()
+    queries = args.tokens_Q.shape[0]
+    seen = int(args.lengths_Q.sum()) - args.skip * queries
     return Cost(moved + queries * heads * (width + rank) * 2, 2 * heads * (width + rank) * seen)
 
 
@@ -214,8 +192,8 @@ def random_context(
     dtype: torch.dtype = torch.bfloat16,
     verify: int = 1,
     skip: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, int]:
-    """Arguments of `attend`: a slot for each length, whose last `verify` rows ask. Rows that nobody sees are NaN."""
+) -> AttendArgs:
+    """A slot for each length, whose last `verify` rows ask. Rows that nobody sees are NaN."""
     slots = len(lengths)
     per_slot = -(-max(lengths) // PAGE_TOKENS)
     tables = torch.randperm(slots * per_slot, generator=g).to(torch.int32).view(slots, per_slot)
@@ -230,12 +208,12 @@ def random_context(
     tokens = torch.arange(1, queries + 1, dtype=torch.int32)
     slots_Q = torch.arange(slots, dtype=torch.int32).repeat_interleave(verify)
     lengths_Q = torch.tensor(seen, dtype=torch.int32)
-    return q, tokens, slots_Q, lengths_Q, tables, plane.to(dtype), 0.1, max(lengths), skip
+    return AttendArgs(q, tokens, slots_Q, lengths_Q, tables, plane.to(dtype), 0.1, max(lengths), skip)
 
 
 def _cases() -> Iterator[Case]:
     def make(length: int, heads: int, dtype: torch.dtype = torch.bfloat16):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, int, int]:
+        def inputs(g: torch.Generator) -> AttendArgs:
             return random_context(g, (length,), heads, dtype=dtype)
 
         return inputs
@@ -250,4 +228,4 @@ def _cases() -> Iterator[Case]:
 
 
 # Queries are bf16, as they come; probabilities are rounded to bf16 on their way to the latents.
-attend = Kernel(Op("attend", _reference, _cost, _cases, roundings=1), _cuda, "hopper", _cuda_fits)
+attend = Kernel(Op("attend", AttendArgs, _reference, _cost, _cases, roundings=1), _cuda, "hopper", _cuda_fits)

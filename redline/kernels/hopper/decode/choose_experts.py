@@ -10,7 +10,7 @@ of its pairs: what one pass over the expert's weights can serve.
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -92,24 +92,28 @@ def most_slots(tokens: int, chosen: int, experts: int) -> int:
     return min(tokens * chosen, experts + tokens * chosen // SLOT_PAIRS)
 
 
-def reference(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    chosen: int,
-    normalise: bool,
-    scale: float,
-    forced_TK: Tensor | None = None,
-) -> Pairs:
+class ChooseExpertsArgs(NamedTuple):
+    """What `choose_experts` takes."""
+
+    logits_TE: Tensor
+    bias_E: Tensor | None
+    chosen: int
+    normalise: bool
+    scale: float
+    forced_TK: Tensor | None = None
+
+
+def reference(args: ChooseExpertsArgs) -> Pairs:
     """logits, bias float32; forced_TK int32: the ids to use instead, each at most once for a token (benchmarks)."""
-    scores = torch.sigmoid(logits_TE)
-    ids = forced_TK
+    scores = torch.sigmoid(args.logits_TE)
+    ids = args.forced_TK
     if ids is None:
-        biased = scores if bias_E is None else scores + bias_E
-        ids = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, :chosen].to(torch.int32)
+        biased = scores if args.bias_E is None else scores + args.bias_E
+        ids = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, : args.chosen].to(torch.int32)
     weights = scores.gather(1, ids.long())
-    if normalise:
+    if args.normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return list_pairs(ids, weights * scale, logits_TE.shape[1])
+    return list_pairs(ids, weights * args.scale, args.logits_TE.shape[1])
 
 
 def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
@@ -147,46 +151,33 @@ def kernel_of(experts: int, chosen: int) -> CudaKernel:
     return CudaKernel("decode/choose_experts.cu", "choose_experts", defines, _CHOOSING_BYTES, THREADS)
 
 
-def cuda(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    chosen: int,
-    normalise: bool,
-    scale: float,
-    forced_TK: Tensor | None = None,
-) -> Pairs:
+def cuda(args: ChooseExpertsArgs) -> Pairs:
+    logits_TE = args.logits_TE
     tokens, experts = logits_TE.shape
-    pairs = Pairs.empty(tokens, chosen, experts, logits_TE.device)
-    inputs = map(address, (logits_TE, bias_E, forced_TK, *pairs.lists))
-    arguments = _Arguments(*inputs, tokens, pairs.most, int(normalise), scale)
-    kernel_of(experts, chosen).launch(arguments, 1)
+    pairs = Pairs.empty(tokens, args.chosen, experts, logits_TE.device)
+    inputs = map(address, (logits_TE, args.bias_E, args.forced_TK, *pairs.lists))
+    arguments = _Arguments(*inputs, tokens, pairs.most, int(args.normalise), args.scale)
+    kernel_of(experts, args.chosen).launch(arguments, 1)
     return pairs
 
 
-def cuda_fits(logits_TE: Tensor, bias_E: Tensor | None, chosen: int, *_: object, **__: object) -> bool:
-    tokens, experts = logits_TE.shape
-    fits_one_block = tokens <= MOST_TOKENS and tokens * chosen <= MOST_PAIRS and experts <= MOST_EXPERTS
-    return fits_one_block and chosen <= min(32, experts)
+def cuda_fits(args: ChooseExpertsArgs) -> bool:
+    tokens, experts = args.logits_TE.shape
+    fits_one_block = tokens <= MOST_TOKENS and tokens * args.chosen <= MOST_PAIRS and experts <= MOST_EXPERTS
+    return fits_one_block and args.chosen <= min(32, experts)
 
 
-def cost(
-    logits_TE: Tensor,
-    bias_E: Tensor | None,
-    chosen: int,
-    normalise: bool,
-    scale: float,
-    forced_TK: Tensor | None = None,
-) -> Cost:
-    return Cost(logits_TE.nbytes + logits_TE.shape[0] * chosen * 24)
+def cost(args: ChooseExpertsArgs) -> Cost:
+    return Cost(args.logits_TE.nbytes + args.logits_TE.shape[0] * args.chosen * 24)
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, experts: int, chosen: int, forced: bool = False):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, int, bool, float, Tensor | None]:
+        def inputs(g: torch.Generator) -> ChooseExpertsArgs:
             logits = torch.randn(tokens, experts, generator=g)
             bias = torch.randn(experts, generator=g) * 0.1
             ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
-            return logits, bias, chosen, True, 2.827, ids if forced else None
+            return ChooseExpertsArgs(logits, bias, chosen, True, 2.827, ids if forced else None)
 
         return inputs
 
@@ -197,4 +188,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi", make(tokens, 384, 8))
 
 
-choose_experts = Kernel(Op("choose_experts", reference, cost, cases), cuda, "hopper", cuda_fits)
+choose_experts = Kernel(Op("choose_experts", ChooseExpertsArgs, reference, cost, cases), cuda, "hopper", cuda_fits)

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,13 +18,21 @@ COLUMNS = 128  # of a block
 Arguments = structure("Embed", "ids table gamma residual x squares", "tokens")
 
 
-def reference(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class EmbedArgs(NamedTuple):
+    """What `embed` takes."""
+
+    ids_T: Tensor
+    table_VD: Tensor
+    gamma_D: Tensor
+
+
+def reference(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
     """ids_T int64; table_VD bf16; gamma_D float32, of the first layer's norm.
 
     -> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8])
     """
-    residual = table_VD[ids_T].float()
-    x = dense.pad_columns((residual * gamma_D).to(torch.bfloat16))
+    residual = args.table_VD[args.ids_T].float()
+    x = dense.pad_columns((residual * args.gamma_D).to(torch.bfloat16))
     parts = dense.pad_columns(residual.pow(2)).unflatten(-1, (-1, COLUMNS)).sum(-1).T
     return residual, x, dense.pad_columns(parts, dense.MOST_TOKENS)
 
@@ -34,35 +43,38 @@ def _kernel(d: int) -> CudaKernel:
     return CudaKernel("decode/embed.cu", "embed", sizes, shared=0, threads=32 * dense.MOST_TOKENS)
 
 
-def cuda(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, d, device = ids_T.shape[0], table_VD.shape[1], table_VD.device
+def cuda(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
+    table_VD = args.table_VD
+    tokens, d, device = args.ids_T.shape[0], table_VD.shape[1], table_VD.device
     blocks = padded(d, COLUMNS) // COLUMNS
     residual = torch.empty(tokens, d, device=device)
     x = torch.empty(tokens, padded(d, PAD_K), dtype=torch.bfloat16, device=device)
     squares = torch.empty(blocks, padded(tokens, dense.MOST_TOKENS), device=device)
     given: ctypes.Structure = Arguments(
-        *(address(ids_T), address(table_VD), address(gamma_D)),
+        *(address(args.ids_T), address(table_VD), address(args.gamma_D)),
         *(address(residual), address(x), address(squares), tokens),
     )
     _kernel(d).launch(given, blocks, squares.shape[1] // dense.MOST_TOKENS)
     return residual, x, squares
 
 
-def fits(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> bool:
+def fits(args: EmbedArgs) -> bool:
     return (
-        1 <= ids_T.shape[0] <= dense.MOST_STREAMED and table_VD.dtype == torch.bfloat16 and table_VD.shape[1] % 4 == 0
+        1 <= args.ids_T.shape[0] <= dense.MOST_STREAMED
+        and args.table_VD.dtype == torch.bfloat16
+        and args.table_VD.shape[1] % 4 == 0
     )
 
 
-def cost(ids_T: Tensor, table_VD: Tensor, gamma_D: Tensor) -> Cost:
-    return Cost(ids_T.shape[0] * table_VD.shape[1] * (2 + 4 + 2) + gamma_D.nbytes)
+def cost(args: EmbedArgs) -> Cost:
+    return Cost(args.ids_T.shape[0] * args.table_VD.shape[1] * (2 + 4 + 2) + args.gamma_D.nbytes)
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, v: int, d: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        def inputs(g: torch.Generator) -> EmbedArgs:
             table = torch.randn(v, d, generator=g).to(torch.bfloat16)
-            return torch.randint(v, (tokens,), generator=g), table, torch.rand(d, generator=g) + 0.5
+            return EmbedArgs(torch.randint(v, (tokens,), generator=g), table, torch.rand(d, generator=g) + 0.5)
 
         return inputs
 
@@ -74,4 +86,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=64 Kimi's width", make(64, 30, 7168))
 
 
-embed = Kernel(Op("embed", reference, cost, cases), cuda, "hopper", fits)
+embed = Kernel(Op("embed", EmbedArgs, reference, cost, cases), cuda, "hopper", fits)

@@ -6,6 +6,7 @@ x = residual * gamma in bf16, and the sums of squares of each block's outputs.
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,32 +28,37 @@ PAIRS = 4  # of an expert that one copy of its weights serves, where their x fit
 Result = tuple[Tensor, Tensor, Tensor]
 
 
-def reference(
-    h: Tensor,
-    pairs: Pairs,
-    weights: Records,
-    shared_h: Tensor | None,
-    shared_w: Slabs | None,
-    residual_TD: Tensor,
-    gamma_next: Tensor,
-) -> Result:
+class ExpertsDownArgs(NamedTuple):
+    """What `experts_down` takes."""
+
+    h: Tensor
+    pairs: Pairs
+    weights: Records
+    shared_h: Tensor | None
+    shared_w: Slabs | None
+    residual_TD: Tensor
+    gamma_next: Tensor
+
+
+def reference(args: ExpertsDownArgs) -> Result:
     """h [pairs, I padded] of `experts_up`; weights "down" [E, D, I]; shared_h bf16 [T, Is padded to 128];
     residual, gamma float32.
 
     -> residual float32 [T, D], x bf16 [T, D padded to 128], squares float32 [D padded / 64, T padded to 8].
     """
-    residual = residual_TD.clone()
-    width, firsts = decode_h(h, weights.inputs, weights.kind), pairs.slot_first.tolist()
+    pairs, weights, shared_w = args.pairs, args.weights, args.shared_w
+    residual = args.residual_TD.clone()
+    width, firsts = decode_h(args.h, weights.inputs, weights.kind), pairs.slot_first.tolist()
     for slot, expert in enumerate(pairs.slot_expert[: int(pairs.count)].tolist()):
         mine = slice(firsts[slot], firsts[slot + 1])
         part = width[mine] @ weights.dense(expert).T
         residual.index_add_(0, pairs.token[mine].long(), part)
-    if shared_h is not None and shared_w is not None:
-        residual += shared_h[:, : shared_w.inputs].float() @ shared_w.dense().float().T
+    if args.shared_h is not None and shared_w is not None:
+        residual += args.shared_h[:, : shared_w.inputs].float() @ shared_w.dense().float().T
     tokens, d = residual.shape
     full = F.pad(residual, (0, padded(d, PAD_K) - d))
     squares = full.square().unflatten(1, (-1, SLAB_ROWS)).sum(-1).T
-    x = F.pad(residual * gamma_next, (0, full.shape[1] - d)).to(torch.bfloat16)
+    x = F.pad(residual * args.gamma_next, (0, full.shape[1] - d)).to(torch.bfloat16)
     return residual, x, F.pad(squares, (0, padded(tokens, 8) - tokens)).contiguous()
 
 
@@ -84,27 +90,20 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int) -> CudaKernel:
     return CudaKernel("decode/experts_down.cu", "experts_down", {"FORMAT": form.kind, **sizes}, memory(pairs))
 
 
-def cuda(
-    h: Tensor,
-    pairs: Pairs,
-    weights: Records,
-    shared_h: Tensor | None,
-    shared_w: Slabs | None,
-    residual_TD: Tensor,
-    gamma_next: Tensor,
-) -> Result:
+def cuda(args: ExpertsDownArgs) -> Result:
     """The launch in front must be `experts_up`, whose blocks have seen `pairs` whole before this grid may begin."""
+    pairs, shared_h, residual_TD = args.pairs, args.shared_h, args.residual_TD
     (tokens, d), device = residual_TD.shape, residual_TD.device
     x_width = padded(d, PAD_K)
     residual = torch.empty_like(residual_TD)
     x = torch.empty(tokens, x_width, dtype=torch.bfloat16, device=device)
     squares = torch.empty(x_width // SLAB_ROWS, padded(tokens, 8), device=device)
-    inputs = weights.data, None if shared_w is None else shared_w.data, h, shared_h
+    inputs = args.weights.data, None if args.shared_w is None else args.shared_w.data, args.h, shared_h
     lists = pairs.token, pairs.slot_expert, pairs.slot_first
-    tensors = *inputs, *lists, residual_TD, gamma_next, residual, x, squares
+    tensors = *inputs, *lists, residual_TD, args.gamma_next, residual, x, squares
     arguments = _Arguments(*(address(part) for part in tensors), tokens, len(pairs), pairs.most)
     shared = 0 if shared_h is None else shared_h.shape[1]
-    kernel_of(weights.form, shared, d, _room(tokens)).launch(arguments, x_width // SLAB_ROWS)
+    kernel_of(args.weights.form, shared, d, _room(tokens)).launch(arguments, x_width // SLAB_ROWS)
     return residual, x, squares
 
 
@@ -112,42 +111,31 @@ def _room(tokens: int) -> int:
     return next(room for room in (1, 4, FEW) if tokens <= room) if tokens <= FEW else padded(tokens, 8)
 
 
-def cuda_fits(
-    h: Tensor,
-    pairs: Pairs,
-    weights: Records,
-    shared_h: Tensor | None,
-    shared_w: Slabs | None,
-    residual_TD: Tensor,
-    *_: object,
-) -> bool:
-    whole = h.shape[1] == weights.form.width
-    shared_fits = shared_h is None or (shared_w is not None and shared_h.shape[1] == padded(shared_w.inputs, PAD_K))
-    lists_fit = residual_TD.shape[0] <= MOST_TOKENS and len(pairs) <= MOST_PAIRS and pairs.most < MOST_PAIRS
+def cuda_fits(args: ExpertsDownArgs) -> bool:
+    whole = args.h.shape[1] == args.weights.form.width
+    shared_fits = args.shared_h is None or (
+        args.shared_w is not None and args.shared_h.shape[1] == padded(args.shared_w.inputs, PAD_K)
+    )
+    lists_fit = (
+        args.residual_TD.shape[0] <= MOST_TOKENS and len(args.pairs) <= MOST_PAIRS and args.pairs.most < MOST_PAIRS
+    )
     return whole and shared_fits and lists_fit
 
 
-def cost(
-    h: Tensor,
-    pairs: Pairs,
-    weights: Records,
-    shared_h: Tensor | None,
-    shared_w: Slabs | None,
-    residual_TD: Tensor,
-    gamma_next: Tensor,
-) -> Cost:
+def cost(args: ExpertsDownArgs) -> Cost:
     """Bytes of the experts that are really chosen, once each."""
-    tokens, d = residual_TD.shape
-    moved = weights.nbytes // weights.experts * pairs.ids.unique().numel() + h.nbytes + 10 * tokens * d
-    total = Cost(moved, 2 * len(pairs) * d * weights.inputs)
-    if shared_h is not None and shared_w is not None:
-        total += Cost(shared_w.nbytes + shared_h.nbytes, 2 * tokens * d * shared_w.inputs)
+    weights, shared_w = args.weights, args.shared_w
+    tokens, d = args.residual_TD.shape
+    moved = weights.nbytes // weights.experts * args.pairs.ids.unique().numel() + args.h.nbytes + 10 * tokens * d
+    total = Cost(moved, 2 * len(args.pairs) * d * weights.inputs)
+    if args.shared_h is not None and shared_w is not None:
+        total += Cost(shared_w.nbytes + args.shared_h.nbytes, 2 * tokens * d * shared_w.inputs)
     return total
 
 
 def cases() -> Iterator[Case]:
     def make(kind: Kind, tokens: int, hidden: int, width: int, shared: int, experts: int, chosen: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Pairs, Records, Tensor | None, Slabs | None, Tensor, Tensor]:
+        def inputs(g: torch.Generator) -> ExpertsDownArgs:
             records = Records.prepare("down", random_experts(g, kind, "down", experts, hidden, width))
             pairs = some_pairs(g, tokens, experts, chosen)
             h = encode_h(torch.randn(len(pairs), width, generator=g), records.form.width, kind)
@@ -157,7 +145,9 @@ def cases() -> Iterator[Case]:
                 shared_h = F.pad(shared_h, (0, padded(shared, PAD_K) - shared))
                 shared_w = Slabs.prepare((torch.randn(hidden, shared, generator=g) * shared**-0.5).to(torch.bfloat16))
             residual = torch.randn(tokens, hidden, generator=g)
-            return h, pairs, records, shared_h, shared_w, residual, torch.rand(hidden, generator=g) + 0.5
+            return ExpertsDownArgs(
+                h, pairs, records, shared_h, shared_w, residual, torch.rand(hidden, generator=g) + 0.5
+            )
 
         return inputs
 
@@ -174,4 +164,4 @@ def cases() -> Iterator[Case]:
             yield Case(f"{kind} T={tokens} Kimi", make(kind, tokens, 7168, 2048, 2048, experts, 8), small=False)
 
 
-experts_down = Kernel(Op("experts_down", reference, cost, cases), cuda, "hopper", cuda_fits)
+experts_down = Kernel(Op("experts_down", ExpertsDownArgs, reference, cost, cases), cuda, "hopper", cuda_fits)

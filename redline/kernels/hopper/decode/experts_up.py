@@ -5,6 +5,7 @@ h = router weight * silu(gate x) * (up x), where x is normed here: `x` times `rs
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -42,12 +43,22 @@ def padded_width(weights: Records) -> int:
     return 8 * weights.form.tiles
 
 
-def reference(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
+class ExpertsUpArgs(NamedTuple):
+    """What `experts_up` takes."""
+
+    x: Tensor
+    rstd: Tensor
+    weights: Records
+    pairs: Pairs
+
+
+def reference(args: ExpertsUpArgs) -> Tensor:
     """x bf16 [T, D padded to 128], not yet normed; rstd float32 [T or more]; weights "up" [E, 2 I, D].
 
     INT4 and NVFP4 are multiplied by the normed x in float16. -> [pairs, I padded], in the form of `encode_h`.
     """
-    normed = x[:, : weights.inputs].float() * rstd[: x.shape[0], None]
+    x, weights, pairs = args.x, args.weights, args.pairs
+    normed = x[:, : weights.inputs].float() * args.rstd[: x.shape[0], None]
     if weights.kind != "BF16":
         normed = normed.to(torch.float16).float()
     h = x.new_zeros(len(pairs), weights.outputs // 2, dtype=torch.float32)
@@ -83,28 +94,30 @@ def blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else EMULATED_BLOCKS
 
 
-def cuda(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Tensor:
+def cuda(args: ExpertsUpArgs) -> Tensor:
+    x, weights, pairs = args.x, args.weights, args.pairs
     form = weights.form
     dtype = torch.bfloat16 if weights.kind == "BF16" else torch.float16
     h = torch.empty(len(pairs), padded_width(weights), dtype=dtype, device=x.device)
     lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count, pairs.ready
-    tensors = weights.data, x, rstd, *lists, h
+    tensors = weights.data, x, args.rstd, *lists, h
     arguments = _Arguments(*(address(part) for part in tensors), x.shape[0], len(pairs), pairs.most)
     grid = min(blocks(x.device), -(-pairs.most * form.tiles * form.slices // 16))
     kernel_of(form, x.shape[1]).launch(arguments, grid)
     return h
 
 
-def cuda_fits(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> bool:
-    form = weights.form
-    lists_fit = x.shape[0] <= MOST_TOKENS and len(pairs) <= MOST_PAIRS and pairs.most < MOST_PAIRS
-    return lists_fit and form.inputs <= MOST_INPUTS and x.shape[1] == padded(weights.inputs, PAD_K)
+def cuda_fits(args: ExpertsUpArgs) -> bool:
+    form = args.weights.form
+    lists_fit = args.x.shape[0] <= MOST_TOKENS and len(args.pairs) <= MOST_PAIRS and args.pairs.most < MOST_PAIRS
+    return lists_fit and form.inputs <= MOST_INPUTS and args.x.shape[1] == padded(args.weights.inputs, PAD_K)
 
 
-def cost(x: Tensor, rstd: Tensor, weights: Records, pairs: Pairs) -> Cost:
+def cost(args: ExpertsUpArgs) -> Cost:
     """Bytes of the experts that are really chosen, once each."""
+    weights, pairs = args.weights, args.pairs
     chosen, width = pairs.ids.unique().numel(), weights.outputs // 2
-    moved = weights.nbytes // weights.experts * chosen + x.nbytes + 2 * len(pairs) * width
+    moved = weights.nbytes // weights.experts * chosen + args.x.nbytes + 2 * len(pairs) * width
     return Cost(moved, 2 * len(pairs) * weights.outputs * weights.inputs)
 
 
@@ -120,11 +133,11 @@ def random_x(g: torch.Generator, tokens: int, hidden: int) -> Tensor:
 
 def cases() -> Iterator[Case]:
     def make(kind: Kind, tokens: int, hidden: int, width: int, experts: int, chosen: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Records, Pairs]:
+        def inputs(g: torch.Generator) -> ExpertsUpArgs:
             weight = random_experts(g, kind, "up", experts, 2 * width, hidden)
             rstd = torch.rand(padded(tokens, 8), generator=g) + 0.5
             pairs = some_pairs(g, tokens, experts, chosen)
-            return random_x(g, tokens, hidden), rstd, Records.prepare("up", weight), pairs
+            return ExpertsUpArgs(random_x(g, tokens, hidden), rstd, Records.prepare("up", weight), pairs)
 
         return inputs
 
@@ -142,4 +155,4 @@ def cases() -> Iterator[Case]:
 # INT4 codes are multiplied as 1024 + u, and 1032 times x's sum is taken off: codes being 4.6 by their mean square, what
 # float32 sums lose counts 224 times. Four roundings of them.
 _RTOL = 4 * 224 * 2**-24
-experts_up = Kernel(Op("experts_up", reference, cost, cases, rtol=_RTOL), cuda, "hopper", cuda_fits)
+experts_up = Kernel(Op("experts_up", ExpertsUpArgs, reference, cost, cases, rtol=_RTOL), cuda, "hopper", cuda_fits)

@@ -9,6 +9,7 @@ Without a router (E = 0) it is the first half of a dense MLP.
 import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,37 +49,49 @@ def gates_parts(w: Tiled, experts: int) -> tuple[Tensor, Tensor]:
     return router[:experts], mixed.unflatten(0, (-1, 2, HALF)).transpose(0, 1).flatten(0, 2)
 
 
-def reference(
-    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: RouterChoice | None = None
-) -> Result:
+class GatesArgs(NamedTuple):
+    """What `gates` takes."""
+
+    x: Tensor
+    squares: Tensor
+    w: Tiled
+    experts: int
+    width: int
+    eps: float
+    choice: RouterChoice | None = None
+
+
+def reference(args: GatesArgs) -> Result:
     """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w of `gates_weight`, E experts, I width.
 
     -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [T padded to 8], zero where no
     token is, and what `choose_experts` makes of the logits, if there is a choice)
     """
-    tokens, (router, gate_up) = x.shape[0], gates_parts(w, experts)
-    rstd = dense.rstd_of(squares, tokens, w.inputs, eps)
+    x, w = args.x, args.w
+    tokens, (router, gate_up) = x.shape[0], gates_parts(w, args.experts)
+    rstd = dense.rstd_of(args.squares, tokens, w.inputs, args.eps)
     x = x[:, : w.inputs].float()
-    gate, up = (x @ gate_up.float().T * rstd).split([width, width], -1)
+    gate, up = (x @ gate_up.float().T * rstd).split([args.width, args.width], -1)
     h = dense.pad_columns((F.silu(gate) * up).to(torch.bfloat16))
     logits = x @ router.float().T * rstd
     pairs = None
-    if choice is not None:
-        c = choice
-        pairs = choose_experts.op.reference(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+    if args.choice is not None:
+        c = args.choice
+        pairs = choose_experts.op.reference(
+            choose_experts.op.args(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
+        )
         if tokens <= dense.MOST_TOKENS:
             pairs = replace(pairs, ready=c.finished[1:].fill_(1))
     return logits, h, dense.pad_columns(rstd[:, 0], dense.MOST_TOKENS), pairs
 
 
-def cuda(
-    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: RouterChoice | None = None
-) -> Result:
+def cuda(args: GatesArgs) -> Result:
+    x, squares, w, experts, width, choice = args.x, args.squares, args.w, args.experts, args.width, args.choice
     tokens, width_padded, device = x.shape[0], padded(width, PAD_K), x.device
     if tokens > dense.MOST_TOKENS:
         from redline.kernels.hopper.triton import dense as streamed
 
-        logits, h, rstd = streamed.gates(x, squares, w, experts, width, eps)
+        logits, h, rstd = streamed.gates(x, squares, w, experts, width, args.eps)
         if choice is None:
             return logits, h, rstd, None
         c = choice
@@ -95,23 +108,23 @@ def cuda(
         slots, normalise, scale = pairs.most, int(choice.normalise), choice.scale
     tensors = w.data, x, squares, logits, h, rstd, *lists
     sizes = tokens, squares.shape[0], slots, normalise
-    given: ctypes.Structure = Arguments(*map(address, tensors), *sizes, eps, scale)
+    given: ctypes.Structure = Arguments(*map(address, tensors), *sizes, args.eps, scale)
     kernel.launch(given, blocks)
     return logits, h, rstd, pairs
 
 
-def fits(
-    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: RouterChoice | None = None
-) -> bool:
-    choosable = choice is None or (experts <= MOST_EXPERTS and choice.chosen <= min(32, experts))
-    return (dense.fits(x, w) or dense.streams(x, w)) and squares.shape[0] <= dense.MOST_PARTS and choosable
+def fits(args: GatesArgs) -> bool:
+    choosable = args.choice is None or (args.experts <= MOST_EXPERTS and args.choice.chosen <= min(32, args.experts))
+    return (
+        (dense.fits(args.x, args.w) or dense.streams(args.x, args.w))
+        and args.squares.shape[0] <= dense.MOST_PARTS
+        and choosable
+    )
 
 
-def cost(
-    x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float, choice: RouterChoice | None = None
-) -> Cost:
-    tokens = x.shape[0]
-    return dense.cost_of(w, tokens, x, squares) + Cost(tokens * (4 * experts + 2 * width))
+def cost(args: GatesArgs) -> Cost:
+    tokens = args.x.shape[0]
+    return dense.cost_of(args.w, tokens, args.x, args.squares) + Cost(tokens * (4 * args.experts + 2 * args.width))
 
 
 def random_choice(
@@ -126,13 +139,14 @@ def random_choice(
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, d: int, experts: int, width: int, chosen: int = 0, forced: bool = False):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tiled, int, int, float, RouterChoice | None]:
+        def inputs(g: torch.Generator) -> GatesArgs:
             def weight(rows: int) -> Tensor:
                 return (torch.randn(rows, d, generator=g) * d**-0.5).to(torch.bfloat16)
 
             x, squares = dense.random_x(g, tokens, d)
             w = gates_weight(weight(experts) if experts else None, weight(2 * width))
-            return x, squares, w, experts, width, 1e-5, random_choice(g, tokens, experts, chosen, forced)
+            choice = random_choice(g, tokens, experts, chosen, forced)
+            return GatesArgs(x, squares, w, experts, width, 1e-5, choice)
 
         return inputs
 
@@ -153,4 +167,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi, dense", make(tokens, 7168, 0, 18432), small=False)
 
 
-gates = Kernel(Op("gates", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)
+gates = Kernel(Op("gates", GatesArgs, reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,33 +16,52 @@ from redline.ops.op import Case, Cost, Op
 Arguments = dense.arguments("Head", "logits")
 
 
-def reference(x: Tensor, squares: Tensor, w: Tiled, eps: float) -> Tensor:
+class HeadArgs(NamedTuple):
+    """What `head` takes."""
+
+    x: Tensor
+    squares: Tensor
+    w: Tiled
+    eps: float
+
+
+def reference(args: HeadArgs) -> Tensor:
     """x bf16 [T, D padded], squares float32 [parts, 8] (`dense`); w [V, D]. -> logits float32 [T, V]."""
-    return dense.product(x, w) * dense.rstd_of(squares, x.shape[0], w.inputs, eps)
+    return dense.product(args.x, args.w) * dense.rstd_of(args.squares, args.x.shape[0], args.w.inputs, args.eps)
 
 
-def cuda(x: Tensor, squares: Tensor, w: Tiled, eps: float) -> Tensor:
+def cuda(args: HeadArgs) -> Tensor:
+    x, w = args.x, args.w
     kernel, blocks = dense.kernel_of("HEAD", w, x.shape[0])
     logits = torch.empty(x.shape[0], w.outputs, device=x.device)
     given: ctypes.Structure = Arguments(
-        *(address(w.data), address(x), address(squares), address(logits), x.shape[0], squares.shape[0], eps)
+        *(
+            address(w.data),
+            address(x),
+            address(args.squares),
+            address(logits),
+            x.shape[0],
+            args.squares.shape[0],
+            args.eps,
+        )
     )
     kernel.launch(given, blocks)
     return logits
 
 
-def fits(x: Tensor, squares: Tensor, w: Tiled, eps: float) -> bool:
-    return dense.fits(x, w) and squares.shape[0] <= dense.MOST_PARTS
+def fits(args: HeadArgs) -> bool:
+    return dense.fits(args.x, args.w) and args.squares.shape[0] <= dense.MOST_PARTS
 
 
-def cost(x: Tensor, squares: Tensor, w: Tiled, eps: float) -> Cost:
-    return dense.cost_of(w, x.shape[0], x, squares) + Cost(4 * x.shape[0] * w.outputs)
+def cost(args: HeadArgs) -> Cost:
+    x = args.x
+    return dense.cost_of(args.w, x.shape[0], x, args.squares) + Cost(4 * x.shape[0] * args.w.outputs)
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, v: int, d: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tiled, float]:
-            return *dense.random_x(g, tokens, d), dense.random_tiled(g, v, d), 1e-5
+        def inputs(g: torch.Generator) -> HeadArgs:
+            return HeadArgs(*dense.random_x(g, tokens, d), dense.random_tiled(g, v, d), 1e-5)
 
         return inputs
 
@@ -52,4 +72,4 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi", make(tokens, 163840, 7168), small=False)
 
 
-head = Kernel(Op("head", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)
+head = Kernel(Op("head", HeadArgs, reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)

@@ -6,6 +6,7 @@ W_a [Rq + R + P, D] times the normed residual: the query's low-rank form, ready 
 
 import ctypes
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,25 +20,37 @@ from redline.ops.op import Case, Cost, Op
 Arguments = dense.arguments("ProjectA", "gamma q squares_out kv")
 
 
-def reference(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+class ProjectAArgs(NamedTuple):
+    """What `project_a` takes."""
+
+    x: Tensor
+    squares: Tensor
+    w: Tiled
+    gamma_Q: Tensor
+    eps: float
+
+
+def reference(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
     """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w [Rq + R + P, D];
     gamma_Q float32 [Rq], of the query's norm.
 
     -> (q_a bf16 [T, Rq padded], its squares float32 [parts, T padded to 8], kv float32 [T, R + P])
     """
-    tokens, rank_q = x.shape[0], gamma_Q.shape[0]
-    y = dense.product(x, w) * dense.rstd_of(squares, tokens, w.inputs, eps)
+    w = args.w
+    tokens, rank_q = args.x.shape[0], args.gamma_Q.shape[0]
+    y = dense.product(args.x, w) * dense.rstd_of(args.squares, tokens, w.inputs, args.eps)
     q, kv = y[:, :rank_q], y[:, rank_q:].contiguous()
     squares_out = dense.part_squares(torch.cat([q, torch.zeros_like(kv)], 1), dense.blocks_of(w))
-    return dense.pad_columns((q * gamma_Q).to(torch.bfloat16)), squares_out, kv
+    return dense.pad_columns((q * args.gamma_Q).to(torch.bfloat16)), squares_out, kv
 
 
-def cuda(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
+    x, squares, w, gamma_Q = args.x, args.squares, args.w, args.gamma_Q
     tokens, rank_q = x.shape[0], gamma_Q.shape[0]
     if tokens > dense.MOST_TOKENS:
         from redline.kernels.hopper.triton import dense as streamed
 
-        return streamed.project_a(x, squares, w, gamma_Q, eps)
+        return streamed.project_a(x, squares, w, gamma_Q, args.eps)
     rank_q_padded = padded(rank_q, PAD_K)
     kernel, blocks = dense.kernel_of("PROJECT_A", w, tokens, RANK_Q=rank_q, RANK_Q_PADDED=rank_q_padded)
     q_a = torch.empty(tokens, rank_q_padded, dtype=torch.bfloat16, device=x.device)
@@ -45,29 +58,31 @@ def cuda(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> t
     kv = torch.empty(tokens, w.outputs - rank_q, device=x.device)
     given: ctypes.Structure = Arguments(
         *(address(w.data), address(x), address(squares), address(gamma_Q)),
-        *(address(q_a), address(squares_out), address(kv), tokens, squares.shape[0], eps),
+        *(address(q_a), address(squares_out), address(kv), tokens, squares.shape[0], args.eps),
     )
     kernel.launch(given, blocks)
     return q_a, squares_out, kv
 
 
-def fits(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> bool:
-    if squares.shape[0] > dense.MOST_PARTS:
+def fits(args: ProjectAArgs) -> bool:
+    if args.squares.shape[0] > dense.MOST_PARTS:
         return False
-    return dense.streams(x, w) or (dense.fits(x, w) and gamma_Q.shape[0] % 2 == 0)
+    return dense.streams(args.x, args.w) or (dense.fits(args.x, args.w) and args.gamma_Q.shape[0] % 2 == 0)
 
 
-def cost(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> Cost:
-    tokens, rank_q = x.shape[0], gamma_Q.shape[0]
-    written = Cost(tokens * (2 * rank_q + 4 * (w.outputs - rank_q)))
-    return dense.cost_of(w, tokens, x, squares, gamma_Q) + written
+def cost(args: ProjectAArgs) -> Cost:
+    tokens, rank_q = args.x.shape[0], args.gamma_Q.shape[0]
+    written = Cost(tokens * (2 * rank_q + 4 * (args.w.outputs - rank_q)))
+    return dense.cost_of(args.w, tokens, args.x, args.squares, args.gamma_Q) + written
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, d: int, rank_q: int, kv: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tiled, Tensor, float]:
+        def inputs(g: torch.Generator) -> ProjectAArgs:
             x, squares = dense.random_x(g, tokens, d)
-            return x, squares, dense.random_tiled(g, rank_q + kv, d), torch.rand(rank_q, generator=g) + 0.5, 1e-5
+            return ProjectAArgs(
+                x, squares, dense.random_tiled(g, rank_q + kv, d), torch.rand(rank_q, generator=g) + 0.5, 1e-5
+            )
 
         return inputs
 
@@ -81,4 +96,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=8 Kimi's width", make(8, 7168, 24, 24))
 
 
-project_a = Kernel(Op("project_a", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)
+project_a = Kernel(Op("project_a", ProjectAArgs, reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)

@@ -6,6 +6,7 @@ Attention's output projection [D, H V], the down projection of a dense MLP [D, I
 
 import ctypes
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,61 +21,70 @@ from redline.ops.op import Case, Cost, Op
 Arguments = dense.arguments("ProjectOut", "residual gamma residual_out x_out squares_out")
 
 
-def reference(
-    y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+class ProjectOutArgs(NamedTuple):
+    """What `project_out` takes."""
+
+    y: Tensor
+    w: Tiled | Slabs
+    residual_TD: Tensor
+    gamma_D: Tensor
+    routed_TD: Tensor | None = None
+
+
+def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
     """y bf16 [T, K padded]; w [D, K]; residual float32 [T, D]; gamma_D float32 [D], of the norm that follows;
     routed_TD float32: added as well.
 
     -> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8]); `dense` says what
     they are.
     """
-    residual = residual_TD + dense.product(y, w)
-    if routed_TD is not None:
-        residual += routed_TD
-    x = dense.pad_columns((residual * gamma_D).to(torch.bfloat16))
-    return residual, x, dense.part_squares(residual, dense.blocks_of(w))
+    residual = args.residual_TD + dense.product(args.y, args.w)
+    if args.routed_TD is not None:
+        residual += args.routed_TD
+    x = dense.pad_columns((residual * args.gamma_D).to(torch.bfloat16))
+    return residual, x, dense.part_squares(residual, dense.blocks_of(args.w))
 
 
-def cuda(
-    y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
+    y, w = args.y, args.w
     tokens, d_padded = y.shape[0], padded(w.outputs, PAD_K)
     if tokens > dense.MOST_TOKENS:
         from redline.kernels.hopper.triton import dense as streamed
 
-        return streamed.project_out(y, w, residual_TD, gamma_D, routed_TD)
+        return streamed.project_out(y, w, args.residual_TD, args.gamma_D, args.routed_TD)
     assert isinstance(w, Tiled)
     kernel, blocks = dense.kernel_of("PROJECT_OUT", w, tokens, OUTPUTS_PADDED=d_padded)
     residual = torch.empty(tokens, w.outputs, device=y.device)
     x = torch.empty(tokens, d_padded, dtype=torch.bfloat16, device=y.device)
     squares = torch.empty(blocks, dense.MOST_TOKENS, device=y.device)
     given: ctypes.Structure = Arguments(
-        *(address(w.data), address(y), 0, address(residual_TD), address(gamma_D)),
+        *(address(w.data), address(y), 0, address(args.residual_TD), address(args.gamma_D)),
         *(address(residual), address(x), address(squares), tokens, 0, 0.0),
     )
     kernel.launch(given, blocks)
     return residual, x, squares
 
 
-def fits(y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None = None) -> bool:
-    return dense.streams(y, w) or (isinstance(w, Tiled) and routed_TD is None and dense.fits(y, w))
+def fits(args: ProjectOutArgs) -> bool:
+    w = args.w
+    return dense.streams(args.y, w) or (isinstance(w, Tiled) and args.routed_TD is None and dense.fits(args.y, w))
 
 
-def cost(y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None = None) -> Cost:
-    read = [y, residual_TD, residual_TD, gamma_D, *([] if routed_TD is None else [routed_TD])]
-    return dense.cost_of(w, y.shape[0], *read) + Cost(2 * y.shape[0] * w.outputs)
+def cost(args: ProjectOutArgs) -> Cost:
+    y = args.y
+    read = [y, args.residual_TD, args.residual_TD, args.gamma_D, *([] if args.routed_TD is None else [args.routed_TD])]
+    return dense.cost_of(args.w, y.shape[0], *read) + Cost(2 * y.shape[0] * args.w.outputs)
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, d: int, k: int, *, shared: bool = False):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tiled | Slabs, Tensor, Tensor, Tensor | None]:
+        def inputs(g: torch.Generator) -> ProjectOutArgs:
             y, _ = dense.random_x(g, tokens, k)
             weight = (torch.randn(d, k, generator=g) * k**-0.5).to(torch.bfloat16)
             residual, gamma = torch.randn(tokens, d, generator=g), torch.rand(d, generator=g) + 0.5
             if not shared:
-                return y, Tiled.prepare(weight), residual, gamma, None
-            return y, Slabs.prepare(weight), residual, gamma, torch.randn(tokens, d, generator=g)
+                return ProjectOutArgs(y, Tiled.prepare(weight), residual, gamma, None)
+            return ProjectOutArgs(y, Slabs.prepare(weight), residual, gamma, torch.randn(tokens, d, generator=g))
 
         return inputs
 
@@ -97,4 +107,4 @@ def cases() -> Iterator[Case]:
     yield Case("T=1 Kimi's dense MLP", make(1, 32, 18432))
 
 
-project_out = Kernel(Op("project_out", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)
+project_out = Kernel(Op("project_out", ProjectOutArgs, reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)

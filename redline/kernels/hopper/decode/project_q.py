@@ -6,6 +6,7 @@ W_q [H (N + P), Rq] times the normed low-rank query, the last P of each head rot
 
 import ctypes
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,19 +24,23 @@ PLANES = {torch.bfloat16: "PLANE_BF16", torch.float32: "PLANE_F32", torch.float8
 MOST_ROW = 1024  # R + P: two numbers of a thread
 
 
-def reference(
-    q_a: Tensor,
-    squares: Tensor,
-    w: Tiled,
-    heads: int,
-    kv: Tensor,
-    gamma_R: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows_T: Tensor,
-    plane: Tensor,
-    eps: float,
-) -> Tensor:
+class ProjectQArgs(NamedTuple):
+    """What `project_q` takes."""
+
+    q_a: Tensor
+    squares: Tensor
+    w: Tiled
+    heads: int
+    kv: Tensor
+    gamma_R: Tensor
+    cos: Tensor
+    sin: Tensor
+    rows_T: Tensor
+    plane: Tensor
+    eps: float
+
+
+def reference(args: ProjectQArgs) -> Tensor:
     """q_a bf16 [T, Rq padded], squares float32 [parts, T padded to 8], kv float32 [T, R + P]: of `project_a`.
 
     gamma_R float32 [R], of the latent's norm; cos, sin float32 [T, P / 2]; rows_T int64: page * 64 + place;
@@ -43,89 +48,77 @@ def reference(
 
     Writes the plane at rows_T.
     """
-    tokens, rank, rope = q_a.shape[0], gamma_R.shape[0], 2 * cos.shape[1]
-    q = (dense.product(q_a, w) * dense.rstd_of(squares, tokens, w.inputs, eps)).unflatten(-1, (heads, -1))
-    q[..., -rope:] = rotate(q[..., -rope:], cos[:, None], sin[:, None])
-    latent = kv[:, :rank] * torch.rsqrt(kv[:, :rank].pow(2).mean(-1, keepdim=True) + eps) * gamma_R
-    row = torch.cat([latent, rotate(kv[:, rank:], cos, sin)], -1)
-    plane.view(-1, plane.shape[-1])[rows_T] = stored(row, plane.dtype)
+    kv, cos, plane = args.kv, args.cos, args.plane
+    tokens, rank, rope = args.q_a.shape[0], args.gamma_R.shape[0], 2 * cos.shape[1]
+    q = (dense.product(args.q_a, args.w) * dense.rstd_of(args.squares, tokens, args.w.inputs, args.eps)).unflatten(
+        -1, (args.heads, -1)
+    )
+    q[..., -rope:] = rotate(q[..., -rope:], cos[:, None], args.sin[:, None])
+    latent = kv[:, :rank] * torch.rsqrt(kv[:, :rank].pow(2).mean(-1, keepdim=True) + args.eps) * args.gamma_R
+    row = torch.cat([latent, rotate(kv[:, rank:], cos, args.sin)], -1)
+    plane.view(-1, plane.shape[-1])[args.rows_T] = stored(row, plane.dtype)
     return q.to(torch.bfloat16)
 
 
-def cuda(
-    q_a: Tensor,
-    squares: Tensor,
-    w: Tiled,
-    heads: int,
-    kv: Tensor,
-    gamma_R: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows_T: Tensor,
-    plane: Tensor,
-    eps: float,
-) -> Tensor:
+def cuda(args: ProjectQArgs) -> Tensor:
+    q_a, squares, w, heads, gamma_R, cos, plane = (
+        args.q_a,
+        args.squares,
+        args.w,
+        args.heads,
+        args.gamma_R,
+        args.cos,
+        args.plane,
+    )
     tokens, rope, width = q_a.shape[0], 2 * cos.shape[1], w.outputs // heads
     if tokens > dense.MOST_TOKENS:
         from redline.kernels.hopper.triton import dense as streamed
 
-        return streamed.project_q(q_a, squares, w, heads, kv, gamma_R, cos, sin, rows_T, plane, eps)
+        return streamed.project_q(q_a, squares, w, heads, args.kv, gamma_R, cos, args.sin, args.rows_T, plane, args.eps)
     sizes = {"NOPE": width - rope, "ROPE": rope, "RANK": gamma_R.shape[0], "PLANE": PLANES[plane.dtype]}
     kernel, blocks = dense.kernel_of("PROJECT_Q", w, tokens, **sizes)
     q = torch.empty(tokens, heads, width, dtype=torch.bfloat16, device=q_a.device)
     given: ctypes.Structure = Arguments(
-        *(address(w.data), address(q_a), address(squares), address(kv), address(gamma_R), address(cos), address(sin)),
-        *(address(rows_T), address(plane), address(q), tokens, squares.shape[0], eps),
+        *(
+            address(w.data),
+            address(q_a),
+            address(squares),
+            address(args.kv),
+            address(gamma_R),
+            address(cos),
+            address(args.sin),
+        ),
+        *(address(args.rows_T), address(plane), address(q), tokens, squares.shape[0], args.eps),
     )
     kernel.launch(given, blocks)
     return q
 
 
-def fits(
-    q_a: Tensor,
-    squares: Tensor,
-    w: Tiled,
-    heads: int,
-    kv: Tensor,
-    gamma_R: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows_T: Tensor,
-    plane: Tensor,
-    eps: float,
-) -> bool:
-    rank, row = gamma_R.shape[0], kv.shape[1]
+def fits(args: ProjectQArgs) -> bool:
+    q_a, w = args.q_a, args.w
+    rank, row = args.gamma_R.shape[0], args.kv.shape[1]
     return (
         (dense.streams(q_a, w) or (dense.fits(q_a, w) and q_a.shape[0] <= dense.blocks_of(w)))
-        and squares.shape[0] <= dense.MOST_PARTS
-        and plane.dtype in PLANES
+        and args.squares.shape[0] <= dense.MOST_PARTS
+        and args.plane.dtype in PLANES
         and rank % 2 == 0
         and row <= MOST_ROW
-        and (w.outputs // heads) % 2 == 0
+        and (w.outputs // args.heads) % 2 == 0
     )
 
 
-def cost(
-    q_a: Tensor,
-    squares: Tensor,
-    w: Tiled,
-    heads: int,
-    kv: Tensor,
-    gamma_R: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    rows_T: Tensor,
-    plane: Tensor,
-    eps: float,
-) -> Cost:
-    tokens = q_a.shape[0]
-    written = Cost(tokens * (2 * w.outputs + kv.shape[1] * plane.element_size()))
-    return dense.cost_of(w, tokens, q_a, squares, kv, gamma_R, cos, sin, rows_T) + written
+def cost(args: ProjectQArgs) -> Cost:
+    tokens = args.q_a.shape[0]
+    written = Cost(tokens * (2 * args.w.outputs + args.kv.shape[1] * args.plane.element_size()))
+    return (
+        dense.cost_of(args.w, tokens, args.q_a, args.squares, args.kv, args.gamma_R, args.cos, args.sin, args.rows_T)
+        + written
+    )
 
 
 def cases() -> Iterator[Case]:
     def make(tokens: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype):
-        def inputs(g: torch.Generator) -> tuple[object, ...]:
+        def inputs(g: torch.Generator) -> ProjectQArgs:
             rank_q, heads, nope, rope, rank = sizes
             q_a, squares = dense.random_x(g, tokens, rank_q)
             w = dense.random_tiled(g, heads * (nope + rope), rank_q)
@@ -136,7 +129,7 @@ def cases() -> Iterator[Case]:
             rows = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
             plane = torch.full((3, PAGE_TOKENS, rank + rope), 7.0).to(dtype)
             gamma = torch.rand(rank, generator=g) + 0.5
-            return q_a, squares, w, heads, kv, gamma, angle.cos(), angle.sin(), rows, plane, 1e-5
+            return ProjectQArgs(q_a, squares, w, heads, kv, gamma, angle.cos(), angle.sin(), rows, plane, 1e-5)
 
         return inputs
 
@@ -156,4 +149,6 @@ def cases() -> Iterator[Case]:
         yield Case(f"T={tokens} Kimi e4m3 pages", make(tokens, kimi, torch.float8_e4m3fn), small=False)
 
 
-project_q = Kernel(Op("project_q", reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)
+project_q = Kernel(
+    Op("project_q", ProjectQArgs, reference, cost, cases, rtol=dense.RTOL, writes=("plane",)), cuda, "hopper", fits
+)

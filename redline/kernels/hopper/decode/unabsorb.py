@@ -8,6 +8,7 @@ its splits: 16.8 MB from the L2 cache for a query of 128.
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +26,26 @@ _COLUMNS = 8  # queries that a block takes at once
 _Arguments = structure("Arguments", "partial lse weight out", "queries heads splits width")
 
 
-def _reference(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
+class UnabsorbArgs(NamedTuple):
+    """What `unabsorb` takes."""
+
+    partial_QHSR: Tensor
+    lse_QHS: Tensor
+    w_uv: Tiled
+
+
+def _reference(args: UnabsorbArgs) -> Tensor:
     """partial bf16 [Q, H, S, R], lse float32 [Q, H, S] (natural) of `attend`; w_uv [H, V, R].
 
     Splits with a log-sum-exp of -inf are the last ones, and are not read; where all are, o is 0.
     -> o bf16 [Q, H V padded to 128 with zeros].
     """
-    holds = lse_QHS > -torch.inf
-    shares = lse_QHS.softmax(-1).where(holds, 0.0)
+    partial_QHSR = args.partial_QHSR
+    holds = args.lse_QHS > -torch.inf
+    shares = args.lse_QHS.softmax(-1).where(holds, 0.0)
     latents = torch.einsum("qhs,qhsr->qhr", shares, partial_QHSR.float().where(holds[..., None], 0.0))
     latents = latents.to(partial_QHSR.dtype).float()
-    out = torch.einsum("qhr,hvr->qhv", latents, w_uv.dense().float()).flatten(1).to(partial_QHSR.dtype)
+    out = torch.einsum("qhr,hvr->qhv", latents, args.w_uv.dense().float()).flatten(1).to(partial_QHSR.dtype)
     return F.pad(out, (0, padded(out.shape[1], PAD_K) - out.shape[1]))
 
 
@@ -48,42 +58,44 @@ def _kernel(rank: int, value: int, groups: int) -> CudaKernel:
     return CudaKernel("decode/unabsorb.cu", "unabsorb", defines, rank * value + shares + latents + team_sums + sums + 8)
 
 
-def _cuda(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Tensor:
+def _cuda(args: UnabsorbArgs) -> Tensor:
+    partial_QHSR = args.partial_QHSR
     queries, heads, splits, rank = partial_QHSR.shape
-    value = w_uv.shape[1]
+    value = args.w_uv.shape[1]
     width = padded(heads * value, PAD_K)
     out = torch.empty(queries, width, dtype=torch.bfloat16, device=partial_QHSR.device)
-    inputs = (partial_QHSR, lse_QHS, w_uv.data, out)
+    inputs = (partial_QHSR, args.lse_QHS, args.w_uv.data, out)
     arguments = _Arguments(*map(address, inputs), queries, heads, splits, width)
     groups = 1 if queries <= _COLUMNS else 2
     _kernel(rank, value, groups).launch(arguments, heads if queries else 0, 2 * groups)
     return out
 
 
-def _cuda_fits(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> bool:
-    splits, rank = partial_QHSR.shape[2:]
+def _cuda_fits(args: UnabsorbArgs) -> bool:
+    w_uv = args.w_uv
+    splits, rank = args.partial_QHSR.shape[2:]
     tiles = w_uv.shape[1] // 32  # rows of a block, 16 each; the other warps share R
     whole = w_uv.shape[1] % 32 == 0 and tiles in (2, 4, 8) and rank % (32 * (16 // tiles)) == 0
     return whole and splits <= MAX_SPLITS and rank in (128, 256, 512) and rank * w_uv.shape[1] <= 65536
 
 
-def _cost(partial_QHSR: Tensor, lse_QHS: Tensor, w_uv: Tiled) -> Cost:
-    queries, heads, _, rank = partial_QHSR.shape
-    value = w_uv.shape[1]
-    moved = w_uv.nbytes + partial_QHSR.nbytes + lse_QHS.nbytes + queries * heads * value * 2
+def _cost(args: UnabsorbArgs) -> Cost:
+    queries, heads, _, rank = args.partial_QHSR.shape
+    value = args.w_uv.shape[1]
+    moved = args.w_uv.nbytes + args.partial_QHSR.nbytes + args.lse_QHS.nbytes + queries * heads * value * 2
     return Cost(moved, 2 * queries * heads * rank * value)
 
 
 def _cases() -> Iterator[Case]:
     def make(queries: int, heads: int, splits: int, rank: int = 512):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tiled]:
+        def inputs(g: torch.Generator) -> UnabsorbArgs:
             w_uv = (torch.randn(heads, 128, rank, generator=g) * rank**-0.5).to(torch.bfloat16)
             partial = torch.randn(queries, heads, splits, rank, generator=g).to(torch.bfloat16)
             lse = torch.randn(queries, heads, splits, generator=g) * 2
             for query in range(queries):  # the last splits of some queries hold nothing
                 lse[query, :, max(1, splits - query) :] = -torch.inf
                 partial[query, :, max(1, splits - query) :] = torch.nan
-            return partial, lse, Tiled.prepare(w_uv)
+            return UnabsorbArgs(partial, lse, Tiled.prepare(w_uv))
 
         return inputs
 
@@ -98,4 +110,6 @@ def _cases() -> Iterator[Case]:
 
 
 # Both round latents to bf16, and sums in another order, 2e-5 apart, are rounded apart in 2e-5 / 2^-7 of all cases.
-unabsorb = Kernel(Op("unabsorb", _reference, _cost, _cases, rtol=(2e-5 * 2**-7) ** 0.5), _cuda, "hopper", _cuda_fits)
+unabsorb = Kernel(
+    Op("unabsorb", UnabsorbArgs, _reference, _cost, _cases, rtol=(2e-5 * 2**-7) ** 0.5), _cuda, "hopper", _cuda_fits
+)

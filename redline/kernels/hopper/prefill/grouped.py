@@ -6,7 +6,7 @@ device knows how the tokens spread: no size here depends on it, so a step can be
 
 import math
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,22 +24,32 @@ _COLUMN_BYTES = 128  # of a step
 _GATHER_PARTS = 4  # blocks that share a tile
 
 
-def _reference(
-    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
-) -> Tensor:
+class GroupedExpertsArgs(NamedTuple):
+    """What `grouped_experts` takes."""
+
+    x_TD: Tensor
+    ids_TK: Tensor
+    weights_TK: Tensor
+    up: Records
+    down: Records
+    rstd_T: Tensor | None = None
+
+
+def _reference(args: GroupedExpertsArgs) -> Tensor:
     """x bf16 [T, D or padded with anything], ids int32, weights float32 -> float32 [T, D]
 
     rstd_T float32 [T or more]: what x is multiplied by, where it is not normed.
     """
-    x_TD = x_TD[:, : up.inputs].float()
-    if rstd_T is not None:
-        x_TD = x_TD * rstd_T[: x_TD.shape[0], None]
+    x_TD = args.x_TD
+    x_TD = x_TD[:, : args.up.inputs].float()
+    if args.rstd_T is not None:
+        x_TD = x_TD * args.rstd_T[: x_TD.shape[0], None]
     y_TD = torch.zeros_like(x_TD)
-    for expert in ids_TK.unique().tolist():
-        rows, choice = torch.where(ids_TK == expert)
-        gate, upper = (x_TD[rows] @ up.dense(expert).T).chunk(2, -1)
-        part = (F.silu(gate) * upper) @ down.dense(expert).T
-        y_TD = y_TD.index_add(0, rows, part * weights_TK[rows, choice, None])
+    for expert in args.ids_TK.unique().tolist():
+        rows, choice = torch.where(args.ids_TK == expert)
+        gate, upper = (x_TD[rows] @ args.up.dense(expert).T).chunk(2, -1)
+        part = (F.silu(gate) * upper) @ args.down.dense(expert).T
+        y_TD = y_TD.index_add(0, rows, part * args.weights_TK[rows, choice, None])
     return y_TD
 
 
@@ -88,13 +98,12 @@ def _product_kernel(records: Records) -> CudaKernel:
     return _kernels[key]
 
 
-def _cuda(
-    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
-) -> Tensor:
-    (tokens, chosen), device, experts = ids_TK.shape, x_TD.device, up.experts
+def _cuda(args: GroupedExpertsArgs) -> Tensor:
+    x_TD, up, down = args.x_TD, args.up, args.down
+    (tokens, chosen), device, experts = args.ids_TK.shape, x_TD.device, up.experts
     out = torch.empty(tokens, up.inputs, dtype=torch.float32, device=device)
     pairs = tokens * chosen
-    columns, tiles = sort_pairs(ids_TK, weights_TK, experts)
+    columns, tiles = sort_pairs(args.ids_TK, args.weights_TK, experts)
     rows, most = most_rows(pairs, experts), most_tiles(pairs, experts)
 
     def room(*shape: int) -> Tensor:
@@ -104,7 +113,7 @@ def _cuda(
     columns_of_x = y = room(max(x_bytes, y_bytes))  # x is no longer read when y is made
     columns_of_h = room(rows * down.form.width * 2)
     gather = _Gather(
-        *(address(part) for part in (x_TD, rstd_T, columns_of_x, columns, tiles)),
+        *(address(part) for part in (x_TD, args.rstd_T, columns_of_x, columns, tiles)),
         *(x_TD.shape[1], _GATHER_PARTS),
     )
     blocks = _blocks(device) if pairs else 0
@@ -122,25 +131,26 @@ def _blocks(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def _cuda_fits(
-    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
-) -> bool:
-    right = x_TD.dtype == torch.bfloat16 and ids_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
-    return right and x_TD.shape[1] % 8 == 0 and up.inputs % 32 == 0 and up.experts < 512
+def _cuda_fits(args: GroupedExpertsArgs) -> bool:
+    right = (
+        args.x_TD.dtype == torch.bfloat16
+        and args.ids_TK.dtype == torch.int32
+        and args.weights_TK.dtype == torch.float32
+    )
+    return right and args.x_TD.shape[1] % 8 == 0 and args.up.inputs % 32 == 0 and args.up.experts < 512
 
 
-def _cost(
-    x_TD: Tensor, ids_TK: Tensor, weights_TK: Tensor, up: Records, down: Records, rstd_T: Tensor | None = None
-) -> Cost:
+def _cost(args: GroupedExpertsArgs) -> Cost:
     """Bytes of the experts that are really chosen, once each."""
-    chosen, pairs = ids_TK.unique().numel(), ids_TK.numel()
-    read = (up.nbytes + down.nbytes) // up.experts * chosen
-    return Cost(read + 3 * x_TD.nbytes + 8 * pairs, 2 * pairs * down.inputs * up.inputs * 3)
+    up = args.up
+    chosen, pairs = args.ids_TK.unique().numel(), args.ids_TK.numel()
+    read = (up.nbytes + args.down.nbytes) // up.experts * chosen
+    return Cost(read + 3 * args.x_TD.nbytes + 8 * pairs, 2 * pairs * args.down.inputs * up.inputs * 3)
 
 
 def _cases() -> Iterator[Case]:
     def make(kind: Kind, tokens: int, d: int, i: int, e: int, k: int, favour: float = 0.0, rms: float = 0.0):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Records, Records, Tensor | None]:
+        def inputs(g: torch.Generator) -> GroupedExpertsArgs:
             spread = torch.rand(tokens, generator=g) * rms + 1.0
             x = (torch.randn(tokens, d, generator=g) * spread[:, None]).to(torch.bfloat16)
             scores = torch.rand(tokens, e, generator=g)
@@ -148,7 +158,7 @@ def _cases() -> Iterator[Case]:
             ids = scores.topk(k).indices.to(torch.int32)
             up = Records.prepare("up", random_experts(g, kind, "up", e, 2 * i, d))
             down = Records.prepare("down", random_experts(g, kind, "down", e, d, i))
-            return x, ids, torch.rand(tokens, k, generator=g), up, down, 1 / spread if rms else None
+            return GroupedExpertsArgs(x, ids, torch.rand(tokens, k, generator=g), up, down, 1 / spread if rms else None)
 
         return inputs
 
@@ -168,4 +178,6 @@ def rtol_of(kind: Kind) -> float:
     return math.hypot(2**-8, 2**-8 if kind == "BF16" else 2**-11)
 
 
-grouped_experts = Kernel(Op("grouped_experts", _reference, _cost, _cases), _cuda, "hopper", _cuda_fits)
+grouped_experts = Kernel(
+    Op("grouped_experts", GroupedExpertsArgs, _reference, _cost, _cases), _cuda, "hopper", _cuda_fits
+)

@@ -5,6 +5,7 @@ Four ops, by Triton on a GPU (`triton/rows.py`). What a product reads is bf16, f
 """
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,35 +26,43 @@ def _filled(x_TK: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------- norm_rows
 
 
-def _norm_reference(
-    residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
+class NormRowsArgs(NamedTuple):
+    """What `norm_rows` takes."""
+
+    residual_TD: Tensor
+    partial_TD: Tensor | None
+    gamma_D: Tensor
+    eps: float
+
+
+def _norm_reference(args: NormRowsArgs) -> tuple[Tensor, Tensor]:
     """residual float32; partial float32 or bf16. -> (residual + partial, in place; its norm bf16 [T, D filled])."""
-    if partial_TD is not None:
-        residual_TD += partial_TD
-    return residual_TD, _filled(rms_norm(residual_TD, gamma_D, eps))
+    residual_TD = args.residual_TD
+    if args.partial_TD is not None:
+        residual_TD += args.partial_TD
+    return residual_TD, _filled(rms_norm(residual_TD, args.gamma_D, args.eps))
 
 
-def _norm_cuda(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm_cuda(args: NormRowsArgs) -> tuple[Tensor, Tensor]:
     from redline.kernels.hopper.triton import rows
 
-    return rows.add_norm(residual_TD, partial_TD, gamma_D, eps)
+    return rows.add_norm(args.residual_TD, args.partial_TD, args.gamma_D, args.eps)
 
 
-def _norm_fits(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, eps: float) -> bool:
-    return residual_TD.is_contiguous() and (partial_TD is None or partial_TD.is_contiguous())
+def _norm_fits(args: NormRowsArgs) -> bool:
+    return args.residual_TD.is_contiguous() and (args.partial_TD is None or args.partial_TD.is_contiguous())
 
 
-def _norm_cost(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, eps: float) -> Cost:
-    added = 0 if partial_TD is None else residual_TD.nbytes + partial_TD.nbytes
-    return Cost(residual_TD.nbytes * 3 // 2 + added + gamma_D.nbytes)
+def _norm_cost(args: NormRowsArgs) -> Cost:
+    added = 0 if args.partial_TD is None else args.residual_TD.nbytes + args.partial_TD.nbytes
+    return Cost(args.residual_TD.nbytes * 3 // 2 + added + args.gamma_D.nbytes)
 
 
 def _norm_cases() -> Iterator[Case]:
     def make(tokens: int, d: int, first: bool):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor | None, Tensor, float]:
+        def inputs(g: torch.Generator) -> NormRowsArgs:
             partial = None if first else torch.randn(tokens, d, generator=g)
-            return torch.randn(tokens, d, generator=g), partial, torch.rand(d, generator=g) + 0.5, 1e-5
+            return NormRowsArgs(torch.randn(tokens, d, generator=g), partial, torch.rand(d, generator=g) + 0.5, 1e-5)
 
         return inputs
 
@@ -65,48 +74,56 @@ def _norm_cases() -> Iterator[Case]:
 # ---------------------------------------------------------------------------------------------------------- split_a
 
 
-def _split_reference(
-    a_TA: Tensor, q_gamma: Tensor, kv_gamma: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Tensor, eps: float
-) -> Tensor:
+class SplitAArgs(NamedTuple):
+    """What `split_a` takes."""
+
+    a_TA: Tensor
+    q_gamma: Tensor
+    kv_gamma: Tensor
+    cos: Tensor
+    sin: Tensor
+    rows_T: Tensor
+    plane: Tensor
+    eps: float
+
+
+def _split_reference(args: SplitAArgs) -> Tensor:
     """a float32 [T, Rq + R + P], the product with W_a -> q_a bf16 [T, Rq filled], normed.
 
     Writes the latent, normed, and its rotated key at rows_T (int64) of plane [pages, 64, R + P]; e4m3 saturates.
     """
-    rank_q, rank = q_gamma.shape[0], kv_gamma.shape[0]
-    q, latent, key = a_TA.split([rank_q, rank, a_TA.shape[1] - rank_q - rank], 1)
-    row = torch.cat([rms_norm(latent, kv_gamma, eps), rotate(key, cos, sin)], 1)
-    plane.view(-1, plane.shape[-1])[rows_T] = stored(row, plane.dtype)
-    return _filled(rms_norm(q, q_gamma, eps))
+    plane = args.plane
+    rank_q, rank = args.q_gamma.shape[0], args.kv_gamma.shape[0]
+    q, latent, key = args.a_TA.split([rank_q, rank, args.a_TA.shape[1] - rank_q - rank], 1)
+    row = torch.cat([rms_norm(latent, args.kv_gamma, args.eps), rotate(key, args.cos, args.sin)], 1)
+    plane.view(-1, plane.shape[-1])[args.rows_T] = stored(row, plane.dtype)
+    return _filled(rms_norm(q, args.q_gamma, args.eps))
 
 
-def _split_cuda(
-    a_TA: Tensor, q_gamma: Tensor, kv_gamma: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Tensor, eps: float
-) -> Tensor:
+def _split_cuda(args: SplitAArgs) -> Tensor:
     from redline.kernels.hopper.triton import rows
 
-    return rows.split_a(a_TA, q_gamma, kv_gamma, cos, sin, rows_T, plane, eps)
+    return rows.split_a(args.a_TA, args.q_gamma, args.kv_gamma, args.cos, args.sin, args.rows_T, args.plane, args.eps)
 
 
-def _split_fits(a_TA: Tensor, q_gamma: Tensor, kv_gamma: Tensor, *_: object) -> bool:
-    return kv_gamma.shape[0].bit_count() == 1
+def _split_fits(args: SplitAArgs) -> bool:
+    return args.kv_gamma.shape[0].bit_count() == 1
 
 
-def _split_cost(
-    a_TA: Tensor, q_gamma: Tensor, kv_gamma: Tensor, cos: Tensor, sin: Tensor, rows_T: Tensor, plane: Tensor, eps: float
-) -> Cost:
-    written = q_gamma.shape[0] * 2 + plane.shape[-1] * plane.element_size()
-    return Cost(a_TA.nbytes + a_TA.shape[0] * written)
+def _split_cost(args: SplitAArgs) -> Cost:
+    written = args.q_gamma.shape[0] * 2 + args.plane.shape[-1] * args.plane.element_size()
+    return Cost(args.a_TA.nbytes + args.a_TA.shape[0] * written)
 
 
 def _split_cases() -> Iterator[Case]:
     def make(tokens: int, rank_q: int, dtype: torch.dtype):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float]:
+        def inputs(g: torch.Generator) -> SplitAArgs:
             a, angle = torch.randn(tokens, rank_q + 576, generator=g), torch.rand(tokens, 32, generator=g) * 6
             a[0, -2:] = 1000.0  # beyond e4m3
             gammas = torch.rand(rank_q, generator=g), torch.rand(512, generator=g)
             rows = torch.randperm(3 * PAGE_TOKENS, generator=g)[:tokens]
             plane = torch.full((3, PAGE_TOKENS, 576), 7.0).to(dtype)
-            return a, *gammas, angle.cos(), angle.sin(), rows, plane, 1e-5
+            return SplitAArgs(a, *gammas, angle.cos(), angle.sin(), rows, plane, 1e-5)
 
         return inputs
 
@@ -120,28 +137,37 @@ def _split_cases() -> Iterator[Case]:
 # ----------------------------------------------------------------------------------------------------- rotate_heads
 
 
-def _rotate_reference(q_THX: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+class RotateHeadsArgs(NamedTuple):
+    """What `rotate_heads` takes."""
+
+    q_THX: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def _rotate_reference(args: RotateHeadsArgs) -> Tensor:
     """Turns the last P of each head by its token's angles [T, P / 2], in place. q bf16 [T, H, N + P]."""
-    part = q_THX[..., -2 * cos.shape[1] :]
-    part.copy_(rotate(part.float(), cos[:, None], sin[:, None]))
-    return q_THX
+    part = args.q_THX[..., -2 * args.cos.shape[1] :]
+    part.copy_(rotate(part.float(), args.cos[:, None], args.sin[:, None]))
+    return args.q_THX
 
 
-def _rotate_cuda(q_THX: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_cuda(args: RotateHeadsArgs) -> Tensor:
     from redline.kernels.hopper.triton import rows
 
-    return rows.rotate_heads(q_THX, cos, sin)
+    return rows.rotate_heads(args.q_THX, args.cos, args.sin)
 
 
-def _rotate_cost(q_THX: Tensor, cos: Tensor, sin: Tensor) -> Cost:
-    return Cost(2 * q_THX.shape[0] * q_THX.shape[1] * 2 * cos.shape[1] * q_THX.element_size())
+def _rotate_cost(args: RotateHeadsArgs) -> Cost:
+    q_THX = args.q_THX
+    return Cost(2 * q_THX.shape[0] * q_THX.shape[1] * 2 * args.cos.shape[1] * q_THX.element_size())
 
 
 def _rotate_cases() -> Iterator[Case]:
     def make(tokens: int, heads: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+        def inputs(g: torch.Generator) -> RotateHeadsArgs:
             angle = torch.rand(tokens, 32, generator=g) * 6
-            return torch.randn(tokens, heads, 192, generator=g).bfloat16(), angle.cos(), angle.sin()
+            return RotateHeadsArgs(torch.randn(tokens, heads, 192, generator=g).bfloat16(), angle.cos(), angle.sin())
 
         return inputs
 
@@ -152,27 +178,35 @@ def _rotate_cases() -> Iterator[Case]:
 # ----------------------------------------------------------------------------------------------------------- swiglu
 
 
-def _swiglu_reference(gates_TG: Tensor, first: int, width: int) -> Tensor:
+class SwigluArgs(NamedTuple):
+    """What `swiglu` takes."""
+
+    gates_TG: Tensor
+    first: int
+    width: int
+
+
+def _swiglu_reference(args: SwigluArgs) -> Tensor:
     """silu(gate) * up of the product with a `gates` weight, float32: from column `first` on 8 gates, then their 8 ups,
     and so on. -> bf16 [T, width filled]"""
-    gate, up = gates_TG[:, first : first + 2 * width].unflatten(1, (-1, 2, 8)).unbind(2)
+    gate, up = args.gates_TG[:, args.first : args.first + 2 * args.width].unflatten(1, (-1, 2, 8)).unbind(2)
     return _filled(F.silu(gate.flatten(1)) * up.flatten(1))
 
 
-def _swiglu_cuda(gates_TG: Tensor, first: int, width: int) -> Tensor:
+def _swiglu_cuda(args: SwigluArgs) -> Tensor:
     from redline.kernels.hopper.triton import rows
 
-    return rows.swiglu(gates_TG, first, width)
+    return rows.swiglu(args.gates_TG, args.first, args.width)
 
 
-def _swiglu_cost(gates_TG: Tensor, first: int, width: int) -> Cost:
-    return Cost(gates_TG.shape[0] * width * (2 * gates_TG.element_size() + 2))
+def _swiglu_cost(args: SwigluArgs) -> Cost:
+    return Cost(args.gates_TG.shape[0] * args.width * (2 * args.gates_TG.element_size() + 2))
 
 
 def _swiglu_cases() -> Iterator[Case]:
     def make(tokens: int, first: int, width: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, int, int]:
-            return torch.randn(tokens, first + 2 * width, generator=g), first, width
+        def inputs(g: torch.Generator) -> SwigluArgs:
+            return SwigluArgs(torch.randn(tokens, first + 2 * width, generator=g), first, width)
 
         return inputs
 
@@ -181,7 +215,16 @@ def _swiglu_cases() -> Iterator[Case]:
     yield Case("T=32 Kimi", make(32, 384, 2048), small=False)
 
 
-norm_rows = Kernel(Op("norm_rows", _norm_reference, _norm_cost, _norm_cases), _norm_cuda, "hopper", _norm_fits)
-split_a = Kernel(Op("split_a", _split_reference, _split_cost, _split_cases), _split_cuda, "hopper", _split_fits)
-rotate_heads = Kernel(Op("rotate_heads", _rotate_reference, _rotate_cost, _rotate_cases), _rotate_cuda, "hopper")
-swiglu = Kernel(Op("swiglu", _swiglu_reference, _swiglu_cost, _swiglu_cases), _swiglu_cuda, "hopper")
+norm_rows = Kernel(
+    Op("norm_rows", NormRowsArgs, _norm_reference, _norm_cost, _norm_cases), _norm_cuda, "hopper", _norm_fits
+)
+split_a = Kernel(
+    Op("split_a", SplitAArgs, _split_reference, _split_cost, _split_cases, writes=("plane",)),
+    _split_cuda,
+    "hopper",
+    _split_fits,
+)
+rotate_heads = Kernel(
+    Op("rotate_heads", RotateHeadsArgs, _rotate_reference, _rotate_cost, _rotate_cases), _rotate_cuda, "hopper"
+)
+swiglu = Kernel(Op("swiglu", SwigluArgs, _swiglu_reference, _swiglu_cost, _swiglu_cases), _swiglu_cuda, "hopper")

@@ -44,13 +44,21 @@ def tile_width(pairs: int) -> int:
     return -(-pairs // tiles // 8) * 8
 
 
-def _reference(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Sorted:
-    columns, tiles = _room(ids_TK, experts)
-    ids, weights = ids_TK.flatten(), weights_TK.float().flatten()
+class SortPairsArgs(NamedTuple):
+    """What `sort_pairs` takes."""
+
+    ids_TK: Tensor
+    weights_TK: Tensor
+    experts: int
+
+
+def _reference(args: SortPairsArgs) -> Sorted:
+    columns, tiles = _room(args.ids_TK, args.experts)
+    ids, weights = args.ids_TK.flatten(), args.weights_TK.float().flatten()
     row, count = 0, 0
     columns.fill_(-1)
     tiles.zero_()
-    for expert in range(experts):
+    for expert in range(args.experts):
         pairs = torch.where(ids == expert)[0]
         if not len(pairs):
             continue
@@ -84,30 +92,31 @@ def _kernel(experts: int) -> CudaKernel:
     return _kernels[experts]
 
 
-def _cuda(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Sorted:
-    room = _room(ids_TK, experts)
+def _cuda(args: SortPairsArgs) -> Sorted:
+    ids_TK = args.ids_TK
+    room = _room(ids_TK, args.experts)
     arguments = _Arguments(
-        address(ids_TK), address(weights_TK), address(room.columns), address(room.tiles), ids_TK.numel()
+        address(ids_TK), address(args.weights_TK), address(room.columns), address(room.tiles), ids_TK.numel()
     )
-    _kernel(experts).launch(arguments, 1)
+    _kernel(args.experts).launch(arguments, 1)
     return room
 
 
-def _cuda_fits(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> bool:
-    return ids_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32 and experts < 512
+def _cuda_fits(args: SortPairsArgs) -> bool:
+    return args.ids_TK.dtype == torch.int32 and args.weights_TK.dtype == torch.float32 and args.experts < 512
 
 
-def _cost(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Cost:
-    return Cost(2 * (ids_TK.nbytes + weights_TK.nbytes))
+def _cost(args: SortPairsArgs) -> Cost:
+    return Cost(2 * (args.ids_TK.nbytes + args.weights_TK.nbytes))
 
 
 def _cases() -> Iterator[Case]:
     def make(tokens: int, chosen: int, experts: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, int]:
+        def inputs(g: torch.Generator) -> SortPairsArgs:
             scores = torch.rand(tokens, experts, generator=g)
             scores[:, 0] += 0.3
             ids = scores.topk(chosen).indices.to(torch.int32)
-            return ids, torch.rand(tokens, chosen, generator=g), experts
+            return SortPairsArgs(ids, torch.rand(tokens, chosen, generator=g), experts)
 
         return inputs
 
@@ -117,4 +126,4 @@ def _cases() -> Iterator[Case]:
     yield Case("T=8192 Kimi", make(8192, 8, 384), small=False)
 
 
-sort_pairs = Kernel(Op("sort_pairs", _reference, _cost, _cases), _cuda, "hopper", _cuda_fits)
+sort_pairs = Kernel(Op("sort_pairs", SortPairsArgs, _reference, _cost, _cases), _cuda, "hopper", _cuda_fits)

@@ -29,7 +29,8 @@ def _done(device: torch.device) -> Tensor:
     return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 
-def run(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
+def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
+    logits_RV = args.logits_RV
     assert logits_RV.is_cuda or emulating(), "a CUDA kernel was given a CPU tensor"
     (rows, vocabulary), step, device = logits_RV.shape, logits_RV.stride(0), logits_RV.device
     width = 4 if vocabulary % 4 == step % 4 == logits_RV.data_ptr() % 16 == 0 else 1
@@ -42,7 +43,8 @@ def run(logits_RV: Tensor) -> tuple[Tensor, Tensor]:
     return ids, finite
 
 
-def fits(logits_RV: Tensor) -> bool:
+def fits(args: meaning.BestArgs) -> bool:
+    logits_RV = args.logits_RV
     return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1 and logits_RV.shape[0] <= MOST_ROWS
 
 

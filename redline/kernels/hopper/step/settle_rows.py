@@ -7,6 +7,7 @@ B rows of a step, K positions of each, T = B K.
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,13 +32,24 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 
-def reference(token_T: Tensor, finite_T: Tensor, plan_BC: Tensor, slots: SlotTensors, results: Tensor) -> None:
+class SettleRowsArgs(NamedTuple):
+    """What `settle_rows` takes."""
+
+    token_T: Tensor
+    finite_T: Tensor
+    plan_BC: Tensor
+    slots: SlotTensors
+    results: Tensor
+
+
+def reference(args: SettleRowsArgs) -> None:
     """token_T int64 and finite_T bool: of the positions, in order. Writes slots, and results from NEW on.
 
     The results have BEFORE and RAN already (`step_rows`). Recordable: no shape depends on a number.
     """
+    plan_BC, slots, results = args.plan_BC, args.slots, args.results
     rows = plan_BC.shape[0]
-    token_BK, finite_BK = token_T.view(rows, -1), finite_T.view(rows, -1)
+    token_BK, finite_BK = args.token_T.view(rows, -1), args.finite_T.view(rows, -1)
     positions, slot_B, results = token_BK.shape[1], plan_BC[:, SLOT], results[:rows]
     length_B, of_row_K = results[:, BEFORE], torch.arange(positions, device=plan_BC.device)
     # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
@@ -60,20 +72,21 @@ def _kernel() -> CudaKernel:
     return CudaKernel("step/settle_rows.cu", "settle_rows", DEFINES, shared=0, threads=MOST_ROWS)
 
 
-def cuda(token_T: Tensor, finite_T: Tensor, plan_BC: Tensor, slots: SlotTensors, results: Tensor) -> None:
-    count = plan_BC.shape[0]
-    given = token_T, finite_T, plan_BC, slots.tokens, slots.lengths, results
-    sizes = count, token_T.shape[0] // max(count, 1), slots.tokens.shape[1]
+def cuda(args: SettleRowsArgs) -> None:
+    slots = args.slots
+    count = args.plan_BC.shape[0]
+    given = args.token_T, args.finite_T, args.plan_BC, slots.tokens, slots.lengths, args.results
+    sizes = count, args.token_T.shape[0] // max(count, 1), slots.tokens.shape[1]
     _kernel().launch(_Arguments(*map(address, given), *sizes), -(-count // MOST_ROWS))
 
 
-def cost(token_T: Tensor, finite_T: Tensor, plan_BC: Tensor, slots: SlotTensors, results: Tensor) -> Cost:
-    return Cost(3 * token_T.nbytes + finite_T.nbytes + plan_BC.nbytes + 32 * plan_BC.shape[0])
+def cost(args: SettleRowsArgs) -> Cost:
+    return Cost(3 * args.token_T.nbytes + args.finite_T.nbytes + args.plan_BC.nbytes + 32 * args.plan_BC.shape[0])
 
 
 def cases() -> Iterator[Case]:
     def make(rows: int, real: int, positions: int):
-        def inputs(g: torch.Generator) -> tuple[Tensor, Tensor, Tensor, SlotTensors, Tensor]:
+        def inputs(g: torch.Generator) -> SettleRowsArgs:
             slots = random_slots(g, real + 3, 4)
             plan = random_plan(g, slots, rows, real, positions)
             results = torch.full((MOST_ROWS, RESULT_COLUMNS), -7)
@@ -85,7 +98,7 @@ def cases() -> Iterator[Case]:
             drafted = plan[:, DRAFTS][:, : positions - 1] + wrong.long()
             token = torch.cat([drafted, torch.randint(1000, (rows, 1), generator=g)], 1).flatten()
             finite = torch.rand(rows * positions, generator=g) < 0.95
-            return token, finite, plan, slots, results
+            return SettleRowsArgs(token, finite, plan, slots, results)
 
         return inputs
 
@@ -95,4 +108,6 @@ def cases() -> Iterator[Case]:
     yield Case("B=64 K=8", make(64, 40, 8))
 
 
-settle_rows = Kernel(Op("settle_rows", reference, cost, cases), cuda, "hopper")
+settle_rows = Kernel(
+    Op("settle_rows", SettleRowsArgs, reference, cost, cases, writes=("slots", "results")), cuda, "hopper"
+)

@@ -87,14 +87,24 @@ class StepRows(NamedTuple):
     lengths_Q: Tensor  # int32 [T]
 
 
-def reference(
-    plan_BC: Tensor, slots: SlotTensors, results: Tensor, frequencies: Tensor, positions: int, spare_page: int
-) -> StepRows:
+class StepRowsArgs(NamedTuple):
+    """What `step_rows` takes."""
+
+    plan_BC: Tensor
+    slots: SlotTensors
+    results: Tensor
+    frequencies: Tensor
+    positions: int
+    spare_page: int
+
+
+def reference(args: StepRowsArgs) -> StepRows:
     """frequencies float32 [P / 2]: radians per position of each rope pair. Writes slots, and BEFORE and RAN of results.
 
     A position that no row needs repeats the first one of its row, and its latent goes to the spare page. Recordable:
     no shape depends on a number.
     """
+    plan_BC, slots, positions = args.plan_BC, args.slots, args.positions
     rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
     _take_over(plan_BC, slots)
     length_B, limit_B = slots.lengths[slot_B], slots.facts[slot_B, LIMIT]
@@ -109,13 +119,13 @@ def reference(
     slot_BK = slot_B[:, None].expand(rows, positions)
     row_BK = slots.tables[slot_BK, place_BK // PAGE_TOKENS].long() * PAGE_TOKENS + place_BK % PAGE_TOKENS
     spare_BK = torch.arange(rows * positions, device=plan_BC.device).view(rows, positions) % PAGE_TOKENS
-    angle = place_BK.flatten().float()[:, None] * frequencies
-    results[:rows, BEFORE], results[:rows, RAN] = length_B, ran_B
+    angle = place_BK.flatten().float()[:, None] * args.frequencies
+    args.results[:rows, BEFORE], args.results[:rows, RAN] = length_B, ran_B
     return StepRows(
         ids_T=torch.where(live_BK, drafted_BK, last_B1).flatten(),
         cos_T=angle.cos(),
         sin_T=angle.sin(),
-        rows_T=torch.where(live_BK, row_BK, spare_page * PAGE_TOKENS + spare_BK).flatten(),
+        rows_T=torch.where(live_BK, row_BK, args.spare_page * PAGE_TOKENS + spare_BK).flatten(),
         slots_Q=slot_BK.flatten().int(),
         lengths_Q=(place_BK.flatten() + 1).int(),
     )
@@ -144,11 +154,10 @@ def _kernel() -> CudaKernel:
     )
 
 
-def cuda(
-    plan_BC: Tensor, slots: SlotTensors, results: Tensor, frequencies: Tensor, positions: int, spare_page: int
-) -> StepRows:
-    count, pairs, device = plan_BC.shape[0], frequencies.shape[0], plan_BC.device
-    tokens = count * positions
+def cuda(args: StepRowsArgs) -> StepRows:
+    plan_BC, slots = args.plan_BC, args.slots
+    count, pairs, device = plan_BC.shape[0], args.frequencies.shape[0], plan_BC.device
+    tokens = count * args.positions
 
     def made(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
@@ -161,17 +170,15 @@ def cuda(
         slots_Q=made(tokens, dtype=torch.int32),
         lengths_Q=made(tokens, dtype=torch.int32),
     )
-    given = plan_BC, slots.tokens, slots.tables, slots.lengths, slots.facts, results, frequencies
-    sizes = count, positions, slots.tokens.shape[1], slots.tables.shape[1], pairs, spare_page
+    given = plan_BC, slots.tokens, slots.tables, slots.lengths, slots.facts, args.results, args.frequencies
+    sizes = count, args.positions, slots.tokens.shape[1], slots.tables.shape[1], pairs, args.spare_page
     _kernel().launch(_Arguments(*map(address, (*given, *step)), *sizes), -(-tokens // (THREADS // 32)))
     return step
 
 
-def cost(
-    plan_BC: Tensor, slots: SlotTensors, results: Tensor, frequencies: Tensor, positions: int, spare_page: int
-) -> Cost:
-    rows = plan_BC.shape[0]
-    return Cost(plan_BC.nbytes + 32 * rows + rows * positions * (8 * frequencies.shape[0] + 24))
+def cost(args: StepRowsArgs) -> Cost:
+    rows = args.plan_BC.shape[0]
+    return Cost(args.plan_BC.nbytes + 32 * rows + rows * args.positions * (8 * args.frequencies.shape[0] + 24))
 
 
 def random_slots(g: torch.Generator, slots: int, pages: int) -> SlotTensors:
@@ -208,12 +215,12 @@ def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, po
 
 def cases() -> Iterator[Case]:
     def make(rows: int, real: int, positions: int, pages: int = 8):
-        def inputs(g: torch.Generator) -> tuple[Tensor, SlotTensors, Tensor, Tensor, int, int]:
+        def inputs(g: torch.Generator) -> StepRowsArgs:
             slots = random_slots(g, real + 3, pages)
             plan = random_plan(g, slots, rows, real, positions)
             results = torch.full((MOST_ROWS, RESULT_COLUMNS), -7)
             frequencies = 50000 ** -torch.linspace(0, 1, 32)
-            return plan, slots, results, frequencies, positions, slots.tables.numel()
+            return StepRowsArgs(plan, slots, results, frequencies, positions, slots.tables.numel())
 
         return inputs
 
@@ -223,4 +230,6 @@ def cases() -> Iterator[Case]:
     yield Case("B=64 K=8", make(64, 40, 8))
 
 
-step_rows = Kernel(Op("step_rows", reference, cost, cases, rtol=1e-6), cuda, "hopper")
+step_rows = Kernel(
+    Op("step_rows", StepRowsArgs, reference, cost, cases, rtol=1e-6, writes=("slots", "results")), cuda, "hopper"
+)
