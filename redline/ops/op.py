@@ -56,8 +56,8 @@ class Op(Generic[P, A, R]):
     """args: the record of what a call takes, a NamedTuple; it is written once, and all else reads it by name.
 
     A call takes the record's fields, and is the reference. writes: names of the fields whose tensors a call changes.
-    rtol: relative error of sums in float32 that are added up in another order. roundings: how often a GPU's kernel rounds
-    to an output's format what the reference keeps in float32, beside the output itself, which both round.
+    rtol: relative error of sums in float32 that are added up in another order. roundings: how often a GPU's kernel
+    rounds to an output's format what the reference keeps in float32, beside the output itself, which both round.
     """
 
     name: str
