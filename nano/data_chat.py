@@ -378,6 +378,7 @@ TALKS = [
 
 
 def small_talk(rng: random.Random, split: Split) -> Sample:
+    """A greeting, a mood, thanks or a question about the model itself, and a short answer to it."""
     while True:
         talk = rng.choice(TALKS)
         said = talk.said.pick(rng, split)
@@ -995,6 +996,8 @@ NOTICED = ("I see.", "Thank you for telling me.", "Good to know.", "I will remem
 
 
 class Told(NamedTuple):
+    """Something that a user has said of themselves, and how it is asked for later."""
+
     said: str
     noticed: str
     asked: str

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 
 class Worked(NamedTuple):
+    """A calculation written line by line, as the model thinks it."""
+
     lines: list[str]  # the last one is `= RESULT`
     result: int
 

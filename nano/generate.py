@@ -34,7 +34,10 @@ from redline.model.k2.config import K2Config
 def greedy(
     config: K2Config, weights: Weights, bias: Tensor, prompts: Sequence[list[int]], count: int, way: Way, stop: int
 ) -> list[list[int]]:
-    """Up to `count` tokens after each prompt, the stop id left out. Prompts of like length share a batch."""
+    """Up to `count` tokens after each prompt, in the order of the prompts, without the `stop` id that ended them.
+
+    bias float32 [M, E]; prompts: ids. Prompts of like length share a batch.
+    """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers: list[list[int]] = [[] for _ in prompts]
     batch: list[int] = []

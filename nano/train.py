@@ -45,6 +45,7 @@ PER_KIND = 64  # prompts that are asked at the end
 
 
 def main() -> None:
+    """The command line above: trains, exports, measures, and writes all of OUT."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=495, help="from the start to the last step; then 40 s more")
@@ -97,7 +98,7 @@ class Run:
         self._write(self.facts)
 
     def train(self, seconds: float) -> None:
-        """Steps until `seconds` after the start of the process."""
+        """Takes steps until `seconds` after the start of the process, and exports once at SAFETY_AT of the time."""
         loss = self._first_step()
         begin, printed = _now(), _now()
         printed_tokens, saved, waiting = self.tokens, False, deque[Any]()
@@ -193,7 +194,10 @@ class Run:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Exports first, then measures: what is measured can be measured again."""
+        """Exports checkpoint, experts and curve, then measures and writes the card.
+
+        The export comes first, since a measurement can be made again.
+        """
         folder = self._export()
         export_experts(self.out / "experts-bf16", self.masters)
         write_curve(self.out / "loss.png", self.log)
