@@ -608,7 +608,7 @@ class Talk:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def assistant(self, thought: str, content: str, **rest: Any) -> None:
-        """Appends an assistant's turn. `thought` is left out where the conversation has no thinking; rest: other keys."""
+        """Appends an assistant's turn, with `thought` where the conversation has thinking. rest: its other keys."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if self.thinking:
             message["reasoning_content"] = thought

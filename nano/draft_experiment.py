@@ -214,7 +214,7 @@ def synth(setup: Setup) -> None:
 
 
 def make_prompts(setup: Setup, path: Path) -> None:
-    """Makes one of the three files of prompts, where it is not there: training's, the generators' own, or held-out ones.
+    """Makes one of the three files of prompts where it is not there: training's, the generators' own, or held-out ones.
 
     No prompt stands in two of these files.
     """
@@ -545,7 +545,7 @@ def id_of(line: bytes) -> str:
 
 
 def agreement(setup: Setup) -> Job:
-    """The job that compares the base's first drafts in the engine with teacher forcing; it fails where they disagree."""
+    """The job that compares the base's first drafts in the engine with teacher forcing, and fails if they disagree."""
     config = EvalConfig(
         target=str(setup.target),
         draft=str(setup.drafter("base")),

@@ -74,7 +74,7 @@ class Checkpoint:
 
     config       the model's geometry
     fingerprint  hex; the same for the same files, in every process: a hash over config, headers and samples of the data
-    bytes        of all that the model needs, as stored
+    bytes        of all tensors that the model needs, as stored
     progress     called with the bytes of each tensor as it is handed out; `bytes` in sum when each is read once
     """
 
@@ -117,6 +117,7 @@ class Checkpoint:
         """A tensor by its logical name (`layers.3.self_attn.o_proj.weight`): bf16 or float32, as stored.
 
         An FP8 or NVFP4 weight comes dequantised to bf16, in new memory; anything else is a view of the file.
+        CheckpointError where the scale of an NVFP4 block is NaN.
         """
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             name = "embed_tokens.weight"
@@ -129,7 +130,10 @@ class Checkpoint:
         return dequantize_fp8(tensor, self._view(f"{name}_scale_inv"), self.config.quantization)
 
     def expert(self, layer: int, expert: int, projection: Projection) -> Int4 | Nvfp4 | Tensor:
-        """One projection of a routed expert, [out, in]: Int4 or Nvfp4 where the config says so, else as `plain`."""
+        """One projection of a routed expert, [out, in]: Int4 or Nvfp4 where the config says so, else as `plain`.
+
+        CheckpointError where the scale of an NVFP4 block is NaN.
+        """
         name = f"layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
         if isinstance(self.config.quantization, Int4Experts):
             return Int4(packed=self._view(f"{name}_packed"), scale=self._view(f"{name}_scale"))

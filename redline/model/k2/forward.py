@@ -1,9 +1,11 @@
 """K2's forward pass, top to bottom: embedding, blocks of latent attention and experts, the last norm, the head.
 
 A block is two sublayers. Each takes the normed stream and returns its partial sum; adding it to the residual belongs to
-the next sublayer's norm (`add_norm`), across block borders, so that an all-reduce can later stand in between:
+the next sublayer's norm (`add_norm`), across block borders:
 
-    residual += partial;  residual += attention(norm(residual));  partial = experts(norm(residual))
+    residual += partial;  partial = attention(norm(residual));  residual += partial;  partial = experts(norm(residual))
+
+Nothing is done to a partial sum in between yet; an all-reduce over several devices would stand there.
 
 All else is held to this page: what a CPU does in one call has its bits (law 1), what a GPU cuts otherwise comes near
 its logits, and those are transformers' (law 10). Ops are called as the CPU's kernels; within `references()`, and where
@@ -33,8 +35,12 @@ from redline.ops.moe import Routed
 def forward(
     planes: Tensor, weights: Transformer, inputs: Inputs, layers: Sequence[int], asked: Sequence[int]
 ) -> Predicted:
-    """planes [L, pages, 64, kv width]: read, and written at rows_T. layers: whose entering states are kept; L is the
-    last norm. asked: tokens of the step, R of them."""
+    """One step through the whole model.
+
+    planes  [L, pages, 64, kv width], read, and written at rows_T
+    layers  the blocks whose entering states are kept; L is what enters the last norm
+    asked   the R tokens of the step whose next one is asked for
+    """
     residual, partial = weights.embedding_VD[inputs.ids_T].to(weights.dtype), None
     features = residual.new_empty(residual.shape[0], len(layers), residual.shape[1]) if layers else None
     wanted = {layer: place for place, layer in enumerate(layers)}
@@ -52,9 +58,10 @@ def forward(
 def block(
     residual_TD: Tensor, partial_TD: Tensor | None, weights: Block, inputs: Inputs, plane: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-> (residual, partial). Both given ones may be changed in place and must not be used afterwards.
+    """One block: (residual, partial) in, (residual, partial) out, [T, D] each; a partial sum may be None at first.
 
-    plane [pages, 64, kv width]: read, and written at rows_T.
+    Both given ones may be changed in place and must not be used afterwards. plane [pages, 64, kv width]: read, and
+    written at rows_T.
     """
     w = weights.attention
     residual, x = add_norm(residual_TD, partial_TD, weights.attention_norm, weights.eps)
@@ -88,5 +95,9 @@ def _route(x: Tensor, experts: Moe | None) -> Routed | None:
 
 
 def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> Predicted:
+    """The result of a step from hidden [T, D], kept states [T, F D] and logits float32 [R, V].
+
+    The likeliest token of a row whose logits are not all finite is -1.
+    """
     ids_R, finite_R = best(logits_RV)
     return Predicted(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)
