@@ -202,14 +202,14 @@ class Eagle3(nn.Module):
         return normed, normed if self.config.norm_output else residual
 
     def draft_logits(self, normed: Tensor) -> Tensor:
-        """Normed [..., D] -> [..., draft vocabulary]. AssertionError where the target's head is used but not attached."""
+        """Normed [..., D] -> [..., draft vocabulary]. AssertionError where it needs the target's head and has none."""
         if self.config.draft_vocab_size is not None:
             return self.lm_head(normed)
         assert self._head_VD is not None, "attach the target's head first"
         return F.linear(normed, self._head_VD.to(normed.dtype))
 
     def logits(self, normed: Tensor) -> Tensor:
-        """Normed [..., D] -> float32 [..., V], over the target's vocabulary; tokens that the drafter lacks have -inf."""
+        """Normed [..., D] -> float32 [..., V] over the target's vocabulary; tokens that the drafter lacks: -inf."""
         draft = (self._served.logits(normed) if self._served is not None else self.draft_logits(normed)).float()
         ids = self.token_ids()
         if ids is None:

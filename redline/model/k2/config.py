@@ -78,7 +78,7 @@ class Yarn:
 
     @property
     def temperature(self) -> float:
-        """m = 0.1 mscale_all_dim ln(factor) + 1; queries and keys are each scaled by it, so the softmax scale carries m^2."""
+        """m = 0.1 mscale_all_dim ln(factor) + 1. It scales queries and keys alike, so the softmax scale carries m^2."""
         return 0.1 * self.mscale_all_dim * math.log(self.factor) + 1
 
 
