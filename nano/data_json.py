@@ -225,7 +225,7 @@ def _key_words(name: str) -> str:
 
 
 def _names(name: str, clause: str) -> bool:
-    """Whether the clause says a word of the key: only then can a reader who never saw the topic match the two."""
+    """Whether the clause says a word of the key, so that a reader who never saw the topic can match the two."""
     return any(word in clause.lower() for word in _key_words(name).split() if word not in ("is", "has"))
 
 

@@ -17,14 +17,7 @@ the base has not seen), the same number in every domain, and the rest from the b
 base for the same number of answer tokens, with the same schedule and seed. `mined` draws from the pool by the reducible
 gap of each example under the base (`redline.draft.mine.choose`), `control` at random.
 
-On one H200 with 16 cores (what docs/nano.md's log does not tell is an estimate):
-
-| stage | time | what it leaves in OUT |
-|---|---|---|
-| synth | 30 s for 200,000 prompts, 450 s of answers in eight processes | answers.xz, 0.9 MB for 1.9 M tokens |
-| base | 60 s for the corpus, 100 s to capture, the rest to train | corpus.tar, about 12 MB; base.tar, 7 MB; base.log |
-| arms | 60 s to score the pool, 60 s to capture, 300 s for six trainings, three at once | six tars of 7 MB; arms.json |
-| measure | 1,000 s in all: two commands | answers.tar; then measure.json, .md, .png, agreement.json |
+docs/nano.md says what each command takes on one H200 with 16 cores, and what it leaves in OUT.
 """
 
 import argparse

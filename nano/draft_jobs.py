@@ -80,9 +80,10 @@ def run_all(
 
 @contextmanager
 def _heard_by_jobs() -> Generator[None]:
-    """Behind `nohup` or `&` of a script SIGINT is ignored, and a program inherits that: it could not be told to end.
+    """Lets jobs hear SIGINT even where this process was told to ignore it, as behind `nohup` or `&` of a script.
 
-    A handler that does nothing is as deaf, and is not inherited.
+    A program inherits that SIGINT is ignored, and could not be told to end. It does not inherit a handler, so here a
+    handler that does nothing takes the place of ignoring.
     """
     if (
         signal.getsignal(signal.SIGINT) is not signal.SIG_IGN

@@ -254,7 +254,7 @@ def as_drawn(encoder: Encoder, name: str, domain: str, sample: Sample) -> Drawn:
 
 
 def _asked(message: dict[str, Any], thinking: bool) -> dict[str, Any]:
-    """A message of the prompt: who answers at once has not thought before, either."""
+    """A message of the prompt. Where the sample is answered without thinking, earlier turns have no thinking either."""
     return message if thinking else {key: value for key, value in message.items() if key != "reasoning_content"}
 
 

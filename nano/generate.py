@@ -80,7 +80,7 @@ def _batch(
 def _prefill(
     config: K2Config, weights: Weights, stack: list[Layer], prompts: list[list[int]], cache: Tensor, way: Way
 ) -> Tensor:
-    """Fills the cache; gives the first token of each answer. Row by row of prompts, to bound what is held at once."""
+    """Fills the cache, some prompts at a time to bound what is held at once; gives each answer's first token."""
     firsts: list[Tensor] = []
     group = max(1, 65_536 // max(map(len, prompts)))
     for first in range(0, len(prompts), group):

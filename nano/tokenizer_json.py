@@ -80,8 +80,10 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _spelled(token: bytes) -> str:
-    """Bytes as the library writes them, a character each: Latin-1's printable ones are themselves, the others follow
-    from U+0100 on."""
+    """Bytes as the library writes them, one character for each.
+
+    Latin-1's printable characters are themselves, the other bytes follow from U+0100 on.
+    """
     return "".join(map(_CHARACTERS.__getitem__, token))
 
 

@@ -121,7 +121,7 @@ class Run:
         self.trained = _now() - begin
 
     def _first_step(self) -> dict[str, Tensor]:
-        """Compiles. A machine whose compiler fails still trains, at a lower speed."""
+        """The first step, which compiles. A machine whose compiler fails trains on uncompiled, at a lower speed."""
         try:
             loss = self._train_step(0.0)
         except Exception as error:

@@ -172,7 +172,7 @@ class Sizes:
         return whole + LIBRARIES[self.device]
 
     def _recorded(self, max_model_len: int) -> int:
-        """The launches of every shape; and what lies between them, which all shapes share."""
+        """Bytes of the launches of all shapes, and of the memory between them, which all shapes share."""
         if not self.gpu_kernels:
             return 0
         wanted = shapes(self.max_running, self.positions, _pages(max_model_len) * PAGE_TOKENS)
@@ -212,7 +212,10 @@ def fit(sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int
 
 
 def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
-    """0: no job fits. Where nothing is said of pages either, their share decides; all that is left where it is none."""
+    """The longest job, in tokens; 0: none fits.
+
+    Where `kv_bytes` is None too, pages get their share of the memory, or all that is left where the share holds no job.
+    """
     if kv_bytes is not None:
         return _longest(sizes, free, kv_bytes)
     return _longest(sizes, free, _share(sizes.left(free, 1))) or _longest(sizes, free, None)
@@ -223,7 +226,10 @@ def _share(left: int) -> int:
 
 
 def _longest(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
-    """The longest job for which so many bytes of pages (None: as many as it takes) do, and fit; 0: there is none."""
+    """The longest job, in tokens, that `kv_bytes` of pages hold and that fits into `free`; 0: none does.
+
+    kv_bytes: None: as many as the job needs.
+    """
 
     def fits(length: int) -> bool:
         paged = _paged(sizes, length)
@@ -261,7 +267,7 @@ def _refusal(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int |
 
 
 def _advice(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> Iterator[str]:
-    """Flags, each line of which fits; one of them is changed where that is enough."""
+    """Flags that fit, each line by itself; a line changes one flag where one is enough."""
     length = max_model_len or 1
     least, most = _paged(sizes, length), sizes.left(free, length)
     alone = False

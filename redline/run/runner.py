@@ -360,8 +360,7 @@ class Runner:
         return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
 
     def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
-        """One result a row: what it sampled, and the log probabilities of the prompt tokens that it predicts, where
-        asked for."""
+        """A result for each row: what it sampled, and log probabilities of prompt tokens where they are asked for."""
         results: list[RowResult] = []
         left, end = iter(sampled), 0
         for span in spans:

@@ -336,13 +336,16 @@ def _one_way(top: Section, nested: Section) -> tuple[tuple[Section, str, Any, An
 
 
 def _flag(top: Section, nested: Section, key: str) -> bool:
-    """Engines read the top; some files say it in eagle_config alone."""
+    """The flag at the top, which engines read, or else that in eagle_config, where some files have it alone."""
     inner = nested.flag(key, default=False)
     return top.flag(key, default=inner)
 
 
 def _layer_ids(top: Section, nested: Section, target: K2Config | None) -> tuple[int, ...]:
-    """vLLM reads the top level's as they are. SGLang reads the nested ones, and adds 1 to all where the first is 1."""
+    """The layer ids in vLLM's sense.
+
+    vLLM reads those at the top as they are. SGLang reads those in eagle_config, and adds 1 to all where the first is 1.
+    """
     found = [section.tokens(_LAYER_IDS, section) for section in (top, nested) if section.get(_LAYER_IDS) is not None]
     if len(found) == 2 and found[0] != found[1]:
         raise CheckpointError(

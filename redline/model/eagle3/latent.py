@@ -69,7 +69,7 @@ def cut_latent(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[Eag
 
 
 def _power_of_two(ratio: float) -> float:
-    """The nearest: what multiplies a weight without rounding it."""
+    """The nearest power of two: it multiplies a weight without rounding it."""
     return 2.0 ** round(math.log2(ratio))
 
 

@@ -140,7 +140,7 @@ class Checkpoint:
         return self._nvfp4(name) or self.plain(name)
 
     def _nvfp4(self, name: str) -> Nvfp4 | None:
-        """None where the weight is stored otherwise. CheckpointError where a block's scale is no number."""
+        """The weight as NVFP4; None where it is stored otherwise. CheckpointError where a block's scale is NaN."""
         if not isinstance(self.config.quantization, Nvfp4Experts):
             return None
         packed, whole = _NVFP4_NAMES[self.config.quantization.maker]
@@ -151,7 +151,7 @@ class Checkpoint:
         return Nvfp4(codes, self._mended(f"{name}_scale", codes, scales), scale)
 
     def _mended(self, name: str, codes: Tensor, scales: Tensor) -> Tensor:
-        """Some exporters give blocks of zeros the scale NaN: 0 in its place."""
+        """The scales, with 0 for the NaN that some exporters give blocks of zeros. CheckpointError for other NaN."""
         wrong = (scales.view(torch.uint8) & 127) == 127
         if not wrong.any():
             return scales
@@ -308,7 +308,10 @@ def _fingerprint(config: K2Config, files: Iterable[Path]) -> str:
 
 
 def _logical(stored: str) -> str:
-    """K2: `model.`. K2.5: `language_model.model.`. Some NVIDIA revisions: `language_model.` alone. lm_head: any."""
+    """The logical name of a stored one, whose prefix depends on the release.
+
+    K2: `model.`. K2.5: `language_model.model.`. Some NVIDIA revisions: `language_model.` alone. lm_head: any.
+    """
     return stored.removeprefix("language_model.").removeprefix("model.")
 
 
@@ -317,7 +320,10 @@ _NOT_READ = re.compile(rf"(vision_tower|mm_projector)\..*|.*\.({_COMPUTED})")
 
 
 def _skipped(name: str, config: K2Config) -> bool:
-    """Vision, drafting (MTP) layers, and what is computed rather than read. `weight_shape` is known to hold garbage."""
+    """Whether a tensor is not read: vision, drafting (MTP) layers, and what is computed from the config.
+
+    `weight_shape` is known to hold garbage in some files.
+    """
     if _NOT_READ.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
         return True
     layer = re.match(r"layers\.(\d{1,6})\.", name)
@@ -366,7 +372,7 @@ def _is_packed(name: str, maker: str, tensors: Mapping[str, _Stored]) -> bool:
 
 
 def _check(demand: _Demand, tensors: Mapping[str, _Stored], index: Path) -> int:
-    """The tensor's bytes."""
+    """The tensor's size in bytes. CheckpointError where it is missing, or of another dtype, shape or size."""
     name, dtypes, shape = demand
     expected = f"expected {' or '.join(dtypes)} {list(shape)}"
     if name not in tensors:

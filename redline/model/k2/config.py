@@ -396,7 +396,10 @@ def read_rope(text: "Section", *, scaled_angles: bool = False) -> tuple[float, Y
 
 
 def _quantization(top: "Section", text: "Section") -> Quantization:
-    """Moonshot's K2.5 files keep quantization_config inside text_config, all others at the top."""
+    """How the weights are stored.
+
+    Moonshot's K2.5 files keep quantization_config inside text_config, all others at the top.
+    """
     sections = [s.section("quantization_config") for s in (text, top) if s.get("quantization_config") is not None]
     if not sections:
         if top.get("hf_quant_config") is not None:
@@ -433,7 +436,7 @@ def _fp8(quant: "Section") -> Fp8Blocks:
 
 
 def _nvfp4(quant: "Section", maker: Literal["ModelOpt", "compressed-tensors"]) -> Nvfp4Experts:
-    """What it says of activations and of the cache is not followed: those stay bf16."""
+    """The settings of NVFP4 weights. Those for activations and for the cache are not followed: both stay bf16."""
     groups = quant.section("config_groups")
     for name in groups.values:
         weights = groups.section(name).section("weights")

@@ -117,7 +117,7 @@ class Reader:
         return self._finite(f"{at}.weight", self.plain(f"{at}.weight"))
 
     def _finite(self, name: str, weight: Tensor) -> Tensor:
-        """CheckpointError where a number is NaN or infinite. Of weights that choose experts no logit would show it."""
+        """The weight. CheckpointError where it has NaN or infinity: experts chosen by such numbers show in no logit."""
         if not weight.isfinite().all():
             raise CheckpointError(f"{name}: expected finite numbers, found NaN or infinity")
         return weight
@@ -188,7 +188,7 @@ class Reader:
 
     @staticmethod
     def _stackable(weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4:
-        """NVFP4 is read by the GPU's kernels alone, and is bf16 elsewhere."""
+        """NVFP4 as bf16, since only the GPU's kernels read it; any other weight as it is."""
         return weight.dequantize(torch.bfloat16) if isinstance(weight, Nvfp4) else weight
 
     def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:

@@ -62,7 +62,7 @@ class Drafting:
         )
 
     def _wanted(self, span: Span) -> int:
-        """Tokens that the learned drafter is to propose. A suffix match is left in the slot at once."""
+        """How many tokens the learned drafter is to propose. A suffix match is left in the slot at once."""
         slot = self._slots.at[span.slot]
         room = min(slot.limit - slot.length - 1, slot.pages * PAGE_TOKENS - slot.length + 1)
         count = min(span.row.propose, room)

@@ -51,5 +51,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """To the right, zeros from the left: int64 has a sign of its own."""
+    """Shifted to the right with zeros from the left, although int64 has a sign."""
     return (x >> count) & ((1 << (64 - count)) - 1)
