@@ -3,7 +3,7 @@
 Two ways. A row's own draws: each token is drawn as without a drafter, and a draft is accepted while it equals the
 draw; so the answer is the same whatever was drafted, which greedy and seeded requests ask for, and where the drafts are
 certain (one-hot) no other way accepts more. Else block verification (Sun et al., arXiv 2403.10444, algorithm 2): drafts
-drawn from a distribution are accepted together, and at least as many as one by one.
+drawn from a distribution are accepted together, on average at least as many as one by one.
 
 d drafts, N = d + 1 rows of logits (row i follows the first i drafts), V vocabulary. Logits float32.
 """
