@@ -133,7 +133,10 @@ def _is_plain(sample: Sample) -> bool:
 
 
 class Encoder:
-    """Samples and documents as packed tokens."""
+    """Samples and documents as packed tokens: uint16, 12 bits of id, 2 of loss, 1 that marks a document's start.
+
+    AssertionError for a vocabulary of more than 4,096 ids.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -200,7 +203,7 @@ def _started(tokens: Tokens) -> Tokens:
 
 
 def conversation(sample: Sample) -> Conversation:
-    """A sample, whole, with just the reasoning that its last turn's prompt would show, and its own.
+    """A sample, whole, with the reasoning that its last turn's prompt would show, and with that turn's own.
 
     The template drops the reasoning of history up to the last final answer; here the last turn is such an answer
     itself, so what is dropped is decided here and the template is told to keep the rest.
@@ -259,7 +262,10 @@ def texts(seed: int) -> Iterator[str]:
 
 
 class Packer:
-    """Whole documents into rows: each goes where the least space is left over, of a number of open rows."""
+    """Packs whole documents into rows: each goes where the least space is left over, of `open_rows` open rows.
+
+    row: tokens of a row; pad: the id that fills it up.
+    """
 
     def __init__(self, row: int, pad: int, open_rows: int = 24) -> None:
         self.row = row
@@ -335,6 +341,9 @@ def _work(folder: Path, seed: str, row: int, output: "Queue[NDArray[np.uint16]]"
 
 class Pool:
     """Rows from worker processes, half of which make short ones and half long ones.
+
+    folder   of the tokenizer
+    workers  how many processes; None: two less than the cores, but two at least
 
     `take` never waits once the first rows are there: if there are too few new ones, it gives old ones again.
     """

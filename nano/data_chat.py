@@ -32,7 +32,10 @@ def _system(text: str) -> Turn:
 
 
 class Talk(NamedTuple):
-    """What people say, what it is in one line of thinking, and what may be answered. `marks`: the check."""
+    """Something that people say, how the thinking sums it up, and the possible answers.
+
+    marks: words of which a right answer has at least one.
+    """
 
     said: Wordings
     thought: str

@@ -1,7 +1,7 @@
 """Values that questions are made of: people, places, titles, dates, codes, and words that nobody has seen.
 
-Every closed pool and every open shape is divided by a hash: `train` draws from nine tenths, `values` and `families`
-from the tenth that training never sees.
+Closed pools and open shapes are divided by a hash. `train` draws from most of a division; `values` and `families` draw
+from the rest, which training never sees: an eighth of a pool's words, and a tenth of a shape's values unless said.
 """
 
 import random
@@ -26,7 +26,7 @@ def fresh(rng: random.Random, split: Split, make: Callable[[random.Random], Any]
 
 
 def lines(text: str) -> tuple[str, ...]:
-    """One item per line."""
+    """The lines of `text`, each an item."""
     return tuple(text.split("\n"))
 
 
@@ -266,7 +266,7 @@ def small(rng: random.Random, split: Split) -> int:
 
 
 def medium(rng: random.Random, split: Split) -> int:
-    """1 to 999. Those that `small` draws too are training's."""
+    """1 to 999. Only training has numbers up to 12."""
     if split == "train" and rng.random() < 0.06:
         return small(rng, split)
     return fresh(rng, split, lambda r: r.randint(13, 99) if r.random() < 0.5 else r.randint(13, 999))
@@ -288,7 +288,7 @@ def year(rng: random.Random, split: Split) -> int:
 
 
 def words(rng: random.Random, split: Split) -> list[str]:
-    """Two to four different words."""
+    """Two to four different words; only the first one, and made-up ones, are of the split's own part."""
     count = 2 + int(rng.random() * 2.3)
     found: list[str] = []
     while len(found) < count:
@@ -303,7 +303,7 @@ def words(rng: random.Random, split: Split) -> list[str]:
 
 
 def people(rng: random.Random, split: Split) -> list[str]:
-    """Two or three different first names."""
+    """Two or three different first names; only the first one is of the split's own part."""
     names = [FIRST.draw(rng, split)]
     while len(names) < 2 + (rng.random() < 0.4):
         name = pick(rng, FIRST.all)

@@ -1,6 +1,6 @@
 """Words and facts: translations between English and nine languages, and what a child knows about the world.
 
-The tables beside this file hold the values; every value is seen in training and what is held out are the wordings of
+The tables in nano/texts hold the values; every value is seen in training and what is held out are the wordings of
 the questions, and for the split "values" pairs of fact and wording. The answer is one short sentence, the thinking the
 fact itself in one line.
 """

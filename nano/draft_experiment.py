@@ -496,7 +496,7 @@ def dealt(setup: Setup, name: str, lines: Sequence[bytes], count: int) -> list[P
 
 
 def asks(setup: Setup, name: str, shards: Sequence[Path]) -> list[Job]:
-    """The drafter's processes, one for each file of prompts."""
+    """The jobs in which the drafter answers, one for each file of prompts."""
     told = setup.target, setup.drafter(name)
     return [
         Job(
@@ -508,7 +508,10 @@ def asks(setup: Setup, name: str, shards: Sequence[Path]) -> list[Job]:
 
 
 def answered_by(setup: Setup, name: str) -> list[Answered]:
-    """What the drafter has answered, each prompt once: another number of processes may have begun."""
+    """What the drafter has answered, each prompt once.
+
+    The files may overlap, where an earlier run of the command dealt the prompts to another number of processes.
+    """
     found: dict[str, Answered] = {}
     for path in sorted((setup.work / "answers").glob(f"{name}-*.jsonl")):
         mend(path)
@@ -602,7 +605,7 @@ def counted(answer: Spoken) -> Answered:
 
 
 def say(text: str) -> None:
-    """A line with the seconds since this process began."""
+    """Prints a line that begins with the seconds since this process began."""
     print(f"{time.monotonic() - BEGAN:6.1f} s  {text}", flush=True)
 
 
@@ -641,7 +644,7 @@ def write(path: Path, examples: Iterable[Example]) -> None:
 
 
 def tokens_of(examples: Iterable[Example]) -> Counter[str]:
-    """Answer tokens by domain."""
+    """How many answer tokens there are, by domain."""
     found: Counter[str] = Counter()
     for example in examples:
         found[example.domain] += answer_tokens(example)
@@ -657,7 +660,7 @@ def archive(setup: Setup, name: str) -> Path:
 
 
 def restore(setup: Setup, folder: Path) -> None:
-    """What earlier commands left in their OUT, into WORK."""
+    """Copies what earlier commands left in their OUT, which is `folder`, into WORK."""
     for path in sorted(folder.iterdir()):
         if path.suffix == ".tar":  # packed or not
             with tarfile.open(path) as tar:

@@ -73,7 +73,7 @@ class Source(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A prompt as a worker gives it."""
+    """A prompt with the generator's own answer, as a worker gives it."""
 
     line: Line  # its id without a number
     digest: bytes  # of what is asked
@@ -93,7 +93,7 @@ class Share:
 
 
 class Exhausted(Exception):
-    """A domain has no more different prompts in these splits."""
+    """Raised where a domain has hardly any more different prompts in these splits."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -259,7 +259,7 @@ def _asked(message: dict[str, Any], thinking: bool) -> dict[str, Any]:
 
 
 def language(sample: Sample) -> str:
-    """The code of the first language that the answer names, or "en": which other language it deals with."""
+    """The code of the language that the answer deals with: the first that it names, else "en"."""
     answer = sample.messages[-1]
     if sample.tools or sample.kind not in ("lexicon", "fact", "chat"):
         return "en"

@@ -64,7 +64,10 @@ def main() -> None:
 
 
 class Run:
-    """The state of one training: masters, optimiser, balance of the experts, and the log."""
+    """The state of one training: masters, optimiser, balance of the experts, and the log.
+
+    scale: of the tokens per step and of the prompts at the end; 1 on a GPU, less for a rehearsal.
+    """
 
     def __init__(self, pool: Pool, seed: int, scale: float, out: Path, tokenizer: Path) -> None:
         self.pool, self.scale, self.out, self.seed = pool, scale, out, seed

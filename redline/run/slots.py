@@ -255,5 +255,5 @@ class Slots:
         return self._angles
 
     def places(self, slot_T: Tensor, place_T: Tensor) -> Tensor:
-        """Rows of a plane, int64: page * 64 + place in the page, of places counted from each slot's beginning."""
+        """Rows of a plane, int64: page * 64 + the place in the page. place_T: counted from each slot's beginning."""
         return self.tables[slot_T, place_T // PAGE_TOKENS].long() * PAGE_TOKENS + place_T % PAGE_TOKENS

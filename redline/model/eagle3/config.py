@@ -40,7 +40,10 @@ def default_layer_ids(layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """A drafter's geometry, under the field's standard names. MLA's sizes are 0 in a Llama body, head_dim in an MLA."""
+    """A drafter's geometry, under the names of the published config.json files.
+
+    MLA's sizes are 0 in a Llama body, head_dim is 0 in an MLA body.
+    """
 
     architecture: Architecture
     hidden_size: int

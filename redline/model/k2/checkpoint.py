@@ -25,7 +25,10 @@ Projection = Literal["gate", "up", "down"]
 
 
 class Weight(NamedTuple):
-    """A tensor that the config demands, under its logical name: no prefix, `.weight` as if it were not quantised."""
+    """A tensor that the config demands, under its logical name.
+
+    That name has no prefix, and ends in `.weight` even where the file holds a quantised form under other names.
+    """
 
     name: str
     shape: tuple[int, ...]

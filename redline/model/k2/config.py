@@ -22,7 +22,7 @@ READABLE = "bf16, INT4 (compressed-tensors pack-quantized, groups of 32), NVFP4 
 
 @dataclass(frozen=True)
 class Unquantized:
-    """Every weight is stored as it is computed with."""
+    """Every weight is stored in bf16 or float32."""
 
 
 @dataclass(frozen=True)
@@ -525,7 +525,10 @@ class Section:
         return value
 
     def number(self, key: str, *, default: float | None = None, least: float = 1e-12) -> float:
-        """A number in [least, 1e12]: wider than any model, and narrow enough that no formula overflows."""
+        """A number in [least, 1e12], or `default` where it is null or missing.
+
+        The range is wider than any model needs, and narrow enough that no formula overflows.
+        """
         value = self.get(key) if self.get(key) is not None else default
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= 1e12:
             raise self.refusal(key, f"a number from {least:g} to 1e+12")

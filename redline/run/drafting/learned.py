@@ -29,7 +29,7 @@ SURE = 8  # a suffix match of so many tokens is followed rather than the learned
 
 
 class Drafting:
-    """The drafters of one runner."""
+    """The drafters of one runner: the learned one, where there is one, and suffix matches."""
 
     def __init__(self, drafter: Eagle3 | None, slots: Slots, kv: KvPool) -> None:
         self._drafter = drafter

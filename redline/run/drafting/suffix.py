@@ -27,7 +27,7 @@ class Suffix:
         self._count = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends what the job now has; ids below 2^31."""
+        """Appends the job's new tokens, prompt or answer; ids must be below 2^31."""
         skipped = max(0, len(tokens) - self._mask - 1)
         self._count += skipped
         ring, before, heads, mask = self._tokens, self._before, self._heads, self._mask

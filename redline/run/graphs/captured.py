@@ -39,7 +39,7 @@ class Outcome(NamedTuple):
     tokens: list[int]
 
     def span(self, row: Row) -> Span:
-        """The row as it ran."""
+        """The row with the positions that ran."""
         return Span(row, row.slot, self.before - 1, self.ran)
 
     @property
@@ -65,7 +65,7 @@ class _HostBuffers(NamedTuple):
 
 
 class Replay:
-    """A replayed step on its way. Any thread may ask for its outcomes; the first one waits for the device."""
+    """A replayed step on its way. Any thread may ask for its outcomes; the first to ask waits for the device."""
 
     def __init__(self, step: Step, results: Tensor, wait: Callable[[], None]) -> None:
         self.step = step

@@ -78,7 +78,7 @@ class DecodeStep:
     """The step of one shape.
 
     A position of the shape that no row needs repeats what a row of the step computes, and its latent goes to the page
-    that is nobody's. It reads no expert that the step does not read anyway.
+    that is nobody's. Such a position reads no expert that the step does not read anyway.
     """
 
     def __init__(self, shared: SharedState, shape: Shape) -> None:

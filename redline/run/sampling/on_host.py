@@ -118,7 +118,7 @@ def kept(probability_V: Tensor, sampling: Sampling) -> Tensor:
 
 
 def pick(weight_V: Tensor, u: float) -> int:
-    """The first token, in the order of ids, at which the cumulative weight passes u of its total, which is not 0."""
+    """The first token, in the order of ids, at which the cumulative weight passes u of the total, which is above 0."""
     # In float64: float32 would lose the many tokens that are each less likely than 2^-24. And u <= 1 - 2^-53, so that
     # u * total rounds to less than the total, and the search ends at a token that is possible.
     mass = weight_V.cumsum(0, dtype=torch.float64)
