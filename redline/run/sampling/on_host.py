@@ -23,13 +23,13 @@ COLDEST = 1e-5  # below this temperature the most likely token is all there is (
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1), 53 bits: two rounds of splitmix64 over (seed, position)."""
+    """A random number in [0, 1), 53 bits: two rounds of splitmix64 over (seed, position)."""
     x = _mix((seed & _MASK) ^ _mix(position))
     return (x >> 11) * 2.0**-53
 
 
 def uniform_of(seed: int, stream: int, position: int) -> float:
-    """The same for other streams of random numbers, `stream` >= 0, each independent of `uniform` and of one another."""
+    """As `uniform`, for other streams of random numbers: `stream` >= 0, each independent of all others."""
     return uniform(_mix((seed & _MASK) ^ _mix(_MASK - stream)), position)
 
 
@@ -41,17 +41,17 @@ def _mix(x: int) -> int:
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Whether only the most likely token can be drawn; the first of them, where several are."""
+    """Whether only the most likely token can be drawn: the one of the lowest id, where several are as likely."""
     return sampling.temperature < COLDEST or sampling.top_k == 1
 
 
 def is_plain_greedy(sampling: Sampling, generated: int) -> bool:
-    """Whether argmax of the raw logits is the answer."""
+    """Whether argmax of the raw logits is the answer. generated: tokens of the answer so far."""
     return is_greedy(sampling) and is_unadjusted(sampling, generated)
 
 
 def is_unadjusted(sampling: Sampling, generated: int) -> bool:
-    """Whether `adjusted` would change nothing, now and later in the answer."""
+    """Whether `adjusted` would change nothing, now and later in the answer. generated: tokens of the answer so far."""
     return (
         sampling.presence_penalty == sampling.frequency_penalty == 0
         and sampling.repetition_penalty == 1
@@ -61,12 +61,12 @@ def is_unadjusted(sampling: Sampling, generated: int) -> bool:
 
 
 def is_narrowed(sampling: Sampling) -> bool:
-    """Whether a part of the vocabulary is left out."""
+    """Whether top_k, top_p or min_p may leave out a part of the vocabulary."""
     return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def sample_token(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor, position: int) -> int:
-    """The token for `position`; -1 where what is asked for leaves no finite number to choose by, as a penalty may.
+    """The token for `position`; -1 where no finite number is left to choose by, as after a penalty.
 
     prompt, generated: the tokens so far, int64, for the penalties.
     """
@@ -80,7 +80,10 @@ def sample_token(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated
 
 
 def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor) -> Tensor:
-    """Bias, penalties and the ban on stop ids before min_tokens, as OpenAI and vLLM define them."""
+    """A copy of the logits with bias, penalties and the ban on stop ids before min_tokens, as in OpenAI's API and vLLM.
+
+    prompt, generated: the tokens so far, int64.
+    """
     logits_V = logits_V.clone()
     for token, bias in sampling.logit_bias:
         logits_V[token] += bias
@@ -98,21 +101,24 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
 
 
 def sample_each(logits_RV: Tensor, asked: Sequence[Sampling], us: Sequence[float]) -> list[int]:
-    """Of each row, none of them greedy: the first token at which the cumulative probability of those that `asked` keeps
-    passes u of its total; -1 where nothing can be drawn."""
+    """A token for each row, none of which is greedy; -1 where nothing can be drawn.
+
+    A row's token is the first at which the cumulative probability of those that its sampling keeps passes u of its
+    total. us: in [0, 1), one for each row.
+    """
     odds = [(one.temperature, one.top_p, one.min_p, one.top_k, u) for one, u in zip(asked, us, strict=True)]
     odds_R5 = torch.tensor(odds, dtype=torch.float64, device=logits_RV.device)
     return sample(logits_RV, odds_R5, any(map(is_narrowed, asked))).tolist()
 
 
 def kept(probability_V: Tensor, sampling: Sampling) -> Tensor:
-    """With 0 for the tokens that top_k, top_p and min_p leave out; what is left is not scaled to a sum of 1."""
+    """The probabilities [V], 0 for tokens that top_k, top_p and min_p leave out; they are not scaled to a sum of 1."""
     least = least_kept(probability_V, sampling)
     return torch.where(probability_V >= least, probability_V, 0.0) if least > 0 else probability_V
 
 
 def pick(weight_V: Tensor, u: float) -> int:
-    """The first token, in the order of ids, at which the cumulative weight passes u of its total, which is not 0."""
+    """The first token, in the order of ids, at which the cumulative weight passes u of the total, which is above 0."""
     # In float64: float32 would lose the many tokens that are each less likely than 2^-24. And u <= 1 - 2^-53, so that
     # u * total rounds to less than the total, and the search ends at a token that is possible.
     mass = weight_V.cumsum(0, dtype=torch.float64)
@@ -120,7 +126,7 @@ def pick(weight_V: Tensor, u: float) -> int:
 
 
 def least_kept(probability_V: Tensor, sampling: Sampling) -> float:
-    """Tokens at least as likely as this are kept: by top_k, by top_p of what top_k leaves, and by min_p; 0: all.
+    """The probability that a token needs to be kept: by top_k, by top_p of what top_k leaves, and by min_p; 0: all are.
 
     Tokens exactly as likely as the last one kept are kept too, so the choice does not depend on how ties are sorted.
     """
@@ -150,7 +156,7 @@ def _most_likely(probability_V: Tensor, count: int) -> Tensor:
 
 
 def logprobs_of(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
-    """Of the model's own distribution: the token's log probability and rank, and the `count` best."""
+    """The token's log probability (natural) and rank (from 1) in the model's own distribution, and the `count` best."""
     logs = logits_V.log_softmax(-1)
     chosen = float(logs[token])
     best, tokens = logs.topk(min(count, logs.shape[0])) if count else (logs[:0], logs[:0].long())
