@@ -29,7 +29,7 @@ CPP = {".cpp", ".h", ".cu", ".cuh"}
 
 
 class Mutant(NamedTuple):
-    """`before` stands at bytes [start, end) of the file, and `after` is written in its place."""
+    """`before` stands at bytes [start, end) of the file, and `after` is written in its place. line: counted from 1."""
 
     file: str
     line: int
@@ -42,16 +42,20 @@ class Mutant(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Of the text, not of the line's number: it survives what others change elsewhere in the file."""
+        """The file and a hash of the line's text, not of its number: it survives changes elsewhere in the file."""
         column = f"{self.kind} {self.before} {self.after} {self.text}"
         return f"{self.file}:{hashlib.sha256(column.encode()).hexdigest()[:12]}"
 
     def apply(self, source: bytes) -> bytes:
+        """The source with the bug in it. Raises AssertionError where `before` is not at its place any more."""
         assert source[self.start : self.end] == self.before.encode(), f"{self.file}:{self.line} has changed"
         return source[: self.start] + self.after.encode() + source[self.end :]
 
     def diff(self, source: bytes) -> str:
-        """The line, and what becomes of it."""
+        """The line or lines with "-" before each, then what becomes of them with "+".
+
+        Raises AssertionError as `apply` does.
+        """
         begin = source.rfind(b"\n", 0, self.start) + 1
         stop = source.find(b"\n", self.end)
         new = self.apply(source)
@@ -63,7 +67,10 @@ class Mutant(NamedTuple):
 
 
 def mutants(root: Path, file: str) -> list[Mutant]:
-    """Each with an id of its own: of two that read the same the first one counts."""
+    """All mutants of a file, in its order, each with an id of its own: of two that read the same the first one counts.
+
+    file: relative to `root`. Raises OSError where it cannot be read, and SyntaxError for Python that does not parse.
+    """
     source = (root / file).read_bytes()
     found = _in_cpp(file, source) if Path(file).suffix in CPP else _in_python(file, source)
     return list({mutant.id: mutant for mutant in reversed(list(found))}.values())[::-1]
@@ -125,7 +132,7 @@ def _computed(node: ast.AST) -> Iterator[ast.AST]:
     for name, value in ast.iter_fields(node):
         children = [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
         if name in ("annotation", "returns"):
-            # A bound is an annotation's, and counts.
+            # A bound in an annotation, such as Meta(ge=0), decides something: it is computed with.
             calls = [one for child in children for one in ast.walk(child) if isinstance(one, ast.Call)]
             children = [keyword.value for call in calls for keyword in call.keywords]
         if name == "decorator_list" or (name == "msg" and isinstance(node, ast.Assert)):

@@ -23,7 +23,8 @@ EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_
 def transformers_model(folder: Path, dtype: torch.dtype = torch.float32, experts: str = "eager") -> Any:
     """A DeepseekV3ForCausalLM in evaluation mode, on the CPU. `experts`: eager, batched_mm or grouped_mm.
 
-    Its low-rank norms get the config's eps: vLLM and SGLang use it, transformers has a fixed 1e-6 there.
+    Its low-rank norms get the config's eps: vLLM and SGLang use it, transformers has a fixed 1e-6 there. Raises OSError
+    where config.json is missing, and RuntimeError where the tensors are not those of the config.
     """
     from transformers import DeepseekV3ForCausalLM
 
@@ -58,7 +59,7 @@ def transformers_config(folder: Path) -> Any:
 
 @torch.inference_mode()
 def logits(model: Any, tokens: list[int]) -> Tensor:
-    """float32 [tokens, vocabulary], computed at once."""
+    """float32 [tokens, vocabulary] over one sequence, computed in one pass without a cache."""
     return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 

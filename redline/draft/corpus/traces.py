@@ -29,7 +29,10 @@ class _Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trace_file(named: str) -> tuple[str, Path]:
-    """DOMAIN=FILE, or FILE, as (domain, file). A file whose own name has a = is one, if it is there."""
+    """DOMAIN=FILE, or FILE, as (domain, file); without one the domain is TRAFFIC.
+
+    A file whose own name has a = is taken whole where there is such a file.
+    """
     domain, sign, path = named.partition("=")
     return (domain, Path(path)) if sign and domain and not Path(named).exists() else (TRAFFIC, Path(named))
 
@@ -37,9 +40,8 @@ def trace_file(named: str) -> tuple[str, Path]:
 def read_traces(*files: str) -> Corpus:
     """The traces as examples, and a message naming file and line for each line that is none.
 
-    files: each with the domain of those of its lines that name none, or without (`trace_file`).
-    Answers without a token, and those that ended in an error or were aborted before it, are left out in silence.
-    Raises ConfigError where a file cannot be read.
+    files: DOMAIN=FILE or FILE (`trace_file`); the domain is for those lines that name none. Answers without a token,
+    and those that ended in an error, are left out without a message. Raises ConfigError where a file cannot be read.
     """
     examples: list[Example] = []
     skipped: list[str] = []

@@ -73,7 +73,7 @@ class MineConfig(Record, frozen=True):
 
 
 class Mined(Record, frozen=True):
-    """OUT/report.json"""
+    """What scoring found, as OUT/report.json has it."""
 
     examples: int
     positions: int
@@ -97,7 +97,10 @@ def scored(example: Example, scores: Scores, controls: frozenset[int]) -> Scored
 
 
 def run(config: MineConfig, console: Console) -> int:
-    """All of it: 0, or 130 after Ctrl-C. Raises ConfigError."""
+    """All of it: 0, or 130 after Ctrl-C. Raises ConfigError, also where the disk is full.
+
+    Raises CheckpointError where target or drafter cannot be read.
+    """
     check(config)
     answers = Path(config.out) / "hard.jsonl"
     try:
@@ -188,7 +191,7 @@ def _run(config: MineConfig, console: Console) -> int:
 
 
 def check(config: MineConfig) -> None:
-    """ConfigError where something is wrong or missing, before anything is loaded."""
+    """Raises ConfigError or CheckpointError where something is wrong or missing, before anything is loaded."""
     for name in ("replay", "cap", "windows"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; expected a share from 0 to 1")
