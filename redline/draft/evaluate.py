@@ -69,7 +69,7 @@ class EvalConfig(Record, frozen=True):
     top_p: float = 1.0
     max_tokens: int = 1024
     batch: int = 16  # answers in a step
-    suffix: bool = False  # matches of the text's own past too, under the drafter
+    suffix: bool = False  # matches of the text's own past are proposed too
     offline: int = 64  # answers of each domain that are also scored by teacher forcing; 0: none
     seed: int = 0
     save: str | None = None  # JSON, and a picture beside it
@@ -457,7 +457,7 @@ def _asked(config: EvalConfig) -> tuple[list[Asked], list[str]]:
 
 
 def _offline(config: EvalConfig, engine: Engine) -> Offline:
-    """Teacher forcing as `mine` scores, with the target that the engine has loaded. It is idle meanwhile."""
+    """Teacher forcing as `mine` scores, with the target that the engine has loaded; the engine is idle meanwhile."""
     model = engine.engine.model
     drafter = Eagle3.open(config.draft, model.config)
     teacher_forcing = TeacherForcing(Target(model, engine.fingerprint, drafter.config.layer_ids), drafter)

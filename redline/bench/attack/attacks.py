@@ -19,7 +19,7 @@ from redline.bench.attack.raw_http import HOST, Reply, ask, connect, connection,
 
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 MIB = 1 << 20
-LIMIT_S = 40.0  # for one request's answer
+LIMIT_S = 40.0  # seconds for one request's answer
 
 Fire = Callable[[], Awaitable[None]]
 

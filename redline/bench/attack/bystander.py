@@ -40,15 +40,15 @@ from redline.bench.record import provenance
 from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, hard_limit
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bystander.json"
-LIMIT_MS = 100.0  # of a pause
-CALM_S = 90.0  # for what an attack has left in the engine to end
-ANSWER_S = 120.0  # in which a random request is answered
-AT_ONCE = 16  # random requests
+LIMIT_MS = 100.0  # the longest pause that is allowed
+CALM_S = 90.0  # seconds in which what an attack has left in the engine should end
+ANSWER_S = 120.0  # seconds in which a random request is answered
+AT_ONCE = 16  # random requests in flight
 SAY_S = 10.0
-TAKE_S = 2.0  # notes are taken often, since telling them holds up the bystander
+TAKE_S = 2.0  # seconds; notes are taken often, since telling many at once holds up the bystander
 QUESTION = body(prompt="The capital of France is", max_tokens=24, temperature=0, ignore_eos=True)
 ANSWER = 4000  # tokens of an answer of the bystander, at most
-POLITE_TOKENS = 6000  # of each polite prompt
+POLITE_TOKENS = 6000  # of each long prompt of a polite client
 
 
 class Memory:
@@ -70,7 +70,7 @@ class Memory:
             try:
                 api, worker = (_resident(pid) for pid in self._pids)
             except OSError:
-                return  # it has ended
+                return  # one of the processes has ended
             self.samples.append((round(time.monotonic() - self._began, 1), self.requests, api, worker))
 
     def now(self) -> tuple[int, int]:
@@ -320,7 +320,7 @@ class Bench:
         return reply.status == 200 and said(reply.body) == said(self.truth)
 
     def _judge(self, request: Request, reply: Reply) -> None:
-        """Notes an answer that nobody should get: none, our fault, or one that breaks off."""
+        """Notes an answer that nobody should get: none at all, a server error, or one that breaks off."""
         odd = ""
         if reply.outcome in ("closed", "unanswered") or (reply.status >= 500 and reply.status != 503):
             odd = reply.kind

@@ -14,7 +14,7 @@ from redline.bench.attack.raw_http import get, head, post
 
 Draw = Callable[[random.Random], Any]
 
-MOST_TOKENS = 24  # of most answers
+MOST_TOKENS = 24  # of most answers, at most
 
 
 class Request(NamedTuple):

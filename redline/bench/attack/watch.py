@@ -30,9 +30,9 @@ from redline.bench.attack.raw_http import HOST, head
 
 KNOCK_S = 0.005  # between an answer and the next knock
 PAUSE_S = 0.02  # a knock that waits longer was not answered as usual
-SAME_STEP_S = 0.003  # the end of an answer follows its last token
-PATIENCE_S = 120.0  # for an answer, and for a chunk
-TAIL = b"0\r\n\r\n"  # of a chunked answer
+SAME_STEP_S = 0.003  # chunks this close are of one step: the end of an answer follows its last token
+PATIENCE_S = 120.0  # seconds for an answer, and for a chunk
+TAIL = b"0\r\n\r\n"  # the end of a chunked answer
 OWN = Path("/proc/thread-self/schedstat")
 
 
@@ -178,7 +178,10 @@ def _late(times: Sequence[float], gap: Gap) -> float:
 
 
 def _longest_step(gaps: Sequence[Sequence[Gap]], knocks: Sequence[Knock]) -> float:
-    """Silences of all streams at once are what their gaps have in common."""
+    """Seconds of the longest silence of all streams at once, which is what their gaps have in common.
+
+    The loop's pauses within it are not counted.
+    """
     spans = [[(gap.begin, gap.end) for gap in stream] for stream in gaps]
     silent = functools.reduce(lambda one, other: list(_common(one, other)), spans) if spans else []
     longest = 0.0

@@ -21,7 +21,7 @@ _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil
 _TENSOR_CALLS = {"detach", "clone", "contiguous", "clamp", "clamp_", "strip", "copy"}  # dropped from a chain
 _MAKES_INPUTS = re.compile(
     r"^_?(random_|example$|cases$|.*_cases$)"
-)  # for tests and timing; a test's own inputs prove nothing
+)  # make inputs for tests and timing: a bug there proves nothing
 _NO_RESULT = {"strict", "frozen", "timeout"}  # keywords that a right program gives the same answers with or without
 _SAYS = re.compile(r"^_?(log|logger|console)$")
 
@@ -125,7 +125,7 @@ def _in_python(file: str, source: bytes) -> Iterator[Mutant]:
 
 
 def _computed(node: ast.AST) -> Iterator[ast.AST]:
-    """All that the program computes with."""
+    """Yields the nodes that the program computes with."""
     yield node
     if isinstance(node, ast.FunctionDef) and _MAKES_INPUTS.match(node.name):
         return
@@ -143,7 +143,7 @@ def _computed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_said(node: ast.AST) -> bool:
-    """Messages, and what is decided before anything runs."""
+    """Whether a node is a message, or decided before anything runs."""
     match node:
         case ast.JoinedStr() | ast.Import() | ast.ImportFrom() | ast.Raise():
             return True

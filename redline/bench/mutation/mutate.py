@@ -39,7 +39,7 @@ from redline.kernels.cpu import native
 ROOT = Path(__file__).parents[3]
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
 RUNS = ROOT / "runs"
-LINKED = ".venv", "models"  # of the copies: large, and nobody writes there
+LINKED = ".venv", "models"  # folders that every copy links to: large, and nobody writes there
 # The laws, by their numbers, that a room is held to; then what is one request through everything.
 LAWS = {
     "ops": (1,),
@@ -189,7 +189,7 @@ class Suite:
         self._root = root
         self._kept = kept
         self._lock = threading.Lock()
-        self._measured: set[str] = set()  # or being measured
+        self._measured: set[str] = set()  # files that were measured, or are being measured
         self._files = sorted(
             str(path.relative_to(root))
             for path in (root / "tests").rglob("test_*.py")
@@ -197,7 +197,7 @@ class Suite:
         )
         self._imports = {file: _imports(root, file) for file in self._files}
         self.seconds: dict[str, float] = {}
-        self.failing: set[str] = set()  # without a bug
+        self.failing: set[str] = set()  # tests that fail without a bug
         if kept.exists():
             known = json.loads(kept.read_text())
             self.seconds, self.failing = known["seconds"], set(known["failing"])

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CHUNK = 512  # tokens of a prompt that are computed at once: llama.cpp's own default
-CELLS = 256  # by so many tokens a cache grows
+CELLS = 256  # the room of a cache is a multiple of so many tokens
 
 
 class Way(NamedTuple):

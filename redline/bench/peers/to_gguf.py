@@ -46,7 +46,7 @@ from redline.model.k2.config import K2Config
 from redline.ops.formats import Int4
 
 BLOCK = 32  # values that share a scale, in Q4_0 and Q8_0
-ALIGNMENT = 32  # bytes; of each tensor's start
+ALIGNMENT = 32  # bytes: each tensor starts at a multiple of it
 ANSWER = 32  # tokens of a greedy answer
 THREADS = 2
 DENSE = ("q4_0", "q8_0", "bf16", "f32")
@@ -265,7 +265,7 @@ def write(path: Path, values: dict[str, Value], stored: list[Stored]) -> None:
     head += [_string(key) + _value(value) for key, value in values.items()]
     start = 0
     for tensor in stored:
-        dimensions = tuple(reversed(tensor.shape))  # there the fastest one comes first
+        dimensions = tuple(reversed(tensor.shape))  # GGUF names the fastest dimension first
         place = struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, KINDS[tensor.kind].number, start)
         head.append(_string(tensor.name) + place)
         start += _aligned(len(tensor.data))

@@ -92,7 +92,7 @@ class Report(Record, frozen=True):
 
     folder: str
     fingerprint: str
-    seconds: float  # answering only
+    seconds: float  # of answering, without loading and grading
     generated_tokens: int
     rows: list[Row]
     not_run: int  # prompts whose check needs --run-code
@@ -102,7 +102,7 @@ class Report(Record, frozen=True):
     comparison: Comparison | None = None
     refused: int = 0  # prompts that the engine did not answer; they count as wrong
     limit: int | None = None  # prompts of each kind of each set at most
-    left_out: int = 0  # prompts beyond it
+    left_out: int = 0  # prompts beyond the limit, which were not asked
 
 
 class Answerer(Protocol):

@@ -126,11 +126,14 @@ class Cpu:
         return decode_rate(streams, case.new) if case.new > 1 else prefill_rate(streams, case.prompt, began)
 
 
-Arrivals = list[tuple[float, bytes]]  # when bytes came, and which
+Arrivals = list[tuple[float, bytes]]  # (seconds on the clock, bytes) of each part that came
 
 
 async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[Arrivals]:
-    """All at once: what came when. It is read later, since whoever reads it takes a core from the server."""
+    """Asks for all prompts at once; returns what came when. It is parsed later, since parsing takes a core.
+
+    Raises RedlineError where a stream breaks off.
+    """
 
     async def one(prompt: Sequence[int]) -> Arrivals:
         body = {

@@ -38,16 +38,16 @@ from redline.progress import Working
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 PROMPTS = 60
-WAVE = 64  # prompts that are asked of the one tree, then of the other: what is kept at a time
+WAVE = 64  # prompts that are asked of one tree, then of the other; only their answers are kept
 AT_ONCE = 16
 ANSWER_S = 600.0
 SERVED = ("--device", "cpu", "--kv-memory", "1GB", "--max-model-len", "8192", "--log-level", "warning")
-GREEDY_TOKENS, SEEDED_TOKENS, COMPLETED_TOKENS = 1024, 256, 32  # of an answer, at most; 1024 as in `redline eval`
+GREEDY_TOKENS, SEEDED_TOKENS, COMPLETED_TOKENS = 1024, 256, 32  # at most; 1024 as in `redline eval`
 TOP = 20  # log probabilities of a token
-LONG_CHARS = 4000  # of a prompt whose every token has one
+LONG_CHARS = 4000  # a longer prompt is asked for one log probability a token, not for TOP
 SHOWN, KEPT = 3, 40  # differences that are printed and saved, in full
-PLACES = 5  # that are named of one difference
-SHOWN_CHARS = 2000  # of a request or an answer that is printed
+PLACES = 5  # places that are named of one difference
+SHOWN_CHARS = 2000  # characters of a request or an answer that are printed
 
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 BIAS = {"10": 1.5, "32": -1.0, "257": 2.0, "262": -3.0, "300": 1.0, "1000": -5.0}
@@ -140,7 +140,7 @@ class Tally:
         self.answers: Counter[tuple[str, str]] = Counter()
         self.equal: Counter[tuple[str, str]] = Counter()
         self.numbers = 0
-        self.differences: list[Difference] = []  # the first ones
+        self.differences: list[Difference] = []  # the first KEPT
 
     @property
     def different(self) -> int:

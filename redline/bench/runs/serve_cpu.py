@@ -66,7 +66,7 @@ SHORT_PROMPT, SHORT_NEW, SHORT_PREFILL, TRIES = 32, 9, 512, 2
 STEPS = 12  # of each kind in a round
 DRAFT_BATCH = 16
 ANSWER = 64  # tokens at most of an answer to a question
-PEER_ANSWER = 24  # of the peer's, whose rate needs no more
+PEER_ANSWER = 24  # tokens of the peer's answer, whose rate needs no more
 # Matrices other than routed experts: in 4 bits, and as we compute with them.
 LLAMA_CPP = {"llama.cpp": "q4_0", "llama.cpp, bf16 beside experts": "bf16"}
 KV_BYTES = 1 << 30  # of each of the two engines that answer questions
@@ -183,7 +183,7 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()  # its input ends, and so does it
+        self._process.communicate()  # the process ends when its input does
 
 
 class PeerAsker(Asker):
@@ -215,7 +215,7 @@ class Bench:
         self._machine = machine
         self._rounds = rounds
         self._rng = random.Random(0)
-        self.ways: dict[tuple[str, Case], Any] = {}  # the fastest, of each peer
+        self.ways: dict[tuple[str, Case], Any] = {}  # the fastest way of each peer in each case
 
     def draw(self, case: Case) -> Prompts:
         """New prompts of ordinary tokens: the last ids of a vocabulary are control tokens."""
@@ -477,7 +477,7 @@ def main() -> None:
         parser.error(f"{draft}: no drafter here; name its folder with --draft")
     llama_python: Path | None = arguments.llama_python
     rounds: int = arguments.rounds
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # and with it every child's
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of this process, and so of every child
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     machine = measure(working_set_bytes=weights)
     load = os.getloadavg()[0]

@@ -405,7 +405,7 @@ def main() -> None:
     parser.add_argument("--out", type=output, default=RESULT, help="the picture is beside it")
     asked = parser.parse_args()
     folder: Path = asked.folder
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # and with it every child's
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of this process, and so of every child
     questions = read_questions([folder / "eval" / "hand.jsonl"], Tokenizer.open(folder), style_of(folder), 2)
     prompts = [question.tokens for question in questions]
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:

@@ -24,9 +24,9 @@ from redline.errors import ConfigError, RedlineError
 
 ROOT = Path(__file__).parents[3]
 MODEL = "models/kimi-nano"
-START_S = 300.0  # a tree's kernels may have to be compiled first
-END_S = 20.0  # from SIGTERM to the end
-KNOCK_S = 5.0  # in which the health of a server is told
+START_S = 300.0  # seconds; a tree's kernels may have to be compiled first
+END_S = 20.0  # seconds from SIGTERM to the server's end
+KNOCK_S = 5.0  # seconds in which a server has to tell its health
 OPEN_FILES = 1024  # of the server, as a login shell gives
 GIT_S = 60.0
 TOLD_TRACEBACKS = 4
@@ -82,7 +82,7 @@ def _tree(name: str) -> Generator[Tree]:
             _git("worktree", "add", "--detach", "--quiet", str(folder), commit)
             yield _checked(Tree(name, folder, commit))
         finally:
-            with suppress(ConfigError):  # what was not added
+            with suppress(ConfigError):  # a worktree that was not added
                 _git("worktree", "remove", "--force", str(folder))
 
 

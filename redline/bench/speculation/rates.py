@@ -66,9 +66,9 @@ class _Line(Chat, frozen=True, kw_only=True):
 class Outcome(NamedTuple):
     """What one variant did with some questions at once."""
 
-    seconds: float  # of decoding
-    tokens: int  # that came in them
-    rounds: list[list[Round]]  # of each answer
+    seconds: float  # of decoding, from when all answers have begun
+    tokens: int  # generated in these seconds
+    rounds: list[list[Round]]  # of speculation, by answer
 
 
 class Rate(Record, frozen=True):

@@ -35,7 +35,7 @@ from redline.worker.engine import pick_device
 INDEX = "index.json"
 SHARD_BYTES = 256 << 20
 SHARD_OVERHEAD = 1024  # bytes of a shard's header, at most: five names, types, shapes and places
-OPEN_SHARDS = 32  # that a reader keeps mapped
+OPEN_SHARDS = 32  # shards that a reader keeps mapped
 NAMED = 20  # skipped examples that are printed one by one
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -565,7 +565,10 @@ def check(config: CaptureConfig) -> None:
 
 
 def _check_room(config: CaptureConfig) -> None:
-    """ConfigError where the disk has not as much room as what is not there yet will take, or as it may take."""
+    """Raises ConfigError where the disk has less room than the states that are not stored yet will take.
+
+    They take no more than what `disk` leaves.
+    """
     out, target = Path(config.out), Checkpoint.open(config.target).config
     index = read_index(out) if (out / INDEX).exists() else None
     there = set[str]() if index is None else index.ids

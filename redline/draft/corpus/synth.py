@@ -43,9 +43,9 @@ class SynthConfig(Record, frozen=True):
 
     weights: str  # the target's folder
     out: str  # the corpus
-    prompts: tuple[str, ...] = ()  # users' files
+    prompts: tuple[str, ...] = ()  # files of prompts
     turns: Turns = "all"  # of users' conversations: each answer is asked for, or the last
-    domains: tuple[str, ...] = ()  # of our own templates
+    domains: tuple[str, ...] = ()  # those of our own templates that are asked
     count: int = 1000  # prompts of each domain
     samples: int = 1  # answers to each prompt
     max_tokens: int = 2048  # of an answer
@@ -303,7 +303,7 @@ def _job(config: SynthConfig, about: About, target: JobRunner, prompt: Prompt) -
 
 
 def _number(text: str) -> int:
-    """In [0, 2^63), the same everywhere."""
+    """A hash of the text in [0, 2^63), the same on every machine."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

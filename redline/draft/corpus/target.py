@@ -204,7 +204,7 @@ class Target:
         needed = [-(-length // PAGE_TOKENS) for length in lengths]
         if self._planes.numel() == 0 or self._planes.shape[1] < sum(needed):
             config = self.config
-            self._planes = torch.empty(0)  # the old ones first
+            self._planes = torch.empty(0)  # the old pages are freed first
             shape = config.num_hidden_layers, sum(needed), PAGE_TOKENS, config.kv_width
             self._planes = torch.empty(shape, dtype=torch.bfloat16, device=self.model.device)
         tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)

@@ -13,7 +13,7 @@ from redline.chat.lines import NOT_JSON
 from redline.draft.corpus.corpus import Corpus, Example
 from redline.errors import ConfigError
 
-TRAFFIC = "traffic"  # the domain of what does not say
+TRAFFIC = "traffic"  # the domain of lines that name none
 
 
 class _Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +75,7 @@ def read_traces(*files: str) -> Corpus:
 
 
 def _check(trace: _Trace) -> None:
-    """Raises ValueError for what cannot be."""
+    """Raises ValueError for a trace whose numbers contradict each other."""
     if not 0 < trace.prompt <= len(trace.tokens) or min(trace.tokens) < 0:
         raise ValueError(
             f"prompt is {trace.prompt} of {len(trace.tokens)} tokens; expected ids from 0 on, and a prompt"

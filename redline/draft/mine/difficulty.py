@@ -99,7 +99,7 @@ def score(
     piece = max(1, PIECE_BYTES // (4 * vocabulary))
     first = int(rows[0]) + 1 if rows.shape[0] else n
     for begin in range(first, n - 1, piece):
-        teachers = torch.arange(begin, min(begin + piece, n - 1))  # rows of the target; each predicts the token behind
+        teachers = torch.arange(begin, min(begin + piece, n - 1))  # rows of the target; each predicts the next token
         teachers = teachers[answer[teachers + 1]]
         if not teachers.shape[0]:
             continue

@@ -54,7 +54,7 @@ class MineConfig(Record, frozen=True):
     proposals: Proposals = "onehot"
     temperature: float | None = None
     top_p: float | None = None
-    examples: int = 0  # scored of each domain at most; 0: all
+    examples: int = 0  # of each domain that are scored, at most; 0: all
     traffic: dict[str, float] = msgspec.field(
         default_factory=dict[str, float]
     )  # share of each domain; empty: as in the corpus
@@ -207,7 +207,7 @@ def check(config: MineConfig) -> None:
 
 
 def _check_folder(out: Path, config: MineConfig) -> None:
-    """ConfigError where it holds what other settings made."""
+    """Raises ConfigError where the folder holds what other settings made."""
     path = out / "config.json"
     try:
         before = msgspec.json.decode(path.read_bytes(), type=MineConfig)

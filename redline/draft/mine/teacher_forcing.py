@@ -14,7 +14,7 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.worker.engine import pick_device
 
-BATCH_TOKENS = 16_384  # that go through the target at once
+BATCH_TOKENS = 16_384  # tokens that go through the target at once
 
 
 class TeacherForcing:

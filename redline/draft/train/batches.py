@@ -70,7 +70,7 @@ class Batch(NamedTuple):
     features: Tensor  # [B, T, F]
     targets: Targets
     sequences: int  # B
-    positions: int  # that are no filling
+    positions: int  # rows that are no filling
 
 
 def is_held_out(id: str, share: float) -> bool:
@@ -223,7 +223,7 @@ class Ahead(Iterator[A]):
                 if not self._put((item, None)):
                     return
             self._put((None, StopIteration()))
-        except BaseException as error:  # told where the item would have come
+        except BaseException as error:  # raised where the item would have come
             self._put((None, error))
 
     def _put(self, entry: tuple[A | None, BaseException | None]) -> bool:

@@ -190,7 +190,7 @@ class Measured(NamedTuple):
 
     tokens: int
     loss: list[float]
-    agreement: list[float]  # of favourites
+    agreement: list[float]  # share of tokens at which both have the same favourite
     alpha: list[float]
     accepted: list[float]  # share of rows that hit in steps 0..j: greedy
     accepted_sampled: list[float]

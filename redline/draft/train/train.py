@@ -80,7 +80,7 @@ def run(config: TrainConfig, console: Console) -> int:
     try:
         with alone(Path(config.out) / "training") if is_main() else nullcontext():
             return _run(config, console)
-    except KeyboardInterrupt:  # before the first step, or a second time
+    except KeyboardInterrupt:  # Ctrl-C before the first step, or a second time
         if is_main():
             state = train_state.latest(Path(config.out) / "training")
             console.print(f"stopped; the same command {train_state.goes_on(state)}", highlight=False)
@@ -325,7 +325,7 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
 
 
 def _export(config: TrainConfig, like: Eagle3, tensors: dict[str, Tensor], main: bool) -> None:
-    """As wide as the target's latent: what vLLM takes, and Redline reads as narrow as it is."""
+    """Saves the drafter with a latent as wide as the target's, as vLLM needs it; Redline drops the padding."""
     if not main:
         return
     out = Path(config.out)
@@ -361,7 +361,7 @@ class Journal:
             for line in self._path.read_bytes().splitlines(keepends=True):
                 try:
                     found = msgspec.json.decode(line) if line.endswith(b"\n") else None
-                except msgspec.DecodeError:  # of a disk that was full, or a file that was copied in part
+                except msgspec.DecodeError:  # a line that a full disk or a copy in part has cut
                     continue
                 if isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step:
                     self.lines.append(found)

@@ -95,7 +95,7 @@ class Moments:
                 put(entry[moment], tensors[f"{moment}.{name}"])
 
     def _make_flat_state(self, steps: int) -> None:
-        """What ZeRO makes in its first step, for there is none before."""
+        """Makes the state that ZeRO would make in its first step, since before that there is none."""
         zero = self._optimizer.optimizer
         for group in zero.optimizer.param_groups:
             for flat in group["params"]:

@@ -213,7 +213,7 @@ class Trainer:
         return batches.collate(group, self.recipe.max_length, self._chunk, pin=self.device.type == "cuda")
 
     def _first_or_next(self, group: Sequence[Batch]) -> tuple[Stats, Any]:
-        """A compiler that fails on this machine costs speed, not the training."""
+        """One step; where compiling fails in the very first one, the training goes on without it."""
         try:
             return self._step(group)
         except Exception as error:
@@ -294,7 +294,7 @@ class Trainer:
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self._model.eval()
         with self.average.applied():
-            # Every rank goes through the model as often, for that is a meeting of ranks where weights are sharded.
+            # Every rank calls the model equally often: where weights are sharded, a call is a collective one.
             for begin in range(0, len(work), world):
                 number, group = work[(begin + rank) % len(work)]
                 *_, stats = self._model(batches.to(self._collate(group), self.device), self._head_VD)
@@ -355,7 +355,7 @@ class Trainer:
         torch.set_rng_state(tensors["random.cpu"])
         self.step, self.reached, self._drawn = facts.step, facts.reached, facts.drawn
         window = tensors.get("window.stats")
-        if self.accelerator.is_main_process:  # whose sums stand for all ranks'
+        if self.accelerator.is_main_process:  # whose sums stand for those of all ranks
             self.tokens = facts.tokens
             self._window = None if window is None else Stats(*window.to(self.device).unbind(0))
 

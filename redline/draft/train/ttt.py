@@ -52,7 +52,7 @@ def attend(
     Scores are float32. Memory is linear in T: no scores outlive their block of queries.
     """
     inputs = [q_BTHX, *keys_BTHX, *values_BTHV]
-    if way == "fused":  # which reads 16 bits only
+    if way == "fused":  # the fused kernel reads 16-bit values only
         inputs = [x.to(torch.bfloat16) for x in inputs]
     return cast(Tensor, _Attend.apply(scale, way, len(keys_BTHX), *inputs))
 
