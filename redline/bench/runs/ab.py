@@ -15,8 +15,9 @@ three get the same ones.
 cuda: `redline bench decode` of Kimi K2.6 at its true depth on random weights, 1, 4, 8 and 32 rows, and one layer's
 prefill of 8,192 tokens where both trees have that program. A round takes minutes.
 
-Goals: on a CPU within 2 %; on a GPU within 1 % at 1, 4 and 8 tokens, 2 % at 32 and for prefill. The status is 1 where
-one is missed, or where the control itself is further off than the goal, so that nothing is shown.
+Goals: on a CPU B is at most 2 % slower; on a GPU at most 1 % at 1, 4 and 8 tokens, 2 % at 32 and for prefill. The
+status is 1 where one is missed or not measured, or where the control itself is further off than the goal, so that
+nothing is shown.
 """
 
 import argparse
@@ -56,7 +57,10 @@ Rates = dict[str, dict[str, float]]  # {figure: {who: tokens/s}} of one round
 
 
 class Figure(NamedTuple):
-    """What is compared. goal: how far B's speed may be from A's, as a share of it."""
+    """What is compared.
+
+    goal: how much slower than A B may be, as a share of A's speed, and how far off the control may be.
+    """
 
     name: str
     goal: float
