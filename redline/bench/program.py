@@ -1,4 +1,4 @@
-"""What the programs of this room share: they are heard of while they work, and say in one line what can be mended."""
+"""What the programs of this room share: a sign of life while they work, and one line for what somebody can mend."""
 
 import argparse
 import sys

@@ -5,9 +5,9 @@
 
 Serves a model with its drafter as `make serve` does, with two streams that are read all the time
 (`watch.py`), and meanwhile sends the list of attacks (`attacks.py`), one at a time, and then thousands of random
-requests (`random_requests.py`). Between them stands the same without an attack,
-and the same while polite clients fill the engine: a figure says something beside those two only. After each attack a
-greedy question has to get the answer that it got before. At the end the server is asked to stop (SIGTERM) while silent
+requests (`random_requests.py`). Before, between and after them are phases without an attack, and one in which polite
+clients fill the engine: a figure means something only beside theirs. After each attack a greedy question has to get the
+answer that it got before. At the end the server is asked to stop (SIGTERM) while silent
 sockets and streams that nobody reads are open.
 
 `--tree` serves another copy of the project, of any commit: all that is asked of it is `redline serve` and HTTP.

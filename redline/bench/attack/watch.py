@@ -5,7 +5,7 @@
 runs as a process of its own, so that nothing it notes waits for whoever attacks. Each line on its input is answered
 with a line of JSON, the notes since the last one. What the notes say is worked out by `read`, a pure function.
 
-What is whose? The API process never computes, so the time that a knock (a GET on a kept connection) waits for its
+Whose is a pause? The API process never computes, so the time that a knock (a GET on a kept connection) waits for its
 answer is the event loop's pause. From it goes what the kernel says that the two threads waited for a core
 (/proc/PID/schedstat): on a machine with other work that is most of it, and nobody's fault. A silence of one stream
 while the other one is told tokens is a pause too: the engine stepped, and left a stream out. A silence of both while

@@ -1,6 +1,6 @@
 """Small bugs that could be written into a source: an operator turned round, a number off by one, a statement left out.
 
-`mutants(path)` finds all of a file, in its order. Python is read by `ast`; C++ and CUDA line by line, as the
+`mutants(root, file)` finds all of a file, in its order. Python is read by `ast`; C++ and CUDA line by line, as the
 compiler sees them for the emulator. Text that nobody computes with is left alone: messages, annotations, comments.
 """
 
@@ -99,7 +99,7 @@ class _Place:
         return self._starts[node.end_lineno - 1] + node.end_col_offset
 
     def dot(self, value: ast.expr) -> int:
-        """Behind the value of an attribute and its brackets."""
+        """The byte at which the dot of an attribute stands, behind its value and its brackets."""
         return self.source.index(b".", self.end(value))
 
     def mutant(self, kind: str, start: int, end: int, after: str) -> Mutant:
@@ -108,7 +108,7 @@ class _Place:
         return Mutant(self.file, line + 1, kind, start, end, before, after, self.lines[line].decode())
 
     def between(self, kind: str, start: int, end: int, table: dict[str, str]) -> Iterator[Mutant]:
-        """The operator that stands between two operands."""
+        """Yields the mutant of the operator in bytes [start, end), between two operands, where `table` has it."""
         text = self.source[start:end].decode()
         code = re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0].encode()), text)
         if found := re.search(r"[^\s()\\]+(?: +(?:not|in))?", code):

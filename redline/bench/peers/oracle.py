@@ -1,7 +1,8 @@
 """An independent K2: transformers' DeepseekV3ForCausalLM on the dequantised weights of any checkpoint that we read.
 
 Nothing here uses Redline's own loader, config or formats, so that a shared mistake cannot hide. INT4 is unpacked by
-compressed-tensors, the library that owns the format. Both libraries are the tests', and imported where they are used.
+compressed-tensors, the library that owns the format. Both libraries are test dependencies, and are imported
+where they are used.
 """
 
 import json

@@ -31,7 +31,7 @@ class Greedy:
 
     @property
     def fingerprint(self) -> str:
-        """The checkpoint's, which names the model and its weights in a report."""
+        """The checkpoint's fingerprint, by which a report names the model and its weights."""
         return self._engine.fingerprint
 
     def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:

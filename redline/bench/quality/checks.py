@@ -1,4 +1,4 @@
-"""Decides whether an answer is right. A check is a small JSON object whose one key says how it is graded.
+"""Decides whether an answer is right. A check is a small JSON object whose keys say how it is graded; each has to hold.
 
     {"number": 933}                                     the last number in the answer
     {"equals": "Paris"}                                 the whole answer, but for case and final punctuation

@@ -110,7 +110,7 @@ class Answerer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """The checkpoint's, which names the model and its weights in a report."""
+        """The checkpoint's fingerprint, by which a report names the model and its weights."""
         ...
 
     def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:

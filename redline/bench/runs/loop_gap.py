@@ -4,8 +4,9 @@
     python -m redline.bench.runs.loop_gap --shape kimi-k2.6 --layers 61 --alias 12 --steps 100
 
 Three numbers. Through the loop: milliseconds a token, nothing watching. Back to back: the same steps launched without
-waiting for any, so the device always has the next one. And from a trace of the kernels (torch.profiler, which slows the
-host, so it is the pessimist): the share of the time in which none ran. Saved as JSON, and a few steps as a picture.
+waiting for any, so the device always has the next one. And from a trace of the kernels: the share of the time in which
+none ran, which is too high rather than too low, since torch.profiler slows the host. Saved as JSON, and a few steps as
+a picture.
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Milliseconds of a decode step at its true depth and of each of its ops: random weights, forced routing.
 
 What a step reads does not depend on what the weights say, so a step of 61 layers is measured without the checkpoint;
-where memory is short, several layers are one in memory (`physical`), and their experts are chosen anew each time. Who
-builds a step knows the chip (`Build`); this file says what it must offer, and takes the times.
+where memory is short, several layers are one in memory (`physical`), and their experts are chosen anew each time. What
+builds a step knows the chip (`Build`); this file says what a step must offer, and takes the times.
 
 T tokens of a step (rows x tokens of each), k experts of a token.
 """
@@ -262,7 +262,7 @@ class _Mark:
         self._seconds = time.perf_counter()
 
     def until(self, end: "_Mark") -> float:
-        """Milliseconds."""
+        """Milliseconds from this moment to `end`."""
         if self._event is not None and end._event is not None:
             return self._event.elapsed_time(end._event)
         return 1e3 * (end._seconds - self._seconds)

@@ -1,4 +1,4 @@
-"""Experts drawn for a speed run: random weights would send all tokens to the same few, and flatter everyone.
+"""Experts drawn for a speed run: random weights would send all tokens to the same few, and every step would look fast.
 
 L layers, R rows, M tokens of a row, T = R M, E experts, k chosen.
 """

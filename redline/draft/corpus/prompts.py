@@ -1,7 +1,7 @@
 """What the target is asked: our own templates, a domain each, and users' files.
 
 A template is a text with slots. `{city}` is a word of a list, whose entries may have slots themselves; `{2..19}` is a
-number; `{city:1}` and `{2..19:1}` are the same again wherever they stand in one prompt. Answers must not hang on one
+number; `{city:1}` and `{2..19:1}` are the same again wherever they stand in one prompt. Answers must not depend on one
 wording of the frame, so system prompts, suffixes, tool declarations, earlier turns and thinking vary as well.
 """
 

@@ -1,8 +1,8 @@
 """The target as a teacher: token ids in, the states that a drafter reads and is judged by out.
 
-Every sequence is a prompt to it: positions go through the expanded form of attention, several sequences side by side in
-one call of `K2.forward`, over pages of its own. A call has at most so many tokens; a sequence that is longer goes
-through in chunks.
+The target reads every sequence as a prompt: positions go through the expanded form of attention, several sequences side
+by side in one call of `K2.forward`, over pages of its own. A call has at most `call_tokens` tokens; a sequence that is
+longer goes through in chunks.
 
 n tokens of a sequence, T tokens of a call, L captured layers, D hidden, V vocabulary.
 """

@@ -1,9 +1,9 @@
 """How hard each position of an answer is for a drafter, and how much of that it could learn away.
 
-A row is a position where a round of speculation could begin. Row r of an answer drafts the tokens at positions s, s +
-1, ... s + k - 1 (s = `position_R[r]`, counted from the start of the prompt) while the target's own tokens stand before
-each: teacher forcing, as in training. The token at s - 1 is the last that the round knows, so the first row of an
-answer has s = prompt + 1: the answer's first token follows from the prompt alone, and is never drafted.
+A row is a position where a round of speculation could begin. Row r of an answer drafts the tokens at positions
+s, s + 1, ... s + k - 1 (s = `position_R[r]`, counted from the start of the prompt) while the target's own tokens stand
+before each: teacher forcing, as in training. The token at s - 1 is the last that the round knows, so the first row of
+an answer has s = prompt + 1: the answer's first token follows from the prompt alone, and is never drafted.
 
 For each draft, with p the target's distribution as it is served (temperature and top_p applied) and q the drafter's:
 

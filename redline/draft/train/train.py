@@ -39,7 +39,7 @@ STATE_COPIES = 4  # of the parameters in a state, float32: weights, their averag
 
 
 class Sizes(Record, frozen=True):
-    """A new drafter. None: as the target's."""
+    """The sizes of a new drafter. None: as the target has them."""
 
     architecture: Architecture = "mla"
     draft_vocab_size: int | None = None
