@@ -63,9 +63,9 @@ class _Top(Record, frozen=True):
 
 
 def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
-    """0 when the drafter is exported, 130 after Ctrl-C, else the status of the stage that ended it.
+    """Runs a recipe: 0 when the drafter is exported, 130 after Ctrl-C, else the status of the stage that ended it.
 
-    Raises ConfigError.
+    origin: where and when the numbers were made, to be saved with them. Raises ConfigError.
     """
     stages, out = stages_of(Path(config.recipe), None if config.out is None else Path(config.out), origin)
     try:
@@ -87,7 +87,10 @@ def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = 
 
 
 def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = None) -> tuple[list[Stage], Path]:
-    """The stages of a recipe, and the folder of all that they make. Raises ConfigError naming file and table.key."""
+    """The stages of a recipe, and the folder of all that they make. path: of the recipe. out: wins over the recipe's.
+
+    Raises ConfigError naming file and table.key, and CheckpointError where the target cannot be opened.
+    """
     top = _read(path)
     here = path.resolve().parent
     out = None if out is None else out.resolve()
@@ -192,12 +195,12 @@ def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
 
 
 def mine_config(values: Mapping[str, Any]) -> MineConfig:
-    """Raises ConfigError naming the key."""
+    """The configuration of `mine` from its keys. Raises ConfigError naming the key."""
     return fill(MineConfig, "mine", values, {})
 
 
 def eval_config(values: Mapping[str, Any]) -> EvalConfig:
-    """Raises ConfigError naming the key."""
+    """The configuration of `eval` from its keys. Raises ConfigError naming the key."""
     return fill(EvalConfig, "eval", values, {})
 
 
