@@ -102,7 +102,7 @@ class Connection(HttpToolsProtocol):
     # -- reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a client in. At the most connections, one that owes a head makes room for it; if none does, it gets 503."""
+        """Take a client in; when full, another that owes a head makes room, and where none does the client gets 503."""
         peer: socket.socket | None = transport.get_extra_info("socket")
         if peer is not None and peer.family in (socket.AF_INET, socket.AF_INET6):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

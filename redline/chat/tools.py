@@ -53,7 +53,7 @@ class _Paper:
 
 
 def declare_json(tools: Sequence[Tool], most: int = sys.maxsize) -> str:
-    """The OpenAI tools array as compact JSON. Raises ContextTooLong beyond `most` characters."""
+    """The OpenAI tools array as compact JSON, keys sorted. Raises ContextTooLong beyond `most` characters."""
     array = [{"function": _function(tool), "type": "function"} for tool in tools]
     paper = _Paper(most)
     for piece in json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(array):
