@@ -65,7 +65,7 @@ class PagePool:
             self._used += 1
 
     def give(self, page: PageId, holder: Holder) -> None:
-        """Count one holder less; after the last one the page is free. Raises AssertionError where it does not hold it."""
+        """Count one holder less; without any, the page is free. Raises AssertionError where it does not hold it."""
         counts = self._counts[holder]
         assert counts[page] > 0, f"page {page} is given back by {holder.name}, which does not hold it"
         counts[page] -= 1

@@ -79,7 +79,7 @@ class MemoryChannel:
                 loop.call_soon_threadsafe(arrived.set)
 
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
-        """All messages that are there. wait: block until there is one, for `timeout` seconds at most (None: for ever)."""
+        """All messages that are there. wait: block until one is, for `timeout` seconds at most (None: for ever)."""
         if not wait and not self._messages:
             return []  # as most are found between two steps: no lock is needed to see that
         with self._changed:
