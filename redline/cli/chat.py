@@ -227,7 +227,7 @@ def talk(client: Client, prompt: str | None, console: Console) -> int:
 
 
 def converse(client: Client, read: Callable[[], str], console: Console) -> None:
-    """Ask what `read` gives and print the answers, until it raises EOFError. An error or Ctrl-C ends one answer only."""
+    """Ask what `read` gives and print the answers until it raises EOFError. An error or Ctrl-C ends one answer only."""
     while True:
         try:
             console.print()

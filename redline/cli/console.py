@@ -26,7 +26,7 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 
 def save_result(path: Path, result: Any, console: Console) -> None:
-    """Write a result as JSON. Raises ConfigError where the file cannot be written; an older one then stays as it was."""
+    """Write a result as JSON. Raises ConfigError where the file cannot be written; an older one stays as it was."""
     save(path, msgspec.json.format(msgspec.json.encode(result), indent=1))
     say(console, f"written to {path}", "dim")
 

@@ -25,7 +25,7 @@ KIMI = (
 def doctor(folder: Path | None, console: Console) -> int:
     """Measure and print; the exit code: 1 where the folder's files of weights are broken, else 0.
 
-    Raises CheckpointError where config.json cannot be read.
+    Raises CheckpointError where config.json cannot be read, or is of a model that cannot be served.
     """
 
     def say(text: str) -> None:
@@ -113,7 +113,7 @@ def _floor(config: K2Config, device: torch.device) -> str:
 
 
 def bytes_per_token(config: K2Config) -> int:
-    """Bytes of the weights that a token reads in a decode step; the embedding, of which it reads one row, is left out."""
+    """Bytes of the weights that a token reads in a decode step; the embedding is left out, as it reads one row of it."""
     chosen = config.moe_layers * config.num_experts_per_tok * config.expert_parameters
     dense = config.dense_parameters - config.vocab_size * config.hidden_size
     return 2 * dense + round(chosen * config.bits_per_routed_parameter / 8)
