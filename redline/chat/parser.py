@@ -111,7 +111,7 @@ class Parser:
         self.reasoning_tokens = 0
 
     def push(self, token: int, events: list[Event]) -> None:
-        """Read one token; what it makes visible is added to `events`, as part of the last where the kind is the same."""
+        """Read one token; what it makes visible is added to `events`, joined to the last where the kind is the same."""
         name = self._names.get(token)
         if name is None:
             if self._state is _State.THOUGHT:

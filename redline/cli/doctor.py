@@ -113,7 +113,7 @@ def _floor(config: K2Config, device: torch.device) -> str:
 
 
 def bytes_per_token(config: K2Config) -> int:
-    """Bytes of the weights that a token reads in a decode step; the embedding is left out, as it reads one row of it."""
+    """Bytes of weights that a token reads in a decode step; the embedding is left out, as it reads one row of it."""
     chosen = config.moe_layers * config.num_experts_per_tok * config.expert_parameters
     dense = config.dense_parameters - config.vocab_size * config.hidden_size
     return 2 * dense + round(chosen * config.bits_per_routed_parameter / 8)
