@@ -40,7 +40,7 @@ class Working:
         self._what, self._note = what, ""
         self._done, self._total = 0.0, 0.0
         self._began = self._moved = clock()
-        self._first: float | None = None  # what was done when it was first told: no work of this run
+        self._first: float | None = None  # what was done at the first `show`: it is not work of this run
         self._bar: Progress | None = None
         self._lines: threading.Thread | None = None
         if shown and bar and self._stream.isatty():

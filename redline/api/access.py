@@ -90,7 +90,7 @@ def header(headers: Headers, name: bytes) -> bytes:
 
 
 def _is_here(host: bytes) -> bool:
-    """localhost or any address: no name that somebody else could have lead here."""
+    """Whether it is localhost or an address, and so no name that somebody else can point to this machine."""
     name = _name(host)
     try:
         return name == "localhost" or bool(ip_address(name))
@@ -99,7 +99,7 @@ def _is_here(host: bytes) -> bool:
 
 
 def _is_own(origin: bytes, host: bytes, local: bool) -> bool:
-    """A page that this host serves, or, where only this machine can ask, one of this machine's own."""
+    """Whether the origin is the host that is asked, or, where only this machine can ask, any page of this machine."""
     scheme, _, place = origin.lower().partition(b"://")
     if scheme not in (b"http", b"https"):
         return False

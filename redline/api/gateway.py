@@ -379,7 +379,7 @@ class Gateway:
 
 
 def _size(conversation: Conversation) -> int:
-    """Characters that are rendered, or somewhat more than INLINE_CHARS if there are more."""
+    """About how many characters are rendered; counting ends once there are more than INLINE_CHARS."""
     size = 0
     values: list[Any] = [tool.parameters for tool in conversation.tools]
     values += [tool.description for tool in conversation.tools]

@@ -212,7 +212,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: RedlineError) -> None:
-        """Answer without the app, and close; at once where the client would read it as a part of another answer."""
+        """Answer without the app, and close. Close at once where the client would read it as part of another answer."""
         log.info("refused a connection: %s", error)
         if self._is_answering() and self.cycle.response_started:
             self.transport.abort()
@@ -264,7 +264,7 @@ class Connection(HttpToolsProtocol):
         return bool(self.cycle) and not self.cycle.response_complete
 
     def _nothing_follows(self) -> bool:
-        """What is unsent can only become less: the app waits, or has said all."""
+        """Whether unsent bytes can only become fewer: the app waits, or has sent its whole answer."""
         return self.flow.write_paused or not self._is_answering()
 
     def _expect_taken(self) -> None:

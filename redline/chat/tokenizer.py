@@ -261,5 +261,5 @@ def _read_names(path: Path, first: int) -> tuple[dict[int, str], frozenset[int]]
 
 
 def _is_name(value: Any) -> bool:
-    """Whether it is a text with UTF-8, and not the empty one, which every place of a prompt would spell."""
+    """Whether a value can be a token's text: encodable as UTF-8, and not empty, as every prompt would spell that."""
     return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)

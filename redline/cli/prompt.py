@@ -1,8 +1,8 @@
-"""Where a question is typed or pasted. What is pasted is one question, whatever its lines, and never leaves the chat.
+"""Where a question is typed or pasted. A paste is one question, however many lines it has, and no shell gets any of it.
 
 Terminals mark what is pasted (bracketed paste) for programs that ask for it. This asks for it while an answer streams,
-too, and keeps what is typed meanwhile for the next question. Where a terminal marks nothing, or the paste was earlier
-than we, an Enter that more text follows at once is taken for a line's end in a paste.
+too, and keeps what is typed meanwhile for the next question. Where a terminal marks nothing, or the paste came before
+it was asked to, an Enter that more text follows at once is taken for a line's end in a paste.
 """
 
 import select

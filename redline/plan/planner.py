@@ -1,9 +1,9 @@
 """Decides what runs next. Holds no tensor.
 
 A step is planned from what has been launched, not from what has been settled: a row continues where the last one will
-have ended, and drafts in flight count as if they held. What only a result can tell is learnt late: of a stop id or an
-error, and the rows launched meanwhile are dropped when they settle; of rejected drafts, and what they were counted for
-is taken back.
+have ended, and drafts in flight count as if they held. What only a result can tell is learnt late: after a stop id or
+an error, the rows that were launched meanwhile are dropped when they settle; what rejected drafts were counted for is
+taken back.
 
 No job starves. Jobs are admitted in the order in which they came; every step gives one row to each running job that
 generates. What is left of the budget goes to prompts, the oldest first, and to drafts, which leave half of it to the
@@ -305,7 +305,7 @@ class Planner:
         assert arrivals == sorted(arrivals), f"order of arrival {arrivals} is broken"
 
     def _check_lengths(self, job: ActiveJob) -> None:
-        """What is planned of a running job is what is settled and what is in flight, and has its pages."""
+        """Raises AssertionError unless what is planned of a running job is settled or in flight, and has its pages."""
         rows = [
             row for flight in self._flights for of, row in zip(flight.jobs, flight.step.rows, strict=True) if of is job
         ]

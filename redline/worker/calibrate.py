@@ -1,7 +1,7 @@
 """What a step costs on this machine, measured once, before the first job: a second or so, less on a GPU.
 
-The steps are real ones over made-up tokens and pages that nobody owns yet. What they leave behind in the slots and
-pages, every job writes over before it reads it.
+The steps are real ones over made-up tokens and pages that nobody owns yet. Every job overwrites what they leave in
+slots and pages before it reads it.
 """
 
 import math

@@ -95,7 +95,7 @@ def turn(
 
     Raises WorkerLost, and settles nothing, where no further step should be tried; `failures` counts from turn to turn.
     """
-    # Behind a step that was not launched nothing is: its jobs never began, and end first.
+    # After a step that could not be launched none is: the jobs of that step never began, and have to end first.
     step = planner.next_step() if last is None or last.launched else None
     in_flight = StepInFlight(step, _launch(runner, step), time.monotonic()) if step else None
     if last is None and not planner.ahead:
