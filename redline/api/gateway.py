@@ -240,7 +240,7 @@ class Gateway:
         """Token ids of a prompt; encoding ends soon after there are more than `most`, so there may be somewhat more.
 
         param: the field that the prompt came from, for errors. Raises RequestError for ids beyond the vocabulary,
-        ContextTooLong for more than `most` ids and for texts that are sure to be more.
+        ContextTooLong for a list of more than `most` ids and for a text of which the rest is not encoded.
         """
         chars = most * self._longest_token
         match prompt:

@@ -38,7 +38,7 @@ class Decoder:
         - `parse`: read Kimi's chat format; False for raw completions, where everything is text.
         - `include_stop_str`: the stop string or stop token that ended the answer is shown too.
         - `skip_special_tokens`: control tokens have no text, except those that the checkpoint declares not special
-          (`<think>` and the tool-call marks): a raw completion shows them. In a chat these are read and never shown.
+          (`<think>` and the tool-call marks): a raw completion shows them. In a chat they are read as marks, not shown.
         """
         skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
         self._tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""What the server says while it runs: lines on standard error. They cannot hold it up, and hold no control characters.
+"""What the server says while it runs: lines on standard error that never hold it up, control characters escaped.
 
 A terminal may be held (Ctrl-S, a pager) and a pipe may be full. Whoever writes to it then waits, and with the event
 loop every stream would wait too. So a thread of its own writes, and what it cannot write in time is dropped and

@@ -98,8 +98,8 @@ class Speculation:
     def took(self, step: Step, result: StepResult, seconds: float) -> None:
         """Take in the time of a step, in seconds, and correct the costs by it.
 
-        Only steps that hold decode rows alone are compared with what they should cost, and of these only those of an
-        even number.
+        Only steps that hold nothing but decode rows are compared with what they should cost, and of these only those
+        whose number is even.
         """
         if not self.costs.known or step.number % 2 or any(row.start is not None for row in step.rows):
             return
