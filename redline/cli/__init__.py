@@ -299,7 +299,11 @@ def bench_speculate(
 
 
 def main() -> None:
-    """Every error is one line and exit code 1. REDLINE_DEBUG=1 prints the traceback as well."""
+    """Run the verb of the command line and end the process with its exit code, by SystemExit.
+
+    An error is one line and exit code 1, a mistake in the flags typer's own message and code 2. REDLINE_DEBUG=1 prints
+    the traceback as well.
+    """
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         _accept_any_text(stream)
     try:
@@ -318,7 +322,7 @@ def main() -> None:
 
 
 def _accept_any_text(stream: TextIO | None) -> None:
-    """No character stops us: one that a stream's encoding lacks, or half of one, is written as an escape."""
+    """Have a stream write a character that its encoding lacks, or half of one, as an escape instead of raising."""
     reconfigure = getattr(stream, "reconfigure", None)  # None where the stream is closed
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
@@ -348,7 +352,8 @@ def _kept_traceback() -> str:
 
 
 def _flush() -> None:
-    """What cannot be written, as to a pipe that nobody reads, is no second error when the interpreter ends."""
+    """Flush both outputs. What cannot be written, as to a pipe that nobody reads, is dropped, so that it is no second
+    error when the interpreter ends."""
     open_ones: list[TextIO | None] = [sys.stdout, sys.stderr]  # None: closed before we began
     for stream in filter(None, open_ones):
         try:

@@ -28,32 +28,36 @@ from redline.errors import ConfigError
 from redline.wire.base import Record
 from redline.worker.config import SUFFIX, EngineConfig
 
-MOST_DRAFTS = 15  # of a row in a step; more never pay
+MOST_DRAFTS = 15  # of one row in a step; more never pay
 
-# Of numbers whose true bound the machine or the model sets, or a measurement: far beyond all of them.
+# The most of numbers whose true bound the machine or the model sets: far beyond any of them.
 _MOST = {"kv_memory": 2**50, "max_model_len": 2**31, "max_running": 4096, "step_tokens": 2**20}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 class ServeConfig(Record, frozen=True):
-    weights: str
+    """A deployment; its fields are the keys of the file."""
+
+    weights: str  # the checkpoint's folder
     host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: tuple[str, ...] = ()
-    keys_file: str | None = None
+    port: int = 8000  # 0: any free one
+    served_model_name: tuple[str, ...] = ()  # none: the folder's name
+    keys_file: str | None = None  # None: no key is asked for
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     engine: EngineConfig = EngineConfig()
 
     @property
     def names(self) -> tuple[str, ...]:
+        """What clients may call the model; answers carry the first."""
         return self.served_model_name or (Path(self.weights).resolve().name,)
 
 
 def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
-    """A deployment file, or a checkpoint folder; then the flags that were given, spelled as the file's keys are.
+    """Read a deployment file, or take a checkpoint's folder; then apply the flags, which win over the file.
 
-    `engine.kv_memory` names a key of a table. Raises ConfigError naming file and key.
+    flags: values by key of the file; a key of a table is spelled as `engine.kv_memory`. Raises ConfigError naming file
+    and key.
     """
     if source.is_dir():
         values: dict[str, Any] = {"weights": str(source)}
@@ -99,7 +103,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
 
 
 def _check_keys(values: dict[str, Any], source: Path) -> None:
-    """ConfigError for a key that we do not know, with the ones that we do, and for text that no path or name can be."""
+    """Raise ConfigError for an unknown key, listing the known ones, and for text with a zero byte."""
     outer = [key for key in ServeConfig.__struct_fields__ if key != "engine"]
     inner = EngineConfig.__struct_fields__
     places = {"engine": "[engine]", **{key: f"engine.{key}" for key in inner}, **{key: key for key in outer}}
@@ -119,7 +123,7 @@ def _check_keys(values: dict[str, Any], source: Path) -> None:
 
 
 def _resolve(values: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
-    """Paths in a file are relative to it."""
+    """Make the paths under `keys` relative to `folder`, that of the deployment file."""
     for key in keys:
         if isinstance(values.get(key), str) and values[key] != SUFFIX:
             values[key] = str(folder / values[key])
@@ -138,7 +142,7 @@ def _check_drafting(engine: EngineConfig, source: Path) -> None:
 
 
 def size(text: str, place: str) -> int:
-    """Bytes: 4096, 500MB, 2GB, 1.5GiB. ConfigError for anything else."""
+    """How many bytes a text such as 4096, 500MB, 2GB or 1.5GiB means. Raises ConfigError, naming `place`, otherwise."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if match is None:
         raise ConfigError(f"{place} is {text!r}; expected a size such as 500MB, 2GB or 1.5GiB")

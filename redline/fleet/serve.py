@@ -51,14 +51,18 @@ GRACE_S = 3.0  # for running answers to come to their ends; the others are told 
 TELL_S = 1.0  # for clients to take what they are told
 EXAMPLE = "What is 347 + 586?"
 LEAST_ANSWER = 16  # tokens
-SWITCH_S = 0.0005  # for which a thread that encodes keeps the interpreter while the event loop waits for it
+SWITCH_S = 0.0005  # for so long a thread that encodes keeps the interpreter while the event loop waits for it
 STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
 WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
 SILENCE_S = 60  # without a heartbeat, after which nothing will come of the answers that wait
 
 
 def serve(config: ServeConfig, console: Console) -> int:
-    """Until one of STOP_SIGNALS (0), or until the worker ends by itself (1). ConfigError before anything starts."""
+    """Serve until one of STOP_SIGNALS comes (returns 0), or until worker or server end by themselves (returns 1).
+
+    Raises ConfigError for what is wrong with the deployment or its files, and where the worker cannot load the model;
+    WorkerLost where it ends while loading and cannot say why.
+    """
     folder = Path(config.weights)
     if not folder.is_dir():
         raise ConfigError(f"weights: {folder}: no such folder")
@@ -86,7 +90,7 @@ def serve(config: ServeConfig, console: Console) -> int:
 
 
 def _check_drafting(engine: EngineConfig) -> None:
-    """Before a model is loaded for minutes."""
+    """Raise ConfigError for a drafter or trace that cannot be, before a model is loaded for minutes."""
     if engine.draft is not None and engine.draft != SUFFIX and not Path(engine.draft).is_dir():
         raise ConfigError(f'draft: {engine.draft}: no such folder; expected a drafter\'s folder, or "{SUFFIX}"')
     if engine.draft_trace is not None and not Path(engine.draft_trace).resolve().parent.is_dir():
@@ -223,7 +227,7 @@ async def _serve_through(
 
 
 async def _end(server: Server, serving: "asyncio.Task[None]") -> None:
-    """Whoever has not taken within TELL_S what it was told is not waited for."""
+    """End the server; a client that has not read its last answer within TELL_S seconds is not waited for."""
     server.should_exit = True
     await asyncio.wait({serving}, timeout=TELL_S)
     server.abort()

@@ -46,7 +46,7 @@ OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it 
 
 
 class EngineCore:
-    """One model on one device. Use as a context manager, or call `close`."""
+    """One model on one device, with its pages, planner and runner. `serve` closes the runner when it ends."""
 
     def __init__(
         self,
@@ -56,7 +56,12 @@ class EngineCore:
         fingerprint: str,
         drafter: Eagle3 | None = None,
     ) -> None:
-        """drafter: prepared for the model; its rows are in the layout."""
+        """Makes pages and slots, and measures what steps cost where drafts are asked for.
+
+        fingerprint: names the checkpoint and its pages' number format, for page hashes. drafter: prepared for the
+        model; its rows are in the layout. Raises ConfigError where the trace cannot be written or numbers of the config
+        cannot work together.
+        """
         self.model = model
         self.layout = layout
         self.fingerprint = fingerprint
@@ -89,6 +94,12 @@ class EngineCore:
         device: torch.device | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> "EngineCore":
+        """Load a checkpoint's folder, and a drafter's where the config names one, onto a device.
+
+        device: absent: the config's. progress: called with (bytes read, bytes in all) while weights are read. Raises
+        CheckpointError for files that cannot be read, ConfigError for what the config asks and cannot be had, such as
+        more memory than is free.
+        """
         checkpoint = Checkpoint.open(folder)
         device = device or pick_device(config.device)
         dtype = kv_dtype_of(config.kv_dtype)
@@ -114,6 +125,7 @@ class EngineCore:
 
     @property
     def ready(self) -> Ready:
+        """What the worker says once it is loaded: limits, fingerprint and a summary for the operator."""
         config = self.model.config
         weights = f"{config.total_parameters / 1e6:,.1f} M parameters, {config.active_parameters / 1e6:,.1f} M active"
         if self.model.device.type == "cpu":
@@ -132,7 +144,10 @@ class EngineCore:
         )
 
     def serve(self, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None) -> None:
-        """The loop, in this thread, until a Stop comes. Raises WorkerLost where no further step should be tried."""
+        """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
+
+        Raises WorkerLost where no further step should be tried.
+        """
         try:
             with torch.inference_mode():
                 lead(self.planner, self.runner, inbox, outbox, self.trace, pulse)
@@ -143,7 +158,10 @@ class EngineCore:
 
 
 class Engine:
-    """An engine that runs beside its caller. Any number of threads may generate."""
+    """An engine that runs beside its caller, in a thread. Use as a context manager, or call `close`.
+
+    Any number of threads may generate.
+    """
 
     def __init__(self, engine: EngineCore, tokenizer: Tokenizer, style: Style) -> None:
         self.engine = engine
@@ -185,10 +203,11 @@ class Engine:
     def generate(
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
     ) -> dict[JobId, list[Delta]]:
-        """Run jobs to their ends, batched continuously. Deltas of each job, in order; the last one has a finish.
+        """Run jobs to their ends, batched continuously: each job's deltas, in order, of which the last has a finish.
 
-        Raises WorkerLost if the loop ends first. An exception from `on_delta` aborts the jobs, waits until they have
-        ended, and goes on.
+        on_delta: called with each delta as it comes, in this thread. An exception from it aborts the jobs, waits until
+        they have ended, and is raised again. Raises WorkerLost where the loop ends first, AssertionError where two jobs
+        have the same id.
         """
         deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
         assert len(deltas) == len(jobs), "two jobs have the same id"
@@ -200,7 +219,7 @@ class Engine:
                 self._inbox.put(job)
 
         def told() -> list[Delta]:
-            """New deltas of these jobs, once there are any."""
+            """New deltas of these jobs, once there are any. Raises WorkerLost where the loop has ended."""
             new: list[Delta] = []
             while not new:
                 messages = self._outbox.drain(wait=True, timeout=5.0)
@@ -231,6 +250,7 @@ class Engine:
         return deltas
 
     def close(self) -> None:
+        """Abort what runs, end the loop and wait for its thread; a later `generate` raises WorkerLost."""
         self._inbox.put(Stop())
         self._loop.join()
 
@@ -244,7 +264,10 @@ class Engine:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named one, or the GPU if there is one. ConfigError where a GPU is asked for and there is none."""
+    """The device of a name, "cpu" or "cuda"; None: the GPU if there is one, else the CPU.
+
+    Raises ConfigError for another name, and where a GPU is asked for and there is none.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, and torch sees no GPU here; leave it out, or say cpu")
     if name not in (None, "cpu", "cuda"):
@@ -253,14 +276,14 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def kv_dtype_of(name: str) -> torch.dtype:
-    """Of pages. ConfigError for a name that is none of ours."""
+    """The number format of pages by its name, a key of KV_DTYPES. Raises ConfigError for another name."""
     if name not in KV_DTYPES:
         raise ConfigError(f"kv-dtype is {name!r}; expected one of {', '.join(KV_DTYPES)}")
     return KV_DTYPES[name]
 
 
 def draft_tokens_of(config: EngineConfig, drafter: Eagle3 | None) -> int:
-    """Of a row in a step, at most."""
+    """How many drafts a step verifies of one row at most; 0 without a drafter or suffix matches."""
     if drafter is None and config.draft != SUFFIX:
         return 0
     return DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
@@ -269,7 +292,7 @@ def draft_tokens_of(config: EngineConfig, drafter: Eagle3 | None) -> int:
 def sizes_of(
     model: K2Config, config: EngineConfig, device: torch.device, kv_dtype: torch.dtype, drafter: Eagle3 | None = None
 ) -> Sizes:
-    """What decides how much memory an engine takes."""
+    """The figures that decide how much memory an engine takes (`run.fit`)."""
     return Sizes(
         model,
         kv_dtype,
@@ -284,5 +307,5 @@ def sizes_of(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take, control groups counted (`limits`)."""
+    """Bytes that this process could still take on a device; on a CPU control groups count (`limits.free_memory`)."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.free_memory()
