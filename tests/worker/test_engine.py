@@ -185,7 +185,7 @@ def test_a_device_error_while_a_row_is_chosen_ends_the_engine_and_says_why(
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
     with Engine.open(folder, CONFIG) as opened:
-        monkeypatch.setattr("redline.run.drafting.verify.sample", broken)
+        monkeypatch.setattr("redline.run.drafting.verify.sample_token", broken)
         asked = job(opened, "asked", prompt(1, 9), presence_penalty=0.5)
         (delta,) = opened.generate([asked])[asked.id]
         assert (delta.finish, delta.fault) == ("error", "lost")
