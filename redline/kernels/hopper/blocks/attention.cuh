@@ -11,10 +11,11 @@ struct AttendLaunch {
     const int* slots;    // [Q]
     const int* lengths;  // [Q]
     const int* tables;   // [slots, table_width]
-    const char* plane;   // bf16 or e4m3 [pages, 64, R + P]
+    const char* plane;   // bf16 or e4m3 [pages, 64, R + P], whose pages may lie apart
     char* out;           // bf16 [Q, H, splits, R]
     float* lse;          // [Q, H, splits]
     int heads, table_width, splits, skip;
+    u32 page_stride;  // bytes from a page to the next
     float scale;  // of scores, for powers of two
 };
 

@@ -62,7 +62,7 @@ FN void copy_queries(const AttendLaunch& a, u32 base, const Work& w) {
 // Raw rows lie as they are, for the threads that copied them; others in their final places.
 FN void copy_page(const AttendLaunch& a, const Work& w, u32 to, u32 number, u32 page) {
     u32 row = copied_row(), piece = copied_piece();
-    const char* from = a.plane + ((u64)page * PAGE + row) * RAW_ROW + 16 * piece;
+    const char* from = a.plane + (u64)page * a.page_stride + row * RAW_ROW + 16 * piece;
     u32 place = CONVERT ? row * RAW_ROW + 16 * piece : chunk_at(row, ROW_BYTES, piece);
     copy_row<RAW_ROW>(to + place, from, is_seen(a, w, number * PAGE + row));
 }

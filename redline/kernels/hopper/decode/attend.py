@@ -104,7 +104,8 @@ class AttendArgs(NamedTuple):
 def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
     """Query i: row tokens_Q[i] of q [T, H, R + P], over rows [skip, lengths_Q[i]) of slot slots_Q[i]. All int32.
 
-    tables [slots, pages per slot]; plane [pages, 64, R + P], bf16 or float8_e4m3fn; no length is above max_length.
+    tables [slots, pages per slot]; plane [pages, 64, R + P], bf16 or float8_e4m3fn, its pages contiguous each, whatever
+    lies between them; no length is above max_length.
     Consecutive queries of one slot, each one longer, are a row's drafts. skip: as in `mla_decode`.
     -> latents bf16 [Q, H, S, R], log-sum-exps float32 [Q, H, S] (natural); a split without rows has -inf and, in the
     kernel, latents that were never written.
@@ -159,13 +160,14 @@ def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
         slots=args.slots_Q,
         lengths=args.lengths_Q,
         tables=args.tables,
-        plane=plane,
+        plane=plane[0],  # and so on, each page a stride further
         out=out,
         lse=lse,
         heads=heads,
         table_width=args.tables.shape[1],
         splits=splits,
         skip=args.skip,
+        page_stride=plane.stride(0) * plane.element_size(),
         scale=args.scale * math.log2(math.e),
     )
     buffers = 1 if splits * PAGE_TOKENS >= args.max_length else 2

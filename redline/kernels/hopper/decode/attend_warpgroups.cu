@@ -86,7 +86,7 @@ struct Bringer {
 
     __device__ __forceinline__ u32 thread() const { return forget(thread_index() - GROUP); }
     __device__ __forceinline__ u32 buffer(u32 page) const { return base + PAGES + page % BUFFERS * PAGE_BYTES; }
-    __device__ __forceinline__ const char* from() const { return a.plane + (u64)next * PAGE * RAW_ROW; }
+    __device__ __forceinline__ const char* from() const { return a.plane + (u64)next * a.page_stride; }
     __device__ __forceinline__ bool is_real(u32 row) const { return is_seen(a, w, (w.first + fetched) * PAGE + row); }
     __device__ __forceinline__ void count_fetched() {
         if (++fetched < w.count) next = load_global_fresh(w.table + fetched);

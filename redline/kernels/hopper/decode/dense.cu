@@ -117,9 +117,10 @@ struct ProjectQLaunch {
     const float* cos;      // [T, ROPE / 2]
     const float* sin;      // [T, ROPE / 2]
     const u64* rows;       // [T]: page * 64 + place
-    u8* plane;             // bf16, float32 or e4m3 [pages, 64, RANK + ROPE]
+    u8* plane;             // bf16, float32 or e4m3 [pages, 64, RANK + ROPE], whose pages may lie apart
     u16* q;                // bf16 [T, OUTPUTS]
     u32 tokens, parts;
+    u32 page_stride;  // bytes from a page to the next
     float eps;
 };
 using Arguments = ProjectQLaunch;
@@ -148,7 +149,8 @@ struct Side {
     f32x2 pair, factors;
     u32x2 row;
 };
-constexpr u32 ROW = RANK + ROPE;
+constexpr u32 ROW = RANK + ROPE, PAGE = 64;
+constexpr u32 VALUE_BYTES = PLANE == PLANE_BF16 ? 2 : PLANE == PLANE_F32 ? 4 : 1;
 static_assert(ROW / 2 <= THREADS, "a thread has at most one pair of a page's row");
 FN bool has_row_pair(const Arguments& a) { return block_index() < a.tokens && thread_index() < ROW / 2; }
 FN Side begin_side(const Arguments& a) {
@@ -171,10 +173,10 @@ FN void share_side(const Arguments& a, const Side& side) {
     float sum = warp_sum(thread_index() < RANK / 2 ? v.x * v.x + v.y * v.y : 0.f);
     if (lane_index() == 0) store_shared_f32(shared_base() + ROW_SQUARES + 4 * warp_index(), sum);
 }
-FN void store_row_pair(u8* plane, u64 at, f32x2 v) {
-    if (PLANE == PLANE_BF16) store_global(plane + 2 * at, pack_bf16(v.x, v.y));
-    if (PLANE == PLANE_F32) store_global_2(plane + 4 * at, {as_u32(v.x), as_u32(v.y)});
-    if (PLANE == PLANE_E4M3) store_global_u16(plane + at, pack_e4m3(v.x, v.y));
+FN void store_row_pair(u8* at, f32x2 v) {
+    if (PLANE == PLANE_BF16) store_global(at, pack_bf16(v.x, v.y));
+    if (PLANE == PLANE_F32) store_global_2(at, {as_u32(v.x), as_u32(v.y)});
+    if (PLANE == PLANE_E4M3) store_global_u16(at, pack_e4m3(v.x, v.y));
 }
 FN void end_side(const Arguments& a, const Side& side) {
     if (!has_row_pair(a)) return;
@@ -187,7 +189,8 @@ FN void end_side(const Arguments& a, const Side& side) {
         v = {v.x * rstd * side.factors.x, v.y * rstd * side.factors.y};
     } else
         v = rotate(v, side.factors);
-    store_row_pair(a.plane, ((u64)side.row.y << 32 | side.row.x) * ROW + first, v);
+    u64 row = (u64)side.row.y << 32 | side.row.x;
+    store_row_pair(a.plane + row / PAGE * a.page_stride + (row % PAGE * ROW + first) * VALUE_BYTES, v);
 }
 #endif
 

@@ -43,7 +43,8 @@ def reference(args: ProjectQArgs) -> Tensor:
     """q_a bf16 [T, Rq padded], squares float32 [parts, T padded to 8], kv float32 [T, R + P]: of `project_a`.
 
     gamma_R float32 [R], of the latent's norm; cos, sin float32 [T, P / 2]; rows_T int64: page * 64 + place;
-    plane [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating). eps of both norms. -> q bf16 [T, H, N + P].
+    plane [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating), its pages contiguous each, whatever lies
+    between them. eps of both norms. -> q bf16 [T, H, N + P].
 
     Writes the plane at rows_T.
     """
@@ -55,7 +56,7 @@ def reference(args: ProjectQArgs) -> Tensor:
     q[..., -rope:] = rotate(q[..., -rope:], cos[:, None], args.sin[:, None])
     latent = kv[:, :rank] * torch.rsqrt(kv[:, :rank].pow(2).mean(-1, keepdim=True) + args.eps) * args.gamma_R
     row = torch.cat([latent, rotate(kv[:, rank:], cos, args.sin)], -1)
-    plane.view(-1, plane.shape[-1])[args.rows_T] = stored(row, plane.dtype)
+    plane[args.rows_T // PAGE_TOKENS, args.rows_T % PAGE_TOKENS] = stored(row, plane.dtype)
     return q.to(torch.bfloat16)
 
 
@@ -86,10 +87,11 @@ def cuda(args: ProjectQArgs) -> Tensor:
         cos=cos,
         sin=args.sin,
         rows=args.rows_T,
-        plane=plane,
+        plane=plane[0],  # and so on, each page a stride further
         q=q,
         tokens=tokens,
         parts=squares.shape[0],
+        page_stride=plane.stride(0) * plane.element_size(),
         eps=args.eps,
     )
     kernel.launch(given, blocks)
