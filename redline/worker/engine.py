@@ -8,6 +8,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -66,20 +67,15 @@ class EngineCore:
         self.layout = layout
         self.fingerprint = fingerprint
         self.drafter = drafter
-        self.step_tokens = config.step_tokens or STEP_TOKENS[model.device.type]
+        plan = plan_of(config, model.device, drafter)
+        self.step_tokens = plan.step_tokens
         self.trace = Trace(Path(config.draft_trace)) if config.draft_trace else None
         suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
-        drafts = draft_tokens_of(config, drafter)
+        drafts = plan.draft_tokens
         self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts)
         self.planner = Planner(
             layout.pages,
-            PlanConfig(
-                step_tokens=self.step_tokens,
-                max_running=config.max_running,
-                ahead=int(self.runner.overlaps),
-                draft_tokens=drafts,
-                learned=drafter is not None and drafts > 0,
-            ),
+            replace(plan, ahead=int(self.runner.overlaps)),
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=fingerprint),
             calibrate(self.runner, drafts) if drafts and config.draft_adaptive else None,
@@ -105,6 +101,7 @@ class EngineCore:
         dtype = kv_dtype_of(config.kv_dtype)
         free = free_memory(device)
         drafter = Eagle3.open(config.draft, checkpoint.config) if config.draft not in (None, SUFFIX) else None
+        plan_of(config, device, drafter)  # what it refuses is refused before the weights are read
         sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
         layout = fit(sizes, free, config.kv_memory, config.max_model_len)
         if progress is not None:
@@ -287,6 +284,17 @@ def draft_tokens_of(config: EngineConfig, drafter: Eagle3 | None) -> int:
     if drafter is None and config.draft != SUFFIX:
         return 0
     return DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
+
+
+def plan_of(config: EngineConfig, device: torch.device, drafter: Eagle3 | None) -> PlanConfig:
+    """What bounds the planner's steps. Raises ConfigError where numbers of the config cannot work together."""
+    drafts = draft_tokens_of(config, drafter)
+    return PlanConfig(
+        step_tokens=STEP_TOKENS[device.type] if config.step_tokens is None else config.step_tokens,
+        max_running=config.max_running,
+        draft_tokens=drafts,
+        learned=drafter is not None and drafts > 0,
+    )
 
 
 def sizes_of(
