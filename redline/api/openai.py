@@ -429,6 +429,8 @@ def _prompts(raw: msgspec.Raw, limits: Limits) -> tuple[Prompt, ...]:
     match first[1]:
         case b"]":
             raise RequestError("prompt is empty", "prompt")
+        case b'"' if _strings(bytes(data)) > limits.prompts:
+            raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
         case b'"':
             prompts: tuple[Prompt, ...] = tuple(_decoded(_TEXTS, data, "prompt"))
         case b"[" if bytes(data).count(b"[") > limits.prompts + 1:
@@ -440,6 +442,12 @@ def _prompts(raw: msgspec.Raw, limits: Limits) -> tuple[Prompt, ...]:
     if len(prompts) > limits.prompts:
         raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
     return prompts
+
+
+def _strings(data: bytes) -> int:
+    """How many strings a JSON list of strings holds, by their quotes: two million of them take 0.2 s to read."""
+    single = data.replace(rb"\\", b"")  # what is left of backslashes stands before what it escapes
+    return (single.count(b'"') - single.count(rb"\"")) // 2
 
 
 def _ids(raw: msgspec.Raw, place: str, limits: Limits) -> tuple[int, ...]:
