@@ -438,7 +438,7 @@ def _prompts(raw: msgspec.Raw, limits: Limits) -> tuple[Prompt, ...]:
         case b"[":
             prompts = tuple(map(tuple, _decoded(_LISTS_OF_IDS, data, "prompt")))
         case _:
-            return (_ids(raw, "prompt", limits),)
+            return (_ids(raw, "prompt", limits.tokens),)
     if len(prompts) > limits.prompts:
         raise RequestError(f"at most {limits.prompts} prompts in one request", "prompt")
     return prompts
@@ -450,10 +450,10 @@ def _strings(data: bytes) -> int:
     return (single.count(b'"') - single.count(rb"\"")) // 2
 
 
-def _ids(raw: msgspec.Raw, place: str, limits: Limits) -> tuple[int, ...]:
+def _ids(raw: msgspec.Raw, place: str, most: int) -> tuple[int, ...]:
     data = memoryview(raw)
-    if bytes(data).count(b",") >= limits.tokens:
-        raise RequestError(f"at most {limits.tokens} token ids in one request", place)
+    if bytes(data).count(b",") >= most:
+        raise RequestError(f"at most {most} token ids in one request", place)
     return tuple(_decoded(_IDS, data, place))
 
 
@@ -659,7 +659,7 @@ def read_tokenize(body: bytes, limits: Limits, defaults: Defaults) -> TokenizeRe
     return TokenizeRequest(model=request.model, prompt=prompt, token_strs=bool(request.return_token_strs))
 
 
-def read_detokenize(body: bytes, limits: Limits) -> DetokenizeRequest:
-    """Read the body of POST /detokenize. Raises RequestError, naming the field."""
+def read_detokenize(body: bytes, most: int) -> DetokenizeRequest:
+    """Read the body of POST /detokenize; more than `most` ids are not read. Raises RequestError, naming the field."""
     request = read(body, _Detokenize)
-    return DetokenizeRequest(model=request.model, tokens=_ids(request.tokens, "tokens", limits))
+    return DetokenizeRequest(model=request.model, tokens=_ids(request.tokens, "tokens", most))

@@ -499,10 +499,10 @@ async def test_a_schema_of_many_lines_deep_within_others_costs_no_more_than_it_m
 
 
 def test_as_many_ids_to_detokenize_as_the_bound_allows_are_read() -> None:
-    assert read_detokenize(b'{"tokens":[1,2,3]}', Limits(tokens=3)).tokens == (1, 2, 3)
+    assert read_detokenize(b'{"tokens":[1,2,3]}', 3).tokens == (1, 2, 3)
     for wrong in (b"[1,2,3,4]", b"[1,-1]", b"7"):
         with pytest.raises(RequestError) as refused:
-            read_detokenize(b'{"tokens":%b}' % wrong, Limits(tokens=3))
+            read_detokenize(b'{"tokens":%b}' % wrong, 3)
         assert refused.value.param in ("tokens", "tokens[1]")
 
 

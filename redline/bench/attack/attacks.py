@@ -239,10 +239,11 @@ def one_word(world: World) -> Fire:
     return in_turn(world, [post(TOKENIZE, body(prompt=text, return_token_strs=True)) for text in texts], keep=1 << 12)
 
 
-@attack("A2", "2 million ids to /detokenize, four at once")
+@attack("A2", "2 million ids to /detokenize and a whole context of them, four of each at once")
 def many_ids(world: World) -> Fire:
-    """Four equal bodies of 6 MiB at once, with as many ids as are read; of each answer only 4 KiB are kept."""
-    return at_once(world, [post(DETOKENIZE, b'{"tokens": [' + b"1, " * (IDS - 1) + b"1]}")] * 4, keep=1 << 12)
+    """Eight bodies, the larger ones of 6 MiB; of each answer only 4 KiB are kept."""
+    bodies = [b'{"tokens": [' + b"1, " * (count - 1) + b"1]}" for count in (IDS, world.context)]
+    return at_once(world, [post(DETOKENIZE, one) for one in bodies] * 4, keep=1 << 12)
 
 
 @attack("A9", "24 bodies of 8 MB at once, whose prompts are too long")
