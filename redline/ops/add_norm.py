@@ -1,7 +1,7 @@
 """residual += partial; y = residual / rms(residual) * w.        T tokens, D hidden.
 
 The addition belongs to the next sublayer's norm: a sublayer returns its partial sum, so that an all-reduce can later
-stand in its place (DESIGN section 4).
+stand in its place.
 """
 
 from collections.abc import Iterator

@@ -4,9 +4,9 @@
 `mla_prefill`  expanded form, for a chunk of a prompt: keys and values unfolded from the cached latents
 `mla_decode`   absorbed form, for tokens that were generated: multi-query attention over the latents themselves
 
-A cache row is [latent after its norm (R) | rotated key (P)], shared by all heads (kimi-format.md section 4). On a CPU
-each op's bits depend on a token's own position and context alone; the two forms of attention agree to rounding. Over
-float32 pages a kernel's products are exact; over bf16 and e4m3 pages it may round to bf16 what enters one.
+A cache row is [latent after its norm (R) | rotated key (P)], shared by all heads. On a CPU each op's bits depend on a
+token's own position and context alone; the two forms of attention agree to rounding. Over float32 pages a kernel's
+products are exact; over bf16 and e4m3 pages it may round to bf16 what enters one.
 """
 
 import functools
@@ -155,7 +155,7 @@ class MlaDecodeArgs(NamedTuple, Generic[W]):
 def _decode_reference(args: MlaDecodeArgs[Weight]) -> None:
     """Query i: token tokens_Q[i] of q, slot slots_Q[i], seeing rows [skip, lengths_Q[i]), its own the last. All int32.
 
-    skip: 0, or 1 where the first row of a slot holds nothing (drafters.md); it is not read.
+    skip: 0, or 1 where the first row of a slot holds nothing, as in a drafter's plane; it is not read.
     tables int32 [slots, pages per slot]; plane [pages, 64, R + P]. Writes out_THV at the query tokens.
     """
     w = args.w

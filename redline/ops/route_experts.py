@@ -1,7 +1,7 @@
 """Which experts, and how much of each.        T tokens, D hidden, E experts, K chosen.
 
 s = sigmoid(x W^T); the K largest of s + bias are chosen; weights are s without the bias, over their sum + 1e-20,
-times the scale (DeepSeek-V3's noaux_tc with one group; kimi-format.md section 5). Computed in float32.
+times the scale (DeepSeek-V3's noaux_tc with one group). Computed in float32.
 """
 
 from collections.abc import Iterator

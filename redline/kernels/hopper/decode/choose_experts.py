@@ -22,7 +22,7 @@ from redline.ops.op import Case, Cost, Op
 SLOT_PAIRS = 8
 THREADS = 512
 MOST_TOKENS, MOST_PAIRS, MOST_EXPERTS = 64, 512, 512  # of one kernel: two words of tokens, a thread to a pair or expert
-_CHOOSING_BYTES = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4  # of shared memory: cuda/choose.cuh
+_CHOOSING_BYTES = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4  # of shared memory: blocks/choose.cuh
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 EMULATED_BLOCKS = 5  # in place of a GPU's multiprocessors
-_HIGH = 0.0625  # of elements 2, 3, 6 and 7 of each eight: cuda/int4_chains.cuh says why
+_HIGH = 0.0625  # of elements 2, 3, 6 and 7 of each eight: blocks/int4_chains.cuh says why
 
 
 def encode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
