@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 from redline.model.eagle3.config import Eagle3Config, default_layer_ids
 from redline.model.eagle3.file import read_tensors, stored_tensors
+from redline.model.eagle3.forward import begun, fed_back, normed_states, side_by_side
 from redline.model.eagle3.latent import cut_latent, pad_latent
 from redline.model.eagle3.serve import Served
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2, Inputs
 from redline.ops.add_norm import rms_norm
-from redline.ops.gqa import rotate_halves, unfold
-from redline.ops.mla import rotate
+from redline.ops.gqa import heads_and_row, unfold
+from redline.ops.mla import angles, cache_row, rotate_heads
+from redline.ops.moe import gated
 
 __all__ = ["Eagle3", "Eagle3Config", "default_layer_ids"]
 
@@ -153,10 +155,7 @@ class Eagle3(nn.Module):
         if self._served is not None:
             return self._served.fuse(features)
         features = features.to(self.fc.weight.dtype)
-        if self.config.fc_norm:
-            states = features.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
-            features = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], -1)
-        return self.fc(features)
+        return self.fc(normed_states(features, list(self.fc_norm)) if self.config.fc_norm else features)
 
     def embed(self, ids: Tensor) -> Tensor:
         """[...] -> [..., D]"""
@@ -167,13 +166,12 @@ class Eagle3(nn.Module):
         """cos and sin, float32 [..., rope width / 2], of integer positions."""
         if self._served is not None:
             return self._served.angles(positions)
-        angle = positions.float()[..., None] * self.config.inv_freq().to(positions.device)
-        return angle.cos(), angle.sin()
+        return angles(positions, self.config.inv_freq().to(positions.device))
 
     def project(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[..., D] each -> queries [..., H, X], rotated, and what a row of the plane holds [..., W]."""
         layer = self.layer
-        x = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(feature)], -1)
+        x = side_by_side(layer.input_layernorm(embedding), layer.hidden_norm(feature))
         return layer.self_attn.project(x, cos, sin)
 
     def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,11 +182,11 @@ class Eagle3(nn.Module):
         """[..., H, V] and the row's feature [..., D] -> what the head reads, and what the next draft step takes as its
         feature, [..., D] each."""
         layer = self.layer
-        residual = layer.hidden_norm(feature) if self.config.norm_before_residual else feature
+        residual = begun(self.config, feature, layer.hidden_norm)
         residual = residual + layer.self_attn.o_proj(attended.flatten(-2))
         residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
         normed = self.norm(residual)
-        return normed, normed if self.config.norm_output else residual
+        return normed, fed_back(self.config, normed, residual)
 
     def draft_logits(self, normed: Tensor) -> Tensor:
         """[..., draft vocabulary]"""
@@ -282,11 +280,9 @@ class Mla(nn.Module):
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         nope, _, rank, rope = self.sizes
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, -1))
-        q_nope, q_rope = q.split([nope, rope], -1)
-        q_rope = rotate(q_rope.float(), cos[..., None, :], sin[..., None, :]).to(q.dtype)
         latent, key = self.kv_a_proj_with_mqa(x).split([rank, rope], -1)
-        key = rotate(key.float(), cos, sin).to(key.dtype)
-        return torch.cat([q_nope, q_rope], -1), torch.cat([self.kv_a_layernorm(latent), key], -1)
+        norm = self.kv_a_layernorm
+        return rotate_heads(q, nope, cos, sin), cache_row(latent, key, norm.weight, norm.eps, cos, sin)
 
     def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         nope, value, rank, rope = self.sizes
@@ -308,10 +304,9 @@ class Llama(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * width, hidden, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = cos[..., None, :], sin[..., None, :]
-        q, k = self.q_proj(x).unflatten(-1, (-1, self.width)), self.k_proj(x).unflatten(-1, (-1, self.width))
-        q, k = rotate_halves(q.float(), cos, sin).to(q.dtype), rotate_halves(k.float(), cos, sin).to(k.dtype)
-        return q, torch.cat([k.flatten(-2), self.v_proj(x)], -1)
+        q, k, v = (proj(x).unflatten(-1, (-1, self.width)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, row = heads_and_row(q, k, v, cos, sin)
+        return q, row.to(q.dtype)
 
     def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         return unfold(kv, self.heads, self.width)
@@ -325,7 +320,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 def _as_stored(state: Mapping[str, Any]) -> dict[str, Tensor]:
