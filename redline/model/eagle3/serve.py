@@ -20,7 +20,9 @@ from redline.ops.mla import MlaWeights, angles
 
 
 class Served:
-    """Made from a drafter's state, copied where an op wants another layout, and from the model that it drafts for.
+    """A drafter's weights as the ops take them, made from its state and from the model that it drafts for.
+
+    They are copied where an op wants another layout.
 
     layer   all but the fusion, for `draft_pass`, and for `draft_chain` where it `chains`
     chains  whether drafts may be chained in one call: its head has the whole vocabulary in its order, and its attention
@@ -56,24 +58,27 @@ class Served:
         self._inv_freq = config.inv_freq().to(model.device)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [..., P / 2], of integer positions."""
+        """cos and sin, float32 [..., rope width / 2], of integer positions."""
         return angles(positions, self._inv_freq)
 
     def pages(self, tokens: Tensor, tables: Tensor) -> DraftPages:
-        """What `draft_pass` looks rows up in: slots' tokens, as long as they can be, and page tables."""
+        """What `draft_pass` looks rows up in.
+
+        tokens int64 [slots, the longest a slot can be]; tables int32 [slots, pages per slot].
+        """
         return DraftPages(tokens, tables, *self.angles(torch.arange(tokens.shape[1], device=self._inv_freq.device)))
 
     def fuse(self, features_NF: Tensor, sources: Sequence[int] | None = None) -> Tensor:
-        """[N, F] -> [T, D], of the rows `sources`, or of all."""
+        """The target's states side by side [N, F] -> fused features [T, D], of rows `sources` or of all."""
         features_NF, rows = features_NF.to(self._dtype), range(features_NF.shape[0]) if sources is None else sources
         return draft_fuse(features_NF, rows, self._fc_norms, self._fc, self._eps)
 
     def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
-        """A pass over rows that are laid out already, chunks of prompts among them: see `Eagle3.forward`."""
+        """As `Eagle3.forward`: rows over pages -> (normed, fed), [R, D] each."""
         return layer(self.layer, inputs, feature_TD, plane)
 
     def logits(self, normed_RD: Tensor) -> Tensor:
-        """[R, draft vocabulary]"""
+        """[R, D], normed -> [R, draft vocabulary]."""
         return linear(normed_RD, self.layer.head)
 
 
