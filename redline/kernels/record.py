@@ -56,12 +56,12 @@ class Record(ctypes.Structure):
     contiguous. The record holds addresses: what they point to has to outlive the call.
     """
 
-    names: ClassVar[frozenset[str]] = frozenset()  # of the fields
+    _names: ClassVar[frozenset[str]] = frozenset()  # of the fields
     pointers: ClassVar[dict[str, str]] = {}  # field -> C type of what it points to
 
     def __init__(self, **values: Any) -> None:
-        if values.keys() != self.names:
-            missing, unknown = self.names - values.keys(), values.keys() - self.names
+        if values.keys() != self._names:
+            missing, unknown = self._names - values.keys(), values.keys() - self._names
             raise TypeError(f"{type(self).__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
         for name, value in values.items():
             if type(value) not in _NUMBERS:
@@ -88,9 +88,9 @@ class Record(ctypes.Structure):
 
 
 @functools.cache
-def record(source: Path, name: str) -> type[Record]:
+def record(source: Path, name: str, base: type[Record] = Record) -> type[Record]:
     """The struct `name` of a C++ source. Raises LookupError where the source declares none, and ValueError for a field
-    whose type is not known here."""
+    whose type is not known here. base: what its record is a kind of."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(), flags=re.DOTALL)
     found = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", text, re.DOTALL)
     if found is None:
@@ -106,7 +106,7 @@ def record(source: Path, name: str) -> type[Record]:
                 pointers[named[2]] = kind
             fields.append((named[2], ctypes.c_void_p if named[1] else _SCALARS[kind]))
     names = frozenset(field for field, _ in fields)
-    return type(name, (Record,), {"_fields_": fields, "pointers": pointers, "names": names})
+    return type(name, (base,), {"_fields_": fields, "pointers": pointers, "_names": names})
 
 
 def layout_check(kind: type[ctypes.Structure]) -> str:
@@ -114,6 +114,7 @@ def layout_check(kind: type[ctypes.Structure]) -> str:
     name = kind.__name__
     lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(kind)}, "the size of {name}");']
     for field, *_ in kind._fields_:
-        at = getattr(kind, field).offset
+        at, size = getattr(kind, field).offset, getattr(kind, field).size
         lines.append(f'static_assert(__builtin_offsetof({name}, {field}) == {at}, "the place of {name}.{field}");')
+        lines.append(f'static_assert(sizeof({name}::{field}) == {size}, "the size of {name}.{field}");')
     return "\n".join(lines) + "\n"
