@@ -1,10 +1,9 @@
-"""Every kernel, for tests and benchmarks."""
+"""Every kernel, for tests and benchmarks; a model's own, in one call, are in its `one_call.py`."""
 
 from typing import Any
 
 from redline.kernels.by_chip import best
 from redline.kernels.cpu.add_norm import add_norm
-from redline.kernels.cpu.blocks.draft_pass import draft_chain, draft_fuse, draft_pass
 from redline.kernels.cpu.blocks.step_inputs import step_inputs
 from redline.kernels.cpu.linear import linear
 from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
@@ -31,8 +30,7 @@ from redline.kernels.hopper.step.step_rows import step_rows
 from redline.kernels.kernel import Kernel
 
 CPU: tuple[Kernel[Any, Any, Any], ...] = (
-    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, best.cpu, sample),
-    *(step_inputs, draft_fuse, draft_pass, draft_chain),
+    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, best.cpu, sample, step_inputs),
 )
 
 # The launches of a decode step on a GPU, in their order, and what many tokens take in their place.

@@ -43,6 +43,7 @@ _SCALARS: dict[str, Any] = {
     "i64": ctypes.c_int64,
     "u64": ctypes.c_uint64,
 }
+_NUMBERS = frozenset((int, float, bool))
 _FIELD = re.compile(r"(?:const\s+)?(\w+)\s*([^;]*);")
 _NAME = re.compile(r"((?:\*\s*(?:const\b)?\s*)*)(\w+)\s*$")
 
@@ -55,14 +56,17 @@ class Record(ctypes.Structure):
     contiguous. The record holds addresses: what they point to has to outlive the call.
     """
 
+    _names: ClassVar[frozenset[str]] = frozenset()  # of the fields
     pointers: ClassVar[dict[str, str]] = {}  # field -> C type of what it points to
 
     def __init__(self, **values: Any) -> None:
-        names = [name for name, *_ in self._fields_]
-        if len(values) != len(names) or not all(name in values for name in names):
-            missing, unknown = set(names) - set(values), set(values) - set(names)
+        if values.keys() != self._names:
+            missing, unknown = self._names - values.keys(), values.keys() - self._names
             raise TypeError(f"{type(self).__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        super().__init__(*(self._plain(name, values[name]) for name in names))
+        for name, value in values.items():
+            if type(value) not in _NUMBERS:
+                values[name] = self._plain(name, value)
+        super().__init__(**values)
 
     def _plain(self, name: str, value: Any) -> Any:
         if value is None:
@@ -101,7 +105,8 @@ def record(source: Path, name: str, base: type[Record] = Record) -> type[Record]
             if named[1]:
                 pointers[named[2]] = kind
             fields.append((named[2], ctypes.c_void_p if named[1] else _SCALARS[kind]))
-    return type(name, (base,), {"_fields_": fields, "pointers": pointers})
+    names = frozenset(field for field, _ in fields)
+    return type(name, (base,), {"_fields_": fields, "pointers": pointers, "_names": names})
 
 
 def layout_check(kind: type[ctypes.Structure]) -> str:

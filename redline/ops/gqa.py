@@ -4,16 +4,38 @@ Plain torch, no kernel: no target of ours has such a body, and the drafters that
 is [rotated keys (G X) | values (G X)]; head h reads key head h // (H / G). Arguments are those of `ops.mla`.
 """
 
+from dataclasses import dataclass
+from typing import Generic
+
 import torch
 from torch import Tensor
 
+from redline.ops.formats import W
 from redline.ops.mla import context_rows
+
+
+@dataclass(frozen=True)
+class GqaWeights(Generic[W]):
+    """qkv [(H + 2 G) X, D]: queries, keys and values stacked."""
+
+    qkv: W
+    heads: int
+    key_heads: int
+    width: int  # X
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs (i, i + X / 2) of the last axis, turned by their angles: Llama's order."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+def heads_and_row(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads [..., H, X], [..., G, X] twice, as projected; cos, sin float32 [..., X / 2] -> query heads, rotated, and
+    the page row, float32 [..., 2 G X]."""
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    row = torch.cat([rotate_halves(k.float(), cos, sin), v.float()], -2).flatten(-2)
+    return rotate_halves(q.float(), cos, sin).to(q.dtype), row
 
 
 def unfold(rows: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:

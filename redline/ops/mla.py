@@ -80,6 +80,23 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
 
+def angles(positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, float32 [..., P / 2], of integer positions; inv_freq [P / 2]: radians per position."""
+    angle = positions.float()[..., None] * inv_freq
+    return angle.cos(), angle.sin()
+
+
+def rotate_heads(q: Tensor, nope: int, cos: Tensor, sin: Tensor) -> Tensor:
+    """[..., H, N + P]: query heads, all behind their first `nope` turned by cos, sin [..., P / 2]."""
+    rope = q[..., nope:]
+    return torch.cat([q[..., :nope], rotate(rope.float(), cos[..., None, :], sin[..., None, :]).to(q.dtype)], -1)
+
+
+def cache_row(latent: Tensor, key: Tensor, norm: Tensor, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """[..., R] and [..., P] as projected -> a token's row, [..., R + P]: [latent, normed | key, rotated]."""
+    return torch.cat([rms_norm(latent, norm, eps), rotate(key.float(), cos, sin).to(key.dtype)], -1)
+
+
 def rounds(plane: Tensor) -> bool:
     """Whether kernels over these pages may round to bf16 what enters a product."""
     return plane.dtype != torch.float32
@@ -112,12 +129,10 @@ def _qkv_reference(args: MlaQkvArgs[Weight]) -> Tensor:
     x_TD, w, plane = args.x_TD, args.w, args.plane
     a = x_TD @ w.w_a.dense().to(x_TD.dtype).T
     q_latent, latent, key = a.split([a.shape[-1] - w.rank - w.rope, w.rank, w.rope], -1)
-    latent = rms_norm(latent, w.kv_norm, w.eps)
-    key = rotate(key.float(), args.cos, args.sin).to(x_TD.dtype)
-    plane.view(-1, plane.shape[-1])[args.slots_T] = stored(torch.cat([latent, key], -1), plane.dtype)
+    row = cache_row(latent, key, w.kv_norm, w.eps, args.cos, args.sin)
+    plane.view(-1, plane.shape[-1])[args.slots_T] = stored(row, plane.dtype)
     q = (rms_norm(q_latent, w.q_norm, w.eps) @ w.w_q.dense().to(x_TD.dtype).T).unflatten(-1, (w.heads, -1))
-    nope, rope = q.split([w.nope, w.rope], -1)
-    return torch.cat([nope, rotate(rope.float(), args.cos[:, None], args.sin[:, None]).to(x_TD.dtype)], -1)
+    return rotate_heads(q, w.nope, args.cos, args.sin)
 
 
 def _qkv_cost(args: MlaQkvArgs[Weight]) -> Cost:

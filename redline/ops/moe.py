@@ -27,9 +27,14 @@ class Routed:
     weights_TK: Tensor  # float32
 
 
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """[..., I] each -> what an expert's down projection takes."""
+    return F.silu(gate) * up
+
+
 def _swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     gate, up = (x_TD @ gate_up.to(x_TD.dtype).T).chunk(2, -1)
-    return (F.silu(gate) * up) @ down.to(x_TD.dtype).T
+    return gated(gate, up) @ down.to(x_TD.dtype).T
 
 
 class MoeArgs(NamedTuple, Generic[W]):

@@ -253,7 +253,3 @@ class Slots:
         if self._angles is None:
             self._angles = model.angles(torch.arange(self.tokens.shape[1]))
         return self._angles
-
-    def places(self, slot_T: Tensor, place_T: Tensor) -> Tensor:
-        """Rows of a plane, int64: page * 64 + the place in the page. place_T: counted from each slot's beginning."""
-        return self.tables[slot_T, place_T // PAGE_TOKENS].long() * PAGE_TOKENS + place_T % PAGE_TOKENS

@@ -13,11 +13,12 @@ from redline.kernels.all import CPU, HOPPER
 from redline.kernels.hopper.decode.gates import gates
 from redline.kernels.hopper.step.step_rows import step_rows
 from redline.kernels.kernel import references
+from redline.model.eagle3.one_call import draft_chain, draft_fuse, draft_pass
 from redline.model.k2.one_call import transformer
 from redline.ops.moe import moe
 from redline.ops.op import Case, Op
 
-OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *HOPPER, transformer)))
+OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *HOPPER, transformer, draft_fuse, draft_pass, draft_chain)))
 
 # Stored in tiles, whose padding is multiplied too; all of it is Kimi-Nano's and these tests', as Kimi's sizes fit.
 TILED = {"project_a", "project_q", "project_out", "gates", "head"}

@@ -7,10 +7,13 @@ import torch
 
 from redline.kernels.all import CPU, HOPPER
 from redline.kernels.kernel import Kernel
+from redline.model.eagle3.one_call import draft_chain, draft_fuse, draft_pass
 from redline.model.k2.one_call import transformer
 
+KERNELS = (*CPU, *HOPPER, transformer, draft_fuse, draft_pass, draft_chain)
 
-@pytest.mark.parametrize("kernel", [*CPU, *HOPPER, transformer], ids=lambda kernel: f"{kernel.op.name} {kernel.chip}")
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: f"{kernel.op.name} {kernel.chip}")
 def test_a_kernel_fits_the_sizes_that_it_is_tried_with(kernel: Kernel[Any, Any, Any]):
     args = (
         (case.name, kernel.lay_out(case.make(torch.Generator().manual_seed(1))))

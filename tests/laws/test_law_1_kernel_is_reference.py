@@ -9,14 +9,15 @@ import torch
 from redline.kernels.all import CPU
 from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel, references
+from redline.model.eagle3.one_call import draft_chain, draft_fuse, draft_pass
 from redline.model.k2.one_call import transformer
 from redline.ops.op import Case, Op
 from tests.seeds import fresh_seed
 
-# Op name -> the arguments that it writes.
+KERNELS = (*CPU, transformer, draft_fuse, draft_pass, draft_chain)
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
-    for kernel in (*CPU, transformer)
+    for kernel in KERNELS
     for case in kernel.op.cases()
     if case.small
 ]
@@ -57,7 +58,7 @@ def test_kernel_is_reference(kernel: Kernel[Any, Any, Any], case: Case) -> None:
 
 FUSED = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
-    for kernel in (*CPU, transformer)
+    for kernel in KERNELS
     for case in kernel.op.cases()
     if kernel.op.rtol == 0 and "float32 pages" in case.name
 ]

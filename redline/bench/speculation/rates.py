@@ -32,8 +32,9 @@ from redline.chat.lines import NOT_JSON, Chat, conversation
 from redline.chat.template import Style, encode
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError
-from redline.kernels.cpu.blocks.draft_pass import DraftRows, draft_chain
+from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.model.eagle3.module import Eagle3
+from redline.model.eagle3.one_call import draft_chain
 from redline.model.k2.cpu import K2, Inputs
 from redline.wire.base import Record
 from redline.wire.delta import Delta
@@ -266,15 +267,15 @@ def _verify_pass(model: K2, batch: int, tokens: int, context: int) -> Callable[[
 
 def _draft_passes(model: K2, drafter: Eagle3, batch: int, context: int) -> tuple[Callable[[], object], int]:
     """Passes as the engine makes them, and how many: CHAIN in one call, or one of single ops."""
-    config, layer = drafter.config, drafter.served.layer
-    if layer is not None and model.device.type == "cpu":
+    config, served = drafter.config, drafter.served
+    if served.chains and model.device.type == "cpu":
         each = -(-(context + CHAIN + 2) // PAGE_TOKENS)
         tokens = torch.zeros(batch, each * PAGE_TOKENS, dtype=torch.int64)
         tables = torch.arange(batch * each, dtype=torch.int32).view(batch, each)
-        pages, rows = drafter.served.pages(tokens, tables), DraftRows(range(batch), [context] * batch, range(batch))
+        pages, rows = served.pages(tokens, tables), DraftRows(range(batch), [context] * batch, range(batch))
         feature = torch.ones(batch, config.hidden_size)
         plane = torch.zeros(batch * each, PAGE_TOKENS, config.kv_width, dtype=torch.bfloat16)
-        return lambda: draft_chain(feature, layer, pages, rows, [CHAIN] * batch, plane), CHAIN
+        return lambda: draft_chain(feature, served.layer, pages, rows, [CHAIN] * batch, plane), CHAIN
     inputs, pages = _queries(drafter.angles, config.vocab_size, batch, 1, context, 1, model.device)
     plane = torch.zeros(pages, PAGE_TOKENS, config.kv_width, dtype=torch.bfloat16, device=model.device)
     fed = torch.ones(batch, config.hidden_size, dtype=model.dtype, device=model.device)

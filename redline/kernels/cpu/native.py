@@ -38,9 +38,9 @@ _SIGNATURES = {
     "redline_best": "plppii",
     "redline_sample": "plppii",
     "redline_step_inputs": "plppi",
-    "redline_draft_fuse": "pppppfiiii",
-    "redline_draft_pass": "ppppppp" + "iipi" + "pp",
-    "redline_draft_chain": "ppppppp" + "iipi" + "pi",
+    "redline_draft_fuse": "p",
+    "redline_draft_pass": "p",
+    "redline_draft_chain": "p",
 }
 
 _reason: str | None = None

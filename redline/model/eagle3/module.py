@@ -22,13 +22,15 @@ from torch import Tensor, nn
 
 from redline.model.eagle3.config import Eagle3Config, default_layer_ids
 from redline.model.eagle3.file import read_tensors, stored_tensors
+from redline.model.eagle3.forward import begun, fed_back, normed_states, side_by_side
 from redline.model.eagle3.latent import cut_latent, pad_latent
 from redline.model.eagle3.serve import Served
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2, Inputs
 from redline.ops.add_norm import rms_norm
-from redline.ops.gqa import rotate_halves, unfold
-from redline.ops.mla import rotate
+from redline.ops.gqa import heads_and_row, unfold
+from redline.ops.mla import angles, cache_row, rotate_heads
+from redline.ops.moe import gated
 
 __all__ = ["Eagle3", "Eagle3Config", "default_layer_ids"]
 
@@ -162,10 +164,7 @@ class Eagle3(nn.Module):
         if self._served is not None:
             return self._served.fuse(features)
         features = features.to(self.fc.weight.dtype)
-        if self.config.fc_norm:
-            states = features.unflatten(-1, (len(self.fc_norm), -1)).unbind(-2)
-            features = torch.cat([norm(state) for norm, state in zip(self.fc_norm, states, strict=True)], -1)
-        return self.fc(features)
+        return self.fc(normed_states(features, list(self.fc_norm)) if self.config.fc_norm else features)
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token ids [...] -> embeddings [..., D]. AssertionError before `attach`."""
@@ -176,13 +175,12 @@ class Eagle3(nn.Module):
         """cos and sin, float32 [..., rope width / 2], of integer positions."""
         if self._served is not None:
             return self._served.angles(positions)
-        angle = positions.float()[..., None] * self.config.inv_freq().to(positions.device)
-        return angle.cos(), angle.sin()
+        return angles(positions, self.config.inv_freq().to(positions.device))
 
     def project(self, embedding: Tensor, feature: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[..., D] each -> queries [..., H, X], rotated, and what a row of the plane holds [..., W]."""
         layer = self.layer
-        x = torch.cat([layer.input_layernorm(embedding), layer.hidden_norm(feature)], -1)
+        x = side_by_side(layer.input_layernorm(embedding), layer.hidden_norm(feature))
         return layer.self_attn.project(x, cos, sin)
 
     def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
@@ -195,11 +193,11 @@ class Eagle3(nn.Module):
         The head reads `normed`; the next draft step takes `fed` as its feature.
         """
         layer = self.layer
-        residual = layer.hidden_norm(feature) if self.config.norm_before_residual else feature
+        residual = begun(self.config, feature, layer.hidden_norm)
         residual = residual + layer.self_attn.o_proj(attended.flatten(-2))
         residual = residual + layer.mlp(layer.post_attention_layernorm(residual))
         normed = self.norm(residual)
-        return normed, normed if self.config.norm_output else residual
+        return normed, fed_back(self.config, normed, residual)
 
     def draft_logits(self, normed: Tensor) -> Tensor:
         """Normed [..., D] -> [..., draft vocabulary]. AssertionError where it needs the target's head and has none."""
@@ -239,7 +237,6 @@ class Eagle3(nn.Module):
 
         inputs      ids_T: the next tokens x_{t+1}; cos, sin of positions t; rows_T, Chunk.start, lengths_Q of PLACES, a
                     place being t + 1. A token in no chunk and no query leaves its row in the plane, and that is all.
-                    With no chunks, queries are in the order of their tokens.
         feature_TD  of positions t: fused, or fed back
         plane       [pages, 64, W]: written at rows_T; place 0 of a slot is never read
         """
@@ -299,11 +296,9 @@ class Mla(nn.Module):
         """[..., 2 D] -> rotated queries [..., H, X] and plane rows [..., W]: latent, then rotated key."""
         nope, _, rank, rope = self.sizes
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, -1))
-        q_nope, q_rope = q.split([nope, rope], -1)
-        q_rope = rotate(q_rope.float(), cos[..., None, :], sin[..., None, :]).to(q.dtype)
         latent, key = self.kv_a_proj_with_mqa(x).split([rank, rope], -1)
-        key = rotate(key.float(), cos, sin).to(key.dtype)
-        return torch.cat([q_nope, q_rope], -1), torch.cat([self.kv_a_layernorm(latent), key], -1)
+        norm = self.kv_a_layernorm
+        return rotate_heads(q, nope, cos, sin), cache_row(latent, key, norm.weight, norm.eps, cos, sin)
 
     def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Plane rows [..., W] -> keys [..., H, X] and values [..., H, V]."""
@@ -327,10 +322,9 @@ class Llama(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """[..., 2 D] -> rotated queries [..., H, X] and plane rows [..., W]: rotated keys, then values."""
-        cos, sin = cos[..., None, :], sin[..., None, :]
-        q, k = self.q_proj(x).unflatten(-1, (-1, self.width)), self.k_proj(x).unflatten(-1, (-1, self.width))
-        q, k = rotate_halves(q.float(), cos, sin).to(q.dtype), rotate_halves(k.float(), cos, sin).to(k.dtype)
-        return q, torch.cat([k.flatten(-2), self.v_proj(x)], -1)
+        q, k, v = (proj(x).unflatten(-1, (-1, self.width)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        q, row = heads_and_row(q, k, v, cos, sin)
+        return q, row.to(q.dtype)
 
     def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
         """Plane rows [..., W] -> keys and values [..., H, X], each repeated for the query heads that share it."""
@@ -348,7 +342,7 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] -> [..., D]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(gated(self.gate_proj(x), self.up_proj(x)))
 
 
 def _as_stored(state: Mapping[str, Any]) -> dict[str, Tensor]:

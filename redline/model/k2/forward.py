@@ -59,23 +59,30 @@ def block(
     residual, x = add_norm(residual_TD, partial_TD, weights.attention_norm, weights.eps)
     q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
     o = torch.empty(x.shape[0], w.heads, w.value, dtype=x.dtype, device=x.device)
-    _attend(q, w, weights.softmax_scale, inputs, plane, o)
+    attend(q, w, weights.softmax_scale, inputs, plane, o)
     partial = linear(o.flatten(1), weights.o_proj, rounds(plane))
     residual, x = add_norm(residual, partial, weights.mlp_norm, weights.eps)
     routed = _route(x, weights.experts)
     return residual, moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane))
 
 
-def _attend(q: Tensor, w: MlaWeights[Matrix], scale: float, inputs: Inputs, plane: Tensor, o: Tensor) -> None:
+def attend(
+    q: Tensor, w: MlaWeights[Matrix], scale: float, inputs: Inputs, plane: Tensor, o: Tensor, skip: int = 0
+) -> None:
+    """q [T, H, X]: rows of chunks and queries, whose latents are in their pages. Writes o [T, H, V] at those.
+
+    skip: 0, or 1 where the first row of a slot holds nothing; it is not read, and no chunk begins there.
+    """
     chunks = inputs.chunks
     if q.is_cuda and (whole := [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]):
         prefill_whole(q, w, scale, whole, inputs.rows_T, plane, o)
         chunks = [chunk for chunk in chunks if chunk.start]
     for chunk in chunks:
         rows = slice(chunk.first, chunk.first + chunk.count)
-        mla_prefill(q[rows], w, scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows])
+        mla_prefill(q[rows], w, scale, chunk.start, inputs.tables[chunk.slot], plane, o[rows], skip)
     if inputs.tokens_Q.shape[0]:
-        mla_decode(q, w, scale, inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, o)
+        queries = inputs.tokens_Q, inputs.slots_Q, inputs.lengths_Q
+        mla_decode(q, w, scale, *queries, inputs.tables, plane, o, skip)
 
 
 def _route(x: Tensor, experts: Moe | None) -> Routed | None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from redline.kernels.by_chip import best
-from redline.kernels.cpu.blocks.draft_pass import DraftRows, draft_chain, draft_pass
+from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.model.eagle3.module import Eagle3
-from redline.model.k2.cpu import Inputs
+from redline.model.eagle3.one_call import draft_chain, draft_pass
 from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
 from redline.run.sampling.on_host import is_greedy
@@ -126,10 +126,10 @@ class Drafting:
             positions += [span.start - 1 for span in behind]
         if not slots:
             return
-        layer = drafter.served.layer
-        if layer is not None and self._places is not None and all(self._drafts_the_best(slot) for slot, _ in drafting):
+        served = drafter.served
+        if served.chains and self._places is not None and all(self._drafts_the_best(slot) for slot, _ in drafting):
             rows, counts = DraftRows(slots, positions, queries), [count for _, count in drafting]
-            drafted = draft_chain(feature, layer, self._places, rows, counts, self._kv.draft)
+            drafted = draft_chain(feature, served.layer, self._places, rows, counts, self._kv.draft)
             for (slot, count), tokens in zip(drafting, drafted.tolist(), strict=True):
                 self._slots.at[slot].proposal = Proposal(tokens[:count])
             return
@@ -187,26 +187,9 @@ class Drafting:
 
         positions: of the features. ids: the rows' tokens, which are the next ones; None: those of the slots.
         """
-        layer = drafter.served.layer
-        if layer is not None and self._places is not None:
-            rows = DraftRows(slots, positions, queries, ids)
-            return draft_pass(feature, layer, self._places, rows, self._kv.draft)
-        device = feature.device
-        slot_T, position_T = torch.tensor(slots, device=device), torch.tensor(positions, device=device)
-        place_T = position_T + 1
-        cos, sin = drafter.angles(position_T)
-        inputs = Inputs(
-            ids_T=self._slots.tokens[slot_T, place_T] if ids is None else torch.tensor(ids, device=device),
-            cos_T=cos,
-            sin_T=sin,
-            rows_T=self._slots.places(slot_T, place_T),
-            chunks=(),
-            tokens_Q=torch.tensor(queries, dtype=torch.int32, device=device),
-            slots_Q=torch.tensor([slots[i] for i in queries], dtype=torch.int32, device=device),
-            lengths_Q=torch.tensor([positions[i] + 2 for i in queries], dtype=torch.int32, device=device),
-            tables=self._slots.tables,
-        )
-        return drafter.forward(inputs, feature, self._kv.draft)
+        assert self._places is not None, "there is a drafter"
+        rows = DraftRows(slots, positions, queries, ids)
+        return draft_pass(feature, drafter.served.layer, self._places, rows, self._kv.draft)
 
     def _pages(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
         return self._slots.tables[slots, [position // PAGE_TOKENS for position in positions]].long()

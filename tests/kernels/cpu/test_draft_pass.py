@@ -1,14 +1,20 @@
 """The drafter's passes in one call: the bits of the ops, whoever stands beside a row."""
 
 import copy
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.blocks.draft_pass import DraftRows, draft_chain, draft_pass
+from redline.kernels.cpu import native
+from redline.kernels.cpu.blocks import draft_pass as one_call
+from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.kernel import fallbacks
+from redline.kernels.record import layout_check, record
+from redline.model.eagle3.one_call import draft_chain, draft_pass
 from tests.tiny_model import tiny_drafter, tiny_model
 
 WANTED = (3, 1, 6, 2, 4)
@@ -74,10 +80,21 @@ def test_the_features_that_are_given_stay_as_they_are():
     assert torch.equal(feature, before)
 
 
+@pytest.mark.parametrize("name", ["DraftWeights", "DraftPages", "DraftFuseCall", "DraftPassCall", "DraftChainCall"])
+def test_the_compiler_lays_a_struct_out_as_python_reads_it(name: str, tmp_path: Path):
+    compiler = native.find_compiler()
+    assert compiler is not None
+    header = Path(one_call.__file__).with_suffix(".h")
+    source = tmp_path / "layout.cpp"
+    source.write_text(f'#include "{header}"\n{layout_check(record(header, name))}')
+    built = subprocess.run([compiler, "-std=c++17", "-fsyntax-only", source], capture_output=True, check=False)
+    assert built.returncode == 0, built.stderr.decode()
+
+
 def test_a_drafter_of_kimis_kind_takes_the_kernels():
     """And its angles have the same bits whether they are looked up or worked out for a row."""
     served = tiny_drafter().served
-    assert served.layer is not None
+    assert served.chains
     pages = served.pages(torch.zeros(1, 300, dtype=torch.int64), torch.zeros(1, 5, dtype=torch.int32))
     some = torch.tensor([299, 7, 130])
     cos, sin = served.angles(some)

@@ -1,5 +1,7 @@
-"""The drafter's two ways through the same arithmetic: over pages through the ops, and densely as in training."""
+"""The drafter's two ways through the same arithmetic: over pages through the ops (`forward.py`), and densely as in
+training (`module.py`)."""
 
+import contextlib
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from redline.kernels.kernel import fallbacks
+from redline.kernels.cpu.blocks.draft_pass import DraftRows
+from redline.kernels.kernel import fallbacks, references
 from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.eagle3.one_call import draft_pass
 from redline.model.k2.cpu import Chunk, Inputs
 from redline.wire.job import PAGE_TOKENS
 from tests.tiny_model import tiny_model
@@ -122,7 +126,7 @@ class Pages:
         return drafter.forward(inputs, drafter.fuse(features), self.plane)
 
 
-def assert_close(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], rows: slice) -> None:
+def assert_close(ours: tuple[Tensor, ...], theirs: tuple[Tensor, Tensor], rows: slice) -> None:
     for a, b in zip(ours, theirs, strict=True):
         assert torch.allclose(a, b[rows], rtol=1e-4, atol=1e-4)
 
@@ -135,6 +139,33 @@ def test_pages_give_what_dense_attention_gives(drafters: Pair):
         assert_close(pages.forward(served, [(0, work, rows)], chunks=True), expected, slice(rows.start, rows.stop))
     for t in range(100, ROWS):
         assert_close(pages.forward(served, [(0, work, range(t, t + 1))], chunks=False), expected, slice(t, t + 1))
+
+
+@pytest.mark.parametrize("meaning", [False, True], ids=["kernels", "references"])
+@torch.no_grad()
+def test_a_pass_whose_rows_are_looked_up_gives_what_dense_attention_gives(drafters: Pair, meaning: bool):
+    """As the engine makes it: rows of two slots, some of them finished, then one more behind each, of a given token."""
+    served, dense = drafters
+    pages, jobs, stops = Pages(served.config), (job(0), job(1)), (ROWS - 1, 64)
+    tokens = torch.stack([each.tokens for each in jobs])
+    places = served.served.pages(tokens, pages.tables)
+    slots = [slot for slot, stop in enumerate(stops) for _ in range(stop)]
+    positions = [t for stop in stops for t in range(stop)]
+    queries = [len(slots) - 1, 7, stops[0] - 1]
+    feature = torch.cat([served.fuse(each.features[:stop]) for each, stop in zip(jobs, stops, strict=True)])
+    expected = [densely(dense, each) for each in jobs]
+    behind = [int(each.tokens[stop + 1]) for each, stop in zip(jobs, stops, strict=True)]
+    places.tokens[[0, 1], [stop + 1 for stop in stops]] = 0  # the given ones are read in their place
+    with references() if meaning else contextlib.nullcontext():
+        first = draft_pass(feature, served.served.layer, places, DraftRows(slots, positions, queries), pages.plane)
+        then = torch.cat([served.fuse(each.features[stop : stop + 1]) for each, stop in zip(jobs, stops, strict=True)])
+        rows = DraftRows([0, 1], stops, [0, 1], behind)
+        last = draft_pass(then, served.served.layer, places, rows, pages.plane)
+    for i, query in enumerate(queries):
+        at = positions[query]
+        assert_close(tuple(x[i : i + 1] for x in first), expected[slots[query]], slice(at, at + 1))
+    for slot, stop in enumerate(stops):
+        assert_close(tuple(x[slot : slot + 1] for x in last), expected[slot], slice(stop, stop + 1))
 
 
 @torch.no_grad()
@@ -216,13 +247,16 @@ def test_gradients_reach_every_weight(drafters: Pair):
 
 def test_a_pass_is_eight_ops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It runs once for each draft, where each call costs as much as its arithmetic."""
-    from redline.model.eagle3 import serve
+    from redline.model.eagle3 import forward as page
+    from redline.model.k2 import forward as attention
 
     served = pair(CONFIGS["mla, 3.1"], tmp_path).served
     pages, calls = Pages(served.config), []
-    for name in ("add_norm", "linear", "mla_qkv", "mla_prefill", "mla_decode", "moe"):
-        op = getattr(serve, name)
-        monkeypatch.setattr(serve, name, lambda *a, op=op: (calls.append(op.op.name), op(*a))[1])
+    called = {page: ("add_norm", "linear", "mla_qkv", "moe"), attention: ("mla_prefill", "mla_decode")}
+    for module, names in called.items():
+        for name in names:
+            op = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *a, op=op: (calls.append(op.op.name), op(*a))[1])
     fused = served.fuse(job(0).features[:1])
     calls.clear()
     monkeypatch.setattr(served, "fuse", lambda _: fused)

@@ -1,5 +1,7 @@
 // What an EAGLE-3 drafter does between two steps: fuses features, makes a pass of latent attention, and the greedy chain
-// of them. The ops one after another, as draft_pass.py's references call them, without a word to Python between.
+// of them. The ops one after another, as redline.model.eagle3.forward has them, without a word to Python between.
+#include "draft_pass.h"
+
 #include <algorithm>
 #include <vector>
 
@@ -9,28 +11,6 @@
 #include "core/pool.h"
 
 constexpr int PAGE_TOKENS = 64, PANEL_OUTPUTS = 32;
-
-// As draft_pass.py lays them out.
-struct DraftWeights {
-    const bf16* embedding;
-    const float *input_norm, *hidden_norm;
-    const bf16* w_a;
-    const float *q_norm, *kv_norm;
-    const bf16 *w_q, *w_uk, *w_uv, *o_proj;
-    const float* mlp_norm;
-    const bf16 *gate_up, *down;
-    const float* norm;
-    const bf16* head;
-    float eps, low_rank_eps, softmax_scale;
-    int D, Rq, H, Nn, P, R, V, I, vocabulary, norm_before_residual, norm_output;
-};
-
-struct DraftPages {
-    const int64_t* tokens;
-    const int32_t* tables;
-    const float *cos, *sin;
-    int64_t tokens_width, table_width;
-};
 
 namespace {
 
@@ -46,11 +26,14 @@ template <class T> T* room(std::vector<T>& buffer, int64_t size) {
     return buffer.data();
 }
 
-// Rows of positions [T], the token of each `ids` (null: its slot's own), features [T, D]; queries [R] of them are
-// finished: normed, fed [R, D], neither of which may be `feature`.
-void pass(const DraftWeights& w, const DraftPages& pages, Scratch& s, const float* feature, const int32_t* slots,
-          const int32_t* positions, const int32_t* ids, const int32_t* queries, int T, int R, void* plane,
-          int kv_type, float* normed, float* fed) {
+void pass(const DraftPassCall& call, Scratch& s) {
+    const DraftWeights& w = *call.weights;
+    const DraftPages& pages = *call.pages;
+    const float* feature = call.feature;
+    const int32_t *slots = call.slots, *positions = call.positions, *ids = call.ids, *queries = call.queries;
+    void* plane = call.plane;
+    float *normed = call.normed, *fed = call.fed;
+    const int T = call.T, R = call.R, kv_type = call.kv_type;
     const int64_t D = w.D, half = w.P / 2, head = (int64_t)w.H * (w.Nn + w.P), values = (int64_t)w.H * w.V;
     float *x = room(s.x, T * 2 * D), *cos = room(s.cos, T * half), *sin = room(s.sin, T * half);
     int64_t* rows = room(s.rows, T);
@@ -95,45 +78,42 @@ void pass(const DraftWeights& w, const DraftPages& pages, Scratch& s, const floa
 
 }  // namespace
 
-// Rows `sources` [T] of features [., S W], each of their S states normed (norms [S, W]; null: as they are), times fc
-// [D, S W]. y [T, D].
-extern "C" void redline_draft_fuse(const float* features, const int32_t* sources, const float* norms, const bf16* fc,
-                                   float* y, float eps, int T, int S, int W, int D) {
+extern "C" void redline_draft_fuse(const DraftFuseCall& call) {
     static thread_local std::vector<float> buffer;
-    const int64_t F = (int64_t)S * W;
+    const int T = call.T, W = call.W, D = call.D;
+    const int64_t F = (int64_t)call.S * W;
     float* x = room(buffer, T * F);
     int tasks = T <= 4 ? 1 : Pool::get().threads() * 2;
     parallel(tasks, [&](int task) {
         Range rows = share(T, tasks, task);
         for (int t = rows.begin; t < rows.end; t++) {
-            const float* from = features + sources[t] * F;
-            if (!norms) std::copy_n(from, F, x + t * F);
-            for (int64_t i = 0; norms && i < F; i += W) rms_norm_row(from + i, norms + i, eps, W, x + t * F + i);
+            const float* from = call.features + call.sources[t] * F;
+            if (!call.norms) std::copy_n(from, F, x + t * F);
+            for (int64_t i = 0; call.norms && i < F; i += W)
+                rms_norm_row(from + i, call.norms + i, call.eps, W, x + t * F + i);
         }
     });
-    redline_linear(x, F, fc, y, D, T, D, (int)F, 0);
+    redline_linear(x, F, call.fc, call.fused, D, T, D, (int)F, 0);
 }
 
-// normed, fed [R, D] of one pass.
-extern "C" void redline_draft_pass(const DraftWeights* weights, const DraftPages* pages, const float* feature,
-                                   const int32_t* slots, const int32_t* positions, const int32_t* ids,
-                                   const int32_t* queries, int T, int R, void* plane, int kv_type, float* normed,
-                                   float* fed) {
+extern "C" void redline_draft_pass(const DraftPassCall& call) {
     static thread_local Scratch scratch;
-    pass(*weights, *pages, scratch, feature, slots, positions, ids, queries, T, R, plane, kv_type, normed, fed);
+    pass(call, scratch);
 }
 
-// drafted [R, k]: query r drafts wanted[r] of them, one at least, each the likeliest after those before it.
-extern "C" void redline_draft_chain(const DraftWeights* weights, const DraftPages* pages, const float* feature,
-                                    const int32_t* slots, const int32_t* positions, const int32_t* queries,
-                                    const int32_t* wanted, int T, int R, void* plane, int kv_type, int64_t* drafted,
-                                    int k) {
+extern "C" void redline_draft_chain(const DraftChainCall& call) {
     static thread_local Scratch s;
-    const DraftWeights& w = *weights;
+    const DraftWeights& w = *call.weights;
+    const int R = call.R;
     const int64_t D = w.D, width = (w.vocabulary + PANEL_OUTPUTS - 1) / PANEL_OUTPUTS * PANEL_OUTPUTS;
     // What a pass is fed lies in the second half, what it gives in the first.
     float *normed = room(s.normed, R * D), *fed = room(s.fed, 2 * R * D), *going = fed + R * D;
-    pass(w, *pages, s, feature, slots, positions, nullptr, queries, T, R, plane, kv_type, normed, fed);
+    DraftPassCall one;
+    one.weights = call.weights, one.pages = call.pages, one.feature = call.feature;
+    one.slots = call.slots, one.positions = call.positions, one.ids = nullptr, one.queries = call.queries;
+    one.plane = call.plane, one.kv_type = call.kv_type, one.T = call.T, one.R = R;
+    one.normed = normed, one.fed = fed;
+    pass(one, s);
     float* logits = room(s.logits, R * width);
     int64_t* best = room(s.best, R);
     uint8_t* finite = room(s.finite, R);
@@ -141,21 +121,21 @@ extern "C" void redline_draft_chain(const DraftWeights* weights, const DraftPage
     int32_t *asked = room(s.asked, 2 * R), *each = asked + R;  // asked: the query of each row that goes on
     for (int r = 0; r < R; r++) {
         asked[r] = each[r] = r;
-        chain_slots[r] = slots[queries[r]], chain_positions[r] = positions[queries[r]];
+        chain_slots[r] = call.slots[call.queries[r]], chain_positions[r] = call.positions[call.queries[r]];
     }
+    one.feature = going, one.slots = chain_slots, one.positions = chain_positions, one.ids = ids, one.queries = each;
     for (int done = 0, rows = R; rows;) {
         redline_linear(normed, D, w.head, logits, width, rows, (int)width, w.D, 0);
         redline_best(logits, width, best, finite, rows, w.vocabulary);
         int kept = 0;
         for (int r = 0; r < rows; r++) {
-            drafted[(int64_t)asked[r] * k + done] = best[r];
-            if (wanted[asked[r]] <= done + 1) continue;
+            call.drafted[(int64_t)asked[r] * call.k + done] = best[r];
+            if (call.wanted[asked[r]] <= done + 1) continue;
             std::copy_n(fed + r * D, D, going + kept * D);
             asked[kept] = asked[r], chain_slots[kept] = chain_slots[r], chain_positions[kept] = chain_positions[r] + 1;
             ids[kept++] = (int32_t)best[r];
         }
-        rows = kept, done++;
-        if (rows)
-            pass(w, *pages, s, going, chain_slots, chain_positions, ids, each, rows, rows, plane, kv_type, normed, fed);
+        one.T = one.R = rows = kept, done++;
+        if (rows) pass(one, s);
     }
 }
