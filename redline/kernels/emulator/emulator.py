@@ -28,7 +28,7 @@ _one_at_a_time = threading.Lock()  # a library has room for one block
 
 
 def emulation() -> AbstractContextManager[None]:
-    """Inside, launches of this thread run on the CPU: for tests, thousands of times slower."""
+    """Inside, launches of this thread run on the CPU, thousands of times slower than on a GPU: for tests."""
     return launched_by(run)
 
 
@@ -41,7 +41,11 @@ def run(
     threads: int,
     shared: int,
 ) -> None:
-    """Raises RuntimeError with what the kernel did wrong. Every run draws another order of threads and copies."""
+    """Runs the whole grid, block by block, with another order of threads and copies each time.
+
+    Takes what a `hopper.kernel.Launch` takes. Raises RuntimeError with what the kernel did wrong, and where there is no
+    compiler or the source does not compile.
+    """
     message = ctypes.create_string_buffer(400)
     function = getattr(_library(source, tuple(options)), f"run_{name}")
     room = len(message)
@@ -62,7 +66,7 @@ def _common() -> tuple[Path, ...]:
 
 
 def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence[Path] = ()) -> Path:
-    """Compiled, once for its content and what it is linked to."""
+    """The path of the compiled source, made once for its content and what it is linked to."""
     compiler = native.find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler on the PATH: CUDA kernels cannot be emulated")

@@ -1,4 +1,4 @@
-"""What a block of the model reads, and a step: the records that a CPU's kernels take by address.
+"""What a block of the model reads and what a step reads: the records that a CPU's kernels take by address.
 
 T tokens, D hidden, H heads, V value, P rope, Q queries. What they mean together is `redline.model.k2.forward`.
 """
@@ -34,14 +34,14 @@ class Inputs:
 
     ids_T: Tensor  # int64
     cos_T: Tensor  # float32 [T, P / 2]
-    sin_T: Tensor
+    sin_T: Tensor  # as cos_T
     rows_T: Tensor  # int64: page * 64 + place, where each token's latent goes
     chunks: Sequence[Chunk]  # prompt tokens: expanded attention
-    tokens_Q: Tensor  # int32: generated tokens: absorbed attention
-    slots_Q: Tensor  # int32
-    lengths_Q: Tensor  # int32: context of each query, itself included
+    tokens_Q: Tensor  # int32: the step's tokens that are queries, generated ones: absorbed attention
+    slots_Q: Tensor  # int32: each query's row of tables
+    lengths_Q: Tensor  # int32: tokens of each query's context, itself included
     tables: Tensor  # int32 [slots, pages per slot]
-    longest: int | None = None  # no query's context is longer; None: as long as a table
+    longest: int | None = None  # tokens, at least those of any query's context; None: as many as a table holds
     routing: Tensor | None = None  # int32 [layers, T, k]: experts that are given, not chosen, for benchmarks on a GPU
 
     @functools.cached_property
@@ -51,7 +51,7 @@ class Inputs:
 
     @functools.cached_property
     def address(self) -> int:
-        """Of what the kernels read; it lasts as long as these tensors."""
+        """Where the struct that the kernels read lies; it lasts as long as this object."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
@@ -72,30 +72,34 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Moe:
-    router: Matrix
+    """The routed experts of a layer and their router, as `route_experts` and `moe` take them."""
+
+    router: Matrix  # bf16 [E, D]
     bias_E: Tensor  # float32
-    gate_up: Experts
-    down: Experts
+    gate_up: Experts  # [E, 2 I, D], gate first
+    down: Experts  # [E, D, I]
     chosen: int  # experts of a token
-    normalise: bool
-    scale: float
+    normalise: bool  # whether a token's weights are divided by their sum
+    scale: float  # what they are multiplied by then
 
 
 @dataclass(frozen=True)
 class Block:
+    """One layer's weights, and the numbers of its formulas that are no weights."""
+
     attention_norm: Tensor  # float32 [D]
     attention: MlaWeights[Matrix]
-    o_proj: Matrix
+    o_proj: Matrix  # bf16 [D, H V]
     mlp_norm: Tensor  # float32 [D]
-    shared_gate_up: Matrix  # of the shared expert, or of the dense MLP
-    shared_down: Matrix
-    experts: Moe | None
+    shared_gate_up: Matrix  # bf16 [2 Is, D], gate first: of the shared expert, or of the dense MLP
+    shared_down: Matrix  # bf16 [D, Is]
+    experts: Moe | None  # None: a dense layer
     eps: float  # of the two norms
-    softmax_scale: float
+    softmax_scale: float  # what attention's scores are multiplied by
 
     @functools.cached_property
     def fits(self) -> bool:
-        """Whether the kernels take all these sizes."""
+        """Whether the kernels take these weights: all in panels, and every width that they write a multiple of 32."""
         w, moe_ = self.attention, self.experts
         if not in_panels(w):
             return False
@@ -108,7 +112,7 @@ class Block:
 
     @functools.cached_property
     def layout(self) -> "_Weights":
-        """As block.cpp reads it."""
+        """The struct that block.cpp reads; it lasts as long as this object."""
         w, moe_, pointer = self.attention, self.experts, native.pointer
         routed, sizes, normalise, scale = (0,) * 6, (0, 0, 0), False, 0.0
         if moe_ is not None:
