@@ -19,7 +19,7 @@ import torch
 from redline.kernels.cpu import native
 
 HERE = Path(__file__).parent
-HOPPER = 9  # major compute capability: wgmma is of these chips alone
+HOPPER = 9  # major compute capability: only these chips have wgmma
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -46,7 +46,7 @@ class CudaError(RuntimeError):
 
 @functools.cache
 def why_not() -> str | None:
-    """One line, where the kernels cannot run on this machine's GPU."""
+    """One line that tells why the kernels cannot run on this machine's GPU; None where they can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -61,7 +61,10 @@ def why_not() -> str | None:
 
 
 class Function:
-    """One kernel of one source, on the current device."""
+    """One kernel of one source, on the current device, compiled when it is first launched.
+
+    options: the compiler's. shared: bytes of shared memory of a block.
+    """
 
     def __init__(self, source: Path, name: str, options: Sequence[str], shared: int) -> None:
         self._source = source
@@ -73,7 +76,7 @@ class Function:
         self._attribute = _Attribute(id=_STREAM_SERIALIZATION, value=1)
 
     def load(self) -> None:
-        """Raises CudaError with the compiler's message."""
+        """Loads the code, from the cache or compiled anew. Raises CudaError with the compiler's message."""
         with self._lock:
             if self._handle:
                 return
@@ -88,6 +91,10 @@ class Function:
     def launch(
         self, arguments: ctypes.Structure, grid: tuple[int, int], threads: int, shared: int, *, overlap: bool
     ) -> None:
+        """Enqueues one launch on torch's current stream, `threads` to a block; the arguments are copied.
+
+        overlap: whether it may begin before the kernel in front of it has ended. Raises CudaError.
+        """
         if not self._handle:
             self.load()
         stream = torch.cuda.current_stream().cuda_stream
@@ -98,7 +105,7 @@ class Function:
 
 
 def machine_code(source: Path, options: Sequence[str]) -> bytes:
-    """A cubin for the current GPU, from the cache if it was made before."""
+    """A cubin for the current GPU, from the cache if it is there. Raises CudaError with the compiler's messages."""
     major, minor = torch.cuda.get_device_capability()
     options = [*options, f"-arch=sm_{major}{minor}a", "-std=c++17", "-default-device"]
     headers = {file.name: file.read_bytes() for file in sorted((HERE / "blocks").glob("*.cuh"))}
@@ -113,7 +120,7 @@ def machine_code(source: Path, options: Sequence[str]) -> bytes:
 
 
 def _keep(name: str, code: bytes) -> None:
-    """In the cache, whole or not at all. Where that cannot be, each process compiles its own."""
+    """Writes the code into the cache, whole or not at all. Where it cannot, each process compiles its own."""
     try:
         folder = native.cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -128,7 +135,7 @@ def _keep(name: str, code: bytes) -> None:
 
 
 def compile_source(text: bytes, name: str, headers: dict[str, bytes], options: Sequence[str]) -> bytes:
-    """Raises CudaError with the compiler's messages."""
+    """The cubin of a source. headers: name -> text. Raises CudaError with the compiler's messages."""
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))
     texts = (ctypes.c_char_p * len(headers))(*headers.values())
@@ -170,7 +177,7 @@ def _cuda() -> ctypes.CDLL:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """From torch's own packages, the system, or CUDA_HOME. Raises OSError."""
+    """NVRTC from torch's own packages, the system, or CUDA_HOME. Raises OSError where none of them has it."""
     major = (torch.version.cuda or "13").split(".")[0]
     name = f"libnvrtc.so.{major}"
     packages = importlib.util.find_spec("nvidia")
