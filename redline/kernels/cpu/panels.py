@@ -58,7 +58,6 @@ class Matrix:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where the data begins; it lasts as long as this object."""
         return native.pointer(self.data)
 
     @property
@@ -114,7 +113,7 @@ class Int4Panels:
 
     @functools.cached_property
     def addresses(self) -> tuple[int, int]:
-        """Where codes and scales begin; they last as long as this object."""
+        """Of codes and scales."""
         return native.pointer(self.codes), native.pointer(self.scales)
 
     @property

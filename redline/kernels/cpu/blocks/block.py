@@ -1,4 +1,4 @@
-"""What a block of the model reads and what a step reads: the records that a CPU's kernels take by address.
+"""What a block of the model reads, and a step: the records that a CPU's kernels take by address.
 
 T tokens, D hidden, H heads, V value, P rope, Q queries. What they mean together is `redline.model.k2.forward`.
 """
@@ -34,14 +34,14 @@ class Inputs:
 
     ids_T: Tensor  # int64
     cos_T: Tensor  # float32 [T, P / 2]
-    sin_T: Tensor  # as cos_T
+    sin_T: Tensor
     rows_T: Tensor  # int64: page * 64 + place, where each token's latent goes
     chunks: Sequence[Chunk]  # prompt tokens: expanded attention
-    tokens_Q: Tensor  # int32: the step's tokens that are queries, generated ones: absorbed attention
-    slots_Q: Tensor  # int32: each query's row of tables
-    lengths_Q: Tensor  # int32: tokens of each query's context, itself included
+    tokens_Q: Tensor  # int32: generated tokens: absorbed attention
+    slots_Q: Tensor  # int32
+    lengths_Q: Tensor  # int32: context of each query, itself included
     tables: Tensor  # int32 [slots, pages per slot]
-    longest: int | None = None  # tokens, at least those of any query's context; None: as many as a table holds
+    longest: int | None = None  # no query's context is longer; None: as long as a table
     routing: Tensor | None = None  # int32 [layers, T, k]: experts that are given, not chosen, for benchmarks on a GPU
 
     @functools.cached_property
@@ -51,7 +51,7 @@ class Inputs:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where the struct that the kernels read lies; it lasts as long as this object."""
+        """Of what the kernels read; it lasts as long as these tensors."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
@@ -112,7 +112,7 @@ class Block:
 
     @functools.cached_property
     def layout(self) -> "_Weights":
-        """The struct that block.cpp reads; it lasts as long as this object."""
+        """As block.cpp reads it."""
         w, moe_, pointer = self.attention, self.experts, native.pointer
         routed, sizes, normalise, scale = (0,) * 6, (0, 0, 0), False, 0.0
         if moe_ is not None:

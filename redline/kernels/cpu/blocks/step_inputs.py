@@ -44,7 +44,6 @@ class StepMemory:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where `layout` lies; it lasts as long as this object."""
         return ctypes.addressof(self.layout)
 
 
@@ -104,7 +103,6 @@ def reference(args: StepInputsArgs) -> StepRows:
 
 
 def kernel(args: StepInputsArgs) -> StepRows:
-    """The reference's result, written by one native call."""
     library = native.library()
     assert library is not None
     given = array("i", args.spans)

@@ -62,7 +62,6 @@ class Transformer:
 
     @functools.cached_property
     def address(self) -> int:
-        """Where the struct that transformer.cpp reads lies; it lasts as long as this object."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
