@@ -66,7 +66,7 @@ def _common() -> tuple[Path, ...]:
 
 
 def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence[Path] = ()) -> Path:
-    """The path of the compiled source, made once for its content and what it is linked to."""
+    """Compiled, once for its content and what it is linked to."""
     compiler = native.find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler on the PATH: CUDA kernels cannot be emulated")

@@ -19,7 +19,7 @@ import torch
 from redline.kernels.cpu import native
 
 HERE = Path(__file__).parent
-HOPPER = 9  # major compute capability: only these chips have wgmma
+HOPPER = 9  # major compute capability: wgmma is of these chips alone
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -61,10 +61,7 @@ def why_not() -> str | None:
 
 
 class Function:
-    """One kernel of one source, on the current device, compiled when it is first launched.
-
-    options: the compiler's. shared: bytes of shared memory of a block.
-    """
+    """One kernel of one source, on the current device."""
 
     def __init__(self, source: Path, name: str, options: Sequence[str], shared: int) -> None:
         self._source = source
@@ -105,7 +102,7 @@ class Function:
 
 
 def machine_code(source: Path, options: Sequence[str]) -> bytes:
-    """A cubin for the current GPU, from the cache if it is there. Raises CudaError with the compiler's messages."""
+    """A cubin for the current GPU, from the cache if it was made before."""
     major, minor = torch.cuda.get_device_capability()
     options = [*options, f"-arch=sm_{major}{minor}a", "-std=c++17", "-default-device"]
     headers = {file.name: file.read_bytes() for file in sorted((HERE / "blocks").glob("*.cuh"))}

@@ -79,7 +79,7 @@ class Pairs:
 
     @property
     def lists(self) -> tuple[Tensor, ...]:
-        """Every list but `ready`, in the order of a kernel's arguments."""
+        """In the order of a kernel's arguments."""
         return self.token, self.weight, self.slot_expert, self.slot_first, self.count, self.ids, self.weights
 
     @property

@@ -140,7 +140,7 @@ def _plan_of(inputs: int, row_tiles: int, tokens: int, multiprocessors: int, ope
 
 
 def kernel_of(epilogue: str, w: Tiled, tokens: int, **sizes: int | str) -> tuple[CudaKernel, int]:
-    """(the program, its blocks) for w x of this many tokens. sizes: the epilogue's own macros."""
+    """The program, and its blocks. sizes: the epilogue's own macros."""
     row_tiles, units = w.data.shape[-4], w.data.shape[-3]
     count = multiprocessors(w.data.device)
     cut = _plan_of(units * TILE_K, row_tiles, tokens, count, epilogue in _WITH_OPERANDS)
@@ -149,7 +149,7 @@ def kernel_of(epilogue: str, w: Tiled, tokens: int, **sizes: int | str) -> tuple
 
 
 def arguments(name: str, pointers: str, ints: str = "", floats: str = "") -> type[ctypes.Structure]:
-    """The struct of an epilogue in dense.cu: the fields that all have, and its own."""
+    """The struct of an epilogue: what all have, and its own."""
     return structure(name, f"weights x squares {pointers}", f"tokens parts {ints}", f"eps {floats}")
 
 

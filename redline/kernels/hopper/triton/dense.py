@@ -74,7 +74,7 @@ def _turned(even, odd, c, s):
 @triton.jit
 def _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, RANK: tl.constexpr, ROPE: tl.constexpr,
               BLOCK_R: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
-    """Writes [latent, normed | key, rotated] of a token into its page."""
+    """[latent, normed | key, rotated] of a token into its page."""
     saturates: tl.constexpr = plane.dtype.element_ty == tl.float8e4nv
     at = kv + token * (RANK + ROPE)
     place = plane + tl.load(rows_T + token) * (RANK + ROPE)
