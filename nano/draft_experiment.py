@@ -68,7 +68,7 @@ from redline.draft.train.trainer import Recipe
 from redline.model.k2.checkpoint import Checkpoint
 from redline.wire.base import Record
 from redline.worker.acceptance import Spoken, perfect, spoken
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
 # In expected answer tokens of each domain: prompts, more of training's than the time allows to answer; own text.
@@ -572,7 +572,9 @@ def ask(target: Path, draft: Path, prompts: Path, out: Path) -> None:
     ]
     config = EvalConfig(target=str(target), draft=str(draft), max_tokens=MAX_TOKENS)
     engine_config = EngineConfig(
-        max_running=BATCH, device="cpu", draft=str(draft), draft_tokens=K, draft_adaptive=False, suffix=False
+        max_running=BATCH,
+        device="cpu",
+        speculation=Learned(drafter=str(draft), tokens=K, adaptive=False, suffix=False),
     )
     say(f"{len(asked):,} prompts")
     with Engine.open(str(target), engine_config) as engine, out.open("ab") as file:

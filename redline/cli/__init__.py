@@ -100,7 +100,8 @@ def serve(
     """Serve a model over the OpenAI API.
 
     Loads the checkpoint, then answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics.
-    Every flag is a key of deployment.toml; a flag wins over the file.
+    Every flag is a key of deployment.toml (--draft and those after it: of its table engine.speculation), and wins over
+    the file.
     """
     given = {
         "host": host,
@@ -112,9 +113,9 @@ def serve(
         "engine.kv_memory": kv_memory,
         "engine.kv_dtype": kv_dtype,
         "engine.device": device,
-        "engine.draft": draft,
-        "engine.draft_tokens": draft_tokens,
-        "engine.draft_trace": draft_trace,
+        "engine.speculation": draft,
+        "engine.speculation.tokens": draft_tokens,
+        "engine.speculation.trace": draft_trace,
     }
     flags = {key: value for key, value in given.items() if value is not None}
     raise typer.Exit(run_server(deployment.read(source, flags), Terminal()))

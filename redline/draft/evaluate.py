@@ -44,7 +44,7 @@ from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
 Mode = Literal["greedy", "sampled"]
@@ -393,10 +393,7 @@ def _run(config: EvalConfig, asked: Sequence[Asked], console: Console, origin: M
             EngineConfig(
                 max_running=config.batch,
                 device=config.device,
-                draft=config.draft,
-                draft_tokens=k,
-                draft_adaptive=False,
-                suffix=config.suffix,
+                speculation=Learned(drafter=config.draft, tokens=k, adaptive=False, suffix=config.suffix),
             ),
         )
 

@@ -38,6 +38,7 @@ from redline.draft.train.train import TrainConfig
 from redline.errors import ConfigError
 from redline.model.k2.checkpoint import Checkpoint
 from redline.wire.base import Record
+from redline.worker.config import new_spelling
 
 TABLES = ("synth", "capture", "train", "mine", "retrain", "eval")
 
@@ -113,6 +114,11 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
     outside = tuple(map(Path, corpus))
     if top.synth is not None:
         values, reads = _beside(here, top.synth, ("prompts",))
+        engine: Any = values.get("engine")
+        for key, value in engine.items() if isinstance(engine, dict) else ():
+            now = new_spelling(key, value, "synth.engine")
+            if now is not None:
+                raise ConfigError(f"{path}: synth.engine.{key}: no such key; it is {now} now")
         corpus = (str(out / "corpus.jsonl"),)
         paths = {"weights": target, "out": corpus[0]}
         config = table("synth", SynthConfig, values, paths)

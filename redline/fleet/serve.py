@@ -41,7 +41,7 @@ from redline.fleet.config import ServeConfig
 from redline.fleet.lines import lines_on_stderr
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Failed, Ready, Stop
-from redline.worker.config import SUFFIX, EngineConfig, WorkerConfig
+from redline.worker.config import SUFFIX, DraftConfig, Learned, WorkerConfig
 
 log = logging.getLogger("redline.fleet")
 
@@ -66,7 +66,9 @@ def serve(config: ServeConfig, console: Console) -> int:
     folder = Path(config.weights)
     if not folder.is_dir():
         raise ConfigError(f"weights: {folder}: no such folder")
-    _check_drafting(config.engine)
+    speculation = config.engine.speculation
+    if speculation is not None:
+        _check_drafting(speculation)
     if config.keys_file is not None:
         read_keys(Path(config.keys_file))  # before a model is loaded for minutes
     listener = _listen(config.host, config.port)
@@ -78,8 +80,8 @@ def serve(config: ServeConfig, console: Console) -> int:
             highlight=False,
             soft_wrap=True,
         )
-    if config.engine.draft_trace is not None:
-        warning = f"warning: users' text is written to {config.engine.draft_trace} (draft_trace)"
+    if speculation is not None and speculation.trace is not None:
+        warning = f"warning: users' text is written to {speculation.trace} (engine.speculation.trace)"
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
     try:
@@ -89,12 +91,15 @@ def serve(config: ServeConfig, console: Console) -> int:
         listener.close()
 
 
-def _check_drafting(engine: EngineConfig) -> None:
-    """Raise ConfigError for a drafter or trace that cannot be, before a model is loaded for minutes."""
-    if engine.draft is not None and engine.draft != SUFFIX and not Path(engine.draft).is_dir():
-        raise ConfigError(f'draft: {engine.draft}: no such folder; expected a drafter\'s folder, or "{SUFFIX}"')
-    if engine.draft_trace is not None and not Path(engine.draft_trace).resolve().parent.is_dir():
-        raise ConfigError(f"draft_trace: {engine.draft_trace}: its folder does not exist")
+def _check_drafting(speculation: DraftConfig) -> None:
+    """ConfigError, before a model is loaded for minutes."""
+    if isinstance(speculation, Learned) and not Path(speculation.drafter).is_dir():
+        raise ConfigError(
+            f"engine.speculation.drafter: {speculation.drafter}: no such folder; expected a drafter's folder, "
+            f"or --draft {SUFFIX}, which needs none"
+        )
+    if speculation.trace is not None and not Path(speculation.trace).resolve().parent.is_dir():
+        raise ConfigError(f"engine.speculation.trace: {speculation.trace}: its folder does not exist")
 
 
 def _check_length(max_model_len: int, tokenizer: Tokenizer, style: Style) -> None:

@@ -33,13 +33,12 @@ from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
-from redline.worker.config import SUFFIX, EngineConfig
+from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
-DRAFT_TOKENS = 3  # where nothing is said
 # A prompt's chunk reads nearly all experts: on a GPU 2,048 tokens take four times the work of 512 for the same reading.
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
@@ -58,18 +57,26 @@ class EngineCore:
     ) -> None:
         """Makes pages and slots, and measures what steps cost where drafts are asked for.
 
-        fingerprint: names the checkpoint and its pages' number format, for page hashes. drafter: prepared for the
-        model; its rows are in the layout. Raises ConfigError where the trace cannot be written or numbers of the config
-        cannot work together.
+        fingerprint: names the checkpoint and its pages' number format, for page hashes. drafter: what
+        `config.speculation` names where it is Learned, prepared for the model; its rows are in the layout. Raises
+        ConfigError where the trace cannot be written or numbers of the config cannot work together.
         """
+        speculation = config.speculation
+        assert isinstance(speculation, Learned) == (drafter is not None), f"{speculation}, and the drafter is {drafter}"
         self.model = model
         self.layout = layout
         self.fingerprint = fingerprint
         self.drafter = drafter
         self.step_tokens = config.step_tokens or STEP_TOKENS[model.device.type]
-        self.trace = Trace(Path(config.draft_trace)) if config.draft_trace else None
-        suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
-        drafts = draft_tokens_of(config, drafter)
+        self.trace = Trace(Path(speculation.trace)) if speculation is not None and speculation.trace else None
+        match speculation:
+            case Learned():
+                suffix = speculation.suffix
+            case Suffix():
+                suffix = True
+            case None:
+                suffix = False
+        drafts = config.draft_tokens
         self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts)
         self.planner = Planner(
             layout.pages,
@@ -82,7 +89,7 @@ class EngineCore:
             ),
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=fingerprint),
-            calibrate(self.runner, drafts) if drafts and config.draft_adaptive else None,
+            calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
         )
 
     @classmethod
@@ -104,7 +111,8 @@ class EngineCore:
         device = device or pick_device(config.device)
         dtype = kv_dtype_of(config.kv_dtype)
         free = free_memory(device)
-        drafter = Eagle3.open(config.draft, checkpoint.config) if config.draft not in (None, SUFFIX) else None
+        speculation = config.speculation
+        drafter = Eagle3.open(speculation.drafter, checkpoint.config) if isinstance(speculation, Learned) else None
         sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
         layout = fit(sizes, free, config.kv_memory, config.max_model_len)
         if progress is not None:
@@ -282,13 +290,6 @@ def kv_dtype_of(name: str) -> torch.dtype:
     return KV_DTYPES[name]
 
 
-def draft_tokens_of(config: EngineConfig, drafter: Eagle3 | None) -> int:
-    """How many drafts a step verifies of one row at most; 0 without a drafter or suffix matches."""
-    if drafter is None and config.draft != SUFFIX:
-        return 0
-    return DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
-
-
 def sizes_of(
     model: K2Config, config: EngineConfig, device: torch.device, kv_dtype: torch.dtype, drafter: Eagle3 | None = None
 ) -> Sizes:
@@ -298,7 +299,7 @@ def sizes_of(
         kv_dtype,
         step_tokens=config.step_tokens or STEP_TOKENS[device.type],
         max_running=config.max_running,
-        positions=1 + draft_tokens_of(config, drafter),
+        positions=1 + config.draft_tokens,
         device=device.type,
         gpu_kernels=why_not(model, device) is None,
         drafter=drafter and drafter.config,

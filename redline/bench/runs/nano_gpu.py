@@ -25,7 +25,7 @@ from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.kernels.kernel import fallbacks
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
 CONTEXT = 8192
@@ -84,7 +84,10 @@ def run(folder: Path, device: str, draft: Path | None, prompts: Sequence[Prompt]
     draft: the drafter's folder; None: without. Raises ConfigError or CheckpointError where the engine cannot be opened.
     """
     config = EngineConfig(
-        max_model_len=CONTEXT, device=device, kv_memory=1 << 30, draft=None if draft is None else str(draft)
+        max_model_len=CONTEXT,
+        device=device,
+        kv_memory=1 << 30,
+        speculation=None if draft is None else Learned(drafter=str(draft)),
     )
     with Engine.open(folder, config) as engine:
         print(engine.engine.ready.summary, flush=True)

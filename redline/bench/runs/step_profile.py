@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 from unittest.mock import patch
 
-import msgspec
-
 import redline.run.runner
 from redline.bench.program import output, program
 from redline.bench.record import provenance
@@ -44,7 +42,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
 from redline.wire.news import Stop
 from redline.wire.step import Step, StepResult
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import EngineCore
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "step-profile.json"
@@ -52,7 +50,6 @@ GOAL_MS = 0.25  # of host_ms, one row
 THREADS = 2
 NEW = 96  # tokens of an answer
 CONTEXT = 1024
-FIXED = EngineConfig(max_model_len=CONTEXT, draft_adaptive=False, suffix=False)  # so that steps are alike
 COLOURS = {
     "kernels": "#d5d5d5",
     "inputs": "#1b4f8a",
@@ -412,11 +409,12 @@ def main() -> None:
         address = ipc_address(Path(temporary), "front")
         front = multiprocessing.get_context("spawn").Process(target=read, args=(address,))
         front.start()
+        always = Learned(drafter=str(asked.draft), adaptive=False, suffix=False)  # so that steps are alike
         engines = {
             drafter: stack.enter_context(
                 Served(
                     EngineCore.load(
-                        folder, FIXED if not drafter else msgspec.structs.replace(FIXED, draft=str(asked.draft))
+                        folder, EngineConfig(max_model_len=CONTEXT, speculation=always if drafter else None)
                     ),
                     address,
                 )

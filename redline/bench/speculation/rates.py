@@ -39,7 +39,7 @@ from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
 from redline.worker.acceptance import Round, acceptance_length, spoken
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 
 VERIFIED = (2, 4, 8)  # tokens of a step's row, the target's own among them
@@ -108,9 +108,9 @@ def variants(
     ks: numbers of drafts, one engine each. batch: rows at once. kv_memory: bytes of each engine's pages.
     """
     plain = EngineConfig(kv_memory=kv_memory, max_model_len=max_model_len, max_running=batch, device=device)
-    change = msgspec.structs.replace
-    fixed = {f"k{k}": change(plain, draft=draft, draft_tokens=k, draft_adaptive=False, suffix=False) for k in ks}
-    return {"off": plain, **fixed, "suffix": change(plain, draft="suffix"), "auto": change(plain, draft=draft)}
+    fixed = {f"k{k}": Learned(drafter=draft, tokens=k, adaptive=False, suffix=False) for k in ks}
+    speculations = {"off": None, **fixed, "suffix": Suffix(), "auto": Learned(drafter=draft)}
+    return {name: msgspec.structs.replace(plain, speculation=one) for name, one in speculations.items()}
 
 
 def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, most: int) -> list[Question]:

@@ -29,7 +29,7 @@ from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.config import SUFFIX, EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, pick_device
 from redline.worker.job_runner import JobRunner
 
@@ -54,7 +54,7 @@ class SynthConfig(Record, frozen=True):
     seed: int = 0
     shard: str = "1/1"  # i/n: this process answers the i-th n-th of the prompts
     long_characters: tuple[int, int] = LONG_CHARACTERS  # of a document in the domain long
-    engine: EngineConfig = EngineConfig()  # batch: max_running; draft: speculation
+    engine: EngineConfig = EngineConfig()  # batch: max_running
 
 
 Open = Callable[[SynthConfig], AbstractContextManager[JobRunner]]
@@ -125,8 +125,8 @@ def check(config: SynthConfig) -> "_Asked":
             f"samples is {config.samples}, but at temperature 0 all answers to a prompt are the same: give a "
             "temperature (the checkpoint asks for 0)"
         )
-    if config.engine.draft not in (None, SUFFIX):
-        Eagle3.open(config.engine.draft, Checkpoint.open(target).config)
+    if isinstance(config.engine.speculation, Learned):
+        Eagle3.open(config.engine.speculation.drafter, Checkpoint.open(target).config)
     return asked
 
 

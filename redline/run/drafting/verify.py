@@ -132,7 +132,7 @@ def _probabilities(logits_NV: Tensor, sampling: Sampling, prompt: Tensor, seen: 
     logits_NV = logits_NV / sampling.temperature
     if not is_narrowed(sampling):
         return logits_NV.softmax(-1, dtype=torch.float64)
-    p_NV = torch.stack([kept(p_V, sampling) for p_V in logits_NV.softmax(-1)]).double()
+    p_NV = kept(logits_NV.softmax(-1), sampling).double()
     return p_NV / p_NV.sum(-1, keepdim=True)
 
 
