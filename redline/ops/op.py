@@ -81,8 +81,8 @@ class Op(Generic[P, A, R]):
 def limit_of(op: Op[Any, Any, Any], case: Case, output: Tensor) -> float:
     """The relative error (of norms) that the CUDA kernel's arithmetic allows an output of the reference.
 
-    Float32 sums in another order err by `rtol`. A rounding to nearest errs by at most half a step, and roundings do not
-    know one another, so `roundings` of them add up as squares; sums of products carry their factors' errors on.
+    Float32 sums in another order err by `rtol`. A rounding to nearest errs by at most half a step, and roundings are
+    independent, so `roundings` of them add up as squares; sums of products carry their factors' errors on.
 
     What is rounded in the end was apart by that error e already. Two numbers that are e of a step apart are rounded to
     different neighbours in e of all cases, so of n numbers about e n, and by chance more, are a whole step apart.

@@ -54,7 +54,7 @@ def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
 def least_kept(best_RB: Tensor, whole_R: Tensor, odds_R5: Tensor) -> Tensor:
     """Tokens at least as likely as this are kept: by top_k, by top_p of what top_k leaves, and by min_p. float32 [R]
 
-    - best_RB: float32, the weights of each row's B likeliest tokens, largest first. All, or as many as decide it: top_k,
+    - best_RB: float32, the weights of each row's B likeliest tokens, largest first: all, or as many as decide: top_k,
       where the row has one; else enough to have top_p of the whole row; else the first.
     - whole_R: float64, the weights of the whole row added up; read for rows that have top_p without top_k.
     """

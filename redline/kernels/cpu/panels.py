@@ -113,7 +113,7 @@ class Int4Panels:
 
     @functools.cached_property
     def addresses(self) -> tuple[int, int]:
-        """Of codes and scales."""
+        """Addresses of codes and scales."""
         return native.pointer(self.codes), native.pointer(self.scales)
 
     @property

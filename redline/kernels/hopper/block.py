@@ -54,7 +54,7 @@ class GpuMoe:
 
 @dataclass(frozen=True)
 class GpuMla:
-    """As `mla.MlaWeights`, in tiles."""
+    """One layer's latent attention without its output projection: `mla.MlaWeights` in tiles."""
 
     w_a: Tiled  # [Rq + R + P, D]
     q_norm: Tensor  # float32 [Rq]

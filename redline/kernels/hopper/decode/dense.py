@@ -45,8 +45,10 @@ _WITH_OPERANDS = ("PROJECT_A", "PROJECT_Q", "PROJECT_OUT")
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is cut up; dense.cu says what each means. Of these a result's bits depend on warps, units and
-    slices alone, which do not depend on the number of tokens."""
+    """How a product is cut up; dense.cu says what each number means.
+
+    Only warps, units and slices decide a result's bits, and they do not depend on the number of tokens.
+    """
 
     warps: int
     units: int

@@ -25,10 +25,10 @@ class ProjectOutArgs(NamedTuple):
     """Adds W y to the residual, and prepares x of the norm that follows."""
 
     y: Tensor  # bf16 [T, K padded to 128]; it is not normed
-    w: Tiled | Slabs  # [D, K]; Slabs of more than 8 tokens alone
+    w: Tiled | Slabs  # [D, K]; slabs only with more than 8 tokens
     residual_TD: Tensor  # float32 [T, D]; read
     gamma_D: Tensor  # float32 [D]: of the norm that follows
-    routed_TD: Tensor | None = None  # float32 [T, D]: added as well; of more than 8 tokens alone
+    routed_TD: Tensor | None = None  # float32 [T, D]: added as well; only with more than 8 tokens
 
 
 def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:

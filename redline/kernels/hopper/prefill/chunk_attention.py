@@ -83,7 +83,7 @@ def _heads(x_SHX: Tensor) -> Tensor:
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
     """-> (o [1, H, C, V], log-sum-exp float32 [1, H, C, 1]); keys [1, H, S, X]."""
     count = q.shape[2]
-    if causal:  # filling behind the last key is seen by filling alone
+    if causal:  # only filled queries see the filled keys, which lie behind the last one
         fill = padded(count, FILL) - count
         q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, fill)) for x in (q, k, v))
     given = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
