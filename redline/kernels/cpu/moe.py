@@ -11,7 +11,7 @@ from redline.ops.formats import ExpertWeights, Weight
 
 
 def addresses_of(experts: ExpertWeights) -> tuple[int, int]:
-    """Addresses of the codes or weights, and of the scales or 0."""
+    """Of the codes or weights, and of the scales or null."""
     if isinstance(experts, Int4Panels):
         return experts.addresses
     assert isinstance(experts, Matrix), "experts reach the kernel as panels"

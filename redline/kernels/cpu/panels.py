@@ -113,7 +113,7 @@ class Int4Panels:
 
     @functools.cached_property
     def addresses(self) -> tuple[int, int]:
-        """Addresses of codes and scales."""
+        """Of codes and scales."""
         return native.pointer(self.codes), native.pointer(self.scales)
 
     @property

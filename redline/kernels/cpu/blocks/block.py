@@ -51,7 +51,7 @@ class Inputs:
 
     @functools.cached_property
     def address(self) -> int:
-        """The address of what the kernels read; it lasts as long as these tensors."""
+        """Of what the kernels read; it lasts as long as these tensors."""
         return ctypes.addressof(self._layout)
 
     @functools.cached_property
