@@ -84,9 +84,9 @@ class Record(ctypes.Structure):
 
 
 @functools.cache
-def record(source: Path, name: str) -> type[Record]:
+def record(source: Path, name: str, base: type[Record] = Record) -> type[Record]:
     """The struct `name` of a C++ source. Raises LookupError where the source declares none, and ValueError for a field
-    whose type is not known here."""
+    whose type is not known here. base: what its record is a kind of."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(), flags=re.DOTALL)
     found = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", text, re.DOTALL)
     if found is None:
@@ -101,7 +101,7 @@ def record(source: Path, name: str) -> type[Record]:
             if named[1]:
                 pointers[named[2]] = kind
             fields.append((named[2], ctypes.c_void_p if named[1] else _SCALARS[kind]))
-    return type(name, (Record,), {"_fields_": fields, "pointers": pointers})
+    return type(name, (base,), {"_fields_": fields, "pointers": pointers})
 
 
 def layout_check(kind: type[ctypes.Structure]) -> str:
@@ -109,6 +109,7 @@ def layout_check(kind: type[ctypes.Structure]) -> str:
     name = kind.__name__
     lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(kind)}, "the size of {name}");']
     for field, *_ in kind._fields_:
-        at = getattr(kind, field).offset
+        at, size = getattr(kind, field).offset, getattr(kind, field).size
         lines.append(f'static_assert(__builtin_offsetof({name}, {field}) == {at}, "the place of {name}.{field}");')
+        lines.append(f'static_assert(sizeof({name}::{field}) == {size}, "the size of {name}.{field}");')
     return "\n".join(lines) + "\n"

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
@@ -32,9 +32,7 @@ ROPE = 64  # P of every model here
 WARPGROUP_ROWS = {64}  # heads of the blocks that take attend_warpgroups.cu, which could do 16 and 32 too
 _VALUE_BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
 
-_Arguments = structure(
-    "Arguments", "q tokens slots lengths tables plane out lse", "heads table_width splits skip", "scale"
-)
+_Launch = launch_record("blocks/attention.cuh", "AttendLaunch")
 
 
 class Plan(NamedTuple):
@@ -102,7 +100,7 @@ class AttendArgs(NamedTuple):
     slots_Q: Tensor  # int32 [Q]: its row of tables; queries of one slot, each one longer, are side by side
     lengths_Q: Tensor  # int32 [Q]: rows of its context, its own row the last
     tables: Tensor  # int32 [slots, pages per slot]: the pages of each slot, in order
-    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, R + P], P = 64
+    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, R + P], P = 64; pages are contiguous, and may lie apart
     scale: float  # what the scores are multiplied by before the softmax
     max_length: int  # at least the greatest of lengths_Q: S follows from it, not from the lengths
     skip: int = 0  # leading rows of every slot that hold nothing and are not read, as in `mla_decode`
@@ -145,10 +143,10 @@ def _kernel(rows: int, rank: int, value_bytes: int, buffers: int, warpgroups: bo
     defines = {"ROWS": rows, "R": rank, "P": ROPE, "VALUE_BYTES": value_bytes, "BUFFERS": buffers}
     if warpgroups:
         shared = rows * row_bytes + page_values * 2 * buffers + rows * (2 * PAGE_TOKENS + 16 + 16 + 4 + 4)
-        return CudaKernel("decode/attend_warpgroups.cu", "attend", defines, shared)
+        return CudaKernel("decode/attend_warpgroups.cu", "attend", _Launch, defines, shared)
     pages = page_values * 2 * buffers if value_bytes == 2 else page_values * (2 + buffers)
     shared = rows * row_bytes + pages + rows * (2 * PAGE_TOKENS + 16 + 8 + 16)
-    return CudaKernel("decode/attend.cu", "attend", defines, shared)
+    return CudaKernel("decode/attend.cu", "attend", _Launch, defines, shared)
 
 
 def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
@@ -157,9 +155,22 @@ def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
     rank, (rows, splits) = plane.shape[-1] - ROPE, plan(queries, heads, args.max_length)
     out = torch.empty(queries, heads, splits, rank, dtype=torch.bfloat16, device=q_THW.device)
     lse = torch.empty(queries, heads, splits, device=q_THW.device)
-    inputs = (q_THW, args.tokens_Q, args.slots_Q, args.lengths_Q, args.tables, plane, out, lse)
-    sizes = heads, args.tables.shape[1], splits, args.skip
-    arguments = _Arguments(*map(address, inputs), *sizes, args.scale * math.log2(math.e))
+    arguments = _Launch(
+        q=q_THW,
+        tokens=args.tokens_Q,
+        slots=args.slots_Q,
+        lengths=args.lengths_Q,
+        tables=args.tables,
+        plane=plane[0],  # and so on, each page a stride further
+        out=out,
+        lse=lse,
+        heads=heads,
+        table_width=args.tables.shape[1],
+        splits=splits,
+        skip=args.skip,
+        page_stride=plane.stride(0) * plane.element_size(),
+        scale=args.scale * math.log2(math.e),
+    )
     buffers = 1 if splits * PAGE_TOKENS >= args.max_length else 2
     kernel = _kernel(rows, rank, _VALUE_BYTES[plane.dtype], buffers, has_warpgroups(rows, rank))
     kernel.launch(arguments, splits if queries else 0, queries * -(-heads // rows))

@@ -83,7 +83,8 @@ class SplitAArgs(NamedTuple):
     cos: Tensor  # float32 [T, P / 2]: of the angles of each token's position
     sin: Tensor  # float32 [T, P / 2]
     rows_T: Tensor  # int64 [T]: page * 64 + place, where each token's row goes
-    plane: Tensor  # [pages, 64, R + P], float32, bf16 or e4m3 (saturating); written at rows_T
+    # [pages, 64, R + P], float32, bf16 or e4m3 (saturating); pages are contiguous, and may lie apart; written at rows_T
+    plane: Tensor
     eps: float  # of both norms
 
 
@@ -93,7 +94,7 @@ def _split_reference(args: SplitAArgs) -> Tensor:
     rank_q, rank = args.q_gamma.shape[0], args.kv_gamma.shape[0]
     q, latent, key = args.a_TA.split([rank_q, rank, args.a_TA.shape[1] - rank_q - rank], 1)
     row = torch.cat([rms_norm(latent, args.kv_gamma, args.eps), rotate(key, args.cos, args.sin)], 1)
-    plane.view(-1, plane.shape[-1])[args.rows_T] = stored(row, plane.dtype)
+    plane[args.rows_T // PAGE_TOKENS, args.rows_T % PAGE_TOKENS] = stored(row, plane.dtype)
     return _filled(rms_norm(q, args.q_gamma, args.eps))
 
 
