@@ -68,7 +68,10 @@ def _common() -> tuple[Path, ...]:
 
 
 def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence[Path] = (), behind: str = "") -> Path:
-    """The path of the compiled source, made once for its content and what it is linked to. behind: C++ that follows the source."""
+    """The path of the compiled source, made once for its content and what it is linked to.
+
+    behind: C++ that follows the source.
+    """
     compiler = native.find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler on the PATH: CUDA kernels cannot be emulated")

@@ -35,8 +35,8 @@ class ProjectQArgs(NamedTuple):
     cos: Tensor  # float32 [T, P / 2]: of the angles of each token's position
     sin: Tensor  # float32 [T, P / 2]
     rows_T: Tensor  # int64 [T]: page * 64 + place, where each token's row goes
-    # [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating); written at rows_T. Pages are contiguous, and may lie
-    # apart.
+    # [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating); written at rows_T. Pages are contiguous, and may
+    # lie apart.
     plane: Tensor
     eps: float  # of both norms
 
