@@ -60,15 +60,19 @@ def unpack(rows: Tensor) -> Unpacked:
 def held_out_loss(model: Model, encoder: Encoder, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
     """Mean loss of a token of an answer, in nats, by kind.
 
-    samples: (kind, sample); those of more than LONG_ROW tokens are left out.
+    samples: (kind, sample); those of more than LONG_ROW tokens are left out. Raises ValueError, before anything is
+    computed, for a kind of which none is left.
     """
     kinds: defaultdict[str, list[Tokens]] = defaultdict(list)
     for kind, sample in samples:
         kinds[kind].append(encoder.sample(sample))
+    fitting = {kind: [one for one in documents if len(one) <= LONG_ROW] for kind, documents in kinds.items()}
+    for kind, fits in fitting.items():
+        if not fits:
+            raise ValueError(f"{kind}: every sample has more than {LONG_ROW} tokens, so there is no loss to tell")
     device = model.bias.device
     losses: dict[str, float] = {}
-    for kind, documents in kinds.items():
-        fits = [tokens for tokens in documents if len(tokens) <= LONG_ROW]
+    for kind, fits in fitting.items():
         row = -(-max(map(len, fits)) // ROW) * ROW
         packer = Packer(row, encoder.pad)
         rows = [full for tokens in fits if (full := packer.add(tokens)) is not None] + packer.close()

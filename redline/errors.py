@@ -46,7 +46,7 @@ class ModelNotFound(RequestError):
 
 
 class MessageTooLarge(RequestError):
-    """A request, or an answer to it, has more bytes than one message between processes may have."""
+    """A message has more bytes than may travel between processes. Where it is an answer's, its job has failed (500)."""
 
     status = 413
     code = "message_too_large"

@@ -8,12 +8,15 @@ import os
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from functools import cache
 from graphlib import TopologicalSorter
+from io import StringIO
 from pathlib import Path
+from tokenize import COMMENT
 from typing import Any, get_args, get_type_hints
 
 import msgspec
@@ -160,6 +163,35 @@ def test_links_and_paths_in_a_page_lead_somewhere(page: Path):
     assert not [path for path in paths if not any((root / path).exists() for root in roots)]
 
 
+def remarks(path: Path) -> Iterator[str]:
+    """A program's docstrings and comments; of C++ what stands behind //."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        yield from re.findall(r"//.*", text)
+        return
+    yield from (token.string for token in tokenize.generate_tokens(StringIO(text).readline) if token.type == COMMENT)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+
+
+def test_a_file_that_a_remark_cites_is_there():
+    """Pages and sources, by the end of their path; data files have names that an operator chooses."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    ours = [path for path in listed if path.startswith(("redline/", "nano/"))]
+    endings = {"/".join(parts[start:]) for parts in (path.split("/") for path in listed) for start in range(len(parts))}
+    elsewhere = re.compile(r"github\.com/|llama\.(cpp|h)$")
+    missing = {
+        f"{path}: {cited}"
+        for path in ours
+        if path.endswith((".py", ".cpp", ".cu", ".cuh", ".h"))
+        for remark in remarks(ROOT / path)
+        for cited in re.findall(r"(?<![\w./*{}-])[\w/-]+(?:\.[\w/-]+)*\.(?:md|py|cpp|cuh|cu|h)\b(?![\w(])", remark)
+        if cited not in endings and not elsewhere.match(cited)
+    }
+    assert not missing
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_in_a_page_exist(page: Path):
     text = page.read_text()
@@ -188,7 +220,7 @@ def test_the_changelog_knows_this_version():
 
 # ---------------------------------------------------------------------------------------------------- dependencies
 
-# DESIGN section 5. uvicorn runs on uvloop and httptools; httpx is `redline chat`'s client, prompt-toolkit its prompt: a
+# uvicorn runs on uvloop and httptools; httpx is `redline chat`'s client, prompt-toolkit its prompt: a
 # paste is one question in every terminal, which input() cannot promise; jsonschema grades answers in `redline eval`;
 # filelock, which torch needs too, keeps corpora and folders to one process.
 RUN_TIME = {
@@ -276,7 +308,7 @@ def imports(tree: ast.AST) -> Iterator[str]:
 
 
 def offences(source: str, forbidden_calls: set[str]) -> list[str]:
-    """What DESIGN section 6 forbids, with its line."""
+    """What the laws of security forbid, with its line."""
     tree = ast.parse(source)
     found = [module for module in imports(tree) if module.partition(".")[0] in FORBIDDEN_MODULES]
     for node in ast.walk(tree):

@@ -399,11 +399,9 @@ class _Api:
         return partial(_send_json, body=answer)
 
     async def detokenize(self, body: bytes, scope: Scope) -> Respond:
-        request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body, self._limits)
-        self._model(request.model)
         most = self._gateway.max_model_len
-        if len(request.tokens) > most:
-            raise RequestError(f"{len(request.tokens)} tokens; this model's context holds {most}", "tokens")
+        request = await self._gateway.in_thread(len(body) // 64, read_detokenize, body, most)
+        self._model(request.model)
         decode = self._gateway.tokenizer.decode_bytes
         answer = await self._gateway.in_thread(len(request.tokens), detokenize_answer, request.tokens, decode)
         return partial(_send_json, body=answer)

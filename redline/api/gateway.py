@@ -31,7 +31,7 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import ContextTooLong, Overloaded, RedlineError, RequestError, WorkerLost
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
-from redline.wire.delta import Delta
+from redline.wire.delta import Delta, Finish
 from redline.wire.job import Abort, Job, JobId, Sampling
 from redline.wire.news import Beat, Failed, Load, Ready
 from redline.wire.step import TokenLogprobs
@@ -164,8 +164,8 @@ class Gateway:
         lane.last_at = now
         lane.tokens += tokens
 
-    def _ended(self, lane: "_Lane", now: float, reason: str) -> None:
-        self.metrics.finished(reason)
+    def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
+        self.metrics.finished(finish)
         self.metrics.e2e_latency.observe(now - lane.began)
         if lane.tokens > 1:
             self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
@@ -288,15 +288,15 @@ class Gateway:
             skip_special_tokens=ask.skip_special_tokens,
         )
 
-    def forget(self, lane: "_Lane", reason: str) -> None:
+    def forget(self, lane: "_Lane", finish: Finish) -> None:
         """Stop a job that has not ended: nothing more of it is delivered, and the worker is sent an Abort. Idempotent.
 
-        reason: what the metrics count it as: "abort" where its client has left, else the finish that the client sees.
+        finish: what the metrics count it as: "aborted" where its client has left, else what the client sees.
         """
         if self._lanes.pop(lane.job.id, None) is not None:
             if not lane.heard:
                 self._waits_no_more(lane)
-            self._ended(lane, time.perf_counter(), reason)
+            self._ended(lane, time.perf_counter(), finish)
             self._outbox.put(Abort(job=lane.job.id))
 
     def _engine(self) -> Ready:
@@ -512,7 +512,7 @@ class Generation:
     def close(self) -> None:
         """Abort every job of this answer that has not ended; idempotent."""
         for lane in self.lanes:
-            self._gateway.forget(lane, "abort")
+            self._gateway.forget(lane, "aborted")
 
     def __enter__(self) -> "Generation":
         return self

@@ -9,6 +9,7 @@ from math import inf
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
+from redline.wire.delta import Finish
 from redline.wire.news import Load
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -107,9 +108,9 @@ class Metrics:
         self._exposed, self._exposed_until = b"", -inf
         self._last: Load | None = None  # what the counters already hold
 
-    def finished(self, reason: str) -> None:
-        """Count a job that has ended. reason: its Finish (redline.wire.delta), or abort where its client left."""
-        self._success.labels(self._model_name, reason).inc()
+    def finished(self, finish: Finish) -> None:
+        """Count a job that has ended, under vLLM's word for its finish."""
+        self._success.labels(self._model_name, "abort" if finish == "aborted" else finish).inc()
 
     def load(self, load: Load) -> None:
         """Take in a worker's news. It counts from its own start: fewer steps than before mean that it is a new one."""

@@ -31,14 +31,12 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The short hash of HEAD, with "+" where tracked files have changes; "unknown+" where git cannot tell."""
-    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
+    """The short hash of HEAD, with "+" where tracked files have changes; "unknown" where git cannot tell."""
+    try:
+        return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
 
 
 def _git(*arguments: str) -> str:
-    try:
-        return subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, check=True, timeout=10
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
+    return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True, timeout=10).stdout.strip()

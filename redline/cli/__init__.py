@@ -208,7 +208,9 @@ def bench_decode(
         list[int] | None,
         typer.Option(min=1, help="Tokens of each row of a shape, as in verifying drafts (repeatable). Absent: 1."),
     ] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help="Of the pages: bf16 or fp8. Absent: bf16.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="Of the pages: bf16, fp8 or, of a checkpoint, float32. Absent: bf16.")
+    ] = None,
     batch: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Rows in a step (repeatable). Absent: 1, 4, 16 of a checkpoint, 1 of a shape."),

@@ -169,6 +169,7 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
         def evaluated(config: EvalConfig, console: Console) -> int:
             return evaluate.run(config, console, origin)
 
+        # The batch is not idle: a step full of rows has less room for drafts, and a round with fewer is shorter.
         stages.append(Stage("eval", config, evaluated, (save,), reads, idle=(*paths, "device"), check=evaluate.check))
     final = out / "drafter"
     config = ExportConfig(target=target, drafter=drafter, out=str(final))

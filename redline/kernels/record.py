@@ -1,7 +1,7 @@
 """A kernel's arguments: one struct, declared in its C++ source, and read from there by Python.
 
-    linear.h                                     linear.py
-    struct LinearArgs {                          LinearArgs = record(HERE / "linear.h", "LinearArgs")
+    linear.cpp                                   linear.py
+    struct LinearArgs {                          LinearArgs = record(HERE / "linear.cpp", "LinearArgs")
         const float* x;  // [T, K]               LinearArgs(x=x_TK, tokens=x_TK.shape[0])
         int tokens;
     };

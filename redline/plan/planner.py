@@ -54,7 +54,7 @@ class PlanConfig:
                 "a step needs a token for each running job"
             )
         if self.step_tokens > MOST_STEP_TOKENS:
-            raise ConfigError(f"step_tokens is {self.step_tokens}; a step computes {MOST_STEP_TOKENS} at most")
+            raise ConfigError(f"step_tokens is {self.step_tokens:,}; a step computes {MOST_STEP_TOKENS:,} at most")
         if self.max_waiting < 0 or self.ahead < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
         if not 0 <= self.draft_tokens <= PAGE_TOKENS:

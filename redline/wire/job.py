@@ -8,7 +8,7 @@ JobId = NewType("JobId", str)
 PageId = NewType("PageId", int)
 PageHash = NewType("PageHash", bytes)
 
-PAGE_TOKENS = 64  # one page id addresses this many tokens, in every plane (DESIGN section 3)
+PAGE_TOKENS = 64  # one page id addresses this many tokens, in every plane
 
 
 class Sampling(Record, frozen=True):

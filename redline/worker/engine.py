@@ -8,6 +8,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -67,7 +68,8 @@ class EngineCore:
         self.layout = layout
         self.fingerprint = fingerprint
         self.drafter = drafter
-        self.step_tokens = config.step_tokens or STEP_TOKENS[model.device.type]
+        plan = plan_of(config, model.device)
+        self.step_tokens = plan.step_tokens
         self.trace = Trace(Path(speculation.trace)) if speculation is not None and speculation.trace else None
         match speculation:
             case Learned():
@@ -76,17 +78,11 @@ class EngineCore:
                 suffix = True
             case None:
                 suffix = False
-        drafts = config.draft_tokens
+        drafts = plan.draft_tokens
         self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts)
         self.planner = Planner(
             layout.pages,
-            PlanConfig(
-                step_tokens=self.step_tokens,
-                max_running=config.max_running,
-                ahead=int(self.runner.overlaps),
-                draft_tokens=drafts,
-                learned=drafter is not None and drafts > 0,
-            ),
+            replace(plan, ahead=int(self.runner.overlaps)),
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=fingerprint),
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
@@ -112,6 +108,7 @@ class EngineCore:
         dtype = kv_dtype_of(config.kv_dtype)
         free = free_memory(device)
         speculation = config.speculation
+        plan_of(config, device)  # what it refuses is refused before the weights are read
         drafter = Eagle3.open(speculation.drafter, checkpoint.config) if isinstance(speculation, Learned) else None
         sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
         layout = fit(sizes, free, config.kv_memory, config.max_model_len)
@@ -288,6 +285,16 @@ def kv_dtype_of(name: str) -> torch.dtype:
     if name not in KV_DTYPES:
         raise ConfigError(f"kv-dtype is {name!r}; expected one of {', '.join(KV_DTYPES)}")
     return KV_DTYPES[name]
+
+
+def plan_of(config: EngineConfig, device: torch.device) -> PlanConfig:
+    """What bounds the planner's steps. Raises ConfigError where numbers of the config cannot work together."""
+    return PlanConfig(
+        step_tokens=STEP_TOKENS[device.type] if config.step_tokens is None else config.step_tokens,
+        max_running=config.max_running,
+        draft_tokens=config.draft_tokens,
+        learned=isinstance(config.speculation, Learned) and config.draft_tokens > 0,
+    )
 
 
 def sizes_of(

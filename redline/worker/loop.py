@@ -252,10 +252,10 @@ def _stop(planner: Planner, last: StepInFlight | None, outbox: Outbox) -> None:
 
 
 def _put_all(planner: Planner, outbox: Outbox, deltas: list[Delta]) -> None:
-    """A delta that is too large to travel ends its job."""
+    """A delta that is too large to travel ends its job: what is sent in one piece is ours to bound, so it failed."""
     for delta in deltas:
         try:
             outbox.put(delta)
         except MessageTooLarge as error:
             planner.abort(delta.job)
-            outbox.put(Delta(job=delta.job, finish="error", error=str(error), fault="refused"))
+            outbox.put(Delta(job=delta.job, finish="error", error=str(error), fault="failed"))

@@ -80,6 +80,18 @@ def test_a_field_that_is_refused_is_not_read_whole(read: Callable[[bytes], objec
     assert time.thread_time() - begin < 0.25  # 0.01 to 0.03 s; floats took 5 s
 
 
+@pytest.mark.parametrize("text", ["a", "", '"', "\\", '\\"', '\\\\"', '","', "\\\\", "[", "é\n"])
+def test_too_many_prompts_are_refused_unread_and_as_many_as_allowed_are_read(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = Limits(prompts=3)
+    whole = read_completion(msgspec.json.encode({"prompt": [text] * 3}), limits, Defaults())
+    assert whole.ask.prompts == (text,) * 3
+    monkeypatch.setattr("redline.api.openai._TEXTS", None)
+    with pytest.raises(RequestError, match="at most 3 prompts"):
+        read_completion(msgspec.json.encode({"prompt": [text] * 4}), limits, Defaults())
+
+
 def test_slow_floats_within_the_bound_are_read_fast() -> None:
     parameters = repeated(b"1e300,", b'{"enum":[', b"1]}", 400_000)
     body = USER + b'"tools":[{"type":"function","function":{"name":"f","parameters":' + parameters + b"}}]}"
@@ -487,10 +499,10 @@ async def test_a_schema_of_many_lines_deep_within_others_costs_no_more_than_it_m
 
 
 def test_as_many_ids_to_detokenize_as_the_bound_allows_are_read() -> None:
-    assert read_detokenize(b'{"tokens":[1,2,3]}', Limits(tokens=3)).tokens == (1, 2, 3)
+    assert read_detokenize(b'{"tokens":[1,2,3]}', 3).tokens == (1, 2, 3)
     for wrong in (b"[1,2,3,4]", b"[1,-1]", b"7"):
         with pytest.raises(RequestError) as refused:
-            read_detokenize(b'{"tokens":%b}' % wrong, Limits(tokens=3))
+            read_detokenize(b'{"tokens":%b}' % wrong, 3)
         assert refused.value.param in ("tokens", "tokens[1]")
 
 

@@ -84,6 +84,18 @@ async def test_a_client_that_leaves_with_its_connection_full_aborts_its_job() ->
         task.cancel()
 
 
+async def test_a_job_is_counted_as_vllms_abort_whoever_ended_it() -> None:
+    async with World(answer("a")) as world:
+        world.engine.gate.clear()
+        with await world.gateway.begin(text_ask()):
+            pass  # the client leaves
+        with await world.gateway.begin(text_ask()) as generation:
+            world.gateway.deliver(Delta(job=generation.lanes[0].job.id, finish="aborted"))
+        exposed = world.metrics.expose().decode()
+    assert 'vllm:request_success_total{finished_reason="abort",model_name="kimi-nano"} 2.0' in exposed
+    assert 'finished_reason="aborted"' not in exposed
+
+
 async def test_jobs_that_were_given_up_do_not_count_as_waiting() -> None:
     async with World(answer("a"), limits=Limits(waiting=1)) as world:
         world.engine.gate.clear()

@@ -327,3 +327,38 @@ def test_tokenize_wants_a_prompt_or_messages_and_not_both() -> None:
     for fields in ({}, {"prompt": "a", "messages": HELLO}):
         with pytest.raises(RequestError):
             read_tokenize(msgspec.json.encode(fields), Limits(), Defaults())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"thinking": {"type": "disabled"}},
+        {"thinking": {"type": "enabled", "keep": "all"}},
+        {"reasoning_effort": "none"},
+        {"reasoning_effort": "none", "chat_template_kwargs": {"thinking": True}},
+        {"chat_template_kwargs": {"enable_thinking": False, "preserve_thinking": True}},
+        {"tools": [TOOL]},
+        {"tools": [TOOL], "tool_choice": "none"},
+    ],
+)
+def test_tokenize_reads_the_conversation_that_a_chat_request_is(fields: dict[str, Any]) -> None:
+    body = msgspec.json.encode({"messages": HELLO, **fields})
+    assert read_tokenize(body, Limits(), Defaults()).prompt == conversation(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"chat_template": "x"}, "chat_template"),
+        ({"documents": [{}]}, "documents"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ],
+)
+def test_tokenize_refuses_what_a_chat_request_refuses_for_its_prompt(fields: dict[str, Any], param: str) -> None:
+    for read in (read_chat, read_tokenize):
+        with pytest.raises(RequestError) as caught:
+            read(msgspec.json.encode({"messages": HELLO, **fields}), Limits(), Defaults())
+        assert caught.value.param == param

@@ -1,17 +1,22 @@
 """What the bystander's notes mean; and the whole of it, small, against a real server."""
 
+import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Coroutine
 from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from redline.api.config import Limits
 from redline.bench.attack import bystander
-from redline.bench.attack.attacks import ATTACKS
+from redline.bench.attack.attacks import ATTACKS, World
 from redline.bench.attack.bystander import memory_slopes, slope
 from redline.bench.attack.random_requests import draw, requests
+from redline.bench.attack.raw_http import Reply
 from redline.bench.attack.watch import Chunk, Knock, Notes, joined, read
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +94,32 @@ def test_random_requests_are_a_function_of_their_seed_and_of_every_route():
 def test_attacks_have_names_of_their_own():
     assert max(Counter(attack.name for attack in ATTACKS).values()) == 1
     assert {"A1", "A2", "A4", "A5", "A7", "A8", "A9"} <= {attack.item for attack in ATTACKS}
+
+
+class Listener(World):
+    """It sends nothing, and notes how large each body is."""
+
+    def __init__(self) -> None:
+        super().__init__(port=0, token=1, blank=2, context=8192)
+        self.sizes: list[int] = []
+
+    async def send(self, request: bytes, **how: Any) -> Reply:
+        self.sizes.append(len(request.partition(b"\r\n\r\n")[2]))
+        return Reply("answered", 200, b"", 0.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["many_ids", "many_large_bodies", "millions_of_prompts", "long_past", "odd_json", "too_large_bodies"]
+)
+def test_large_bodies_reach_the_parser_in_all_attacks_but_one(name: str):
+    (prepare,) = [attack.prepare for attack in ATTACKS if attack.name == name]
+    listener = Listener()
+    asyncio.run(cast("Coroutine[Any, Any, None]", prepare(listener)()))
+    most = Limits().body_bytes
+    if name == "too_large_bodies":
+        assert min(listener.sizes) > most
+    else:
+        assert most / 2 < max(listener.sizes) <= most
 
 
 def test_a_small_run_against_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

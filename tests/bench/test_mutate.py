@@ -9,7 +9,19 @@ from pathlib import Path
 import pytest
 
 from redline.bench.mutation.mutants import Mutant, mutants
-from redline.bench.mutation.mutate import NAMED, Found, Suite, Tree, again, drawn, read_journal, room, sources, summary
+from redline.bench.mutation.mutate import (
+    NAMED,
+    Found,
+    Suite,
+    Tree,
+    again,
+    drawn,
+    main,
+    read_journal,
+    room,
+    sources,
+    summary,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -145,6 +157,34 @@ def test_what_becomes_of_a_mutant(project: Path, tmp_path: Path, monkeypatch: py
     assert suite.failing == {"tests/plan/test_add.py::test_no"}, "a test that fails anyway sees nothing"
     assert Suite(project, tmp_path / "tests.json").seconds == suite.seconds
     assert (tree.project / "redline/plan/add.py").read_bytes() == (project / "redline/plan/add.py").read_bytes()
+
+
+def test_a_test_file_that_hangs_without_a_bug_sees_none(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is measured behind one that leaves a report, and it is the nearest."""
+    monkeypatch.setattr("redline.bench.mutation.mutate.HANGS_S", 5.0)
+    for name, text in (("add_hangs", "import time\ntime.sleep(60)\n"), ("other", "def test_it():\n    assert True\n")):
+        (project / f"tests/plan/test_{name}.py").write_text(text)
+    subprocess.run(["git", "add", "-A"], cwd=project, check=True)
+    (tmp_path / "tree").mkdir()
+    tree = Tree(project, tmp_path / "tree", tmp_path / "cache")
+    suite = Suite(project, tmp_path / "tests.json")
+    suite.measure(tree, ["tests/plan/test_add.py", "tests/plan/test_add_hangs.py"])
+    assert suite.failing == {"tests/plan/test_add.py::test_no", "tests/plan/test_add_hangs.py"}
+    plus = next(
+        mutant for mutant in mutants(project, "redline/plan/add.py") if (mutant.before, mutant.line) == ("+", 5)
+    )
+    found = tree.try_out(plus, suite, 60)
+    assert (found.outcome, "test_it" in found.by) == ("killed", True)
+
+
+def test_a_search_in_which_no_mutant_is_tried_ends_with_its_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("redline.bench.mutation.mutate.RUNS", tmp_path)
+    journal = tmp_path / "journal"
+    journal.touch()
+    assert main(["--again", str(journal)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "0 of 0 killed"
 
 
 def test_an_earlier_search_is_found_again_by_the_text_of_its_mutants(tmp_path: Path):

@@ -282,6 +282,26 @@ def test_what_does_not_fit_is_one_line(folder: Path, change: dict[str, object], 
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"step_tokens": 65537}, "step_tokens is 65,537; a step computes 65,536 at most"),
+        ({"step_tokens": 0}, "max_running is 8 and step_tokens 0: a step needs a token for each running job"),
+        ({"max_running": 65}, "max_running is 65 and step_tokens 64: a step needs a token for each running job"),
+        ({"max_running": 513, "step_tokens": None}, "max_running is 513 and step_tokens 512: a step needs a token"),
+    ],
+)
+def test_numbers_that_cannot_work_together_are_refused_before_the_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object], words: str
+):
+    def read(*_: object) -> None:
+        pytest.fail("the weights are read")
+
+    monkeypatch.setattr("redline.worker.engine.load", read)
+    with pytest.raises(ConfigError, match=words):
+        EngineCore.load(folder, msgspec.structs.replace(CONFIG, **change))
+
+
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path):
     with pytest.raises(CheckpointError) as caught:
         Engine.open(tmp_path, CONFIG)

@@ -139,7 +139,7 @@ def test_a_delta_that_is_too_large_to_travel_ends_its_job_and_the_loop_goes_on()
         it.inbox.put(make_job("large", PROMPT, max_tokens=300))
         it.inbox.put(make_job("small", PROMPT, max_tokens=20))
         (told,) = it.deltas("large")
-        assert (told.finish, told.error) == ("error", "too many bytes")
+        assert (told.finish, told.error, told.fault) == ("error", "too many bytes", "failed")
         assert it.deltas("small")[-1].finish == "length"
     assert it.planner.load().pages_used == 0
 

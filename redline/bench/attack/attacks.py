@@ -15,11 +15,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple
 
+from redline.api.config import Limits
 from redline.bench.attack.raw_http import HOST, Reply, ask, connect, connection, get, hang_up, head, post
 
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 MIB = 1 << 20
 LIMIT_S = 40.0  # seconds for one request's answer
+LARGE = Limits().body_bytes - 1024  # bytes of what fills a body: just below the limit, so that a parser reads it
+IDS = Limits().tokens  # of one request; more are refused before they are read
 
 Fire = Callable[[], Awaitable[None]]
 
@@ -197,10 +200,10 @@ def wide_tools(world: World) -> Fire:
     return in_turn(world, [post(CHAT, body(messages=user("Hello"), tools=tools, max_tokens=1))])
 
 
-@attack("A2", "24 MB of reasoning, then 24 MB of a call's arguments, in an assistant's message")
+@attack("A2", "8 MB of reasoning, then 8 MB of a call's arguments, in an assistant's message")
 def long_past(world: World) -> Fire:
-    """Two chat requests, one after the other, whose earlier turn is 24 MiB long."""
-    text = "so " * (8 * MIB)
+    """Two chat requests, one after the other, whose earlier turn is as long as a body may be."""
+    text = "so " * (LARGE // 3)
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": text}}
     said = {"role": "assistant", "content": "ok"}
     pasts = [{**said, "reasoning_content": text}, {**said, "tool_calls": [call]}]
@@ -236,15 +239,22 @@ def one_word(world: World) -> Fire:
     return in_turn(world, [post(TOKENIZE, body(prompt=text, return_token_strs=True)) for text in texts], keep=1 << 12)
 
 
-@attack("A2", "4 million ids to /detokenize, four at once")
+@attack("A2", "2 million ids to /detokenize and a whole context of them, four of each at once")
 def many_ids(world: World) -> Fire:
-    """Four equal bodies of 12 MiB at once; of each answer only 4 KiB are kept."""
-    return at_once(world, [post(DETOKENIZE, b'{"tokens": [' + b"1, " * (4 << 20) + b"1]}")] * 4, keep=1 << 12)
+    """Eight bodies, the larger ones of 6 MiB; of each answer only 4 KiB are kept."""
+    bodies = [b'{"tokens": [' + b"1, " * (count - 1) + b"1]}" for count in (IDS, world.context)]
+    return at_once(world, [post(DETOKENIZE, one) for one in bodies] * 4, keep=1 << 12)
 
 
-@attack("A9", "24 bodies of 30 MB at once, whose prompts are too long")
+@attack("A9", "24 bodies of 8 MB at once, whose prompts are too long")
 def many_large_bodies(world: World) -> Fire:
-    """Equal bodies of 30 MiB, which together are far more than the server may hold."""
+    """Equal bodies just below the limit of one, which together are far more than the server may hold."""
+    return at_once(world, [post(COMPLETIONS, body(prompt="a b c " * (LARGE // 6), max_tokens=1))] * 24)
+
+
+@attack("A9", "24 bodies of 30 MB at once, each far over the limit")
+def too_large_bodies(world: World) -> Fire:
+    """The one attack whose bodies are not read to their end: each is refused by its length."""
     return at_once(world, [post(COMPLETIONS, body(prompt="a b c " * (5 * MIB), max_tokens=1))] * 24)
 
 
@@ -255,18 +265,18 @@ def many_long_prompts(world: World) -> Fire:
     return in_turn(world, [post(COMPLETIONS, body(prompt=[text + str(k) for k in range(64)], max_tokens=1))])
 
 
-@attack("own", "10 million ids as one prompt, and 10 million one-letter prompts")
+@attack("own", "2 million ids as one prompt, then 2 million one-letter prompts")
 def millions_of_prompts(world: World) -> Fire:
-    """Two bodies, one after the other: a prompt of 20 MiB of ids, and a list of 7 Mi prompts in 28 MiB."""
-    ids = b'{"max_tokens": 1, "prompt": [' + b"1," * (10 * MIB) + b"1]}"
-    texts = b'{"max_tokens": 1, "prompt": [' + b'"a",' * (7 * MIB) + b'"a"]}'
+    """Two bodies, one after the other: a prompt of as many ids as are read (4 MiB), and a list of prompts (8 MiB)."""
+    ids = b'{"max_tokens": 1, "prompt": [' + b"1," * (IDS - 1) + b"1]}"
+    texts = b'{"max_tokens": 1, "prompt": [' + b'"a",' * (LARGE // 4) + b'"a"]}'
     return in_turn(world, [post(COMPLETIONS, ids), post(COMPLETIONS, texts)])
 
 
-@attack("own", "bodies of 30 MB that are brackets, a number, duplicate keys, unknown fields, escapes, or no UTF-8")
+@attack("own", "bodies of 8 MB that are brackets, a number, duplicate keys, unknown fields, escapes, or no UTF-8")
 def odd_json(world: World) -> Fire:
-    """Twelve completions bodies of up to 30 MiB, one after the other, each of which costs a careless parser much."""
-    size = 30 * MIB
+    """Twelve completions bodies of up to 8 MiB, one after the other, each of which costs a careless parser much."""
+    size = LARGE
     keys = b",".join(b'"%d":0' % k for k in range(size // 12))
     bodies = [
         b"[" * size,
@@ -535,7 +545,7 @@ def slow_headers(world: World) -> Fire:
     return fire
 
 
-@attack("A4", "200 bodies that come a byte at a time, and 16 of 1 MB in pieces of 16 bytes")
+@attack("A4", "200 small bodies in 40 pieces over 8 s, and 16 of 0.8 MB in pieces of 16 bytes")
 def slow_bodies(world: World) -> Fire:
     """Small bodies in 40 pieces 0.2 s apart, and beside them bodies of 0.8 MB in 50,000 pieces without a pause."""
     small = post(CHAT, body(messages=user("Hello"), max_tokens=1))

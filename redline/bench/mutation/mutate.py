@@ -60,6 +60,7 @@ NOT_OURS = (
 )
 PATIENCE = 4.0  # times what the tests take without a bug, before a mutant counts as one that hangs
 SLACK_S = 40.0
+HANGS_S = 900.0  # of a test file without a bug, before it counts as one that hangs
 MEASURED = 8  # test files whose times have to be known for a mutant
 
 # What lived through the search at commit 243b700: file, text before, text after.
@@ -182,7 +183,8 @@ def again(root: Path, journal: Path) -> Iterator[Mutant | Found]:
 class Suite:
     """The project's test files, what each imports, and how many seconds each takes without a bug.
 
-    kept: a JSON file of those times, which is read first and grows. failing: tests that fail without a bug.
+    kept: a JSON file of those times, which is read first and grows. failing: tests that fail without a bug, and files
+    that hang without one.
     """
 
     def __init__(self, root: Path, kept: Path) -> None:
@@ -197,7 +199,7 @@ class Suite:
         )
         self._imports = {file: _imports(root, file) for file in self._files}
         self.seconds: dict[str, float] = {}
-        self.failing: set[str] = set()  # tests that fail without a bug
+        self.failing: set[str] = set()  # as FILE::TEST, or FILE where all of it does
         if kept.exists():
             known = json.loads(kept.read_text())
             self.seconds, self.failing = known["seconds"], set(known["failing"])
@@ -254,26 +256,35 @@ class Suite:
         return chosen
 
     def measure(self, tree: "Tree", tests: Sequence[str]) -> None:
-        """Runs each test file that was not run yet, alone in `tree`; keeps its seconds and which tests fail."""
+        """Runs each test file that was not run yet, alone in `tree`; keeps its seconds and which tests fail.
+
+        A file that says nothing of its tests, as it hangs or pytest ends before them, fails as a whole.
+        """
         for file in tests:
             with self._lock:
                 if file in self.seconds or file in self._measured:
                     continue
                 self._measured.add(file)
             report = tree.folder / "report.xml"
+            report.unlink(missing_ok=True)  # that of the file before
             began = time.monotonic()
-            tree.pytest([file, f"--junitxml={report}", "-p", "no:randomly"], 900)
+            tree.pytest([file, f"--junitxml={report}", "-p", "no:randomly"], HANGS_S)
             took = time.monotonic() - began
-            failing = [
-                f"{file}::{case.get('name')}"
-                for case in ElementTree.parse(report).iter("testcase")
-                if any(case.find(what) is not None for what in ("failure", "error"))
-            ]
+            failing = _failing(file, report) if report.exists() else [file]
             with self._lock:
                 self.seconds[file] = round(took, 1)
                 self.failing |= set(failing)
                 text = json.dumps({"seconds": self.seconds, "failing": sorted(self.failing)}, indent=1)
                 self._kept.write_text(text + "\n")
+
+
+def _failing(file: str, report: Path) -> list[str]:
+    """The tests of a file that fail, by pytest's report in JUnit's format."""
+    return [
+        f"{file}::{case.get('name')}"
+        for case in ElementTree.parse(report).iter("testcase")
+        if any(case.find(what) is not None for what in ("failure", "error"))
+    ]
 
 
 def _imports(root: Path, file: str) -> frozenset[str]:
@@ -368,7 +379,8 @@ class Tree:
         source = (self.project / mutant.file).read_bytes()
         nearest = list(dict.fromkeys([*also, *suite.nearest(mutant.file)]))
         suite.measure(self, nearest[: MEASURED + len(also)])
-        chosen = suite.within([test for test in nearest if test in suite.seconds], seconds)
+        ending = [test for test in nearest if test in suite.seconds and test not in suite.failing]
+        chosen = suite.within(ending, seconds)
         least = sum(suite.seconds[test] for test in chosen)
         words = [*chosen, "-x", *(f"--deselect={test}" for test in sorted(suite.failing))]
         began = time.monotonic()
@@ -508,7 +520,8 @@ def main(words: Sequence[str] | None = None) -> int:
         asked.save.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
     for found in gone:
         print(f"gone: {found.id}")
-    print(f"{record['killed']} of {record['mutants']} killed ({record['killed_share']:.1%})")
+    share = "" if record["killed_share"] is None else f" ({record['killed_share']:.1%})"
+    print(f"{record['killed']} of {record['mutants']} killed{share}")
     return 0
 
 

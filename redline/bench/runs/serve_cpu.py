@@ -36,6 +36,7 @@ from redline.bench.peers import peer_llama_cpp, peer_transformers, to_gguf
 from redline.bench.peers.peer_transformers import Times
 from redline.bench.program import output, program
 from redline.bench.record import provenance
+from redline.bench.runs.trees import START_S
 from redline.bench.speculation.rates import (
     Asker,
     Outcome,
@@ -51,6 +52,7 @@ from redline.bench.step.checkpoint_steps import step_cost
 from redline.chat.hashing import make_job
 from redline.chat.template import style_of
 from redline.chat.tokenizer import RESERVED, Tokenizer
+from redline.errors import RedlineError
 from redline.model.k2.cpu import K2
 from redline.ops.op import Cost, Machine
 from redline.wire.delta import Delta
@@ -436,9 +438,9 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
 
 @contextmanager
 def served(folder: Path) -> Generator[str]:
-    """Runs `redline serve` on a free port until the end; gives its address once it is ready, or after a minute.
+    """Runs `redline serve` on a free port until the end; gives its address once it is ready.
 
-    Raises AssertionError where the server ends before it is ready.
+    Raises RedlineError where the server ends before that, or is not ready after START_S.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -448,18 +450,24 @@ def served(folder: Path) -> Generator[str]:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        for _ in range(600):
-            try:
-                if httpx.get(f"{url}/health", trust_env=False).is_success:
-                    break
-            except httpx.TransportError:
-                pass
-            assert server.poll() is None, f"redline serve ended with status {server.returncode}"
+        deadline = time.monotonic() + START_S
+        while not _is_ready(url):
+            if server.poll() is not None:
+                raise RedlineError(f"redline serve {folder} ended with status {server.returncode}")
+            if time.monotonic() > deadline:
+                raise RedlineError(f"redline serve {folder} is not ready after {START_S:g} s")
             time.sleep(0.1)
         yield url
     finally:
         server.terminate()
         server.wait()
+
+
+def _is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).is_success
+    except httpx.TransportError:
+        return False
 
 
 def main() -> None:

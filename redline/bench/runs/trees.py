@@ -112,9 +112,9 @@ def _commit(name: str) -> str:
         return ""
 
 
-def _git(*arguments: str) -> str:
-    """What git says. Raises ConfigError where it fails, or takes longer than GIT_S."""
-    command = ["git", "-C", str(ROOT), *arguments]
+def _git(*arguments: str, tree: Path | None = None) -> str:
+    """What git says of a folder, or of this checkout. Raises ConfigError where it fails, or takes longer than GIT_S."""
+    command = ["git", "-C", str(tree or ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_S)
     except subprocess.CalledProcessError as error:
@@ -127,19 +127,15 @@ def _git(*arguments: str) -> str:
 def commit_of(tree: Path) -> str:
     """The short hash of a folder's HEAD, with "+" where it has changes; "unknown" where git cannot tell.
 
-    REDLINE_COMMIT in the environment stands in its place. Raises TimeoutExpired where git takes longer than GIT_S.
+    REDLINE_COMMIT in the environment stands in its place.
     """
-
-    def git(*arguments: str) -> str:
-        try:
-            return subprocess.run(
-                ["git", "-C", str(tree), *arguments], capture_output=True, text=True, timeout=GIT_S
-            ).stdout.strip()
-        except OSError:
-            return ""
-
-    commit = git("rev-parse", "--short", "HEAD") or "unknown"
-    return os.environ.get("REDLINE_COMMIT") or commit + ("+" if git("status", "--porcelain", "-uno") else "")
+    if told := os.environ.get("REDLINE_COMMIT"):
+        return told
+    try:
+        commit = _git("rev-parse", "--short", "HEAD", tree=tree)
+        return commit + ("+" if _git("status", "--porcelain", "-uno", tree=tree) else "")
+    except ConfigError:
+        return "unknown"
 
 
 @contextmanager

@@ -17,7 +17,7 @@ constexpr int BLOCK = 256;  // tokens of a sum
 
 typedef double f64x8 __attribute__((vector_size(64)));
 
-struct Odds {  // draw.py's columns
+struct Odds {  // a row of ops/sample.py's odds_R5
     double temperature, top_p, min_p, top_k, u;
 };
 

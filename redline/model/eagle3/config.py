@@ -90,7 +90,7 @@ class Eagle3Config:
         fc_norm: bool = True,
         norm_output: bool = True,
     ) -> "Eagle3Config":
-        """A drafter for this target, EAGLE-3.1 with a full head unless told otherwise; for Kimi, drafters.md's sizes.
+        """A drafter for this target, EAGLE-3.1 with a full head unless told otherwise.
 
         draft_vocab_size  tokens that its own head knows; -1: all, None: no head of its own
 

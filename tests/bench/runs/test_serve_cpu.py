@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -16,8 +17,10 @@ from redline.bench.runs.serve_cpu import (
     PeerAsker,
     Prompts,
     by_domain,
+    served,
 )
 from redline.bench.speculation.rates import Question, Rate
+from redline.errors import RedlineError
 
 PROGRAM = """
 import json, sys
@@ -73,3 +76,19 @@ def test_rates_are_told_by_domain():
 
     rates = [rate("chat", "off", 10.04), rate("chat", "auto", 20.0), rate("code", "off", 5.0)]
     assert by_domain(rates) == {"chat": {"off": 10.0, "auto": 20.0}, "code": {"off": 5.0}}
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [("exec sleep 60", r"model is not ready after 0\.5 s$"), ("exit 3", r"model ended with status 3$")],
+)
+def test_a_server_that_does_not_become_ready_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
+):
+    redline = tmp_path / "redline"
+    redline.write_text(f"#!/bin/sh\n{program}\n")
+    redline.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr("redline.bench.runs.serve_cpu.START_S", 0.5)
+    with pytest.raises(RedlineError, match=words), served(Path("model")):
+        pass
