@@ -1,4 +1,4 @@
-"""Ops that both chips have a kernel for: a call takes that of the chip that has the tensors."""
+"""The ops that both chips have a kernel for: a call takes the kernel of the chip that has the tensors."""
 
 from redline.kernels.cpu import best as cpu_best
 from redline.kernels.cpu import linear as cpu_linear

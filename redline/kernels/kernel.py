@@ -1,7 +1,8 @@
 """A kernel: how a chip does an op, and which sizes it takes.
 
-A call runs the kernel where it can be had, its sizes fit and no input needs a gradient. Everything else takes the op's
-reference, and is counted (`fallbacks`): Kimi's sizes always fit, and a fall-back nobody notices is a slow server.
+A call runs the kernel where it can be had, its sizes fit and its first tensor needs no gradient. Everything else takes
+the op's reference, and is counted (`fallbacks`): Kimi's sizes always fit, and a fall-back that nobody notices is a slow
+server.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ P = ParamSpec("P")
 A = TypeVar("A", bound=tuple[Any, ...])
 R = TypeVar("R")
 
-fallbacks: Counter[str] = Counter()  # op name -> calls of this process that took the reference
+fallbacks: Counter[str] = Counter()  # op name -> calls of a `Kernel` in this process that took the reference
 _meaning = threading.local()
 
 
@@ -35,9 +36,10 @@ def _as_they_are(args: A) -> A:
 
 @dataclass(frozen=True)
 class Kernel(Generic[P, A, R]):
-    """chip: whose. run: takes the op's record, weights in this chip's layout. fits: whether it takes these sizes.
+    """One chip's way of doing an op. It is called as the op is.
 
-    lay_out: brings the record of an op's case into this chip's layout.
+    run: takes the op's record, its weights in this chip's layout. fits: whether `run` takes a record's sizes, dtypes
+    and layouts. lay_out: brings the record of an op's case into this chip's layout.
     """
 
     op: Op[P, A, R]
@@ -47,6 +49,7 @@ class Kernel(Generic[P, A, R]):
     lay_out: Callable[[A], A] = _as_they_are
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The kernel's result or the reference's; takes the fields of the op's record, a tensor first."""
         record = self.op.args(*args, **kwargs)
         x = record[0]
         assert isinstance(x, Tensor), f"{self.op.name}: the first argument decides the device, got {type(x)}"
@@ -73,9 +76,11 @@ class ByChip(Generic[P, A, R]):
 
     @property
     def op(self) -> Op[P, A, R]:
+        """The op that both kernels do."""
         return self.cpu.op
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The result of the kernel whose chip has the first tensor; takes the fields of the op's record."""
         x = args[0]
         on_hopper = isinstance(x, Tensor) and has_kernels(x.device)
         return (self.hopper if on_hopper else self.cpu)(*args, **kwargs)
@@ -83,7 +88,7 @@ class ByChip(Generic[P, A, R]):
 
 @contextlib.contextmanager
 def references() -> Generator[None]:
-    """Inside, every kernel that this thread calls takes its op's reference: what several ops together mean."""
+    """Inside, every kernel that this thread calls takes its op's reference, so several ops compute what they mean."""
     _meaning.only = True
     try:
         yield

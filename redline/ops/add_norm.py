@@ -14,31 +14,34 @@ from redline.ops.op import Case, Cost, Op
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, statistics in float32."""
+    """x / rms(x) * weight over the last axis [..., D], in x's dtype; computed in float32."""
     x32 = x.float()
     return (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
 class AddNormArgs(NamedTuple):
-    """What `add_norm` takes."""
+    """Adds a sublayer's partial sum to the residual, and norms the result."""
 
-    residual_TD: Tensor
-    partial_TD: Tensor | None
-    weight_D: Tensor
-    eps: float
+    residual_TD: Tensor  # [T, D], float32 on a CPU; may be changed in place, and must not be used after the call
+    partial_TD: Tensor | None  # [T, D] in the residual's dtype; None: nothing to add, in front of the first layer
+    weight_D: Tensor  # float32 [D]: of the norm
+    eps: float  # added to the mean square
 
 
 def reference(args: AddNormArgs) -> tuple[Tensor, Tensor]:
-    """-> (residual, normed). `residual_TD` may be changed in place and must not be used afterwards."""
+    """-> (residual, normed), each [T, D] in the residual's dtype."""
     residual = args.residual_TD if args.partial_TD is None else args.residual_TD + args.partial_TD
     return residual, rms_norm(residual, args.weight_D, args.eps)
 
 
 def cost(args: AddNormArgs) -> Cost:
+    """The residual and the partial sum are read and written once; operations are too few to count."""
     return Cost((2 if args.partial_TD is None else 4) * args.residual_TD.nbytes + args.weight_D.nbytes)
 
 
 def cases() -> Iterator[Case]:
+    """With and without a partial sum, at widths of nano and of Kimi and at one that fills no vector."""
+
     def make(tokens: int, d: int, first: bool):
         def inputs(g: torch.Generator) -> AddNormArgs:
             partial = None if first else torch.randn(tokens, d, generator=g)

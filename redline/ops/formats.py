@@ -17,9 +17,15 @@ class Weight(Protocol):
     """A bf16 weight [..., N, K], laid out as its chip wants it."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """(..., N, K), without the layout's padding."""
+        ...
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes that the layout takes, its padding counted."""
+        ...
+
     def dense(self) -> Tensor:
         """[..., N, K] bf16, bit for bit."""
         ...
@@ -32,32 +38,42 @@ class ExpertWeights(Protocol):
     """One projection of all experts of a layer, [E, N, K], in any format, laid out as its chip wants it."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """(E, N, K), without the layout's padding."""
+        ...
+
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of all experts, scales and padding counted."""
+        ...
+
     def matrix(self, expert: int) -> Tensor:
-        """[N, K] of one expert: bf16 where bf16, float32 where 4 bits."""
+        """[N, K] of one expert: bf16 as it is, float32 where it is dequantised from 4 bits."""
         ...
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A bf16 weight [..., N, K] as it is: a `Weight`, and where it has three axes an `ExpertWeights`."""
+    """A bf16 weight [..., N, K] as it is: a `Weight`, and with three axes also an `ExpertWeights`."""
 
     data: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """(..., N, K)"""
         return tuple(self.data.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the data."""
         return self.data.nbytes
 
     def dense(self) -> Tensor:
+        """The data itself, not a copy."""
         return self.data
 
     def matrix(self, expert: int) -> Tensor:
+        """[N, K] bf16 of one expert, a view; the weight has three axes."""
         return self.data[expert]
 
 
@@ -74,11 +90,12 @@ class Int4:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that this stands for: [..., N, K]."""
+        """(..., N, K) of the weight that the codes stand for."""
         return (*self.packed.shape[:-1], self.packed.shape[-1] * 8)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes and scales: 4.5 bits a weight."""
         return self.packed.nbytes + self.scale.nbytes
 
     def codes(self) -> Tensor:
@@ -91,7 +108,7 @@ class Int4:
         return Int4(self.packed[expert], self.scale[expert]).dequantize()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[..., N, K]. Exact in float32: 4 bits times bf16's 8 fit in 24."""
+        """[..., N, K]. Exact in float32: a code of 4 bits times a bf16 scale's 8 significant bits fit in 24."""
         groups = (self.codes() - 8).float().unflatten(-1, (-1, INT4_GROUP))
         return (groups * self.scale.float()[..., None]).flatten(-2).to(dtype)
 
@@ -130,7 +147,7 @@ def fake_int4(weight: Tensor) -> Tensor:
 NVFP4_GROUP = 16
 NVFP4_MOST = 6.0  # the largest e2m1
 E4M3_MOST = 448.0
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the low three bits of a code; bit 3 is the sign
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes by the low three bits of a code; bit 3 is the sign
 
 
 @dataclass(frozen=True)
@@ -150,15 +167,16 @@ class Nvfp4:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that this stands for: [..., N, K]."""
+        """(..., N, K) of the weight that the codes stand for."""
         return (*self.codes.shape[:-1], self.codes.shape[-1] * 2)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes and both kinds of scales: 4.5 bits a weight, and 4 bytes a stacked matrix."""
         return self.codes.nbytes + self.scales.nbytes + self.scale.nbytes
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[..., N, K]. In float32 rounded once: code times block scale is exact, 2 bits times 4."""
+        """[..., N, K]. Rounded once in float32: a code times its block's scale is exact, 2 significant bits times 4."""
         values = torch.tensor((*_E2M1, *(-v for v in _E2M1)), device=self.codes.device)
         codes = torch.stack([self.codes & 15, self.codes >> 4], -1).flatten(-2)
         blocks = values[codes.int()].unflatten(-1, (-1, NVFP4_GROUP)) * self.scales.float()[..., None]
@@ -170,7 +188,7 @@ def quantize_nvfp4(weight: Tensor) -> Nvfp4:
     """weight [..., N, K], K divisible by 16 -> Nvfp4 of one matrix, as ModelOpt's max calibration does it.
 
     The matrix's scale is max |w| / (6 x 448), a block's is its max |w| / 6 over that, rounded to e4m3; codes are the
-    nearest, of two the even one.
+    nearest, and of two equally near ones the even one.
     """
     w = weight.float()
     scale = w.abs().amax((-2, -1)) / (NVFP4_MOST * E4M3_MOST)
@@ -184,7 +202,7 @@ def quantize_nvfp4(weight: Tensor) -> Nvfp4:
 
 
 def _nearest_e2m1(magnitude: Tensor) -> Tensor:
-    """uint8, 0..7. Of two at the same distance the even code; above 6 the largest."""
+    """The nearest code of each magnitude, uint8 0..7: of two equally near ones the even one, above 6 the largest."""
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for low, (below, above) in enumerate(itertools.pairwise(_E2M1)):
         middle = (below + above) / 2

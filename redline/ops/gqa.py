@@ -1,7 +1,8 @@
 """Grouped-query attention over pages, for the Llama-style body of a drafter.   H heads, G key heads, X width of a head.
 
 Plain torch, no kernel: no target of ours has such a body, and the drafters that have one are other people's. A page row
-is [rotated keys (G X) | values (G X)]; head h reads key head h // (H / G). Arguments are those of `ops.mla`.
+is [rotated keys (G X) | values (G X)]; head h reads key head h // (H / G). Arguments are those of `ops.mla`, whose
+records tell their shapes.
 """
 
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ class GqaWeights(Generic[W]):
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (i, i + X / 2) of the last axis, turned by their angles: Llama's order."""
+    """Turns the pairs (i, i + X / 2) of the last axis by their angles, cos and sin [..., X / 2]: Llama's order."""
     a, b = x.chunk(2, -1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
 
@@ -56,7 +57,7 @@ def gqa_decode(
     out_THX: Tensor,
     skip: int = 0,
 ) -> None:
-    """Query i: token tokens_Q[i] of q, slot slots_Q[i], seeing rows [skip, lengths_Q[i]), its own the last.
+    """Query i, token tokens_Q[i] of q [T, H, X], sees rows [skip, lengths_Q[i]) of slot slots_Q[i], its own the last.
 
     plane [pages, 64, 2 G X]. Writes out_THX at the query tokens.
     """
@@ -67,7 +68,7 @@ def gqa_decode(
 def gqa_prefill(
     q_CHX: Tensor, scale: float, start: int, table: Tensor, plane: Tensor, out_CHX: Tensor, skip: int = 0
 ) -> None:
-    """q_CHX: C tokens of a slot at positions [start, start + C), whose rows are in their pages. Writes out_CHX."""
+    """q_CHX [C, H, X]: a slot's tokens at positions [start, start + C), their rows in their pages. Writes out_CHX."""
     count, heads, width = q_CHX.shape
     keys_SHX, values_SHX = unfold(context_rows(plane, table, start + count)[skip:], heads, width)
     scores = torch.einsum("chx,shx->hcs", q_CHX.float(), keys_SHX) * scale

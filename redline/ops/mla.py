@@ -25,43 +25,48 @@ from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
-FILL = 64  # tokens
+FILL = 64  # tokens, to a multiple of which `prefill_whole` fills its chunks
 FP8 = torch.float8_e4m3fn
-FP8_STEPS = 1e-2  # of the rows that two ways of computing them write: some fall to either side of a step of 2^-3
+FP8_STEPS = 1e-2  # relative error of e4m3 rows computed in two ways: some numbers round to different neighbours
 
 
 @dataclass(frozen=True)
 class MlaWeights(Generic[W]):
-    """w_a [Rq + R + P, D]: q_a and kv_a stacked; w_q [H (N + P), Rq]; w_uk [H, R, N]: W_UK^T; w_uv [H, V, R]."""
+    """One layer's latent attention without its output projection. Rq is the rank of the queries."""
 
-    w_a: W
+    w_a: W  # bf16 [Rq + R + P, D]: q_a and kv_a stacked
     q_norm: Tensor  # float32 [Rq]
     kv_norm: Tensor  # float32 [R]
-    w_q: W
-    w_uk: W
-    w_uv: W
+    w_q: W  # bf16 [H (N + P), Rq]: q_b
+    w_uk: W  # bf16 [H, R, N]: W_UK transposed, from latents to keys
+    w_uv: W  # bf16 [H, V, R]: from latents to values
     eps: float  # of both low-rank norms
 
     # Read at every step, so worked out once: these objects never change.
 
     @functools.cached_property
     def heads(self) -> int:
+        """H: how many query heads there are."""
         return self.w_uk.shape[0]
 
     @functools.cached_property
     def rank(self) -> int:
+        """R: the width of a latent."""
         return self.w_uk.shape[1]
 
     @functools.cached_property
     def nope(self) -> int:
+        """N: the width of a head's part that is not rotated."""
         return self.w_uk.shape[2]
 
     @functools.cached_property
     def value(self) -> int:
+        """V: the width of a head's value."""
         return self.w_uv.shape[1]
 
     @functools.cached_property
     def rope(self) -> int:
+        """P: the width of a head's part that is rotated."""
         return self.w_q.shape[0] // self.heads - self.nope
 
     @functools.cached_property
@@ -71,11 +76,12 @@ class MlaWeights(Generic[W]):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the four weights; the norms are not counted."""
         return self.w_a.nbytes + self.w_q.nbytes + self.w_uk.nbytes + self.w_uv.nbytes
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Interleaved pairs (2i, 2i + 1) of the last axis, turned by their angles."""
+    """Turns the interleaved pairs (2i, 2i + 1) of the last axis [..., P] by their angles, cos and sin [..., P / 2]."""
     a, b = x[..., 0::2], x[..., 1::2]
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
 
@@ -103,7 +109,7 @@ def rounds(plane: Tensor) -> bool:
 
 
 def stored(row: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values as pages hold them: to nearest even, and e4m3 saturates."""
+    """Numbers as pages of this dtype hold them: rounded to nearest even; e4m3 saturates at 448."""
     return (row.clamp(-E4M3_MOST, E4M3_MOST) if dtype == FP8 else row).to(dtype)
 
 
@@ -111,21 +117,18 @@ def stored(row: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class MlaQkvArgs(NamedTuple, Generic[W]):
-    """What `mla_qkv` takes."""
+    """Projects each token to its query heads, and writes its latent row into its page."""
 
-    x_TD: Tensor
-    w: MlaWeights[W]
-    cos: Tensor
-    sin: Tensor
-    slots_T: Tensor
-    plane: Tensor
+    x_TD: Tensor  # [T, D], normed; float32 on a CPU
+    w: MlaWeights[W]  # weights in their chip's layout
+    cos: Tensor  # float32 [T, P / 2]: of the angles of each token's position
+    sin: Tensor  # float32 [T, P / 2]
+    slots_T: Tensor  # int64 [T]: page * 64 + place, where each token's row goes
+    plane: Tensor  # [pages, 64, R + P], float32, bf16 or e4m3; written at slots_T
 
 
 def _qkv_reference(args: MlaQkvArgs[Weight]) -> Tensor:
-    """cos, sin float32 [T, P / 2]; slots_T int64: page * 64 + place; plane [pages, 64, R + P]. -> q [T, H, N + P].
-
-    Writes the plane at slots_T.
-    """
+    """-> q [T, H, N + P] in x's dtype, the last P of each head rotated."""
     x_TD, w, plane = args.x_TD, args.w, args.plane
     a = x_TD @ w.w_a.dense().to(x_TD.dtype).T
     q_latent, latent, key = a.split([a.shape[-1] - w.rank - w.rope, w.rank, w.rope], -1)
@@ -136,6 +139,7 @@ def _qkv_reference(args: MlaQkvArgs[Weight]) -> Tensor:
 
 
 def _qkv_cost(args: MlaQkvArgs[Weight]) -> Cost:
+    """x, queries, page rows and the two weights, each once."""
     x_TD, w = args.x_TD, args.w
     tokens, d = x_TD.shape
     n_a, n_q = w.w_a.shape[-2], w.w_q.shape[-2]
@@ -153,26 +157,22 @@ def context_rows(plane: Tensor, table: Tensor, length: int) -> Tensor:
 
 
 class MlaDecodeArgs(NamedTuple, Generic[W]):
-    """What `mla_decode` takes."""
+    """Attends with each query token to its slot's context, in the absorbed form; Q queries."""
 
-    q_THX: Tensor
-    w: MlaWeights[W]
-    scale: float
-    tokens_Q: Tensor
-    slots_Q: Tensor
-    lengths_Q: Tensor
-    tables: Tensor
-    plane: Tensor
-    out_THV: Tensor
-    skip: int = 0
+    q_THX: Tensor  # [T, H, N + P], the last P of each head rotated; float32 on a CPU
+    w: MlaWeights[W]  # weights in their chip's layout; only w_uk and w_uv are read
+    scale: float  # what the scores are multiplied by before the softmax
+    tokens_Q: Tensor  # int32 [Q]: the query's row in q and out
+    slots_Q: Tensor  # int32 [Q]: its row in tables
+    lengths_Q: Tensor  # int32 [Q]: rows of its context, its own row the last; all are in their pages
+    tables: Tensor  # int32 [slots, pages per slot]: the pages of each slot, in order
+    plane: Tensor  # [pages, 64, R + P], float32, bf16 or e4m3; read
+    out_THV: Tensor  # [T, H, V] in q's dtype; written at tokens_Q, and nowhere else
+    skip: int = 0  # leading rows of every slot that hold nothing and are not read: 0, or 1 of a drafter
 
 
 def _decode_reference(args: MlaDecodeArgs[Weight]) -> None:
-    """Query i: token tokens_Q[i] of q, slot slots_Q[i], seeing rows [skip, lengths_Q[i]), its own the last. All int32.
-
-    skip: 0, or 1 where the first row of a slot holds nothing, as in a drafter's plane; it is not read.
-    tables int32 [slots, pages per slot]; plane [pages, 64, R + P]. Writes out_THV at the query tokens.
-    """
+    """Query i sees rows [skip, lengths_Q[i]) of slot slots_Q[i]. In float32, whatever the pages hold."""
     w = args.w
     w_uk, w_uv = w.w_uk.dense().float(), w.w_uv.dense().float()
     for token, slot, length in zip(args.tokens_Q.tolist(), args.slots_Q.tolist(), args.lengths_Q.tolist(), strict=True):
@@ -185,7 +185,7 @@ def _decode_reference(args: MlaDecodeArgs[Weight]) -> None:
 
 
 def _decode_cost(args: MlaDecodeArgs[Weight]) -> Cost:
-    """Each slot's context once, however many of its tokens ask."""
+    """Each slot's context once, however many of its tokens ask; the two weights once; queries and outputs."""
     w = args.w
     heads, nope, rope, rank, value = w.sizes
     longest: dict[int, int] = {}
@@ -202,23 +202,20 @@ def _decode_cost(args: MlaDecodeArgs[Weight]) -> Cost:
 
 
 class MlaPrefillArgs(NamedTuple, Generic[W]):
-    """What `mla_prefill` takes."""
+    """Attends with a chunk of a prompt to what came before it and causally to itself, in the expanded form."""
 
-    q_CHX: Tensor
-    w: MlaWeights[W]
-    scale: float
-    start: int
-    table: Tensor
-    plane: Tensor
-    out_CHV: Tensor
-    skip: int = 0
+    q_CHX: Tensor  # [C, H, N + P]: the chunk's C tokens, the last P of each head rotated; float32 on a CPU
+    w: MlaWeights[W]  # weights in their chip's layout; only w_uk and w_uv are read
+    scale: float  # what the scores are multiplied by before the softmax
+    start: int  # the position of the chunk's first token
+    table: Tensor  # int32 [pages per slot]: the slot's pages, in order
+    plane: Tensor  # [pages, 64, R + P], float32, bf16 or e4m3; read: rows [0, start + C) are in their pages
+    out_CHV: Tensor  # [C, H, V] in q's dtype; all of it is written
+    skip: int = 0  # leading rows of the slot that hold nothing and are not read: 0 or 1, at most `start`
 
 
 def _prefill_reference(args: MlaPrefillArgs[Weight]) -> None:
-    """q_CHX: C tokens of a slot at positions [start, start + C), whose rows are in their pages. Writes out_CHV.
-
-    skip: 0, or 1 (at most start) where the first row of a slot holds nothing; it is not read.
-    """
+    """The token at position p sees rows [skip, p]. In float32, whatever the pages hold."""
     q_CHX, w, start = args.q_CHX, args.w, args.start
     count = q_CHX.shape[0]
     rows_SW = context_rows(args.plane, args.table, start + count)[args.skip :]
@@ -234,6 +231,7 @@ def _prefill_reference(args: MlaPrefillArgs[Weight]) -> None:
 
 
 def _prefill_cost(args: MlaPrefillArgs[Weight]) -> Cost:
+    """The context and both weights once; unfolding it once, and scores and values of every pair that sees another."""
     w = args.w
     heads, nope, rope, rank, value = w.sizes
     count = args.q_CHX.shape[0]
@@ -245,12 +243,17 @@ def _prefill_cost(args: MlaPrefillArgs[Weight]) -> Cost:
 
 
 class Unfolding(Protocol):
-    """What turns latents into keys and values; w_uk [H, R, N], w_uv [H, V, R]."""
+    """The two weights that turn latents into keys and values."""
 
     @property
-    def w_uk(self) -> Weight: ...
+    def w_uk(self) -> Weight:
+        """bf16 [H, R, N]: from latents to keys."""
+        ...
+
     @property
-    def w_uv(self) -> Weight: ...
+    def w_uv(self) -> Weight:
+        """bf16 [H, V, R]: from latents to values."""
+        ...
 
 
 def _rows_of(plane: Tensor, rows: Tensor) -> Tensor:
@@ -269,10 +272,11 @@ def prefill_whole(
     plane: Tensor,
     out_THV: Tensor,
 ) -> None:
-    """Chunks that are the beginnings of their slots, all at once, by the library's attention: for GPUs, where one
-    reference call per chunk is hundreds of launches per sequence. Writes out_THV at the chunks' tokens.
+    """Attention of chunks that begin their slots, all at once, by torch's fused attention.
 
-    spans: (first token, tokens) of each chunk; rows_T as in `mla_qkv`, whose rows are in their pages.
+    For GPUs, where one reference call per chunk is hundreds of launches per sequence. q_THX [T, H, N + P] and plane are
+    as in `mla_prefill`. spans: (first token, tokens) of each chunk. rows_T int64 [T]: page * 64 + place of each token's
+    row, already in its page. Writes out_THV [T, H, V] at the chunks' tokens.
     """
     index = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(rows_T.device)
     rows = _rows_of(plane, rows_T[index]).to(q_THX.dtype)
@@ -307,6 +311,8 @@ def prefill_whole(
 def random_weights(
     g: torch.Generator, d: int, rq: int, heads: int, nope: int, rope: int, rank: int, value: int
 ) -> MlaWeights[Plain]:
+    """Weights of these sizes: normal numbers over sqrt(inputs) in bf16, norms of 0.5 to 1.5, an eps of 1e-5."""
+
     def weight(*shape: int) -> Plain:
         return Plain((torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16))
 
@@ -315,6 +321,7 @@ def random_weights(
     return MlaWeights(weight(rq + rank + rope, d), *norms, w_q, w_uk, w_uv, 1e-5)
 
 
+# D, Rq, H, N, P, R, V
 NANO = (320, 128, 4, 128, 64, 512, 128)
 TINY = (64, 32, 2, 32, 32, 64, 32)
 

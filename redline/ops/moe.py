@@ -19,12 +19,12 @@ from redline.ops.op import Case, Cost, Op
 
 @dataclass(frozen=True)
 class Routed:
-    """The routed experts of a layer: gate_up [E, 2 I, D] (gate first), down [E, D, I]; and who goes where."""
+    """The routed experts of a layer, and which of them each token goes to."""
 
-    gate_up: ExpertWeights
-    down: ExpertWeights
-    ids_TK: Tensor  # int32
-    weights_TK: Tensor  # float32
+    gate_up: ExpertWeights  # [E, 2 I, D], gate first; bf16 or 4 bits
+    down: ExpertWeights  # [E, D, I], in the same format
+    ids_TK: Tensor  # int32 [T, K]: a token's experts, each at most once
+    weights_TK: Tensor  # float32 [T, K]: how much of each
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:
@@ -38,17 +38,19 @@ def _swiglu(x_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 class MoeArgs(NamedTuple, Generic[W]):
-    """What `moe` takes."""
+    """Adds up the SwiGLU experts of each token, the shared one and the weighted routed ones."""
 
-    x_TD: Tensor
+    x_TD: Tensor  # [T, D], normed; float32 on a CPU
+    # bf16 [2 I, D], gate first: of the shared expert or of the dense MLP, whose width I need not be the
+    # routed experts'; None, as `shared_down`: there is none
     shared_gate_up: W | None
-    shared_down: W | None
-    routed: Routed | None
-    rounded: bool = False
+    shared_down: W | None  # bf16 [D, I]
+    routed: Routed | None  # None: a dense MLP
+    rounded: bool = False  # whether a kernel may round to bf16 what enters a product; the reference never does
 
 
 def reference(args: MoeArgs[Weight]) -> Tensor:
-    """rounded: a kernel may round to bf16 what enters a product."""
+    """-> y [T, D] in x's dtype. A token's choices are added in the order of expert ids."""
     x_TD, routed = args.x_TD, args.routed
     y_TD = torch.zeros_like(x_TD)
     if args.shared_gate_up is not None and args.shared_down is not None:
@@ -62,7 +64,7 @@ def reference(args: MoeArgs[Weight]) -> Tensor:
 
 
 def cost(args: MoeArgs[Weight]) -> Cost:
-    """Bytes of the experts that are really chosen, once each."""
+    """Bytes of the experts that are really chosen, once each, of x and of y; operations of each pair's products."""
     shared_gate_up, routed = args.shared_gate_up, args.routed
     total = Cost(2 * args.x_TD.nbytes)
     tokens, d = args.x_TD.shape
@@ -78,6 +80,8 @@ def cost(args: MoeArgs[Weight]) -> Cost:
 
 
 def cases() -> Iterator[Case]:
+    """INT4 and bf16 experts of small sizes, exact and rounded; no shared expert; a dense MLP; and Kimi's sizes."""
+
     def make(tokens: int, d: int, i: int, e: int, k: int, shared: int, int4: bool, rounded: bool = False):
         def inputs(g: torch.Generator) -> MoeArgs[Weight]:
             def weight(*shape: int) -> Tensor:

@@ -34,6 +34,7 @@ class Cost:
     flops: int = 0
 
     def seconds(self, machine: Machine) -> float:
+        """The least time on this machine: bytes and operations overlap, so the slower of the two decides."""
         return max(self.bytes / machine.bytes_per_s, self.flops / machine.flops_per_s)
 
     def __add__(self, other: "Cost") -> "Cost":
@@ -42,20 +43,23 @@ class Cost:
 
 @dataclass(frozen=True)
 class Case:
-    """Fresh random inputs of one shape: `make` returns the op's record. `small`: fit for an interpreter and for every
-    test run."""
+    """Fresh random inputs of one shape.
+
+    make: returns the op's record. small: whether an interpreter and every test run have the time for it.
+    """
 
     name: str
     make: Callable[[torch.Generator], Any]
     small: bool = True
-    rtol: float | None = None  # of this case, where it is not the op's
+    rtol: float | None = None  # the relative error that this case may have; None: the op's
 
 
 @dataclass(frozen=True)
 class Op(Generic[P, A, R]):
-    """args: the record of what a call takes, a NamedTuple; it is written once, and all else reads it by name.
+    """One operation of the arithmetic, apart from any chip. A call takes the record's fields, and is the reference.
 
-    A call takes the record's fields, and is the reference. writes: names of the fields whose tensors a call changes.
+    args: the record of what a call takes, a NamedTuple; it is written once, and all else reads it by name.
+    writes: names of the fields whose tensors a call changes and does not return; tests compare those too.
     rtol: relative error of sums in float32 that are added up in another order. roundings: how often a GPU's kernel
     rounds to an output's format what the reference keeps in float32, beside the output itself, which both round.
     """
@@ -70,14 +74,15 @@ class Op(Generic[P, A, R]):
     writes: tuple[str, ...] = ()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """The reference's result; takes the fields of the record."""
         return self.reference(self.args(*args, **kwargs))
 
 
 def limit_of(op: Op[Any, Any, Any], case: Case, output: Tensor) -> float:
     """The relative error (of norms) that the CUDA kernel's arithmetic allows an output of the reference.
 
-    Float32 sums in another order err by `rtol`. A rounding to nearest errs by at most half a step, and roundings do not
-    know one another, so `roundings` of them add up as squares; sums of products carry their factors' errors on.
+    Float32 sums in another order err by `rtol`. A rounding to nearest errs by at most half a step, and roundings are
+    independent, so `roundings` of them add up as squares; sums of products carry their factors' errors on.
 
     What is rounded in the end was apart by that error e already. Two numbers that are e of a step apart are rounded to
     different neighbours in e of all cases, so of n numbers about e n, and by chance more, are a whole step apart.

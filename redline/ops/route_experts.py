@@ -15,14 +15,14 @@ from redline.ops.op import Case, Cost, Op
 
 
 class RouteExpertsArgs(NamedTuple, Generic[W]):
-    """What `route_experts` takes."""
+    """Chooses the experts of each token, and weighs them."""
 
-    x_TD: Tensor
-    weight: W
-    bias_E: Tensor
-    k: int
-    normalise: bool
-    scale: float
+    x_TD: Tensor  # [T, D], normed; float32 on a CPU
+    weight: W  # bf16 [E, D]: the router
+    bias_E: Tensor  # float32 [E]: counts for the choice, not for the weights
+    k: int  # experts of a token
+    normalise: bool  # whether the weights are divided by their sum
+    scale: float  # what the weights are multiplied by in the end
 
 
 def reference(args: RouteExpertsArgs[Weight]) -> tuple[Tensor, Tensor]:
@@ -36,6 +36,7 @@ def reference(args: RouteExpertsArgs[Weight]) -> tuple[Tensor, Tensor]:
 
 
 def cost(args: RouteExpertsArgs[Weight]) -> Cost:
+    """x, the router and the bias are read once, an id and a weight of 4 bytes each written for each choice."""
     tokens, d = args.x_TD.shape
     return Cost(
         args.x_TD.nbytes + args.weight.nbytes + args.bias_E.nbytes + tokens * args.k * 8,
@@ -44,6 +45,8 @@ def cost(args: RouteExpertsArgs[Weight]) -> Cost:
 
 
 def cases() -> Iterator[Case]:
+    """Sizes of nano and of Kimi, the weights normalised and scaled as Kimi's are."""
+
     def make(tokens: int, d: int, e: int, k: int):
         def inputs(g: torch.Generator) -> RouteExpertsArgs[Weight]:
             weight = (torch.randn(e, d, generator=g) * d**-0.5).to(torch.bfloat16)

@@ -1,9 +1,9 @@
-"""A token of each row, drawn: after temperature, top-k, top-p of what is left, and min-p.      R rows, V vocabulary.
+"""Draws a token of each row: after temperature, top-k, top-p of what is left, and min-p.      R rows, V vocabulary.
 
-It is the first token, in the order of ids, at which the cumulative probability of those kept passes u of its total.
--1 where there is no such thing: a logit is NaN or infinite, or they are all -inf. A logit of -inf is a banned token's.
-Tokens exactly as likely as the last one kept are kept too. Probabilities are float32. Sums are float64: float32 would
-lose the many tokens that are each less likely than 2^-24.
+The token drawn is the first one, in the order of ids, at which the cumulative probability of the tokens kept passes u
+times its total. It is -1 where nothing can be drawn: a logit is NaN or +inf, or all of them are -inf. A single logit of
+-inf is a banned token's. Tokens exactly as likely as the last one kept are kept too. Probabilities are float32, and
+sums float64: float32 would lose the many tokens that are each less likely than 2^-24.
 """
 
 from collections.abc import Iterator
@@ -16,23 +16,19 @@ from redline.ops.op import Case, Cost, Op
 
 TEMPERATURE, TOP_P, MIN_P, TOP_K, U = range(5)  # columns of the odds
 COLUMNS = 5
-AT_ONCE = 32  # rows of the reference whose vocabularies lie in memory side by side: six numbers a token while sorted
+AT_ONCE = 32  # rows that the reference computes side by side: while it sorts, it holds six numbers a token
 
 
 class SampleArgs(NamedTuple):
-    """What `sample` takes."""
+    """Draws a token of each row from the logits, by the row's own odds and its own random number."""
 
-    logits_RV: Tensor
-    odds_R5: Tensor
-    narrowed: bool
+    logits_RV: Tensor  # float32 [R, V]
+    odds_R5: Tensor  # float64 [R, 5]: temperature > 0, top_p, min_p, top_k (0: all tokens), u in [0, 1 - 2^-53]
+    narrowed: bool  # whether any row has top_k, top_p or min_p: False saves the reference a sort
 
 
 def reference(args: SampleArgs) -> Tensor:
-    """-> int64 [R]. It looks at no number, so that it can be recorded.
-
-    - odds_R5: float64, as Sampling has them; temperature > 0, top_k 0: all, u in [0, 1 - 2^-53].
-    - narrowed: whether any row has top_k, top_p or min_p.
-    """
+    """-> ids int64 [R]; -1 where nothing can be drawn. No shape depends on a number, so a graph can record it."""
     logits_RV, odds_R5 = args.logits_RV, args.odds_R5
     if logits_RV.shape[0] > AT_ONCE:
         parts = zip(logits_RV.split(AT_ONCE), odds_R5.split(AT_ONCE), strict=True)
@@ -46,7 +42,7 @@ def reference(args: SampleArgs) -> Tensor:
 
 
 def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
-    """The cumulative weights of those kept, float64."""
+    """The cumulative weights of the tokens kept, float64 [R, V]."""
     weight_RV = (logits_RV / odds_R5[:, TEMPERATURE, None].float()).softmax(-1)
     if narrowed:
         best_RV = weight_RV.sort(-1, descending=True).values
@@ -58,9 +54,9 @@ def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
 def least_kept(best_RB: Tensor, whole_R: Tensor, odds_R5: Tensor) -> Tensor:
     """Tokens at least as likely as this are kept: by top_k, by top_p of what top_k leaves, and by min_p. float32 [R]
 
-    - best_RB: the weights of each row's likeliest tokens, largest first. All, or as many as decide it: top_k, where the
-      row has one; else such as have top_p of the whole row; else the first.
-    - whole_R: the weights of the whole row added up, float64; of rows that have top_p without top_k.
+    - best_RB: float32, the weights of each row's B likeliest tokens, largest first: all, or as many as decide: top_k,
+      where the row has one; else enough to have top_p of the whole row; else the first.
+    - whole_R: float64, the weights of the whole row added up; read for rows that have top_p without top_k.
     """
     top_p_R, top_k_R = odds_R5[:, TOP_P], odds_R5[:, TOP_K].long()
     mass_RB = best_RB.cumsum(-1, dtype=torch.float64)
@@ -75,10 +71,13 @@ def least_kept(best_RB: Tensor, whole_R: Tensor, odds_R5: Tensor) -> Tensor:
 
 
 def cost(args: SampleArgs) -> Cost:
+    """Logits and odds are read once, and an id of 8 bytes is written for each row."""
     return Cost(args.logits_RV.nbytes + args.odds_R5.nbytes + 8 * args.logits_RV.shape[0])
 
 
 def cases() -> Iterator[Case]:
+    """Every kind of odds at sizes of nano and of Kimi, vocabularies that fill no vector, rows that cannot be drawn."""
+
     def make(
         rows: int, vocabulary: int, *kinds: tuple[float, float, float, int], step: float = 0.125, spread: float = 3
     ):

@@ -9,6 +9,7 @@ from redline.ops import add_norm as meaning
 
 
 def run(args: meaning.AddNormArgs) -> tuple[Tensor, Tensor]:
+    """-> (the same residual, changed in place; normed [T, D]). Tensors are contiguous float32."""
     residual_TD = args.residual_TD
     library = native.library()
     assert library is not None

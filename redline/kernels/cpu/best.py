@@ -9,6 +9,7 @@ from redline.ops import best as meaning
 
 
 def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
+    """The reference's result, by one native call."""
     logits_RV = args.logits_RV
     library = native.library()
     assert library is not None
@@ -20,6 +21,7 @@ def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
 
 
 def fits(args: meaning.BestArgs) -> bool:
+    """Whether the logits are float32 and each row is contiguous; rows may lie apart."""
     return args.logits_RV.dtype == torch.float32 and args.logits_RV.stride(1) == 1
 
 

@@ -15,6 +15,7 @@ from redline.ops.formats import Weight
 
 
 def run(args: meaning.LinearArgs[Matrix]) -> Tensor:
+    """-> y float32 [T, N]; a view of wider rows where N is no whole panel."""
     weight = args.weight
     library = native.library()
     assert library is not None
@@ -28,6 +29,7 @@ def run(args: meaning.LinearArgs[Matrix]) -> Tensor:
 
 
 def fits(args: meaning.LinearArgs[Weight]) -> bool:
+    """Whether the weight lies in panels, which it does where K is a multiple of 32: the C++ reads nothing else."""
     return isinstance(args.weight, Matrix) and args.weight.panels
 
 

@@ -17,12 +17,12 @@ _KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, FP8: 2}
 
 
 def kv_type(plane: Tensor) -> int:
-    """The format of these pages, as core/pages.h numbers it."""
+    """The format of these pages, as core/pages.h numbers it. KeyError for a dtype that no page has."""
     return _KV_TYPES[plane.dtype]
 
 
 def in_panels(w: MlaWeights[Weight]) -> bool:
-    """Whether all of them are."""
+    """Whether all four weights lie in panels, which the C++ reads."""
     return all(isinstance(weight, Matrix) and weight.panels for weight in (w.w_a, w.w_q, w.w_uk, w.w_uv))
 
 
@@ -51,6 +51,7 @@ def _qkv(args: meaning.MlaQkvArgs[Matrix]) -> Tensor:
 
 
 def _qkv_fits(args: meaning.MlaQkvArgs[Weight]) -> bool:
+    """Whether the weights lie in panels and the query heads end with one: they are stored by whole panels."""
     return in_panels(args.w) and args.w.w_q.shape[0] % PANEL == 0
 
 
@@ -75,6 +76,7 @@ def _decode(args: meaning.MlaDecodeArgs[Matrix]) -> None:
 
 
 def _decode_fits(args: meaning.MlaDecodeArgs[Weight]) -> bool:
+    """Whether the weights lie in panels and R, P and V are multiples of 32: rows are read 32 numbers at a time."""
     w = args.w
     return in_panels(w) and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
 
@@ -97,6 +99,7 @@ def _prefill(args: meaning.MlaPrefillArgs[Matrix]) -> None:
 
 
 def _prefill_fits(args: meaning.MlaPrefillArgs[Weight]) -> bool:
+    """Whether the weights lie in panels and R, P and V are multiples of 32: keys and values become panels."""
     w = args.w
     return in_panels(w) and w.rank % PANEL == w.rope % PANEL == w.value % PANEL == 0
 

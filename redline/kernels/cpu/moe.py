@@ -19,6 +19,7 @@ def addresses_of(experts: ExpertWeights) -> tuple[int, int]:
 
 
 def run(args: meaning.MoeArgs[Matrix]) -> Tensor:
+    """-> y float32 [T, D]. A token's experts are added in the order of its choices, whatever its company."""
     x_TD, shared_gate_up, routed = args.x_TD, args.shared_gate_up, args.routed
     library = native.library()
     assert library is not None
@@ -38,6 +39,7 @@ def run(args: meaning.MoeArgs[Matrix]) -> Tensor:
 
 
 def fits(args: meaning.MoeArgs[Weight]) -> bool:
+    """Whether all weights lie in panels and D and the experts' widths are whole panels: each is an N and a K."""
     routed = args.routed
     weights: list[Weight | ExpertWeights | None] = [args.shared_gate_up, args.shared_down]
     downs: list[Weight | ExpertWeights | None] = [args.shared_down]

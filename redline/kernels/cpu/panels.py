@@ -24,7 +24,10 @@ STEP = 32  # inputs: every product over panels has a multiple of them
 
 @dataclass(frozen=True)
 class Matrix:
-    """A bf16 weight [..., N, K]: plain, or in panels [..., N / 32, K / 2, 32, 2] (N padded with zeros)."""
+    """A bf16 weight [..., N, K]: plain, or in panels.
+
+    data: plain [..., N, K], or in panels [..., N / 32, K / 2, 32, 2], N padded to 32 with zeros. outputs: N.
+    """
 
     data: Tensor
     outputs: int
@@ -59,13 +62,14 @@ class Matrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[..., N, K]"""
+        """(..., N, K), the panels' padding left out."""
         if self.panels:
             return (*self.data.shape[:-4], self.outputs, 2 * self.data.shape[-3])
         return tuple(self.data.shape)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the data, the panels' padding counted."""
         return self.data.nbytes
 
 
@@ -83,7 +87,7 @@ class Int4Panels:
 
     @staticmethod
     def prepare(weight: Int4) -> "Int4Panels":
-        """weight [E, N, K], N divisible by 32."""
+        """weight [E, N, K] on a CPU, N and K divisible by 32; new memory."""
         e, n, k = weight.shape
         codes = torch.empty(e, n // PANEL, k // 4, PANEL // 2, 2, 2, dtype=torch.uint8)
         for i in range(e):  # one expert at a time, so that the temporaries stay small
@@ -114,11 +118,13 @@ class Int4Panels:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """(E, N, K)"""
         e, panels, quads = self.codes.shape[:3]
         return e, panels * PANEL, 4 * quads
 
     @property
     def nbytes(self) -> int:
+        """Bytes of codes and scales: 4.5 bits a weight."""
         return self.codes.nbytes + self.scales.nbytes
 
 
@@ -135,7 +141,7 @@ def prepare_experts(weight: Tensor | Int4) -> Experts:
 
 
 def stack_experts(weights: Iterable[Tensor | Int4], count: int) -> Experts:
-    """`prepare_experts` of `count` weights [N, K] that come one by one: beside the result only one of them is held."""
+    """`prepare_experts` of `count` weights [N, K] that come one by one: beside the result it holds only one of them."""
     whole: Experts | None = None
     for index, weight in enumerate(weights):
         one = prepare_experts(_lone(weight))

@@ -11,6 +11,7 @@ from redline.ops.formats import Weight
 
 
 def run(args: meaning.RouteExpertsArgs[Matrix]) -> tuple[Tensor, Tensor]:
+    """-> (ids int32 [T, K], weights float32 [T, K]). The product is exact."""
     k = args.k
     library = native.library()
     assert library is not None
@@ -29,6 +30,7 @@ def run(args: meaning.RouteExpertsArgs[Matrix]) -> tuple[Tensor, Tensor]:
 
 
 def fits(args: meaning.RouteExpertsArgs[Weight]) -> bool:
+    """Whether the router lies in panels, which it does where D is a multiple of 32: the C++ reads nothing else."""
     return isinstance(args.weight, Matrix) and args.weight.panels
 
 

@@ -9,7 +9,7 @@ from redline.ops import sample as meaning
 
 
 def run(args: meaning.SampleArgs) -> Tensor:
-    """It sees from the odds which rows are narrowed."""
+    """-> ids int64 [R]. `narrowed` is not read: each row's odds tell whether it is narrowed."""
     logits_RV = args.logits_RV
     library = native.library()
     assert library is not None
@@ -21,6 +21,7 @@ def run(args: meaning.SampleArgs) -> Tensor:
 
 
 def fits(args: meaning.SampleArgs) -> bool:
+    """Whether the logits are float32 and each row is contiguous; rows may lie apart."""
     return args.logits_RV.dtype == torch.float32 and args.logits_RV.stride(1) == 1
 
 

@@ -29,7 +29,7 @@ _one_at_a_time = threading.Lock()  # a library has room for one block
 
 
 def emulation() -> AbstractContextManager[None]:
-    """Inside, launches of this thread run on the CPU: for tests, thousands of times slower."""
+    """Inside, launches of this thread run on the CPU, thousands of times slower than on a GPU: for tests."""
     return launched_by(run)
 
 
@@ -42,7 +42,11 @@ def run(
     threads: int,
     shared: int,
 ) -> None:
-    """Raises RuntimeError with what the kernel did wrong. Every run draws another order of threads and copies."""
+    """Runs the whole grid, block by block, with another order of threads and copies each time.
+
+    Takes what a `hopper.kernel.Launch` takes. Raises RuntimeError with what the kernel did wrong, and where there is no
+    compiler or the source does not compile.
+    """
     message = ctypes.create_string_buffer(400)
     function = getattr(_library(source, tuple(options), type(arguments)), f"run_{name}")
     room = len(message)
@@ -54,7 +58,7 @@ def run(
 
 @functools.cache
 def _library(source: Path, options: tuple[str, ...], args: type[Record]) -> ctypes.CDLL:
-    """Of a kernel that takes `args`. Raises RuntimeError where its source lays them out otherwise."""
+    """The library of a kernel that takes `args`. Raises RuntimeError where its source lays them out otherwise."""
     return ctypes.CDLL(str(_built(source, ("-O1", "-shared", *options), ".so", _common(), layout_check(args))))
 
 
@@ -64,7 +68,10 @@ def _common() -> tuple[Path, ...]:
 
 
 def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence[Path] = (), behind: str = "") -> Path:
-    """Compiled, once for its content and what it is linked to. behind: C++ that follows the source."""
+    """The path of the compiled source, made once for its content and what it is linked to.
+
+    behind: C++ that follows the source.
+    """
     compiler = native.find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler on the PATH: CUDA kernels cannot be emulated")

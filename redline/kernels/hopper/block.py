@@ -1,10 +1,10 @@
-"""One block on a GPU: the arithmetic of `block`, in the launches that the chip wants.        T tokens, D hidden.
+"""One block on a GPU: the arithmetic of a block, in the launches that the chip wants.        T tokens, D hidden.
 
 `decode_block`: up to 64 tokens that decode. Nine launches up to 8 tokens, ten up to 32, each streaming its weights
 once; norms are folded into the products, and a launch begins to fetch its weights before the one in front of it has
-ended. From 33 tokens on the experts are six.
-`prefill_block`: prompts, and more rows. Products by Triton or the library, attention by whichever form a token
-wants.
+ended. From 33 tokens on it is fourteen launches, six of them for the experts. A dense layer is eight at any size.
+`prefill_block`: prompts, and more rows. Products by Triton up to 192 tokens and by the library beyond; expanded
+attention for chunks of prompts, absorbed attention for tokens that decode among them.
 """
 
 from dataclasses import dataclass
@@ -32,78 +32,86 @@ from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, spli
 from redline.wire.job import PAGE_TOKENS
 
 MOST_DECODED = 64  # tokens of a decode step: the most that are recorded without drafts
-LISTED = 32  # tokens whose experts run pair by pair
+LISTED = 32  # tokens up to which experts run pair by pair; more run grouped by expert
 
 
 @dataclass(frozen=True)
 class GpuMoe:
-    bias_E: Tensor  # float32
-    up: Records
-    down: Records
-    chosen: int
-    normalise: bool
-    scale: float
-    finished: Tensor  # as `RouterChoice`'s
+    """The routed experts of a layer, as `experts_up`, `experts_down` and `grouped_experts` read them."""
+
+    bias_E: Tensor  # float32: counts for the choice, not for the weights
+    up: Records  # [E, 2 I, D], gate first
+    down: Records  # [E, D, I]
+    chosen: int  # experts of a token
+    normalise: bool  # whether a token's weights are divided by their sum
+    scale: float  # what they are multiplied by then
+    finished: Tensor  # int32 [2]: as `RouterChoice`'s
 
     def choice(self, forced_TK: Tensor | None) -> RouterChoice:
+        """How `gates` chooses this layer's experts. forced_TK int32 [T, K]: the experts to take instead."""
         return RouterChoice(self.bias_E, self.chosen, self.normalise, self.scale, self.finished, forced_TK)
 
 
 @dataclass(frozen=True)
 class GpuMla:
-    """As `mla.MlaWeights`, in tiles."""
+    """One layer's latent attention without its output projection: `mla.MlaWeights` in tiles."""
 
-    w_a: Tiled
+    w_a: Tiled  # [Rq + R + P, D]
     q_norm: Tensor  # float32 [Rq]
     kv_norm: Tensor  # float32 [R]
-    w_q: Tiled
+    w_q: Tiled  # [H (N + P), Rq]
     w_uk: Tiled  # [H, R, N]
     w_uv: Tiled  # [H, V, R]
-    eps: float
+    eps: float  # of both low-rank norms
 
     @property
     def heads(self) -> int:
+        """H: how many query heads there are."""
         return self.w_uk.shape[0]
 
     @property
     def rank(self) -> int:
+        """R: the width of a latent."""
         return self.w_uk.shape[1]
 
     @property
     def width(self) -> int:
-        """N + P"""
+        """N + P: the width of a query head."""
         return self.w_q.shape[0] // self.heads
 
 
 @dataclass(frozen=True)
 class GpuBlock:
+    """One layer's weights in the layouts of the GPU's kernels, and the numbers of its formulas that are no weights."""
+
     attention_norm: Tensor  # float32 [D]
     attention: GpuMla
-    o_proj: Tiled
+    o_proj: Tiled  # [D, H V]
     mlp_norm: Tensor  # float32 [D]
     gates: Tiled  # `gates.gates_weight`: the router, then gate and up of the shared expert or of the dense MLP
-    width: int  # of the shared expert or of the dense MLP
+    width: int  # of the shared expert's hidden row, or of the dense MLP's
     down: Tiled | Slabs  # of the dense MLP, or of the shared expert as `experts_down` reads it
-    experts: GpuMoe | None
-    eps: float
-    softmax_scale: float
+    experts: GpuMoe | None  # None: a dense layer
+    eps: float  # of the two norms
+    softmax_scale: float  # what attention's scores are multiplied by
 
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """What goes from block to block. x is the residual times the weights of the next norm, rms not yet divided by."""
+    """What goes from block to block. x is the residual times the next norm's weights, not yet divided by its rms."""
 
-    residual_TD: Tensor  # float32
-    x_TK: Tensor  # bf16, D to a multiple of 128, zeros there
+    residual_TD: Tensor  # float32 [T, D]
+    x_TK: Tensor  # bf16 [T, D padded to 128 with zeros]
     squares: Tensor  # float32 [parts, T padded to 8]: sums of squares of the residual's rows
 
 
 def decode_block(
     stream: ResidualStream, w: GpuBlock, inputs: Inputs, plane: Tensor, next_norm: Tensor, forced_TK: Tensor | None
 ) -> ResidualStream:
-    """Every token is a query, in order; at most MOST_DECODED.
+    """One block of a step whose tokens are all queries, in order; at most MOST_DECODED of them.
 
-    next_norm float32 [D]: of the next block, or the model's last.
+    plane [pages, 64, R + P]: read, and written at rows_T. next_norm float32 [D]: the norm's of the next block, or the
+    model's last. forced_TK int32 [T, K]: the experts to take instead of choosing.
     """
     attention = w.attention
     q_a, q_squares, kv = project_a(stream.x_TK, stream.squares, attention.w_a, attention.q_norm, w.eps)
@@ -132,7 +140,12 @@ def decode_block(
 def prefill_block(
     residual_TD: Tensor, partial_TD: Tensor | None, w: GpuBlock, inputs: Inputs, plane: Tensor, forced_TK: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """-> (residual, partial), as `block`'s; residual float32, partial bf16 or none."""
+    """One block of any step. -> (residual, partial) for the next block.
+
+    residual float32 [T, D]: the given one is changed in place. partial float32 or bf16 [T, D]: for the next norm to
+    add; None: nothing. plane [pages, 64, R + P]: read, and written at rows_T. forced_TK int32 [T, K]: the experts to
+    take instead of choosing.
+    """
     attention = w.attention
     residual, x = norm_rows(residual_TD, partial_TD, w.attention_norm, w.eps)
     tokens, heads, value = x.shape[0], attention.heads, attention.w_uv.shape[1]
@@ -167,7 +180,7 @@ def prefill_block(
 
 
 def _absorbed(q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor) -> Tensor:
-    """Attention of queries over latents. tokens_Q int32: their rows of q. -> o [Q, H V to a multiple of 128]"""
+    """Attention of queries over latents. tokens_Q int32 [Q]: their rows of q. -> o bf16 [Q, H V padded to 128]."""
     longest = inputs.longest or inputs.tables.shape[1] * PAGE_TOKENS
     q = absorb(q_THX, w.attention.w_uk)
     parts = attend(q, tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, w.softmax_scale, longest)
@@ -175,7 +188,7 @@ def _absorbed(q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plan
 
 
 def _chosen(logits_TE: Tensor, e: GpuMoe, forced_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """-> (ids int32 [T, K], weights float32 [T, K]), as `route_experts`."""
+    """-> (ids int32 [T, K], weights float32 [T, K]) as of `route_experts`, but that equal scores have no order here."""
     scores = logits_TE.sigmoid()
     ids = (scores + e.bias_E).topk(e.chosen).indices if forced_TK is None else forced_TK.long()
     weights = scores.gather(1, ids)

@@ -49,7 +49,7 @@ class CudaError(RuntimeError):
 
 @functools.cache
 def why_not() -> str | None:
-    """One line, where the kernels cannot run on this machine's GPU."""
+    """One line that tells why the kernels cannot run on this machine's GPU; None where they can."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     name, (major, minor) = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
@@ -77,7 +77,7 @@ class Function:
         self._attribute = _Attribute(id=_STREAM_SERIALIZATION, value=1)
 
     def load(self) -> None:
-        """Raises CudaError with the compiler's message."""
+        """Loads the code, from the cache or compiled anew. Raises CudaError with the compiler's message."""
         with self._lock:
             if self._handle:
                 return
@@ -92,6 +92,10 @@ class Function:
     def launch(
         self, arguments: ctypes.Structure, grid: tuple[int, int], threads: int, shared: int, *, overlap: bool
     ) -> None:
+        """Enqueues one launch on torch's current stream, `threads` to a block; the arguments are copied.
+
+        overlap: whether it may begin before the kernel in front of it has ended. Raises CudaError.
+        """
         if not self._handle:
             self.load()
         stream = torch.cuda.current_stream().cuda_stream
@@ -120,7 +124,7 @@ def machine_code(source: Path, options: Sequence[str], check: str) -> bytes:
 
 
 def _keep(name: str, code: bytes) -> None:
-    """In the cache, whole or not at all. Where that cannot be, each process compiles its own."""
+    """Writes the code into the cache, whole or not at all. Where it cannot, each process compiles its own."""
     try:
         folder = native.cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
@@ -135,7 +139,7 @@ def _keep(name: str, code: bytes) -> None:
 
 
 def compile_source(text: bytes, name: str, headers: dict[str, bytes], options: Sequence[str]) -> bytes:
-    """Raises CudaError with the compiler's messages."""
+    """The cubin of a source. headers: name -> text. Raises CudaError with the compiler's messages."""
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))
     texts = (ctypes.c_char_p * len(headers))(*headers.values())
@@ -177,7 +181,7 @@ def _cuda() -> ctypes.CDLL:
 
 @functools.cache
 def _nvrtc() -> ctypes.CDLL:
-    """From torch's own packages, the system, or CUDA_HOME. Raises OSError."""
+    """NVRTC from torch's own packages, the system, or CUDA_HOME. Raises OSError where none of them has it."""
     major = (torch.version.cuda or "13").split(".")[0]
     name = f"libnvrtc.so.{major}"
     packages = importlib.util.find_spec("nvidia")

@@ -1,5 +1,8 @@
-"""Which errors are the device's own. After one of them nothing on the device can be trusted: CUDA gives the same error
-to every later call of the process, and only a new process helps."""
+"""Which errors are the device's own.
+
+After one of them nothing on the device can be trusted: CUDA gives the same error to every later call of the process,
+and only a new process helps.
+"""
 
 import torch
 

@@ -12,11 +12,12 @@ STREAMED = 192  # tokens up to which a product streams its tiles; more are the l
 
 
 def run(args: meaning.LinearArgs[Tiled]) -> Tensor:
+    """-> y bf16 [T, N]."""
     return product(args.x_TK, args.weight, args.x_TK.dtype)
 
 
 def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
-    """[T, N] of that type. x bf16 [T, K], or filled with zeros to the multiple of 128 that the tiles have."""
+    """-> y [T, N] of that dtype. x bf16 [T, K], or K filled with zeros to the multiple of 128 that the tiles have."""
     if x_TK.shape[0] > STREAMED:
         return torch.mm(x_TK[:, : weight.inputs], weight.dense().T, out_dtype=dtype)
     from redline.kernels.hopper.triton.linear import linear as streamed  # Triton is imported where it is used
@@ -26,6 +27,7 @@ def product(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
 
 
 def fits(args: meaning.LinearArgs[Weight]) -> bool:
+    """Whether x is bf16 and the weight lies in tiles; any number of tokens."""
     return isinstance(args.weight, Tiled) and args.x_TK.dtype == torch.bfloat16
 
 

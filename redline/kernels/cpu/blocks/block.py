@@ -72,30 +72,34 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Moe:
-    router: Matrix
+    """The routed experts of a layer and their router, as `route_experts` and `moe` take them."""
+
+    router: Matrix  # bf16 [E, D]
     bias_E: Tensor  # float32
-    gate_up: Experts
-    down: Experts
+    gate_up: Experts  # [E, 2 I, D], gate first
+    down: Experts  # [E, D, I]
     chosen: int  # experts of a token
-    normalise: bool
-    scale: float
+    normalise: bool  # whether a token's weights are divided by their sum
+    scale: float  # what they are multiplied by then
 
 
 @dataclass(frozen=True)
 class Block:
+    """One layer's weights, and the numbers of its formulas that are no weights."""
+
     attention_norm: Tensor  # float32 [D]
     attention: MlaWeights[Matrix]
-    o_proj: Matrix
+    o_proj: Matrix  # bf16 [D, H V]
     mlp_norm: Tensor  # float32 [D]
-    shared_gate_up: Matrix  # of the shared expert, or of the dense MLP
-    shared_down: Matrix
-    experts: Moe | None
+    shared_gate_up: Matrix  # bf16 [2 Is, D], gate first: of the shared expert, or of the dense MLP
+    shared_down: Matrix  # bf16 [D, Is]
+    experts: Moe | None  # None: a dense layer
     eps: float  # of the two norms
-    softmax_scale: float
+    softmax_scale: float  # what attention's scores are multiplied by
 
     @functools.cached_property
     def fits(self) -> bool:
-        """Whether the kernels take all these sizes."""
+        """Whether the kernels take these weights: all in panels, and every width that they write a multiple of 32."""
         w, moe_ = self.attention, self.experts
         if not in_panels(w):
             return False

@@ -1,6 +1,6 @@
 """The inputs of a step whose tokens all decode, gathered from the slots.        T tokens, P rope.
 
-Every step of T tokens writes them into the same memory: making a tensor takes longer than what is written into it.
+Every step of T tokens writes them into the same memory: making a tensor takes longer than filling it.
 """
 
 import ctypes
@@ -25,12 +25,13 @@ from redline.wire.job import PAGE_TOKENS
 class StepMemory:
     """Where a step of T tokens is written, and what its angles are looked up in."""
 
-    cos: Tensor  # float32 [positions, P / 2]
-    sin: Tensor
-    inputs: Inputs  # of T queries, token t being query t
+    cos: Tensor  # float32 [positions, P / 2]: read
+    sin: Tensor  # as cos
+    inputs: Inputs  # of T queries, token t being query t: written, but for tokens_Q and tables
 
     @functools.cached_property
     def written(self) -> StepRows:
+        """The tensors that a step writes, as `step_inputs` returns them."""
         i = self.inputs
         return StepRows(i.ids_T, i.cos_T, i.sin_T, i.rows_T, i.slots_Q, i.lengths_Q)
 
@@ -56,7 +57,7 @@ class _Memory(ctypes.Structure):
 
 
 def memory(tokens: int, tables: Tensor, cos: Tensor, sin: Tensor) -> StepMemory:
-    """For steps of so many tokens. tables int32 [slots, pages per slot]; cos, sin float32 [positions, P / 2]."""
+    """For steps of this many tokens. tables int32 [slots, pages per slot]; cos, sin float32 [positions, P / 2]."""
     pairs, device = cos.shape[1], cos.device
     inputs = Inputs(
         ids_T=torch.empty(tokens, dtype=torch.int64, device=device),
@@ -73,15 +74,15 @@ def memory(tokens: int, tables: Tensor, cos: Tensor, sin: Tensor) -> StepMemory:
 
 
 class StepInputsArgs(NamedTuple):
-    """What `step_inputs` takes."""
+    """Gathers the tokens, angles, cache rows and contexts of every position that a step runs."""
 
-    tokens: Tensor
-    into: StepMemory
-    spans: Sequence[int]
+    tokens: Tensor  # int64 [slots, places]: each slot's tokens; rows may lie apart
+    into: StepMemory  # of T tokens, as many as `spans` have; its inputs are written, but for tokens_Q and tables
+    spans: Sequence[int]  # slot, first position and count of each row in turn
 
 
 def reference(args: StepInputsArgs) -> StepRows:
-    """-> what was written. tokens int64 [slots, places]; spans: slot, first position and count, of each row in turn."""
+    """-> what was written: tensors of `into`, which the next step of as many tokens overwrites."""
     into, spans = args.into, args.spans
     spans = list(spans)
     rows = list(zip(spans[::3], spans[1::3], spans[2::3], strict=True))
@@ -113,10 +114,13 @@ def kernel(args: StepInputsArgs) -> StepRows:
 
 
 def cost(args: StepInputsArgs) -> Cost:
+    """What is written, read once from somewhere and written once; operations are not counted."""
     return Cost(2 * sum(x.nbytes for x in args.into.written))
 
 
 def cases() -> Iterator[Case]:
+    """One token, rows of one token each, and rows of several: drafts that are verified."""
+
     def make(counts: tuple[int, ...], pages: int, pairs: int):
         def inputs(g: torch.Generator) -> StepInputsArgs:
             slots, places = len(counts) + 2, pages * PAGE_TOKENS

@@ -26,15 +26,17 @@ from redline.kernels.hopper.layouts.tiled import Tiled
 
 @dataclass(frozen=True)
 class Transformer:
+    """A whole model's weights, as one native call reads them."""
+
     embedding_VD: Tensor  # bf16
     blocks: tuple[Block, ...]
     norm: Tensor  # float32 [D]
-    head: Matrix | Tiled
-    eps: float
+    head: Matrix | Tiled  # bf16 [V, D]; the native call takes a Matrix in panels
+    eps: float  # of the last norm
 
     @functools.cached_property
     def fits(self) -> bool:
-        """Whether the kernels take all of it."""
+        """Whether the native call takes this model: every block fits, the embedding is bf16, the head is in panels."""
         return (
             bool(self.blocks)
             and all(block_.fits for block_ in self.blocks)
@@ -45,16 +47,17 @@ class Transformer:
 
     @functools.cached_property
     def dtype(self) -> torch.dtype:
-        """Of activations: float32 where the CPU computes, the weights' own bf16 on a GPU."""
+        """The dtype of activations: float32 where the CPU computes, the weights' own bf16 on a GPU."""
         return torch.bfloat16 if self.embedding_VD.is_cuda else torch.float32
 
     @functools.cached_property
     def width(self) -> int:
+        """D."""
         return self.norm.shape[0]
 
     @functools.cached_property
     def logits_width(self) -> int:
-        """Of the kernel's rows, which are whole panels."""
+        """The width of a row of the kernel's logits: V, filled to whole panels of 32."""
         return (self.head.outputs + PANEL - 1) // PANEL * PANEL
 
     @functools.cached_property
@@ -84,25 +87,26 @@ class _Weights(ctypes.Structure):
 
 
 class Predicted(NamedTuple):
-    """What comes of a step. Most steps are asked for their tokens alone: the rest becomes tensors where it is read."""
+    """The result of a step. Most steps are asked for tokens alone: the rest becomes tensors only when it is read."""
 
-    likeliest: list[int]  # R; the first of them where several are, -1 where a logit is not finite
-    features: Tensor | None  # [T, F D]: the residual stream as it enters some layers
+    likeliest: list[int]  # R tokens: the first where several are equal, -1 where a logit is not finite
+    features: Tensor | None  # [T, F D]: the residual stream as it enters the wanted layers; None: none are wanted
     hidden: Callable[[], Tensor]  # [T, D]: the normed last state
     logits: Callable[[], Tensor]  # float32 [R, V]
 
 
 class TransformerArgs(NamedTuple):
-    """A step of the whole model: L blocks, F states that are kept, R tokens whose next one is asked for."""
+    """Runs a step of the whole model: from its tokens to the likeliest next ones."""
 
-    planes: Tensor  # [L, pages, 64, kv width]: read, and written at rows_T
+    planes: Tensor  # [L, pages, 64, R + P] float32, bf16 or e4m3: read, and written at rows_T
     weights: Transformer
     inputs: Inputs
-    layers: Sequence[int]  # F layers whose entering states are kept; L is the last norm
-    asked: Sequence[int]  # R tokens of the step
+    layers: Sequence[int]  # F layers whose entering states are kept, in the order of `features`; L: the last norm
+    asked: Sequence[int]  # R places of tokens in the step
 
 
 def run(args: TransformerArgs) -> Predicted:
+    """The whole step by one native call, float32 in between; writes the planes at rows_T."""
     library = native.library()
     assert library is not None
     planes, weights, inputs, layers, asked = args
@@ -125,7 +129,7 @@ def run(args: TransformerArgs) -> Predicted:
 
 
 def _floats(rows: int, width: int) -> "ctypes.Array[ctypes.c_float]":
-    """Memory as Python has it: a tensor takes ten times longer to make."""
+    """Zeroed memory of Python's own: a tensor takes ten times longer to make."""
     return (ctypes.c_float * (rows * width))()
 
 
@@ -135,9 +139,10 @@ def _tensor(floats: "ctypes.Array[ctypes.c_float]", rows: int, width: int) -> Te
 
 @functools.cache
 def _places(blocks: int, layers: tuple[int, ...]) -> "ctypes.Array[ctypes.c_int32]":
-    """Where the state that enters each block and the last norm goes; -1: nowhere."""
+    """int32 [L + 1]: the place in `features` of the state that enters each block and the last norm; -1: not kept."""
     return (ctypes.c_int32 * (blocks + 1))(*(layers.index(i) if i in layers else -1 for i in range(blocks + 1)))
 
 
 def fits(args: TransformerArgs) -> bool:
+    """Whether the native call takes these weights; of a step it takes any number of tokens and any mixture."""
     return args.weights.fits

@@ -1,4 +1,4 @@
-"""A query taken into the latent space: q_abs = [W_UK q_nope | q_rope].       T tokens, H heads, N nope, P rope, R rank.
+"""Takes queries into the latent space: q_abs = [W_UK q_nope | q_rope].       T tokens, H heads, N nope, P rope, R rank.
 
 Attention then runs over cached latents themselves (`attend`), all heads against one row. 8.4 MB of weights at Kimi's
 sizes, read once: 128 blocks, (head, half of R), each with its 64 KB in flight before the grid in front has ended.
@@ -20,14 +20,14 @@ _Launch = launch_record("decode/absorb.cu", "AbsorbLaunch")
 
 
 class AbsorbArgs(NamedTuple):
-    """What `absorb` takes."""
+    """Multiplies the nope part of each head with its W_UK, and copies the rotated part."""
 
-    q_THX: Tensor
-    w_uk: Tiled
+    q_THX: Tensor  # bf16 [T, H, N + P], the last P of each head rotated
+    w_uk: Tiled  # [H, R, N]
 
 
 def _reference(args: AbsorbArgs) -> Tensor:
-    """q [T, H, N + P], its last P rotated; w_uk [H, R, N] -> [T, H, R + P], in q's dtype."""
+    """-> [T, H, R + P] in q's dtype."""
     q_THX = args.q_THX
     nope = args.w_uk.shape[-1]
     absorbed = torch.einsum("thn,hrn->thr", q_THX[..., :nope].float(), args.w_uk.dense().float())
@@ -51,6 +51,7 @@ def _cuda(args: AbsorbArgs) -> Tensor:
 
 
 def _cuda_fits(args: AbsorbArgs) -> bool:
+    """Whether half a head's W_UK, R N bytes, fits in 64 KB of shared memory, and the rest in whole copies and tiles."""
     _, rank, nope = args.w_uk.shape
     rope = args.q_THX.shape[-1] - nope
     return args.q_THX.dtype == torch.bfloat16 and nope % 128 == rank % 64 == rope % 8 == 0 and rank * nope <= 65536

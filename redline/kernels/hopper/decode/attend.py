@@ -29,20 +29,25 @@ from redline.wire.job import PAGE_TOKENS
 SMS = 132  # NVIDIA H100 and H200
 MAX_WAVES = 4  # of blocks, where pages are split: 35 MB of partial latents at R = 512
 ROPE = 64  # P of every model here
-WARPGROUP_ROWS = {64}  # blocks that take attend_warpgroups.cu; it knows 16 and 32 too
+WARPGROUP_ROWS = {64}  # heads of the blocks that take attend_warpgroups.cu, which could do 16 and 32 too
 _VALUE_BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
 
 _Launch = launch_record("blocks/attention.cuh", "AttendLaunch")
 
 
 class Plan(NamedTuple):
+    """How a step's queries are divided over blocks."""
+
     rows: int  # heads of a block
     splits: int  # of a query
 
 
 @functools.cache
 def plan(queries: int, heads: int, max_length: int) -> Plan:
-    """The quickest on an NVIDIA H200 by what was measured there, the combination of its splits included."""
+    """The way that a model fitted to an NVIDIA H200 finds the quickest, `unabsorb`'s combining of splits included.
+
+    max_length: tokens, at least those of any query's context.
+    """
     pages = max(1, -(-max_length // PAGE_TOKENS))
 
     def cost(way: Plan) -> float:
@@ -52,7 +57,7 @@ def plan(queries: int, heads: int, max_length: int) -> Plan:
 
 
 def _ways(queries: int, heads: int, pages: int) -> Iterator[Plan]:
-    """Of as many splits as pages need at so many each, and no more."""
+    """Every size of block that is not half empty, with every number of splits of which none is empty."""
     for rows in _TIMES:
         if rows < heads + 16:  # no block is half empty
             blocks = max(1, queries * -(-heads // rows))
@@ -62,7 +67,7 @@ def _ways(queries: int, heads: int, pages: int) -> Iterator[Plan]:
 
 
 def microseconds(way: Plan, queries: int, heads: int, pages: int) -> float:
-    """Of `attend`. In each wave a block begins, waits for a page, and multiplies it while the next one comes."""
+    """How long `attend` takes by the model: in each wave a block begins, and multiplies a page while the next comes."""
     parts, share = -(-heads // way.rows), -(-pages // way.splits)
     blocks = queries * parts * -(-pages // share)
     waves = blocks / SMS if share == 1 else -(-blocks // SMS)  # blocks of one page end one by one
@@ -74,7 +79,7 @@ def microseconds(way: Plan, queries: int, heads: int, pages: int) -> float:
 
 
 def _combining(latents: int) -> float:
-    """Microseconds that so many partial latents cost `unabsorb`."""
+    """Microseconds that `unabsorb` takes to read and combine so many partial latents."""
     size = latents * _LATENT_BYTES
     return size / _PARTIAL_SPEED + max(0, size - _PARTIAL_ROOM) / _SPILLED_SPEED
 
@@ -88,27 +93,23 @@ _PARTIAL_SPEED, _PARTIAL_ROOM, _SPILLED_SPEED = 2.7e6, 16e6, 1.6e6  # partial la
 
 
 class AttendArgs(NamedTuple):
-    """What `attend` takes."""
+    """Attends with each absorbed query to its slot's latents, split over the chip; Q queries, S splits."""
 
-    q_THW: Tensor
-    tokens_Q: Tensor
-    slots_Q: Tensor
-    lengths_Q: Tensor
-    tables: Tensor
-    plane: Tensor
-    scale: float
-    max_length: int
-    skip: int = 0
+    q_THW: Tensor  # bf16 [T, H, R + P], as `absorb` returns it
+    tokens_Q: Tensor  # int32 [Q]: the query's row of q
+    slots_Q: Tensor  # int32 [Q]: its row of tables; queries of one slot, each one longer, are side by side
+    lengths_Q: Tensor  # int32 [Q]: rows of its context, its own row the last
+    tables: Tensor  # int32 [slots, pages per slot]: the pages of each slot, in order
+    plane: Tensor  # bf16 or float8_e4m3fn [pages, 64, R + P], P = 64; pages are contiguous, and may lie apart
+    scale: float  # what the scores are multiplied by before the softmax
+    max_length: int  # at least the greatest of lengths_Q: S follows from it, not from the lengths
+    skip: int = 0  # leading rows of every slot that hold nothing and are not read, as in `mla_decode`
 
 
 def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
-    """Query i: row tokens_Q[i] of q [T, H, R + P], over rows [skip, lengths_Q[i]) of slot slots_Q[i]. All int32.
+    """-> (latents bf16 [Q, H, S, R], natural log-sum-exps float32 [Q, H, S]), one of each for a query's every split.
 
-    tables [slots, pages per slot]; plane [pages, 64, R + P], bf16 or float8_e4m3fn, its pages contiguous each, whatever
-    lies between them; no length is above max_length.
-    Consecutive queries of one slot, each one longer, are a row's drafts. skip: as in `mla_decode`.
-    -> latents bf16 [Q, H, S, R], log-sum-exps float32 [Q, H, S] (natural); a split without rows has -inf and, in the
-    kernel, latents that were never written.
+    A split without rows has -inf; its latents are zeros here and never written by the kernel.
     """
     q_THW = args.q_THW
     queries, heads = args.tokens_Q.shape[0], q_THW.shape[1]
@@ -131,7 +132,7 @@ def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
 
 
 def has_warpgroups(rows: int, rank: int) -> bool:
-    """Whether blocks of so many rows are of attend_warpgroups.cu."""
+    """Whether blocks of this many heads take attend_warpgroups.cu rather than attend.cu."""
     return rows in WARPGROUP_ROWS and (rank <= 256 or rank % 128 == 0)
 
 
@@ -177,6 +178,7 @@ def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
 
 
 def _cuda_fits(args: AttendArgs) -> bool:
+    """Whether q is bf16, pages are bf16 or e4m3, and R is a multiple of 64 up to 512: rows of whole 128 bytes."""
     rank = args.plane.shape[-1] - ROPE
     return (
         args.q_THW.dtype == torch.bfloat16 and args.plane.dtype in _VALUE_BYTES and rank % 64 == 0 and 64 <= rank <= 512
@@ -205,7 +207,7 @@ def random_context(
     verify: int = 1,
     skip: int = 0,
 ) -> AttendArgs:
-    """A slot for each length, whose last `verify` rows ask. Rows that nobody sees are NaN."""
+    """A slot for each length, whose last `verify` tokens are queries. Rows that no query sees are NaN."""
     slots = len(lengths)
     per_slot = -(-max(lengths) // PAGE_TOKENS)
     tables = torch.randperm(slots * per_slot, generator=g).to(torch.int32).view(slots, per_slot)

@@ -1,4 +1,4 @@
-"""Which experts, how much of each, and who goes where.        T tokens, E experts, K chosen.
+"""Chooses each token's experts and their weights, and lists the pairs.        T tokens, E experts, K chosen.
 
 s = sigmoid(logits); the K largest of s + bias are chosen, ties to the lower id; a weight is s without the bias, over
 their sum + 1e-20, times the scale (as `route_experts`, from logits).
@@ -29,35 +29,38 @@ _CHOOSING_BYTES = THREADS * 12 + MOST_PAIRS * 8 + THREADS // 32 * 4  # of shared
 class RouterChoice:
     """How experts are chosen, apart from the logits; for `gates`, which has those."""
 
-    bias_E: Tensor | None  # float32
-    chosen: int
-    normalise: bool
-    scale: float
-    finished: Tensor  # int32 [2], zeros at first: what `gates` counts in and leaves 0, and `Pairs.ready`
-    forced_TK: Tensor | None = None  # int32: the ids to use instead, each at most once for a token (benchmarks)
+    bias_E: Tensor | None  # float32: counts for the choice, not for the weights
+    chosen: int  # K
+    normalise: bool  # whether a token's weights are divided by their sum
+    scale: float  # what they are multiplied by then
+    # int32 [2], zeros at first, kept from call to call: the first `gates` counts blocks in and leaves 0 again, the
+    # second is `Pairs.ready`.
+    finished: Tensor
+    forced_TK: Tensor | None = None  # int32 [T, K]: ids to take instead, a token's all different (benchmarks)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Slot s is expert slot_expert[s] with pairs [slot_first[s], slot_first[s + 1]). Pair p is token token[p].
+    """The pairs of a step in the order of experts, and the slots that they make.
 
-    Beyond `count` slots, expert 0 without pairs. Sizes are of the worst case, so that a graph can be captured.
+    Pair p is token token[p]. Slot s is expert slot_expert[s] with pairs [slot_first[s], slot_first[s + 1]). Slots
+    beyond `count` are expert 0 without pairs. Sizes are of the worst case, so that a graph can be captured.
     """
 
     token: Tensor  # int32 [T K]
-    weight: Tensor  # float32 [T K]
+    weight: Tensor  # float32 [T K]: the router's, of each pair
     slot_expert: Tensor  # int32 [slots]
     slot_first: Tensor  # int32 [slots + 1]
     count: Tensor  # int32 [1]: slots that exist
     ids: Tensor  # int32 [T, K], best first
-    weights: Tensor  # float32 [T, K]
+    weights: Tensor  # float32 [T, K]: the router's, in the order of ids
     # int32 [1]: `gates`, the launch in front of `experts_up`, makes it 0 before that can begin, and 1 when the lists
     # are there, before it ends. None: they are there when the launch in front has ended.
     ready: Tensor | None = None
 
     @classmethod
     def empty(cls, tokens: int, chosen: int, experts: int, device: torch.device, ready: Tensor | None = None) -> Self:
-        """For a kernel to fill."""
+        """Room of the worst case, for a kernel to fill."""
         slots = most_slots(tokens, chosen, experts)
 
         def ints(*shape: int) -> Tensor:
@@ -97,22 +100,23 @@ class Pairs:
 
 
 def most_slots(tokens: int, chosen: int, experts: int) -> int:
+    """Slots in the worst case: every pair alone, or every expert with one slot that is not full."""
     return min(tokens * chosen, experts + tokens * chosen // SLOT_PAIRS)
 
 
 class ChooseExpertsArgs(NamedTuple):
-    """What `choose_experts` takes."""
+    """Chooses each token's experts from the router's logits, and lists the pairs by expert."""
 
-    logits_TE: Tensor
-    bias_E: Tensor | None
-    chosen: int
-    normalise: bool
-    scale: float
-    forced_TK: Tensor | None = None
+    logits_TE: Tensor  # float32 [T, E]
+    bias_E: Tensor | None  # float32 [E]: counts for the choice, not for the weights; None: zeros
+    chosen: int  # K
+    normalise: bool  # whether a token's weights are divided by their sum + 1e-20
+    scale: float  # what the weights are multiplied by in the end
+    forced_TK: Tensor | None = None  # int32 [T, K]: ids to take instead, a token's all different (benchmarks)
 
 
 def reference(args: ChooseExpertsArgs) -> Pairs:
-    """logits, bias float32; forced_TK int32: the ids to use instead, each at most once for a token (benchmarks)."""
+    """-> pairs that are there already (`ready` is None). It reads the ids on the host, so no graph can record it."""
     scores = torch.sigmoid(args.logits_TE)
     ids = args.forced_TK
     if ids is None:
@@ -125,6 +129,7 @@ def reference(args: ChooseExpertsArgs) -> Pairs:
 
 
 def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
+    """The pairs of ids int32 [T, K] and weights float32 [T, K]; a token's ids differ. Reads the ids on the host."""
     tokens, chosen = ids_TK.shape
     order = torch.argsort(ids_TK.flatten().long() * tokens + torch.arange(tokens).to(ids_TK).repeat_interleave(chosen))
     sorted_ids = ids_TK.flatten()[order].tolist()
@@ -150,11 +155,13 @@ _Launch = launch_record("decode/choose_experts.cu", "ChooseExpertsLaunch")
 
 @functools.cache
 def kernel_of(experts: int, chosen: int) -> CudaKernel:
+    """The program for so many experts and so many of them chosen."""
     defines = {"EXPERTS": experts, "CHOSEN": chosen}
     return CudaKernel("decode/choose_experts.cu", "choose_experts", _Launch, defines, _CHOOSING_BYTES, THREADS)
 
 
 def cuda(args: ChooseExpertsArgs) -> Pairs:
+    """The reference's result by one block, without the host."""
     logits_TE = args.logits_TE
     tokens, experts = logits_TE.shape
     pairs = Pairs.empty(tokens, args.chosen, experts, logits_TE.device)
@@ -173,16 +180,20 @@ def cuda(args: ChooseExpertsArgs) -> Pairs:
 
 
 def cuda_fits(args: ChooseExpertsArgs) -> bool:
+    """Whether one block can do it, a thread to a pair or an expert: 64 tokens, 512 pairs, 512 experts, 32 chosen."""
     tokens, experts = args.logits_TE.shape
     fits_one_block = tokens <= MOST_TOKENS and tokens * args.chosen <= MOST_PAIRS and experts <= MOST_EXPERTS
     return fits_one_block and args.chosen <= min(32, experts)
 
 
 def cost(args: ChooseExpertsArgs) -> Cost:
+    """The logits once, and 24 bytes for each pair's places in the lists."""
     return Cost(args.logits_TE.nbytes + args.logits_TE.shape[0] * args.chosen * 24)
 
 
 def cases() -> Iterator[Case]:
+    """Sizes of nano and of Kimi up to 64 tokens, and experts that are given."""
+
     def make(tokens: int, experts: int, chosen: int, forced: bool = False):
         def inputs(g: torch.Generator) -> ChooseExpertsArgs:
             logits = torch.randn(tokens, experts, generator=g)

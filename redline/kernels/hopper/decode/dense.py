@@ -23,9 +23,9 @@ from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, TILE_N, Tiled, p
 from redline.kernels.record import Record
 from redline.ops.op import Cost
 
-MOST_TOKENS = 8  # of dense.cu
-MOST_STREAMED = 64  # of the kernels in Triton
-MOST_PARTS = 256
+MOST_TOKENS = 8  # that dense.cu takes
+MOST_STREAMED = 64  # that the kernels in Triton take
+MOST_PARTS = 256  # of the squares that a product reads, so blocks of the product in front of it
 
 # Tensor cores cut off what does not fit when they add 16 products to a float32 sum: 2^-24 in the mean, always towards
 # zero. Of 18,432 inputs, and half as much again for partial sums and for 1 / rms.
@@ -45,8 +45,10 @@ _WITH_OPERANDS = ("PROJECT_A", "PROJECT_Q", "PROJECT_OUT")
 
 @dataclass(frozen=True)
 class Plan:
-    """How a product is cut up; dense.cu says what each means. Of these a result's bits depend on warps, units and
-    slices alone, which do not depend on the number of tokens."""
+    """How a product is cut up; dense.cu says what each number means.
+
+    Only warps, units and slices decide a result's bits, and they do not depend on the number of tokens.
+    """
 
     warps: int
     units: int
@@ -154,6 +156,7 @@ def kernel_of(launch: type[Record], epilogue: str, w: Tiled, tokens: int, **size
 
 
 def multiprocessors(device: torch.device) -> int:
+    """The device's multiprocessors; 132, an NVIDIA H200's, where there is no device to ask."""
     return 132 if emulating() or device.type != "cuda" else _multiprocessors(device)
 
 
@@ -163,7 +166,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def blocks_of(w: Tiled | Slabs) -> int:
-    """Blocks of a product, and so the parts of the squares that it leaves."""
+    """Blocks of a product in dense.cu, which is how many parts of squares it writes."""
     if isinstance(w, Slabs):
         return w.data.shape[0]
     return min(multiprocessors(w.data.device), w.data.shape[-4])
@@ -194,7 +197,7 @@ def streams(x: Tensor, w: Tiled | Slabs) -> bool:
 
 
 def product(x: Tensor, w: Tiled | Slabs) -> Tensor:
-    """x bf16 [T, K padded] -> W x, float32 [T, N]."""
+    """x bf16 [T, K padded] -> W x of each token, float32 [T, N]."""
     return x[:, : w.inputs].float() @ w.dense().float().T
 
 
@@ -217,7 +220,7 @@ def pad_columns(x: Tensor, to: int = PAD_K) -> Tensor:
 
 
 def cost_of(w: Tiled | Slabs, tokens: int, *others: Tensor) -> Cost:
-    """others: what is read or written beside the weights."""
+    """The weights once, and every tensor of `others`, read or written beside them; padding is counted in both."""
     return Cost(w.nbytes + sum(x.nbytes for x in others), 2 * tokens * w.data.numel())
 
 
@@ -225,11 +228,12 @@ def cost_of(w: Tiled | Slabs, tokens: int, *others: Tensor) -> Cost:
 
 
 def random_tiled(g: torch.Generator, *shape: int) -> Tiled:
+    """A weight of this shape whose products keep the variance of their inputs."""
     return Tiled.prepare((torch.randn(*shape, generator=g) * shape[-1] ** -0.5).to(torch.bfloat16))
 
 
 def random_x(g: torch.Generator, tokens: int, inputs: int) -> tuple[Tensor, Tensor]:
-    """x and its squares, in three parts."""
+    """(x bf16 [T, K padded], squares float32 [3, T padded to 8]) of a residual that grows from token to token."""
     residual = torch.randn(tokens, inputs, generator=g) * (torch.arange(tokens)[:, None] + 1)
     x = pad_columns((residual * (torch.rand(inputs, generator=g) + 0.5)).to(torch.bfloat16))
     return x, part_squares(residual, 3)

@@ -18,18 +18,15 @@ _Launch = launch_record("decode/embed.cu", "EmbedLaunch")
 
 
 class EmbedArgs(NamedTuple):
-    """What `embed` takes."""
+    """Looks up each token's embedding, and prepares what the first layer's product reads."""
 
-    ids_T: Tensor
-    table_VD: Tensor
-    gamma_D: Tensor
+    ids_T: Tensor  # int64 [T]
+    table_VD: Tensor  # bf16 [V, D]
+    gamma_D: Tensor  # float32 [D]: of the first layer's norm
 
 
 def reference(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """ids_T int64; table_VD bf16; gamma_D float32, of the first layer's norm.
-
-    -> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8])
-    """
+    """-> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [D padded / 128, T padded to 8])."""
     residual = args.table_VD[args.ids_T].float()
     x = dense.pad_columns((residual * args.gamma_D).to(torch.bfloat16))
     parts = dense.pad_columns(residual.pow(2)).unflatten(-1, (-1, COLUMNS)).sum(-1).T
@@ -43,6 +40,7 @@ def _kernel(d: int) -> CudaKernel:
 
 
 def cuda(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference's result; a block has 128 columns of 8 tokens."""
     table_VD = args.table_VD
     tokens, d, device = args.ids_T.shape[0], table_VD.shape[1], table_VD.device
     blocks = padded(d, COLUMNS) // COLUMNS
@@ -63,6 +61,7 @@ def cuda(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: EmbedArgs) -> bool:
+    """Whether there are 1 to 64 tokens, the table is bf16, and D is a multiple of 4: a lane has four columns."""
     return (
         1 <= args.ids_T.shape[0] <= dense.MOST_STREAMED
         and args.table_VD.dtype == torch.bfloat16
@@ -71,10 +70,13 @@ def fits(args: EmbedArgs) -> bool:
 
 
 def cost(args: EmbedArgs) -> Cost:
+    """The tokens' rows once, the residual and x once, and the norm's weights; operations are not counted."""
     return Cost(args.ids_T.shape[0] * args.table_VD.shape[1] * (2 + 4 + 2) + args.gamma_D.nbytes)
 
 
 def cases() -> Iterator[Case]:
+    """1 to 64 tokens at nano's and Kimi's widths and at an odd one; few rows of the table, since few are read."""
+
     def make(tokens: int, v: int, d: int):
         def inputs(g: torch.Generator) -> EmbedArgs:
             table = torch.randn(v, d, generator=g).to(torch.bfloat16)

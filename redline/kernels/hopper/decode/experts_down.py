@@ -21,31 +21,28 @@ from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 PIECE_BYTES = 16384  # of the shared expert, in one copy
-MOST_MEMORY = 227 * 1024
+MOST_MEMORY = 227 * 1024  # bytes of shared memory that a block can have
 FEW = 8  # tokens whose sums are kept in registers
-PAIRS = 4  # of an expert that one copy of its weights serves, where their x fits
+PAIRS = 4  # of an expert that one copy of its weights serves, where their h fits beside it
 
 Result = tuple[Tensor, Tensor, Tensor]
 
 
 class ExpertsDownArgs(NamedTuple):
-    """What `experts_down` takes."""
+    """Multiplies the pairs' hidden rows down, adds them and the shared expert to the residual, and prepares x."""
 
-    h: Tensor
-    pairs: Pairs
-    weights: Records
+    h: Tensor  # [pairs, I padded], of `experts_up` in its format: f16, or bf16 for BF16 experts
+    pairs: Pairs  # who goes where
+    weights: Records  # "down" [E, D, I]
+    # bf16 [T, Is padded to 128]: the shared expert's hidden rows; None, as shared_w: there is none
     shared_h: Tensor | None
-    shared_w: Slabs | None
-    residual_TD: Tensor
-    gamma_next: Tensor
+    shared_w: Slabs | None  # [D, Is]
+    residual_TD: Tensor  # float32 [T, D]; read
+    gamma_next: Tensor  # float32 [D]: of the norm that follows
 
 
 def reference(args: ExpertsDownArgs) -> Result:
-    """h [pairs, I padded] of `experts_up`; weights "down" [E, D, I]; shared_h bf16 [T, Is padded to 128];
-    residual, gamma float32.
-
-    -> residual float32 [T, D], x bf16 [T, D padded to 128], squares float32 [D padded / 64, T padded to 8].
-    """
+    """-> (residual float32 [T, D], x bf16 [T, D padded to 128], squares float32 [D padded / 64, T padded to 8])."""
     pairs, weights, shared_w = args.pairs, args.weights, args.shared_w
     residual = args.residual_TD.clone()
     width, firsts = decode_h(args.h, weights.inputs, weights.kind), pairs.slot_first.tolist()
@@ -67,7 +64,10 @@ _Launch = launch_record("decode/experts_down.cu", "ExpertsDownLaunch")
 
 @functools.cache
 def kernel_of(form: Form, shared: int, hidden: int, room: int) -> CudaKernel:
-    """room: tokens; the sums of each take 1 KB of shared memory where there are more than eight."""
+    """The program for `room` tokens at most. shared: Is padded, or 0.
+
+    The sums of a token take 1 KB of shared memory where there are more than eight tokens.
+    """
     few = form.kind != "BF16" and room <= FEW
     chunk = min(room, 8 if room < MOST_TOKENS else 4)
     fixed = (room * (2 * shared + 64) if shared else 0) if few else 1024 * room
@@ -88,7 +88,10 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int) -> CudaKernel:
 
 
 def cuda(args: ExpertsDownArgs) -> Result:
-    """The launch in front must be `experts_up`, whose blocks have seen `pairs` whole before this grid may begin."""
+    """The reference's result; a block has 64 outputs.
+
+    The launch in front must be `experts_up`: its blocks have seen all of `pairs` before this grid may begin.
+    """
     pairs, shared_h, residual_TD = args.pairs, args.shared_h, args.residual_TD
     (tokens, d), device = residual_TD.shape, residual_TD.device
     x_width = padded(d, PAD_K)
@@ -122,6 +125,7 @@ def _room(tokens: int) -> int:
 
 
 def cuda_fits(args: ExpertsDownArgs) -> bool:
+    """Whether h and shared_h are padded as the weights are, and the lists fit in shared memory as in `experts_up`."""
     whole = args.h.shape[1] == args.weights.form.width
     shared_fits = args.shared_h is None or (
         args.shared_w is not None and args.shared_h.shape[1] == padded(args.shared_w.inputs, PAD_K)
@@ -133,7 +137,7 @@ def cuda_fits(args: ExpertsDownArgs) -> bool:
 
 
 def cost(args: ExpertsDownArgs) -> Cost:
-    """Bytes of the experts that are really chosen, once each."""
+    """Bytes of the experts that are really chosen, once each; of the shared expert, and of the tokens' rows."""
     weights, shared_w = args.weights, args.shared_w
     tokens, d = args.residual_TD.shape
     moved = weights.nbytes // weights.experts * args.pairs.ids.unique().numel() + args.h.nbytes + 10 * tokens * d
@@ -144,6 +148,8 @@ def cost(args: ExpertsDownArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
+    """Each kind of weights: few and many tokens, more pairs of an expert than a stage holds, no shared expert."""
+
     def make(kind: Kind, tokens: int, hidden: int, width: int, shared: int, experts: int, chosen: int):
         def inputs(g: torch.Generator) -> ExpertsDownArgs:
             records = Records.prepare("down", random_experts(g, kind, "down", experts, hidden, width))

@@ -23,8 +23,10 @@ _HIGH = 0.0625  # of elements 2, 3, 6 and 7 of each eight: blocks/int4_chains.cu
 
 
 def encode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
-    """h float32 [pairs, I] -> [pairs, width], as `experts_down` takes it: f16 for INT4, elements 2 and 3 of each four
-    over 16; f16 for NVFP4; bf16 for BF16."""
+    """h float32 [pairs, I] -> [pairs, width], filled with zeros, in the format that `experts_down` takes.
+
+    f16 for INT4, elements 2 and 3 of each four divided by 16; f16 for NVFP4; bf16 for BF16.
+    """
     full = F.pad(h, (0, width - h.shape[1]))
     if kind == "INT4":
         full = (full.unflatten(-1, (-1, 2, 2)) * torch.tensor([[1.0], [_HIGH]], device=h.device)).flatten(1)
@@ -32,7 +34,7 @@ def encode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
 
 
 def decode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
-    """float32 [pairs, I]"""
+    """`encode_h` undone: h float32 [pairs, width]."""
     full = h.float()
     if kind == "INT4":
         full = (full.unflatten(-1, (-1, 2, 2)) / torch.tensor([[1.0], [_HIGH]], device=h.device)).flatten(1)
@@ -40,22 +42,23 @@ def decode_h(h: Tensor, width: int, kind: Kind) -> Tensor:
 
 
 def padded_width(weights: Records) -> int:
+    """I of "up" records as h has it: padded to the rows of their tiles."""
     return 8 * weights.form.tiles
 
 
 class ExpertsUpArgs(NamedTuple):
-    """What `experts_up` takes."""
+    """Multiplies each pair's normed token up, through SwiGLU, and weighs it."""
 
-    x: Tensor
-    rstd: Tensor
-    weights: Records
-    pairs: Pairs
+    x: Tensor  # bf16 [T, D padded to 128], not yet normed
+    rstd: Tensor  # float32 [T or more]: 1 / rms of each token, which x is multiplied by
+    weights: Records  # "up" [E, 2 I, D], gate first
+    pairs: Pairs  # who goes where
 
 
 def reference(args: ExpertsUpArgs) -> Tensor:
-    """x bf16 [T, D padded to 128], not yet normed; rstd float32 [T or more]; weights "up" [E, 2 I, D].
+    """-> h [pairs, I padded], in the format of `encode_h`.
 
-    INT4 and NVFP4 are multiplied by the normed x in float16. -> [pairs, I padded], in the form of `encode_h`.
+    INT4 and NVFP4 weights are multiplied by the normed x in float16, BF16 ones by x in float32.
     """
     x, weights, pairs = args.x, args.weights, args.pairs
     normed = x[:, : weights.inputs].float() * args.rstd[: x.shape[0], None]
@@ -75,6 +78,7 @@ _Launch = launch_record("decode/experts_up.cu", "ExpertsUpLaunch")
 
 @functools.cache
 def kernel_of(form: Form, x_inputs: int) -> CudaKernel:
+    """The program for records of this form and rows of x of this width."""
     stages = 3 if form.inputs <= MOST_KEPT else 2  # of 16 KB for each group of four warps, at Kimi's sizes
     defines = {"FORMAT": form.kind, "SLICES": form.slices, "SLICE": form.inputs, "PART": form.part}
     defines |= {"X": x_inputs, "TILES": form.tiles, "STAGES": stages}
@@ -86,11 +90,12 @@ def kernel_of(form: Form, x_inputs: int) -> CudaKernel:
 
 
 def blocks(device: torch.device) -> int:
-    """One to a multiprocessor."""
+    """Blocks of a launch, one to a multiprocessor; a few under emulation."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else EMULATED_BLOCKS
 
 
 def cuda(args: ExpertsUpArgs) -> Tensor:
+    """The reference's result; waits on the device for `pairs.ready` where `gates` makes the lists."""
     x, weights, pairs = args.x, args.weights, args.pairs
     form = weights.form
     dtype = torch.bfloat16 if weights.kind == "BF16" else torch.float16
@@ -116,13 +121,14 @@ def cuda(args: ExpertsUpArgs) -> Tensor:
 
 
 def cuda_fits(args: ExpertsUpArgs) -> bool:
+    """Whether the lists fit in shared memory (64 tokens, 512 pairs, under 512 slots) and a slice of x in registers."""
     form = args.weights.form
     lists_fit = args.x.shape[0] <= MOST_TOKENS and len(args.pairs) <= MOST_PAIRS and args.pairs.most < MOST_PAIRS
     return lists_fit and form.inputs <= MOST_INPUTS and args.x.shape[1] == padded(args.weights.inputs, PAD_K)
 
 
 def cost(args: ExpertsUpArgs) -> Cost:
-    """Bytes of the experts that are really chosen, once each."""
+    """Bytes of the experts that are really chosen, once each, of x and of h; operations of each pair's product."""
     weights, pairs = args.weights, args.pairs
     chosen, width = pairs.ids.unique().numel(), weights.outputs // 2
     moved = weights.nbytes // weights.experts * chosen + args.x.nbytes + 2 * len(pairs) * width
@@ -130,16 +136,20 @@ def cost(args: ExpertsUpArgs) -> Cost:
 
 
 def some_pairs(g: torch.Generator, tokens: int, experts: int, chosen: int) -> Pairs:
+    """Pairs of random experts and weights, each token's experts different."""
     ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
     return list_pairs(ids, torch.rand(tokens, chosen, generator=g), experts)
 
 
 def random_x(g: torch.Generator, tokens: int, hidden: int) -> Tensor:
+    """x bf16 [T, D padded to 128] of normal numbers."""
     x = torch.randn(tokens, hidden, generator=g).to(torch.bfloat16)
     return F.pad(x, (0, padded(hidden, PAD_K) - hidden))
 
 
 def cases() -> Iterator[Case]:
+    """Each kind of weights, K in 4, 8 and 16 slices, up to 64 tokens."""
+
     def make(kind: Kind, tokens: int, hidden: int, width: int, experts: int, chosen: int):
         def inputs(g: torch.Generator) -> ExpertsUpArgs:
             weight = random_experts(g, kind, "up", experts, 2 * width, hidden)

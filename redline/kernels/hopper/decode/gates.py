@@ -1,6 +1,6 @@
 """The router and the shared expert's hidden row for T <= 64 tokens.    D hidden, E experts, I width.
 
-Of up to 8 tokens the logits are finished early, and the choice of experts too, while the rest still streams.
+With up to 8 tokens the logits are finished early, and the choice of experts too, while the rest still streams.
 
 One weight and so one stream, made by `gates_weight`: [router E rows, padded to 16 | tiles of 8 gate and 8 up rows].
 Without a router (E = 0) it is the first half of a dense MLP.
@@ -30,7 +30,7 @@ Result = tuple[Tensor, Tensor, Tensor, Pairs | None]
 
 
 def gates_weight(router: Tensor | None, gate_up: Tensor) -> Tiled:
-    """router bf16 [E, D] or None, gate_up bf16 [2 I, D] (gate first), I divisible by 8."""
+    """The weight of `gates`: router bf16 [E, D] or None, gate_up bf16 [2 I, D], gate first, I divisible by 8."""
     width = gate_up.shape[0] // 2
     assert width % HALF == 0, f"tiles have 8 gates and 8 ups, got a width of {width}"
     mixed = gate_up.unflatten(0, (2, -1, HALF)).transpose(0, 1).flatten(0, 2)
@@ -47,22 +47,21 @@ def gates_parts(w: Tiled, experts: int) -> tuple[Tensor, Tensor]:
 
 
 class GatesArgs(NamedTuple):
-    """What `gates` takes."""
+    """Multiplies with the router and the shared expert's gate and up, and chooses the experts where asked to."""
 
-    x: Tensor
-    squares: Tensor
-    w: Tiled
-    experts: int
-    width: int
-    eps: float
-    choice: RouterChoice | None = None
+    x: Tensor  # bf16 [T, D padded], as `dense` has it
+    squares: Tensor  # float32 [parts, T padded to 8]: of x's residual
+    w: Tiled  # as `gates_weight` makes it: E rows padded to 16, then 2 I rows
+    experts: int  # E; 0: a dense MLP
+    width: int  # I
+    eps: float  # of the norm that x waits for
+    choice: RouterChoice | None = None  # how experts are chosen, its `finished` is written; None: they are not
 
 
 def reference(args: GatesArgs) -> Result:
-    """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w of `gates_weight`, E experts, I width.
+    """-> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [T padded to 8], pairs).
 
-    -> (logits float32 [T, E], h = silu(gate) * up bf16 [T, I padded], 1 / rms float32 [T padded to 8], zero where no
-    token is, and what `choose_experts` makes of the logits, if there is a choice)
+    1 / rms is zero where no token is. pairs: what `choose_experts` makes of the logits; None without a choice.
     """
     x, w = args.x, args.w
     tokens, (router, gate_up) = x.shape[0], gates_parts(w, args.experts)
@@ -83,6 +82,7 @@ def reference(args: GatesArgs) -> Result:
 
 
 def cuda(args: GatesArgs) -> Result:
+    """The reference's result: one launch up to 8 tokens; above, Triton's product and then `choose_experts`."""
     x, squares, w, experts, width, choice = args.x, args.squares, args.w, args.experts, args.width, args.choice
     tokens, width_padded, device = x.shape[0], padded(width, PAD_K), x.device
     if tokens > dense.MOST_TOKENS:
@@ -127,6 +127,7 @@ def cuda(args: GatesArgs) -> Result:
 
 
 def fits(args: GatesArgs) -> bool:
+    """Whether there are 1 to 64 tokens as `dense` writes them and at most 512 experts, 32 of them chosen."""
     choosable = args.choice is None or (args.experts <= MOST_EXPERTS and args.choice.chosen <= min(32, args.experts))
     return (
         (dense.fits(args.x, args.w) or dense.streams(args.x, args.w))
@@ -136,6 +137,7 @@ def fits(args: GatesArgs) -> bool:
 
 
 def cost(args: GatesArgs) -> Cost:
+    """The weight, x and the squares once, logits and h; what is chosen is too little to count."""
     tokens = args.x.shape[0]
     return dense.cost_of(args.w, tokens, args.x, args.squares) + Cost(tokens * (4 * args.experts + 2 * args.width))
 
@@ -143,6 +145,7 @@ def cost(args: GatesArgs) -> Cost:
 def random_choice(
     g: torch.Generator, tokens: int, experts: int, chosen: int, forced: bool = False
 ) -> RouterChoice | None:
+    """A choice of `chosen` experts by a random bias, or of random given ids; None where none are chosen."""
     if not chosen:
         return None
     ids = torch.stack([torch.randperm(experts, generator=g)[:chosen] for _ in range(tokens)]).to(torch.int32)
@@ -151,6 +154,8 @@ def random_choice(
 
 
 def cases() -> Iterator[Case]:
+    """1 to 64 tokens at sizes of nano and of Kimi and at odd ones, with and without a router, experts given."""
+
     def make(tokens: int, d: int, experts: int, width: int, chosen: int = 0, forced: bool = False):
         def inputs(g: torch.Generator) -> GatesArgs:
             def weight(rows: int) -> Tensor:

@@ -16,20 +16,21 @@ _Launch = launch_record("decode/dense.cu", "HeadLaunch")
 
 
 class HeadArgs(NamedTuple):
-    """What `head` takes."""
+    """Multiplies each token's last state, normed as it is read, with the head."""
 
-    x: Tensor
-    squares: Tensor
-    w: Tiled
-    eps: float
+    x: Tensor  # bf16 [T, D padded]: as `dense` has it, or normed already with `squares` and eps that give an rms of 1
+    squares: Tensor  # float32 [parts, 8]: of x's residual
+    w: Tiled  # [V, D]
+    eps: float  # of the last norm
 
 
 def reference(args: HeadArgs) -> Tensor:
-    """x bf16 [T, D padded], squares float32 [parts, 8] (`dense`); w [V, D]. -> logits float32 [T, V]."""
+    """-> logits float32 [T, V]."""
     return dense.product(args.x, args.w) * dense.rstd_of(args.squares, args.x.shape[0], args.w.inputs, args.eps)
 
 
 def cuda(args: HeadArgs) -> Tensor:
+    """The reference's result by dense.cu."""
     x, w = args.x, args.w
     kernel, blocks = dense.kernel_of(_Launch, "HEAD", w, x.shape[0])
     logits = torch.empty(x.shape[0], w.outputs, device=x.device)
@@ -47,15 +48,19 @@ def cuda(args: HeadArgs) -> Tensor:
 
 
 def fits(args: HeadArgs) -> bool:
+    """Whether dense.cu takes it: 1 to 8 tokens, bf16, an even V, and at most 256 parts of squares."""
     return dense.fits(args.x, args.w) and args.squares.shape[0] <= dense.MOST_PARTS
 
 
 def cost(args: HeadArgs) -> Cost:
+    """The head, x and the squares once, and the logits."""
     x = args.x
     return dense.cost_of(args.w, x.shape[0], x, args.squares) + Cost(4 * x.shape[0] * args.w.outputs)
 
 
 def cases() -> Iterator[Case]:
+    """1 to 8 tokens at sizes of nano and of Kimi and at odd ones."""
+
     def make(tokens: int, v: int, d: int):
         def inputs(g: torch.Generator) -> HeadArgs:
             return HeadArgs(*dense.random_x(g, tokens, d), dense.random_tiled(g, v, d), 1e-5)

@@ -20,21 +20,17 @@ _Launch = launch_record("decode/dense.cu", "ProjectALaunch")
 
 
 class ProjectAArgs(NamedTuple):
-    """What `project_a` takes."""
+    """Multiplies the normed residual with W_a: low-rank queries, and raw latents and keys."""
 
-    x: Tensor
-    squares: Tensor
-    w: Tiled
-    gamma_Q: Tensor
-    eps: float
+    x: Tensor  # bf16 [T, D padded], as `dense` has it
+    squares: Tensor  # float32 [parts, T padded to 8]: of x's residual
+    w: Tiled  # [Rq + R + P, D]
+    gamma_Q: Tensor  # float32 [Rq]: of the queries' norm
+    eps: float  # of the norm that x waits for
 
 
 def reference(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """x bf16 [T, D padded], squares float32 [parts, T padded to 8]; w [Rq + R + P, D];
-    gamma_Q float32 [Rq], of the query's norm.
-
-    -> (q_a bf16 [T, Rq padded], its squares float32 [parts, T padded to 8], kv float32 [T, R + P])
-    """
+    """-> (q_a bf16 [T, Rq padded], its squares float32 [parts, T padded to 8], kv float32 [T, R + P])."""
     w = args.w
     tokens, rank_q = args.x.shape[0], args.gamma_Q.shape[0]
     y = dense.product(args.x, w) * dense.rstd_of(args.squares, tokens, w.inputs, args.eps)
@@ -44,6 +40,7 @@ def reference(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference's result: dense.cu up to 8 tokens, Triton up to 64; they differ in how many parts squares have."""
     x, squares, w, gamma_Q = args.x, args.squares, args.w, args.gamma_Q
     tokens, rank_q = x.shape[0], gamma_Q.shape[0]
     if tokens > dense.MOST_TOKENS:
@@ -72,18 +69,22 @@ def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: ProjectAArgs) -> bool:
+    """Whether there are 1 to 64 tokens as `dense` writes them; up to 8 also an even Rq: a thread stores two outputs."""
     if args.squares.shape[0] > dense.MOST_PARTS:
         return False
     return dense.streams(args.x, args.w) or (dense.fits(args.x, args.w) and args.gamma_Q.shape[0] % 2 == 0)
 
 
 def cost(args: ProjectAArgs) -> Cost:
+    """The weight and what is read beside it once, q_a and kv."""
     tokens, rank_q = args.x.shape[0], args.gamma_Q.shape[0]
     written = Cost(tokens * (2 * rank_q + 4 * (args.w.outputs - rank_q)))
     return dense.cost_of(args.w, tokens, args.x, args.squares, args.gamma_Q) + written
 
 
 def cases() -> Iterator[Case]:
+    """1 to 64 tokens at sizes of nano and of Kimi and at odd ones."""
+
     def make(tokens: int, d: int, rank_q: int, kv: int):
         def inputs(g: torch.Generator) -> ProjectAArgs:
             x, squares = dense.random_x(g, tokens, d)

@@ -21,22 +21,17 @@ _Launch = launch_record("decode/dense.cu", "ProjectOutLaunch")
 
 
 class ProjectOutArgs(NamedTuple):
-    """What `project_out` takes."""
+    """Adds W y to the residual, and prepares x of the norm that follows."""
 
-    y: Tensor
-    w: Tiled | Slabs
-    residual_TD: Tensor
-    gamma_D: Tensor
-    routed_TD: Tensor | None = None
+    y: Tensor  # bf16 [T, K padded to 128]; it is not normed
+    w: Tiled | Slabs  # [D, K]; slabs only with more than 8 tokens
+    residual_TD: Tensor  # float32 [T, D]; read
+    gamma_D: Tensor  # float32 [D]: of the norm that follows
+    routed_TD: Tensor | None = None  # float32 [T, D]: added as well; only with more than 8 tokens
 
 
 def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """y bf16 [T, K padded]; w [D, K]; residual float32 [T, D]; gamma_D float32 [D], of the norm that follows;
-    routed_TD float32: added as well.
-
-    -> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8]); `dense` says what
-    they are.
-    """
+    """-> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8]), as in `dense`."""
     residual = args.residual_TD + dense.product(args.y, args.w)
     if args.routed_TD is not None:
         residual += args.routed_TD
@@ -45,6 +40,7 @@ def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
+    """The reference's result: dense.cu up to 8 tokens, Triton up to 64; they differ in how many parts squares have."""
     y, w = args.y, args.w
     tokens, d_padded = y.shape[0], padded(w.outputs, PAD_K)
     if tokens > dense.MOST_TOKENS:
@@ -74,17 +70,21 @@ def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def fits(args: ProjectOutArgs) -> bool:
+    """Whether there are 9 to 64 tokens, or 1 to 8 with tiles and nothing routed: dense.cu reads no slabs."""
     w = args.w
     return dense.streams(args.y, w) or (isinstance(w, Tiled) and args.routed_TD is None and dense.fits(args.y, w))
 
 
 def cost(args: ProjectOutArgs) -> Cost:
+    """The weight and y once, the residual read and written, x, and what is routed."""
     y = args.y
     read = [y, args.residual_TD, args.residual_TD, args.gamma_D, *([] if args.routed_TD is None else [args.routed_TD])]
     return dense.cost_of(args.w, y.shape[0], *read) + Cost(2 * y.shape[0] * args.w.outputs)
 
 
 def cases() -> Iterator[Case]:
+    """Attention, a dense MLP and a shared expert at sizes of nano and of Kimi, up to 64 tokens, and odd sizes."""
+
     def make(tokens: int, d: int, k: int, *, shared: bool = False):
         def inputs(g: torch.Generator) -> ProjectOutArgs:
             y, _ = dense.random_x(g, tokens, k)

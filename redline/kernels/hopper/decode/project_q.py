@@ -24,30 +24,25 @@ MOST_ROW = 1024  # R + P: two numbers of a thread
 
 
 class ProjectQArgs(NamedTuple):
-    """What `project_q` takes."""
+    """Multiplies the low-rank queries with W_q, rotates them, and writes each token's row into its page."""
 
-    q_a: Tensor
-    squares: Tensor
-    w: Tiled
-    heads: int
-    kv: Tensor
-    gamma_R: Tensor
-    cos: Tensor
-    sin: Tensor
-    rows_T: Tensor
+    q_a: Tensor  # bf16 [T, Rq padded]: of `project_a`, not yet divided by its rms
+    squares: Tensor  # float32 [parts, T padded to 8]: of q_a
+    w: Tiled  # [H (N + P), Rq]
+    heads: int  # H
+    kv: Tensor  # float32 [T, R + P]: of `project_a`
+    gamma_R: Tensor  # float32 [R]: of the latent's norm
+    cos: Tensor  # float32 [T, P / 2]: of the angles of each token's position
+    sin: Tensor  # float32 [T, P / 2]
+    rows_T: Tensor  # int64 [T]: page * 64 + place, where each token's row goes
+    # [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating); written at rows_T. Pages are contiguous, and may
+    # lie apart.
     plane: Tensor
-    eps: float
+    eps: float  # of both norms
 
 
 def reference(args: ProjectQArgs) -> Tensor:
-    """q_a bf16 [T, Rq padded], squares float32 [parts, T padded to 8], kv float32 [T, R + P]: of `project_a`.
-
-    gamma_R float32 [R], of the latent's norm; cos, sin float32 [T, P / 2]; rows_T int64: page * 64 + place;
-    plane [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating), its pages contiguous each, whatever lies
-    between them. eps of both norms. -> q bf16 [T, H, N + P].
-
-    Writes the plane at rows_T.
-    """
+    """-> q bf16 [T, H, N + P], the last P of each head rotated."""
     kv, cos, plane = args.kv, args.cos, args.plane
     tokens, rank, rope = args.q_a.shape[0], args.gamma_R.shape[0], 2 * cos.shape[1]
     q = (dense.product(args.q_a, args.w) * dense.rstd_of(args.squares, tokens, args.w.inputs, args.eps)).unflatten(
@@ -61,6 +56,7 @@ def reference(args: ProjectQArgs) -> Tensor:
 
 
 def cuda(args: ProjectQArgs) -> Tensor:
+    """The reference's result: dense.cu up to 8 tokens, Triton up to 64."""
     q_a, squares, w, heads, gamma_R, cos, plane = (
         args.q_a,
         args.squares,
@@ -99,6 +95,11 @@ def cuda(args: ProjectQArgs) -> Tensor:
 
 
 def fits(args: ProjectQArgs) -> bool:
+    """Whether there are 1 to 64 tokens as `dense` writes them, and the pages' rows divide over threads.
+
+    Pairs of numbers are rotated and stored together, so R and N + P are even; a thread of dense.cu has at most one pair
+    of a row, and a block at most one token's row.
+    """
     q_a, w = args.q_a, args.w
     rank, row = args.gamma_R.shape[0], args.kv.shape[1]
     return (
@@ -112,6 +113,7 @@ def fits(args: ProjectQArgs) -> bool:
 
 
 def cost(args: ProjectQArgs) -> Cost:
+    """The weight and what is read beside it once, the queries and the pages' rows."""
     tokens = args.q_a.shape[0]
     written = Cost(tokens * (2 * args.w.outputs + args.kv.shape[1] * args.plane.element_size()))
     return (
@@ -121,6 +123,8 @@ def cost(args: ProjectQArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
+    """Every format of pages, 1 to 64 tokens at sizes of nano and of Kimi and at odd ones."""
+
     def make(tokens: int, sizes: tuple[int, int, int, int, int], dtype: torch.dtype):
         def inputs(g: torch.Generator) -> ProjectQArgs:
             rank_q, heads, nope, rope, rank = sizes

@@ -1,4 +1,4 @@
-"""Splits of attention combined and taken out of the latent space: o = W_UV latent.
+"""Combines the splits of attention and takes them out of the latent space: o = W_UV latent.
 
 Q queries, H heads, S splits, R rank, V value. 8.4 MB of weights at Kimi's sizes, read once: 128 blocks, (head, half of
 V), each with its 64 KB in flight before the grid in front has ended, small enough to begin beside blocks of `attend`.
@@ -27,19 +27,15 @@ _Launch = launch_record("decode/unabsorb.cu", "UnabsorbLaunch")
 
 
 class UnabsorbArgs(NamedTuple):
-    """What `unabsorb` takes."""
+    """Combines each query's splits to one latent a head, and multiplies it with the head's W_UV."""
 
-    partial_QHSR: Tensor
-    lse_QHS: Tensor
-    w_uv: Tiled
+    partial_QHSR: Tensor  # bf16 [Q, H, S, R]: of `attend`
+    lse_QHS: Tensor  # float32 [Q, H, S], natural: of `attend`; -inf: the split holds nothing, nor do those behind it
+    w_uv: Tiled  # [H, V, R]
 
 
 def _reference(args: UnabsorbArgs) -> Tensor:
-    """partial bf16 [Q, H, S, R], lse float32 [Q, H, S] (natural) of `attend`; w_uv [H, V, R].
-
-    Splits with a log-sum-exp of -inf are the last ones, and are not read; where all are, o is 0.
-    -> o bf16 [Q, H V padded to 128 with zeros].
-    """
+    """-> o bf16 [Q, H V padded to 128 with zeros]. Splits that hold nothing are not read; where all do, o is 0."""
     partial_QHSR = args.partial_QHSR
     holds = args.lse_QHS > -torch.inf
     shares = args.lse_QHS.softmax(-1).where(holds, 0.0)
@@ -81,6 +77,7 @@ def _cuda(args: UnabsorbArgs) -> Tensor:
 
 
 def _cuda_fits(args: UnabsorbArgs) -> bool:
+    """Whether there are at most 132 splits, R is 128, 256 or 512, and half a head's W_UV divides over 16 warps."""
     w_uv = args.w_uv
     splits, rank = args.partial_QHSR.shape[2:]
     tiles = w_uv.shape[1] // 32  # rows of a block, 16 each; the other warps share R

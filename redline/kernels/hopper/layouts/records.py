@@ -33,7 +33,7 @@ Weight = Int4 | Nvfp4 | Tensor  # [E, N, K], or of one expert [N, K]; a tensor i
 
 TILE_ROWS = 16
 MOST_INPUTS = 512  # of a slice: the fragments of x take a register for every eight
-MOST_KEPT = 448  # where they are kept in registers from row tile to row tile
+MOST_KEPT = 448  # of a slice whose fragments stay in registers from row tile to row tile
 BF16_INPUTS = 128  # of a BF16 record at most: 4 KB
 SLAB_ROWS = 64  # of a block of `experts_down`: four row tiles, one for each warp of a group
 _ZERO_CODES = -0x77777778  # eight codes of 8
@@ -43,8 +43,11 @@ _SIGN, _MAGNITUDE = (15, 12, 14, 13), (9, 6, 3, 0)  # of four values in half a w
 
 @dataclass(frozen=True)
 class Form:
-    """How a matrix [N, K] is cut. tiles: of 16 rows, padding counted; slices of `inputs`, one to a warp; of these a
-    record holds `part`."""
+    """How a matrix [N, K] is cut into records.
+
+    tiles: of 16 rows, the padding counted. slices: of K, `inputs` inputs each, one to a warp. part: inputs that a
+    record holds.
+    """
 
     kind: Kind
     use: Use
@@ -55,20 +58,22 @@ class Form:
 
     @property
     def parts(self) -> int:
+        """Records of a slice."""
         return self.inputs // self.part
 
     @property
     def width(self) -> int:
-        """K, padded."""
+        """K, padded to whole slices."""
         return self.slices * self.inputs
 
     @property
     def record_bytes(self) -> int:
+        """Bytes of one record, its codes and scales."""
         return {"INT4": 9 * self.part, "NVFP4": 9 * self.part + 16, "BF16": 2 * TILE_ROWS * self.part}[self.kind]
 
 
 def up_form(kind: Kind, width: int, hidden: int) -> Form:
-    """Of gate and up [2 I, D]: a row tile is 8 rows of gate, then their 8 rows of up; 4, 8 or 16 warps share K."""
+    """The form of gate and up [2 I, D]: a row tile is 8 rows of gate, then their 8 of up; 4, 8 or 16 warps share K."""
     slices = next((n for n in (4, 8) if _slice(hidden, n) <= MOST_KEPT), 16)
     inputs = _slice(hidden, slices)
     part = (BF16_INPUTS if inputs % BF16_INPUTS == 0 else 64) if kind == "BF16" else inputs
@@ -76,7 +81,7 @@ def up_form(kind: Kind, width: int, hidden: int) -> Form:
 
 
 def down_form(kind: Kind, hidden: int, width: int) -> Form:
-    """Of down [D, I]. D is padded to whole slabs and to the input of the products that follow."""
+    """The form of down [D, I]: D is padded to 128, which is whole slabs and what the products that follow read."""
     slices = -(-width // (BF16_INPUTS if kind == "BF16" else MOST_INPUTS))
     inputs = BF16_INPUTS if kind == "BF16" else _slice(width, slices)
     return Form(kind, "down", padded(hidden, PAD_K) // TILE_ROWS, slices, inputs, inputs)
@@ -87,6 +92,7 @@ def _slice(inputs: int, slices: int) -> int:
 
 
 def kind_of(weight: Weight) -> Kind:
+    """Which kind of records holds this weight; a tensor is taken as bf16."""
     match weight:
         case Int4():
             return "INT4"
@@ -97,7 +103,7 @@ def kind_of(weight: Weight) -> Kind:
 
 
 def one_of(weight: Weight, expert: int) -> Weight:
-    """[E, N, K] -> [N, K]"""
+    """One expert's weight: [E, N, K] -> [N, K], a view."""
     match weight:
         case Int4(packed, scale):
             return Int4(packed[expert], scale[expert])
@@ -109,7 +115,9 @@ def one_of(weight: Weight, expert: int) -> Weight:
 
 @dataclass(frozen=True)
 class Records:
-    """Experts of one kind. data uint8: up [E, tiles, slices parts, record]; down [E, tiles / 4, slices, 4, record].
+    """One projection of all experts of a layer, all of one kind. outputs: N. inputs: K.
+
+    data: uint8, of "up" [E, tiles, slices parts, record bytes], of "down" [E, tiles / 4, slices, 4, record bytes].
 
     The BF16 records of a row tile are in the order of K; of the other kinds a slice is one record.
     """
@@ -130,7 +138,7 @@ class Records:
 
     @staticmethod
     def prepare(use: Use, weight: Weight) -> "Records":
-        """weight [E, N, K] on any device: up is gate and up, gate first. Expert by expert: small temporaries."""
+        """weight [E, N, K] on any device, of "up" gate first. One expert at a time, so that temporaries stay small."""
         experts, outputs, inputs = weight.shape
         device = (weight if isinstance(weight, Tensor) else weight.scale).device
         records = Records.empty(use, experts, outputs, inputs, device, kind_of(weight))
@@ -139,7 +147,7 @@ class Records:
         return records
 
     def put(self, expert: int, weight: Weight) -> None:
-        """weight [N, K]"""
+        """Lays out the weight [N, K] of one expert, which must be of the records' kind."""
         assert kind_of(weight) == self.kind, f"{self.kind} records were given a weight that is {kind_of(weight)}"
         first = 0
         for part in self._parts(weight):
@@ -150,7 +158,7 @@ class Records:
             first += whole.shape[-1]
 
     def expert(self, expert: int) -> Weight:
-        """[N, K]: the weight that was given, bit for bit."""
+        """The weight [N, K] of one expert as it was given, bit for bit."""
         form, whole = self.form, self.data[expert]
         if self.use == "down":
             whole = whole.transpose(1, 2).flatten(0, 1)
@@ -164,7 +172,7 @@ class Records:
                 return self._bf16(whole)
 
     def dense(self, expert: int) -> Tensor:
-        """float32 [N, K]: what the weight stands for."""
+        """The numbers of one expert's weight, float32 [N, K]."""
         weight = self.expert(expert)
         return weight.float() if isinstance(weight, Tensor) else weight.dequantize()
 
@@ -250,19 +258,22 @@ class Records:
 
     @functools.cached_property
     def form(self) -> Form:
+        """How each expert's matrix is cut."""
         return _form(self.kind, self.use, self.outputs, self.inputs)
 
     @property
     def experts(self) -> int:
+        """E."""
         return self.data.shape[0]
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """[E, N, K]"""
+        """(E, N, K), the padding left out."""
         return self.experts, self.outputs, self.inputs
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the data, the padding counted."""
         return self.data.nbytes
 
 
@@ -290,7 +301,7 @@ def _deinterleave(words: Tensor) -> Tensor:
 
 
 def random_experts(g: torch.Generator, kind: Kind, use: Use, experts: int, outputs: int, inputs: int) -> Weight:
-    """[E, N, K]: any codes, and scales that keep the variance of a product's inputs; on the generator's device."""
+    """A weight [E, N, K] of this kind whose products keep the variance of their inputs; on the generator's device."""
     match kind:
         case "INT4":
             return random_int4(g, experts, outputs, inputs)
@@ -302,6 +313,7 @@ def random_experts(g: torch.Generator, kind: Kind, use: Use, experts: int, outpu
 
 
 def random_int4(g: torch.Generator, experts: int, outputs: int, inputs: int) -> Int4:
+    """INT4 [E, N, K] of any codes; scales keep the variance of a product's inputs. On the generator's device."""
     codes, groups = (experts, outputs, inputs // 8), (experts, outputs, inputs // INT4_GROUP)
     packed = torch.randint(-(2**31), 2**31, codes, dtype=torch.int32, generator=g, device=g.device)
     scale = (torch.rand(groups, generator=g, device=g.device) + 0.5) * (0.2 * inputs**-0.5)
@@ -309,7 +321,10 @@ def random_int4(g: torch.Generator, experts: int, outputs: int, inputs: int) -> 
 
 
 def random_nvfp4(g: torch.Generator, experts: int, outputs: int, inputs: int, stacked: int) -> Nvfp4:
-    """Block scales of 1.5 to 2.5, and one in 256 of each end of e4m3's range: 2^-9 and 448."""
+    """NVFP4 [E, N, K] of any codes; block scales of 1.5 to 2.5, and one in 256 at each end of e4m3's range.
+
+    stacked: matrices of equal height with a scale each, 2 where gate and up are stacked.
+    """
     codes = torch.randint(0, 256, (experts, outputs, inputs // 2), dtype=torch.uint8, generator=g, device=g.device)
     groups = experts, outputs, inputs // NVFP4_GROUP
     scales, rare = torch.rand(2, *groups, generator=g, device=g.device)
@@ -320,9 +335,10 @@ def random_nvfp4(g: torch.Generator, experts: int, outputs: int, inputs: int, st
 
 @dataclass(frozen=True)
 class Slabs:
-    """A bf16 weight [N, K] beside `Records` of "down": data [N / 64, K / 128, 4, 4, 16, 32].
+    """The shared expert's down projection, a bf16 weight [N, K], as `experts_down` streams it beside `Records`.
 
-    A slab's 64 rows are in order of K, 128 inputs of them in one bulk copy: four row tiles, four tiles of 32 inputs.
+    data: bf16 [N / 64, K / 128, 4, 4, 16, 32], N and K padded to 128 with zeros. A slab's 64 rows are in order of K,
+    128 inputs of them in one bulk copy: four row tiles, four tiles of 32 inputs.
     """
 
     data: Tensor
@@ -344,4 +360,5 @@ class Slabs:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the data, the padding counted."""
         return self.data.nbytes

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 TILE_N, TILE_K = 16, 32
-PAD_K = 128  # four warps share K
+PAD_K = 128  # inputs, to a multiple of which K is padded: four warps share it
 
 
 def padded(size: int, to: int) -> int:
+    """The least multiple of `to` that is at least `size`."""
     return -(-size // to) * to
 
 
@@ -41,9 +42,10 @@ class Tiled:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[..., N, K]"""
+        """(..., N, K), the padding left out."""
         return (*self.data.shape[:-4], self.outputs, self.inputs)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the data, the padding counted."""
         return self.data.nbytes

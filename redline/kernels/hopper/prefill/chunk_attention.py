@@ -1,7 +1,7 @@
 """Expanded latent attention of prompts' chunks on a GPU, by the library's fused attention.        H heads, V value.
 
-A chunk sees what came before it whole and itself causally: two calls, joined by their log-sum-exps. Beginnings of
-prompts are batched by like lengths (`mla.prefill_whole`).
+A chunk sees what came before it whole and itself causally: two calls, joined by their log-sum-exps. Chunks that
+begin their prompts are batched by like lengths (`mla.prefill_whole`).
 
 On an NVIDIA H200 cuDNN's attention reaches 624 TFLOP/s at 8,192 tokens, 64 heads of 192 and 128, where flash attention
 with filled values reaches 255 and the memory-efficient one 148 (benchmarks/results, docs/log.md).
@@ -32,7 +32,12 @@ def attend_chunks(
     plane: Tensor,
     out_THV: Tensor,
 ) -> None:
-    """Writes out_THV at the chunks' tokens. The chunks' own rows are in their pages."""
+    """Attention of each chunk's tokens over their slot's context; the chunks' own rows are in their pages.
+
+    q_THX bf16 [T, H, N + P], the last P of each head rotated. rows_T int64 [T]: page * 64 + place. tables int32 [slots,
+    pages per slot]. plane [pages, 64, R + P], any format: brought to q's dtype. Writes out_THV [T, H, V] at the chunks'
+    tokens.
+    """
     with sdpa_kernel(_ORDER, set_priority=True):
         whole = [(chunk.first, chunk.count) for chunk in chunks if chunk.start == 0]
         if whole:
@@ -44,7 +49,7 @@ def attend_chunks(
 
 
 def _later(q_CHX: Tensor, w: Unfolding, scale: float, start: int, table: Tensor, plane: Tensor) -> Tensor:
-    """[C, H, V] of a chunk whose context begins before it."""
+    """-> o [C, H, V] of a chunk whose context begins before it."""
     count = q_CHX.shape[0]
     end = start + count
     pages = -(-end // PAGE_TOKENS)
@@ -62,7 +67,7 @@ def _later(q_CHX: Tensor, w: Unfolding, scale: float, start: int, table: Tensor,
 
 
 def unfold(rows_SW: Tensor, w: Unfolding) -> tuple[Tensor, Tensor]:
-    """Cache rows [S, R + P] -> keys [S, H, N + P], values [S, H, V]."""
+    """Cache rows [S, R + P] -> keys [S, H, N + P] and values [S, H, V], in the rows' dtype."""
     w_uk, w_uv = w.w_uk.dense().to(rows_SW.dtype), w.w_uv.dense().to(rows_SW.dtype)
     heads, rank, _ = w_uk.shape
     latent, rope = rows_SW[:, :rank], rows_SW[:, rank:]
@@ -78,7 +83,7 @@ def _heads(x_SHX: Tensor) -> Tensor:
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
     """-> (o [1, H, C, V], log-sum-exp float32 [1, H, C, 1]); keys [1, H, S, X]."""
     count = q.shape[2]
-    if causal:  # filling behind the last key is seen by filling alone
+    if causal:  # only filled queries see the filled keys, which lie behind the last one
         fill = padded(count, FILL) - count
         q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, fill)) for x in (q, k, v))
     given = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)

@@ -1,6 +1,6 @@
-"""Experts of many tokens, with codes unpacked where they are multiplied.      T tokens, D hidden, K chosen.
+"""Routed experts of many tokens, with codes unpacked where they are multiplied.      T tokens, D hidden, K chosen.
 
-y = sum over k of weight[k] * expert[ids[k]](x), as in `moe`; what a prompt's chunk calls, on a Hopper GPU. Only the
+y = sum over k of weight[k] * expert[ids[k]](x), as in `moe`; for more than 32 tokens, of a prompt or decoding. Only the
 device knows how the tokens spread: no size here depends on it, so a step can be captured.
 """
 
@@ -25,21 +25,18 @@ _GATHER_PARTS = 4  # blocks that share a tile
 
 
 class GroupedExpertsArgs(NamedTuple):
-    """What `grouped_experts` takes."""
+    """Adds up the weighted routed experts of each token."""
 
-    x_TD: Tensor
-    ids_TK: Tensor
-    weights_TK: Tensor
-    up: Records
-    down: Records
-    rstd_T: Tensor | None = None
+    x_TD: Tensor  # bf16 [T, D, or more columns that are not read]
+    ids_TK: Tensor  # int32 [T, K]
+    weights_TK: Tensor  # float32 [T, K]
+    up: Records  # [E, 2 I, D], gate first
+    down: Records  # [E, D, I]
+    rstd_T: Tensor | None = None  # float32 [T or more]: what x is multiplied by, where it is not normed yet
 
 
 def _reference(args: GroupedExpertsArgs) -> Tensor:
-    """x bf16 [T, D or padded with anything], ids int32, weights float32 -> float32 [T, D]
-
-    rstd_T float32 [T or more]: what x is multiplied by, where it is not normed.
-    """
+    """-> y float32 [T, D]."""
     x_TD = args.x_TD
     x_TD = x_TD[:, : args.up.inputs].float()
     if args.rstd_T is not None:
@@ -134,11 +131,12 @@ def _cuda(args: GroupedExpertsArgs) -> Tensor:
 
 
 def _blocks(device: torch.device) -> int:
-    """Under emulation blocks run one by one, and the first takes all the work: the second finds none."""
+    """Blocks of a product, one to a multiprocessor; under emulation two, the first of which does all the work."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def _cuda_fits(args: GroupedExpertsArgs) -> bool:
+    """Whether dtypes are right, a row of x is whole 16 bytes, D a multiple of 32, and experts are fewer than 512."""
     right = (
         args.x_TD.dtype == torch.bfloat16
         and args.ids_TK.dtype == torch.int32
@@ -148,7 +146,7 @@ def _cuda_fits(args: GroupedExpertsArgs) -> bool:
 
 
 def _cost(args: GroupedExpertsArgs) -> Cost:
-    """Bytes of the experts that are really chosen, once each."""
+    """Bytes of the experts that are really chosen, once each; x, and y in float32; the choices."""
     up = args.up
     chosen, pairs = args.ids_TK.unique().numel(), args.ids_TK.numel()
     read = (up.nbytes + args.down.nbytes) // up.experts * chosen
@@ -181,7 +179,7 @@ def _cases() -> Iterator[Case]:
 
 
 def rtol_of(kind: Kind) -> float:
-    """Sums of pairs that are bf16 each, of an h that is float16 (of BF16 experts bf16): half a step of each."""
+    """The error of two roundings: of each pair's y to bf16, and of its h to float16, or to bf16 for BF16 experts."""
     return math.hypot(2**-8, 2**-8 if kind == "BF16" else 2**-11)
 
 

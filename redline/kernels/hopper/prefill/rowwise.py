@@ -27,16 +27,16 @@ def _filled(x_TK: Tensor) -> Tensor:
 
 
 class NormRowsArgs(NamedTuple):
-    """What `norm_rows` takes."""
+    """Adds the partial sum to the residual, and norms it for the product that follows."""
 
-    residual_TD: Tensor
-    partial_TD: Tensor | None
-    gamma_D: Tensor
-    eps: float
+    residual_TD: Tensor  # float32 [T, D]; changed in place
+    partial_TD: Tensor | None  # float32 or bf16 [T, D]; None: nothing to add
+    gamma_D: Tensor  # float32 [D]: of the norm
+    eps: float  # added to the mean square
 
 
 def _norm_reference(args: NormRowsArgs) -> tuple[Tensor, Tensor]:
-    """residual float32; partial float32 or bf16. -> (residual + partial, in place; its norm bf16 [T, D filled])."""
+    """-> (the same residual, x bf16 [T, D padded to 128])."""
     residual_TD = args.residual_TD
     if args.partial_TD is not None:
         residual_TD += args.partial_TD
@@ -75,24 +75,21 @@ def _norm_cases() -> Iterator[Case]:
 
 
 class SplitAArgs(NamedTuple):
-    """What `split_a` takes."""
+    """Norms the low-rank queries, and writes each token's latent row into its page."""
 
-    a_TA: Tensor
-    q_gamma: Tensor
-    kv_gamma: Tensor
-    cos: Tensor
-    sin: Tensor
-    rows_T: Tensor
+    a_TA: Tensor  # float32 [T, Rq + R + P]: the product with W_a
+    q_gamma: Tensor  # float32 [Rq]: of the queries' norm
+    kv_gamma: Tensor  # float32 [R]: of the latent's norm
+    cos: Tensor  # float32 [T, P / 2]: of the angles of each token's position
+    sin: Tensor  # float32 [T, P / 2]
+    rows_T: Tensor  # int64 [T]: page * 64 + place, where each token's row goes
+    # [pages, 64, R + P], float32, bf16 or e4m3 (saturating); pages are contiguous, and may lie apart; written at rows_T
     plane: Tensor
-    eps: float
+    eps: float  # of both norms
 
 
 def _split_reference(args: SplitAArgs) -> Tensor:
-    """a float32 [T, Rq + R + P], the product with W_a -> q_a bf16 [T, Rq filled], normed.
-
-    Writes the latent, normed, and its rotated key at rows_T (int64) of plane [pages, 64, R + P]; e4m3 saturates. Its
-    pages are contiguous each, whatever lies between them.
-    """
+    """-> q_a bf16 [T, Rq padded to 128], normed."""
     plane = args.plane
     rank_q, rank = args.q_gamma.shape[0], args.kv_gamma.shape[0]
     q, latent, key = args.a_TA.split([rank_q, rank, args.a_TA.shape[1] - rank_q - rank], 1)
@@ -108,6 +105,7 @@ def _split_cuda(args: SplitAArgs) -> Tensor:
 
 
 def _split_fits(args: SplitAArgs) -> bool:
+    """Whether R is a power of two: Triton's ranges are."""
     return args.kv_gamma.shape[0].bit_count() == 1
 
 
@@ -139,15 +137,15 @@ def _split_cases() -> Iterator[Case]:
 
 
 class RotateHeadsArgs(NamedTuple):
-    """What `rotate_heads` takes."""
+    """Rotates the last P of each head by its token's angles, in place."""
 
-    q_THX: Tensor
-    cos: Tensor
-    sin: Tensor
+    q_THX: Tensor  # bf16 [T, H, N + P]; changed in place
+    cos: Tensor  # float32 [T, P / 2]: of the angles of each token's position
+    sin: Tensor  # float32 [T, P / 2]
 
 
 def _rotate_reference(args: RotateHeadsArgs) -> Tensor:
-    """Turns the last P of each head by its token's angles [T, P / 2], in place. q bf16 [T, H, N + P]."""
+    """-> the same q."""
     part = args.q_THX[..., -2 * args.cos.shape[1] :]
     part.copy_(rotate(part.float(), args.cos[:, None], args.sin[:, None]))
     return args.q_THX
@@ -180,16 +178,15 @@ def _rotate_cases() -> Iterator[Case]:
 
 
 class SwigluArgs(NamedTuple):
-    """What `swiglu` takes."""
+    """Computes silu(gate) * up of a product with a weight that `gates_weight` made."""
 
-    gates_TG: Tensor
-    first: int
-    width: int
+    gates_TG: Tensor  # float32 [T, G]: from column `first` on 8 gates, then their 8 ups, and so on
+    first: int  # a column: the router's rows, padded to 16
+    width: int  # I, divisible by 8
 
 
 def _swiglu_reference(args: SwigluArgs) -> Tensor:
-    """silu(gate) * up of the product with a `gates` weight, float32: from column `first` on 8 gates, then their 8 ups,
-    and so on. -> bf16 [T, width filled]"""
+    """-> h bf16 [T, I padded to 128]."""
     gate, up = args.gates_TG[:, args.first : args.first + 2 * args.width].unflatten(1, (-1, 2, 8)).unbind(2)
     return _filled(F.silu(gate.flatten(1)) * up.flatten(1))
 

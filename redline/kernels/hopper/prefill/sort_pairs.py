@@ -1,4 +1,4 @@
-"""The pairs of a step by expert, cut into tiles of columns.        T tokens, K chosen, E experts, R rows, C tiles.
+"""Sorts the pairs of a step by expert, and cuts them into tiles.        T tokens, K chosen, E experts, R rows, C tiles.
 
 A pair is (token, choice), numbered token * K + choice. An expert's pairs are rows of their own, in order, padded to a
 multiple of 8; and its rows are tiles of equal width, a multiple of 8 and at most `WIDEST` (the last tile may be
@@ -20,10 +20,11 @@ _THREADS = 512
 
 
 class Sorted(NamedTuple):
-    """columns int32 [R or more, 2]: each row's pair, or -1; and its router weight, float32 by its bits.
+    """The pairs in the order of experts. Both tensors have the worst case's size; what lies behind R and C is not set.
 
-    tiles int32 [1 + C or more, 8]: first (C, 0, ...), where the zeros are for products to count with; then of each tile
-    (expert, the expert's first tile, its tiles, its first row, their width, its rows, ...).
+    columns: int32 [R or more, 2], each row's pair, or -1; and its router weight, the bits of a float32.
+    tiles: int32 [1 + C or more, 8]. First (C, 0, ...), whose zeros the products count with; then for each tile (expert,
+    the expert's first tile, how many it has, its first row, a tile's width, its rows, ...).
     """
 
     columns: Tensor
@@ -31,28 +32,31 @@ class Sorted(NamedTuple):
 
 
 def most_rows(pairs: int, experts: int) -> int:
+    """R in the worst case: as many experts as can have pairs, each padded by 7 rows."""
     return pairs + 7 * min(pairs, experts)
 
 
 def most_tiles(pairs: int, experts: int) -> int:
+    """C in the worst case: a tile that is not full for each expert that can have pairs, and full ones."""
     return min(pairs, experts) + pairs // WIDEST
 
 
 def tile_width(pairs: int) -> int:
-    """Of an expert with so many pairs."""
+    """Columns of a tile of an expert with so many pairs."""
     tiles = -(-pairs // WIDEST)
     return -(-pairs // tiles // 8) * 8
 
 
 class SortPairsArgs(NamedTuple):
-    """What `sort_pairs` takes."""
+    """Sorts (token, choice) pairs by expert, and cuts each expert's into tiles."""
 
-    ids_TK: Tensor
-    weights_TK: Tensor
-    experts: int
+    ids_TK: Tensor  # int32 [T, K]
+    weights_TK: Tensor  # float32 [T, K]
+    experts: int  # E
 
 
 def _reference(args: SortPairsArgs) -> Sorted:
+    """What lies behind R rows is -1 here, and behind C tiles 0."""
     columns, tiles = _room(args.ids_TK, args.experts)
     ids, weights = args.ids_TK.flatten(), args.weights_TK.float().flatten()
     row, count = 0, 0
@@ -103,6 +107,7 @@ def _cuda(args: SortPairsArgs) -> Sorted:
 
 
 def _cuda_fits(args: SortPairsArgs) -> bool:
+    """Whether there are under 512 experts: each has a thread of the one block, and nine bits."""
     return args.ids_TK.dtype == torch.int32 and args.weights_TK.dtype == torch.float32 and args.experts < 512
 
 

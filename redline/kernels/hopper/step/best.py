@@ -24,12 +24,13 @@ def _kernel(width: int) -> CudaKernel:
 
 @functools.cache
 def _done(device: torch.device) -> Tensor:
-    """The rows' counters, zero between launches: of the launches on a device, one at a time runs."""
+    """The rows' counters, int32 [512], zero between launches: only one launch runs on a device at a time."""
     assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing(), "`best` must run before it is recorded"
     return torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 
 def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
+    """The reference's result. The first call on a device makes the rows' counters; a graph can record later ones."""
     logits_RV = args.logits_RV
     assert logits_RV.is_cuda or emulating(), "a CUDA kernel was given a CPU tensor"
     (rows, vocabulary), step, device = logits_RV.shape, logits_RV.stride(0), logits_RV.device
@@ -52,6 +53,7 @@ def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
 
 
 def fits(args: meaning.BestArgs) -> bool:
+    """Whether the logits are float32, each row is contiguous, and there are counters for at most 512 rows."""
     logits_RV = args.logits_RV
     return logits_RV.dtype == torch.float32 and logits_RV.stride(1) == 1 and logits_RV.shape[0] <= MOST_ROWS
 

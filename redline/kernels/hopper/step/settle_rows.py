@@ -1,6 +1,6 @@
 """A decode step's end: which drafts hold, and the tokens that are certain, into their slots and into the results.
 
-Each position's token was drawn as without drafts, and a draft holds while it equals the draw (verify.py).
+Each position's token was drawn as without drafts, and a draft holds while it equals the draw (run/drafting/verify.py).
 
 B rows of a step, K positions of each, T = B K.
 """
@@ -33,20 +33,17 @@ from redline.ops.op import Case, Cost, Op
 
 
 class SettleRowsArgs(NamedTuple):
-    """What `settle_rows` takes."""
+    """Compares each row's drafts with what was drawn, and appends the tokens that are certain."""
 
-    token_T: Tensor
-    finite_T: Tensor
-    plan_BC: Tensor
-    slots: SlotTensors
-    results: Tensor
+    token_T: Tensor  # int64 [T]: drawn at each position, in order
+    finite_T: Tensor  # bool [T]: whether its logits are finite
+    plan_BC: Tensor  # int64 [B, C]: as `step_rows` had it
+    slots: SlotTensors  # tokens and lengths are written
+    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read, written from NEW on
 
 
 def reference(args: SettleRowsArgs) -> None:
-    """token_T int64 and finite_T bool: of the positions, in order. Writes slots, and results from NEW on.
-
-    The results have BEFORE and RAN already (`step_rows`). Recordable: no shape depends on a number.
-    """
+    """No shape depends on a number, so a graph can record it."""
     plan_BC, slots, results = args.plan_BC, args.slots, args.results
     rows = plan_BC.shape[0]
     token_BK, finite_BK = args.token_T.view(rows, -1), args.finite_T.view(rows, -1)
@@ -73,6 +70,7 @@ def _kernel() -> CudaKernel:
 
 
 def cuda(args: SettleRowsArgs) -> None:
+    """The reference's result; a thread has a row."""
     slots = args.slots
     count = args.plan_BC.shape[0]
     given = _Launch(
@@ -90,10 +88,13 @@ def cuda(args: SettleRowsArgs) -> None:
 
 
 def cost(args: SettleRowsArgs) -> Cost:
+    """The positions' tokens read and written twice, their flags, the plan, and four numbers of a row."""
     return Cost(3 * args.token_T.nbytes + args.finite_T.nbytes + args.plan_BC.nbytes + 32 * args.plan_BC.shape[0])
 
 
 def cases() -> Iterator[Case]:
+    """Up to 64 rows of up to 8 positions, drafts that hold and that do not, and rows that fill the shape."""
+
     def make(rows: int, real: int, positions: int):
         def inputs(g: torch.Generator) -> SettleRowsArgs:
             slots = random_slots(g, real + 3, 4)

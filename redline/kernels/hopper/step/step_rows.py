@@ -1,4 +1,4 @@
-"""A decode step's beginning: what its plan tells about slots is taken over, and its positions become a model's inputs.
+"""A decode step's beginning: slots take over what the plan tells, and its positions become a model's inputs.
 
 A slot is where a job's tokens lie. The host plans a step without knowing where its slots stand; the device knows.
 
@@ -64,45 +64,44 @@ THREADS = 256  # eight positions of a block
 
 @dataclass(frozen=True)
 class SlotTensors:
-    """Where slots stand. The last one is nobody's: what is not to be kept goes there, as zeros, or is not written."""
+    """Where slots stand. The last one is no job's: what is not to be kept goes there as zeros, or is not written."""
 
-    tokens: Tensor  # int64 [slots, reach]
-    tables: Tensor  # int32 [slots, pages per slot]
-    lengths: Tensor  # int64 [slots]
-    facts: Tensor  # int64 [slots, FACTS]
+    tokens: Tensor  # int64 [slots, reach]: each slot's tokens, its prompt's and its answer's
+    tables: Tensor  # int32 [slots, pages per slot]: its pages, in order
+    lengths: Tensor  # int64 [slots]: tokens that it has
+    facts: Tensor  # int64 [slots, FACTS]: its limit, and how its tokens are drawn
 
     def or_nobody(self, which: Tensor, slots: Tensor) -> Tensor:
-        """`slots` where `which` holds."""
+        """`slots` where `which` holds, elsewhere the last slot. int64, in the shape that both broadcast to."""
         return torch.where(which, slots, self.lengths.shape[0] - 1)
 
 
 class StepRows(NamedTuple):
-    """As `block.Inputs` has them."""
+    """The inputs of a step whose positions are all queries, as `block.Inputs` names them."""
 
-    ids_T: Tensor  # int64
+    ids_T: Tensor  # int64 [T]
     cos_T: Tensor  # float32 [T, P / 2]
-    sin_T: Tensor
-    rows_T: Tensor  # int64
+    sin_T: Tensor  # float32 [T, P / 2]
+    rows_T: Tensor  # int64 [T]: page * 64 + place, where each position's latent goes
     slots_Q: Tensor  # int32 [T]
-    lengths_Q: Tensor  # int32 [T]
+    lengths_Q: Tensor  # int32 [T]: tokens of each position's context, itself included
 
 
 class StepRowsArgs(NamedTuple):
-    """What `step_rows` takes."""
+    """Takes over what a plan tells about its slots, and makes the inputs of every row's positions."""
 
-    plan_BC: Tensor
-    slots: SlotTensors
-    results: Tensor
-    frequencies: Tensor
-    positions: int
-    spare_page: int
+    plan_BC: Tensor  # int64 [B, C], the columns above; B at most MOST_ROWS
+    slots: SlotTensors  # lengths, facts and tables are written where the plan tells them
+    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]; BEFORE and RAN of the first B rows are written
+    frequencies: Tensor  # float32 [P / 2]: radians per position of each rope pair
+    positions: int  # K, at most MOST_POSITIONS
+    spare_page: int  # a page of no slot, where latents go that are not to be kept
 
 
 def reference(args: StepRowsArgs) -> StepRows:
-    """frequencies float32 [P / 2]: radians per position of each rope pair. Writes slots, and BEFORE and RAN of results.
+    """-> the inputs of B K positions, row by row. No shape depends on a number, so a graph can record it.
 
-    A position that no row needs repeats the first one of its row, and its latent goes to the spare page. Recordable:
-    no shape depends on a number.
+    A position that no row needs repeats the first one of its row, and its latent goes to the spare page.
     """
     plan_BC, slots, positions = args.plan_BC, args.slots, args.positions
     rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
@@ -132,7 +131,7 @@ def reference(args: StepRowsArgs) -> StepRows:
 
 
 def _take_over(plan_BC: Tensor, slots: SlotTensors) -> None:
-    """What the host knows better: new pages, and where a slot stands that it has changed."""
+    """Writes into the slots what the host knows better: new pages, and where a slot that it changed stands."""
     told_B = plan_BC[:, LENGTH] != KEEP
     into_B = slots.or_nobody(told_B, plan_BC[:, SLOT])
     slots.lengths[into_B] = plan_BC[:, LENGTH] * told_B
@@ -150,6 +149,7 @@ def _kernel() -> CudaKernel:
 
 
 def cuda(args: StepRowsArgs) -> StepRows:
+    """The reference's result; a warp has a position."""
     plan_BC, slots = args.plan_BC, args.slots
     count, pairs, device = plan_BC.shape[0], args.frequencies.shape[0], plan_BC.device
     tokens = count * args.positions
@@ -191,12 +191,13 @@ def cuda(args: StepRowsArgs) -> StepRows:
 
 
 def cost(args: StepRowsArgs) -> Cost:
+    """The plan, 32 bytes of each row's slot and result, and the inputs of every position."""
     rows = args.plan_BC.shape[0]
     return Cost(args.plan_BC.nbytes + 32 * rows + rows * args.positions * (8 * args.frequencies.shape[0] + 24))
 
 
 def random_slots(g: torch.Generator, slots: int, pages: int) -> SlotTensors:
-    """Each with another number of tokens, and a limit at which some of them are; nobody's is empty."""
+    """Slots with different numbers of tokens and limits, which some have reached; the last one is empty."""
     reach = pages * PAGE_TOKENS + 1
     tables = torch.randperm((slots + 1) * pages, generator=g).to(torch.int32).view(slots + 1, pages)
     limits = torch.randint(2, reach, (slots + 1,), generator=g)
@@ -210,7 +211,7 @@ def random_slots(g: torch.Generator, slots: int, pages: int) -> SlotTensors:
 
 
 def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, positions: int) -> Tensor:
-    """`real` rows of slots of their own, some with news and new pages, and behind them copies of one of them."""
+    """`real` rows with a slot each, every second with news and a new page; behind them rows that fill the shape."""
     nobody, pages = slots.tables.shape[0] - 1, slots.tables.shape[1]
     plan = torch.zeros(rows, COLUMNS, dtype=torch.int64)
     plan[:, SLOT] = torch.cat([torch.randperm(nobody, generator=g)[:real], torch.zeros(rows - real).long()])
@@ -228,6 +229,8 @@ def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, po
 
 
 def cases() -> Iterator[Case]:
+    """Up to 64 rows of up to 8 positions, rows that fill the shape, and a long context."""
+
     def make(rows: int, real: int, positions: int, pages: int = 8):
         def inputs(g: torch.Generator) -> StepRowsArgs:
             slots = random_slots(g, real + 3, pages)

@@ -2,9 +2,9 @@
 # Triton is typed by what it compiles, not by annotations.
 """The dense products of a decode step of 9 to 64 tokens, each with what follows it: one launch an op (`decode.dense`).
 
-A program has some outputs of all tokens, float32 [BLOCK_N, BLOCK_T], and finishes them: norms divided by, rotations,
-SwiGLU, the residual. What they take beside their sums is asked for before the weights stream, and the first weights
-before the kernel in front has ended (`linear.begin`).
+A program has some outputs of all tokens, float32 [BLOCK_N, BLOCK_T], and finishes them: it divides by the rms, rotates,
+computes SwiGLU or adds the residual. What they take beside their sums is asked for before the weights stream, and the
+first weights before the kernel in front has ended (`linear.begin`).
 """
 
 import torch
@@ -55,7 +55,7 @@ def _project_a(
 
 
 def project_a(x: Tensor, squares: Tensor, w: Tiled, gamma_Q: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As `decode.project_a`."""
+    """`decode.project_a` of 9 to 64 tokens; squares have a part of each program."""
     tokens, rank_q, device = x.shape[0], gamma_Q.shape[0], x.device
     q = torch.empty(tokens, padded(rank_q, PAD_K), dtype=torch.bfloat16, device=device)
     outputs = max(w.outputs, q.shape[1])
@@ -144,7 +144,7 @@ def project_q(
     plane: Tensor,
     eps: float,
 ) -> Tensor:
-    """As `decode.project_q`."""
+    """`decode.project_q` of 9 to 64 tokens; writes the pages' rows too."""
     tokens, rank, rope, width = q_a.shape[0], gamma_R.shape[0], 2 * cos.shape[1], w.outputs // heads
     q = torch.empty(tokens, heads, width, dtype=torch.bfloat16, device=q_a.device)
     blocks = triton.cdiv(w.outputs, block_rows(w.outputs))
@@ -185,7 +185,7 @@ def _project_out(
 def project_out(
     y: Tensor, w: Tiled | Slabs, residual_TD: Tensor, gamma_D: Tensor, routed_TD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `decode.project_out`."""
+    """`decode.project_out` of 9 to 64 tokens; squares have a part of each program."""
     tokens, device = y.shape[0], y.device
     residual = torch.empty(tokens, w.outputs, device=device)
     x = torch.empty(tokens, padded(w.outputs, PAD_K), dtype=torch.bfloat16, device=device)
@@ -223,7 +223,7 @@ def _gates(
 
 
 def gates(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """As `decode.gates`."""
+    """`decode.gates` of 9 to 64 tokens without the choice: -> (logits, h, rstd)."""
     tokens, device, router_rows = x.shape[0], x.device, padded(experts, TILE_N)
     logits = torch.empty(tokens, experts, device=device)
     h = torch.empty(tokens, padded(width, PAD_K), dtype=torch.bfloat16, device=device)
@@ -235,7 +235,7 @@ def gates(x: Tensor, squares: Tensor, w: Tiled, experts: int, width: int, eps: f
 
 
 def _squares(outputs: int, tokens: int, device: torch.device) -> Tensor:
-    """A part of each program."""
+    """Room for the sums of squares, float32 [programs, T padded to 8]."""
     return torch.empty(triton.cdiv(outputs, block_rows(outputs)), padded(tokens, 8), device=device)
 
 

@@ -27,6 +27,7 @@ _EARLY = 64 << 10  # bytes of weights that a program asks for before the grid in
 
 @triton.jit
 def follow(DEPENDENT: tl.constexpr):
+    """Lets the grid behind this one start, and waits for the grid in front to end; nothing where not DEPENDENT."""
     if DEPENDENT:
         cuda.gdc_launch_dependents()
         cuda.gdc_wait()
@@ -35,7 +36,11 @@ def follow(DEPENDENT: tl.constexpr):
 @triton.jit
 def begin(weight, first, last, K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr,
           DEPENDENT: tl.constexpr):  # fmt: skip
-    """first: row of the program. last: element of the weight's last line. LINES: of each row tile."""
+    """As `follow`, but asks the L2 cache for the program's first weights before it waits.
+
+    first: the program's first row. last: the element that begins the weight's last line. LINES: of 128 bytes, asked for
+    in each row tile.
+    """
     if DEPENDENT:
         cuda.gdc_launch_dependents()
         tile = tl.arange(0, BLOCK_N // 16)[:, None]
@@ -75,7 +80,7 @@ def multiply(x, weight, n, t, tokens, rows, x_stride, K: tl.constexpr, SLABS: tl
 def _linear(x, weight, y, tokens, rows, last, x_stride, outputs, y_stride, K: tl.constexpr, LINES: tl.constexpr,
             SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_T: tl.constexpr,
             DEPENDENT: tl.constexpr):  # fmt: skip
-    """A program: BLOCK_N outputs of BLOCK_T tokens."""
+    """A program has BLOCK_N outputs of BLOCK_T tokens."""
     first = tl.program_id(0) * BLOCK_N
     n, t = first + tl.arange(0, BLOCK_N), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
@@ -85,15 +90,17 @@ def _linear(x, weight, y, tokens, rows, last, x_stride, outputs, y_stride, K: tl
 
 
 def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
-    """x bf16 [T, at least K as stored], zero beyond K -> [T, N]."""
+    """x bf16 [T, K as stored or more], zero beyond the weight's K -> y [T, N] of that dtype; any number of tokens."""
     y = torch.empty(x_TK.shape[0], weight.outputs, dtype=dtype, device=x_TK.device)
     launch(_linear, weight, x_TK, weight.outputs, (y,), (weight.outputs, y.stride(0)))
     return y
 
 
 def block_rows(outputs: int) -> int:
-    """The fastest of 16 to 128 outputs a program on an NVIDIA H200 at Kimi's sizes; for W_a, one row of tiles fills the
-    chip's 132 multiprocessors just so."""
+    """Outputs of a program: the fastest number from 16 to 128 on an NVIDIA H200 at Kimi's sizes.
+
+    W_a has 2112 outputs: 16 to a program make 132, one for each multiprocessor.
+    """
     return 64 if outputs >= 4096 else TILE_N
 
 
@@ -107,7 +114,7 @@ def launch(
     beside: int = 0,
     **sizes: int,
 ) -> None:
-    """A product's kernel, over `outputs` rows and in `beside` programs more, which come last.
+    """Launches a product's kernel over `outputs` rows, with `beside` programs more behind them.
 
     It is given x, the weight, `tensors`, T, the rows that the weight has, its last line, x's stride, and `numbers`.
     """
@@ -136,5 +143,5 @@ def launch(
 
 @functools.cache
 def _is_hopper(device: torch.device) -> bool:
-    """Or a later chip: a kernel may start before the one in front has ended."""
+    """Whether a kernel may start before the one in front has ended: on Hopper and later chips."""
     return torch.cuda.get_device_capability(device)[0] >= HOPPER

@@ -29,7 +29,7 @@ def _add_norm(residual, partial, gamma, y, D, y_stride, eps, ADD: tl.constexpr, 
 
 
 def add_norm(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """-> (residual, in place; normed bf16 [T, D to a multiple of 128, zeros there])."""
+    """`norm_rows`: -> (the residual, changed in place; normed bf16 [T, D padded to 128 with zeros])."""
     tokens, d = residual_TD.shape
     y = torch.empty(tokens, padded(d, PAD_K), dtype=torch.bfloat16, device=residual_TD.device)
     given = residual_TD if partial_TD is None else partial_TD
@@ -44,7 +44,7 @@ def add_norm(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, ep
 
 @triton.jit
 def _stored(x, plane):
-    """As a page holds it; e4m3 saturates, and NaN stays."""
+    """x as a page holds it; e4m3 saturates, and NaN stays NaN."""
     if plane.dtype.element_ty == tl.float8e4nv:
         x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
     return x.to(plane.dtype.element_ty)
