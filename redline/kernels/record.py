@@ -13,6 +13,7 @@ type. `layout_check` is C++ text that a build appends to the source: it does not
 import ctypes
 import functools
 import re
+from array import array
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,44 +44,59 @@ _SCALARS: dict[str, Any] = {
     "i64": ctypes.c_int64,
     "u64": ctypes.c_uint64,
 }
+_ELEMENTS_OF_ARRAYS = {"i": "int32_t", "q": "int64_t", "f": "float", "d": "double"}  # by typecode
+_NUMBERS = frozenset((int, float, bool))
 _FIELD = re.compile(r"(?:const\s+)?(\w+)\s*([^;]*);")
 _NAME = re.compile(r"((?:\*\s*(?:const\b)?\s*)*)(\w+)\s*$")
 
 
 class Record(ctypes.Structure):
     """One call's arguments. Every field is given, by name: a number, or for a pointer a tensor (contiguous, of the
-    pointer's element type), another record, an address, or None for null.
+    pointer's element type), an array of Python's likewise, another record, an address, or None for null.
 
     Raises TypeError for a field that is missing, unknown, or of another element type, and for a tensor that is not
-    contiguous. The record holds addresses: what they point to has to outlive the call.
+    contiguous. The record keeps what it was given; what an address points to has to outlive the call.
     """
 
     pointers: ClassVar[dict[str, str]] = {}  # field -> C type of what it points to
+    names: ClassVar[tuple[str, ...]] = ()  # of the fields, in order
 
     def __init__(self, **values: Any) -> None:
-        names = [name for name, *_ in self._fields_]
-        if len(values) != len(names) or not all(name in values for name in names):
-            missing, unknown = set(names) - set(values), set(values) - set(names)
+        try:
+            plain = [
+                value if type(value := values[name]) in _NUMBERS else self._address(name, value) for name in self.names
+            ]
+        except KeyError:
+            plain = []
+        if len(plain) != len(values):
+            missing, unknown = set(self.names) - set(values), set(values) - set(self.names)
             raise TypeError(f"{type(self).__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        super().__init__(*(self._plain(name, values[name]) for name in names))
+        super().__init__(*plain)
+        self.given = values
 
-    def _plain(self, name: str, value: Any) -> Any:
-        if value is None:
-            return 0
-        if not isinstance(value, Tensor):
-            return ctypes.addressof(value) if isinstance(value, ctypes.Structure | ctypes.Array) else value
+    def _address(self, name: str, value: Any) -> int:
         element = self.pointers.get(name)
         if element is None:
-            raise TypeError(f"{type(self).__name__}.{name} is a number, got a tensor of shape {tuple(value.shape)}")
-        allowed = _ELEMENTS.get(element)
-        if allowed is not None and value.dtype not in allowed:
-            raise TypeError(f"{type(self).__name__}.{name} points to {element}, got {value.dtype}")
-        if not value.is_contiguous():
-            raise TypeError(
-                f"{type(self).__name__}.{name}: expected a contiguous tensor, got strides {value.stride()} for shape "
-                f"{tuple(value.shape)}"
-            )
-        return value.data_ptr()
+            raise TypeError(f"{type(self).__name__}.{name} is a number, got {type(value).__name__}")
+        if value is None:
+            return 0
+        if isinstance(value, Tensor):
+            allowed = _ELEMENTS.get(element)
+            if allowed is not None and value.dtype not in allowed:
+                raise TypeError(f"{type(self).__name__}.{name} points to {element}, got {value.dtype}")
+            if not value.is_contiguous():
+                raise TypeError(
+                    f"{type(self).__name__}.{name}: expected a contiguous tensor, got strides {value.stride()} for "
+                    f"shape {tuple(value.shape)}"
+                )
+            return value.data_ptr()
+        if isinstance(value, array):
+            if element != _ELEMENTS_OF_ARRAYS.get(value.typecode):
+                raise TypeError(f"{type(self).__name__}.{name} points to {element}, got array({value.typecode!r})")
+            return value.buffer_info()[0]
+        if isinstance(value, Record) and type(value).__name__ != element:
+            raise TypeError(f"{type(self).__name__}.{name} points to {element}, got {type(value).__name__}")
+        return ctypes.addressof(value)
 
 
 @functools.cache
@@ -101,7 +117,8 @@ def record(source: Path, name: str) -> type[Record]:
             if named[1]:
                 pointers[named[2]] = kind
             fields.append((named[2], ctypes.c_void_p if named[1] else _SCALARS[kind]))
-    return type(name, (Record,), {"_fields_": fields, "pointers": pointers})
+    names = tuple(field for field, _ in fields)
+    return type(name, (Record,), {"_fields_": fields, "pointers": pointers, "names": names})
 
 
 def layout_check(kind: type[ctypes.Structure]) -> str:

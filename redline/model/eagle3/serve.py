@@ -17,8 +17,9 @@ from redline.kernels.cpu.blocks.draft_pass import SKIP, DraftLayer, DraftPages, 
 from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
+from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config
-from redline.model.k2.cpu import K2, Inputs
+from redline.model.k2.cpu import K2
 from redline.ops.gqa import gqa_decode, gqa_prefill, rotate_halves
 from redline.ops.mla import MlaWeights, rounds, stored
 

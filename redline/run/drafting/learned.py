@@ -17,8 +17,8 @@ from torch import Tensor
 
 from redline.kernels.by_chip import best
 from redline.kernels.cpu.blocks.draft_pass import DraftRows, draft_chain, draft_pass
+from redline.kernels.inputs import Inputs
 from redline.model.eagle3.module import Eagle3
-from redline.model.k2.cpu import Inputs
 from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
 from redline.run.sampling.on_host import is_greedy

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from redline.kernels.inputs import Chunk, Inputs
 from redline.kernels.kernel import fallbacks
 from redline.model.eagle3.module import Eagle3, Eagle3Config
-from redline.model.k2.cpu import Chunk, Inputs
 from redline.wire.job import PAGE_TOKENS
 from tests.tiny_model import tiny_model
 
