@@ -13,7 +13,10 @@ type. `layout_check` is C++ text that a build appends to the source: it does not
 import ctypes
 import functools
 import re
+import struct
 from array import array
+from collections.abc import Callable
+from ctypes import addressof
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,59 +47,107 @@ _SCALARS: dict[str, Any] = {
     "i64": ctypes.c_int64,
     "u64": ctypes.c_uint64,
 }
-_ELEMENTS_OF_ARRAYS = {"i": "int32_t", "q": "int64_t", "f": "float", "d": "double"}  # by typecode
-_NUMBERS = frozenset((int, float, bool))
+_C = {
+    ctypes.c_float: torch.float32,
+    ctypes.c_double: torch.float64,
+    ctypes.c_int32: torch.int32,
+    ctypes.c_int64: torch.int64,
+}
+_ARRAYS = {"f": torch.float32, "d": torch.float64, "i": torch.int32, "q": torch.int64}  # by typecode
+_DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 _FIELD = re.compile(r"(?:const\s+)?(\w+)\s*([^;]*);")
 _NAME = re.compile(r"((?:\*\s*(?:const\b)?\s*)*)(\w+)\s*$")
 
 
 class Record(ctypes.Structure):
     """One call's arguments. Every field is given, by name: a number, or for a pointer a tensor (contiguous, of the
-    pointer's element type), an array of Python's likewise, another record, an address, or None for null.
+    pointer's element type), an array of Python's or of C's (likewise), another record, an address, or None for null.
 
     Raises TypeError for a field that is missing, unknown, or of another element type, and for a tensor that is not
     contiguous. The record keeps what it was given; what an address points to has to outlive the call.
     """
 
+    names: ClassVar[tuple[str, ...]] = ()
     pointers: ClassVar[dict[str, str]] = {}  # field -> C type of what it points to
-    names: ClassVar[tuple[str, ...]] = ()  # of the fields, in order
+    accepted: ClassVar[tuple[tuple[int, frozenset[object]], ...]] = ()  # of each pointer, its place and what it takes
+    pack: ClassVar[Callable[..., bytes]] = struct.Struct("").pack
 
     def __init__(self, **values: Any) -> None:
+        plain = self._plain(values)
         try:
-            plain = [
-                value if type(value := values[name]) in _NUMBERS else self._address(name, value) for name in self.names
-            ]
-        except KeyError:
-            plain = []
-        if len(plain) != len(values):
-            missing, unknown = set(self.names) - set(values), set(values) - set(self.names)
-            raise TypeError(f"{type(self).__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        super().__init__(*plain)
+            super().__init__(*plain)
+        except TypeError:
+            self._refuse(plain)
+            raise
         self.given = values
 
-    def _address(self, name: str, value: Any) -> int:
-        element = self.pointers.get(name)
-        if element is None:
-            raise TypeError(f"{type(self).__name__}.{name} is a number, got {type(value).__name__}")
-        if value is None:
-            return 0
-        if isinstance(value, Tensor):
-            allowed = _ELEMENTS.get(element)
-            if allowed is not None and value.dtype not in allowed:
-                raise TypeError(f"{type(self).__name__}.{name} points to {element}, got {value.dtype}")
-            if not value.is_contiguous():
-                raise TypeError(
-                    f"{type(self).__name__}.{name}: expected a contiguous tensor, got strides {value.stride()} for "
-                    f"shape {tuple(value.shape)}"
-                )
-            return value.data_ptr()
-        if isinstance(value, array):
-            if element != _ELEMENTS_OF_ARRAYS.get(value.typecode):
-                raise TypeError(f"{type(self).__name__}.{name} points to {element}, got array({value.typecode!r})")
-            return value.buffer_info()[0]
-        if isinstance(value, Record) and type(value).__name__ != element:
-            raise TypeError(f"{type(self).__name__}.{name} points to {element}, got {type(value).__name__}")
-        return ctypes.addressof(value)
+    @classmethod
+    def packed(cls, values: dict[str, Any]) -> bytes:
+        """The record of a call that is made now: its bytes are made sooner than an object that has them."""
+        plain = cls._plain(values)
+        try:
+            return cls.pack(*plain)
+        except struct.error:
+            cls._refuse(plain)
+            raise
+
+    @classmethod
+    def _plain(cls, values: dict[str, Any]) -> list[Any]:
+        """Each field's number or address, in order. What is no number is found out where it is made one."""
+        plain = list(values.values()) if tuple(values) == cls.names else cls._in_order(values)
+        for at, accepted in cls.accepted:
+            value = plain[at]
+            kind = type(value)
+            if kind is Tensor and value.dtype in accepted and value.is_contiguous():
+                plain[at] = value.data_ptr()
+            elif value is None:
+                plain[at] = 0
+            elif kind is array and _ARRAYS.get(value.typecode) in accepted:
+                plain[at] = value.buffer_info()[0]
+            elif kind is not int:
+                plain[at] = addressof(value) if _held(kind) in accepted else cls._of_tensor(at, value, accepted)
+        return plain
+
+    @classmethod
+    def _in_order(cls, values: dict[str, Any]) -> list[Any]:
+        missing, unknown = set(cls.names) - set(values), set(values) - set(cls.names)
+        if missing or unknown:
+            raise TypeError(f"{cls.__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        return [values[name] for name in cls.names]
+
+    @classmethod
+    def _of_tensor(cls, at: int, value: Any, accepted: frozenset[object]) -> int:
+        """The address of a tensor of a class of its own; all else is refused."""
+        field = f"{cls.__name__}.{cls.names[at]}"
+        given = value.dtype if isinstance(value, Tensor) else _held(type(value))
+        if given not in accepted:
+            raise TypeError(f"{field} points to {cls.pointers[cls.names[at]]}, got {given}")
+        if not value.is_contiguous():
+            strides, shape = value.stride(), tuple(value.shape)
+            raise TypeError(f"{field}: expected a contiguous tensor, got strides {strides} for shape {shape}")
+        return value.data_ptr()
+
+    @classmethod
+    def _refuse(cls, plain: list[Any]) -> None:
+        """Where a number is none."""
+        for name, value in zip(cls.names, plain, strict=True):
+            if not isinstance(value, int | float):
+                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                raise TypeError(f"{cls.__name__}.{name} is a number, got {what}") from None
+
+
+@functools.cache
+def _held(kind: type) -> object:
+    """What an array of C holds: a dtype, a record's name, or None where it may be anything. A record's own name."""
+    if not issubclass(kind, ctypes.Array):
+        return kind.__name__
+    of: type = getattr(kind, "_type_")  # noqa: B009
+    return of.__name__ if issubclass(of, Record) else _C.get(of)
+
+
+def _accepted(element: str) -> frozenset[object]:
+    """What a pointer to these takes, in the words of `_held`."""
+    return frozenset((*_ELEMENTS.get(element, (*_DTYPES, element)), None))
 
 
 @functools.cache
@@ -118,7 +169,14 @@ def record(source: Path, name: str) -> type[Record]:
                 pointers[named[2]] = kind
             fields.append((named[2], ctypes.c_void_p if named[1] else _SCALARS[kind]))
     names = tuple(field for field, _ in fields)
-    return type(name, (Record,), {"_fields_": fields, "pointers": pointers, "names": names})
+    members = {
+        "_fields_": fields,
+        "names": names,
+        "pointers": pointers,
+        "accepted": tuple((names.index(field), _accepted(element)) for field, element in pointers.items()),
+        "pack": struct.Struct("".join(kind._type_ for _, kind in fields)).pack,
+    }
+    return type(name, (Record,), members)
 
 
 def layout_check(kind: type[ctypes.Structure]) -> str:
