@@ -27,7 +27,10 @@ class Layout(NamedTuple):
 
 
 def layout_of(starts: Tensor, row: int, way: Way, documents: int) -> Layout:
-    """starts: bool [T], true at the first token of every document and of every row. `documents` bounds their number."""
+    """The layout of T tokens that lie in rows of `row`; T is a multiple of it.
+
+    starts bool [T]: true at the first token of every document and of every row. documents: at least how many there are.
+    """
     tokens = starts.shape[0]
     index = torch.arange(tokens, device=starts.device)
     positions = index - torch.where(starts, index, 0).cummax(0).values
@@ -40,7 +43,10 @@ def layout_of(starts: Tensor, row: int, way: Way, documents: int) -> Layout:
 
 
 def attend(q_THW: Tensor, k_THW: Tensor, v_THW: Tensor, layout: Layout, scale: float) -> Tensor:
-    """[T, H, W]."""
+    """Causal attention within each document: q, k, v [T, H, W] -> [T, H, W].
+
+    In the way "causal" a document also sees what stands before it in its row. `scale` multiplies q . k.
+    """
     if layout.way == "flash":
         return _flash(q_THW, k_THW, v_THW, layout.ends, layout.longest, scale)[0]
     if layout.way == "causal":
@@ -101,7 +107,10 @@ _flash.register_autograd(_differentiate, setup_context=_keep)
 
 
 def choose(device: torch.device, heads: int, width: int) -> tuple[Way, str]:
-    """(the best way that works here, why). Compares on three documents in two rows."""
+    """(the best way that works on this device, why), from a trial on three documents in two rows.
+
+    heads, width: of queries and keys.
+    """
     if device.type != "cuda":
         return "each", "no GPU"
     try:

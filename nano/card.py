@@ -8,7 +8,10 @@ from nano.data_python import python_version
 
 
 def write_curve(path: Path, log: Sequence[dict[str, Any]]) -> None:
-    """Loss of answers, and of all that is trained on, over tokens; shaded where experts are quantised and rows long."""
+    """Draws the loss of answers, and of all that is trained on, in nats over tokens, as an image at `path`.
+
+    log: the lines of log.jsonl. Shaded where experts are quantised and where rows are long.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -31,7 +34,10 @@ def write_curve(path: Path, log: Sequence[dict[str, Any]]) -> None:
 
 
 def write_card(path: Path, facts: dict[str, Any], log: Sequence[dict[str, Any]], evaluated: dict[str, Any]) -> None:
-    """facts: what the run was on and with; evaluated: losses and (right, asked) by kind, of both forms."""
+    """Writes the model card as Markdown. facts: what the run was on and with; log: the lines of log.jsonl.
+
+    evaluated: by form ("int4", "bf16") the losses in nats, (right, asked) by kind, and the share of right answers.
+    """
     tokens = log[-1]["tokens"] if log else 0
     rows = [
         f"| {kind} | {loss:.4f} | {_percent(evaluated, 'int4', kind)} | {_percent(evaluated, 'bf16', kind)} |"

@@ -66,11 +66,14 @@ Tokens = NDArray[np.uint16]
 class Mixture:
     """An endless stream of samples and documents whose token shares follow a table.
 
-    Whoever draws says how many tokens came of it (`spent`); the module that is furthest behind its share goes next.
+    Whoever draws reports how many tokens came of it (`spent`); the module that is furthest behind its share goes next.
     """
 
     def __init__(self, seed: str, row: int, shares: dict[str, float] | None = None, pieces: Sequence[str] = ()) -> None:
-        """`pieces` of the vocabulary: what made-up words are put together from; without them there are none."""
+        """row: tokens of a row, ROW or LONG_ROW, which decides the shares where none are given.
+
+        pieces: of the vocabulary, for made-up words; without them no words are made up.
+        """
         self._pieces = pieces
         self._rng = random.Random(seed)
         self._row = row
@@ -80,7 +83,7 @@ class Mixture:
         self._documents: Iterator[Document] | None = None
 
     def draw(self) -> tuple[str, Sample | Document]:
-        """(module, what it made)."""
+        """(module, what it made); the module is a key of the shares."""
         name = min(self._shares, key=lambda module: self._spent[module] / self._shares[module])
         module = self._modules[name]
         if name == "python":
@@ -108,10 +111,12 @@ class Mixture:
         return messages
 
     def spent(self, module: str, tokens: int) -> None:
+        """Counts `tokens` towards the share of `module`."""
         self._spent[module] += tokens
 
     @property
     def shares(self) -> dict[str, float]:
+        """Each module's part of all tokens counted so far, 0 to 1."""
         total = max(sum(self._spent.values()), 1)
         return {name: self._spent[name] / total for name in self._shares}
 
@@ -128,7 +133,10 @@ def _is_plain(sample: Sample) -> bool:
 
 
 class Encoder:
-    """Samples and documents as packed tokens."""
+    """Samples and documents as packed tokens: uint16, 12 bits of id, 2 of loss, 1 that marks a document's start.
+
+    AssertionError for a vocabulary of more than 4,096 ids.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -162,6 +170,7 @@ class Encoder:
         return _started(np.concatenate(parts))
 
     def document(self, document: Document) -> Tokens:
+        """Plain text between [BOS] and [EOS]. All tokens have loss ANSWER but the first, which is marked as a start."""
         ids = self._tokenizer.encode_pieces((Special("[BOS]"), document.text, Special("[EOS]")))
         return _started(np.array(ids, np.uint16) | np.uint16(ANSWER << LOSS_SHIFT))
 
@@ -194,7 +203,7 @@ def _started(tokens: Tokens) -> Tokens:
 
 
 def conversation(sample: Sample) -> Conversation:
-    """A sample, whole, with just the reasoning that its last turn's prompt would show, and its own.
+    """A sample, whole, with the reasoning that its last turn's prompt would show, and with that turn's own.
 
     The template drops the reasoning of history up to the last final answer; here the last turn is such an answer
     itself, so what is dropped is decided here and the template is told to keep the rest.
@@ -253,7 +262,10 @@ def texts(seed: int) -> Iterator[str]:
 
 
 class Packer:
-    """Whole documents into rows: each goes where the least space is left over, of a number of open rows."""
+    """Packs whole documents into rows: each goes where the least space is left over, of `open_rows` open rows.
+
+    row: tokens of a row; pad: the id that fills it up.
+    """
 
     def __init__(self, row: int, pad: int, open_rows: int = 24) -> None:
         self.row = row
@@ -265,7 +277,7 @@ class Packer:
         self._open: list[tuple[int, list[Tokens]]] = []  # (space left, documents)
 
     def add(self, tokens: Tokens) -> Tokens | None:
-        """Takes a document of at most `row` tokens; gives a row once one has to be closed."""
+        """Takes a document of at most `row` tokens; gives a full row, padded, once one has to be closed, else None."""
         fits = [
             (space, index)
             for index, (space, documents) in enumerate(self._open)
@@ -284,7 +296,7 @@ class Packer:
         return self._close(full[0] if full else min(range(len(self._open)), key=lambda index: self._open[index][0]))
 
     def close(self) -> list[Tokens]:
-        """The rows that are still open."""
+        """The rows that are still open, padded to their length."""
         return [self._close(0) for _ in range(len(self._open))]
 
     def _close(self, index: int) -> Tokens:
@@ -297,7 +309,7 @@ class Packer:
 
 
 def rows(tokenizer: Tokenizer, seed: str, row: int) -> Iterator[Tokens]:
-    """An endless stream of rows of that length, the same for the same seed."""
+    """An endless stream of rows, uint16 [row] of packed tokens; the same for the same seed."""
     encoder = Encoder(tokenizer)
     packer = Packer(row, encoder.pad)
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size - RESERVED)]
@@ -330,6 +342,9 @@ def _work(folder: Path, seed: str, row: int, output: "Queue[NDArray[np.uint16]]"
 class Pool:
     """Rows from worker processes, half of which make short ones and half long ones.
 
+    folder   of the tokenizer
+    workers  how many processes; None: two less than the cores, but two at least
+
     `take` never waits once the first rows are there: if there are too few new ones, it gives old ones again.
     """
 
@@ -353,7 +368,11 @@ class Pool:
         self._taken = self._again = 0
 
     def take(self, count: int, row: int) -> NDArray[np.uint16]:
-        """[count, row]: new rows as far as there are any, then ones drawn from those seen before."""
+        """uint16 [count, row] of packed tokens: new rows while there are any, then rows drawn from those given before.
+
+        Waits PATIENCE_S seconds for new rows, and for the first ones as long as it takes. Raises RuntimeError where
+        there are no rows and a worker has ended.
+        """
         fresh, seen = self._fresh[row], self._seen[row]
         while len(fresh) < count:
             try:
@@ -377,13 +396,14 @@ class Pool:
         return self._again / max(self._taken, 1)
 
     def close(self) -> None:
+        """Ends the worker processes; rows that are still queued are lost."""
         for worker in self.workers:
             worker.terminate()
             worker.join()
 
 
 def evaluation(split: Split, per_kind: int, seed: int) -> list[tuple[str, Sample]]:
-    """(kind, sample): `per_kind` of every kind of every module."""
+    """(kind, sample): `per_kind` samples of every kind of every module but python, from a seed of their own."""
     modules = [importlib.import_module(f"nano.data_{name}") for name in MIXTURE if name != "python"]
     return [
         (kind, generator(random.Random(f"{seed}/{split}/{kind}/{number}"), split))
@@ -394,7 +414,7 @@ def evaluation(split: Split, per_kind: int, seed: int) -> list[tuple[str, Sample
 
 
 def measure(folder: Path, row: int, seconds: float = 10) -> str:
-    """What one worker process makes."""
+    """A sentence: tokens/s that one worker makes, measured over `seconds`, and how many are prompts and answers."""
     stream = rows(Tokenizer.open(folder), "measure", row)
     made: list[Tokens] = []
     began = time.perf_counter()

@@ -32,7 +32,10 @@ def _system(text: str) -> Turn:
 
 
 class Talk(NamedTuple):
-    """What people say, what it is in one line of thinking, and what may be answered. `marks`: the check."""
+    """Something that people say, how the thinking sums it up, and the possible answers.
+
+    marks: words of which a right answer has at least one.
+    """
 
     said: Wordings
     thought: str
@@ -378,6 +381,7 @@ TALKS = [
 
 
 def small_talk(rng: random.Random, split: Split) -> Sample:
+    """A greeting, a mood, thanks or a question about the model itself, and a short answer to it."""
     while True:
         talk = rng.choice(TALKS)
         said = talk.said.pick(rng, split)
@@ -995,6 +999,8 @@ NOTICED = ("I see.", "Thank you for telling me.", "Good to know.", "I will remem
 
 
 class Told(NamedTuple):
+    """Something that a user has said of themselves, and how it is asked for later."""
+
     said: str
     noticed: str
     asked: str

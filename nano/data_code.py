@@ -205,6 +205,7 @@ TEXT_NAMES = terms("text s string word line sentence txt name phrase message t")
 
 
 def function_name(rng: random.Random, canonical: str) -> str:
+    """The function's own name, or one drawn at random, which need not say what the function does."""
     kind = rng.random()
     if kind < 0.25:
         return canonical
@@ -921,6 +922,8 @@ DRAW: dict[str, Callable[[random.Random], Any]] = {
 
 
 class Shelved(NamedTuple):
+    """One of the classic functions, as the text SHELF describes it."""
+
     name: str
     parameters: tuple[tuple[str, str], ...]  # (name, kind)
     plan: str

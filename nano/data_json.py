@@ -16,6 +16,8 @@ from nano.sample import Generator, Sample, Split
 
 
 class Field(NamedTuple):
+    """One key of a schema. `choices` are the values of an enum."""
+
     name: str
     param: Param
     choices: tuple[str, ...]
@@ -25,7 +27,7 @@ class Field(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The schema of one object. `inner` are the fields that sit in a nested object of the given name."""
+    """The schema of one object of the kind `what`. `inner` names the fields that lie in a nested object, `outer`."""
 
     what: str
     fields: list[Field]
@@ -33,6 +35,7 @@ class Record(NamedTuple):
     inner: frozenset[str] = frozenset()
 
     def nested(self, field: Field) -> bool:
+        """Whether the field lies in the nested object."""
         return field.name in self.inner
 
 
@@ -210,6 +213,8 @@ def _spoken(rng: random.Random, value: Any) -> str:
 
 
 class Text(NamedTuple):
+    """A text that tells the values of a record, and where it tells each."""
+
     text: str
     words: dict[str, str]  # field -> the words of the text that tell it
 
@@ -220,7 +225,7 @@ def _key_words(name: str) -> str:
 
 
 def _names(name: str, clause: str) -> bool:
-    """Whether the clause says a word of the key: only then can a reader who never saw the topic match the two."""
+    """Whether the clause says a word of the key, so that a reader who never saw the topic can match the two."""
     return any(word in clause.lower() for word in _key_words(name).split() if word not in ("is", "has"))
 
 

@@ -26,6 +26,7 @@ TAGS = P("tags keywords labels", "words", "Tags", " with the tags {}", "The tags
 
 
 def flag(name: str, yes: str, no: str) -> Param:
+    """A field that is true or false. yes, no: sentences that say the one or the other, separated by bars."""
     return P(name, "flag", "Yes or no", "", yes, no)
 
 

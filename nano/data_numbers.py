@@ -41,12 +41,14 @@ WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", 
 
 
 class Operands(NamedTuple):
+    """The two numbers of an operation, in their order."""
+
     a: int
     b: int
 
 
 def held_value(operation: str, *operands: int) -> bool:
-    """Whether these operands are reserved for evaluation. Order does not matter where it does not to the operation."""
+    """Whether these operands are reserved for evaluation. For sums and products their order does not matter."""
     return reserved(operation, *(sorted(operands) if operation in ("add", "mul") else operands))
 
 
@@ -251,18 +253,22 @@ def _chain(rng: random.Random, split: Split, plan: str) -> str:
 
 
 def add(rng: random.Random, split: Split) -> Sample:
+    """A sum of two numbers with its written work; see `plain`."""
     return plain(rng, split, "add")
 
 
 def sub(rng: random.Random, split: Split) -> Sample:
+    """A difference of two numbers with its written work; see `plain`."""
     return plain(rng, split, "sub")
 
 
 def mul(rng: random.Random, split: Split) -> Sample:
+    """A product of two numbers with its written work; see `plain`."""
     return plain(rng, split, "mul")
 
 
 def div(rng: random.Random, split: Split) -> Sample:
+    """A quotient of two numbers with its written work; see `plain`."""
     return plain(rng, split, "div")
 
 

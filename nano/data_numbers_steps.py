@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 
 class Worked(NamedTuple):
+    """A calculation written line by line, as the model thinks it."""
+
     lines: list[str]  # the last one is `= RESULT`
     result: int
 
@@ -48,7 +50,7 @@ def subtract(a: int, b: int) -> Worked:
 
 
 def _times_digit(a: int, digit: int, row: bool) -> list[str]:
-    """A product with one digit. As a row of a larger product it keeps its last carry, be it zero: rows align."""
+    """A product with one digit. As a row of a larger product it keeps its last carry, even zero, so that rows align."""
     lines = [f"{a} * {digit}"]
     carry, done = 0, ""
     for x in reversed(str(a)):

@@ -22,7 +22,7 @@ def python_version() -> str:
 
 
 def documents(rng: random.Random) -> Iterator[Document]:
-    """Every piece of the standard library and of the documentation topics, in a random order, again and again."""
+    """An endless stream of pieces of the standard library and the documentation topics, shuffled anew each round."""
     pieces = [*sources(), *topics()]
     while True:
         rng.shuffle(pieces)

@@ -176,6 +176,7 @@ _VALUES = (
 
 
 def invented(rng: random.Random) -> Fact:
+    """A fact with a random attribute, often a made-up word, so that no list of attributes can be learnt by heart."""
     statement, noun, *questions = rng.choice(SHAPES)
     attribute = rng.choice(ATTRIBUTES) if rng.random() < 0.6 else pseudo(rng)
     statement, noun, *questions = (text.replace("{a}", attribute) for text in (statement, noun, *questions))
@@ -308,12 +309,14 @@ STYLES = tuple(POOLS)
 
 
 class Line(NamedTuple):
+    """A line of a long text, and about how many tokens it has."""
+
     text: str
     tokens: float  # about
 
 
 def filler(rng: random.Random, tokens: float) -> list[Line]:
-    """About `tokens` of lines, in one style or several."""
+    """Lines without facts, of about `tokens` tokens together, in one to three styles."""
     styles = rng.sample(STYLES, rng.choice((1, 1, 2, 3)))
     lines: list[Line] = []
     while tokens > 0:
@@ -328,18 +331,23 @@ def filler(rng: random.Random, tokens: float) -> list[Line]:
 
 
 class Planted(NamedTuple):
+    """A fact with its key and value, ready to stand in a text."""
+
     fact: Fact
     key: str
     value: str
 
     @property
     def sentence(self) -> str:
+        """The sentence that states the fact in the text."""
         return self.fact.statement.replace("{k}", self.key).replace("{v}", self.value)
 
     def question(self, rng: random.Random, split: Split) -> str:
+        """A question about the value, in a wording that the split may use."""
         return self.ask(rng, split).question
 
     def ask(self, rng: random.Random, split: Split) -> "Question":
+        """The same with the thinking and the answer to it."""
         if rng.random() < 0.5:
             noun = self.fact.noun.replace("{k}", self.key)
             question, asked = ASK.pick(rng, split).replace("{x}", noun), noun + "."
@@ -349,6 +357,8 @@ class Planted(NamedTuple):
 
 
 class Question(NamedTuple):
+    """A question about a text, with the thinking and the answer that are right."""
+
     question: str
     thought: str
     answer: str

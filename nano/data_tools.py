@@ -39,6 +39,7 @@ from nano.sample import Generator, Sample, Split
 
 
 def compact(value: Any) -> str:
+    """JSON without blanks, letters beyond ASCII as they are."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -58,6 +59,8 @@ class Slot(NamedTuple):
 
 @dataclass(slots=True)
 class Function:
+    """A function that a conversation declares to the model."""
+
     name: str
     declaration: dict[str, Any]
     slots: list[Slot]  # in the order of the TypeScript declaration
@@ -326,6 +329,8 @@ def _others(
 
 
 class Call(NamedTuple):
+    """One call of a function that is to be made."""
+
     function: Function
     values: dict[str, Any]  # by the topic's name for the parameter; those the user said
 
@@ -447,6 +452,8 @@ class Piece(NamedTuple):
 
 
 class Request(NamedTuple):
+    """What the user says, and which of its words tell a value."""
+
     text: str
     pieces: list[Piece]  # of the text, in its order
 
@@ -551,18 +558,23 @@ class Talk:
     contested: frozenset[str] = frozenset()  # nouns of functions that only their verbs tell apart
 
     def action(self, function: Function) -> str:
-        """The noun, and one verb for all that mean the same where the noun is not enough."""
+        """What the function does, in few words: its noun, with its verb where several functions have that noun."""
         return f"{function.noun} {function.verbs[0]}" if function.noun in self.contested else function.thing
 
     def wish(self, function: Function, pieces: Sequence[Piece]) -> str:
+        """What the user wants of the function, for the thinking: the action, then the pieces that tell values."""
         action = self.action(function)
         return f"{action}: {' | '.join([piece.text for piece in pieces])}" if pieces else action
 
     def user(self, text: str) -> None:
+        """Appends a turn of the user."""
         self.messages.append({"role": "user", "content": text})
 
     def judged(self, wants: Sequence[str], needed: Sequence[Function]) -> list[str]:
-        """The wishes, and what each function does and whether it is wanted; of several wishes, for which."""
+        """The lines of thinking that decide which functions are called.
+
+        First the wishes; then, for each declared function, what it does and whether it is wanted, and by which wish.
+        """
         lines = [f"{'Also' if i else 'Want'}: {want}" for i, want in enumerate(wants)]
         for function in self.functions:
             which = [str(i) for i, other in enumerate(needed, 1) if other is function]
@@ -571,7 +583,10 @@ class Talk:
         return lines
 
     def call(self, calls: Sequence[Call], pieces: Sequence[Sequence[Piece]]) -> list[str]:
-        """The assistant calls; `pieces` of the request for each. Returns the ids."""
+        """Appends an assistant's turn that makes these calls, and gives their ids.
+
+        pieces: of the request, those that tell each call's values.
+        """
         wants = [self.wish(call.function, said) for call, said in zip(calls, pieces, strict=True)]
         lines = self.judged(wants, [call.function for call in calls])
         for i, (call, said) in enumerate(zip(calls, pieces, strict=True), 1):
@@ -589,15 +604,18 @@ class Talk:
         return [f"functions.{call.function.name}:{self.calls - len(calls) + i}" for i, call in enumerate(calls)]
 
     def result(self, call_id: str, content: str) -> None:
+        """Appends a tool's answer to the call of this id."""
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
 
     def assistant(self, thought: str, content: str, **rest: Any) -> None:
+        """Appends an assistant's turn, with `thought` where the conversation has thinking. rest: its other keys."""
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if self.thinking:
             message["reasoning_content"] = thought
         self.messages.append(message | rest)
 
     def sample(self, kind: str, check: dict[str, Any]) -> Sample:
+        """The conversation as it stands, whose last turn `check` grades."""
         tools = [function.declaration for function in self.functions]
         return Sample(kind, self.messages, tools, self.thinking, check)
 
@@ -658,6 +676,8 @@ _LISTED = frozenset({"city", "ticker", "code", "pseudo", "path", "full_name", "w
 
 
 class Several(NamedTuple):
+    """A request for several calls, and the conversation in which it is made."""
+
     talk: Talk
     request: Request
     calls: list[Call]
@@ -825,6 +845,8 @@ _CALCULATE: dict[str, Callable[[int, int], int | float]] = {
 
 
 class Told(NamedTuple):
+    """A result of a call, and the answer that tells it to the user."""
+
     result: dict[str, Any]
     thought: str
     answer: str
@@ -872,7 +894,7 @@ def _loop(rng: random.Random, split: Split, several: Several) -> list[str]:
 
 
 def follow_up(rng: random.Random, split: Split) -> Sample:
-    """After the result: say what it says."""
+    """A call and its result; the last answer tells the user what the result says."""
     if rng.random() < 0.15:
         several = _several(rng, split)
     else:

@@ -21,6 +21,8 @@ class Param(NamedTuple):
 
 
 class Topic(NamedTuple):
+    """What a function may be about: its names, parameters, the ways to ask for it, and what its result holds."""
+
     names: tuple[str, ...]  # words of the function's name, joined later in some style
     about: tuple[str, ...]
     required: dict[str, Param]
@@ -32,6 +34,8 @@ class Topic(NamedTuple):
 
 
 def P(names: str, kind: str, about: str, inline: str = "", says: str = "", denies: str = "") -> Param:
+    """A Param from text: names separated by blanks, all wordings by bars."""
+
     def split(text: str) -> tuple[str, ...]:
         return tuple(text.split("|")) if text else ()
 
@@ -48,6 +52,7 @@ def T(
     optional: dict[str, Param] | None = None,
     bare: str = "",
 ) -> Topic:
+    """A Topic from text: names and descriptions are separated by bars, ways to ask by line ends."""
     return Topic(
         lines(names.replace("|", "\n")),
         lines(about.replace("|", "\n")),

@@ -1,7 +1,7 @@
 """Values that questions are made of: people, places, titles, dates, codes, and words that nobody has seen.
 
-Every closed pool and every open shape is divided by a hash: `train` draws from nine tenths, `values` and `families`
-from the tenth that training never sees.
+Closed pools and open shapes are divided by a hash. `train` draws from most of a division; `values` and `families` draw
+from the rest, which training never sees: an eighth of a pool's words, and a tenth of a shape's values unless said.
 """
 
 import random
@@ -13,12 +13,12 @@ from nano.sample import Split
 
 
 def reserved(*parts: object, one_in: int = 10) -> bool:
-    """Whether training keeps its hands off this combination. The same on every machine and in every process."""
+    """Whether this combination is kept out of training, as one in `one_in` is: the same on every machine."""
     return zlib.crc32("|".join(map(str, parts)).encode()) % one_in == 0
 
 
 def fresh(rng: random.Random, split: Split, make: Callable[[random.Random], Any], one_in: int = 10) -> Any:
-    """Draw until the value lies on this split's side."""
+    """Draws until the value is one that this split may use; one in `one_in` values is kept out of training."""
     while True:
         value = make(rng)
         if reserved(value, one_in=one_in) == (split != "train"):
@@ -26,11 +26,12 @@ def fresh(rng: random.Random, split: Split, make: Callable[[random.Random], Any]
 
 
 def lines(text: str) -> tuple[str, ...]:
-    """One item per line."""
+    """The lines of `text`, each an item."""
     return tuple(text.split("\n"))
 
 
 def words_of(text: str) -> tuple[str, ...]:
+    """The words of `text`, which stand between blanks."""
     return tuple(text.split())
 
 
@@ -43,6 +44,7 @@ class Pool:
         self.train = self.all if common else tuple(word for word in self.all if word not in self.held)
 
     def draw(self, rng: random.Random, split: Split) -> str:
+        """A random word of the part that the split may use."""
         words = self.train if split == "train" else self.held
         return words[int(rng.random() * len(words))]
 
@@ -164,22 +166,26 @@ def pseudo(rng: random.Random, split: Split) -> str:
 
 
 def person(rng: random.Random, split: Split) -> str:
+    """A first name, a full name, or a made-up name."""
     if rng.random() < 0.2:
         return pseudo(rng, split).capitalize()
     return full_name(rng, split) if rng.random() < 0.4 else FIRST.draw(rng, split)
 
 
 def full_name(rng: random.Random, split: Split) -> str:
+    """A first and a last name, either of which may be made up."""
     last = pseudo(rng, split).capitalize() if rng.random() < 0.45 else LAST.draw(rng, split)
     first = pseudo(rng, split).capitalize() if rng.random() < 0.1 else FIRST.draw(rng, split)
     return f"{first} {last}"
 
 
 def city(rng: random.Random, split: Split) -> str:
+    """A city, or a made-up name."""
     return pseudo(rng, split).capitalize() if rng.random() < 0.2 else CITIES.draw(rng, split)
 
 
 def title(rng: random.Random, split: Split) -> str:
+    """One to four words that do not belong together, as a title."""
     words = [pick(rng, WORDS.all) for _ in range(pick(rng, (1, 2, 2, 3, 3, 4)))]
     words[-1] = pseudo(rng, split) if rng.random() < 0.25 else WORDS.draw(rng, split)
     text = " ".join(words)
@@ -202,10 +208,12 @@ def message(rng: random.Random, split: Split) -> str:
 
 
 def iso_date(rng: random.Random, split: Split) -> str:
+    """A date such as `2024-05-17`."""
     return fresh(rng, split, lambda r: f"20{r.randint(20, 35)}-{r.randint(1, 12):02d}-{r.randint(1, 28):02d}")
 
 
 def date(rng: random.Random, split: Split) -> str:
+    """A date such as `2024-05-17`, `17 May` or `May 17`."""
     how = rng.random()
     if how < 0.5:
         return iso_date(rng, split)
@@ -215,10 +223,12 @@ def date(rng: random.Random, split: Split) -> str:
 
 
 def day(rng: random.Random, split: Split) -> str:
+    """A date, or a day that is told from today, such as tomorrow."""
     return date(rng, split) if rng.random() < 0.5 else RELATIVE_DAYS.draw(rng, split)
 
 
 def clock(rng: random.Random, split: Split) -> str:
+    """A time such as `14:30` or `3 pm`."""
     if rng.random() < 0.75:
         return fresh(
             rng, split, lambda r: f"{r.randint(0, 23):02d}:{pick(r, ('00', '15', '30', '45', '05', '20', '50'))}"
@@ -233,10 +243,12 @@ def _code(rng: random.Random) -> str:
 
 
 def code(rng: random.Random, split: Split) -> str:
+    """An order number or the like: one to three capital letters, then two to five digits."""
     return fresh(rng, split, _code)
 
 
 def email(rng: random.Random, split: Split) -> str:
+    """An address at one of a few example domains."""
     name = pseudo(rng, split) if rng.random() < 0.45 else FIRST.draw(rng, split).lower()
     if rng.random() < 0.3:
         name += "." + LAST.draw(rng, split).lower()
@@ -244,6 +256,7 @@ def email(rng: random.Random, split: Split) -> str:
 
 
 def phone(rng: random.Random, split: Split) -> str:
+    """A number such as `555-0123`."""
     return fresh(rng, split, lambda r: f"{r.randint(200, 999)}-{r.randint(0, 9999):04d}")
 
 
@@ -253,26 +266,29 @@ def small(rng: random.Random, split: Split) -> int:
 
 
 def medium(rng: random.Random, split: Split) -> int:
-    """1 to 999. Those that `small` draws too are training's."""
+    """1 to 999. Only training has numbers up to 12."""
     if split == "train" and rng.random() < 0.06:
         return small(rng, split)
     return fresh(rng, split, lambda r: r.randint(13, 99) if r.random() < 0.5 else r.randint(13, 999))
 
 
 def large(rng: random.Random, split: Split) -> int:
+    """100 to 99,999."""
     return fresh(rng, split, lambda r: r.randint(100, 99999))
 
 
 def decimal(rng: random.Random, split: Split) -> float:
+    """0.1 to 500, with one or two decimals."""
     return fresh(rng, split, lambda r: round(r.uniform(0.1, 500), 1 + (r.random() < 0.5)))
 
 
 def year(rng: random.Random, split: Split) -> int:
+    """1900 to 2035."""
     return fresh(rng, split, lambda r: r.randint(1900, 2035))
 
 
 def words(rng: random.Random, split: Split) -> list[str]:
-    """Two to four different words."""
+    """Two to four different words; only the first one, and made-up ones, are of the split's own part."""
     count = 2 + int(rng.random() * 2.3)
     found: list[str] = []
     while len(found) < count:
@@ -287,7 +303,7 @@ def words(rng: random.Random, split: Split) -> list[str]:
 
 
 def people(rng: random.Random, split: Split) -> list[str]:
-    """Two or three different first names."""
+    """Two or three different first names; only the first one is of the split's own part."""
     names = [FIRST.draw(rng, split)]
     while len(names) < 2 + (rng.random() < 0.4):
         name = pick(rng, FIRST.all)
@@ -297,10 +313,12 @@ def people(rng: random.Random, split: Split) -> list[str]:
 
 
 def expression(rng: random.Random, split: Split) -> str:
+    """Two numbers and an operator, such as `17 * 4`."""
     return fresh(rng, split, lambda r: f"{r.randint(2, 999)} {pick(r, '+-*/')} {r.randint(2, 99)}")
 
 
 def path(rng: random.Random, split: Split) -> str:
+    """A file's path, absolute or relative, with an extension."""
     folder = pick(rng, ("", "/tmp/", "docs/", "src/", "/home/data/", "./", "notes/"))
     name = pseudo(rng, split) if rng.random() < 0.4 else WORDS.draw(rng, split)
     return f"{folder}{name}.{pick(rng, ('txt', 'md', 'csv', 'json', 'py', 'log'))}"

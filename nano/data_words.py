@@ -1,6 +1,6 @@
 """Words and facts: translations between English and nine languages, and what a child knows about the world.
 
-The tables beside this file hold the values; every value is seen in training and what is held out are the wordings of
+The tables in nano/texts hold the values; every value is seen in training and what is held out are the wordings of
 the questions, and for the split "values" pairs of fact and wording. The answer is one short sentence, the thinking the
 fact itself in one line.
 """
@@ -267,6 +267,8 @@ IS = {
 
 
 class Pair(NamedTuple):
+    """A word or phrase in English and in one other language."""
+
     english: str
     language: str
     foreign: str
@@ -352,6 +354,7 @@ def _sections() -> dict[str, list[list[str]]]:
 
 
 def column(i: int) -> Callable[[list[str]], list[str]]:
+    """The answers that a row allows: column `i` alone."""
     return lambda row: [row[i]]
 
 
@@ -359,7 +362,7 @@ NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twe
 
 
 def number(i: int) -> Callable[[list[str]], list[str]]:
-    """Column `i`, a number, in digits or as a word."""
+    """The answers that a row allows: column `i`, a number, in digits, and up to twelve also as a word."""
     return lambda row: [row[i], *([NUMBER_WORDS[int(row[i])]] if int(row[i]) < len(NUMBER_WORDS) else [])]
 
 

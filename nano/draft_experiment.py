@@ -17,14 +17,7 @@ the base has not seen), the same number in every domain, and the rest from the b
 base for the same number of answer tokens, with the same schedule and seed. `mined` draws from the pool by the reducible
 gap of each example under the base (`redline.draft.mine.choose`), `control` at random.
 
-On one H200 with 16 cores (what docs/nano.md's log does not tell is an estimate):
-
-| stage | time | what it leaves in OUT |
-|---|---|---|
-| synth | 30 s for 200,000 prompts, 450 s of answers in eight processes | answers.xz, 0.9 MB for 1.9 M tokens |
-| base | 60 s for the corpus, 100 s to capture, the rest to train | corpus.tar, about 12 MB; base.tar, 7 MB; base.log |
-| arms | 60 s to score the pool, 60 s to capture, 300 s for six trainings, three at once | six tars of 7 MB; arms.json |
-| measure | 1,000 s in all: two commands | answers.tar; then measure.json, .md, .png, agreement.json |
+docs/nano.md says what each command takes on one H200 with 16 cores, and what it leaves in OUT.
 """
 
 import argparse
@@ -75,7 +68,7 @@ from redline.draft.train.trainer import Recipe
 from redline.model.k2.checkpoint import Checkpoint
 from redline.wire.base import Record
 from redline.worker.acceptance import Spoken, perfect, spoken
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
 # In expected answer tokens of each domain: prompts, more of training's than the time allows to answer; own text.
@@ -124,7 +117,7 @@ TRAININGS = ("train", "arm")
 
 @dataclass(frozen=True)
 class Setup:
-    """Where everything is, and how much of it there is to be."""
+    """Where everything is, and how much of it there is to be. seconds: for the whole command; scale: of the prompts."""
 
     work: Path
     out: Path
@@ -135,38 +128,42 @@ class Setup:
 
     @property
     def train(self) -> Path:
+        """The file of training prompts."""
         return self.work / "prompts/train.jsonl"
 
     @property
     def own(self) -> Path:
-        """What the generators answer themselves, as prompts."""
+        """The file of prompts that the generators answer themselves."""
         return self.work / "prompts/own.jsonl"
 
     @property
     def held(self) -> Path:
+        """The file of prompts for `measure`, which no training has."""
         return self.work / "prompts/held.jsonl"
 
     @property
     def packed(self) -> Path:
+        """The model's answers to the training prompts, as `draft_store.pack` writes them."""
         return self.work / "answers.xz"
 
     def corpus(self, name: str) -> Path:
-        """answered, own, base, pool, those of the arms, or "arms": all of these together"""
+        """The file of a corpus: "base", "pool", "own", the name of an arm, or "arms" for all of the arms together."""
         return self.work / f"corpus/{name}.jsonl"
 
     def drafter(self, name: str) -> Path:
-        """base, mined-S or control-S"""
+        """The folder of a drafter: "base", or an arm and its seed, as in "mined-1" and "control-1"."""
         return self.work / f"drafters/{name}"
 
     def captured(self, name: str) -> Path:
-        """base or arms"""
+        """The folder of a capture: "base" or "arms"."""
         return self.work / f"capture/{name}"
 
     def config(self, name: str) -> Path:
+        """The file that holds the configuration of the job of this name."""
         return self.work / f"configs/{name}.json"
 
     def verb(self, name: str, verb: str, config: Record) -> Job:
-        """A verb of the factory as a process of its own. A training keeps the budget that it once began with."""
+        """A verb of `redline draft` as a process of its own. A training keeps the budget that it first began with."""
         path = self.config(name)
         if verb not in TRAININGS or not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -176,12 +173,12 @@ class Setup:
 
     @property
     def left(self) -> float:
-        """Seconds of this command's."""
+        """Seconds that this command still has; negative once they are over."""
         return self.seconds - (time.monotonic() - BEGAN)
 
 
 def synth(setup: Setup) -> None:
-    """Prompts, then answers until the time is up."""
+    """The first command: makes the training prompts, then has the model answer them until the time is up."""
     make_prompts(setup, setup.train)
     places = slots(CORES)
     shards = [setup.work / f"synth/{number}.jsonl" for number in range(len(places))]
@@ -210,7 +207,10 @@ def synth(setup: Setup) -> None:
 
 
 def make_prompts(setup: Setup, path: Path) -> None:
-    """Training's, the generators' own conversations, or those held out, none of which stands in two of these files."""
+    """Makes one of the three files of prompts where it is not there: training's, the generators' own, or held-out ones.
+
+    No prompt stands in two of these files.
+    """
     if path.exists():
         return
     tokens, seed, more = {
@@ -231,7 +231,7 @@ def make_prompts(setup: Setup, path: Path) -> None:
 
 
 def base(setup: Setup) -> None:
-    """Base set and pool, the base's capture, then the base drafter."""
+    """The second command: base set and pool, the base's capture, then the base drafter."""
     split(setup)
     packing = threading.Thread(target=pack_corpus, args=(setup,))
     packing.start()
@@ -246,6 +246,10 @@ def base(setup: Setup) -> None:
 
 
 def train_base(setup: Setup) -> None:
+    """Captures the base's states and trains the base drafter in what is left of the time.
+
+    Raises SystemExit where too little time is left, or where a job is not done.
+    """
     everywhere = slots(1_000)
     if not setup.drafter("base").exists():
         finish(setup, [capture_of(setup, "base")], everywhere)
@@ -262,7 +266,7 @@ def train_base(setup: Setup) -> None:
 
 
 def capture_of(setup: Setup, name: str) -> Job:
-    """The states over corpus `name`."""
+    """The job that captures the target's states over corpus `name`."""
     config = CaptureConfig(
         target=str(setup.target),
         corpus=(str(setup.corpus(name)),),
@@ -302,7 +306,7 @@ def split(setup: Setup) -> None:
 
 
 def pack_corpus(setup: Setup) -> None:
-    """What other machines would have to make again, and might make otherwise."""
+    """Packs base, pool and held-out prompts into corpus.tar: another machine might make other ones."""
     path = setup.work / "corpus.tar"
     if not path.exists():
         building = path.with_suffix(".building")
@@ -313,7 +317,7 @@ def pack_corpus(setup: Setup) -> None:
 
 
 def arms(setup: Setup) -> None:
-    """Six corpora, one capture of all of them, and six drafters."""
+    """The third command: six corpora, one capture of all of them, and six drafters."""
     split(setup)
     names = [f"{arm}-{seed}" for seed in SEEDS for arm in ARMS]
     if not all(setup.corpus(name).exists() for name in (*names, "arms")):
@@ -329,7 +333,7 @@ def arms(setup: Setup) -> None:
 
 
 def score_pool(setup: Setup) -> None:
-    """Each example under the base, in as many processes as there are places."""
+    """Scores each example of the pool under the base, in as many processes as there are slots of cores."""
     places = slots(CORES)
     jobs = [
         Job(
@@ -343,7 +347,12 @@ def score_pool(setup: Setup) -> None:
 
 
 def score(device: str, target: str, draft: str, corpus: str, shard: str, out: str) -> None:
-    """Scores of every so-manieth example, in a file: rows of all, one behind the other, and where each begins."""
+    """Scores every `count`-th example of a corpus and writes them to the file `out` (npz).
+
+    shard  "number/count": examples number, number + count, ...
+
+    The file holds the rows of all examples, one behind the other, and where each example's end.
+    """
     number, count = map(int, shard.split("/"))
     examples = read_examples(Path(corpus)).examples[number::count]
     # Near ties of the target are nothing that a drafter could learn, though the engine is greedy: temperature 1.
@@ -357,7 +366,7 @@ def score(device: str, target: str, draft: str, corpus: str, shard: str, out: st
 
 
 def scores_of(setup: Setup, count: int) -> list[Scores]:
-    """Of the pool's `count` examples, in their order."""
+    """The scores of the pool's `count` examples, in the order of the pool, from the files that `score` wrote."""
     found: dict[int, Scores] = {}
     files = list((setup.work / "scores").glob("*.npz"))
     for path in files:
@@ -372,7 +381,7 @@ def scores_of(setup: Setup, count: int) -> list[Scores]:
 
 
 def choose_all(setup: Setup, names: Sequence[str]) -> None:
-    """Draws what every arm trains on."""
+    """Writes what every arm trains on, all of it together, and arms.json with the figures of the choice."""
     replayed = read_examples(setup.corpus("base")).examples
     pool = read_examples(setup.corpus("pool")).examples
     first = Tokenizer.open(setup.target).vocab_size - RESERVED
@@ -403,7 +412,7 @@ def choose_all(setup: Setup, names: Sequence[str]) -> None:
 
 
 def arm_config(setup: Setup, name: str) -> TrainConfig:
-    """Both arms of a seed see the same number of answer tokens: EPOCHS times all of their mix."""
+    """How an arm is trained: for EPOCHS over all of its own corpus, so both arms of a seed see about as much."""
     examples = read_examples(setup.corpus(name)).examples
     positions = sum(min(len(example.tokens), RECIPE.max_length) for example in examples)
     budget = Budget(tokens=round(EPOCHS * positions))
@@ -418,7 +427,7 @@ def arm_config(setup: Setup, name: str) -> TrainConfig:
 
 
 def train_arm(config: TrainConfig, console: Console) -> int:
-    """`draft train` on those examples of the capture that the arm's own corpus has."""
+    """`redline draft train` on those examples of the capture that the arm's own corpus has. Gives the exit status."""
     draft_train.check(config)
     out = Path(config.out)
     mine = {example.id for example in read_examples(out.parents[1] / f"corpus/{out.name}.jsonl").examples}
@@ -427,14 +436,14 @@ def train_arm(config: TrainConfig, console: Console) -> int:
 
 
 def recipe(setup: Setup, budget: Budget, **change: Any) -> Recipe:
-    """RECIPE with another budget; on a CPU with small batches, for a rehearsal."""
+    """RECIPE with another budget and these changes; on a CPU, for a rehearsal, with small batches."""
     if setup.device == "cpu":
         change |= {"tokens_per_batch": RECIPE.max_length, "steps_ahead": 3, "held_out": 0.0}
     return msgspec.structs.replace(RECIPE, budget=budget, **change)
 
 
 def measure(setup: Setup) -> None:
-    """Every drafter answers the held-out prompts in the engine; then the figures.
+    """The fourth command: every drafter answers the held-out prompts in the engine; then the figures.
 
     The base answers all of them, the others those that gave the base ROUNDS rounds in each domain.
     """
@@ -478,7 +487,7 @@ def measure(setup: Setup) -> None:
 
 
 def dealt(setup: Setup, name: str, lines: Sequence[bytes], count: int) -> list[Path]:
-    """The prompts in so many files."""
+    """Writes the lines into `count` files in turns, and gives the files."""
     shards = [setup.work / f"held/{name}-{number}.jsonl" for number in range(count)]
     for number, shard in enumerate(shards):
         shard.parent.mkdir(parents=True, exist_ok=True)
@@ -487,7 +496,7 @@ def dealt(setup: Setup, name: str, lines: Sequence[bytes], count: int) -> list[P
 
 
 def asks(setup: Setup, name: str, shards: Sequence[Path]) -> list[Job]:
-    """The drafter's processes, one for each file of prompts."""
+    """The jobs in which the drafter answers, one for each file of prompts."""
     told = setup.target, setup.drafter(name)
     return [
         Job(
@@ -499,7 +508,10 @@ def asks(setup: Setup, name: str, shards: Sequence[Path]) -> list[Job]:
 
 
 def answered_by(setup: Setup, name: str) -> list[Answered]:
-    """What the drafter has answered, each prompt once: another number of processes may have begun."""
+    """What the drafter has answered, each prompt once.
+
+    The files may overlap, where an earlier run of the command dealt the prompts to another number of processes.
+    """
     found: dict[str, Answered] = {}
     for path in sorted((setup.work / "answers").glob(f"{name}-*.jsonl")):
         mend(path)
@@ -510,7 +522,10 @@ def answered_by(setup: Setup, name: str) -> list[Answered]:
 
 
 def prompts_of(answers: Sequence[Answered]) -> set[str]:
-    """Ids, those drawn first, until there are ROUNDS rounds in each domain; all of a domain that has fewer."""
+    """The ids of the prompts, in the order of their drawing, that give ROUNDS rounds in each domain.
+
+    All prompts of a domain that has fewer rounds are among them.
+    """
     rounds: Counter[str] = Counter()
     found: set[str] = set()
     for one in sorted(answers, key=lambda one: int(one.id.rpartition("-")[2])):
@@ -521,11 +536,12 @@ def prompts_of(answers: Sequence[Answered]) -> set[str]:
 
 
 def id_of(line: bytes) -> str:
+    """The id of a prompt, from its line of JSON."""
     return msgspec.json.decode(line)["id"]
 
 
 def agreement(setup: Setup) -> Job:
-    """First drafts of the base: the engine's beside what teacher forcing says. It fails where they disagree."""
+    """The job that compares the base's first drafts in the engine with teacher forcing, and fails if they disagree."""
     config = EvalConfig(
         target=str(setup.target),
         draft=str(setup.drafter("base")),
@@ -542,7 +558,7 @@ def agreement(setup: Setup) -> Job:
 
 
 def ask(target: Path, draft: Path, prompts: Path, out: Path) -> None:
-    """Greedy answers with K drafts a round, a line each; goes on behind those that are there."""
+    """Answers prompts greedily with K drafts a round, a line of `out` for each; skips those that are there already."""
     tokenizer, style = Tokenizer.open(target), style_of(target)
     out.parent.mkdir(parents=True, exist_ok=True)
     mend(out)
@@ -556,7 +572,9 @@ def ask(target: Path, draft: Path, prompts: Path, out: Path) -> None:
     ]
     config = EvalConfig(target=str(target), draft=str(draft), max_tokens=MAX_TOKENS)
     engine_config = EngineConfig(
-        max_running=BATCH, device="cpu", draft=str(draft), draft_tokens=K, draft_adaptive=False, suffix=False
+        max_running=BATCH,
+        device="cpu",
+        speculation=Learned(drafter=str(draft), tokens=K, adaptive=False, suffix=False),
     )
     say(f"{len(asked):,} prompts")
     with Engine.open(str(target), engine_config) as engine, out.open("ab") as file:
@@ -572,6 +590,7 @@ def ask(target: Path, draft: Path, prompts: Path, out: Path) -> None:
 
 
 def counted(answer: Spoken) -> Answered:
+    """The rounds and tokens of an answer, and those of a drafter that knows the answer."""
     best = perfect(answer, K)
     return Answered(
         id=answer.id,
@@ -588,18 +607,19 @@ def counted(answer: Spoken) -> Answered:
 
 
 def say(text: str) -> None:
-    """A line with the seconds since this process began."""
+    """Prints a line that begins with the seconds since this process began."""
     print(f"{time.monotonic() - BEGAN:6.1f} s  {text}", flush=True)
 
 
 def summary(examples: Sequence[Example]) -> str:
+    """One line: how many examples, tokens and answer tokens there are, the latter by domain too."""
     tokens = tokens_of(examples)
     whole, answers = sum(len(example.tokens) for example in examples), sum(tokens.values())
     return f"{len(examples):,} examples, {whole:,} tokens, {answers:,} of answers {dict(sorted(tokens.items()))}"
 
 
 def show_training(setup: Setup, name: str) -> None:
-    """Held-out measures as they came, a line each."""
+    """Prints the held-out acceptance lengths (tokens per round at K drafts) of a training as they came, a line each."""
     for raw in (setup.drafter(name) / "training/log.jsonl").read_bytes().splitlines():
         line = msgspec.json.decode(raw)
         if "held_out" in line:
@@ -609,7 +629,7 @@ def show_training(setup: Setup, name: str) -> None:
 
 
 def show_lengths(setup: Setup, name: str) -> None:
-    """Acceptance length and rounds by domain, as far as they are known."""
+    """Prints a drafter's acceptance length (tokens per round) and rounds by domain, as far as they are known."""
     rounds: Counter[str] = Counter()
     tokens: Counter[str] = Counter()
     for one in answered_by(setup, name):
@@ -620,13 +640,13 @@ def show_lengths(setup: Setup, name: str) -> None:
 
 
 def write(path: Path, examples: Iterable[Example]) -> None:
-    """Appears whole."""
+    """Writes one line of JSON per example; the file appears only when it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, b"".join(msgspec.json.encode(example) + b"\n" for example in examples))
 
 
 def tokens_of(examples: Iterable[Example]) -> Counter[str]:
-    """Answer tokens by domain."""
+    """How many answer tokens there are, by domain."""
     found: Counter[str] = Counter()
     for example in examples:
         found[example.domain] += answer_tokens(example)
@@ -634,7 +654,7 @@ def tokens_of(examples: Iterable[Example]) -> Counter[str]:
 
 
 def archive(setup: Setup, name: str) -> Path:
-    """A drafter with its training's logs."""
+    """A tar of a drafter's folder, its training's logs included."""
     path = setup.work / f"{name}.tar"
     with tarfile.open(path, "w") as tar:
         tar.add(setup.drafter(name), arcname=f"drafters/{name}")
@@ -642,7 +662,7 @@ def archive(setup: Setup, name: str) -> Path:
 
 
 def restore(setup: Setup, folder: Path) -> None:
-    """What earlier commands left in their OUT, into WORK."""
+    """Copies what earlier commands left in their OUT, which is `folder`, into WORK."""
     for path in sorted(folder.iterdir()):
         if path.suffix == ".tar":  # packed or not
             with tarfile.open(path) as tar:
@@ -652,7 +672,7 @@ def restore(setup: Setup, folder: Path) -> None:
 
 
 def keep(setup: Setup, stage: str, files: Sequence[Path], examples: Sequence[Example] = ()) -> None:
-    """Copies what a command leaves into OUT, and tells the sizes."""
+    """Copies these files into OUT, and prints their sizes in bytes and a summary of `examples`."""
     setup.out.mkdir(parents=True, exist_ok=True)
     for path in files:
         if path.resolve() != (setup.out / path.name).resolve():
@@ -663,7 +683,10 @@ def keep(setup: Setup, stage: str, files: Sequence[Path], examples: Sequence[Exa
 
 
 def finish(setup: Setup, jobs: Sequence[Job], places: Sequence[Slot]) -> None:
-    """Runs the jobs in what is left of the time; where some are not done, ends the command with what they said."""
+    """Runs the jobs in what is left of the time.
+
+    Where some are not done, prints the ends of their logs and raises SystemExit.
+    """
     folder = setup.work / "jobs"
     unfinished = run_all(jobs, places, setup.left - EXPORT_S, folder, say)
     for name in unfinished[:SHOWN]:
@@ -677,6 +700,7 @@ STAGES: dict[str, Callable[[Setup], None]] = {"synth": synth, "base": base, "arm
 
 
 def main() -> None:
+    """The command line above; and, for processes that it starts itself, `ask`, `score` and `verb`."""
     if len(sys.argv) > 1 and sys.argv[1] == "ask":
         return ask(*map(Path, sys.argv[2:]))
     if len(sys.argv) > 1 and sys.argv[1] == "score":
@@ -702,7 +726,7 @@ def main() -> None:
 
 
 def run_verb(verb: str, path: str) -> int:
-    """A verb of the factory with its configuration in a file."""
+    """Runs a verb of `redline draft`, or "arm", with its configuration in a JSON file. Gives the exit status."""
     config, run = VERBS[verb] if verb != "arm" else (TrainConfig, train_arm)
     return run(msgspec.json.decode(Path(path).read_bytes(), type=config), Console())
 

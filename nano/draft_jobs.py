@@ -18,6 +18,8 @@ SAID = 150  # characters of a line
 
 @dataclass(frozen=True)
 class Job:
+    """A command to run, under a name that is the name of its log."""
+
     name: str
     command: tuple[str, ...]
     journal: Path | None = None  # what it writes of its progress; None: its output
@@ -27,7 +29,7 @@ Slot = tuple[int, ...]  # cores
 
 
 def slots(each: int) -> list[Slot]:
-    """The cores that this process may use, so many to a slot; cores left over are the last slot's."""
+    """The cores that this process may use, in slots of `each`; cores left over are the last slot's."""
     cores = sorted(os.sched_getaffinity(0))
     count = max(1, len(cores) // each)
     return [tuple(cores[i * each : (i + 1) * each if i < count - 1 else None]) for i in range(count)]
@@ -36,11 +38,11 @@ def slots(each: int) -> list[Slot]:
 def run_all(
     jobs: Sequence[Job], places: Sequence[Slot], seconds: float, folder: Path, tell: Callable[[str], object] = print
 ) -> list[str]:
-    """Runs the jobs in order, one to a slot at a time; gives the names of those that are not done.
+    """Runs the jobs in order, one to a slot at a time, for at most `seconds`; gives the names of those not done.
 
     A job's output is appended to FOLDER/NAME.log. FOLDER/NAME.done marks one that ended well, which is not run again.
-    When time is up, jobs that run are told to end (SIGINT), and killed if they do not within GRACE_S. `tell` hears of
-    each job's end, and every BEAT_S what the running ones say.
+    When time is up, running jobs are told to end (SIGINT), and killed if they do not within GRACE_S. `tell` is called
+    with a line at each job's end, and every BEAT_S with the last line that each running job has written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + seconds
@@ -78,9 +80,10 @@ def run_all(
 
 @contextmanager
 def _heard_by_jobs() -> Generator[None]:
-    """Behind `nohup` or `&` of a script SIGINT is ignored, and a program inherits that: it could not be told to end.
+    """Lets jobs hear SIGINT even where this process was told to ignore it, as behind `nohup` or `&` of a script.
 
-    A handler that does nothing is as deaf, and is not inherited.
+    A program inherits that SIGINT is ignored, and could not be told to end. It does not inherit a handler, so here a
+    handler that does nothing takes the place of ignoring.
     """
     if (
         signal.getsignal(signal.SIGINT) is not signal.SIG_IGN

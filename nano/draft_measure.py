@@ -28,7 +28,7 @@ MOST_OTHER = 0.01  # of a domain's prompts
 WITHIN = (2.5, 97.5)  # percentiles
 ARMS = ("mined", "control")
 
-# The issue's conditions.
+# What the drafter and mining have to reach: tokens per round, shares of a gap, rounds of a domain.
 LEAST_CLOSED, LEAST_CHANGE = 0.2, -0.03
 LEAST_MEAN, LEAST_DOMAIN, LEAST_ROUNDS = 3.0, 2.5, 20_000
 
@@ -47,11 +47,14 @@ class Answered(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Interval:
+    """A mean and its 95 % bootstrap interval, in the unit of the values."""
+
     mean: float
     low: float
     high: float
 
     def to_json(self) -> list[float]:
+        """[mean, low, high], to four decimals."""
         return [round(value, 4) for value in (self.mean, self.low, self.high)]
 
     def __str__(self) -> str:
@@ -73,6 +76,7 @@ class Domain:
     closed: Interval  # the same, as a share of what control leaves to the ceiling
 
     def to_json(self) -> dict[str, Any]:
+        """The figures by field name, to four decimals; each interval as [mean, low, high]."""
         return {
             "prompts": self.prompts,
             "other": self.other,
@@ -133,13 +137,16 @@ def compare(drafters: Mapping[str, Sequence[Answered]], seeds: Sequence[int], se
 
 
 def interval(values_B: Floats) -> Interval:
-    """The first value is the sample's own; the others are its bootstrap draws."""
+    """[B + 1] -> the interval. The first value is the sample's own, the others are its bootstrap draws."""
     low, high = np.percentile(values_B[1:], WITHIN)
     return Interval(float(values_B[0]), float(low), float(high))
 
 
 def report(domains: Mapping[str, Domain]) -> dict[str, Any]:
-    """All figures, and the conditions with what they say. The worst domain is the base's, by its gap to the ceiling."""
+    """All figures as JSON, and which of the conditions above are met.
+
+    The worst domain is the one whose base is furthest below its ceiling.
+    """
     gaps = {name: domain.ceiling - domain.lengths["base"].mean for name, domain in domains.items()}
     worst = max(gaps, key=lambda name: gaps[name])
     base = [domain.lengths["base"].mean for domain in domains.values()]
@@ -161,7 +168,7 @@ def report(domains: Mapping[str, Domain]) -> dict[str, Any]:
 
 
 def table(domains: Mapping[str, Domain]) -> str:
-    """Markdown, a row for each domain."""
+    """The figures as Markdown, a row for each domain, in tokens per round."""
     rows = [
         "| domain | rounds | ceiling | base | control | mined | mined - control | share of the gap closed |",
         "|---|---|---|---|---|---|---|---|",
@@ -175,7 +182,7 @@ def table(domains: Mapping[str, Domain]) -> str:
 
 
 def plot(path: Path, domains: Mapping[str, Domain]) -> None:
-    """Acceptance lengths with their intervals, arms beside one another, under the ceiling."""
+    """Draws an image: acceptance lengths with their intervals, side by side by domain, under the ceiling."""
     import matplotlib
 
     matplotlib.use("Agg")

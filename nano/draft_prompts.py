@@ -73,7 +73,7 @@ class Source(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """A prompt as a worker gives it."""
+    """A prompt with the generator's own answer, as a worker gives it."""
 
     line: Line  # its id without a number
     digest: bytes  # of what is asked
@@ -93,10 +93,11 @@ class Share:
 
 
 class Exhausted(Exception):
-    """A domain has no more different prompts in these splits."""
+    """Raised where a domain has hardly any more different prompts in these splits."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line above. arguments: its words; None: those of this process. Raises Exhausted."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     size = parser.add_mutually_exclusive_group(required=True)
@@ -141,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def interleave(
     streams: dict[str, Iterator[Drawn]], shares: dict[str, Share], prompts: int | None, answer_tokens: int | None
 ) -> Iterator[Drawn]:
-    """Prompts of all domains, each time of the one that is furthest behind in answer tokens.
+    """Prompts of all domains, each time of the one that is furthest behind in answer tokens; counts them in `shares`.
 
     Ends after so many `prompts`, or when every domain has `answer_tokens`. Raises Exhausted.
     """
@@ -172,7 +173,10 @@ def example(drawn: Drawn) -> Example:
 
 
 def distinct(pool: Pool, source: Source, share: Share, seen: set[bytes]) -> Iterator[Drawn]:
-    """Prompts that are not in `seen`, which they then are. Raises Exhausted."""
+    """Prompts whose digests are not in `seen`, to which they are added; counts in `share` those that are dropped.
+
+    Raises Exhausted where a wave of blocks has hardly any new prompt.
+    """
     for first in count(0, WAVE):
         new = 0
         for made in pool.imap(partial(block, source), range(first, first + WAVE)):
@@ -189,7 +193,7 @@ def distinct(pool: Pool, source: Source, share: Share, seen: set[bytes]) -> Iter
 
 
 def block(source: Source, number: int) -> list[Drawn]:
-    """`BLOCK` prompts, always the same for the same arguments."""
+    """`BLOCK` prompts, always the same for the same arguments. The splits take turns by `number`."""
     encoder, pieces = opened(source.tokenizer)
     split = source.splits[number % len(source.splits)]
     name = f"{split}-{source.seed}-{source.domain}"
@@ -199,7 +203,7 @@ def block(source: Source, number: int) -> list[Drawn]:
 
 @cache
 def opened(tokenizer: Path) -> tuple[Encoder, list[str]]:
-    """(encoder, pieces for made-up words): once in a process."""
+    """(encoder, pieces for made-up words) of this checkpoint's folder, opened once in a process."""
     read = Tokenizer.open(tokenizer)
     plain = range(read.vocab_size - RESERVED)
     return Encoder(read), vocabulary_pieces([read.token_bytes(token) for token in plain])
@@ -208,7 +212,7 @@ def opened(tokenizer: Path) -> tuple[Encoder, list[str]]:
 def samples(
     domain: str, split: Split, key: str, pieces: Sequence[str], lengths: Sequence[tuple[int, int]] = LENGTHS
 ) -> Iterator[Sample]:
-    """`BLOCK` samples of a domain; documents of recall are as long as `lengths` says."""
+    """`BLOCK` samples of a domain. key: of the random stream; lengths: tokens of recall's texts, (least, most) each."""
     rng = random.Random(f"{key}/held")
     generators = importlib.import_module(f"nano.data_{domain}").GENERATORS
     weights = [weight for _, weight in generators.values()]
@@ -233,7 +237,7 @@ def _of_mixture(mixture: Mixture) -> Sample:
 
 
 def as_drawn(encoder: Encoder, name: str, domain: str, sample: Sample) -> Drawn:
-    """The sample as a line without its last answer, with what tells it from others."""
+    """The sample as a line without its last answer, with its digest and its tokens. name: the line's id."""
     messages = [_asked(message, sample.thinking) for message in sample.messages[:-1]]
     line: Line = {
         "id": name,
@@ -250,12 +254,12 @@ def as_drawn(encoder: Encoder, name: str, domain: str, sample: Sample) -> Drawn:
 
 
 def _asked(message: dict[str, Any], thinking: bool) -> dict[str, Any]:
-    """A message of the prompt: who answers at once has not thought before, either."""
+    """A message of the prompt. Where the sample is answered without thinking, earlier turns have no thinking either."""
     return message if thinking else {key: value for key, value in message.items() if key != "reasoning_content"}
 
 
 def language(sample: Sample) -> str:
-    """The code of the first language that the answer names, or "en": which other language it deals with."""
+    """The code of the language that the answer deals with: the first that it names, else "en"."""
     answer = sample.messages[-1]
     if sample.tools or sample.kind not in ("lexicon", "fact", "chat"):
         return "en"
@@ -265,13 +269,13 @@ def language(sample: Sample) -> str:
 
 
 def digest(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> bytes:
-    """Of what is asked, not of what was thought or called before: equal for prompts that read alike."""
+    """16 bytes that are equal for prompts that read alike: of what is asked, without earlier thinking and calls."""
     said = [(message["role"], message.get("content") or "") for message in messages]
     return blake2b(json.dumps([said, tools], sort_keys=True).encode(), digest_size=16).digest()
 
 
 def digests_of(files: Iterable[Path]) -> set[bytes]:
-    """Of every prompt of these files, and of every end of a conversation that begins with a user's turn."""
+    """The digests of every prompt in these files, and of every end of a conversation that begins with a user's turn."""
     found: set[bytes] = set()
     for file in files:
         for raw in file.read_bytes().splitlines():

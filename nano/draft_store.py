@@ -26,7 +26,10 @@ CHUNK = 256  # prompts that a process encodes at a time
 
 
 def pack(examples: Iterable[Example], prompts: Path, into: Path) -> int:
-    """Gives how many prompts are answered. Examples of other prompts are left out."""
+    """Writes the answers to the prompts of a file into `into`; gives how many of the prompts are answered.
+
+    Examples of other prompts are left out. Raises AssertionError where an answer has CUT tokens or more.
+    """
     answers = {example.id: example for example in examples}
     lengths: list[int] = []
     tokens: list[int] = []
@@ -42,7 +45,10 @@ def pack(examples: Iterable[Example], prompts: Path, into: Path) -> int:
 
 
 def unpack(packed: Path, prompts: Path, target: Path) -> Iterator[Example]:
-    """The examples, in the order of the prompts. Raises ValueError where these are not the prompts answered."""
+    """The examples, in the order of the prompts, which are encoded with the tokenizer of the folder `target`.
+
+    Raises ValueError where `prompts` is not the file whose prompts were answered.
+    """
     data = lzma.decompress(packed.read_bytes())
     if data[:32] != hashlib.sha256(prompts.read_bytes()).digest():
         raise ValueError(f"{packed}: its answers are to other prompts than those of {prompts}")

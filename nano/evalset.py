@@ -53,6 +53,7 @@ TARGETS = {"families": FAMILY_TARGETS, "hand": {"all": 70}}
 
 
 def main() -> None:
+    """The command line above: writes the sets, each as `write` does, and the table of targets."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--paired", type=int, metavar="N", help="only a set of N prompts, evenly over the kinds")
@@ -79,7 +80,7 @@ def of_split(split: Split, per_row: int = PER_ROW, per_part: int = PER_PART, see
 
 
 def paired(count: int, seed: int = SEED + 1) -> list[Line]:
-    """`count` prompts, evenly over kinds and both held-out splits, from another seed than the sets above."""
+    """`count` prompts in random order, evenly over kinds and held-out splits, from another seed than the sets above."""
     share = -(-count // (len(graded_kinds()) * len(SETS)))
     prompts = [prompt for split in SETS for prompt in of_split(split, share, share, seed)]
     random.Random(seed).shuffle(prompts)
@@ -142,7 +143,10 @@ def _questions(rng: random.Random, split: Split) -> list[Line]:
 
 
 def draw(kind: str, generator: Generator, split: Split, count: int, seed: int) -> Iterator[Line]:
-    """Up to `count` different prompts. Each depends on its number alone: a larger set begins with a smaller."""
+    """Up to `count` different prompts. Each depends on its number alone, so a larger set begins with a smaller one.
+
+    Gives fewer where 20 times `count` draws have no more new ones. Samples without a check are skipped.
+    """
     seen: set[str] = set()
     for number in range(20 * count):
         sample = generator(random.Random(f"{seed}/{split}/{kind}/{number}"), split)
@@ -159,9 +163,9 @@ def draw(kind: str, generator: Generator, split: Split, count: int, seed: int) -
 
 
 def as_prompt(sample: Sample) -> Line:
-    """The line of an evaluation set: everything before the last answer, and its check. Always in thinking mode.
+    """The line of an evaluation set: everything before the last answer, and its check. It asks for thinking.
 
-    The generator's own answer must pass its check, or the check is wrong; functions are not run here.
+    Raises AssertionError where the generator's own answer fails the check, which is then wrong. Code is not run here.
     """
     *before, answer = sample.messages
     assert answer["role"] == "assistant", sample
@@ -173,7 +177,7 @@ def as_prompt(sample: Sample) -> Line:
 
 
 def write(path: Path, prompts: Iterable[Line]) -> None:
-    """One compact JSON line per prompt; says how many of each kind."""
+    """One compact JSON line per prompt, gzipped where the name ends in .gz; prints how many there are of each kind."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = list(prompts)
     text = "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in lines)

@@ -48,7 +48,7 @@ class Unpacked(NamedTuple):
 
 
 def unpack(rows: Tensor) -> Unpacked:
-    """rows: int32 [N, row] of packed tokens."""
+    """A batch of rows, int32 [N, row] of packed tokens (`nano.data`), as flat tensors on the same device."""
     flat = rows.flatten().long()
     # The last token's target is the first one's, a start, and starts have no loss.
     following = flat.roll(-1)
@@ -58,7 +58,10 @@ def unpack(rows: Tensor) -> Unpacked:
 
 @torch.no_grad()
 def held_out_loss(model: Model, encoder: Encoder, samples: Sequence[tuple[str, Sample]]) -> dict[str, float]:
-    """Mean loss of a token of an answer, in nats, by kind."""
+    """Mean loss of a token of an answer, in nats, by kind.
+
+    samples: (kind, sample); those of more than LONG_ROW tokens are left out.
+    """
     kinds: defaultdict[str, list[Tokens]] = defaultdict(list)
     for kind, sample in samples:
         kinds[kind].append(encoder.sample(sample))
@@ -86,7 +89,10 @@ def held_out_loss(model: Model, encoder: Encoder, samples: Sequence[tuple[str, S
 def answers(
     model: Model, encoder: Encoder, tokenizer: Tokenizer, samples: Sequence[Sample], longest: int = ANSWER_TOKENS
 ) -> list[tuple[str, bool]]:
-    """(the answer as text with control tokens spelled out, whether its check passes) of each sample's last turn."""
+    """(the answer as text with control tokens spelled out, whether its check passes) of each sample's last turn.
+
+    Answers are greedy and end after `longest` tokens. A check that runs code runs it on this machine.
+    """
     prompts = [encoder.prompt(sample) for sample in samples]
     stop = tokenizer.special("<|im_end|>")
     made = greedy(model.config, model.weights, model.bias, prompts, longest, model.way, stop)
@@ -121,7 +127,7 @@ def _read(tokenizer: Tokenizer, ids: list[int], thinking: bool) -> tuple[str, li
 
 
 def table(kinds: Sequence[str], verdicts: Sequence[bool]) -> dict[str, tuple[int, int]]:
-    """(right, asked) by kind."""
+    """kind -> (right, asked), from the kind and the verdict of each answer."""
     rows: dict[str, tuple[int, int]] = {}
     for kind, right in zip(kinds, verdicts, strict=True):
         before = rows.get(kind, (0, 0))

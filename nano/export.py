@@ -50,7 +50,10 @@ _ENDS = {"embed_tokens.weight": "embed", "norm.weight": "final_norm", "lm_head.w
 
 
 def view(masters: Weights, bias: Tensor, config: K2Config, name: str) -> Tensor:
-    """The part of the stacks that the weight of this logical name (redline.model.k2.checkpoint.weights) is: a view."""
+    """The part of the stacks that is the weight of this logical name (`redline.model.k2.checkpoint.weights`): a view.
+
+    bias float32 [M, E]: the router's correction. Raises AssertionError for a name that the model does not have.
+    """
     if name in _ENDS:
         return masters[_ENDS[name]]
     _, number, rest = name.split(".", 2)
@@ -85,7 +88,11 @@ def _projection(masters: Weights, kind: str, index: int, projection: str) -> Ten
 
 
 def export(folder: Path, masters: Weights, bias: Tensor, config: K2Config) -> None:
-    """Write the checkpoint: routed experts INT4 or bf16 as `config` says, the router's bias float32, all else bf16."""
+    """Writes the checkpoint into `folder`. bias float32 [M, E].
+
+    Routed experts are INT4 or bf16, as `config` says; the router's bias is float32, all else bf16. The tokenizer's
+    files are not written here.
+    """
     masters = {name: tensor.detach().cpu() for name, tensor in masters.items()}
     bias = bias.detach().float().cpu()
 
@@ -104,8 +111,10 @@ def export(folder: Path, masters: Weights, bias: Tensor, config: K2Config) -> No
 
 
 def write_side_configs(folder: Path, config: K2Config) -> None:
-    """SIDE_CONFIGS. Greedy by default: that is how this model's quality is measured, and small models profit from it.
-    Images it cannot read, but vLLM opens no file of this architecture without knowing how they would be cut."""
+    """Writes SIDE_CONFIGS. Answers are greedy by default: the model is measured so, and small models profit from it.
+
+    The model reads no images, but vLLM opens no file of this architecture without a preprocessor_config.json.
+    """
     generation = {
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_ids[0],
@@ -117,7 +126,7 @@ def write_side_configs(folder: Path, config: K2Config) -> None:
 
 
 def export_experts(folder: Path, masters: Weights) -> None:
-    """The routed experts before quantisation, bf16, as stacks, in files below the shard size."""
+    """Writes the routed experts before quantisation, bf16, as stacks, in files of about SHARD_BYTES."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("expert_gate_up", "expert_down"):
         value = masters[name].detach().cpu().to(torch.bfloat16)
@@ -127,7 +136,10 @@ def export_experts(folder: Path, masters: Weights) -> None:
 
 
 def join_bf16(checkpoint: Path, experts: Path, out: Path) -> None:
-    """A whole bf16 checkpoint from an INT4 one and the files of `export_experts`."""
+    """Writes a whole bf16 checkpoint to `out`: an INT4 one, with the experts that `export_experts` left in `experts`.
+
+    Raises CheckpointError where the INT4 checkpoint is broken.
+    """
     opened = Checkpoint.open(checkpoint)
     config = replace(opened.config, quantization=Unquantized())
     stacks = {
@@ -149,6 +161,7 @@ def join_bf16(checkpoint: Path, experts: Path, out: Path) -> None:
 
 
 def main() -> None:
+    """The command line above: `join_bf16` over its three folders."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bf16", type=Path, nargs=3, metavar=("CHECKPOINT", "EXPERTS", "OUT"), required=True)
     join_bf16(*parser.parse_args().bf16)

@@ -34,7 +34,10 @@ from redline.model.k2.config import K2Config
 def greedy(
     config: K2Config, weights: Weights, bias: Tensor, prompts: Sequence[list[int]], count: int, way: Way, stop: int
 ) -> list[list[int]]:
-    """Up to `count` tokens after each prompt, the stop id left out. Prompts of like length share a batch."""
+    """Up to `count` tokens after each prompt, in the order of the prompts, without the `stop` id that ended them.
+
+    bias float32 [M, E]; prompts: ids. Prompts of like length share a batch.
+    """
     order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
     answers: list[list[int]] = [[] for _ in prompts]
     batch: list[int] = []
@@ -77,7 +80,7 @@ def _batch(
 def _prefill(
     config: K2Config, weights: Weights, stack: list[Layer], prompts: list[list[int]], cache: Tensor, way: Way
 ) -> Tensor:
-    """Fills the cache; gives the first token of each answer. Row by row of prompts, to bound what is held at once."""
+    """Fills the cache, some prompts at a time to bound what is held at once; gives each answer's first token."""
     firsts: list[Tensor] = []
     group = max(1, 65_536 // max(map(len, prompts)))
     for first in range(0, len(prompts), group):

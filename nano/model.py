@@ -23,7 +23,10 @@ EXPERTS = ("expert_gate_up", "expert_down")  # what is stored in INT4
 
 
 def shapes(config: K2Config) -> dict[str, tuple[int, ...]]:
-    """Every trained tensor. Matrices are [..., out, in], as in the checkpoint; gate stands before up."""
+    """The shape of every trained tensor, by name.
+
+    Matrices are [..., out, in], as in the checkpoint; gate stands before up.
+    """
     c, layers, moe = config, config.num_hidden_layers, config.moe_layers
     hidden, heads, width = c.hidden_size, c.num_attention_heads, c.moe_intermediate_size
     return {
@@ -50,7 +53,10 @@ def shapes(config: K2Config) -> dict[str, tuple[int, ...]]:
 
 
 def initial_weights(config: K2Config, seed: int) -> Weights:
-    """Float32 masters, the same on every machine. All outputs start at zero: the residual stream is the embedding."""
+    """Float32 masters on the CPU, the same on every machine.
+
+    Every matrix that writes into the residual stream starts at zero, so that the stream is the embedding at first.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights: Weights = {}
     for name, shape in shapes(config).items():
@@ -79,7 +85,8 @@ class _StraightThrough(torch.autograd.Function):
 def effective(masters: Weights, int4: bool, dtype: torch.dtype) -> Weights:
     """What the graph computes with: the masters in the values that the checkpoint can hold, differentiable.
 
-    Everything is rounded to bf16; routed experts are quantised before that if `int4`. `dtype` is only the arithmetic's.
+    Everything is rounded to bf16; if `int4`, routed experts are quantised before that. The results have dtype `dtype`,
+    which decides the precision of the arithmetic and not the values.
     """
     held = {name: _StraightThrough.apply(w) if int4 and name in EXPERTS else w for name, w in masters.items()}
     return {name: w.to(torch.bfloat16).to(dtype) for name, w in held.items()}
@@ -100,11 +107,15 @@ class Attention(NamedTuple):
 
 
 class Dense(NamedTuple):
+    """The weights of one SwiGLU MLP of width F: a dense layer's, or the shared expert's."""
+
     gate_up: Tensor  # [2, F, D]
     down: Tensor  # [D, F]
 
 
 class Moe(NamedTuple):
+    """The weights of one layer of experts, the shared expert included."""
+
     router: Tensor  # [E, D]
     bias: Tensor  # [E] float32, of the choice only; moved by the load, not by gradients
     gate_up: Tensor  # [2, E, I, D]
@@ -113,6 +124,8 @@ class Moe(NamedTuple):
 
 
 class Layer(NamedTuple):
+    """The weights of one block: its attention, then its dense MLP or its experts."""
+
     attention: Attention
     mlp: Dense | Moe
 
@@ -144,7 +157,10 @@ class Latents(NamedTuple):
 
 
 def project(x_TD: Tensor, config: K2Config, w: Attention, cos: Tensor, sin: Tensor) -> Latents:
-    """cos, sin: float32 [T, 32], of each token's position."""
+    """Queries and what a cache would hold, of x_TD [T, D] before its norm.
+
+    cos, sin: float32 [T, 32], of each token's position.
+    """
     c = config
     x_TD = rms_norm(x_TD, w.input_norm, c.rms_norm_eps)
     q = F.linear(rms_norm(F.linear(x_TD, w.q_a), w.q_norm, c.low_rank_norm_eps), w.q_b)
@@ -157,7 +173,10 @@ def project(x_TD: Tensor, config: K2Config, w: Attention, cos: Tensor, sin: Tens
 
 
 def attention(x_TD: Tensor, config: K2Config, w: Attention, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
-    """The expanded form: every head has its own keys (192) and values (128). Gives what is added to the residual."""
+    """Causal attention in the expanded form: each head has its own keys (192) and values (128).
+
+    x_TD [T, D] is the residual stream before its norm. Gives what is to be added to it, [T, D].
+    """
     c = config
     t = project(x_TD, c, w, cos, sin)
     kv = F.linear(t.latent, w.kv_b).unflatten(-1, (c.num_attention_heads, c.qk_nope_head_dim + c.v_head_dim))
@@ -173,6 +192,7 @@ def attention(x_TD: Tensor, config: K2Config, w: Attention, cos: Tensor, sin: Te
 def dense_layer(
     x_TD: Tensor, config: K2Config, w: Attention, mlp: Dense, cos: Tensor, sin: Tensor, layout: Layout
 ) -> Tensor:
+    """One block without experts: x_TD [T, D] -> [T, D], both the residual stream. cos, sin: float32 [T, 32]."""
     x_TD = x_TD + attention(x_TD, config, w, cos, sin, layout)
     return x_TD + swiglu(rms_norm(x_TD, w.post_norm, config.rms_norm_eps), mlp)
 
@@ -180,18 +200,26 @@ def dense_layer(
 def moe_layer(
     x_TD: Tensor, config: K2Config, w: Attention, mlp: Moe, cos: Tensor, sin: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """(x, load): load float32 [E] counts the tokens that chose each expert."""
+    """One block with experts: x_TD [T, D] -> (residual stream [T, D], load float32 [E]).
+
+    The load is how many tokens chose each expert.
+    """
     x_TD = x_TD + attention(x_TD, config, w, cos, sin, layout)
     added, load_E = experts(rms_norm(x_TD, w.post_norm, config.rms_norm_eps), config, mlp)
     return x_TD + added, load_E
 
 
 def swiglu(x_TD: Tensor, mlp: Dense) -> Tensor:
+    """down(silu(gate(x)) * up(x)): [T, D] -> [T, D]. Shazeer, arXiv 2002.05202."""
     gate, up = F.linear(x_TD, mlp.gate_up.flatten(0, 1)).chunk(2, -1)
     return F.linear(F.silu(gate) * up, mlp.down)
 
 
 def experts(x_TD: Tensor, config: K2Config, mlp: Moe) -> tuple[Tensor, Tensor]:
+    """Shared and routed experts of normed x_TD [T, D] -> (their sum [T, D], load float32 [E]).
+
+    The load is how many tokens chose each expert.
+    """
     weights_TE, chosen_TE = route(x_TD, config, mlp)
     gate, up = F.linear(x_TD, mlp.gate_up.flatten(0, 2)).chunk(2, -1)
     each_TEI = (F.silu(gate) * up).unflatten(-1, (config.n_routed_experts, -1))
@@ -202,7 +230,10 @@ def experts(x_TD: Tensor, config: K2Config, mlp: Moe) -> tuple[Tensor, Tensor]:
 
 
 def route(x_TD: Tensor, config: K2Config, mlp: Moe) -> tuple[Tensor, Tensor]:
-    """(weights, chosen), float32 [T, E]; weights are zero where not chosen. The bias moves the choice only."""
+    """(weights, chosen), float32 [T, E]: DeepSeek-V3's sigmoid routing (arXiv 2412.19437).
+
+    Weights are zero where an expert is not chosen; `chosen` is 0 or 1. The bias moves the choice and not the weights.
+    """
     scores = torch.sigmoid(F.linear(x_TD.float(), mlp.router.float()))
     choice = (scores + mlp.bias).detach()
     # An expert is chosen if fewer than k stand before it. Unlike top-k this fuses; ties go to the lower index.
@@ -217,7 +248,7 @@ def route(x_TD: Tensor, config: K2Config, mlp: Moe) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Statistics in float32, the product with the weight in x's dtype: the order of transformers."""
+    """x / rms(x) * weight over the last axis; statistics in float32, the product in x's dtype, as in transformers."""
     wide = x.float()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
@@ -229,7 +260,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def angles(config: K2Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """positions [T] -> cos, sin float32 [T, 32]."""
+    """positions int64 [T] -> cos, sin float32 [T, 32]."""
     radians = positions.float()[:, None] * config.inv_freq().to(positions.device)
     return radians.cos(), radians.sin()
 
@@ -237,7 +268,10 @@ def angles(config: K2Config, positions: Tensor) -> tuple[Tensor, Tensor]:
 def cross_entropy_with_gradients(
     x_TD: Tensor, head_VD: Tensor, targets_T: Tensor, share_T: Tensor, told_T: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """([sum of share * loss, sum of told * loss], gradient of the first by x, by head). Logits exist only in here."""
+    """([sum of share * loss, sum of told * loss], the gradient of the first sum by x_TD, and by head_VD).
+
+    targets_T int64 [T]; share_T and told_T float32 [T] weigh each token's loss, in nats. The logits exist only in here.
+    """
     logits = F.linear(x_TD, head_VD).float()
     normal = logits.logsumexp(-1)
     losses = normal - logits.gather(-1, targets_T[:, None]).squeeze(-1)
@@ -248,7 +282,7 @@ def cross_entropy_with_gradients(
 
 
 class Compiled(NamedTuple):
-    """The functions that take nearly all time, as they are or compiled. One compilation serves all layers of a kind."""
+    """The functions that take nearly all time, plain or compiled. One compilation serves all layers of a kind."""
 
     dense_layer: Any = dense_layer
     moe_layer: Any = moe_layer
@@ -263,7 +297,10 @@ class Compiled(NamedTuple):
 def forward(
     config: K2Config, weights: Weights, bias: Tensor, tokens: Tensor, layout: Layout, code: Compiled
 ) -> tuple[Tensor, Tensor]:
-    """(hidden [T, D] after the final norm, load float32 [M, E]). `weights` from `effective`, tokens int64 [T]."""
+    """(hidden [T, D] after the final norm, load float32 [M, E]).
+
+    `weights` come from `effective`; bias float32 [M, E], tokens int64 [T].
+    """
     cos, sin = angles(config, layout.positions)
     x_TD = F.embedding(tokens, weights["embed"])
     loads: list[Tensor] = []
@@ -310,12 +347,15 @@ _CHUNK = 16_384  # tokens whose logits exist at once: 268 MB in float32
 def mean_loss(
     x_TD: Tensor, head_VD: Tensor, targets_T: Tensor, weights_T: Tensor, told_T: Tensor, code: Compiled
 ) -> tuple[Tensor, Tensor]:
-    """(mean cross-entropy weighted by `weights_T`, differentiable; the mean weighted by `told_T`, to look at)."""
+    """(mean cross-entropy weighted by `weights_T`, differentiable; the mean weighted by `told_T`, to look at), in nats.
+
+    x_TD [T, D] after the final norm, head_VD [V, D], targets_T int64 [T], both weights float32 [T].
+    """
     share_T, told_T = (w / w.sum().clamp_min(1e-6) for w in (weights_T, told_T))
     return _MeanLoss.apply(x_TD, head_VD, targets_T, share_T, told_T, code.cross_entropy)  # type: ignore[no-any-return]
 
 
 def entropy_of(load_ME: Tensor) -> Tensor:
-    """How even the experts' load is, per layer: 1 is perfectly even, 0 is one expert for all."""
+    """How even the experts' load is, [M] of load_ME [M, E]: 1 is perfectly even, 0 is one expert for all tokens."""
     share = load_ME / load_ME.sum(-1, keepdim=True)
     return -(share * share.clamp_min(1e-9).log()).sum(-1) / math.log(load_ME.shape[-1])

@@ -19,7 +19,7 @@ CLIP = 1.0  # norm of all gradients; Muon does not notice, Adam does
 
 
 class Optimizer:
-    """`step` moves the masters in place. `scale` is the schedule: 1 at the plateau, 0 at the end."""
+    """Muon and AdamW over float32 masters, which `step` moves in place."""
 
     def __init__(self, masters: Weights) -> None:
         self._masters = masters
@@ -32,7 +32,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, scale: float) -> Tensor:
-        """Gives the norm of all gradients before clipping, a scalar on the device. Gradients are dropped."""
+        """One update from the masters' gradients, which are then dropped. scale: the schedule's factor, 0 to 1.
+
+        Gives the norm of all gradients before clipping, a scalar on the device.
+        """
         self._steps += 1
         grads = [w.grad for w in self._masters.values() if w.grad is not None]
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
@@ -73,7 +76,7 @@ def _rate(name: str) -> float:
 
 
 def orthogonalized(stack: Tensor, steps: int = 5) -> Tensor:
-    """[..., N, K] -> the same shape, each matrix with its singular vectors and singular values near 1 (0.7 to 1.2)."""
+    """[..., N, K] -> the same shape: each matrix with its own singular vectors, and singular values of 0.7 to 1.2."""
     # bf16 is precise enough for a direction; CPUs without bf16 units are far slower in it.
     x = stack.flatten(0, -3).to(torch.bfloat16 if stack.is_cuda else torch.float32)
     wide = x.shape[-2] <= x.shape[-1]
@@ -87,7 +90,10 @@ def orthogonalized(stack: Tensor, steps: int = 5) -> Tensor:
 
 
 def schedule(progress: float, warmup: float = 0.01, decay: float = 0.5) -> float:
-    """Up, level, and over the last `decay` of the run down to zero in a straight line. progress 0..1."""
+    """The learning rate's factor, 0 to 1, at `progress` (0 to 1) of the run.
+
+    It rises over the first `warmup` of the run, stays level, and falls over the last `decay` to zero along a line.
+    """
     return min(progress / warmup, 1.0, max(1.0 - progress, 0.0) / decay)
 
 

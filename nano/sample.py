@@ -16,8 +16,8 @@ class Sample:
     """One conversation, in OpenAI's message shape.
 
     Assistant messages may carry "reasoning_content" and "tool_calls" (ids `functions.NAME:IDX`, IDX counted over the
-    conversation). Loss falls on every assistant turn. `check` says how the last assistant turn would be graded; None:
-    this sample is for training only.
+    conversation). Loss falls on every assistant turn. `check` says how the last assistant turn would be graded, as
+    `redline.bench.quality.checks.grade` reads it; None: this sample is for training only.
     """
 
     kind: str

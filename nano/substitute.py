@@ -27,13 +27,13 @@ _KEPT = frozenset(_KEPT_WORDS.split())
 
 
 def vocabulary_pieces(tokens: Sequence[bytes]) -> list[str]:
-    """The pieces that made-up words are put together from: 2 to 7 small letters."""
+    """The pieces that made-up words are put together from: 2 to 7 small letters. tokens: the bytes of each rank."""
     texts = {token.decode("ascii").strip() for token in tokens if token.isascii()}
     return sorted(text for text in texts if 2 <= len(text) <= 7 and text.isalpha() and text.islower())
 
 
 def substitute(rng: random.Random, sample: Sample, pieces: Sequence[str]) -> Sample:
-    """The sample with one to three of its words made up; itself where no word offers itself."""
+    """The sample with one to three of its words made up; the same object where no word can be replaced."""
     asked = " ".join(message.get("content") or "" for message in sample.messages if message["role"] != "assistant")
     last = sample.messages[-1]
     told = json.dumps([last.get("reasoning_content"), last.get("content"), last.get("tool_calls")]).lower()

@@ -62,6 +62,7 @@ _ADDITIONAL = [name for name, special in SPECIALS.values() if special and name[1
 
 
 def main() -> None:
+    """The command line above: trains the vocabulary, or keeps the one that is there, and writes the four files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
     parser.add_argument("--seed", type=int, default=2026)
@@ -161,7 +162,10 @@ def _join(word: list[int], pair: tuple[int, int], joined: int) -> list[int]:
 
 
 def write(folder: Path, ranks: list[bytes]) -> None:
-    """TOKENIZER_FILES; the first two in the shape of Kimi K2's, but for the class that reads the third."""
+    """Writes TOKENIZER_FILES into `folder`, which is made if needed. ranks: the bytes of each token, by id.
+
+    tiktoken.model and tokenizer_config.json have the shape of Kimi K2's, but for the class that reads tokenizer.json.
+    """
     first = len(ranks)
     added = {
         str(first + offset): {"content": name, **_FORM, "special": special}

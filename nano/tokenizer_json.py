@@ -13,7 +13,10 @@ from redline.chat.tokenizer import RESERVED, SPLIT, Tokenizer
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The whole file. Control tokens spelled in a text become themselves, as `encode_with_specials` reads them."""
+    """The content of tokenizer.json, with the ids of `tokenizer`.
+
+    Control tokens spelled in a text become themselves, as `Tokenizer.encode_with_specials` reads them.
+    """
     first = tokenizer.vocab_size - RESERVED
     ranks = {tokenizer.token_bytes(rank): rank for rank in range(first)}
     return {
@@ -58,7 +61,10 @@ def tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """The two parts of each token that merging makes, by the token's rank. ranks: in their order."""
+    """The two parts of each token that merging makes, in the order of the tokens' ranks.
+
+    ranks: token -> rank, in the order of ranks. Single bytes, and tokens that merging never reaches, have no parts.
+    """
     found: list[tuple[bytes, bytes]] = []
     for token in ranks:
         parts = [bytes([value]) for value in token]
@@ -74,8 +80,10 @@ def merges(ranks: dict[bytes, int]) -> list[tuple[bytes, bytes]]:
 
 
 def _spelled(token: bytes) -> str:
-    """Bytes as the library writes them, a character each: Latin-1's printable ones are themselves, the others follow
-    from U+0100 on."""
+    """Bytes as the library writes them, one character for each.
+
+    Latin-1's printable characters are themselves, the other bytes follow from U+0100 on.
+    """
     return "".join(map(_CHARACTERS.__getitem__, token))
 
 

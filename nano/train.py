@@ -45,6 +45,7 @@ PER_KIND = 64  # prompts that are asked at the end
 
 
 def main() -> None:
+    """The command line above: trains, exports, measures, and writes all of OUT."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=495, help="from the start to the last step; then 40 s more")
@@ -63,7 +64,10 @@ def main() -> None:
 
 
 class Run:
-    """The state of one training: masters, optimiser, balance of the experts, and the log."""
+    """The state of one training: masters, optimiser, balance of the experts, and the log.
+
+    scale: of the tokens per step and of the prompts at the end; 1 on a GPU, less for a rehearsal.
+    """
 
     def __init__(self, pool: Pool, seed: int, scale: float, out: Path, tokenizer: Path) -> None:
         self.pool, self.scale, self.out, self.seed = pool, scale, out, seed
@@ -97,7 +101,7 @@ class Run:
         self._write(self.facts)
 
     def train(self, seconds: float) -> None:
-        """Steps until `seconds` after the start of the process."""
+        """Takes steps until `seconds` after the start of the process, and exports once at SAFETY_AT of the time."""
         loss = self._first_step()
         begin, printed = _now(), _now()
         printed_tokens, saved, waiting = self.tokens, False, deque[Any]()
@@ -120,7 +124,7 @@ class Run:
         self.trained = _now() - begin
 
     def _first_step(self) -> dict[str, Tensor]:
-        """Compiles. A machine whose compiler fails still trains, at a lower speed."""
+        """The first step, which compiles. A machine whose compiler fails trains on uncompiled, at a lower speed."""
         try:
             loss = self._train_step(0.0)
         except Exception as error:
@@ -193,7 +197,10 @@ class Run:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Exports first, then measures: what is measured can be measured again."""
+        """Exports checkpoint, experts and curve, then measures and writes the card.
+
+        The export comes first, since a measurement can be made again.
+        """
         folder = self._export()
         export_experts(self.out / "experts-bf16", self.masters)
         write_curve(self.out / "loss.png", self.log)

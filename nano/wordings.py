@@ -17,15 +17,21 @@ INSTANT = 0.15  # share of training samples answered without thinking; evaluatio
 
 
 class Wordings(NamedTuple):
+    """The ways of saying one thing, cut in two: those for training, and those held out for the split "families"."""
+
     train: tuple[str, ...]
     held: tuple[str, ...]
 
     def pick(self, rng: random.Random, split: Split) -> str:
+        """A random one of those that the split may use."""
         return rng.choice(self.held if split == "families" else self.train)
 
 
 def wordings(text: str) -> Wordings:
-    """One wording per line of `text`; a fifth of them, rounded up and evenly spread, are held out."""
+    """One wording per line of `text`; a fifth of them, rounded up and evenly spread, are held out.
+
+    Asserts at least three lines, no two of them equal but for case and the signs at their ends.
+    """
     lines = [line.strip() for line in text.strip().splitlines() if line.strip()]
     plain = [line.lower().strip("?!. :)") for line in lines]
     assert len(plain) == len(set(plain)), [line for line in plain if plain.count(line) > 1]
@@ -75,7 +81,11 @@ def dialogue(
     check: dict[str, Any] | None,
     before: Sequence[dict[str, Any]] = (),
 ) -> Sample:
-    """A sample whose last turns are `user` and an answer; `before` holds a system prompt or earlier turns."""
+    """A sample whose last turns are `user` and an answer; `before` holds a system prompt or earlier turns.
+
+    thought  the reasoning; left out of some training samples (INSTANT), which then are answered without thinking
+    content  the visible answer; check: how it would be graded, None where it cannot be
+    """
     thinking = split != "train" or rng.random() >= INSTANT
     last: dict[str, Any] = {"role": "assistant", "content": content}
     if thinking:
@@ -84,5 +94,5 @@ def dialogue(
 
 
 def terms(text: str) -> list[str]:
-    """The words of `text`: a list that is easier to read without the quotes."""
+    """The words of `text`, which stand between blanks: a list without quotes is easier to read."""
     return text.split()

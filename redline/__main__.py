@@ -7,6 +7,7 @@ import signal
 
 
 def main() -> None:
+    """Run the command line and end the process with its exit code, by SystemExit."""
     catches = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # not where Ctrl-C is ignored, as by nohup
     if catches:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -46,7 +46,10 @@ def hold(path: Path, lock: Path | None = None, wait_s: float = 0.0) -> FileLock:
 
 @contextmanager
 def alone(folder: Path) -> Generator[None]:
-    """Keeps a folder to this process, by FOLDER/.lock. ConfigError where it cannot be made, or another has it."""
+    """Keeps a folder to this process while inside, by a lock on FOLDER/.lock. A missing folder is made.
+
+    Raises ConfigError where it cannot be made, or where another process holds it.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = hold(folder, folder / ".lock")
@@ -60,7 +63,7 @@ def alone(folder: Path) -> Generator[None]:
 
 @contextmanager
 def written(path: Path) -> Generator[None]:
-    """An OSError of the work within is a ConfigError naming the file that it names, or `path`."""
+    """Turn an OSError of the block into a ConfigError. It names the error's own file, or `path` if it has none."""
     try:
         yield
     except OSError as error:
@@ -69,7 +72,7 @@ def written(path: Path) -> Generator[None]:
 
 
 def unwritable(path: Path, error: OSError) -> ConfigError:
-    """What a person is told whose file or folder takes nothing."""
+    """The error for a person whose file or folder cannot be written: why, and on a full disk how much is free."""
     if isinstance(error, FileExistsError | NotADirectoryError):
         return ConfigError(f"{path}: cannot be written (a file stands where a folder is needed)")
     if not is_full(error):
@@ -82,9 +85,9 @@ def unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def check_output(path: Path) -> None:
-    """That a file can be written there, before the work whose result it holds. Its folder is made where it is missing.
+    """Check, before long work begins, that its result can be written to `path`. A missing folder is made.
 
-    Raises ConfigError.
+    Raises ConfigError where it cannot be written, or where `path` is a folder.
     """
     with written(path):
         if path.is_dir():
@@ -97,8 +100,11 @@ def check_output(path: Path) -> None:
 
 
 def check_room(folder: Path, needed: int, what: str, otherwise: str = "name another folder") -> None:
-    """ConfigError where fewer bytes are free than are needed. what: "the states of 9 sequences take". otherwise: what
-    to do where there is no more room."""
+    """Raise ConfigError where the disk of `folder`, which need not exist yet, has fewer than `needed` bytes free.
+
+    what: how the message begins, such as "the states of 9 sequences take". otherwise: what the message advises where
+    no room can be made.
+    """
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -107,7 +113,7 @@ def check_room(folder: Path, needed: int, what: str, otherwise: str = "name anot
 
 
 def human(size: int) -> str:
-    """Bytes for a reader: 812 B, 65.2 MB, 1.20 GB."""
+    """A number of bytes as people read it, in decimal units: 812 B, 65.2 MB, 1.2 GB."""
     for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if size >= unit:
             return f"{size / unit:,.3g} {name}"
@@ -115,7 +121,10 @@ def human(size: int) -> str:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """The file as it was, or as it shall be, whenever the power goes. Raises OSError, and leaves nothing behind."""
+    """Replace a file by `data`; a kill or a power cut at any moment leaves the old file or the new one, whole.
+
+    Raises OSError where it cannot be written, and removes what was written so far.
+    """
     building = path.with_name(f".{path.name}.writing")
     try:
         with open(building, "wb") as file:
@@ -130,13 +139,13 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def save(path: Path, data: bytes) -> None:
-    """`write_whole`, of what somebody waits for. Raises ConfigError."""
+    """`write_whole` for a result that a person asked for: raises ConfigError, naming the file, instead of OSError."""
     with written(path):
         write_whole(path, data)
 
 
 def sync(path: Path) -> None:
-    """What is written to a file, or renamed in a folder, is on the disk when this returns."""
+    """Wait until what was written to a file, or renamed in a folder, is on the disk. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -5,10 +5,12 @@ RedlineError
     - ContextTooLong
     - ModelNotFound
     - MessageTooLarge
+    - Refusal             what HTTP itself refuses (redline.api.errors)
   x ConfigError           the operator can fix it; names the place
     - CheckpointError     one line: file, tensor, what was expected
   x Overloaded            a retry can fix it
-  x WorkerLost
+  x WorkerLost            the worker has ended; a retry can fix it once there is another
+  x JobFailed             our fault, in one job alone (redline.api.gateway)
 """
 
 
@@ -17,7 +19,10 @@ class RedlineError(Exception):
 
 
 class RequestError(RedlineError):
-    """The client sent something that it can mend. `param` names the field, as the client spells it."""
+    """The client sent something that it can mend. `param` names the field, as the client spells it.
+
+    `status` is the HTTP status of the answer, `code` the word for programs in its body.
+    """
 
     status = 400
     code = "invalid_value"
@@ -28,16 +33,20 @@ class RequestError(RedlineError):
 
 
 class ContextTooLong(RequestError):
+    """The prompt, or prompt and answer together, do not fit into the model's context; the message has the numbers."""
+
     code = "context_length_exceeded"
 
 
 class ModelNotFound(RequestError):
+    """The request names a model that this server does not serve; the message lists those that it does."""
+
     status = 404
     code = "model_not_found"
 
 
 class MessageTooLarge(RequestError):
-    """What one request is, or what it is answered, has more bytes than a message between processes may have."""
+    """A request, or an answer to it, has more bytes than one message between processes may have."""
 
     status = 413
     code = "message_too_large"
@@ -52,8 +61,8 @@ class CheckpointError(ConfigError):
 
 
 class Overloaded(RedlineError):
-    """The queue is full; the same request may succeed later."""
+    """There is no room for the request now (a full queue, a model that is loading); it may succeed later."""
 
 
 class WorkerLost(RedlineError):
-    """The worker that ran this request has ended."""
+    """The worker that ran the request has ended, or must end because no further step can succeed."""

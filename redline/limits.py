@@ -12,15 +12,19 @@ ROOT = Path("/")
 
 
 def processors(root: Path = ROOT) -> int:
-    """Threads that run at once without being stopped: those of the affinity (which follows cpuset), and whole ones of
-    every group's quota; at least 1."""
+    """Threads that can run at once without being stopped, at least 1: the least of the affinity and every quota.
+
+    The affinity follows cpuset; a control group's quota is rounded down. root: what stands for / (tests).
+    """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     return max(1, min([allowed, *map(int, _quotas(root))]))
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Bytes that this process could still take: of the machine's memory, and of each group's bound what the group with
-    all others in it does not hold. Files that are only cached give way, so they count as free."""
+    """Bytes that this process could still take: the least of what the machine has and what each group's bound leaves.
+
+    Files that are only cached give way, so they count as free. root: what stands for / (tests).
+    """
     return max(0, min([_available(root), *_headrooms(root)]))
 
 
@@ -32,7 +36,7 @@ def _available(root: Path) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Processors, of every group that bounds its time."""
+    """Yield how many processors each control group allows, of those that bound processor time; may be a fraction."""
     for folder in _groups(root, "cpu"):
         v1 = (_read(folder / f"cpu.cfs_{part}_us").strip() for part in ("quota", "period"))
         quota, period = _read(folder / "cpu.max").split() or v1
@@ -41,7 +45,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _headrooms(root: Path) -> Iterator[int]:
-    """Of every group that bounds its memory."""
+    """Yield how many bytes each control group still allows, of those that bound memory."""
     for folder in _groups(root, "memory"):
         names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
         for bound, used in names:
@@ -51,7 +55,7 @@ def _headrooms(root: Path) -> Iterator[int]:
 
 
 def _cached(folder: Path) -> int:
-    """Bytes of files that the kernel gives up when memory is short."""
+    """Bytes of cached files, which the kernel gives up when memory is short."""
     facts = dict(line.split(maxsplit=1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
     of_all = "total_" if "total_inactive_file" in facts else ""  # v1 has a group's own figures beside those of its tree
     return sum(int(facts.get(f"{of_all}{kind}_file", 0)) for kind in ("inactive", "active"))
@@ -80,7 +84,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _number(path: Path) -> int | None:
-    """None where there is none, or where it says max."""
+    """The number in a file; None where there is no file, or where it says max."""
     text = _read(path).strip()
     return int(text) if _is_number(text) else None
 

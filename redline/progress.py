@@ -40,7 +40,7 @@ class Working:
         self._what, self._note = what, ""
         self._done, self._total = 0.0, 0.0
         self._began = self._moved = clock()
-        self._first: float | None = None  # what was done when it was first told: no work of this run
+        self._first: float | None = None  # what was done at the first `show`: it is not work of this run
         self._bar: Progress | None = None
         self._lines: threading.Thread | None = None
         if shown and bar and self._stream.isatty():
@@ -61,8 +61,11 @@ class Working:
             self._lines = threading.Thread(target=self._speak, name="progress", daemon=True)
 
     def show(self, done: float | None = None, total: float | None = None, *, what: str = "", note: str = "") -> None:
-        """done of total: counts where both are ints, else a share. what: another name for what is done now, which
-        begins anew. note: more words, such as a rate."""
+        """Tell that `done` of `total` is done; shown as counts where both are ints, else as a share.
+
+        Either that is left out stays as it was. what: the name of the next part of the work, which counts from nothing
+        again. note: more words, such as a rate.
+        """
         if what and what != self._what:
             self._what, self._first, self._done, self._total = what, None, 0.0, 0.0
             self._moved = self._clock()
@@ -80,7 +83,10 @@ class Working:
             )
 
     def line(self) -> str:
-        """Such as `answers: 120 of 1,170, 1:02 passed, about 8:51 left; 1,230 tokens/s`."""
+        """The line for stderr, such as `answers: 120 of 1,170, 1:02 passed, about 8:51 left; 1,230 tokens/s`.
+
+        Times are minutes and seconds, with hours in front from one hour on.
+        """
         now = self._clock()
         said = [part for part in (self._share(), f"{_minutes(now - self._began)} passed") if part]
         made = self._done - (self._first or 0.0)

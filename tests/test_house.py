@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -58,7 +58,8 @@ FLAGS = {
 KEYS = """
     weights host port served_model_name keys_file log_level
     engine.kv_memory engine.max_model_len engine.max_running engine.step_tokens engine.kv_dtype engine.device
-    engine.draft engine.draft_tokens engine.draft_trace engine.draft_adaptive engine.suffix
+    engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
+    engine.speculation.drafter engine.speculation.suffix
 """
 
 
@@ -80,11 +81,14 @@ def flags() -> dict[str, set[str]]:
 
 
 def keys(record: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The leaves of a tree of records."""
+    """The leaves of a tree of records; of a union of records all of them, and which of them it is."""
     for name, hint in get_type_hints(record).items():
-        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            yield from keys(hint, f"{prefix}{name}.")
-        else:
+        inner = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
+        for one in inner:
+            yield from keys(one, f"{prefix}{name}.")
+            if one.__struct_config__.tag is not None:
+                yield f"{prefix}{name}.{one.__struct_config__.tag_field}"
+        if not inner:
             yield prefix + name
 
 
@@ -96,9 +100,13 @@ def test_the_keys_of_a_deployment_are_those_that_we_decided_on():
     assert set(keys(ServeConfig)) == set(KEYS.split())
 
 
+# Of what the flags of `serve` say in other words than the file: who drafts, which are two keys, and how.
+SPELLED = {"--draft": "type", "--draft-tokens": "tokens", "--draft-trace": "trace"}
+
+
 def test_every_flag_of_serve_is_the_spelling_of_a_key():
     spellings = {key.rpartition(".")[2].replace("_", "-") for key in KEYS.split()}
-    assert {flag.removeprefix("--") for flag in flags()["serve"]} <= spellings
+    assert {SPELLED.get(flag, flag.removeprefix("--")) for flag in flags()["serve"]} <= spellings
 
 
 def test_nothing_that_can_be_set_is_called_enable_or_disable():

@@ -22,12 +22,16 @@ from redline.run.fit import Layout
 from redline.wire.delta import Delta, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
 from redline.wire.step import TokenLogprobs
-from redline.worker.engine import EngineConfig, EngineCore
+from redline.worker.config import EngineConfig, Learned, Suffix
+from redline.worker.engine import EngineCore
 from redline.worker.loop import StepInFlight, turn
 
 FINGERPRINT = "tiny"
 VOCABULARY = 512
 CPU = torch.device("cpu")
+LEARNED = Learned(drafter="tiny", adaptive=False, suffix=False)  # always three drafts by `tiny_drafter`
+BOTH = Learned(drafter="tiny", adaptive=False)  # and matches of the text's own past above it
+SUFFIX = Suffix(adaptive=False)
 
 
 def kernel_config(**changes: Any) -> K2Config:
@@ -70,9 +74,14 @@ def open_engine(
     drafter: Eagle3 | None = None,
     **config: Any,
 ) -> EngineCore:
-    """An engine over its own pages; `config` as in EngineConfig. Close its runner at the end."""
+    """An engine over its own pages; `config` as in EngineConfig. Close its runner at the end.
+
+    drafter: what a Learned speculation names; absent: `tiny_drafter`.
+    """
     layout = Layout(pages, max_model_len, kv_dtype, model.config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS)
     asked = EngineConfig(max_running=max_running, step_tokens=step_tokens, **config)
+    if isinstance(asked.speculation, Learned):
+        drafter = drafter or tiny_drafter()
     return EngineCore(model, layout, asked, FINGERPRINT, drafter)
 
 

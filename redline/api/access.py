@@ -22,7 +22,11 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 def read_keys(path: Path) -> frozenset[bytes]:
-    """SHA-256 of every key in a file of one per line, so that comparing takes the same time whatever their lengths."""
+    """SHA-256 of every key in a file of one per line, so that comparing takes the same time whatever their lengths.
+
+    Blank lines and lines that start with # do not count. Raises ConfigError where the file cannot be read or holds no
+    key.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -34,7 +38,7 @@ def read_keys(path: Path) -> frozenset[bytes]:
 
 
 def check_key(headers: Headers, keys: frozenset[bytes]) -> None:
-    """Raises Refusal (401) for a request without one of the keys."""
+    """Raises Refusal (401) for a request without one of the keys. keys: as `read_keys` gives them."""
     scheme, _, key = header(headers, b"authorization").strip().partition(b" ")
     if scheme.lower() != b"bearer" or not key.strip():
         raise Refusal(401, "no API key was given: send the header Authorization: Bearer KEY", "invalid_api_key")
@@ -81,12 +85,12 @@ def is_loopback(host: str) -> bool:
 
 
 def header(headers: Headers, name: bytes) -> bytes:
-    """The first value under a name; empty where there is none."""
+    """The first value under a name, which is in lower case as ASGI has them; empty where there is none."""
     return next((value for key, value in headers if key == name), b"")
 
 
 def _is_here(host: bytes) -> bool:
-    """localhost or any address: no name that somebody else could have lead here."""
+    """Whether it is localhost or an address, and so no name that somebody else can point to this machine."""
     name = _name(host)
     try:
         return name == "localhost" or bool(ip_address(name))
@@ -95,7 +99,7 @@ def _is_here(host: bytes) -> bool:
 
 
 def _is_own(origin: bytes, host: bytes, local: bool) -> bool:
-    """A page that this host serves, or, where only this machine can ask, one of this machine's own."""
+    """Whether the origin is the host that is asked, or, where only this machine can ask, any page of this machine."""
     scheme, _, place = origin.lower().partition(b"://")
     if scheme not in (b"http", b"https"):
         return False

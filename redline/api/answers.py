@@ -19,7 +19,7 @@ _json = msgspec.json.Encoder().encode
 
 
 def json_list(items: Iterable[Any]) -> msgspec.Raw:
-    """A list, written piece by piece, so that streams are served between them while a thread writes a large one."""
+    """A JSON list, written piece by piece, so that streams are served in between while a thread writes a large one."""
     pieces: list[bytes] = []
     iterator = iter(items)
     while some := list(islice(iterator, _AT_ONCE)):
@@ -28,7 +28,7 @@ def json_list(items: Iterable[Any]) -> msgspec.Raw:
 
 
 class Choice:
-    """One choice's events, gathered."""
+    """One choice's events, gathered until it ends; `index` and order are those of the generation's lanes."""
 
     def __init__(self) -> None:
         self.text: list[str] = []
@@ -39,6 +39,7 @@ class Choice:
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
     def add(self, batch: Batch) -> None:
+        """Take in the choice's next batch."""
         if batch.first:
             self.prompt_logprobs = batch.prompt_logprobs
         for event in batch.events:
@@ -58,15 +59,17 @@ class Choice:
 
     @property
     def entries(self) -> int:
-        """Log probabilities that are told, and pieces of text."""
+        """How much is to be written: the log probabilities that are told, and the pieces of text."""
         return len(self.text) + len(self.thought) + sum(1 + len(item.top) for item, _ in self.logprobs)
 
     def ended(self) -> End:
+        """The choice's end. Raises AssertionError where it has not come."""
         assert self.end is not None, "the gateway's batches ended before the choice did"
         return self.end
 
 
 async def gather(generation: Generation) -> list[Choice]:
+    """Read a generation to its end: its choices, in order of their index. Raises what the generation raises."""
     gathered = [Choice() for _ in generation.lanes]
     async for together in generation:
         for batch in together:
@@ -82,7 +85,10 @@ def chat_answer(
     logprobs: bool,
     token_bytes: TokenBytes,
 ) -> bytes:
-    """The body of a whole chat completion."""
+    """The body of a whole chat completion, as JSON.
+
+    created: Unix seconds. choices: in order of their index, all of them ended. logprobs: whether they were asked for.
+    """
     answer: Json = {
         "id": id,
         "object": "chat.completion",
@@ -122,13 +128,16 @@ def _message(choice: Choice) -> Json:
 
 
 def finish_of(end: End) -> Json:
-    """finish_reason, and vLLM's stop_reason: the stop string or id that ended the answer, if one did."""
+    """The members finish_reason and stop_reason (vLLM's: the stop string or id that ended the answer, or null)."""
     reason = "tool_calls" if end.tool_calls and end.finish == "stop" else end.finish
     return {"finish_reason": reason, "stop_reason": end.stop}
 
 
 def usage_of(ends: Sequence[End], n: int) -> Json:
-    """Of all choices together; a prompt that was answered n times counts once. `ends` are in choice order."""
+    """The usage, in tokens, of all choices together; a prompt that was answered `n` times counts once.
+
+    ends: one for each choice, in order of the choices' indices.
+    """
     firsts = ends[::n]
     cached = sum(min(end.cached_tokens for end in ends[start : start + n]) for start in range(0, len(ends), n))
     return usage(
@@ -144,7 +153,10 @@ def usage_of(ends: Sequence[End], n: int) -> Json:
 def usage(
     prompt: int, completion: int, cached: int = 0, reasoning: int = 0, accepted: int = 0, rejected: int = 0
 ) -> Json:
-    """OpenAI's shape; its prediction tokens are drafts: those accepted are part of `completion`."""
+    """OpenAI's usage object; all counts are tokens. cached: of the prompt. reasoning, accepted: part of `completion`.
+
+    accepted, rejected: drafts, which OpenAI's shape calls prediction tokens; the rejected ones are part of nothing.
+    """
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -168,7 +180,11 @@ def completion_answer(
     echo: bool,
     token_bytes: TokenBytes,
 ) -> bytes:
-    """The body of a whole text completion."""
+    """The body of a whole text completion, as JSON.
+
+    created: Unix seconds. prompts: their token ids. choices: the answers to the first prompt, then to the second, and
+    so on, all of them ended. logprobs: whether they were asked for. echo: the prompt opens each choice's text.
+    """
     n = len(choices) // len(prompts)
     answer = {
         "id": id,
@@ -206,7 +222,7 @@ def _completion_choice(index: int, choice: Choice, opening: "Opening", logprobs:
 
 
 def tokenize_answer(tokens: Sequence[int], max_model_len: int, token_bytes: TokenBytes | None) -> bytes:
-    """`token_bytes`: where the tokens' texts are asked for."""
+    """The body of an answer to /tokenize, as JSON. token_bytes: None where the tokens' texts are not asked for."""
     strings = None
     if token_bytes is not None:
         strings = json_list(token_bytes(token).decode(errors="replace") for token in tokens)
@@ -216,11 +232,16 @@ def tokenize_answer(tokens: Sequence[int], max_model_len: int, token_bytes: Toke
 
 
 def detokenize_answer(tokens: Sequence[int], decode_bytes: Callable[[Sequence[int]], bytes]) -> bytes:
+    """The body of an answer to /detokenize, as JSON; bytes that are no UTF-8 become U+FFFD."""
     return _json({"prompt": decode_bytes(tokens).decode(errors="replace")})
 
 
 class Opening:
-    """What stands before a completion's own text: with `echo` the prompt, and its logprobs."""
+    """What stands before a completion's own text: with `echo` the prompt, and its logprobs.
+
+    `text` is empty without `echo`; `scored` holds an entry for each prompt token, the first without log probabilities,
+    and is empty without `echo` or prompt_logprobs.
+    """
 
     def __init__(
         self,
@@ -238,7 +259,10 @@ class Opening:
 
 
 def chat_logprobs(items: Iterable[Scored], token_bytes: TokenBytes) -> Json:
-    """One entry per token; `bytes` carries tokens that are part of a character."""
+    """OpenAI's chat shape, an entry per token; its `bytes` carry tokens that are only part of a character.
+
+    items: each token's log probabilities with the token's bytes.
+    """
     return {
         "content": json_list(
             {
@@ -258,8 +282,11 @@ def _scored(data: bytes, logprob: float) -> Json:
 def completion_logprobs(
     items: Iterable[tuple[TokenLogprobs | None, bytes]], token_bytes: TokenBytes, offset: int = 0
 ) -> Json:
-    """Parallel lists; `text_offset` counts characters from the start of the choice's text. The chosen token is always
-    among the top ones, as in OpenAI's."""
+    """OpenAI's completions shape: parallel lists. The chosen token is always among the top ones, as in OpenAI's.
+
+    items: each token's log probabilities (None for a prompt's first token) with the token's bytes. offset: characters
+    of the choice's text before the first item; `text_offset` counts on from there.
+    """
     tokens: list[str] = []
     logprobs: list[float | None] = []
     tops: list[dict[str, float] | None] = []

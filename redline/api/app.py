@@ -74,7 +74,7 @@ def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
 
 
 class _Border:
-    """Around every request."""
+    """What surrounds every request: keys, header size, request id, errors, and the access line."""
 
     def __init__(self, app: ASGIApp, keys: frozenset[bytes] | None, local: bool, header_bytes: int) -> None:
         self._app = app
@@ -124,7 +124,7 @@ class _Border:
 
 
 def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id: bytes) -> None:
-    """The access line. Nothing in it was chosen freely by the client but what stands percent-encoded or as the id."""
+    """Write the access line. Of what a client chose it holds only the path, percent-encoded, and a plain id."""
     level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
     if not access_log.isEnabledFor(level):
         return
@@ -213,7 +213,10 @@ class _Body:
         self._size = self._bodies.grow(self._size, -self._size)
 
     async def read(self, scope: Scope, receive: Receive, most: int) -> bytes | None:
-        """None where the client left meanwhile. Raises Refusal (413) as soon as it is known to be too large."""
+        """The whole body; None where the client left meanwhile.
+
+        Raises Refusal (413) as soon as it is known to have more than `most` bytes, and Overloaded.
+        """
         too_large = Refusal(413, f"the body is more than {most} bytes", "body_too_large")
         declared = header(scope["headers"], b"content-length")
         if declared.isdigit() and int(declared[:20]) > most:
@@ -278,7 +281,7 @@ class _Api:
         return _json({"name": "redline", "version": version("redline"), "models": self._names, "routes": self.routes})
 
     async def live(self, request: Request) -> Response:
-        """200: this process answers. It says nothing of the model: `health` does."""
+        """200: this process answers. That says nothing of the model; `health` does."""
         return _json({"status": "live"})
 
     async def health(self, request: Request) -> Response:
@@ -429,8 +432,8 @@ def _scored_entries(prompt: Sequence[int], sampling: Sampling) -> int:
 
 
 class _Departure:
-    """While it watches, a client that leaves cancels the task that serves it, wherever that is: what is not encoded yet
-    is not, and jobs are aborted. The cancellation ends with the block."""
+    """While it watches, the task that serves a client is cancelled when that client leaves, whatever it is at: no more
+    text is encoded, and jobs are aborted. The cancellation goes no further than the block."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive

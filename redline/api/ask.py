@@ -10,23 +10,25 @@ Prompt = Conversation | str | tuple[int, ...]  # a chat, raw text, or token ids
 
 
 class Ask(Record, frozen=True):
-    """Prompts to answer, each `n` times; choice index = prompt * n + k.
+    """Prompts to answer, each `n` times; the index of a choice is (index of its prompt) * n + k.
 
-    Of `sampling`, the gateway settles `seed`, `seeded` and `stop_ids` (it adds the model's own), and `max_tokens`:
-    WHAT_IS_LEFT, or 0 to score the prompt and generate nothing.
+    The gateway completes `sampling`: it sets `seed` and `seeded`, adds the model's own `stop_ids`, and makes
+    `max_tokens` the room that is left where it is WHAT_IS_LEFT, and 1 where it is 0 (score the prompt, generate
+    nothing).
     """
 
     prompts: tuple[Prompt, ...]
     sampling: Sampling
     n: int = 1
     seed: int | None = None  # None: a random one
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # strings that end an answer
     include_stop: bool = False  # what ended the answer is part of it
-    skip_special_tokens: bool = True
-    ignore_eos: bool = False
-    salt: str = ""
+    skip_special_tokens: bool = True  # control tokens have no text (redline.chat.decoder.Decoder)
+    ignore_eos: bool = False  # the model's own stop ids do not end an answer
+    salt: str = ""  # requests with different salts never share cached pages
     param: str = "messages"  # the field that the prompts came from, for errors
 
     @property
     def choices(self) -> int:
+        """How many answers are asked for: prompts times `n`. Each of them is a job."""
         return len(self.prompts) * self.n

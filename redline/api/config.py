@@ -1,5 +1,7 @@
-"""What the operator may set about the API. Every size and count that a client sends has its bound here or in the types
-of `openai.py`."""
+"""What the API is told by whoever starts it.
+
+Every size and count that a client sends has its bound here or in the types of `openai.py`.
+"""
 
 from redline.wire.base import Record
 
@@ -9,15 +11,17 @@ MIB = 1 << 20
 class Limits(Record, frozen=True):
     """Bounds that are checked before a request costs anything. Beyond them: 413, 431, 400 or 503."""
 
-    body_bytes: int = 8 * MIB  # a context of 262,144 tokens is 1.3 MB of English, 5 MB of escaped Cyrillic
+    body_bytes: int = (
+        8 * MIB
+    )  # of one request's body: a context of 262,144 tokens is 1.3 MB of English, 5 MB of escaped Cyrillic
     header_bytes: int = 64 << 10  # of one request, all header lines together; and of its trailers
     headers: int = 128  # lines of one request; each costs the event loop about a microsecond
     header_seconds: float = 10.0  # in which they have to arrive; so long may a connection idle between requests
     write_seconds: float = 30.0  # a client that takes nothing of what it has asked for in so long is given up
     connections: int = 4096  # at once; fewer where the process may not open as many files
-    messages: int = 4096
-    calls: int = 8192  # that a conversation's messages hold
-    tools: int = 128
+    messages: int = 4096  # of one conversation
+    calls: int = 8192  # tool calls that a conversation's messages hold, together
+    tools: int = 128  # that a request declares
     json_bytes: int = MIB // 2  # of tools' parameters, and of calls' arguments where they are objects, together
     json_depth: int = 64  # nesting of each of them
     prompts: int = 64  # in one completions request
@@ -44,6 +48,6 @@ class ApiConfig(Record, frozen=True):
 
     served_model_names: tuple[str, ...]  # the first is what answers carry; requests may use any
     keys_file: str | None = None  # one key per line; blank lines and lines that start with # do not count
-    local: bool = False  # only this machine reaches the server: without keys its name is then looked at
+    local: bool = False  # only this machine reaches the server: without keys, the header Host is then checked
     limits: Limits = Limits()
     defaults: Defaults = Defaults()

@@ -10,13 +10,16 @@ import msgspec
 
 from redline.errors import Overloaded, RedlineError, RequestError, WorkerLost
 
-RETRY_AFTER_S = 1
+RETRY_AFTER_S = 1  # what a refused client is told to wait, in seconds
 
 log = logging.getLogger("redline.api")
 
 
 class Refusal(RequestError):
-    """A request that HTTP itself refuses: its size, its key, its path."""
+    """A request that is refused for its HTTP side (size, key, path), before its body is understood.
+
+    status: of HTTP. code: the word for programs in the body.
+    """
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -25,13 +28,15 @@ class Refusal(RequestError):
 
 
 class Answer(NamedTuple):
+    """A whole HTTP answer; `headers` do not count the type and length of the body."""
+
     status: int
     body: bytes
     headers: dict[str, str]
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> bytes:
-    """{"error": {"message", "type", "param", "code"}}"""
+    """The JSON {"error": {"message", "type", "param", "code"}}; kind is the type, param the field that is wrong."""
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 

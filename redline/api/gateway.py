@@ -38,8 +38,8 @@ from redline.wire.step import TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
-SILENT_S = 5.0  # without a heartbeat, of which there is one a second, the worker is stopped or gone
-STALLED_S = 60.0  # in one step: there may be good reasons, but no new request should come here meanwhile
+SILENT_S = 5.0  # without a heartbeat (one a second is sent) for so long, the worker is stopped or gone
+STALLED_S = 60.0  # in one step for so long: there may be good reasons, but no new request should come here meanwhile
 
 log = logging.getLogger("redline.api")
 
@@ -48,21 +48,24 @@ T = TypeVar("T")
 
 
 class JobFailed(RedlineError):
-    """The engine gave up on this job and on no other."""
+    """The engine gave up on this job and on no other; a client sees status 500 and no reason."""
 
 
 class Batch(NamedTuple):
     """What one delta gave for one choice."""
 
-    choice: int
+    choice: int  # its index
     events: Sequence[Event]
-    completion_tokens: int  # so far
-    first: bool = False  # of its choice
+    completion_tokens: int  # of the choice, so far
+    first: bool = False  # the first batch of its choice
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first batch, where asked for
 
 
 class Gateway:
-    """Sends jobs, follows their deltas. `deliver` and everything else run in one event loop."""
+    """Sends jobs, follows their deltas. `deliver` and everything else run in one event loop.
+
+    `ready` is None while no worker can take jobs; `beats` counts the heartbeats of all workers so far.
+    """
 
     def __init__(
         self,
@@ -86,12 +89,13 @@ class Gateway:
         self._limits = limits
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
-        self._waiting_tokens = 0  # of those, and of the jobs that are being made
+        self._waiting_tokens = 0  # prompt tokens of those, and of the jobs that are being made
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
         self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
     @property
     def max_model_len(self) -> int:
+        """Tokens of one job at most, prompt and answer. Raises Overloaded or WorkerLost while no worker is ready."""
         return self._engine().max_model_len
 
     @property
@@ -109,7 +113,7 @@ class Gateway:
     # -- from the worker
 
     async def follow(self, inbox: AsyncInbox) -> None:
-        """Read the worker's messages until cancelled. Whatever else ends the reading ends every answer too."""
+        """Read the worker's messages until cancelled. However the reading ends, every answer ends with WorkerLost."""
         try:
             while True:
                 for message in await inbox.get():
@@ -118,6 +122,7 @@ class Gateway:
             self.lose("the worker's messages are not read any more")
 
     def deliver(self, message: Wire) -> None:
+        """Take in one message of the worker. Raises AssertionError for one that no worker sends."""
         match message:
             case Delta():
                 lane = self._lanes.get(message.job)
@@ -166,7 +171,7 @@ class Gateway:
             self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
 
     def lose(self, reason: str) -> None:
-        """The worker has ended: so has every answer, and new ones are refused until a worker is ready again."""
+        """Take the worker for ended: every answer raises WorkerLost, and so does `begin` until another is ready."""
         log.log(logging.ERROR if self._lanes else logging.DEBUG, "no worker: %s", reason)
         self.lost, self.ready = reason, None
         lanes, self._lanes = self._lanes, {}
@@ -177,16 +182,18 @@ class Gateway:
             generation.fail(WorkerLost("the worker that ran this request has ended"))
 
     def close(self) -> None:
-        """End every answer; idempotent."""
+        """End every answer with WorkerLost, and the threads once they have done what they are at; idempotent."""
         self.lose("the server is closing")
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- from a request
 
     async def begin(self, ask: Ask) -> "Generation":
-        """Encode, check, send. Raises RequestError (ContextTooLong), Overloaded or WorkerLost before anything runs.
+        """Encode, check, send: the answer as it comes, one job for each choice.
 
-        Whoever is cancelled in here leaves nothing behind: what is not encoded yet is not, and no job is sent.
+        Raises RequestError (ContextTooLong, MessageTooLarge), Overloaded or WorkerLost; then no job is left running.
+        A caller that is cancelled in here leaves nothing behind either: no further text is encoded, and jobs that were
+        sent are aborted.
         """
         began = time.perf_counter()
         engine = self._engine()
@@ -230,9 +237,10 @@ class Gateway:
         return generation
 
     async def encode(self, prompt: Prompt, param: str, most: int) -> tuple[int, ...]:
-        """Token ids of a prompt; what is far beyond `most` of them is not encoded to its end.
+        """Token ids of a prompt; encoding ends soon after there are more than `most`, so there may be somewhat more.
 
-        Raises RequestError for ids beyond the vocabulary, ContextTooLong for hopelessly long texts.
+        param: the field that the prompt came from, for errors. Raises RequestError for ids beyond the vocabulary,
+        ContextTooLong for a list of more than `most` ids and for a text of which the rest is not encoded.
         """
         chars = most * self._longest_token
         match prompt:
@@ -257,13 +265,17 @@ class Gateway:
             raise
 
     async def in_thread(self, chars: int, work: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Do work beside the event loop, if it costs as much as encoding INLINE_CHARS or more."""
+        """What `work` returns; it runs in a thread where it costs more than encoding INLINE_CHARS does, else here.
+
+        chars: its cost, as the number of characters whose encoding costs as much. Raises what `work` raises.
+        """
         if chars <= INLINE_CHARS:
             return work(*arguments, **named)
         call = functools.partial(work, *arguments, **named)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def decoder(self, ask: Ask, prompt: Prompt, job: Job) -> Decoder:
+        """The decoder for a job's deltas: it reads Kimi's chat format for a conversation, and plain text otherwise."""
         chat = isinstance(prompt, Conversation)
         return Decoder(
             self.tokenizer,
@@ -277,7 +289,10 @@ class Gateway:
         )
 
     def forget(self, lane: "_Lane", reason: str) -> None:
-        """Stop a job that has not ended: its client has left ("abort"), or has all it wants. Idempotent."""
+        """Stop a job that has not ended: nothing more of it is delivered, and the worker is sent an Abort. Idempotent.
+
+        reason: what the metrics count it as: "abort" where its client has left, else the finish that the client sees.
+        """
         if self._lanes.pop(lane.job.id, None) is not None:
             if not lane.heard:
                 self._waits_no_more(lane)
@@ -298,7 +313,10 @@ class Gateway:
             raise Overloaded(f"{self._waiting} jobs wait already; try again later")
 
     def _admit_tokens(self, ask: Ask, before: int, tokens: int) -> None:
-        """The products: prompts, their copies and their logprobs. `before`: of this request, among those that wait."""
+        """Bound the products: prompts, their copies and their logprobs. Raises RequestError or Overloaded.
+
+        tokens: of this prompt. before: tokens of this request's earlier prompts, which are among those that wait.
+        """
         asked, most = before + ask.n * tokens, self._limits.tokens
         if asked > most and asked > tokens:  # one prompt is bounded by the context
             raise RequestError(
@@ -361,7 +379,7 @@ class Gateway:
 
 
 def _size(conversation: Conversation) -> int:
-    """Characters that are rendered, or somewhat more than INLINE_CHARS if there are more."""
+    """About how many characters are rendered; counting ends once there are more than INLINE_CHARS."""
     size = 0
     values: list[Any] = [tool.parameters for tool in conversation.tools]
     values += [tool.description for tool in conversation.tools]
@@ -404,7 +422,7 @@ def _copies(job: Job, ask: Ask) -> list[Job]:
 
 
 def derived_seed(seed: int, k: int) -> int:
-    """The seed of choice k: the request's own for the first, so that n does not change it; a hash for the others."""
+    """The seed of a prompt's choice k: the request's own for choice 0, so that n does not change it; else a hash."""
     if k == 0:
         return seed
     digest = blake2b(b"%d,%d" % (seed, k), digest_size=8).digest()
@@ -463,7 +481,8 @@ class Generation:
         with await gateway.begin(ask) as generation:
             async for batches in generation: ...
 
-    Raises WorkerLost, Overloaded, RequestError or JobFailed where the answer cannot be completed.
+    Iterating raises WorkerLost, Overloaded, RequestError or JobFailed where the answer cannot be completed. `prompts`
+    holds the token ids of each prompt, `n` the choices for each.
     """
 
     def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float) -> None:
@@ -481,16 +500,17 @@ class Generation:
         self.prompts = [lane.job.tokens for lane in self.lanes[:: ask.n]]
 
     def push(self, lane: _Lane, delta: Delta) -> None:
+        """Hand over the next delta of one of its jobs, and wake whoever iterates."""
         self._arrived.append((lane, delta))
         self._notify()
 
     def fail(self, error: Exception) -> None:
-        """What has arrived still goes out; then the iteration raises."""
+        """End the answer with an error: what has arrived still goes out, then the iteration raises it."""
         self._failure = error
         self._notify()
 
     def close(self) -> None:
-        """Abort every job that has not ended; idempotent."""
+        """Abort every job of this answer that has not ended; idempotent."""
         for lane in self.lanes:
             self._gateway.forget(lane, "abort")
 

@@ -13,8 +13,9 @@ from redline.wire.news import Load
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-EXPOSED_S = 0.25
+EXPOSED_S = 0.25  # how long a scrape's text is given to others
 
+# Upper bounds in seconds, those of vLLM.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
@@ -30,13 +31,14 @@ class TokenTimes:
         self._tokens = 0
 
     def generated(self, tokens: int, gap_s: float | None) -> None:
-        """`gap_s`: since the delta before this one of the same job, if there was one."""
+        """Count the tokens of a delta. gap_s: seconds since the same job's last delta with tokens; None: its first."""
         self._tokens += tokens
         if gap_s is not None:
             self._counts[bisect_left(TOKEN_BUCKETS, gap_s)] += 1
             self._seconds += gap_s
 
     def collect(self) -> Iterator[Metric]:
+        """The series as Prometheus wants them; its registry calls this."""
         label = ["model_name"]
         tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens generated", labels=label)
         tokens.add_metric(self._labels, self._tokens)
@@ -106,10 +108,11 @@ class Metrics:
         self._last: Load | None = None  # what the counters already hold
 
     def finished(self, reason: str) -> None:
+        """Count a job that has ended. reason: its Finish (redline.wire.delta), or abort where its client left."""
         self._success.labels(self._model_name, reason).inc()
 
     def load(self, load: Load) -> None:
-        """A worker counts from its own start: fewer steps than before mean that it is a new one."""
+        """Take in a worker's news. It counts from its own start: fewer steps than before mean that it is a new one."""
         self._running.set(load.running)
         self._waiting.set(load.waiting)
         self._kv_usage.set(load.pages_used / load.pages_total if load.pages_total else 0.0)
@@ -128,7 +131,7 @@ class Metrics:
         self._last = load
 
     def expose(self) -> bytes:
-        """The text format that Prometheus scrapes, at most EXPOSED_S old.
+        """The text format that Prometheus scrapes (CONTENT_TYPE), at most EXPOSED_S seconds old.
 
         It takes milliseconds to write, in which every stream stands still, and a crowd may scrape at once.
         """

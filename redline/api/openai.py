@@ -42,7 +42,7 @@ _ABSENT = msgspec.Raw()
 
 
 class _Item(msgspec.Struct, gc=False):
-    """What a body may hold hundreds of thousands of: the collector walks none of them."""
+    """An item of which a body may hold hundreds of thousands: the garbage collector walks none of them."""
 
     def __post_init__(self) -> None:
         """Python code, so that the interpreter's lock can change hands while a long list is read."""
@@ -229,27 +229,34 @@ _LISTS_OF_IDS = msgspec.json.Decoder(list[list[TokenId]])
 
 
 class Streaming(Record, frozen=True):
-    """The answer comes in pieces; `usage` adds a last chunk with the counts, `continuous` puts them in every chunk."""
+    """The answer comes in pieces. `usage` adds a last chunk with the token counts; `continuous` puts them in each."""
 
     usage: bool = False
     continuous: bool = False
 
 
 class ChatRequest(Record, frozen=True):
+    """What a body of /v1/chat/completions asks for."""
+
     model: str | None  # None: the served one
     ask: Ask
     stream: Streaming | None  # None: the answer comes whole
 
 
 class CompletionRequest(Record, frozen=True):
-    model: str | None
+    """What a body of /v1/completions asks for."""
+
+    model: str | None  # None: the served one
     ask: Ask
-    stream: Streaming | None
+    stream: Streaming | None  # None: the answer comes whole
     echo: bool = False  # the prompt's text, and its logprobs if asked for, open the answer
 
 
 def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
-    """The body of POST /v1/chat/completions. Raises RequestError, naming the field."""
+    """Read the body of POST /v1/chat/completions. Raises RequestError, naming the field.
+
+    defaults: what holds where the request is silent.
+    """
     request = read(body, _Chat)
     _refuse(request)
     thinking, preserve = _thinking(request, defaults)
@@ -277,7 +284,10 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
 
 
 def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> CompletionRequest:
-    """The body of POST /v1/completions. Raises RequestError, naming the field."""
+    """Read the body of POST /v1/completions. Raises RequestError, naming the field.
+
+    defaults: what holds where the request is silent.
+    """
     request = read(body, _Completion)
     _refuse(request)
     prompts = _prompts(request.prompt, limits)
@@ -304,12 +314,12 @@ _COMPLAINT_CHARS = 400  # msgspec repeats a wrong word, however long it is
 
 
 def read(body: bytes, shape: type[T]) -> T:
-    """JSON of a given shape. Raises RequestError: `param` is the place, as in `messages[2].role`."""
+    """JSON decoded as `shape`. Raises RequestError, whose `param` is the place, as in `messages[2].role`."""
     return _decoded(msgspec.json.Decoder(shape), body, "")
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: str) -> T:
-    """`place`: of `data` within the body, where it is a part of it."""
+    """`data` decoded; place: where it stands in the body, empty where it is all of it. Raises RequestError."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
@@ -438,8 +448,8 @@ def _ids(raw: msgspec.Raw, place: str, limits: Limits) -> tuple[int, ...]:
 
 
 def _thinking(request: _Chat, defaults: Defaults) -> tuple[bool, bool]:
-    """(thinking, preserve_thinking). The most explicit spelling wins: Moonshot's own field, then the template's
-    variables, then OpenAI's effort."""
+    """The pair (thinking, preserve_thinking). Of several spellings the most explicit one decides: Moonshot's own field,
+    then the template's variables, then OpenAI's reasoning_effort."""
     template = request.chat_template_kwargs or _TemplateOptions()
     said = (
         request.thinking.type == "enabled" if request.thinking else None,
@@ -592,18 +602,25 @@ class _Detokenize(msgspec.Struct, kw_only=True):
 
 
 class TokenizeRequest(Record, frozen=True):
-    model: str | None
+    """What a body of /tokenize asks for."""
+
+    model: str | None  # None: the served one
     prompt: Prompt
-    token_strs: bool = False
+    token_strs: bool = False  # the answer has each token's text too
 
 
 class DetokenizeRequest(Record, frozen=True):
-    model: str | None
+    """What a body of /detokenize asks for; whether the ids are tokens of the model is not checked yet."""
+
+    model: str | None  # None: the served one
     tokens: tuple[int, ...]
 
 
 def read_tokenize(body: bytes, limits: Limits, defaults: Defaults) -> TokenizeRequest:
-    """`prompt` or `messages`. Kimi has no token that opens a text, so add_special_tokens makes no difference."""
+    """Read the body of POST /tokenize, which has either `prompt` or `messages`. Raises RequestError, naming the field.
+
+    Kimi has no token that opens a text, so add_special_tokens makes no difference.
+    """
     request = read(body, _Tokenize)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError("give either prompt or messages", "prompt")
@@ -622,5 +639,6 @@ def read_tokenize(body: bytes, limits: Limits, defaults: Defaults) -> TokenizeRe
 
 
 def read_detokenize(body: bytes, limits: Limits) -> DetokenizeRequest:
+    """Read the body of POST /detokenize. Raises RequestError, naming the field."""
     request = read(body, _Detokenize)
     return DetokenizeRequest(model=request.model, tokens=_ids(request.tokens, "tokens", limits))

@@ -44,8 +44,10 @@ log = logging.getLogger("redline.api")
 
 
 class Connections:
-    """All connections of one server: how many there may be, and which owe a head (or, once refused,
-    their end), the longest first."""
+    """All connections of one server: how many there may be, and which owe a request's head.
+
+    `owing` has those first that have owed it for longest; a refused connection stands there until it ends.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -55,7 +57,7 @@ class Connections:
         self._told = -TELL_FULL_S
 
     def make_room(self) -> bool:
-        """Close the connection that has owed a head for longest; False where none does."""
+        """Close the connection that has owed a head for longest; False where none owes one. It logs once a minute."""
         if (now := time.monotonic()) - self._told >= TELL_FULL_S:
             self._told = now
             log.warning("%d connections are open, the most that there may be", self.most)
@@ -68,7 +70,10 @@ class Connections:
 
 
 def open_files(wanted: int) -> int:
-    """How many files this process may open, after raising its soft limit to `wanted` where the hard one allows it."""
+    """How many files this process may open, once its soft limit is raised to `wanted` as far as the hard one allows.
+
+    It is more than `wanted` where the soft limit was higher before.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     if soft == resource.RLIM_INFINITY or soft >= allowed:
@@ -97,6 +102,7 @@ class Connection(HttpToolsProtocol):
     # -- reading
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take a client in; when full, another that owes a head makes room, and where none does the client gets 503."""
         peer: socket.socket | None = transport.get_extra_info("socket")
         if peer is not None and peer.family in (socket.AF_INET, socket.AF_INET6):
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -108,19 +114,20 @@ class Connection(HttpToolsProtocol):
             self._expect_head()
 
     def data_received(self, data: bytes) -> None:
+        """Read `data` in a turn of the event loop that has room for it."""
         self._all.turns.read(self, data)
 
     def wait(self) -> None:
-        """Part of `turns.Reader`."""
+        """Stop reading from the socket (`turns.Reader`)."""
         self.transport.pause_reading()
 
     def go_on(self) -> None:
-        """Part of `turns.Reader`."""
+        """Read from the socket again, unless the app holds it back or the connection ends (`turns.Reader`)."""
         if not (self.flow.read_paused or self.transport.is_closing()):
             self.transport.resume_reading()
 
     def feed(self, data: bytes) -> None:
-        """Part of `turns.Reader`."""
+        """Parse what has arrived (`turns.Reader`); refuse, with 400 or 431, what is no HTTP or beyond the bounds."""
         if self.parser is None or self._refused:
             return
         self._untold_bytes += len(data)
@@ -137,18 +144,21 @@ class Connection(HttpToolsProtocol):
             self._refuse(Refusal(431, f"the headers or trailers are more than {most} bytes", "headers_too_large"))
 
     def on_message_begin(self) -> None:
+        """A request begins. Raises ValueError, which stops the parser for good, while another is being answered."""
         if self._is_answering():
             self.cycle.keep_alive, self._last = False, True
             raise ValueError("a second request before the answer to the first")  # the parser stops here
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header line. Raises Refusal (431), which stops the parser, beyond `limits.headers` lines."""
         if len(self.headers) >= self._limits.headers:
             self._refusal = Refusal(431, f"there are more than {self._limits.headers} headers", "headers_too_large")
             raise self._refusal
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """The head is whole: its time is over. Raises Refusal (400) for a body with an Upgrade header."""
         self._untold_bytes = 0
         assert self.parser is not None
         has_body = any(name in (b"content-length", b"transfer-encoding") for name, _ in self.headers)
@@ -162,9 +172,11 @@ class Connection(HttpToolsProtocol):
         self._forget_head()
 
     def on_chunk_header(self) -> None:
+        """A chunk of the body begins: bytes of headers and trailers are counted from nothing again."""
         self._untold_bytes = 0
 
     def on_body(self, body: bytes) -> None:
+        """Keep a part of the body; past 64 KiB untaken, wake the app and read no more until it has taken them."""
         self._untold_bytes = 0
         if not self.cycle.response_complete:
             self.cycle.body += body
@@ -173,6 +185,7 @@ class Connection(HttpToolsProtocol):
                 self.cycle.message_event.set()
 
     def on_message_complete(self) -> None:
+        """The request is whole: what it asks for is begun in this turn, and counted."""
         self._all.turns.whole()
         super().on_message_complete()
 
@@ -199,7 +212,7 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: RedlineError) -> None:
-        """Answer without the app, and close; at once where the client would read it as a part of another answer."""
+        """Answer without the app, and close. Close at once where the client would read it as part of another answer."""
         log.info("refused a connection: %s", error)
         if self._is_answering() and self.cycle.response_started:
             self.transport.abort()
@@ -215,7 +228,7 @@ class Connection(HttpToolsProtocol):
         self._expect(LINGER_S, self.transport.abort)
 
     def silence(self) -> None:
-        """Tell the app that its client has left; what it still says is not written."""
+        """Tell the app, where it is answering, that its client has left; what it still sends is not written."""
         if self._is_answering():
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -223,15 +236,18 @@ class Connection(HttpToolsProtocol):
     # -- writing
 
     def pause_writing(self) -> None:
+        """The client lags: it must take something every `limits.write_seconds`."""
         super().pause_writing()
         self._expect_taken()
 
     def resume_writing(self) -> None:
+        """The client has caught up: unless the answer is complete, nothing has to be taken within a time any more."""
         super().resume_writing()
         if not self._nothing_follows():
             self._forget_taken()
 
     def on_response_complete(self) -> None:
+        """The answer is written: from now on the client has to take it, and to send the head of its next request."""
         super().on_response_complete()
         self._unset_keepalive_if_required()  # uvicorn's time ends with the first byte of a head, ours with the last
         self._expect_taken()
@@ -239,6 +255,7 @@ class Connection(HttpToolsProtocol):
             self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """The connection has ended: cancel its timers, and tell the app."""
         self._forget_head()
         self._forget_taken()
         super().connection_lost(exc)
@@ -247,7 +264,7 @@ class Connection(HttpToolsProtocol):
         return bool(self.cycle) and not self.cycle.response_complete
 
     def _nothing_follows(self) -> bool:
-        """What is unsent can only become less: the app waits, or has said all."""
+        """Whether unsent bytes can only become fewer: the app waits, or has sent its whole answer."""
         return self.flow.write_paused or not self._is_answering()
 
     def _expect_taken(self) -> None:
@@ -277,10 +294,11 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
+        """Install no signal handlers, where uvicorn installs its own."""
         yield
 
     def abort(self) -> None:
-        """End every connection now, whatever its client has not taken yet, and every request."""
+        """End every connection now, with what its client has not taken yet, and cancel every request's task."""
         for connection in cast("list[Connection]", list(self.server_state.connections)):
             connection.silence()
             connection.transport.abort()
@@ -289,7 +307,7 @@ class Server(uvicorn.Server):
 
 
 def uvicorn_config(app: ASGIApp, limits: Limits, host: str, port: int) -> uvicorn.Config:
-    """What `Server` needs. Port 0 takes a free one."""
+    """The settings for `Server`: uvloop, httptools, and connections within `limits`. Port 0 takes a free one."""
     return uvicorn.Config(
         app,
         host=host,

@@ -1,7 +1,8 @@
 """Answers as server-sent events, in OpenAI's chunk shapes.
 
-One delta of the engine is one chunk, so that a client can time tokens; deltas that arrived together leave in one
-write. Nearly every chunk is a piece of text, so all of it but the text is encoded once per choice.
+Each delta of the engine has a chunk of its own (a chunk for each event, where it has several), so that a client can
+time tokens; deltas that arrived together leave in one write. Nearly every chunk is a piece of text, so all of it but
+the text is encoded once per choice.
 """
 
 from collections.abc import Sequence
@@ -31,17 +32,19 @@ _json = msgspec.json.Encoder().encode
 
 
 def data(body: bytes) -> bytes:
-    """One server-sent event."""
+    """One server-sent event around a JSON body."""
     return b"data: " + body + b"\n\n"
 
 
 class EventStream(Protocol):
-    """Events of one answer to bytes of its stream."""
+    """Turns the batches of one answer into the bytes of its stream."""
 
-    def write(self, batches: Sequence[Batch]) -> bytes: ...
+    def write(self, batches: Sequence[Batch]) -> bytes:
+        """The chunks of these batches, in their order, as server-sent events; empty where they show nothing."""
+        ...
 
     def close(self) -> bytes:
-        """What follows the last choice's end: usage, if asked for, and [DONE]."""
+        """What follows the last choice's end: a chunk with the usage, if asked for, and [DONE]."""
         ...
 
 
@@ -69,6 +72,7 @@ class _ChunkWriter:
         return b',"usage":' + _json(usage(sum(self._prompts), sum(self._completion))) + b"}\n\n"
 
     def close(self) -> bytes:
+        """What follows the last choice's end: a chunk with the usage, if asked for, and [DONE]."""
         if not self._how.usage:
             return DONE
         ends = [end for end in self._ends if end is not None]
@@ -76,6 +80,12 @@ class _ChunkWriter:
 
 
 class ChatStream(_ChunkWriter):
+    """The stream of a chat completion.
+
+    created: Unix seconds. prompts: lengths, in tokens. n: choices for each prompt. logprobs: whether they were asked
+    for.
+    """
+
     def __init__(
         self,
         id: str,
@@ -99,6 +109,7 @@ class ChatStream(_ChunkWriter):
         ]
 
     def write(self, batches: Sequence[Batch]) -> bytes:
+        """The chunks of these batches, in their order; log probabilities leave with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
             choice = batch.choice
@@ -157,6 +168,12 @@ class ChatStream(_ChunkWriter):
 
 
 class CompletionStream(_ChunkWriter):
+    """The stream of a text completion.
+
+    created: Unix seconds. prompts: token ids. n: choices for each prompt. logprobs: whether they were asked for. echo:
+    the prompt opens each choice's text.
+    """
+
     def __init__(
         self,
         id: str,
@@ -181,6 +198,7 @@ class CompletionStream(_ChunkWriter):
         self._text = [b'%b[{"index":%d,"text":' % (self._head, index) for index in range(len(self._ends))]
 
     def write(self, batches: Sequence[Batch]) -> bytes:
+        """The chunks of these batches, in their order; log probabilities leave with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
             choice = batch.choice

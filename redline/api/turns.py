@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from typing import Protocol
 
-READS = 128  # in one turn
+READS = 128  # calls of `Reader.feed` in one turn
 REQUEST = 16  # reads that a whole request counts as: what it asks for is begun in the same turn
 
 
@@ -17,11 +17,11 @@ class Reader(Protocol):
     """A connection, as far as turns are concerned."""
 
     def feed(self, data: bytes) -> None:
-        """Read what has arrived."""
+        """Parse `data`, the next bytes of the connection."""
         ...
 
     def wait(self) -> None:
-        """Take nothing from the socket meanwhile."""
+        """Take nothing more from the socket until `go_on`: what was taken has to wait for a later turn."""
         ...
 
     def go_on(self) -> None:
@@ -50,7 +50,7 @@ class Turns:
             reader.feed(data)
 
     def whole(self) -> None:
-        """The request that is being read is whole."""
+        """Tell that the request that is being read is whole; it counts as REQUEST reads of this turn."""
         self._spent += REQUEST
 
     def _next(self) -> None:

@@ -18,10 +18,11 @@ WORKING_SET_BYTES = 256 << 20  # larger than the last-level cache, on most machi
 
 
 def measure(device: torch.device | None = None, working_set_bytes: int = WORKING_SET_BYTES, rounds: int = 5) -> Machine:
-    """Read bandwidth over `working_set_bytes`, and the rate of matrix products in bf16 or float32, the higher one.
+    """Bytes/s read over `working_set_bytes`, and operations/s of matrix products: the higher of bf16 and float32.
 
-    On a CPU with torch's current number of threads. Give the bytes that one step reads: a small model may live in the
-    last-level cache, where its floor is lower than memory's. Takes about a second.
+    device: the CPU where none is given, with torch's current number of threads. working_set_bytes: give the bytes that
+    one step reads, since a small model may live in the last-level cache, where its floor is lower than memory's.
+    rounds: of about ten milliseconds, for each way to reach a limit. Takes about a second.
     """
     device = device or torch.device("cpu")
     return Machine(device_name(device), _read_rate(device, working_set_bytes, rounds), _product_rate(device, rounds))
@@ -35,6 +36,7 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_name() -> str:
+    """The processor's model name from /proc/cpuinfo, or what Python knows of it where there is none."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,4 @@
-"""What the programs of this room share: they are heard of while they work, and say in one line what can be mended."""
+"""What the programs of this room share: a sign of life while they work, and one line for what somebody can mend."""
 
 import argparse
 import sys
@@ -11,10 +11,10 @@ from redline.progress import Working
 
 
 def program(main: Callable[[], int | None], *, heard: bool = True) -> None:
-    """Runs it, with a line on stderr every ten seconds: no bar, which would draw beside what is timed.
+    """Runs `main`, with a line on stderr every ten seconds: no bar, which would draw beside what is timed.
 
-    The status is what `main` returns; 1 and one line for what somebody can mend, 130 after Ctrl-C. heard: False where
-    the program says itself how far it is.
+    Exits with what `main` returns where that is not 0; with 1 and one line for a RedlineError, which somebody can mend;
+    with 130 after Ctrl-C. heard: False where the program says itself how far it is.
     """
     name = Path(sys.argv[0]).stem
     try:
@@ -30,14 +30,17 @@ def program(main: Callable[[], int | None], *, heard: bool = True) -> None:
 
 
 def output(text: str) -> Path:
-    """An argparse type: a file that can be written, seen before the work. Its folder is made where it is missing."""
+    """An argparse type: a file that can be written, tried before the work. Its folder is made where it is missing.
+
+    Raises ConfigError where it cannot be written.
+    """
     path = Path(text)
     check_output(path)
     return path
 
 
 def count(text: str) -> int:
-    """An argparse type: a number from 1 on."""
+    """An argparse type: a number from 1 on. Raises ArgumentTypeError for any other text."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
     return int(text)

@@ -31,6 +31,7 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 
 def commit() -> str:
+    """The short hash of HEAD, with "+" where tracked files have changes; "unknown+" where git cannot tell."""
     return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else "")
 
 

@@ -8,7 +8,7 @@ from redline.wire.base import Record
 
 
 class ToolCall(Record, frozen=True):
-    """A call that the assistant made. `id` is printed verbatim into the prompt, so it is `functions.NAME:IDX`."""
+    """A call that the assistant made. The prompt prints `id`; `template.native_ids` makes it `functions.NAME:IDX`."""
 
     id: str
     name: str
@@ -24,17 +24,21 @@ class Tool(Record, frozen=True):
 
 
 class Message(Record, frozen=True):
-    role: str  # system, user, assistant, tool
+    """One message of a conversation."""
+
+    role: str  # system, user, assistant or tool
     content: str = ""
-    name: str | None = None
+    name: str | None = None  # None: the role stands in its place
     reasoning: str = ""  # assistant only
     tool_calls: tuple[ToolCall, ...] = ()  # assistant only
-    tool_call_id: str = ""  # tool only
+    tool_call_id: str = ""  # tool only: the call that it answers
 
 
 class Conversation(Record, frozen=True):
+    """A prompt for a chat: messages, and how to answer the last."""
+
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     thinking: bool = True  # open with <think>; false: instant answer
     preserve_thinking: bool = False  # keep the reasoning of every past turn
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool = True  # the prompt ends with the opening of an answer

@@ -16,7 +16,7 @@ class Decoder:
     """Reads the deltas of one job.
 
     - `stopped` turns True when a stop string was found: the answer is over, and the engine does not know it yet.
-    - `prompt_logprobs` are those of all deltas so far, kept for whoever echoes the prompt.
+    - `prompt_logprobs` holds the prompt's log probabilities of all deltas so far, in order of position.
     """
 
     def __init__(
@@ -30,13 +30,15 @@ class Decoder:
         include_stop_str: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        """
+        """Arguments:
+
         - `thinking`: the answer opens with reasoning (Style.thinks).
         - `stop`: strings that end the visible text. `stop_ids`: those of the job's Sampling.
+        - `prompt_tokens`: how many the prompt has; the End repeats it.
         - `parse`: read Kimi's chat format; False for raw completions, where everything is text.
-        - `include_stop_str`: what ended the answer is shown too.
-        - `skip_special_tokens`: control tokens have no text, but for those that the checkpoint declares not special
-          (`<think>` and the tool-call marks), which a raw completion shows. The chat format's own are never text.
+        - `include_stop_str`: the stop string or stop token that ended the answer is shown too.
+        - `skip_special_tokens`: control tokens have no text, except those that the checkpoint declares not special
+          (`<think>` and the tool-call marks): a raw completion shows them. In a chat they are read as marks, not shown.
         """
         skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
         self._tokenizer = tokenizer
@@ -55,7 +57,7 @@ class Decoder:
         self.prompt_logprobs: list[TokenLogprobs] = []
 
     def push(self, delta: Delta) -> list[Event]:
-        """The events of a delta; none once the answer has ended."""
+        """The events of a delta, the End last where the answer ends with it; none once it has ended."""
         if self._ended:
             return []
         self.prompt_logprobs += delta.prompt_logprobs

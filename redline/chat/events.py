@@ -39,18 +39,18 @@ class Logprobs(Record, frozen=True):
 
 
 class End(Record, frozen=True):
-    """The answer is over. `completion_tokens` counts every generated token, the stop id included."""
+    """The answer is over. `completion_tokens` counts every token up to its end, the stop id included."""
 
     finish: Finish
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
-    reasoning_tokens: int = 0
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    reasoning_tokens: int = 0  # of the completion tokens
     accepted_tokens: int = 0  # drafts that became part of the answer
     rejected_tokens: int = 0  # drafts that the model would not have said
     tool_calls: int = 0  # > 0: the API's finish reason is "tool_calls"
     stop: str | int | None = None  # the stop string or id that ended it, where one did
-    error: str | None = None
+    error: str | None = None  # one line, where finish is "error"
 
 
 Event = Text | Thought | CallBegin | CallArguments | Logprobs | End

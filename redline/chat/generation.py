@@ -26,9 +26,10 @@ class GenerationConfig(Record, frozen=True):
 
 
 def generation_config_of(folder: Path) -> GenerationConfig:
-    """What the checkpoint's folder says; a field that it leaves out, or null, has its default. Raises ConfigError.
+    """The sampling of a checkpoint's folder; what its generation_config.json leaves out, or null, has its default.
 
-    `do_sample: false` is greedy, whatever temperature stands beside it, as in transformers.
+    `do_sample: false` is greedy, whatever temperature stands beside it, as in transformers. Raises ConfigError where
+    the file is no JSON or a value is out of bounds.
     """
     path = folder / "generation_config.json"
     if not path.exists():

@@ -9,14 +9,17 @@ from hashlib import blake2b
 
 from redline.wire.job import PAGE_TOKENS, Job, JobId, MediaSpan, PageHash, Sampling
 
-_BYTES = 16  # 2^64 pages before two names are likely to meet by chance
+_BYTES = 16  # of a hash: among fewer than 2^64 pages no two are likely to have the same name by chance
 _PAGE_BYTES = 4 * PAGE_TOKENS
 
 
 def page_hashes(
     tokens: tuple[int, ...], salt: str, fingerprint: str, media: tuple[MediaSpan, ...] = ()
 ) -> tuple[PageHash, ...]:
-    """One hash for each full page of `tokens`; hash i covers tokens [0, (i + 1) * PAGE_TOKENS)."""
+    """One hash of 16 bytes for each full page of `tokens`; hash i covers tokens [0, (i + 1) * PAGE_TOKENS).
+
+    salt: the tenant's. fingerprint: of the model and its pages' number format (Ready.fingerprint).
+    """
     data = struct.pack(f"<{len(tokens)}I", *tokens)
     previous = blake2b(_framed(salt.encode()) + _framed(fingerprint.encode()), digest_size=_BYTES).digest()
     hashes: list[PageHash] = []
@@ -39,7 +42,7 @@ def make_job(
     salt: str = "",
     media: tuple[MediaSpan, ...] = (),
 ) -> Job:
-    """A job with its pages named."""
+    """A job with its pages named; arguments as for `page_hashes`."""
     pages = page_hashes(tokens, salt, fingerprint, media)
     return Job(id=job, tokens=tokens, pages=pages, sampling=sampling, salt=salt, media=media)
 
@@ -50,7 +53,10 @@ def _framed(data: bytes) -> bytes:
 
 
 def page_hash(previous: PageHash | None, tokens: tuple[int, ...], fingerprint: str) -> PageHash:
-    """The next hash of a chain, for a page that generated tokens have filled. None: no page before it, and no salt."""
+    """The next hash of a chain, for a page that generated tokens have filled.
+
+    previous: the hash of the page before; None: there is no page before, and no salt. tokens: the page's PAGE_TOKENS.
+    """
     if previous is None:
         return page_hashes(tokens, "", fingerprint)[0]
     return PageHash(blake2b(previous + struct.pack(f"<{len(tokens)}I", *tokens), digest_size=_BYTES).digest())

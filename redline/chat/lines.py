@@ -11,15 +11,19 @@ from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.wire.base import Record
 
 DEPTH = 64  # nesting of a tool's parameters: the template walks through them
-NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what a line that is no record of ours raises
+NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding a line raises where it is no Chat
 
 
 class CalledFunction(Record, frozen=True):
+    """The function of a call, as OpenAI's messages have it."""
+
     name: str
     arguments: str  # JSON text
 
 
 class CallMade(Record, frozen=True):
+    """A tool call in an assistant's message."""
+
     id: str
     function: CalledFunction
     type: Literal["function"] = "function"
@@ -29,7 +33,7 @@ class Turn(Record, frozen=True):
     """One message in OpenAI's shape."""
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
+    content: str | None = None  # None: empty
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: tuple[CallMade, ...] = ()
@@ -37,6 +41,8 @@ class Turn(Record, frozen=True):
 
 
 class DeclaredFunction(Record, frozen=True):
+    """A function that the model may call. Raises ValueError where `parameters`, a JSON schema, nests beyond DEPTH."""
+
     name: str
     description: str = ""
     parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
@@ -57,12 +63,14 @@ def _parts(value: Any) -> list[Any]:
 
 
 class DeclaredTool(Record, frozen=True):
+    """An entry of OpenAI's tools array."""
+
     function: DeclaredFunction
     type: Literal["function"] = "function"
 
 
 class Chat(Record, frozen=True):
-    """The model answers after the last message."""
+    """A conversation, which the model is to continue after its last message."""
 
     messages: tuple[Turn, ...]
     tools: tuple[DeclaredTool, ...] = ()
@@ -70,7 +78,7 @@ class Chat(Record, frozen=True):
 
 
 def conversation(chat: Chat) -> Conversation:
-    """The chat as the template reads it."""
+    """A chat of a file as the template reads it."""
     messages = tuple(
         Message(
             role=turn.role,

@@ -59,15 +59,16 @@ _MARKS = {
 class Reader(Protocol):
     """Turns tokens into events, one token at a time."""
 
-    calls: int
-    reasoning_tokens: int
+    calls: int  # tool calls that have begun
+    reasoning_tokens: int  # tokens of reasoning so far
 
     def push(self, token: int, events: list[Event]) -> None:
         """Read one token; what it makes visible is added to `events`."""
         ...
 
     def finish(self, events: list[Event], complete: bool) -> None:
-        """The stream is over. `complete`: the model ended it, so a call that is still open is whole."""
+        """The stream is over: what was held back is added to `events`. complete: the model ended it, so a call that is
+        still open is whole."""
         ...
 
 
@@ -82,11 +83,13 @@ class PlainText:
         self._stops = stops
 
     def push(self, token: int, events: list[Event]) -> None:
+        """Add the text that this token completes, as far as it cannot become a stop string, to `events`."""
         text = self._stream.push(token)
         if text:
             _show_text(self._stops.push(text), events)
 
     def finish(self, events: list[Event], complete: bool) -> None:
+        """The stream is over: add the text that was held back to `events`. complete: makes no difference here."""
         _show_text(self._stops.push(self._stream.flush()) + self._stops.flush(), events)
 
 
@@ -108,6 +111,7 @@ class Parser:
         self.reasoning_tokens = 0
 
     def push(self, token: int, events: list[Event]) -> None:
+        """Read one token; what it makes visible is added to `events`, joined to the last where the kind is the same."""
         name = self._names.get(token)
         if name is None:
             if self._state is _State.THOUGHT:
@@ -124,6 +128,7 @@ class Parser:
             self._turn(mark, events)
 
     def finish(self, events: list[Event], complete: bool) -> None:
+        """The stream is over: add what was held back to `events`. complete: a call that is still open is whole."""
         self._text(self._stream.flush(), events)
         self._leave(events, complete, for_tools=False)
 
@@ -222,7 +227,7 @@ class Parser:
             _show_text(self._take_space() + text, events)
 
     def _take_space(self) -> str:
-        """It is part of the text after all, and held no more."""
+        """The whitespace that was held back, which is part of the text after all; it is held no more."""
         space = "".join(self._space)
         self._space.clear()
         return space
@@ -240,7 +245,7 @@ class _Tail:
         self._behind: list[str] = []  # whitespace behind all of it, in pieces: joined once, however many they are
 
     def push(self, text: str) -> str:
-        """The text that is text whatever follows."""
+        """As much of the text so far as cannot be part of _SPELLED, whatever follows."""
         if self._begun == _SPELLED and not text.strip():
             self._behind.append(text)
             return ""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class StopStrings:
-    """Looks for the first of some strings in a text that comes in pieces."""
+    """Looks for the first of some strings in a text that comes in pieces. `found` is None until one has come."""
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._search = _search_for(tuple(stop for stop in stops if stop))
@@ -18,9 +18,10 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that can be shown. It ends right before the string that sets `found`; nothing comes after.
+        """Take in more text: what can be shown now. Once a stop string is found, the text ends right before it.
 
-        Where several have come, it is the one that begins first, and of those the one that was named first.
+        Of several that this text completes, `found` is the one that begins first, and of those the one named first.
+        Nothing is shown after it.
         """
         if self.found is not None:
             return ""

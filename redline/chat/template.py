@@ -71,12 +71,12 @@ def style_of(folder: Path) -> Style:
 
 
 def encode(conversation: Conversation, tokenizer: Tokenizer, style: Style = K2_6) -> list[int]:
-    """The token ids of the prompt."""
+    """The token ids of a conversation's prompt. Raises ConfigError where the tokenizer lacks a control token of it."""
     return tokenizer.encode_pieces(render(conversation, style))
 
 
 def render(conversation: Conversation, style: Style = K2_6, most: int = sys.maxsize) -> list[Piece]:
-    """The prompt in pieces; no two texts are neighbours, so each is encoded whole.
+    """The prompt in pieces; no two texts stand side by side, so each is encoded whole.
 
     Raises ContextTooLong as soon as the texts are more than `most` characters.
     """

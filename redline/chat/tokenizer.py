@@ -21,7 +21,7 @@ import tiktoken
 
 from redline.errors import CheckpointError, ConfigError, ContextTooLong, RequestError
 
-RESERVED = 256  # ids behind the ranks
+RESERVED = 256  # ids behind the ranks, for control tokens
 
 # How Kimi cuts text before byte-pair encoding: Han runs, words, numbers of up to three digits, punctuation, space.
 _WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
@@ -59,11 +59,18 @@ Piece = Special | str
 
 
 class Tokenizer:
-    """The vocabulary of one checkpoint. Immutable; safe to share between threads."""
+    """The vocabulary of one checkpoint. Immutable; safe to share between threads.
+
+    `specials` has the id of every control token by its name, `stop_ids` the ids with which the model ends an answer.
+    """
 
     def __init__(self, ranks: dict[bytes, int], names: dict[int, str], kept: frozenset[int] = frozenset()) -> None:
-        """`names` are the control tokens in use; `kept` those of them that stay in plain text (the config's
-        `special: false`, such as `<think>`). Every other reserved id is `<|reserved_token_{id}|>`."""
+        """ranks: the bytes of ordinary token 0, 1, 2 ..., in that order. names: the control tokens in use, by id.
+
+        kept: those of them that stay in plain text (the config's `special: false`, such as `<think>`). Every reserved
+        id without a name is `<|reserved_token_{id}|>`. Raises ConfigError where a name comes twice, or [EOS] or
+        <|im_end|> is missing.
+        """
         first = len(ranks)
         reserved = range(first, first + RESERVED)
         self._names = {token: names.get(token, f"<|reserved_token_{token}|>") for token in reserved}
@@ -104,7 +111,7 @@ class Tokenizer:
         return self._names.get(token)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of plain text: a control token spelled in it is text."""
+        """Ids of plain text; a control token that is spelled in it is text too."""
         return self.encode_pieces((text,))
 
     def encode_pieces(
@@ -114,7 +121,8 @@ class Tokenizer:
 
         That string's own slices (see _cuts) fall on the same characters here, so the ids of long prompts agree too.
         Encoding takes up to a second per million characters, so `between` is called before each slice, and may raise.
-        Raises ContextTooLong, without encoding the rest, where there are more than `most` ids before the last slice.
+        Raises ContextTooLong, without encoding the rest, where there are more than `most` ids before the last slice,
+        and ConfigError where the checkpoint has no control token of a name.
         """
         pieces = tuple(pieces)
         joined = "".join(piece.name if isinstance(piece, Special) else piece for piece in pieces)
@@ -139,7 +147,7 @@ class Tokenizer:
     ) -> list[int]:
         """Ids of text in which control tokens may be spelled out. Never for text that a user wrote into a chat.
 
-        `most`, `between`: as for encode_pieces.
+        `most`, `between` and ContextTooLong: as for encode_pieces.
         """
         ids: list[int] = []
         for part in _slices(text, _cuts(text)):
@@ -155,7 +163,7 @@ class Tokenizer:
         return self._bytes[token]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of many tokens, which need not be whole characters."""
+        """The bytes of many tokens, which need not be whole characters. Raises RequestError where an id is no token."""
         return b"".join(map(self.token_bytes, ids))
 
 
@@ -172,6 +180,7 @@ class TextStream:
         self._pending = b""
 
     def push(self, token: int) -> str:
+        """The text that this token completes, which may be empty. Raises RequestError for an id that is no token."""
         if token in self._skipped:
             return self.flush()
         data = self._pending + self._tokenizer.token_bytes(token)
@@ -180,7 +189,7 @@ class TextStream:
         return text
 
     def flush(self) -> str:
-        """No more bytes will come: what is left cannot be a character."""
+        """No more bytes will come: what is left of a character leaves as U+FFFD; empty where nothing is left."""
         pending, self._pending = self._pending, b""
         return pending.decode(errors="replace")
 
@@ -252,5 +261,5 @@ def _read_names(path: Path, first: int) -> tuple[dict[int, str], frozenset[int]]
 
 
 def _is_name(value: Any) -> bool:
-    """Whether it is a text with UTF-8, and not the empty one, which every place of a prompt would spell."""
+    """Whether a value can be a token's text: encodable as UTF-8, and not empty, as every prompt would spell that."""
     return isinstance(value, str) and value != "" and not any("\ud800" <= character <= "\udfff" for character in value)

@@ -53,7 +53,7 @@ class _Paper:
 
 
 def declare_json(tools: Sequence[Tool], most: int = sys.maxsize) -> str:
-    """The OpenAI tools array as compact JSON. Raises ContextTooLong beyond `most` characters."""
+    """The OpenAI tools array as compact JSON, keys sorted. Raises ContextTooLong beyond `most` characters."""
     array = [{"function": _function(tool), "type": "function"} for tool in tools]
     paper = _Paper(most)
     for piece in json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).iterencode(array):
@@ -124,7 +124,7 @@ def _declare(function: dict[str, Any], paper: _Paper) -> None:
     reader = _Reader()
     schema: dict[str, Any] = function.get("parameters", {})
     properties = reader.properties(schema)
-    named = reader.refers_to_root  # by a property: what a definition says of the root comes too late, as upstream
+    named = reader.refers_to_root  # by a property; a definition that refers to it is read too late, as upstream
     if named:
         paper.write("interface parameters ")
         _Properties(properties.fields, None).write(paper, "", required_first=False)

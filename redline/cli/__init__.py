@@ -100,7 +100,8 @@ def serve(
     """Serve a model over the OpenAI API.
 
     Loads the checkpoint, then answers /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /health, /metrics.
-    Every flag is a key of deployment.toml; a flag wins over the file.
+    Every flag is a key of deployment.toml (--draft and those after it: of its table engine.speculation), and wins over
+    the file.
     """
     given = {
         "host": host,
@@ -112,9 +113,9 @@ def serve(
         "engine.kv_memory": kv_memory,
         "engine.kv_dtype": kv_dtype,
         "engine.device": device,
-        "engine.draft": draft,
-        "engine.draft_tokens": draft_tokens,
-        "engine.draft_trace": draft_trace,
+        "engine.speculation": draft,
+        "engine.speculation.tokens": draft_tokens,
+        "engine.speculation.trace": draft_trace,
     }
     flags = {key: value for key, value in given.items() if value is not None}
     raise typer.Exit(run_server(deployment.read(source, flags), Terminal()))
@@ -299,7 +300,11 @@ def bench_speculate(
 
 
 def main() -> None:
-    """Every error is one line and exit code 1. REDLINE_DEBUG=1 prints the traceback as well."""
+    """Run the verb of the command line and end the process with its exit code, by SystemExit.
+
+    An error is one line and exit code 1, a mistake in the flags typer's own message and code 2. REDLINE_DEBUG=1 prints
+    the traceback as well.
+    """
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         _accept_any_text(stream)
     try:
@@ -318,7 +323,7 @@ def main() -> None:
 
 
 def _accept_any_text(stream: TextIO | None) -> None:
-    """No character stops us: one that a stream's encoding lacks, or half of one, is written as an escape."""
+    """Have a stream write a character that its encoding lacks, or half of one, as an escape instead of raising."""
     reconfigure = getattr(stream, "reconfigure", None)  # None where the stream is closed
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")
@@ -348,7 +353,8 @@ def _kept_traceback() -> str:
 
 
 def _flush() -> None:
-    """What cannot be written, as to a pipe that nobody reads, is no second error when the interpreter ends."""
+    """Flush both outputs. What cannot be written, as to a pipe that nobody reads, is dropped, so that it is no second
+    error when the interpreter ends."""
     open_ones: list[TextIO | None] = [sys.stdout, sys.stderr]  # None: closed before we began
     for stream in filter(None, open_ones):
         try:

@@ -17,7 +17,7 @@ from redline.errors import ConfigError
 
 CONNECT_S, MODELS_S, ANSWER_S = 5, 30, 600  # to connect; for the list of models; between two pieces of an answer
 LOADING_S = 1800  # to wait for a server that is still loading its model
-MOST_LINE_BYTES = 4 << 20  # of a stream of events
+MOST_LINE_BYTES = 4 << 20  # of one line of a stream of events
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class _Usage(msgspec.Struct):
 
 
 class Chunk(msgspec.Struct):
-    """What we read of an event of a stream. Any server may send more, or less."""
+    """The part of a stream's event that is read here. A server may send more members, or fewer."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -75,7 +75,12 @@ class _Models(msgspec.Struct):
 
 @dataclass
 class Client:
-    """One conversation. `messages` holds what has been said, without the thinking."""
+    """One conversation with a server. `messages` holds what has been said, without the thinking.
+
+    url: with or without a scheme and /v1. key: None sends none. model: None: the first that the server names. system: a
+    system prompt, if any. Raises ConfigError for a temperature beyond 0 to 2, and for a URL, a key or a proxy that
+    cannot be used.
+    """
 
     url: str
     key: str | None
@@ -86,7 +91,6 @@ class Client:
     messages: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def __post_init__(self) -> None:
-        """ConfigError for what no server could be asked with."""
         url = _base(self.url)
         self.url = str(url)
         if not 0 <= self.temperature <= 2:  # NaN neither
@@ -108,9 +112,10 @@ class Client:
             raise ConfigError(f"the proxy or certificates of the environment cannot be used: {error}") from None
 
     def connect(self, tell: Callable[[str], object], wait: Callable[[float], object] = time.sleep) -> str:
-        """The model's name, once the server has loaded it; `tell` is told that it waits for that.
+        """The model's name, once the server has loaded it. It is waited for, for LOADING_S seconds at most.
 
-        ConfigError where nobody answers, or not as an OpenAI server does.
+        tell: called with a line before it waits. wait: sleeps for so many seconds (tests). Raises ConfigError where
+        nobody answers, or not as an OpenAI server does.
         """
         place = f"{self.url}/v1/models"
         answer, waited = self._models(), 0
@@ -142,9 +147,9 @@ class Client:
             raise ConfigError(f"no server at {self.url} ({error}); start one with `redline serve FOLDER`") from None
 
     def ask(self, text: str) -> Iterator[Chunk]:
-        """Chunks of the answer, as the server streams them.
+        """Add a question to the conversation: the chunks of its answer, as the server streams them.
 
-        ConfigError with the server's words if it refuses, and where the answer breaks off or cannot be read.
+        Raises ConfigError with the server's words if it refuses, and where the answer breaks off or cannot be read.
         """
         self.messages.append({"role": "user", "content": _encodable(text)})
         body = {
@@ -184,7 +189,9 @@ class Client:
             raise ConfigError("the server ended the connection before the answer's end")
 
     def keep(self, content: str, whole: bool) -> bool:
-        """After `ask`: what was said of the answer, whether all of it. False where the question is forgotten.
+        """Add what was shown of the answer, after `ask`, to the conversation; False where the question is forgotten.
+
+        content: the answer without the thinking. whole: it came to its end.
 
         What has been shown stays in the conversation, since the next question may speak of it. A question without a
         word of an answer goes, so that the conversation never has two of them in a row.
@@ -197,7 +204,10 @@ class Client:
 
 
 def talk(client: Client, prompt: str | None, console: Console) -> int:
-    """One question, or a conversation until Ctrl-D. Where nobody sits at a terminal standard input is the question."""
+    """Ask `prompt`, or converse until Ctrl-D; returns the exit code 0.
+
+    Without a prompt, where nobody sits at a terminal, standard input is the question. Raises ConfigError.
+    """
 
     def tell(text: str) -> None:
         console.print(text, style="dim", highlight=False, soft_wrap=True)
@@ -217,7 +227,7 @@ def talk(client: Client, prompt: str | None, console: Console) -> int:
 
 
 def converse(client: Client, read: Callable[[], str], console: Console) -> None:
-    """Questions and their answers until `read` raises EOFError. An error or Ctrl-C ends an answer, not the talk."""
+    """Ask what `read` gives and print the answers until it raises EOFError. An error or Ctrl-C ends one answer only."""
     while True:
         try:
             console.print()
@@ -292,7 +302,7 @@ def _drafts(usage: _Usage) -> str:
 
 
 def _base(given: str) -> httpx.URL:
-    """A server's address as people write it: with a scheme or without, with /v1 or without. ConfigError."""
+    """A server's address, which people write with or without a scheme and /v1. Raises ConfigError for none."""
     text = given.strip()
     try:
         url = httpx.URL(text if "://" in text else f"http://{text}")
@@ -305,7 +315,7 @@ def _base(given: str) -> httpx.URL:
 
 
 def _lines(answer: httpx.Response) -> Iterator[bytes]:
-    """Of a stream of events. LF alone ends a line: httpx's reader ends one at U+2028 too, which JSON may hold."""
+    """The lines of a stream of events. LF alone ends one; httpx's reader takes U+2028 too, which JSON may hold."""
     rest = b""
     for data in answer.iter_bytes():
         *lines, rest = (rest + data).split(b"\n")
@@ -316,7 +326,7 @@ def _lines(answer: httpx.Response) -> Iterator[bytes]:
 
 
 def _decode(data: bytes, kind: type[T]) -> T:
-    """ValueError with what was wrong and how the data begins."""
+    """JSON as `kind`. Raises ValueError, which says what was wrong and how the data begins."""
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -347,7 +357,7 @@ def _message(body: bytes) -> str:
 
 
 def _said(error: Any) -> str:
-    """Of the `error` in a body: OpenAI's object with a message, or whatever stands there."""
+    """The message in the `error` of a body: that of OpenAI's object, or whatever stands there instead."""
     try:
         message = msgspec.convert(error, _Error).message
     except msgspec.ValidationError:

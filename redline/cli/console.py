@@ -1,4 +1,4 @@
-"""What the long verbs say, and what they leave: text that is text, results that are whole."""
+"""How the verbs that work for long print, save their results and end after Ctrl-C."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,24 +15,27 @@ INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
 def plain_console() -> Terminal:
-    """A terminal as wide as it is; in a file no line is broken and no table cut."""
+    """A console for tables: as wide as the terminal; 160 columns where the output is a file."""
     console = Terminal()
     return console if console.is_terminal else Terminal(width=160)
 
 
 def say(console: Console, text: str, style: str = "") -> None:
-    """A line that is broken nowhere: what is in it may be copied."""
+    """Print a line without breaking it, so that what is in it can be copied. style: one of rich's."""
     console.print(text, style=style, highlight=False, soft_wrap=True)
 
 
 def save_result(path: Path, result: Any, console: Console) -> None:
-    """As JSON. Raises ConfigError where the file cannot be written; one that was there is then as it was."""
+    """Write a result as JSON. Raises ConfigError where the file cannot be written; an older one stays as it was."""
     save(path, msgspec.json.format(msgspec.json.encode(result), indent=1))
     say(console, f"written to {path}", "dim")
 
 
 def until_interrupted(work: Callable[[], int], console: Console, kept: str = "nothing was saved") -> int:
-    """The work's status, or, after a Ctrl-C, 130 and one line. Raises ConfigError where a disk fails in its midst."""
+    """The exit code of `work`, or, after Ctrl-C, 130 and a line. Raises ConfigError for an OSError of the work.
+
+    kept: what the line and the error say of what has been done so far.
+    """
     try:
         return work()
     except KeyboardInterrupt:

@@ -23,6 +23,11 @@ KIMI = (
 
 
 def doctor(folder: Path | None, console: Console) -> int:
+    """Measure and print; the exit code: 1 where the folder's files of weights are broken, else 0.
+
+    Raises CheckpointError where config.json cannot be read, or is of a model that cannot be served.
+    """
+
     def say(text: str) -> None:
         console.print(text, highlight=False, soft_wrap=True, markup=False)
 
@@ -56,7 +61,7 @@ def doctor(folder: Path | None, console: Console) -> int:
 
 
 def _files(folder: Path) -> tuple[str, bool]:
-    """The line about the files of weights, and whether nothing is wrong with them. None at all is nothing wrong."""
+    """The line about the files of weights, and whether they are sound; where there are none, nothing is wrong."""
     if not any(folder.glob("*.safetensors*")):
         return "files            config.json alone: what follows is arithmetic, and no weights are here yet", True
     try:
@@ -108,7 +113,7 @@ def _floor(config: K2Config, device: torch.device) -> str:
 
 
 def bytes_per_token(config: K2Config) -> int:
-    """Of the weights that one token passes through; the embedding is one row."""
+    """Bytes of weights that a token reads in a decode step; the embedding is left out, as it reads one row of it."""
     chosen = config.moe_layers * config.num_experts_per_tok * config.expert_parameters
     dense = config.dense_parameters - config.vocab_size * config.hidden_size
     return 2 * dense + round(chosen * config.bits_per_routed_parameter / 8)

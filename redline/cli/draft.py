@@ -62,7 +62,7 @@ def synth(
     """Prompts answered by the target itself, as it is served: a corpus."""
     from redline.draft.corpus.synth import SynthConfig, run
     from redline.draft.stages import fill
-    from redline.worker.config import EngineConfig
+    from redline.worker.config import EngineConfig, drafts_of
 
     values = {
         "weights": str(target),
@@ -78,7 +78,8 @@ def synth(
         "seed": seed,
         "shard": shard,
     }
-    engine = EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, draft=draft)
+    speculation = None if draft is None else drafts_of(draft)
+    engine = EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, speculation=speculation)
     raise typer.Exit(_worked(run, fill(SynthConfig, "synth", values, {"engine": engine})))
 
 

@@ -25,17 +25,20 @@ CONTEXT = 8192  # the longest evaluation prompt and its answer
 class GradeConfig(Record, frozen=True):
     """What `redline eval` is told."""
 
-    folder: Path
-    sets: Path | None = None
-    limit: int | None = None
-    run_code: bool = False
-    against: Path | None = None
-    kv_dtype: str = "bf16"
-    save: Path | None = None
+    folder: Path  # the checkpoint's
+    sets: Path | None = None  # a folder of prompts; None: FOLDER/eval
+    limit: int | None = None  # prompts of each kind of each set, at most; None: all
+    run_code: bool = False  # run the functions that the model writes
+    against: Path | None = None  # a second checkpoint's folder
+    kv_dtype: str = "bf16"  # of the pages
+    save: Path | None = None  # a file for the report
 
 
 def run(config: GradeConfig, console: Console) -> int:
-    """0, or 130 after Ctrl-C. Raises ConfigError or CheckpointError, before anything is loaded where it can."""
+    """Grade, print, save; the exit code: 0, or 130 after Ctrl-C.
+
+    Raises ConfigError or CheckpointError, where possible before anything is loaded.
+    """
     kv_dtype_of(config.kv_dtype)
     for folder in filter(None, (config.folder, config.against)):
         Checkpoint.open(folder)

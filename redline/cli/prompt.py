@@ -1,8 +1,8 @@
-"""Where a question is typed or pasted. What is pasted is one question, whatever its lines, and never leaves the chat.
+"""Where a question is typed or pasted. A paste is one question, however many lines it has, and no shell gets any of it.
 
 Terminals mark what is pasted (bracketed paste) for programs that ask for it. This asks for it while an answer streams,
-too, and keeps what is typed meanwhile for the next question. Where a terminal marks nothing, or the paste was earlier
-than we, an Enter that more text follows at once is taken for a line's end in a paste.
+too, and keeps what is typed meanwhile for the next question. Where a terminal marks nothing, or the paste came before
+it was asked to, an Enter that more text follows at once is taken for a line's end in a paste.
 """
 
 import select
@@ -26,7 +26,7 @@ FOLLOWS_S = 0.02  # no one types the next key so soon after Enter; a terminal th
 
 
 def is_interactive() -> bool:
-    """Whether somebody sits at a terminal. Standard output may be a file, where standard error is the terminal."""
+    """Whether somebody sits at a terminal: standard input is one, and so is standard output or standard error."""
     typed, *shown = (stream is not None and stream.isatty() for stream in _streams())
     return typed and any(shown)
 
@@ -36,7 +36,7 @@ def _streams() -> tuple[TextIO | None, ...]:
 
 
 def piped() -> str:
-    """Standard input as one question. ConfigError where it holds none."""
+    """All of standard input, as one question. Raises ConfigError where it is blank."""
     stream = _streams()[0]
     text = stream.read() if stream is not None else ""
     if not text.strip():
@@ -45,7 +45,7 @@ def piped() -> str:
 
 
 class Prompt:
-    """The terminal for as long as a conversation lasts; a context manager, which leaves the terminal as it was."""
+    """Reads questions from the terminal; a context manager around a conversation, which restores the terminal."""
 
     def __init__(self) -> None:
         self._input = sys.stdin.fileno()
@@ -59,7 +59,7 @@ class Prompt:
         self._session = PromptSession[str](output=output, key_bindings=keys, enable_suspend=True)
 
     def read(self) -> str:
-        """The next question, as typed. EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
+        """The next question, as typed or pasted. Raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C."""
         try:
             return self._session.prompt(FormattedText([("bold", "> ")]))
         finally:

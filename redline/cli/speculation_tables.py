@@ -37,22 +37,22 @@ from redline.worker.engine import Engine
 class SpeculateConfig(Record, frozen=True):
     """What `redline bench speculate` is told."""
 
-    folder: str
-    draft: str
+    folder: str  # the checkpoint's
+    draft: str  # the drafter's folder
     prompts: tuple[str, ...] = ()  # files; none: the checkpoint's own evaluation sets
-    k: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)
-    batch: tuple[int, ...] = (1, 16)
+    k: tuple[int, ...] = (1, 2, 3, 4, 5, 6, 7)  # drafts of a round
+    batch: tuple[int, ...] = (1, 16)  # answers at once
     questions: int = 16  # of each domain at most
-    rounds: int = 3  # of each domain, variant and batch
-    max_tokens: int = 128
-    context: int = 512  # of the parts
-    repeats: int = 40  # of each part
-    save: str | None = None
-    device: str | None = None
+    rounds: int = 3  # turns of asking for each domain, variant and batch
+    max_tokens: int = 128  # of an answer
+    context: int = 512  # tokens already there, where the parts of a step are timed
+    repeats: int = 40  # timed steps of each part
+    save: str | None = None  # a file for the result
+    device: str | None = None  # cpu or cuda; None: the GPU, if there is one
 
 
 def run(config: SpeculateConfig, console: Console) -> int:
-    """Measures, prints, saves; 130 after Ctrl-C. Raises ConfigError or CheckpointError."""
+    """Measures, prints, saves; the exit code: 0, or 130 after Ctrl-C. Raises ConfigError or CheckpointError."""
     folder = Path(config.folder)
     if config.save is not None:
         check_output(Path(config.save))

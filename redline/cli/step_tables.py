@@ -32,7 +32,7 @@ from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
 from redline.worker.engine import EngineCore, free_memory, kv_dtype_of, pick_device
 
-READ_BYTES = 4 << 30  # read to measure bandwidth, at most: far more than any cache
+READ_BYTES = 4 << 30  # the most bytes that are read to measure bandwidth: far more than any cache holds
 
 
 def bench_decode(
@@ -44,7 +44,11 @@ def bench_decode(
     save: Path | None,
     console: Console,
 ) -> int:
-    """Measures, prints, saves; 130 after Ctrl-C. Raises ConfigError or CheckpointError."""
+    """Measures decode steps of a checkpoint, prints, saves; the exit code: 0, or 130 after Ctrl-C.
+
+    batches: rows of a step. contexts: tokens already there. repeats: timed steps of each case. Raises ConfigError or
+    CheckpointError.
+    """
     dtype = kv_dtype_of(kv_dtype)
     if save is not None:
         check_output(save)
@@ -126,21 +130,24 @@ class DepthConfig(Record, frozen=True):
     """What `redline bench decode --shape` is told; a case for each of batch x tokens x context."""
 
     shape: str
-    layers: int | None = None  # the shape's
-    alias: int | None = None  # layers in memory; all
-    experts: int | None = None  # the shape's
-    routing: str | None = None  # uniform where experts can be forced
-    overlap: float | None = None
-    batch: tuple[int, ...] = (1,)
-    tokens: tuple[int, ...] = (1,)
-    context: tuple[int, ...] = (1024,)
-    kv_dtype: str = "bf16"
-    repeats: int = 30
-    save: str | None = None
+    layers: int | None = None  # None: the shape's
+    alias: int | None = None  # layers that lie in memory, taken in turn; None: all
+    experts: int | None = None  # of a layer; None: the shape's
+    routing: str | None = None  # uniform or correlated; None: uniform, where experts can be forced
+    overlap: float | None = None  # of correlated routing: share of its experts that a row's next token keeps, 0 to 1
+    batch: tuple[int, ...] = (1,)  # rows of a step
+    tokens: tuple[int, ...] = (1,)  # of each row
+    context: tuple[int, ...] = (1024,)  # tokens already there
+    kv_dtype: str = "bf16"  # of the pages
+    repeats: int = 30  # timed steps of each case
+    save: str | None = None  # a file whose list of cases is added to
 
 
 def bench_depth(config: DepthConfig, console: Console) -> int:
-    """Measures, prints, saves case by case; 130 after Ctrl-C. Raises ConfigError."""
+    """Measures steps of a shape, prints and saves case by case; the exit code: 0, or 130 after Ctrl-C.
+
+    Raises ConfigError.
+    """
     device = pick_device(None)
     build = builder(device)
     measured = cases(config, forced=device.type != "cpu")
@@ -179,7 +186,7 @@ def _bench_depth(
 
 
 def builder(device: torch.device) -> Build:
-    """Who makes a step for this device. ConfigError where nobody does."""
+    """The function that builds a step on this device. Raises ConfigError where there is none."""
     if device.type == "cpu":
         return depth_cpu.CpuStep
     if has_kernels(device):
@@ -188,7 +195,10 @@ def builder(device: torch.device) -> Build:
 
 
 def cases(config: DepthConfig, *, forced: bool) -> list[Depth]:
-    """What is asked for. ConfigError before anything is built. forced: the step takes experts from outside."""
+    """The cases that a config asks for. forced: the step takes its experts from outside, as routing says.
+
+    Raises ConfigError, before anything is built.
+    """
     if config.kv_dtype not in KV_DTYPES:
         raise ConfigError(f"kv-dtype is {config.kv_dtype!r}; expected one of {', '.join(KV_DTYPES)}")
     geometry, overlap = shape(config.shape), _overlap(config, forced)

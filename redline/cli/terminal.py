@@ -1,4 +1,4 @@
-"""What is printed for people: text is text.
+"""Printing for people, where text is only ever shown as text.
 
 Names, paths, answers and errors are others' words. None of them is markup here, and none of their control characters
 reaches the terminal, where it could move the cursor, recolour what follows or set the clipboard.
@@ -42,11 +42,11 @@ class Terminal(Console):
 
 
 def visible(text: str) -> str:
-    """Control characters but newline and tab, as \\x1b and the like."""
+    """The text with control characters, except newline and tab, spelled out as \\x1b and the like."""
     return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def one_line(text: str, most: int = 500) -> str:
-    """Of others' text, for a message: its beginning, every run of white space as one space."""
+    """The beginning of a text by others, for a message: `most` characters, every run of white space as one space."""
     short = " ".join(text[: 4 * most].split())
     return short if len(short) <= most else f"{short[:most]}..."

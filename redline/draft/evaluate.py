@@ -4,7 +4,7 @@ The engine serves real prompts with exactly k drafts a round and tells what it v
 (`worker.acceptance` defines a round, its length and the interval). Of some of the same answers the drafter is then
 scored by teacher forcing (`score`), at the very positions where the engine's rounds began. Greedy, the first draft of a
 round is a function of the text alone, so both must name the same share of hits: within one point, or the two compute
-different drafters (layer ids, norms, RoPE: drafters.md 9.4).
+different drafters (layer ids, norms, RoPE: docs/draft_mining.md).
 
 Ceilings, on the same answers:
     perfect   a drafter that proposes exactly the target's own continuation: k + 1, but for the ends of answers
@@ -44,7 +44,7 @@ from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.acceptance import Round, Spoken, acceptance_length, by_position, perfect, spoken
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
 Mode = Literal["greedy", "sampled"]
@@ -69,7 +69,7 @@ class EvalConfig(Record, frozen=True):
     top_p: float = 1.0
     max_tokens: int = 1024
     batch: int = 16  # answers in a step
-    suffix: bool = False  # matches of the text's own past too, under the drafter
+    suffix: bool = False  # matches of the text's own past are proposed too
     offline: int = 64  # answers of each domain that are also scored by teacher forcing; 0: none
     seed: int = 0
     save: str | None = None  # JSON, and a picture beside it
@@ -106,10 +106,13 @@ class Measured(Record, frozen=True):
 
     @property
     def gap(self) -> float:
+        """Tokens per round that a perfect drafter would gain."""
         return self.ceiling - self.length
 
 
 class Evaluation(Record, frozen=True):
+    """What one run of `eval` measured, with the folders of target and drafter."""
+
     target: str
     draft: str
     measured: tuple[Measured, ...]
@@ -131,7 +134,9 @@ def evaluate(
 ) -> Evaluation:
     """Asks, counts and scores. `done` is told after every batch: what is measured, and its rounds so far.
 
-    offline: what scores beside an engine, with the engine's own copy of the target; None: nothing is scored.
+    open_engine: loads an engine that proposes k drafts; it is closed before the next one is opened. offline: what
+    scores beside an engine, with the engine's own copy of the target; None: nothing is scored. Raises ConfigError where
+    an answer ends in an error.
     """
     measured: list[Measured] = []
     short: list[str] = []
@@ -151,7 +156,7 @@ def evaluate(
 
 
 def first_draft_check(evaluation: Evaluation) -> tuple[float, float, int] | None:
-    """Share of first drafts that held, greedy: the engine's, the foretold one, and over how many rounds.
+    """(the engine's share of first drafts that held, the foretold one, over how many rounds), all greedy.
 
     None where nothing was scored.
     """
@@ -174,7 +179,10 @@ def agree(evaluation: Evaluation) -> bool:
 
 
 def jobs_of(engine: Engine, asked: Sequence[Asked], config: EvalConfig, mode: Mode, turn: int) -> list[Job]:
-    """`turn`: how often the same prompts were asked before; it changes what is drawn."""
+    """A job for each prompt. turn: how often the same prompts were asked before; it changes what is drawn.
+
+    An answer is cut where the prompt leaves less room than max_tokens in the engine's context.
+    """
     stop_ids = engine.tokenizer.stop_ids
     room = engine.engine.layout.max_model_len
     jobs: list[Job] = []
@@ -309,7 +317,7 @@ def _mean_of(values: Sequence[float]) -> float:
 
 
 def table(evaluation: Evaluation, mode: Mode) -> Table:
-    """A row for each domain and k; the mean over domains below."""
+    """A row for each domain and k of one mode, and for each k the mean over domains, in tokens per round."""
     shown = narrow(f"acceptance length, {mode}", "tokens per round, the target's own included")
     for name in ("k", "domain"):
         shown.add_column(name, no_wrap=True)
@@ -338,9 +346,10 @@ def table(evaluation: Evaluation, mode: Mode) -> Table:
 
 
 def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
-    """Measures, prints, saves; 1 where the engine and the trainer's estimate disagree, 130 after Ctrl-C.
+    """Measures, prints, saves; 0, or 1 where the engine and the trainer's estimate disagree, 130 after Ctrl-C.
 
-    origin: where and when the numbers were made, to be saved with them. Raises ConfigError.
+    origin: where and when the numbers were made, to be saved with them. Raises ConfigError, and CheckpointError where
+    target or drafter cannot be read.
     """
     asked, skipped = check(config)
     tell_skipped(skipped, console)
@@ -353,8 +362,11 @@ def run(config: EvalConfig, console: Console, origin: Mapping[str, Any] | None =
 
 
 def check(config: EvalConfig) -> "tuple[list[Asked], list[str]]":
-    """What will be asked, and a message for each line that is no prompt. The drafter is not looked at: it may be
-    another's work to make. ConfigError where anything else is wrong or missing."""
+    """What will be asked, and a message for each line that is no prompt.
+
+    The drafter is not looked at: another stage may still have to make it. Raises ConfigError where anything else is
+    wrong or missing, and CheckpointError where the target cannot be read.
+    """
     if sum(map(bool, (config.prompts, config.corpus, config.domains))) != 1:
         raise ConfigError("redline draft eval: give one of --prompts, --corpus and --domain")
     if min(config.count, config.max_tokens, config.batch) < 1:
@@ -381,10 +393,7 @@ def _run(config: EvalConfig, asked: Sequence[Asked], console: Console, origin: M
             EngineConfig(
                 max_running=config.batch,
                 device=config.device,
-                draft=config.draft,
-                draft_tokens=k,
-                draft_adaptive=False,
-                suffix=config.suffix,
+                speculation=Learned(drafter=config.draft, tokens=k, adaptive=False, suffix=config.suffix),
             ),
         )
 
@@ -445,7 +454,7 @@ def _asked(config: EvalConfig) -> tuple[list[Asked], list[str]]:
 
 
 def _offline(config: EvalConfig, engine: Engine) -> Offline:
-    """Teacher forcing as `mine` scores, with the target that the engine has loaded. It is idle meanwhile."""
+    """Teacher forcing as `mine` scores, with the target that the engine has loaded; the engine is idle meanwhile."""
     model = engine.engine.model
     drafter = Eagle3.open(config.draft, model.config)
     teacher_forcing = TeacherForcing(Target(model, engine.fingerprint, drafter.config.layer_ids), drafter)

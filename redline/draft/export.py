@@ -21,7 +21,10 @@ from redline.wire.base import Record
 
 
 class ExportConfig(Record, frozen=True):
-    """latent: "target" pads a narrower one with zeros, "own" leaves it as it was trained."""
+    """What `redline draft export` is told.
+
+    latent: "target" pads a narrower one with zeros, "own" leaves it as trained.
+    """
 
     target: str
     drafter: str  # the folder that is read
@@ -30,7 +33,10 @@ class ExportConfig(Record, frozen=True):
 
 
 def run(config: ExportConfig, console: Console) -> int:
-    """Opens the drafter as the engine does, and writes it. Raises ConfigError, and CheckpointError of what is read."""
+    """Opens the drafter as the engine does, writes it to the folder `out`, and returns 0.
+
+    Raises ConfigError where it cannot be written, and CheckpointError where target or drafter cannot be read.
+    """
     target, out = Checkpoint.open(config.target).config, Path(config.out)
     drafter = Eagle3.open(Path(config.drafter), target)
     with written(out):

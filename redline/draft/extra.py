@@ -10,12 +10,12 @@ PARTS = ("accelerate", "matplotlib")
 
 
 def install() -> str:
-    """The command that installs them where this program runs."""
+    """The shell command that installs these parts for the Python that runs this program."""
     return f"{shlex.quote(sys.executable)} -m pip install 'redline[draft]'"
 
 
 def needs(*parts: str) -> None:
-    """ConfigError where one is not installed."""
+    """Raises ConfigError, with the command that installs them, where one of these packages is not installed."""
     missing = [part for part in parts if find_spec(part) is None]
     if missing:
         raise ConfigError(f"{' and '.join(missing)} {'are' if missing[1:] else 'is'} not installed: {install()}")

@@ -38,6 +38,7 @@ from redline.draft.train.train import TrainConfig
 from redline.errors import ConfigError
 from redline.model.k2.checkpoint import Checkpoint
 from redline.wire.base import Record
+from redline.worker.config import new_spelling
 
 TABLES = ("synth", "capture", "train", "mine", "retrain", "eval")
 
@@ -63,9 +64,9 @@ class _Top(Record, frozen=True):
 
 
 def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
-    """0 when the drafter is exported, 130 after Ctrl-C, else the status of the stage that ended it.
+    """Runs a recipe: 0 when the drafter is exported, 130 after Ctrl-C, else the status of the stage that ended it.
 
-    Raises ConfigError.
+    origin: where and when the numbers were made, to be saved with them. Raises ConfigError.
     """
     stages, out = stages_of(Path(config.recipe), None if config.out is None else Path(config.out), origin)
     try:
@@ -87,7 +88,10 @@ def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = 
 
 
 def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = None) -> tuple[list[Stage], Path]:
-    """The stages of a recipe, and the folder of all that they make. Raises ConfigError naming file and table.key."""
+    """The stages of a recipe, and the folder of all that they make. path: of the recipe. out: wins over the recipe's.
+
+    Raises ConfigError naming file and table.key, and CheckpointError where the target cannot be opened.
+    """
     top = _read(path)
     here = path.resolve().parent
     out = None if out is None else out.resolve()
@@ -110,6 +114,11 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
     outside = tuple(map(Path, corpus))
     if top.synth is not None:
         values, reads = _beside(here, top.synth, ("prompts",))
+        engine: Any = values.get("engine")
+        for key, value in engine.items() if isinstance(engine, dict) else ():
+            now = new_spelling(key, value, "synth.engine")
+            if now is not None:
+                raise ConfigError(f"{path}: synth.engine.{key}: no such key; it is {now} now")
         corpus = (str(out / "corpus.jsonl"),)
         paths = {"weights": target, "out": corpus[0]}
         config = table("synth", SynthConfig, values, paths)
@@ -192,12 +201,12 @@ def read_train(path: Path | None, flags: Mapping[str, Any]) -> TrainConfig:
 
 
 def mine_config(values: Mapping[str, Any]) -> MineConfig:
-    """Raises ConfigError naming the key."""
+    """The configuration of `mine` from its keys. Raises ConfigError naming the key."""
     return fill(MineConfig, "mine", values, {})
 
 
 def eval_config(values: Mapping[str, Any]) -> EvalConfig:
-    """Raises ConfigError naming the key."""
+    """The configuration of `eval` from its keys. Raises ConfigError naming the key."""
     return fill(EvalConfig, "eval", values, {})
 
 

@@ -29,14 +29,19 @@ STAMPS = "stamps"
 
 
 class Run(Protocol):
-    """What every verb is."""
+    """The function of a stage, as every verb has one."""
 
-    def __call__(self, config: Any, console: Console) -> int: ...
+    def __call__(self, config: Any, console: Console) -> int:
+        """Does the stage's work; returns its status, 0 where all of it is done. Raises ConfigError."""
+        ...
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One step. `makes`: files and folders under OUT that are its own, and go when it begins from nothing."""
+    """One step of a chain.
+
+    `makes`: files and folders under OUT that are its own, and go when it begins from nothing.
+    """
 
     name: str
     config: Record
@@ -47,7 +52,7 @@ class Stage:
     idle: tuple[str, ...] = ()  # keys of the configuration that change no result: paths, batches, devices
     grows: tuple[str, ...] = ()  # keys that only add to what is there
     check: Callable[[Any], object] = lambda config: None
-    """Of the configuration, before any stage runs: ConfigError where something that the stage needs is missing."""
+    """Called with the configuration before any stage runs; raises ConfigError where the stage lacks what it needs."""
 
 
 class _Stamp(Record, frozen=True):
@@ -57,7 +62,11 @@ class _Stamp(Record, frozen=True):
 
 
 def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
-    """Runs what is not done, in order; the first status that is not 0 ends it. Raises ConfigError."""
+    """Runs what is not done, in order; returns 0, or the first status that is not 0, which ends the run.
+
+    out: the folder of all that the stages make. Raises ConfigError, before any stage runs where one lacks what it
+    needs, and AssertionError where a stage that says it is done has not made what it should.
+    """
     with written(out):
         (out / STAMPS).mkdir(parents=True, exist_ok=True)
     stamps: list[tuple[str, str]] = []  # of each stage: without what grows, and whole
@@ -101,7 +110,7 @@ def _stamp_file(stage: Stage, out: Path) -> Path:
 
 
 def stamp_of(stage: Stage, before: str, without: tuple[str, ...] = ()) -> str:
-    """Hex, of all but the keys `without` and those that are idle.
+    """The stamp in hex, over all but the keys `without` and those that are idle. before: the stamp of the stage before.
 
     Raises ConfigError where a file that the stage reads is not there.
     """

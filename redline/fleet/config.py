@@ -12,13 +12,16 @@ log_level = "info"                     # a line for each request; "warning": non
 kv_memory = "8GB"
 max_model_len = 65536
 kv_dtype = "fp8"                       # bf16 where nothing is said
-draft = "weights/kimi-k2.6-eagle3"     # a drafter's folder, or "suffix"; absent: no speculation
+
+[engine.speculation]                   # absent: none
+type = "learned"                       # by a drafter of this model; or "suffix", which needs none
+drafter = "weights/kimi-k2.6-eagle3"   # its folder
 """
 
 import difflib
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -26,34 +29,38 @@ import msgspec
 
 from redline.errors import ConfigError
 from redline.wire.base import Record
-from redline.worker.config import SUFFIX, EngineConfig
+from redline.worker.config import SUFFIX, EngineConfig, Learned, Suffix, drafts_of, new_spelling
 
-MOST_DRAFTS = 15  # of a row in a step; more never pay
+MOST_DRAFTS = 15  # of one row in a step; more never pay
 
-# Of numbers whose true bound the machine or the model sets, or a measurement: far beyond all of them.
+# The most of numbers whose true bound the machine or the model sets: far beyond any of them.
 _MOST = {"kv_memory": 2**50, "max_model_len": 2**31, "max_running": 4096, "step_tokens": 2**20}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 class ServeConfig(Record, frozen=True):
-    weights: str
+    """A deployment; its fields are the keys of the file."""
+
+    weights: str  # the checkpoint's folder
     host: str = "127.0.0.1"
-    port: int = 8000
-    served_model_name: tuple[str, ...] = ()
-    keys_file: str | None = None
+    port: int = 8000  # 0: any free one
+    served_model_name: tuple[str, ...] = ()  # none: the folder's name
+    keys_file: str | None = None  # None: no key is asked for
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     engine: EngineConfig = EngineConfig()
 
     @property
     def names(self) -> tuple[str, ...]:
+        """What clients may call the model; answers carry the first."""
         return self.served_model_name or (Path(self.weights).resolve().name,)
 
 
 def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
-    """A deployment file, or a checkpoint folder; then the flags that were given, spelled as the file's keys are.
+    """Read a deployment file, or take a checkpoint's folder; then apply the flags, which win over the file.
 
-    `engine.kv_memory` names a key of a table. Raises ConfigError naming file and key.
+    flags: values by key of the file; a key of a table is spelled as `engine.kv_memory`. `engine.speculation` is who
+    drafts, a drafter's folder or "suffix"; how it drafts stays as in the file. Raises ConfigError naming file and key.
     """
     if source.is_dir():
         values: dict[str, Any] = {"weights": str(source)}
@@ -66,19 +73,17 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
             raise ConfigError(f"{source}: not a TOML file: {error}") from None
         _check_keys(values, source)
         _resolve(values, ("weights", "keys_file"), source.parent)
-        if isinstance(values.get("engine"), dict):
-            _resolve(values["engine"], ("draft", "draft_trace"), source.parent)
+        _resolve(_table(values, "engine.speculation"), ("drafter", "trace"), source.parent)
     else:
         raise ConfigError(f"{source}: no such folder or file; expected a checkpoint's folder or a deployment.toml")
     for key, value in flags.items():
         table, _, last = key.rpartition(".")
-        place = values.setdefault(table, {}) if table else values
-        if isinstance(place, dict):  # else the conversion below says so
-            cast("dict[str, Any]", place)[last] = value
-    if isinstance(values.get("engine"), dict):
-        engine: dict[str, Any] = values["engine"]
-        if isinstance(engine.get("kv_memory"), str):
-            engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
+        drafting = key == "engine.speculation"
+        _table(values, table, make=True)[last] = _drafting(value, _table(values, key)) if drafting else value
+    engine = _table(values, "engine")
+    if isinstance(engine.get("kv_memory"), str):
+        engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
+    _check_type(engine, source)
     try:
         config = msgspec.convert(values, ServeConfig)
     except msgspec.ValidationError as error:
@@ -94,51 +99,90 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         number: int | None = getattr(config.engine, key)
         if number is not None and not 1 <= number <= most:
             raise ConfigError(f"{source}: engine.{key} is {number:,}; expected 1 to {most:,}")
-    _check_drafting(config.engine, source)
+    tokens = config.engine.draft_tokens
+    if not 0 <= tokens <= MOST_DRAFTS:
+        raise ConfigError(
+            f"{source}: engine.speculation.tokens is {tokens}; expected 0 to {MOST_DRAFTS} (0: drafts nothing)"
+        )
     return config
 
 
+def _table(values: dict[str, Any], dotted: str, *, make: bool = False) -> dict[str, Any]:
+    """The table of that name, {} where there is none. make: it is put there, unless what stands there is no table."""
+    place = values
+    for name in filter(None, dotted.split(".")):
+        inner = place.setdefault(name, {}) if make else place.get(name)
+        place = cast("dict[str, Any]", inner) if isinstance(inner, dict) else {}
+    return place
+
+
+def _drafting(source: str, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The table with another who drafts: what it says of how stays, where it is also said of that one."""
+    drafts = drafts_of(source)
+    return {key: table[key] for key in drafts.__struct_fields__ if key in table} | msgspec.to_builtins(drafts)
+
+
 def _check_keys(values: dict[str, Any], source: Path) -> None:
-    """ConfigError for a key that we do not know, with the ones that we do, and for text that no path or name can be."""
+    """Raise ConfigError for an unknown key, listing the known ones, and for text with a zero byte."""
     outer = [key for key in ServeConfig.__struct_fields__ if key != "engine"]
-    inner = EngineConfig.__struct_fields__
-    places = {"engine": "[engine]", **{key: f"engine.{key}" for key in inner}, **{key: key for key in outer}}
-    table: dict[str, Any] = values["engine"] if isinstance(values.get("engine"), dict) else {}
-    for place, known, found in (("", [*outer, "engine"], values), ("engine.", inner, table)):
+    inner = [key for key in EngineConfig.__struct_fields__ if key != "speculation"]
+    speculation = _table(values, "engine.speculation")
+    kind = Suffix if speculation.get("type") == "suffix" else Learned
+    drafting = ["type", *kind.__struct_fields__]
+    places = {
+        **{key: f"engine.speculation.{key}" for key in drafting},
+        "engine": "[engine]",
+        "speculation": "[engine.speculation]",
+        **{key: f"engine.{key}" for key in inner},
+        **{key: key for key in outer},
+    }
+    for place, known, found in (
+        ("", [*outer, "engine"], values),
+        ("engine.", [*inner, "speculation"], _table(values, "engine")),
+        ("engine.speculation.", drafting, speculation),
+    ):
         for key, value in found.items():
             if isinstance(value, str) and "\0" in value:
                 raise ConfigError(f"{source}: {place}{key} is {value!r}; expected text without zero bytes")
             if key in known:
                 continue
-            near = difflib.get_close_matches(key.lower().replace("-", "_"), places, 1)
+            spelled = key.lower().replace("-", "_")
+            now = new_spelling(spelled, value)
+            if now is not None and found is not speculation:
+                raise ConfigError(f"{source}: unknown key {place}{key}; it is {now} now")
+            near = difflib.get_close_matches(spelled, places, 1)
             raise ConfigError(
                 f"{source}: unknown key {place}{key}; "
                 + (f"did you mean {places[near[0]]}? " if near else "")
-                + f"the keys are {', '.join(outer)}, and under [engine] {', '.join(inner)}"
+                + f"the keys are {', '.join(outer)}, under [engine] {', '.join(inner)}, "
+                + f'and under [engine.speculation] ("{kind.__struct_config__.tag}") {", ".join(drafting)}'
             )
 
 
 def _resolve(values: dict[str, Any], keys: Sequence[str], folder: Path) -> None:
-    """Paths in a file are relative to it."""
+    """Make the paths under `keys` relative to `folder`, that of the deployment file."""
     for key in keys:
-        if isinstance(values.get(key), str) and values[key] != SUFFIX:
+        if isinstance(values.get(key), str):
             values[key] = str(folder / values[key])
 
 
-def _check_drafting(engine: EngineConfig, source: Path) -> None:
-    tokens = engine.draft_tokens
-    if tokens is not None and not 0 <= tokens <= MOST_DRAFTS:
-        raise ConfigError(f"{source}: engine.draft_tokens is {tokens}; expected 0 to {MOST_DRAFTS} (0: drafts nothing)")
-    for key in ("draft_tokens", "draft_trace"):
-        if engine.draft is None and getattr(engine, key) is not None:
-            raise ConfigError(
-                f"{source}: engine.{key} is set, but nothing drafts: "
-                f'set engine.draft to a drafter\'s folder or "{SUFFIX}"'
-            )
+def _check_type(engine: Mapping[str, Any], source: Path) -> None:
+    """ConfigError where it is said how to draft, and not who drafts."""
+    table = engine.get("speculation")
+    if table is None:
+        return
+    who = f'"learned" with drafter, a folder, or "{SUFFIX}" (--draft FOLDER|{SUFFIX})'
+    if not isinstance(table, dict):
+        raise ConfigError(f"{source}: engine.speculation is {table!r}; expected a table with type = {who}")
+    if "type" not in table:
+        key = "".join(f".{key}" for key in list(cast("dict[str, Any]", table))[:1])
+        raise ConfigError(
+            f"{source}: engine.speculation{key} is set, but nothing drafts: set engine.speculation.type to {who}"
+        )
 
 
 def size(text: str, place: str) -> int:
-    """Bytes: 4096, 500MB, 2GB, 1.5GiB. ConfigError for anything else."""
+    """How many bytes a text such as 4096, 500MB, 2GB or 1.5GiB means. Raises ConfigError, naming `place`, otherwise."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if match is None:
         raise ConfigError(f"{place} is {text!r}; expected a size such as 500MB, 2GB or 1.5GiB")

@@ -1,4 +1,4 @@
-"""What the server says while it runs: lines on standard error, which can neither stop it nor disguise themselves.
+"""What the server says while it runs: lines on standard error that never hold it up, control characters escaped.
 
 A terminal may be held (Ctrl-S, a pager) and a pipe may be full. Whoever writes to it then waits, and with the event
 loop every stream would wait too. So a thread of its own writes, and what it cannot write in time is dropped and
@@ -21,7 +21,10 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 
 @contextmanager
 def lines_on_stderr(level: str) -> Generator[None]:
-    """While inside, records of `level` (a key of LEVELS) and above are written. Warnings of libraries are, too."""
+    """While inside, log records of `level` (a key of LEVELS) and above are written to standard error.
+
+    Those of libraries are written from that level or from warning on, whichever is higher.
+    """
     root, ours = logging.getLogger(), logging.getLogger("redline")
     lines = Lines(sys.stderr.fileno())
     lines.setLevel(LEVELS[level])
@@ -38,7 +41,7 @@ def lines_on_stderr(level: str) -> Generator[None]:
 
 
 class Lines(logging.Handler):
-    """Writes records to a descriptor, from a thread."""
+    """Writes log records to a file descriptor, from a thread; drops and counts what it cannot write in time."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -51,6 +54,7 @@ class Lines(logging.Handler):
         self._thread.start()
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record for the thread; never blocks. Beyond MOST_WAITING lines it is dropped."""
         line = printable(self.format(record))
         try:
             self._waiting.put_nowait(f"{line}\n")
@@ -58,7 +62,7 @@ class Lines(logging.Handler):
             self._dropped += 1
 
     def close(self) -> None:
-        """What waits is still written, if that takes no longer than END_S."""
+        """Write what still waits, for END_S seconds at most, and take no more."""
         self._closing = True
         with suppress(queue.Full):
             self._waiting.put_nowait("")  # so that the thread looks
@@ -77,7 +81,7 @@ class Lines(logging.Handler):
 
 
 def printable(text: str) -> str:
-    """With what a terminal would obey, or show as something else, escaped; line ends stay."""
+    """The text with every character escaped that is not printable, as a terminal might obey it; line ends stay."""
     if text.isprintable():
         return text
     return "".join(

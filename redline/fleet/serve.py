@@ -41,7 +41,7 @@ from redline.fleet.config import ServeConfig
 from redline.fleet.lines import lines_on_stderr
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Failed, Ready, Stop
-from redline.worker.config import SUFFIX, EngineConfig, WorkerConfig
+from redline.worker.config import SUFFIX, DraftConfig, Learned, WorkerConfig
 
 log = logging.getLogger("redline.fleet")
 
@@ -51,18 +51,24 @@ GRACE_S = 3.0  # for running answers to come to their ends; the others are told 
 TELL_S = 1.0  # for clients to take what they are told
 EXAMPLE = "What is 347 + 586?"
 LEAST_ANSWER = 16  # tokens
-SWITCH_S = 0.0005  # for which a thread that encodes keeps the interpreter while the event loop waits for it
+SWITCH_S = 0.0005  # for so long a thread that encodes keeps the interpreter while the event loop waits for it
 STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
 WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
 SILENCE_S = 60  # without a heartbeat, after which nothing will come of the answers that wait
 
 
 def serve(config: ServeConfig, console: Console) -> int:
-    """Until one of STOP_SIGNALS (0), or until the worker ends by itself (1). ConfigError before anything starts."""
+    """Serve until one of STOP_SIGNALS comes (returns 0), or until worker or server end by themselves (returns 1).
+
+    Raises ConfigError for what is wrong with the deployment or its files, and where the worker cannot load the model;
+    WorkerLost where it ends while loading and cannot say why.
+    """
     folder = Path(config.weights)
     if not folder.is_dir():
         raise ConfigError(f"weights: {folder}: no such folder")
-    _check_drafting(config.engine)
+    speculation = config.engine.speculation
+    if speculation is not None:
+        _check_drafting(speculation)
     if config.keys_file is not None:
         read_keys(Path(config.keys_file))  # before a model is loaded for minutes
     listener = _listen(config.host, config.port)
@@ -74,8 +80,8 @@ def serve(config: ServeConfig, console: Console) -> int:
             highlight=False,
             soft_wrap=True,
         )
-    if config.engine.draft_trace is not None:
-        warning = f"warning: users' text is written to {config.engine.draft_trace} (draft_trace)"
+    if speculation is not None and speculation.trace is not None:
+        warning = f"warning: users' text is written to {speculation.trace} (engine.speculation.trace)"
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
     try:
@@ -85,12 +91,15 @@ def serve(config: ServeConfig, console: Console) -> int:
         listener.close()
 
 
-def _check_drafting(engine: EngineConfig) -> None:
-    """Before a model is loaded for minutes."""
-    if engine.draft is not None and engine.draft != SUFFIX and not Path(engine.draft).is_dir():
-        raise ConfigError(f'draft: {engine.draft}: no such folder; expected a drafter\'s folder, or "{SUFFIX}"')
-    if engine.draft_trace is not None and not Path(engine.draft_trace).resolve().parent.is_dir():
-        raise ConfigError(f"draft_trace: {engine.draft_trace}: its folder does not exist")
+def _check_drafting(speculation: DraftConfig) -> None:
+    """ConfigError, before a model is loaded for minutes."""
+    if isinstance(speculation, Learned) and not Path(speculation.drafter).is_dir():
+        raise ConfigError(
+            f"engine.speculation.drafter: {speculation.drafter}: no such folder; expected a drafter's folder, "
+            f"or --draft {SUFFIX}, which needs none"
+        )
+    if speculation.trace is not None and not Path(speculation.trace).resolve().parent.is_dir():
+        raise ConfigError(f"engine.speculation.trace: {speculation.trace}: its folder does not exist")
 
 
 def _check_length(max_model_len: int, tokenizer: Tokenizer, style: Style) -> None:
@@ -223,7 +232,7 @@ async def _serve_through(
 
 
 async def _end(server: Server, serving: "asyncio.Task[None]") -> None:
-    """Whoever has not taken within TELL_S what it was told is not waited for."""
+    """End the server; a client that has not read its last answer within TELL_S seconds is not waited for."""
     server.should_exit = True
     await asyncio.wait({serving}, timeout=TELL_S)
     server.abort()

@@ -54,6 +54,7 @@ _C = {
     ctypes.c_int64: torch.int64,
 }
 _ARRAYS = {"f": torch.float32, "d": torch.float64, "i": torch.int32, "q": torch.int64}  # by typecode
+_ANYTHING = ("void", "char")
 _DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 _FIELD = re.compile(r"(?:const\s+)?(\w+)\s*([^;]*);")
 _NAME = re.compile(r"((?:\*\s*(?:const\b)?\s*)*)(\w+)\s*$")
@@ -67,35 +68,33 @@ class Record(ctypes.Structure):
     contiguous. The record keeps what it was given; what an address points to has to outlive the call.
     """
 
-    names: ClassVar[tuple[str, ...]] = ()
     pointers: ClassVar[dict[str, str]] = {}  # field -> C type of what it points to
-    accepted: ClassVar[tuple[tuple[int, frozenset[object]], ...]] = ()  # of each pointer, its place and what it takes
-    pack: ClassVar[Callable[..., bytes]] = struct.Struct("").pack
+    _names: ClassVar[tuple[str, ...]] = ()
+    _accepted: ClassVar[tuple[tuple[int, frozenset[object]], ...]] = ()  # of each pointer, its place and what it takes
+    _packer: ClassVar[Callable[..., bytes]] = struct.Struct("").pack
 
     def __init__(self, **values: Any) -> None:
         plain = self._plain(values)
         try:
             super().__init__(*plain)
-        except TypeError:
-            self._refuse(plain)
-            raise
-        self.given = values
+        except TypeError as error:
+            raise self._refusal(plain, error) from None
+        self._given = values
 
     @classmethod
-    def packed(cls, values: dict[str, Any]) -> bytes:
-        """The record of a call that is made now: its bytes are made sooner than an object that has them."""
+    def bytes_of(cls, values: dict[str, Any]) -> bytes:
+        """Those of the record of `values`, which are made sooner than it: for a call that is made now."""
         plain = cls._plain(values)
         try:
-            return cls.pack(*plain)
-        except struct.error:
-            cls._refuse(plain)
-            raise
+            return cls._packer(*plain)
+        except (TypeError, struct.error) as error:
+            raise cls._refusal(plain, error) from None
 
     @classmethod
     def _plain(cls, values: dict[str, Any]) -> list[Any]:
         """Each field's number or address, in order. What is no number is found out where it is made one."""
-        plain = list(values.values()) if tuple(values) == cls.names else cls._in_order(values)
-        for at, accepted in cls.accepted:
+        plain = list(values.values()) if tuple(values) == cls._names else cls._in_order(values)
+        for at, accepted in cls._accepted:
             value = plain[at]
             kind = type(value)
             if kind is Tensor and value.dtype in accepted and value.is_contiguous():
@@ -105,35 +104,38 @@ class Record(ctypes.Structure):
             elif kind is array and _ARRAYS.get(value.typecode) in accepted:
                 plain[at] = value.buffer_info()[0]
             elif kind is not int:
-                plain[at] = addressof(value) if _held(kind) in accepted else cls._of_tensor(at, value, accepted)
+                plain[at] = addressof(value) if _held(kind) in accepted else cls._address(at, value, accepted)
         return plain
 
     @classmethod
     def _in_order(cls, values: dict[str, Any]) -> list[Any]:
-        missing, unknown = set(cls.names) - set(values), set(values) - set(cls.names)
+        missing, unknown = set(cls._names) - set(values), set(values) - set(cls._names)
         if missing or unknown:
             raise TypeError(f"{cls.__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        return [values[name] for name in cls.names]
+        return [values[name] for name in cls._names]
 
     @classmethod
-    def _of_tensor(cls, at: int, value: Any, accepted: frozenset[object]) -> int:
-        """The address of a tensor of a class of its own; all else is refused."""
-        field = f"{cls.__name__}.{cls.names[at]}"
+    def _address(cls, at: int, value: Any, accepted: frozenset[object]) -> int:
+        """Of a tensor of a class of its own, and of a record where the pointer is to anything; all else is refused."""
+        field, element = f"{cls.__name__}.{cls._names[at]}", cls.pointers[cls._names[at]]
+        if isinstance(value, Record) and element in _ANYTHING:
+            return addressof(value)
         given = value.dtype if isinstance(value, Tensor) else _held(type(value))
         if given not in accepted:
-            raise TypeError(f"{field} points to {cls.pointers[cls.names[at]]}, got {given}")
+            raise TypeError(f"{field} points to {element}, got {given}")
         if not value.is_contiguous():
             strides, shape = value.stride(), tuple(value.shape)
             raise TypeError(f"{field}: expected a contiguous tensor, got strides {strides} for shape {shape}")
         return value.data_ptr()
 
     @classmethod
-    def _refuse(cls, plain: list[Any]) -> None:
-        """Where a number is none."""
-        for name, value in zip(cls.names, plain, strict=True):
+    def _refusal(cls, plain: list[Any], error: Exception) -> TypeError:
+        """Where a number is none, or is of another kind than its field."""
+        for name, value in zip(cls._names, plain, strict=True):
             if not isinstance(value, int | float):
                 what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                raise TypeError(f"{cls.__name__}.{name} is a number, got {what}") from None
+                return TypeError(f"{cls.__name__}.{name} is a number, got {what}")
+        return TypeError(f"{cls.__name__}: {error}")
 
 
 @functools.cache
@@ -141,19 +143,19 @@ def _held(kind: type) -> object:
     """What an array of C holds: a dtype, a record's name, or None where it may be anything. A record's own name."""
     if not issubclass(kind, ctypes.Array):
         return kind.__name__
-    of: type = getattr(kind, "_type_")  # noqa: B009
+    of: type = vars(kind)["_type_"]
     return of.__name__ if issubclass(of, Record) else _C.get(of)
 
 
-def _accepted(element: str) -> frozenset[object]:
+def _taken_by(element: str) -> frozenset[object]:
     """What a pointer to these takes, in the words of `_held`."""
     return frozenset((*_ELEMENTS.get(element, (*_DTYPES, element)), None))
 
 
 @functools.cache
-def record(source: Path, name: str) -> type[Record]:
+def record(source: Path, name: str, base: type[Record] = Record) -> type[Record]:
     """The struct `name` of a C++ source. Raises LookupError where the source declares none, and ValueError for a field
-    whose type is not known here."""
+    whose type is not known here. base: what its record is a kind of."""
     text = re.sub(r"//[^\n]*|/\*.*?\*/", "", source.read_text(), flags=re.DOTALL)
     found = re.search(rf"\bstruct\s+{name}\s*\{{(.*?)\}}\s*;", text, re.DOTALL)
     if found is None:
@@ -171,12 +173,12 @@ def record(source: Path, name: str) -> type[Record]:
     names = tuple(field for field, _ in fields)
     members = {
         "_fields_": fields,
-        "names": names,
+        "_names": names,
         "pointers": pointers,
-        "accepted": tuple((names.index(field), _accepted(element)) for field, element in pointers.items()),
-        "pack": struct.Struct("".join(kind._type_ for _, kind in fields)).pack,
+        "_accepted": tuple((names.index(field), _taken_by(element)) for field, element in pointers.items()),
+        "_packer": struct.Struct("".join(kind._type_ for _, kind in fields)).pack,
     }
-    return type(name, (Record,), members)
+    return type(name, (base,), members)
 
 
 def layout_check(kind: type[ctypes.Structure]) -> str:
@@ -184,6 +186,7 @@ def layout_check(kind: type[ctypes.Structure]) -> str:
     name = kind.__name__
     lines = [f'static_assert(sizeof({name}) == {ctypes.sizeof(kind)}, "the size of {name}");']
     for field, *_ in kind._fields_:
-        at = getattr(kind, field).offset
+        at, size = getattr(kind, field).offset, getattr(kind, field).size
         lines.append(f'static_assert(__builtin_offsetof({name}, {field}) == {at}, "the place of {name}.{field}");')
+        lines.append(f'static_assert(sizeof({name}::{field}) == {size}, "the size of {name}.{field}");')
     return "\n".join(lines) + "\n"

@@ -238,6 +238,13 @@ class Unfolding(Protocol):
     def w_uv(self) -> Weight: ...
 
 
+def _rows_of(plane: Tensor, rows: Tensor) -> Tensor:
+    """Rows (int64: page * 64 + place) of plane [pages, 64, W], whose pages may lie apart. -> [rows, W]"""
+    if plane.is_contiguous():
+        return plane.view(-1, plane.shape[-1])[rows]
+    return plane[rows // PAGE_TOKENS, rows % PAGE_TOKENS]
+
+
 def prefill_whole(
     q_THX: Tensor,
     w: Unfolding,
@@ -253,7 +260,7 @@ def prefill_whole(
     spans: (first token, tokens) of each chunk; rows_T as in `mla_qkv`, whose rows are in their pages.
     """
     index = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(rows_T.device)
-    rows = plane.view(-1, plane.shape[-1])[rows_T[index]].to(q_THX.dtype)
+    rows = _rows_of(plane, rows_T[index]).to(q_THX.dtype)
     w_uk, w_uv = w.w_uk.dense().to(rows.dtype), w.w_uv.dense().to(rows.dtype)
     heads, rank, _ = w_uk.shape
     latent, rope = rows[:, :rank], rows[:, rank:]

@@ -49,24 +49,29 @@ def _mass(logits_RV: Tensor, odds_R5: Tensor, narrowed: bool) -> Tensor:
     """The cumulative weights of those kept, float64."""
     weight_RV = (logits_RV / odds_R5[:, TEMPERATURE, None].float()).softmax(-1)
     if narrowed:
-        weight_RV = weight_RV * (weight_RV >= _least_kept(weight_RV, odds_R5)[:, None])
+        best_RV = weight_RV.sort(-1, descending=True).values
+        least_R = least_kept(best_RV, weight_RV.sum(-1, dtype=torch.float64), odds_R5)
+        weight_RV = weight_RV * (weight_RV >= least_R[:, None])
     return weight_RV.cumsum(-1, dtype=torch.float64)
 
 
-def _least_kept(weight_RV: Tensor, odds_R5: Tensor) -> Tensor:
-    """Tokens at least as likely as this are kept; 0: all. float32 [R]"""
-    vocabulary = weight_RV.shape[1]
+def least_kept(best_RB: Tensor, whole_R: Tensor, odds_R5: Tensor) -> Tensor:
+    """Tokens at least as likely as this are kept: by top_k, by top_p of what top_k leaves, and by min_p. float32 [R]
+
+    - best_RB: the weights of each row's likeliest tokens, largest first. All, or as many as decide it: top_k, where the
+      row has one; else such as have top_p of the whole row; else the first.
+    - whole_R: the weights of the whole row added up, float64; of rows that have top_p without top_k.
+    """
     top_p_R, top_k_R = odds_R5[:, TOP_P], odds_R5[:, TOP_K].long()
-    best_RV = weight_RV.sort(-1, descending=True).values
-    mass_RV = best_RV.cumsum(-1, dtype=torch.float64)
-    limited_R, nucleus_R = (top_k_R > 0) & (top_k_R < vocabulary), top_p_R < 1
-    last_R = torch.where(limited_R, top_k_R, torch.full_like(top_k_R, vocabulary)) - 1
-    among_R = mass_RV.gather(1, last_R[:, None]).squeeze(1)
-    among_R = torch.where(top_k_R > 0, among_R, weight_RV.sum(-1, dtype=torch.float64))
-    in_nucleus_R = torch.searchsorted(mass_RV, (top_p_R * among_R)[:, None]).squeeze(1)
+    mass_RB = best_RB.cumsum(-1, dtype=torch.float64)
+    limited_R, nucleus_R = top_k_R > 0, top_p_R < 1
+    all_R = torch.full_like(top_k_R, best_RB.shape[1])
+    last_R = torch.where(limited_R, torch.minimum(top_k_R, all_R), all_R) - 1
+    among_R = torch.where(limited_R, mass_RB.gather(1, last_R[:, None]).squeeze(1), whole_R)
+    in_nucleus_R = torch.searchsorted(mass_RB, (top_p_R * among_R)[:, None]).squeeze(1)
     last_R = torch.where(nucleus_R, torch.minimum(in_nucleus_R, last_R), last_R)
-    least_R = best_RV.gather(1, last_R[:, None]).squeeze(1) * (limited_R | nucleus_R)
-    return torch.maximum(least_R, (odds_R5[:, MIN_P] * best_RV[:, 0]).float())
+    least_R = best_RB.gather(1, last_R[:, None]).squeeze(1) * (limited_R | nucleus_R)
+    return torch.maximum(least_R, (odds_R5[:, MIN_P] * best_RB[:, 0]).float())
 
 
 def cost(args: SampleArgs) -> Cost:

@@ -11,7 +11,10 @@ from redline.wire.job import PAGE_TOKENS, Job, PageHash, PageId
 
 
 class ActiveJob:
-    """`limit` is the most tokens, prompt and generated, that the job may come to."""
+    """One job that has not ended, or that has and still has steps in flight.
+
+    arrival: its place in the order in which jobs came. limit: the most tokens, prompt and generated, that it may have.
+    """
 
     __slots__ = (
         "acceptance",
@@ -86,15 +89,15 @@ class ActiveJob:
 
     @property
     def usable(self) -> int:
-        """Pages of the prompt that may come from the cache: not what is sampled from, and where the prompt's log
-        probabilities are asked for every position must be computed."""
+        """How many pages of the prompt may come from the cache. The last known token is sampled from, so its page must
+        be computed; where the prompt's log probabilities are asked for, every page must be."""
         if self.job.sampling.prompt_logprobs is not None:
             return 0
         return min((self.known - 1) // PAGE_TOKENS, len(self.job.pages))
 
     @property
     def decodes(self) -> bool:
-        """All but the last token is launched: the next row goes on from there, wherever that is."""
+        """Whether every token but the last is launched, so that the next row is a decode row."""
         return self.planned >= self.prompt and self.planned == self.length - 1
 
     @property
@@ -103,20 +106,26 @@ class ActiveJob:
         return self.limit - (self.length - self.slack)
 
     def next_count(self, budget: int) -> int:
-        """Positions of the next known row. It never crosses the end of the prompt: what lies behind was computed by
-        the decode form of attention, and is computed by it again when a pre-empted job resumes."""
+        """Positions, at most `budget`, of the next row over known tokens.
+
+        It never crosses the end of the prompt: what lies behind was computed by the decode form of attention, and is
+        computed by it again when a pre-empted job resumes.
+        """
         border = self.prompt if self.planned < self.prompt else self.length
         return min(budget, border - self.planned)
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
-        """Known tokens at positions [start, stop)."""
+        """The ids of the known tokens at positions [start, stop)."""
         prompt = self.prompt
         if stop <= prompt:
             return self.job.tokens[start:stop]
         return self.job.tokens[start:] + tuple(self.generated[max(0, start - prompt) : stop - prompt])
 
     def leave(self) -> None:
-        """Forgets slot and pages, which have been given back: the job will begin anew from what is known."""
+        """Forgets slot and pages, which have been given back: the job will begin anew from what is known.
+
+        Raises AssertionError while it has steps in flight.
+        """
         assert not self.flights, f"job {self.job.id} leaves with {self.flights} steps in flight"
         self.slot = None
         self.pages = []

@@ -14,7 +14,7 @@ def token_limit(job: Job, max_model_len: int) -> int:
 
 
 def refusal(job: Job, *, max_model_len: int, total_pages: int) -> str | None:
-    """Why the job can never run, in one line; None when it can."""
+    """Why the job can never run, in one line; None when it can. total_pages: of the KV memory, free or not."""
     prompt = len(job.tokens)
     if not prompt:
         return "the prompt is empty"
@@ -29,7 +29,7 @@ def refusal(job: Job, *, max_model_len: int, total_pages: int) -> str | None:
 
 
 def may_enter(*, need: int, matched_idle: int, free: int, idle: int, running: int) -> bool:
-    """Whether a job enters that needs `need` new pages.
+    """Whether a job enters that needs `need` new pages; all but `running`, a number of jobs, are numbers of pages.
 
     `matched_idle` of its cached pages are held by the cache alone: they count as idle until it enters.
     """

@@ -20,7 +20,7 @@ class Holder(IntEnum):
 
 
 class PagePool:
-    """`total` pages, numbered from 0, all free at first."""
+    """Who holds each of `total` pages, numbered from 0; all are free at first."""
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -30,6 +30,7 @@ class PagePool:
 
     @property
     def free(self) -> int:
+        """How many pages nobody holds."""
         return len(self._free)
 
     @property
@@ -43,10 +44,11 @@ class PagePool:
         return self.total - len(self._free) - self._used
 
     def is_idle(self, page: PageId) -> bool:
+        """Whether the cache alone holds the page."""
         return not self._counts[Holder.JOBS][page] and bool(self._counts[Holder.CACHE][page])
 
     def take(self, count: int) -> list[PageId]:
-        """`count` free pages, now held once by a job. The caller has made sure that there are so many."""
+        """`count` free pages, now held once by a job. Raises AssertionError where fewer are free."""
         assert count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
@@ -55,7 +57,7 @@ class PagePool:
         return pages
 
     def share(self, page: PageId, holder: Holder) -> None:
-        """One more holder of a page that somebody holds already."""
+        """Count one more holder of a page that somebody holds already. Raises AssertionError for a free page."""
         assert any(counts[page] for counts in self._counts), f"page {page} is free and cannot be shared"
         counts = self._counts[holder]
         counts[page] += 1
@@ -63,7 +65,7 @@ class PagePool:
             self._used += 1
 
     def give(self, page: PageId, holder: Holder) -> None:
-        """One holder less; the page is free when it was the last."""
+        """Count one holder less; without any, the page is free. Raises AssertionError where it does not hold it."""
         counts = self._counts[holder]
         assert counts[page] > 0, f"page {page} is given back by {holder.name}, which does not hold it"
         counts[page] -= 1
@@ -73,12 +75,15 @@ class PagePool:
             self._free.append(page)
 
     def check(self, held: Mapping[Holder, Iterable[PageId]]) -> None:
-        """Every count equals what the holders say (a page named twice is held twice), and the rest is free."""
+        """Raises AssertionError unless every count equals what the holders say, and all other pages are free.
+
+        held: the pages of each kind of holder; a page that is named twice is held twice.
+        """
         for _ in self.checks(held):
             pass
 
     def checks(self, held: Mapping[Holder, Iterable[PageId]]) -> Iterator[None]:
-        """The same a slice at a time, over which nothing may change."""
+        """The same as `check`, about SLICE pages between two yields; nothing may change until it is exhausted."""
         for holder in Holder:
             expected = [0] * self.total
             for page in held[holder]:

@@ -1,9 +1,9 @@
 """Decides what runs next. Holds no tensor.
 
 A step is planned from what has been launched, not from what has been settled: a row continues where the last one will
-have ended, and drafts in flight count as if they held. What only a result can tell is learnt late: of a stop id or an
-error, and the rows launched meanwhile are dropped when they settle; of rejected drafts, and what they were counted for
-is taken back.
+have ended, and drafts in flight count as if they held. What only a result can tell is learnt late: after a stop id or
+an error, the rows that were launched meanwhile are dropped when they settle; what rejected drafts were counted for is
+taken back.
 
 No job starves. Jobs are admitted in the order in which they came; every step gives one row to each running job that
 generates. What is left of the budget goes to prompts, the oldest first, and to drafts, which leave half of it to the
@@ -38,10 +38,10 @@ MOST_STEP_TOKENS = 1 << 16  # the log probabilities of so many prompt tokens, wi
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """Raises ConfigError when the numbers cannot work together."""
+    """What bounds a planner's steps and queues. Raises ConfigError when the numbers cannot work together."""
 
     step_tokens: int = 512  # positions computed in one step, at most
-    max_running: int = 64  # slots
+    max_running: int = 64  # jobs at once, each in a slot
     max_waiting: int = 1024  # jobs beyond those that free slots can take
     ahead: int = 1  # steps that may be unsettled while the next is planned
     draft_tokens: int = 0  # drafts of one row, at most; 0: no speculation
@@ -62,7 +62,7 @@ class PlanConfig:
 
 
 class _Part(NamedTuple):
-    """A row to be: the next positions of a job; of a decode row, all but the first are drafts."""
+    """A row that is being planned: the next positions of a job. In a decode row all but the first are drafts."""
 
     job: ActiveJob
     positions: int
@@ -94,7 +94,10 @@ class Planner:
         hash_page: HashPage,
         costs: StepCosts | None = None,
     ) -> None:
-        """costs: of steps on this machine; None: nothing was measured, and rows draft as much as they may."""
+        """pages: how many there are. max_model_len: tokens of one job, prompt and answer.
+
+        costs: of steps on this machine; None: nothing was measured, and rows draft as much as they may.
+        """
         self._config = config
         self._max_model_len = max_model_len
         self._hash_page = hash_page
@@ -118,16 +121,19 @@ class Planner:
 
     @property
     def idle(self) -> bool:
-        """Nothing to plan and nothing to settle."""
+        """Whether there is nothing to plan and nothing to settle."""
         return not self._jobs and not self._flights
 
     @property
     def ahead(self) -> bool:
-        """A step is planned while another is not settled."""
+        """Whether a step may be planned while another is not settled."""
         return self._config.ahead > 0
 
     def submit(self, job: Job) -> list[Delta]:
-        """Queues a job. One that can never run, or finds the queue full, ends at once with an error."""
+        """Queues a job. One that can never run, or finds the queue full, ends at once with an error delta.
+
+        Raises AssertionError for a job whose id is here already.
+        """
         assert job.id not in self._jobs, f"job {job.id} is submitted twice"
         reason = refusal(job, max_model_len=self._max_model_len, total_pages=self._pool.total)
         if reason is not None:
@@ -141,7 +147,8 @@ class Planner:
         return []
 
     def abort(self, id: JobId) -> list[Delta]:
-        """Ends a job now. One that has ended already is no mistake: the message crossed its last delta."""
+        """Ends a job now, with one delta. One that has ended already is no mistake, and gives none: the message crossed
+        its last delta."""
         job = self._jobs.get(id)
         if job is None:
             return []
@@ -149,7 +156,7 @@ class Planner:
         return [Delta(job=id, finish="aborted", cached_tokens=job.cached_tokens)]
 
     def lose_all(self, reason: str) -> list[Delta]:
-        """The worker ends, and every job with it."""
+        """Ends every job because the worker ends; each has an error delta with `reason` and the fault "lost"."""
         ended: list[Delta] = []
         for job in list(self._jobs.values()):
             self._end(job, "error")
@@ -157,6 +164,7 @@ class Planner:
         return ended
 
     def abort_all(self) -> list[Delta]:
+        """Ends every job that has not ended; each has one delta, whose finish is "aborted"."""
         return [delta for id in list(self._jobs) for delta in self.abort(id)]
 
     def next_step(self) -> Step | None:
@@ -223,9 +231,9 @@ class Planner:
         return decoding, prompts
 
     def settle(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Delta]:
-        """Takes in what a step gave. Rows of jobs that have ended meanwhile are dropped.
+        """Takes in what a step gave: the deltas of its jobs. Rows of jobs that have ended meanwhile are dropped.
 
-        seconds: what the machine took for it; None: that is not known.
+        seconds: what the machine took for it; None: that is not known. Raises AssertionError where another step is due.
         """
         flight = self._flights.popleft()
         assert step.number == flight.step.number == result.number, (
@@ -275,8 +283,8 @@ class Planner:
             pass
 
     def checks(self) -> Iterator[None]:
-        """The same a slice of pages at a time, for who may have something better to do. It goes on only while nothing
-        has changed; otherwise it is begun anew."""
+        """The same as `check`, a slice of pages between two yields, for a caller that may have something better to do.
+        Nothing may change until it is exhausted; after a change it is to be begun anew."""
         holding = [*self._running, *self._draining]
         yield from self._pool.checks(
             {Holder.CACHE: self._cache.pages(), Holder.JOBS: [page for job in holding for page in job.pages]}
@@ -297,7 +305,7 @@ class Planner:
         assert arrivals == sorted(arrivals), f"order of arrival {arrivals} is broken"
 
     def _check_lengths(self, job: ActiveJob) -> None:
-        """What is planned of a running job is what is settled and what is in flight, and has its pages."""
+        """Raises AssertionError unless what is planned of a running job is settled or in flight, and has its pages."""
         rows = [
             row for flight in self._flights for of, row in zip(flight.jobs, flight.step.rows, strict=True) if of is job
         ]
@@ -533,7 +541,7 @@ class Planner:
             job.kept = index + 1
 
     def _end(self, job: ActiveJob, finish: Finish) -> None:
-        """The job's last word. Slot and pages return now, or with its last step in flight."""
+        """Ends the job. Its slot and pages return now, or with its last step in flight."""
         job.finish = finish
         del self._jobs[job.job.id]
         if job.slot is None:

@@ -53,6 +53,7 @@ class PrefixCache:
         return len(self._nodes)
 
     def pages(self) -> Iterable[PageId]:
+        """The pages that the cache holds, each once."""
         return self._by_page
 
     def match(self, hashes: Iterable[PageHash], *, exact: bool = False, drafted: bool = False) -> list[PageId]:
@@ -70,13 +71,18 @@ class PrefixCache:
         return pages
 
     def is_exact(self, page: PageId) -> bool:
+        """Whether a cached page is bit-equal to what a prefill computes. Raises KeyError for one that is not cached."""
         return self._by_page[page].exact
 
     def is_drafted(self, page: PageId) -> bool:
+        """Whether the learned drafter has read a cached page. Raises KeyError for a page that is not cached."""
         return self._by_page[page].drafted
 
     def use(self, pages: Sequence[PageId], *, of_tokens: int) -> None:
-        """A job of `of_tokens` tokens takes matched pages: they are held by it, and recently used."""
+        """A job takes the pages that it has matched: they are held by it, and recently used.
+
+        of_tokens: tokens that the job knows, which count as looked up.
+        """
         self.queries += of_tokens
         self.hits += len(pages) * PAGE_TOKENS
         self._uses += 1
@@ -87,8 +93,11 @@ class PrefixCache:
     def insert(
         self, hash: PageHash, page: PageId, previous: PageHash | None, *, exact: bool, drafted: bool = False
     ) -> None:
-        """Remembers a full page that a job holds. A hash that is known already keeps the page that it has, unless the
-        learned drafter has read the new one alone, and the new one is no less exact."""
+        """Remembers a full page that a job holds, under its hash and the hash of the page before.
+
+        A hash that is known already keeps the page that it has, unless the learned drafter has read the new page and
+        not the old one, and the new one is no less exact. exact, drafted: as in `match`.
+        """
         node = self._nodes.get(hash)
         if node is not None:
             if drafted > node.drafted and exact >= node.exact:
@@ -103,25 +112,26 @@ class PrefixCache:
         self._pool.share(page, Holder.CACHE)
 
     def release(self, page: PageId) -> None:
-        """A job lets go of a page, cached or not."""
+        """A job lets go of a page; in the cache it may be evicted once no job holds it, else it is free then."""
         self._pool.give(page, Holder.JOBS)
         node = self._by_page.get(page)
         if node is not None and self._pool.is_idle(page):
             self._enqueue(node)
 
     def evict(self, count: int) -> None:
-        """Frees `count` pages. The caller has made sure that so many are idle."""
+        """Frees `count` pages, the least recently used ones. The caller has made sure that so many are idle."""
         for _ in range(count):
             node = self._least_recent_leaf() or self._least_recent_idle()
             self._forget(node)
 
     def check(self) -> None:
-        """The tree, its index by page and its counts of children agree; every evictable leaf is a candidate."""
+        """Raises AssertionError unless the tree, its index by page and its counts of children agree, and every leaf
+        that could be evicted is a candidate for it."""
         for _ in self.checks():
             pass
 
     def checks(self) -> Iterator[None]:
-        """The same a slice at a time, over which nothing may change."""
+        """The same as `check`, SLICE entries between two yields; nothing may change until it is exhausted."""
         queued: Counter[PageHash] = Counter()
         for at, (_, hash) in enumerate(self._candidates):
             assert hash in self._nodes, "a candidate for eviction is forgotten already"

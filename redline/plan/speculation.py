@@ -12,11 +12,14 @@ from redline.tune.choose import Worth, choose, gain
 from redline.tune.costs import StepCosts
 from redline.wire.step import Row, RowResult, Step, StepResult
 
-EVERY = 8
+EVERY = 8  # steps between two decisions
 
 
 class Speculation:
-    """`most` drafts a row (0: nobody speculates), by the learned drafter where there is one."""
+    """Decides how many drafts each row proposes, and counts what came of them.
+
+    most: drafts of one row (0: nobody speculates). learned: there is a learned drafter, beside suffix matches.
+    """
 
     def __init__(self, most: int, learned: bool, costs: StepCosts) -> None:
         self.drafts = 0  # rows that verified drafts
@@ -35,11 +38,11 @@ class Speculation:
 
     @property
     def follows(self) -> bool:
-        """There is a learned drafter, and it pays."""
+        """Whether there is a learned drafter and it pays."""
         return self._learned and self._worth.pays
 
     def lengths(self, jobs: Sequence[ActiveJob]) -> list[int]:
-        """The most drafts to propose behind each job's next row, which samples.
+        """For each job, whose next row samples, the most drafts to propose behind that row.
 
         Decided every EVERY steps: what is known changes slowly, and a decision costs up to a millisecond, which a small
         model's step would notice.
@@ -75,7 +78,7 @@ class Speculation:
         return asked
 
     def settled(self, job: ActiveJob, row: Row, outcome: RowResult) -> None:
-        """A decode row of a running job has come to its end."""
+        """Take in what came of the drafts of a decode row, of a job that has not ended."""
         proposed, accepted = outcome.proposed, outcome.accepted
         if not self._most:
             return
@@ -93,8 +96,11 @@ class Speculation:
             self.accepted_per_pos[place] += 1
 
     def took(self, step: Step, result: StepResult, seconds: float) -> None:
-        """A step's time on the machine. Only steps of decode rows alone are compared with what they should cost, and of
-        these every other."""
+        """Take in the time of a step, in seconds, and correct the costs by it.
+
+        Only steps that hold nothing but decode rows are compared with what they should cost, and of these only those
+        whose number is even.
+        """
         if not self.costs.known or step.number % 2 or any(row.start is not None for row in step.rows):
             return
         ran = [(row, out) for row, out in zip(step.rows, result.rows, strict=True) if out.tokens]

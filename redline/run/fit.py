@@ -18,7 +18,10 @@ from redline.wire.job import PAGE_TOKENS
 
 KV_SHARE = 0.25  # of the memory that is left for pages, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
-DRAWN_ROWS, DRAWN_BYTES = 32, 48  # rows whose vocabularies are sorted at once on a GPU, bytes a token (ops/sample.py)
+DRAWN_ROWS, DRAWN_BYTES = (
+    32,
+    48,
+)  # rows whose vocabularies are sorted at once on a GPU, bytes a token (redline/ops/sample.py)
 RECORDED_LAUNCH = 16 << 10  # bytes of a launch in a recorded step
 LAUNCHES = 24  # of a layer in a recorded step, at most
 LIBRARIES = {"cpu": 64 << 20, "cuda": 768 << 20}  # what torch and its libraries take beside the tensors of a step
@@ -26,9 +29,9 @@ LIBRARIES = {"cpu": 64 << 20, "cuda": 768 << 20}  # what torch and its libraries
 
 @dataclass(frozen=True)
 class Layout:
-    """pages: of PAGE_TOKENS tokens. max_model_len: tokens of one job, prompt and answer.
+    """How many pages of PAGE_TOKENS tokens there are, and how many tokens one job may have, prompt and answer.
 
-    draft_bytes: of page_bytes, the drafter's.
+    page_bytes: of one page in all planes, of which draft_bytes are the drafter's.
     """
 
     pages: int
@@ -39,14 +42,16 @@ class Layout:
 
     @property
     def tokens(self) -> int:
+        """Tokens that all pages hold together."""
         return self.pages * PAGE_TOKENS
 
     @property
     def kv_bytes(self) -> int:
+        """Bytes of all pages together."""
         return self.pages * self.page_bytes
 
     def explain(self) -> list[str]:
-        """Each number with its arithmetic."""
+        """Lines that tell the pages, their bytes and their tokens, with the arithmetic."""
         per_token = (self.page_bytes - self.draft_bytes) // PAGE_TOKENS
         drafter = f" + {self.draft_bytes:,} of the drafter" if self.draft_bytes else ""
         jobs = self.tokens / self.max_model_len
@@ -59,7 +64,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of everything but pages, where jobs come to a given length."""
+    """Bytes of everything but pages, for jobs of a given length."""
 
     weights: int
     drafter: int  # its weights
@@ -69,12 +74,15 @@ class Needs:
 
     @property
     def whole(self) -> int:
+        """Bytes of all of it."""
         return self.weights + self.drafter + self.slots + self.scratch + self.recorded
 
     def explain(self) -> list[str]:
+        """A line for each part that there is, in GB."""
         return [f"{name:<16} {size / 1e9:.2f} GB" for name, size in self._parts()]
 
     def sentence(self) -> str:
+        """The parts as a sum in GB, for an error message."""
         return " + ".join(f"{size / 1e9:,.2f} GB of {name}" for name, size in self._parts())
 
     def _parts(self) -> Iterator[tuple[str, int]]:
@@ -90,8 +98,8 @@ class Needs:
 class Sizes:
     """What decides how much memory an engine needs, but for pages and the length of jobs.
 
-    positions: of a decode row, at most. gpu_kernels: whether the GPU's own kernels run the model; they alone read
-    NVFP4, and they alone are recorded.
+    positions    of a decode row, at most: its last token and its drafts
+    gpu_kernels  whether the GPU's own kernels run the model; they alone read NVFP4, and they alone are recorded
     """
 
     config: K2Config
@@ -106,23 +114,26 @@ class Sizes:
 
     @property
     def draft_bytes(self) -> int:
-        """Of a page: the drafter's rows, and the page's last feature (kv.py)."""
+        """Bytes of a page that are the drafter's: its rows, and the page's last feature (`KvPool.tails`)."""
         if self.drafter is None:
             return 0
         return self.drafter.kv_bytes_per_token(self.kv_dtype) * PAGE_TOKENS + 4 * self.drafter.hidden_size
 
     @property
     def page_bytes(self) -> int:
+        """Bytes of one page: the target's latents of all layers, and the drafter's part."""
         return self.config.kv_bytes_per_token(self.kv_dtype) * PAGE_TOKENS + self.draft_bytes
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of the target's weights as this engine holds them: NVFP4 as bf16 where the GPU's kernels do not run."""
         config = self.config
         if isinstance(config.quantization, Nvfp4Experts) and not self.gpu_kernels:
             return 2 * (config.dense_parameters + config.routed_parameters)
         return config.weight_bytes
 
     def needs(self, max_model_len: int) -> Needs:
+        """Bytes of everything but pages, where jobs come to `max_model_len` tokens."""
         slots, pages = self.max_running + 1, _pages(max_model_len)
         angles = 8 * self.config.qk_rope_head_dim  # of the model's table, and of a drafter's
         return Needs(
@@ -161,7 +172,7 @@ class Sizes:
         return whole + LIBRARIES[self.device]
 
     def _recorded(self, max_model_len: int) -> int:
-        """The launches of every shape; and what lies between them, which all shapes share."""
+        """Bytes of the launches of all shapes, and of the memory between them, which all shapes share."""
         if not self.gpu_kernels:
             return 0
         wanted = shapes(self.max_running, self.positions, _pages(max_model_len) * PAGE_TOKENS)
@@ -172,14 +183,18 @@ class Sizes:
         return len(wanted) * launches * RECORDED_LAUNCH + between
 
     def left(self, free: int, max_model_len: int) -> int:
-        """Bytes for pages where jobs come to so many tokens; negative where even the rest does not fit."""
+        """Bytes of `free` for pages, for jobs of `max_model_len` tokens; negative where even the rest does not fit."""
         return free - self.needs(max_model_len).whole
 
 
 def fit(sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int | None = None) -> Layout:
-    """As many pages as `kv_bytes` holds, and the longest job that they allow; what is None is derived from `free`.
+    """As many pages as `kv_bytes` holds, and the longest job that they allow.
 
-    ConfigError, one line with the arithmetic, where that does not fit. Whatever it advises to give instead does.
+    free           bytes of memory that nobody uses
+    kv_bytes       for pages; None: derived from `free`
+    max_model_len  tokens of one job; None: derived from `free`
+
+    ConfigError, one line with the arithmetic, where that does not fit. Whatever it advises to give instead does fit.
     """
     reads = sizes.config.max_position_embeddings
     if max_model_len is not None and not 1 <= max_model_len <= reads:
@@ -197,7 +212,10 @@ def fit(sizes: Sizes, free: int, kv_bytes: int | None = None, max_model_len: int
 
 
 def _derived_length(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
-    """0: no job fits. Where nothing is said of pages either, their share decides; all that is left where it is none."""
+    """The longest job, in tokens; 0: none fits.
+
+    Where `kv_bytes` is None too, pages get their share of the memory, or all that is left where the share holds no job.
+    """
     if kv_bytes is not None:
         return _longest(sizes, free, kv_bytes)
     return _longest(sizes, free, _share(sizes.left(free, 1))) or _longest(sizes, free, None)
@@ -208,7 +226,10 @@ def _share(left: int) -> int:
 
 
 def _longest(sizes: Sizes, free: int, kv_bytes: int | None) -> int:
-    """The longest job for which so many bytes of pages (None: as many as it takes) do, and fit; 0: there is none."""
+    """The longest job, in tokens, that `kv_bytes` of pages hold and that fits into `free`; 0: none does.
+
+    kv_bytes: None: as many as the job needs.
+    """
 
     def fits(length: int) -> bool:
         paged = _paged(sizes, length)
@@ -246,7 +267,7 @@ def _refusal(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int |
 
 
 def _advice(sizes: Sizes, free: int, kv_bytes: int | None, max_model_len: int | None) -> Iterator[str]:
-    """Flags, each line of which fits; one of them is changed where that is enough."""
+    """Flags that fit, each line by itself; a line changes one flag where one is enough."""
     length = max_model_len or 1
     least, most = _paged(sizes, length), sizes.left(free, length)
     alone = False

@@ -46,6 +46,7 @@ class Launched:
         self._future = future
 
     def wait(self) -> StepResult:
+        """The step's result; blocks until the thread has run it. Raises what the step raised."""
         return self._future.result()()
 
 
@@ -60,7 +61,7 @@ class Queued:
         queued.append(self)
 
     def wait(self) -> StepResult:
-        """Raises what the step raised."""
+        """The step's result; runs it here, after those launched before it. Raises what the step raised."""
         while self._ran is None:
             self._queued.popleft().run()
         if isinstance(self._ran, Exception):
@@ -68,6 +69,7 @@ class Queued:
         return self._ran
 
     def run(self) -> None:
+        """Runs the step, and keeps its result or what it raised for `wait`."""
         try:
             self._ran = self._runner.run(self._step)
         except Exception as error:
@@ -95,8 +97,12 @@ class Runner:
         drafts: int = 0,
         captured: bool | None = None,
     ) -> None:
-        """drafts: of a row, at most. captured: whether decode steps are recorded, and a thread runs all; None: on a
-        GPU. Raises what the recording raised."""
+        """slots    how many jobs run at once
+        drafts   of a row, at most
+        captured whether decode steps are recorded, and a thread runs all steps; None: on a GPU
+
+        Raises what the recording raised, and ConfigError where the machine does not give the memory for pages.
+        """
         self.model = model
         self.drafter = drafter
         self.kv = KvPool(model, layout, drafter)
@@ -123,7 +129,7 @@ class Runner:
         return self._thread is not None
 
     def launch(self, step: Step) -> Launched | Queued:
-        """One thread launches, and waits."""
+        """Queues the step; `wait` of what comes back gives its result. One and the same thread must launch and wait."""
         if self._captured is None:
             return Queued(step, self, self._queued)
         future: Future[WaitForStep] = Future()
@@ -140,7 +146,10 @@ class Runner:
             _log.info("%d steps were replayed; led by the host: %s", self.replays, dict(self.led))
 
     def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
-        """Sets where a slot stands and what its next row verifies, for measurements. The runner must be idle."""
+        """Sets a slot's length in tokens and the drafts that its next row verifies, for measurements.
+
+        The runner must be idle.
+        """
         if self._captured is not None:
             self._captured.catch_up()
         slot = self.slots.at[number]
@@ -188,8 +197,11 @@ class Runner:
         return replay.result
 
     def run(self, step: Step) -> StepResult:
-        """The step, now, in this thread. Rows of a slot that has an error get it, and do not run; nor do those of the
-        next step, which may be launched already."""
+        """Runs the step now, in this thread, and gives its result.
+
+        Rows of a slot that has an error get that error and do not run. Where the step raises, the slots of its rows
+        have an error from then on, since the next step may be launched already.
+        """
         for begin in step.begins:
             self.slots.empty(begin.slot)
         try:
@@ -262,7 +274,7 @@ class Runner:
             )
 
     def _verify(self, spans: Sequence[Span], out: Predicted) -> list[RowResult]:
-        """What each row gives; asked for were all of a decode row's positions, and one of any other row."""
+        """The result of each row. All positions of a decode row were asked for, and one of any other row."""
         chosen = self._chosen(spans, out)
         tokens = range(self.model.config.vocab_size)
         all_finite = -1 not in chosen
@@ -312,8 +324,10 @@ class Runner:
         return results
 
     def _chosen(self, spans: Sequence[Span], out: Predicted) -> list[int]:
-        """The token of each row of logits that `is_chosen_alone`; all draws in one call. Of the others it is any. -1
-        where the logits are not finite, or give nothing to draw."""
+        """The token of each row of logits for which `is_chosen_alone` holds; all draws go in one call.
+
+        For other rows it is the likeliest. -1 where the logits are not finite, or give nothing to draw.
+        """
         rows: list[int] = []
         asked: list[Sampling] = []
         us: list[float] = []
@@ -346,8 +360,7 @@ class Runner:
         return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
 
     def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
-        """One result a row: what it sampled, and the log probabilities of the prompt tokens that it predicts, where
-        asked for."""
+        """A result for each row: what it sampled, and log probabilities of prompt tokens where they are asked for."""
         results: list[RowResult] = []
         left, end = iter(sampled), 0
         for span in spans:

@@ -33,7 +33,7 @@ class Proposal(NamedTuple):
     q: Tensor | None = None
 
     def until(self, count: int) -> "Proposal":
-        """The first `count` of them."""
+        """The first `count` of them, or all where there are fewer."""
         return (
             self
             if count >= len(self.tokens)
@@ -56,16 +56,18 @@ class Span(msgspec.Struct, frozen=True):
 
     @property
     def decodes(self) -> bool:
+        """Whether the row goes on with its job's answer rather than reads its prompt."""
         return self.row.start is None
 
     @property
     def end(self) -> int:
+        """The position behind the last one."""
         return self.start + self.count
 
 
 @dataclass
 class Slot:
-    """What is not a tensor."""
+    """A slot's facts that are not tensors."""
 
     prompt: int = 0
     length: int = 0  # tokens, prompt and generated; drafts are behind them
@@ -80,12 +82,19 @@ class Slot:
 
 
 class Slots:
-    """tokens int64 [slots, max_model_len + 1]; tables int32 [slots, pages per slot]. `at` holds each slot's facts."""
+    """The tensors of all slots, and in `at` each slot's facts.
+
+    tokens  int64 [slots + 1, max_model_len + 1]
+    tables  int32 [slots + 1, pages per slot]: page ids
+    """
 
     def __init__(
         self, slots: int, max_model_len: int, vocabulary: int, device: torch.device, *, suffix: bool = False
     ) -> None:
-        """One row of each tensor more than there are slots: it is nobody's (decode.py)."""
+        """slots: how many there are; the last row of each tensor belongs to none of them (`SharedState`).
+
+        suffix: whether slots keep what suffix matches need.
+        """
         self._vocabulary = vocabulary
         self._suffix = suffix
         rows, pages = slots + 1, -(-max_model_len // PAGE_TOKENS)
@@ -97,15 +106,19 @@ class Slots:
 
     @functools.cached_property
     def _memory(self) -> memoryview | None:
-        """Of `tokens`, on a CPU: writing there costs a tenth of an op."""
+        """The memory of `tokens`, on a CPU: writing there costs a tenth of a torch operation."""
         return self.tokens.numpy().data if self.tokens.is_cpu else None
 
     def empty(self, number: int) -> None:
-        """Nobody's until a job has begun in it: rows launched for one that could not begin must find nothing of the job
-        before it, whose pages may be others' by now."""
+        """Makes a slot nobody's until a job has begun in it.
+
+        Rows that were launched for a job that could not begin must find nothing of the job before it, whose pages may
+        be others' by now.
+        """
         self.at[number] = Slot(error="the job could not begin")
 
     def begin(self, begin: Begin) -> None:
+        """Fills a slot with a job: tokens, pages, sampling. A token beyond the vocabulary becomes the slot's error."""
         number, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
         self.empty(number)
         slot = Slot(begin.prompt, len(begin.tokens), begin.limit, sampling=begin.sampling)
@@ -123,6 +136,7 @@ class Slots:
         self.at[number] = slot
 
     def add_pages(self, slot: int, pages: Sequence[int]) -> None:
+        """Appends page ids to a slot's table."""
         if pages:
             have = self.at[slot].pages
             new = torch.tensor(pages, dtype=torch.int32, device=self.tables.device)
@@ -130,7 +144,7 @@ class Slots:
             self.at[slot].pages = have + len(pages)
 
     def span(self, row: Row) -> Span:
-        """The row where its slot has come to, the drafts that it verifies behind the slot's tokens.
+        """A row's positions, from where its slot stands on. Writes the drafts to verify behind its tokens.
 
         A decode row that finds its job at its limit has no positions.
         """
@@ -147,13 +161,13 @@ class Slots:
         return Span(row, row.slot, length - 1, 1 + len(drafts.tokens), drafts)
 
     def append(self, number: int, tokens: Sequence[int], position: int) -> None:
-        """Tokens that are certain, from `position` on, which is where the slot's known ones end."""
+        """Appends tokens that are certain. position: of the first, which is where the slot's known ones end."""
         self._write(number, tokens, position)
         self.at[number].told = False
         self.learn(number, tokens, position)
 
     def learn(self, number: int, tokens: Sequence[int], position: int) -> None:
-        """The same where the tensors have them already."""
+        """As `append`, where the tensors have the tokens already. The slot's drafts are forgotten."""
         slot = self.at[number]
         slot.length = position + len(tokens)
         slot.proposal = NOTHING
@@ -219,7 +233,7 @@ class Slots:
         )
 
     def _decoding(self, spans: Sequence[Span], model: K2) -> Inputs | None:
-        """Where all are queries, and few enough."""
+        """The inputs of a step whose tokens are all queries, and few enough; else None."""
         asked: list[int] = []
         tokens = 0
         for span in spans:
@@ -236,11 +250,11 @@ class Slots:
         return into.inputs
 
     def _all_angles(self, model: K2) -> tuple[Tensor, Tensor]:
-        """Of a table, so that a position's are the same whatever it is computed with."""
+        """cos and sin of every position, so that a position's are the same whatever it is computed with."""
         if self._angles is None:
             self._angles = model.angles(torch.arange(self.tokens.shape[1]))
         return self._angles
 
     def places(self, slot_T: Tensor, place_T: Tensor) -> Tensor:
-        """Rows of a plane, int64: page * 64 + place in the page, of places counted from each slot's beginning."""
+        """Rows of a plane, int64: page * 64 + the place in the page. place_T: counted from each slot's beginning."""
         return self.tables[slot_T, place_T // PAGE_TOKENS].long() * PAGE_TOKENS + place_T % PAGE_TOKENS

@@ -8,11 +8,11 @@ that has not been offered drafts for a while is given the benefit of the doubt a
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-UNSEEN = 0.9  # of drafts that nobody was offered, this share is taken to hold: hope, or good ones would never be tried
-JOB_KEEPS = 0.9  # of a job's counts, a row later
-ALL_KEEP = 0.998
-JOB_WEIGHT = 2.0  # what all jobs say counts like so many rows of the job
-ALL_WEIGHT = 8.0
+UNSEEN = 0.9  # share of drafts that is taken to hold before any was offered: less, and good ones would not be tried
+JOB_KEEPS = 0.9  # share of a job's counts that stays with each of its rows
+ALL_KEEP = 0.998  # the same of the counts of all jobs
+JOB_WEIGHT = 2.0  # the rate of all jobs counts like so many rows of the job
+ALL_WEIGHT = 8.0  # UNSEEN counts like so many rows of all jobs
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,10 @@ class Acceptance:
     held: tuple[float, ...] = ()
 
     def seen(self, proposed: int, accepted: int, keeps: float) -> "Acceptance":
-        """After one more row that verified `proposed` drafts, of which the first `accepted` held; `keeps` is the share
-        of the old counts that stays."""
+        """The counts after one more row, which verified `proposed` drafts, of which the first `accepted` held.
+
+        keeps: the share of the old counts that stays.
+        """
         reached = [count * keeps for count in self.reached]
         held = [count * keeps for count in self.held]
         missing = proposed - len(reached)
@@ -39,7 +41,7 @@ class Acceptance:
 
 
 def rates(everyone: Acceptance, most: int) -> list[float]:
-    """The share of the first, second ... reached drafts that hold, over all jobs."""
+    """For each of `most` places in a row, the share (0 to 1) of the drafts reached there that hold, over all jobs."""
     seen = len(everyone.reached)
     return [
         (everyone.held[place] + ALL_WEIGHT * UNSEEN) / (everyone.reached[place] + ALL_WEIGHT)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from redline.tune.costs import StepCosts
 
 PATIENCE = 4  # decisions that must say the same, one after another, before the learned drafter is left or taken up
-LEAVE, TAKE_UP = 1.03, 1.08  # gains: prompts that it reads, and choosing, cost something too
+LEAVE, TAKE_UP = 1.03, 1.08  # left below, taken up above this gain: reading prompts, and choosing, cost time too
 
 
 def choose(survivals: Sequence[Sequence[float]], drafting: Sequence[bool], costs: StepCosts) -> list[int]:
@@ -48,8 +48,11 @@ def choose(survivals: Sequence[Sequence[float]], drafting: Sequence[bool], costs
 def tokens_per_ms(
     gains: Sequence[Sequence[float]], drafting: Sequence[bool], lengths: Sequence[int], costs: StepCosts
 ) -> float:
-    """What steps with these lengths come to, if each step is like the one before. gains: by row and drafts, the tokens
-    that are expected of it."""
+    """Expected tokens per millisecond of a step with these lengths, if every step is like it.
+
+    gains: for each row, the tokens that are expected of it with 0, 1, 2 ... drafts. drafting: as in `choose`. lengths:
+    drafts of each row.
+    """
     given = [gain[length] for gain, length in zip(gains, lengths, strict=True)]
     followed = list(itertools.compress(lengths, drafting))
     passes: list[float] = []
@@ -62,7 +65,10 @@ def tokens_per_ms(
 
 
 def gain(survival: Sequence[float], rows: int, costs: StepCosts) -> float:
-    """How many times faster `rows` rows of this survival are with the learned drafter than with none, at their best."""
+    """How many times faster `rows` rows are with the learned drafter, at the best length, than with no drafts.
+
+    survival: the probability that a row's first 1, 2 ... drafts all hold.
+    """
     best, each = 0.0, 1.0
     for depth in range(len(survival) + 1):
         each += survival[depth - 1] if depth else 0.0
@@ -73,18 +79,22 @@ def gain(survival: Sequence[float], rows: int, costs: StepCosts) -> float:
 
 @dataclass(frozen=True)
 class Worth:
-    """Whether the learned drafter pays, slow to change its mind: a job that it leaves, it has lost."""
+    """Whether the learned drafter pays. It changes slowly: a job that the drafter leaves is lost to it.
+
+    against: decisions, one after another, that have said the contrary of `pays`.
+    """
 
     pays: bool = True
-    against: int = 0  # steps in a row that have said the other thing
+    against: int = 0
 
     def seen(self, gain: float) -> "Worth":
+        """After one more decision, at which the learned drafter made rows `gain` times faster (see `gain`)."""
         other = gain < LEAVE if self.pays else gain > TAKE_UP
         against = self.against + 1 if other else 0
         return Worth(not self.pays) if against >= PATIENCE else Worth(self.pays, against)
 
 
 def _position_ms(rows: int, drafts: int, costs: StepCosts) -> float:
-    """One position more, around a step of `rows` rows with so many drafts together."""
+    """Milliseconds of one position more, around a step of `rows` rows with `drafts` drafts together."""
     low, high = rows + max(0, drafts - rows), rows + drafts + rows
     return max(0.0, costs.step_ms(rows, high) - costs.step_ms(rows, low)) / (high - low)

@@ -12,19 +12,22 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 SCALE_RATE = 0.05  # share of a step's surprise, in logarithms, that the common scale takes over
-POINT_RATE = 0.05  # that the points around the step take over
-POINT_KEEPS = 0.999  # of a point's correction, a step later
-MOST_SURPRISE = math.log(2)  # a longer step was disturbed by something else
-MOST_POINT = math.log(4)
+POINT_RATE = 0.05  # share of it that the points around the step take over
+POINT_KEEPS = 0.999  # share of a point's correction that is left a step later
+MOST_SURPRISE = math.log(2)  # a step that took more than twice as long was disturbed by something else
+MOST_POINT = math.log(4)  # of a point's correction, up or down
 
 _Weights = list[tuple[int, float]]  # of the points on an axis, as interpolation mixes them
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured, with corrections. Without measurements every step costs the same, so that drafts seem free."""
+    """What was measured, with corrections. Without measurements every step costs the same, so that drafts seem free.
 
-    rows: tuple[int, ...] = ()  # ascending
+    Raises AssertionError where axes and grid do not fit together.
+    """
+
+    rows: tuple[int, ...] = ()  # numbers of rows that were measured, ascending
     counts: tuple[int, ...] = ()  # positions per row, ascending
     target_ms: tuple[tuple[float, ...], ...] = ()  # [rows][counts]: a step without a drafter
     draft_ms: tuple[float, ...] = ()  # [rows]: a drafter pass over so many positions
@@ -45,16 +48,20 @@ class StepCosts:
 
     @property
     def known(self) -> bool:
+        """Whether anything was measured."""
         return bool(self.rows and self.counts)
 
     def step_ms(self, rows: int, positions: float, passes: Sequence[float] = ()) -> float:
-        """A step of `rows` rows with so many positions together, then drafter passes over so many positions each."""
+        """Milliseconds of a step of `rows` rows with `positions` positions together, drafter passes included.
+
+        passes: the positions of each pass of the learned drafter. 1.0 where nothing was measured.
+        """
         if not self.known:
             return 1.0
         return self._target_ms(rows, positions) + sum(self._draft_ms(count) for count in passes)
 
     def observed(self, rows: int, positions: float, passes: Sequence[float], ms: float) -> "StepCosts":
-        """Corrected by a step that took `ms`."""
+        """The costs corrected by a step that took `ms`; the other arguments are those of `step_ms`."""
         if not self.known:
             return self
         target, draft = self._target_ms(rows, positions), sum(self._draft_ms(count) for count in passes)
@@ -107,8 +114,8 @@ class StepCosts:
 
 
 def _mix(axis: Sequence[int], value: float) -> _Weights:
-    """The points whose weighted sum gives the value: linear between the two around it, constant below the first, and
-    in proportion above the last (twice the work, twice the time)."""
+    """The points of an axis, with weights, whose mix stands for `value`: linear between the two around it, constant
+    below the first, and in proportion above the last (twice the work, twice the time)."""
     if value <= axis[0]:
         return [(0, 1.0)]
     if value >= axis[-1]:

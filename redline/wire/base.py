@@ -12,4 +12,4 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Message(Record, frozen=True, kw_only=True, tag=True, omit_defaults=True):
-    """A record sent on its own, so it carries its own name. Fields at their defaults stay behind."""
+    """A record sent on its own, so it carries its own name. Fields at their defaults are not sent."""

@@ -26,32 +26,42 @@ from zmq.utils import z85
 from redline.errors import ConfigError, MessageTooLarge
 from redline.wire.codec import Wire, decode, encode
 
-MAX_MESSAGE_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 64 << 20  # of one message between processes, as encoded
 MOST_AT_ONCE = 32  # messages that a task of an event loop is given: what they set off, 0.3 ms each, runs in one turn
 _LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
 _IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
 
 
 class Inbox(Protocol):
+    """What a thread reads messages from, in the order of each writer."""
+
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
-        """All messages that are there. `wait` blocks until there is one, or `timeout` seconds (None: for ever)."""
+        """All messages that are there, which may be none. wait: block until there is one, for `timeout` seconds at
+        most (None: for ever)."""
         ...
 
 
 class AsyncInbox(Protocol):
+    """What a task of an event loop reads messages from, in the order of each writer."""
+
     async def get(self) -> list[Wire]:
-        """All messages that are there, at least one."""
+        """The next messages, at least one, once there are any."""
         ...
 
 
 class Outbox(Protocol):
+    """What messages are written to."""
+
     def put(self, message: Wire) -> None:
         """Sends a message; never blocks. Raises MessageTooLarge, and sends nothing, where it is too large to travel."""
         ...
 
 
 class MemoryChannel:
-    """Both ends of a channel within one process. Any thread may put; one thread drains, or one task gets."""
+    """Both ends of a channel within one process, which bounds no message's size.
+
+    Any thread may put; one thread drains, or one task gets.
+    """
 
     def __init__(self) -> None:
         self._messages: deque[Wire] = deque()
@@ -59,6 +69,7 @@ class MemoryChannel:
         self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def put(self, message: Wire) -> None:
+        """Hand over a message, as it is; never blocks."""
         with self._changed:
             self._messages.append(message)
             self._changed.notify()
@@ -68,6 +79,7 @@ class MemoryChannel:
                 loop.call_soon_threadsafe(arrived.set)
 
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
+        """All messages that are there. wait: block until one is, for `timeout` seconds at most (None: for ever)."""
         if not wait and not self._messages:
             return []  # as most are found between two steps: no lock is needed to see that
         with self._changed:
@@ -76,6 +88,7 @@ class MemoryChannel:
             return self._take()
 
     async def get(self) -> list[Wire]:
+        """All messages that are there, once there is one."""
         while True:
             with self._changed:
                 if self._messages:
@@ -142,7 +155,7 @@ class _Socket:
             raise
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the socket; what was written is sent in the background for a second at most. Safe to call twice."""
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -155,12 +168,17 @@ class _Socket:
 
 
 class SocketOutbox(_Socket):
-    """The writing end. One thread uses it. Messages wait here until a reader has bound the address."""
+    """The writing end. One thread uses it. Messages wait here, in any number, until a reader has bound the address.
+
+    address: ipc://PATH or tcp://HOST:PORT. key: the secret that both ends share, for TCP. Raises ConfigError where the
+    address cannot be used.
+    """
 
     def __init__(self, address: str, key: bytes | None = None) -> None:
         super().__init__(zmq.PUSH, address, key)
 
     def put(self, message: Wire) -> None:
+        """Send a message; never blocks. Raises MessageTooLarge, and sends nothing, beyond MAX_MESSAGE_BYTES."""
         data = encode(message)
         if len(data) > MAX_MESSAGE_BYTES:  # the reader would drop it, and the connection, without a word
             raise MessageTooLarge(
@@ -171,20 +189,24 @@ class SocketOutbox(_Socket):
 
 
 class SocketInbox(_Socket):
-    """The reading end, for a thread that blocks. `address` has the port that was chosen where `*` was asked for."""
+    """The reading end, for a thread that blocks. `address` has the port that was chosen where `*` was asked for.
+
+    address, key, ConfigError: as for SocketOutbox.
+    """
 
     def __init__(self, address: str, key: bytes | None = None) -> None:
         super().__init__(zmq.PULL, address, key)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
+        """All messages that have arrived. wait: block until one has, for `timeout` seconds at most (None: for ever)."""
         if wait:
             self._socket.poll(None if timeout is None else max(0, round(timeout * 1000)))
         return _receive(self._socket)
 
 
 class AsyncSocketInbox(_Socket):
-    """The reading end, for one task of an event loop."""
+    """The reading end, for one task of an event loop; arguments and errors as for SocketInbox."""
 
     def __init__(self, address: str, key: bytes | None = None) -> None:
         super().__init__(zmq.PULL, address, key)
@@ -192,6 +214,7 @@ class AsyncSocketInbox(_Socket):
         self._readable = zmq.asyncio.Socket.shadow(self._socket)  # pyright: ignore[reportUnknownMemberType]
 
     async def get(self) -> list[Wire]:
+        """The next MOST_AT_ONCE messages at most, and one at least, once there are any."""
         while True:
             await self._readable.poll()
             messages = _receive(self._socket, MOST_AT_ONCE)
@@ -212,7 +235,7 @@ def _secure(socket: zmq.Socket[bytes], address: str, key: bytes | None) -> None:
 
 
 def _receive(socket: zmq.Socket[bytes], most: float = math.inf) -> list[Wire]:
-    """What has arrived, in order."""
+    """What has arrived, in order, `most` messages at most. Raises msgspec.ValidationError for what is no message."""
     messages: list[Wire] = []
     while len(messages) < most:
         try:

@@ -14,9 +14,11 @@ _decoder = msgspec.msgpack.Decoder[Wire](Wire)
 
 
 def encode(message: Wire) -> bytes:
+    """A message as msgpack, tagged with its name."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes) -> Wire:
-    """Raises msgspec.ValidationError, which names the place, for anything that is not a Wire message."""
+    """The message in `data`. Raises msgspec.ValidationError, which names the place, where it is no Wire message, and
+    msgspec.DecodeError where it is no msgpack."""
     return _decoder.decode(data)

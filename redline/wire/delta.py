@@ -16,18 +16,18 @@ failed: the engine could not compute this job; lost: the worker ends, and every 
 class Delta(Message, frozen=True):
     """New tokens of a job, perhaps its end; or, before its first token, a piece of its prompt's log probabilities.
 
-    A stop id is the last of `tokens` where finish is "stop".
+    Where finish is "stop", the last of `tokens` is the stop id.
     """
 
     job: JobId
     tokens: tuple[int, ...] = ()
-    finish: Finish | None = None
+    finish: Finish | None = None  # in a job's last delta, and in no other
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; the same in every delta
-    logprobs: tuple[TokenLogprobs, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
     prompt_logprobs: tuple[
         TokenLogprobs, ...
     ] = ()  # the next ones: all have come when the first token comes, or the end
     proposed: int = 0  # drafts that the step behind this delta verified
-    accepted: int = 0  # of them
+    accepted: int = 0  # how many of them held
     error: str | None = None  # one line, where finish is "error"
-    fault: Fault | None = None  # of that error
+    fault: Fault | None = None  # whose that error is

@@ -14,9 +14,9 @@ PAGE_TOKENS = 64  # one page id addresses this many tokens, in every plane (DESI
 class Sampling(Record, frozen=True):
     """How the next token is chosen. Bounds are checked where requests are read (api)."""
 
-    max_tokens: int
+    max_tokens: int  # of the answer
     temperature: float = 1.0  # 0: greedy
-    top_p: float = 1.0
+    top_p: float = 1.0  # 1: all
     top_k: int = 0  # 0: all
     min_p: float = 0.0  # keeps tokens with p >= min_p * max p
     presence_penalty: float = 0.0  # over generated tokens
@@ -26,7 +26,7 @@ class Sampling(Record, frozen=True):
     seeded: bool = False  # the client gave the seed: whatever was drafted, the answer is the one that it draws
     stop_ids: tuple[int, ...] = ()  # generation ends with one of these (the id is reported)
     min_tokens: int = 0  # stop_ids are masked before so many tokens
-    logit_bias: tuple[tuple[int, float], ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
 
@@ -43,7 +43,7 @@ class Job(Message, frozen=True):
     """A prompt to continue."""
 
     id: JobId
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # the prompt
     pages: tuple[PageHash, ...]  # hash i covers tokens [0, (i + 1) * PAGE_TOKENS); full pages only
     sampling: Sampling
     salt: str = ""  # tenants with different salts never share pages

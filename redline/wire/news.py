@@ -1,10 +1,10 @@
-"""What a worker tells about itself."""
+"""What a worker tells about itself; and Stop, which it is told."""
 
 from redline.wire.base import Message
 
 
 class Ready(Message, frozen=True):
-    """The model is loaded; jobs may come. The limits are those that the api room checks against."""
+    """The model is loaded; jobs may come. The api room checks requests against these limits."""
 
     max_model_len: int  # prompt + generated tokens of one job
     pages: int  # of PAGE_TOKENS tokens
@@ -25,25 +25,25 @@ class Beat(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """Counters since the start, and gauges now."""
+    """Gauges of now (jobs, pages), and counters since the worker's start."""
 
-    running: int
-    waiting: int
-    pages_used: int  # owned by jobs
-    pages_cached: int
+    running: int  # jobs in a slot
+    waiting: int  # jobs in the queue
+    pages_used: int  # held by jobs
+    pages_cached: int  # held by the prefix cache alone
     pages_total: int
-    steps: int
+    steps: int  # planned
     replayed: int  # steps that have ended, from recorded graphs
     led: int  # the others that have ended, led by the host
-    preemptions: int
-    prompt_tokens: int
-    prompt_tokens_cached: int
+    preemptions: int  # jobs that lost their slot and pages and wait again
+    prompt_tokens: int  # of admitted jobs, each counted once
+    prompt_tokens_cached: int  # of these, found in the prefix cache
     generation_tokens: int
     drafts: int = 0  # rows that verified drafts
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    draft_tokens: int = 0  # drafts that were verified
+    accepted_tokens: int = 0  # drafts that were accepted
     accepted_per_pos: tuple[int, ...] = ()  # how often the first, second ... draft of a row was accepted
 
 
 class Stop(Message, frozen=True):
-    """End: abort what runs, give back every page, check, leave."""
+    """What a worker is told to end: abort what runs, give back every page, check that it is so, leave."""

@@ -23,8 +23,8 @@ class Begin(Record, frozen=True):
 class Row(Record, frozen=True):
     """Positions [start, start + count) of a slot go through the model in this step.
 
-    A decode row goes on at the slot's last token, which only the device knows at launch: its start is None, and it
-    verifies the slot's drafts, as many as `drafts` at most, as there are, and as the job's limit leaves room for.
+    A decode row goes on at the slot's last token, whose position only the device knows at launch, so its start is None.
+    It verifies the slot's drafts: at most `drafts` of them, fewer where there are fewer or the job's limit is near.
     """
 
     slot: int
@@ -59,13 +59,15 @@ class RowResult(Record, frozen=True):
 
     tokens: tuple[int, ...] = ()  # none where the row does not sample
     proposed: int = 0  # drafts that were verified
-    accepted: int = 0  # of them; a decode row gives one token more
+    accepted: int = 0  # how many of them held; a decode row gives one token more
     logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, start + count] that are prompt
     error: str | None = None
 
 
 class StepResult(Record, frozen=True):
+    """What came of a step: `number` is the step's."""
+
     number: int
     rows: tuple[RowResult, ...]  # in the order of the step's rows
     replayed: bool = False  # from a recorded graph; otherwise led by the host, launch by launch

@@ -15,17 +15,19 @@ import numpy.typing as npt
 
 from redline.wire.delta import Delta, Finish
 
-RESAMPLES = 2000
+RESAMPLES = 2000  # of a bootstrap
 
 
 class Round(NamedTuple):
+    """A decode step of one job that verified at least one draft."""
+
     position: int  # of the first draft, counted from the start of the prompt
     proposed: int
     accepted: int
 
 
 class Spoken(NamedTuple):
-    """An answer as it was generated."""
+    """An answer as it was generated; tokens are ids."""
 
     id: str
     domain: str
@@ -47,7 +49,7 @@ class Length(NamedTuple):
 
 
 def spoken(id: str, domain: str, prompt: Sequence[int], deltas: Iterable[Delta]) -> Spoken:
-    """Reads a job's deltas. Raises AssertionError where they have no end."""
+    """Reads a job's deltas, in order. prompt: its token ids. Raises AssertionError where the deltas have no end."""
     tokens, rounds, rows, finish = list(prompt), list[Round](), 0, None
     for delta in deltas:
         if delta.proposed:
@@ -60,7 +62,10 @@ def spoken(id: str, domain: str, prompt: Sequence[int], deltas: Iterable[Delta])
 
 
 def acceptance_length(answers: Sequence[Sequence[Round]], seed: int = 0) -> Length:
-    """1 + accepted / rounds over the rounds of some answers; nan where there is none."""
+    """1 + accepted / rounds over the rounds of some answers, in tokens; nan where there is no round.
+
+    answers: the rounds of each prompt's answer. seed: of the interval's bootstrap.
+    """
     accepted = np.array([sum(round.accepted for round in rounds) for rounds in answers], dtype=np.float64)
     count = np.array([len(rounds) for rounds in answers], dtype=np.float64)
     total = int(count.sum())
@@ -71,7 +76,10 @@ def acceptance_length(answers: Sequence[Sequence[Round]], seed: int = 0) -> Leng
 
 
 def interval(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64], seed: int = 0) -> tuple[float, float]:
-    """95 % for sum(above) / sum(below), whose terms are drawn together: a percentile bootstrap."""
+    """The 95 % interval (low, high) of sum(above) / sum(below), by a percentile bootstrap over their common entries.
+
+    above, below: [N], an entry for each prompt.
+    """
     draws = np.random.default_rng(seed).multinomial(len(below), np.full(len(below), 1 / len(below)), size=RESAMPLES)
     bottom = draws @ below
     ratios = (draws @ above)[bottom > 0] / bottom[bottom > 0]
@@ -80,7 +88,10 @@ def interval(above: npt.NDArray[np.float64], below: npt.NDArray[np.float64], see
 
 
 def by_position(answers: Iterable[Sequence[Round]], k: int) -> list[float]:
-    """For each of k places the share of rounds that proposed so many drafts and had them all accepted."""
+    """For each j from 1 to k, of the rounds that proposed j drafts or more, the share in which the first j all held.
+
+    nan where no round proposed so many.
+    """
     proposed, accepted = [0] * k, [0] * k
     for round in itertools.chain.from_iterable(answers):
         for place in range(min(k, round.proposed)):
@@ -90,7 +101,7 @@ def by_position(answers: Iterable[Sequence[Round]], k: int) -> list[float]:
 
 
 def perfect(answer: Spoken, k: int) -> list[Round]:
-    """The rounds of a drafter that proposes exactly what the target says: k accepted, but where the answer ends.
+    """The rounds of a drafter that proposes exactly what the target says: k are accepted, fewer at the answer's end.
 
     Where a limit ends the answer, as many are proposed as leave room for the target's own token behind them.
     """

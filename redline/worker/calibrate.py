@@ -1,7 +1,7 @@
 """What a step costs on this machine, measured once, before the first job: a second or so, less on a GPU.
 
-The steps are real ones over made-up tokens and pages that nobody owns yet. What they leave behind in the slots and
-pages, every job writes over before it reads it.
+The steps are real ones over made-up tokens and pages that nobody owns yet. Every job overwrites what they leave in
+slots and pages before it reads it.
 """
 
 import math
@@ -12,12 +12,12 @@ from redline.tune.costs import StepCosts
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
 
-ROWS = 1, 4, 16
-COUNTS = 1, 2, 4, 8
-REPEATS = 10
+ROWS = 1, 4, 16  # rows of a step
+COUNTS = 1, 2, 4, 8  # positions of a row
+REPEATS = 10  # timed steps of each kind, of which the fastest counts
 PASSES = 3  # of the drafter, in a step that measures them: the one that reads, and two that follow
-LEAST_MS = 0.02
-PROMPT = 8
+LEAST_MS = 0.02  # of the passes of one step together: what was measured may come to less, by chance
+PROMPT = 8  # tokens in each slot before the steps that are timed
 
 
 def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:

@@ -1,30 +1,79 @@
 """What a worker is told. Free of torch, so that the process that starts workers can read it."""
 
+from typing import Any
+
+import msgspec
+
 from redline.wire.base import Record
 
-SUFFIX = "suffix"  # in the place of a drafter's folder: what followed when the text's last tokens stood there before
+SUFFIX = "suffix"  # what a person writes in the place of a drafter's folder
+
+
+class _Drafts(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """What is the same whoever drafts."""
+
+    tokens: int = 3  # drafts that a step verifies per row, at most 15; 0: drafts nothing
+    adaptive: bool = True  # fewer where they do not pay; false: always `tokens`
+    trace: str | None = None  # a file for what was accepted where; it holds users' text
+
+
+class Learned(_Drafts, frozen=True, kw_only=True, tag="learned"):
+    """Speculation by a drafter that was trained for the model."""
+
+    drafter: str  # its folder
+    suffix: bool = True  # above it, matches of the text's own past where they are long
+
+
+class Suffix(_Drafts, frozen=True, kw_only=True, tag="suffix"):
+    """Speculation without a drafter: what followed when the text's last tokens stood there before."""
+
+
+DraftConfig = Learned | Suffix
+
+
+def drafts_of(source: str) -> DraftConfig:
+    """What a person means by a drafter's folder, or by SUFFIX."""
+    return Suffix() if source == SUFFIX else Learned(drafter=source)
 
 
 class EngineConfig(Record, frozen=True):
-    """What is absent is derived from the machine, and printed by `redline doctor`."""
+    """How an engine runs a checkpoint. What is None is derived from the machine, and printed by `redline doctor`."""
 
-    kv_memory: int | None = None  # bytes for the pages
-    max_model_len: int | None = None  # tokens of one job, prompt and answer
+    kv_memory: int | None = None  # bytes for the pages; absent: a quarter of the memory that is left, at most 4 GiB
+    max_model_len: int | None = None  # tokens of one job, prompt and answer; absent: what fits
     max_running: int = 64  # jobs in one step
     step_tokens: int | None = None  # positions computed in one step; absent: 512, on a GPU 2048
     kv_dtype: str = "bf16"  # of the pages: bf16, fp8 (e4m3, half the bytes) or float32
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
-    draft: str | None = None  # a drafter's folder, or "suffix"; absent: no speculation
-    draft_tokens: int | None = None  # drafts that a step verifies per row, at most 15; absent: 3
-    draft_trace: str | None = None  # a file for what was accepted where; it holds users' text
-    draft_adaptive: bool = True  # fewer drafts where they do not pay; false: always draft_tokens
-    suffix: bool = True  # under a learned drafter, matches of the text's own past where they are long
+    speculation: Learned | Suffix | None = None  # who drafts, and how; absent: no speculation
+
+    @property
+    def draft_tokens(self) -> int:
+        """Drafts of a row in a step, at most; 0: there are none."""
+        return 0 if self.speculation is None else self.speculation.tokens
+
+
+def new_spelling(key: str, value: Any, table: str = "engine") -> str | None:
+    """What to write for a key that this record had once; None for any other.
+
+    value: what the key was given. table: what the record is called in its file.
+    """
+    match key:
+        case "draft" if value == SUFFIX:
+            return f'[{table}.speculation] type = "suffix"'
+        case "draft":
+            folder = msgspec.json.encode(value if isinstance(value, str) else "FOLDER").decode()  # quoted as in TOML
+            return f'[{table}.speculation] type = "learned", drafter = {folder}'
+        case "draft_tokens" | "draft_trace" | "draft_adaptive" | "suffix":
+            return f"{table}.speculation.{key.removeprefix('draft_')}"
+        case _:
+            return None
 
 
 class WorkerConfig(Record, frozen=True):
     """One line of JSON on the worker's standard input."""
 
-    weights: str
+    weights: str  # the checkpoint's folder
     engine: EngineConfig
     inbox: str  # the address that the worker reads
     outbox: str  # the address that it writes

@@ -33,20 +33,19 @@ from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
-from redline.worker.config import SUFFIX, EngineConfig
+from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
-DRAFT_TOKENS = 3  # where nothing is said
 # A prompt's chunk reads nearly all experts: on a GPU 2,048 tokens take four times the work of 512 for the same reading.
 STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
 
 
 class EngineCore:
-    """One model on one device. Use as a context manager, or call `close`."""
+    """One model on one device, with its pages, planner and runner. `serve` closes the runner when it ends."""
 
     def __init__(
         self,
@@ -56,15 +55,28 @@ class EngineCore:
         fingerprint: str,
         drafter: Eagle3 | None = None,
     ) -> None:
-        """drafter: prepared for the model; its rows are in the layout."""
+        """Makes pages and slots, and measures what steps cost where drafts are asked for.
+
+        fingerprint: names the checkpoint and its pages' number format, for page hashes. drafter: what
+        `config.speculation` names where it is Learned, prepared for the model; its rows are in the layout. Raises
+        ConfigError where the trace cannot be written or numbers of the config cannot work together.
+        """
+        speculation = config.speculation
+        assert isinstance(speculation, Learned) == (drafter is not None), f"{speculation}, and the drafter is {drafter}"
         self.model = model
         self.layout = layout
         self.fingerprint = fingerprint
         self.drafter = drafter
         self.step_tokens = config.step_tokens or STEP_TOKENS[model.device.type]
-        self.trace = Trace(Path(config.draft_trace)) if config.draft_trace else None
-        suffix = config.draft == SUFFIX or (drafter is not None and config.suffix)
-        drafts = draft_tokens_of(config, drafter)
+        self.trace = Trace(Path(speculation.trace)) if speculation is not None and speculation.trace else None
+        match speculation:
+            case Learned():
+                suffix = speculation.suffix
+            case Suffix():
+                suffix = True
+            case None:
+                suffix = False
+        drafts = config.draft_tokens
         self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts)
         self.planner = Planner(
             layout.pages,
@@ -77,7 +89,7 @@ class EngineCore:
             ),
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=fingerprint),
-            calibrate(self.runner, drafts) if drafts and config.draft_adaptive else None,
+            calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
         )
 
     @classmethod
@@ -89,11 +101,18 @@ class EngineCore:
         device: torch.device | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> "EngineCore":
+        """Load a checkpoint's folder, and a drafter's where the config names one, onto a device.
+
+        device: absent: the config's. progress: called with (bytes read, bytes in all) while weights are read. Raises
+        CheckpointError for files that cannot be read, ConfigError for what the config asks and cannot be had, such as
+        more memory than is free.
+        """
         checkpoint = Checkpoint.open(folder)
         device = device or pick_device(config.device)
         dtype = kv_dtype_of(config.kv_dtype)
         free = free_memory(device)
-        drafter = Eagle3.open(config.draft, checkpoint.config) if config.draft not in (None, SUFFIX) else None
+        speculation = config.speculation
+        drafter = Eagle3.open(speculation.drafter, checkpoint.config) if isinstance(speculation, Learned) else None
         sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
         layout = fit(sizes, free, config.kv_memory, config.max_model_len)
         if progress is not None:
@@ -114,6 +133,7 @@ class EngineCore:
 
     @property
     def ready(self) -> Ready:
+        """What the worker says once it is loaded: limits, fingerprint and a summary for the operator."""
         config = self.model.config
         weights = f"{config.total_parameters / 1e6:,.1f} M parameters, {config.active_parameters / 1e6:,.1f} M active"
         if self.model.device.type == "cpu":
@@ -132,7 +152,10 @@ class EngineCore:
         )
 
     def serve(self, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None) -> None:
-        """The loop, in this thread, until a Stop comes. Raises WorkerLost where no further step should be tried."""
+        """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
+
+        Raises WorkerLost where no further step should be tried.
+        """
         try:
             with torch.inference_mode():
                 lead(self.planner, self.runner, inbox, outbox, self.trace, pulse)
@@ -143,7 +166,10 @@ class EngineCore:
 
 
 class Engine:
-    """An engine that runs beside its caller. Any number of threads may generate."""
+    """An engine that runs beside its caller, in a thread. Use as a context manager, or call `close`.
+
+    Any number of threads may generate.
+    """
 
     def __init__(self, engine: EngineCore, tokenizer: Tokenizer, style: Style) -> None:
         self.engine = engine
@@ -185,10 +211,11 @@ class Engine:
     def generate(
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
     ) -> dict[JobId, list[Delta]]:
-        """Run jobs to their ends, batched continuously. Deltas of each job, in order; the last one has a finish.
+        """Run jobs to their ends, batched continuously: each job's deltas, in order, of which the last has a finish.
 
-        Raises WorkerLost if the loop ends first. An exception from `on_delta` aborts the jobs, waits until they have
-        ended, and goes on.
+        on_delta: called with each delta as it comes, in this thread. An exception from it aborts the jobs, waits until
+        they have ended, and is raised again. Raises WorkerLost where the loop ends first, AssertionError where two jobs
+        have the same id.
         """
         deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
         assert len(deltas) == len(jobs), "two jobs have the same id"
@@ -200,7 +227,7 @@ class Engine:
                 self._inbox.put(job)
 
         def told() -> list[Delta]:
-            """New deltas of these jobs, once there are any."""
+            """New deltas of these jobs, once there are any. Raises WorkerLost where the loop has ended."""
             new: list[Delta] = []
             while not new:
                 messages = self._outbox.drain(wait=True, timeout=5.0)
@@ -231,6 +258,7 @@ class Engine:
         return deltas
 
     def close(self) -> None:
+        """Abort what runs, end the loop and wait for its thread; a later `generate` raises WorkerLost."""
         self._inbox.put(Stop())
         self._loop.join()
 
@@ -244,7 +272,10 @@ class Engine:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The named one, or the GPU if there is one. ConfigError where a GPU is asked for and there is none."""
+    """The device of a name, "cpu" or "cuda"; None: the GPU if there is one, else the CPU.
+
+    Raises ConfigError for another name, and where a GPU is asked for and there is none.
+    """
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, and torch sees no GPU here; leave it out, or say cpu")
     if name not in (None, "cpu", "cuda"):
@@ -253,29 +284,22 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def kv_dtype_of(name: str) -> torch.dtype:
-    """Of pages. ConfigError for a name that is none of ours."""
+    """The number format of pages by its name, a key of KV_DTYPES. Raises ConfigError for another name."""
     if name not in KV_DTYPES:
         raise ConfigError(f"kv-dtype is {name!r}; expected one of {', '.join(KV_DTYPES)}")
     return KV_DTYPES[name]
 
 
-def draft_tokens_of(config: EngineConfig, drafter: Eagle3 | None) -> int:
-    """Of a row in a step, at most."""
-    if drafter is None and config.draft != SUFFIX:
-        return 0
-    return DRAFT_TOKENS if config.draft_tokens is None else config.draft_tokens
-
-
 def sizes_of(
     model: K2Config, config: EngineConfig, device: torch.device, kv_dtype: torch.dtype, drafter: Eagle3 | None = None
 ) -> Sizes:
-    """What decides how much memory an engine takes."""
+    """The figures that decide how much memory an engine takes (`run.fit`)."""
     return Sizes(
         model,
         kv_dtype,
         step_tokens=config.step_tokens or STEP_TOKENS[device.type],
         max_running=config.max_running,
-        positions=1 + draft_tokens_of(config, drafter),
+        positions=1 + config.draft_tokens,
         device=device.type,
         gpu_kernels=why_not(model, device) is None,
         drafter=drafter and drafter.config,
@@ -284,5 +308,5 @@ def sizes_of(
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process could still take, control groups counted (`limits`)."""
+    """Bytes that this process could still take on a device; on a CPU control groups count (`limits.free_memory`)."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else limits.free_memory()

@@ -1,4 +1,4 @@
-"""What has to be known of `worker.engine.Engine` to ask it; free of torch, so that tests can stand in for it."""
+"""What a caller needs of `worker.engine.Engine`, as a protocol without torch, so that tests can stand in for it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -13,11 +13,22 @@ class JobRunner(Protocol):
     """A loaded target that takes jobs to their ends."""
 
     @property
-    def tokenizer(self) -> Tokenizer: ...
+    def tokenizer(self) -> Tokenizer:
+        """The target's own."""
+        ...
+
     @property
-    def style(self) -> Style: ...
+    def style(self) -> Style:
+        """How the target's prompts are written."""
+        ...
+
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """Names the target and its pages' number format; jobs are made with it (`chat.hashing.make_job`)."""
+        ...
+
     def generate(
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
-    ) -> Mapping[JobId, Sequence[Delta]]: ...
+    ) -> Mapping[JobId, Sequence[Delta]]:
+        """Run jobs to their ends: the deltas of each job, in order. Raises WorkerLost, as `Engine.generate` does."""
+        ...

@@ -22,8 +22,8 @@ from redline.wire.step import RowResult, Step, StepResult
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 
-LOAD_INTERVAL_S = 0.2
-MOST_FAILURES = 3  # steps that fail one after another, none between them that runs
+LOAD_INTERVAL_S = 0.2  # between two Loads, at least
+MOST_FAILURES = 3  # steps that fail one after another, without one between them that succeeds
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Pending(Protocol):
     """A launched step."""
 
     def wait(self) -> StepResult:
-        """Blocks until the step has run."""
+        """Blocks until the step has run; raises what it raised."""
         ...
 
 
@@ -40,23 +40,28 @@ class Runner(Protocol):
     """Runs steps, one after another, in the order of their launches."""
 
     def launch(self, step: Step) -> Pending:
-        """Returns at once; `wait` gives the tokens."""
+        """Starts a step and returns, on a GPU at once; `wait` gives what came of it. Raises where it cannot begin."""
         ...
 
 
 class StepInFlight(NamedTuple):
+    """A step that was launched, or could not be, and is not settled."""
+
     step: Step
     pending: Pending
-    begun: float  # the machine's clock could start: the step was launched, and the one before had ended
+    begun: float  # seconds (time.monotonic) when it was launched and the one before had ended, the later of the two
 
     @property
     def launched(self) -> bool:
+        """Whether the runner took the step."""
         return not isinstance(self.pending, _NotLaunched)
 
 
 class EndedStep(NamedTuple):
+    """A step that has run or failed; where it failed, each row of its result has an error."""
+
     result: StepResult
-    at: float
+    at: float  # seconds (time.monotonic) when it ended
     error: Exception | None  # why the step failed
 
 
@@ -77,7 +82,7 @@ class Failures:
 
 
 def one_line(error: BaseException | None) -> str:
-    """Its kind and the first line of its message."""
+    """An error for a log line: the name of its class and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
@@ -85,12 +90,12 @@ def one_line(error: BaseException | None) -> str:
 def turn(
     planner: Planner, runner: Runner, last: StepInFlight | None, failures: Failures | None = None
 ) -> tuple[StepInFlight | None, list[Delta]]:
-    """Launches the next step, then settles the last one while the machine works; where nothing is planned ahead, the
-    one that it has launched.
+    """Launches the next step, then settles the last one while the machine works; where nothing is planned ahead, it
+    settles the step that it has just launched. Gives the step that is now in flight, and the deltas.
 
     Raises WorkerLost, and settles nothing, where no further step should be tried; `failures` counts from turn to turn.
     """
-    # Behind a step that was not launched nothing is: its jobs never began, and end first.
+    # After a step that could not be launched none is: the jobs of that step never began, and have to end first.
     step = planner.next_step() if last is None or last.launched else None
     in_flight = StepInFlight(step, _launch(runner, step), time.monotonic()) if step else None
     if last is None and not planner.ahead:
@@ -211,7 +216,7 @@ def _launch(runner: Runner, step: Step) -> Pending:
 
 
 def _wait(in_flight: StepInFlight) -> EndedStep:
-    """A step that failed gives an error to each of its rows."""
+    """Waits for a step. One that failed gives an error to each of its rows."""
     try:
         return EndedStep(in_flight.pending.wait(), time.monotonic(), None)
     except Exception as error:
@@ -223,7 +228,7 @@ def _wait(in_flight: StepInFlight) -> EndedStep:
 
 
 def _prove(planner: Planner, inbox: Inbox) -> list[Wire]:
-    """Proves that the books are right, while nobody wants anything: messages that come meanwhile end it at once."""
+    """Proves that the planner's books are right. Messages that come meanwhile end it at once, and are returned."""
     for _ in planner.checks():
         if messages := inbox.drain(wait=False):
             return messages

@@ -35,6 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def main() -> int:
+    """Serve until told to stop: 0. Where the worker fails, it sends Failed and the process ends with code 1."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they reach the whole group; the parent says when to stop
     logging.basicConfig(

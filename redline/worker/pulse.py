@@ -16,24 +16,25 @@ from typing import Self
 from redline.wire.channel import Outbox
 from redline.wire.news import Beat
 
-BEAT_S = 1.0
+BEAT_S = 1.0  # between two beats
 # A turn is one step. The first of a shape compiles kernels, for up to some minutes, and no machine that is of use
 # takes two seconds for a token.
 TURN_S, TURN_S_PER_TOKEN = 300, 2
 
 
 class Pulse:
-    """What the loop is at; the loop writes it, a `Heart` reads it."""
+    """How far the loop is: it counts its turns, and says whether it waits. The loop writes, a `Heart` reads."""
 
     def __init__(self) -> None:
         self.turns = 0
-        self.waits = True  # for messages: nothing is to be done
+        self.waits = True  # for messages, as there is nothing to do
 
 
 class Heart:
-    """Tells a Beat every BEAT_S while inside, from a thread of its own and through an outbox that nobody else uses.
+    """Sends a Beat every BEAT_S seconds while inside, from its own thread and through an outbox that nobody else uses.
 
-    hung: called, in that thread, with one line once the loop has been in one turn for more than `most_s` seconds.
+    step_tokens: the most positions of a step; the limit `most_s`, in seconds, grows with it. hung: called, in that
+    thread, with one line once the loop has been in one turn for longer than that.
     """
 
     def __init__(self, pulse: Pulse, outbox: Outbox, step_tokens: int, hung: Callable[[str], object]) -> None:
@@ -47,7 +48,7 @@ class Heart:
         self._thread = threading.Thread(target=self._beat_on, name="heart", daemon=True)
 
     def beat(self) -> None:
-        """One more BEAT_S has passed."""
+        """Sends a Beat, and calls `hung` past the limit; called each time that another BEAT_S seconds have passed."""
         same = self._pulse.turns == self._turn and not self._pulse.waits
         self._turn, self._turn_s = self._pulse.turns, self._turn_s + BEAT_S if same else 0.0
         self._outbox.put(Beat(turn_s=self._turn_s))

@@ -1,7 +1,7 @@
 """What was said and what was drafted, one JSON line a job: the raw material for a better drafter.
 
-The lines hold users' text as token ids, prompt and answer: who keeps a trace keeps what users wrote. The file is made
-for its owner's eyes alone (mode 0600), and nothing is ever deleted from it.
+The lines hold users' text as token ids, prompt and answer: who keeps a trace keeps what users wrote. A new file can be
+read by its owner alone (mode 0600), and nothing is ever deleted from it.
 """
 
 import json
@@ -44,9 +44,11 @@ class Trace:
             raise ConfigError(f"{path}: traces cannot be written here: {error.strerror}") from error
 
     def submit(self, job: Job) -> None:
+        """Begin the line of a job."""
         self._stories[job.id] = _Story(job)
 
     def told(self, delta: Delta) -> None:
+        """Take in a delta of a job that was submitted; its last one, with a finish, writes the line."""
         story = self._stories.get(delta.job)
         if story is None:
             return
@@ -67,6 +69,7 @@ class Trace:
         )
 
     def close(self) -> None:
+        """Close the file; jobs that have not ended leave no line."""
         os.close(self._file)
 
     def _write(self, line: dict[str, object]) -> None:

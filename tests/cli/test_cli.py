@@ -24,7 +24,7 @@ from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.write import random_checkpoint
 from redline.ops.op import Machine
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Suffix
 from tests.tiny_model import kernel_config
 
 REDLINE = Path(sys.executable).with_name("redline")
@@ -304,6 +304,13 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
             "draft synth t --prompts p --out o",
             "redline.draft.corpus.synth.run",
             SynthConfig(weights="t", out="o", prompts=("p",), engine=EngineConfig(step_tokens=512)),
+        ),
+        (
+            "draft synth t --prompts p --out o --draft suffix",
+            "redline.draft.corpus.synth.run",
+            SynthConfig(
+                weights="t", out="o", prompts=("p",), engine=EngineConfig(step_tokens=512, speculation=Suffix())
+            ),
         ),
         (
             "draft mine t --draft d --corpus c --out o",

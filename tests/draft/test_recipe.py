@@ -154,6 +154,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ('target = "{}"\nout = "o"', r"expected \[synth\], or corpus"),
         ('target = "{}"\nout = "o"\n[synth]\ncuont = 1', r"synth\.cuont: no such key"),
         ('target = "{}"\nout = "o"\n[synth]\ncount = 1', r"\[train\]: missing"),
+        (
+            'target = "{}"\nout = "o"\n[synth.engine]\ndraft = "suffix"',
+            r'synth\.engine\.draft: no such key; it is \[synth\.engine\.speculation\] type = "suffix" now',
+        ),
+        (
+            'target = "{}"\nout = "o"\n[synth.engine.speculation]\ntokens = 3',
+            r"synth\.engine\.speculation: Object missing required field `type`",
+        ),
         ('target = "{}"\nout = "o"\n[synth]\n[train.recipe]\nlr = "fast"', r"train\.recipe\.lr: Expected `float`"),
         ("target =", "not a TOML file"),
     ],

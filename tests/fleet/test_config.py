@@ -7,6 +7,7 @@ import pytest
 
 from redline.errors import ConfigError
 from redline.fleet.config import ServeConfig, read, size
+from redline.worker.config import Learned, Suffix
 
 WHOLE = """
 weights = "weights/kimi"
@@ -22,11 +23,20 @@ max_running = 8
 step_tokens = 256
 kv_dtype = "float32"
 device = "cpu"
-draft = "weights/kimi-eagle3"
-draft_tokens = 5
-draft_trace = "accepted.jsonl"
-draft_adaptive = false
+
+[engine.speculation]
+type = "learned"
+drafter = "weights/kimi-eagle3"
+tokens = 5
+adaptive = false
 suffix = false
+trace = "accepted.jsonl"
+"""
+
+SUFFIX = """
+weights = "w"
+[engine.speculation]
+type = "suffix"
 """
 
 
@@ -52,15 +62,30 @@ def test_a_file_states_every_key_and_its_paths_are_relative_to_it(tmp_path: Path
     engine = config.engine
     assert (engine.kv_memory, engine.max_model_len) == (3 * 2**29, 4096)
     assert (engine.max_running, engine.step_tokens, engine.kv_dtype, engine.device) == (8, 256, "float32", "cpu")
-    assert (engine.draft, engine.draft_tokens) == (str(tmp_path / "weights/kimi-eagle3"), 5)
-    assert engine.draft_trace == str(tmp_path / "accepted.jsonl")
-    assert (engine.draft_adaptive, engine.suffix) == (False, False)
+    drafter, trace = str(tmp_path / "weights/kimi-eagle3"), str(tmp_path / "accepted.jsonl")
+    assert engine.speculation == Learned(drafter=drafter, tokens=5, adaptive=False, suffix=False, trace=trace)
 
 
-def test_suffix_is_a_drafter_without_a_folder(tmp_path: Path):
-    config = read(write(tmp_path, 'weights = "w"\n[engine]\ndraft = "suffix"\ndraft_tokens = 0'), {})
-    assert (config.engine.draft, config.engine.draft_tokens) == ("suffix", 0)
-    assert read(tmp_path, {"engine.draft": "suffix"}).engine.draft == "suffix"
+def test_suffix_drafts_without_a_folder(tmp_path: Path):
+    assert read(write(tmp_path, SUFFIX + "tokens = 0"), {}).engine.speculation == Suffix(tokens=0)
+    assert read(write(tmp_path, SUFFIX), {}).engine.draft_tokens == 3
+    assert read(tmp_path, {"engine.speculation": "suffix"}).engine.speculation == Suffix()
+    assert read(tmp_path, {}).engine.draft_tokens == 0
+
+
+def test_a_flag_changes_who_drafts_and_the_file_still_says_how(tmp_path: Path):
+    how = {"tokens": 5, "adaptive": False, "trace": str(tmp_path / "accepted.jsonl")}
+    flags: dict[str, Any] = {"engine.speculation": "suffix"}
+    assert read(write(tmp_path, WHOLE), flags).engine.speculation == Suffix(**how)
+    flags["engine.speculation"] = "other"
+    assert read(write(tmp_path, WHOLE), flags).engine.speculation == Learned(drafter="other", suffix=False, **how)
+    flags |= {"engine.speculation.tokens": 2, "engine.speculation.trace": "here"}
+    assert read(write(tmp_path, SUFFIX), flags).engine.speculation == Learned(drafter="other", tokens=2, trace="here")
+    flags = {"engine.speculation.tokens": 2}
+    assert read(write(tmp_path, SUFFIX), flags).engine.speculation == Suffix(tokens=2)
+    flags["engine.speculation"] = "suffix"
+    how_alone = 'weights = "w"\n[engine.speculation]\nadaptive = false'
+    assert read(write(tmp_path, how_alone), flags).engine.speculation == Suffix(tokens=2, adaptive=False)
 
 
 def test_a_flag_wins_over_the_file(tmp_path: Path):
@@ -81,7 +106,7 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
         ('weights = "w"\n[engin]\nkv_memory = 1', r"unknown key engin; did you mean \[engine\]\?"),
         (
             'weights = "w"\n"[/x]" = 1',
-            r"unknown key \[/x\]; the keys are weights, host, .*, and under \[engine\] kv_memory",
+            r"unknown key \[/x\]; the keys are weights, host, .*, under \[engine\] kv_memory",
         ),
         ('weights = "a\\u0000b"', r"weights is 'a\\x00b'; expected text without zero bytes"),
         ('weights = "w"\nhost = ""', r"host is empty"),
@@ -95,11 +120,52 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
         ('weights = "w"\nport = 65536', r"port is 65536; expected 0 to 65535"),
         ('weights = "w"\n[engine]\nkv_memory = "2 bags"', r"engine\.kv_memory is '2 bags'; expected a size"),
         ('weights = "w"\nengine = 1', r"engine"),
-        ('weights = "w"\n[engine]\ndraft = "d"\ndraft_tokens = 16', r"engine\.draft_tokens is 16; expected 0 to 15"),
-        ('weights = "w"\n[engine]\ndraft = "d"\ndraft_tokens = -1', r"engine\.draft_tokens is -1; expected 0 to 15"),
-        ('weights = "w"\n[engine]\ndraft = 3', r"Expected `str \| null`, got `int` - at `\$\.engine\.draft`"),
-        ('weights = "w"\n[engine]\ndraft_tokens = 3', r"engine\.draft_tokens is set, but nothing drafts"),
-        ('weights = "w"\n[engine]\ndraft_trace = "t"', r"engine\.draft_trace is set, but nothing drafts"),
+        (SUFFIX + "tokens = 16", r"engine\.speculation\.tokens is 16; expected 0 to 15"),
+        (SUFFIX + "tokens = -1", r"engine\.speculation\.tokens is -1; expected 0 to 15"),
+        (SUFFIX + "tokns = 1", r"unknown key engine\.speculation\.tokns; did you mean engine\.speculation\.tokens\?"),
+        (
+            SUFFIX + 'drafter = "d"',
+            r'unknown key engine\.speculation\.drafter; .* \("suffix"\) type, tokens,',
+        ),
+        (SUFFIX + "suffix = true", r'unknown key engine\.speculation\.suffix; the keys are .* \("suffix"\) type, tok'),
+        (SUFFIX + 'trace = "\\u0000"', r"engine\.speculation\.trace is '\\x00'; expected text without zero bytes"),
+        ('weights = "w"\n[engine.speculation]\ntype = "eagle"', r"Invalid value 'eagle' - at `\$\.engine\.speculation"),
+        ('weights = "w"\n[engine.speculation]\ntype = "learned"', r"missing required field `drafter` - at `\$\.engine"),
+        (
+            'weights = "w"\n[engine.speculation]\ntokens = 3',
+            r"engine\.speculation\.tokens is set, but nothing drafts: set",
+        ),
+        ('weights = "w"\n[engine.speculation]\ntrace = "t"', r"engine\.speculation\.trace is set, but nothing drafts"),
+        (
+            'weights = "w"\n[engine.speculation]',
+            r"engine\.speculation is set, but nothing drafts: set engine\.speculation\.t",
+        ),
+        (
+            'weights = "w"\n[engine]\nspeculation = "suffix"',
+            r"engine\.speculation is 'suffix'; expected a table with type =",
+        ),
+        ('weights = "w"\n[engine]\nspeculation = 3', r"engine\.speculation is 3; expected a table"),
+        (
+            'weights = "w"\n[engine]\ndraft = "a/b"',
+            r'unknown key engine\.draft; it is \[engine\.speculation\] type = "learned", drafter = "a/b" now$',
+        ),
+        (
+            'weights = "w"\n[engine]\ndraft = "a\\nb"',
+            r'it is \[engine\.speculation\] type = "learned", drafter = "a\\nb" now$',
+        ),
+        ('weights = "w"\n[engine]\ndraft = "suffix"', r'it is \[engine\.speculation\] type = "suffix" now$'),
+        (
+            'weights = "w"\n[engine]\ndraft = 3',
+            r'it is \[engine\.speculation\] type = "learned", drafter = "FOLDER" now$',
+        ),
+        (
+            'weights = "w"\n[engine]\ndraft_tokens = 3',
+            r"unknown key engine\.draft_tokens; it is engine\.speculation\.tokens ",
+        ),
+        ('weights = "w"\n[engine]\ndraft_trace = "t"', r"it is engine\.speculation\.trace now$"),
+        ('weights = "w"\n[engine]\ndraft_adaptive = false', r"it is engine\.speculation\.adaptive now$"),
+        ('weights = "w"\n[engine]\nsuffix = false', r"it is engine\.speculation\.suffix now$"),
+        ('weights = "w"\ndraft-tokens = 3', r"unknown key draft-tokens; it is engine\.speculation\.tokens now$"),
         ("weights = ", r"not a TOML file"),
         ("\xff", r"not a TOML file"),
     ],
@@ -119,7 +185,15 @@ def test_neither_folder_nor_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("text", "flags"), [('weights = "w"\nengine = 1', {"engine.device": "cpu"}), ('weights = "w"', {"port": -1})]
+    ("text", "flags"),
+    [
+        ('weights = "w"\nengine = 1', {"engine.device": "cpu"}),
+        ('weights = "w"\nengine = 1', {"engine.speculation": "suffix"}),
+        ('weights = "w"\n[engine]\nspeculation = 1', {"engine.speculation.tokens": 1}),
+        ('weights = "w"', {"port": -1}),
+        ('weights = "w"', {"engine.speculation.tokens": 1}),
+        (SUFFIX, {"engine.speculation.tokens": 16}),
+    ],
 )
 def test_flags_over_a_wrong_file_are_no_crash(tmp_path: Path, text: str, flags: dict[str, Any]):
     with pytest.raises(ConfigError):

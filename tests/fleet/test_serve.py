@@ -588,12 +588,13 @@ def test_a_broken_checkpoint_is_one_line(start: Callable[..., Server], tiny: Pat
         (["{tiny}/" + "x" * 300], "File name too long"),
         (["{tiny}/[/bold] [red]"], r"/\[/bold\] \[red\]: no such folder or file"),
         (["{tiny}", "--keys-file", "{tiny}/no-keys"], "the file of API keys cannot be read"),
-        (["{tiny}", "--draft", "{tiny}/nowhere"], "draft: .*/nowhere: no such folder; expected a drafter's folder"),
-        (["{tiny}", "--draft", "suffix", "--draft-tokens", "16"], "draft_tokens is 16; expected 0 to 15"),
+        (["{tiny}", "--draft", "{tiny}/nowhere"], "drafter: .*/nowhere: no such folder; expected a drafter's folder"),
+        (["{tiny}", "--draft", "suffix", "--draft-tokens", "16"], "speculation.tokens is 16; expected 0 to 15"),
         (
             ["{tiny}", "--draft", "suffix", "--draft-trace", "{tiny}/no/file"],
-            "draft_trace: .*: its folder does not exist",
+            "speculation.trace: .*: its folder does not exist",
         ),
+        (["{tiny}", "--draft-tokens", "3"], "speculation.tokens is set, but nothing drafts: .*--draft FOLDER"),
     ],
 )
 def test_a_mistake_of_the_operator_is_one_line(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from redline.model.k2.cpu import K2
-from tests.tiny_model import Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
+from tests.tiny_model import BOTH, Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_model
 
 PROMPT = prompt(seed=2, length=300)
 ASKED = {"max_tokens": 12, "prompt_logprobs": 3}
@@ -58,7 +58,7 @@ def test_the_rows_of_a_drafter_are_the_same_too(model: K2, step_tokens: int):
     jobs = [job(f"{length}", prompt(seed=length, length=length), max_tokens=40) for length in (90, 127, 128, 129, 200)]
     rows: list[list[torch.Tensor]] = []
     for tokens in (512, step_tokens):
-        engine = open_engine(model, drafter=tiny_drafter(), draft_adaptive=False, step_tokens=tokens, max_running=5)
+        engine = open_engine(model, speculation=BOTH, step_tokens=tokens, max_running=5)
         try:
             run(engine, jobs)
             rows.append([drafter_rows(engine, slot, len(one.tokens) + 35) for slot, one in enumerate(jobs)])

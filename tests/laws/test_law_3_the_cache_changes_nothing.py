@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from redline.worker.engine import EngineCore
-from tests.tiny_model import Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
+from tests.tiny_model import BOTH, Answer, drafter_rows, job, open_engine, prompt, run, run_alone, tiny_model
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_with_a_drafter_its_rows_are_the_same_too(shared: int):
     answers: list[Answer] = []
     rows: list[torch.Tensor] = []
     for before in ([], [job("before", prompt(seed=3, length=250)), job("again", prompt(seed=3, length=191))]):
-        engine = open_engine(tiny_model(), drafter=tiny_drafter(), draft_adaptive=False, max_running=1)
+        engine = open_engine(tiny_model(), speculation=BOTH, max_running=1)
         try:
             run(engine, before)
             answers.append(run(engine, [asked])["after"])

@@ -20,14 +20,15 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import K2, load
 from redline.wire.job import Job, JobId
+from redline.worker.config import DraftConfig, Learned
 from redline.worker.engine import EngineCore
-from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
+from tests.tiny_model import BOTH, LEARNED, SUFFIX, Answer, job, open_engine, prompt, run, run_alone, tiny_model
 
 MODELS = Path(__file__).parents[2] / "models"
-WAYS: dict[str, dict[str, Any]] = {
-    "suffix": {"draft": "suffix"},
-    "a drafter that is wrong": {"drafter": "tiny", "suffix": False},
-    "both": {"drafter": "tiny"},
+WAYS: dict[str, DraftConfig] = {
+    "suffix": SUFFIX,
+    "a drafter that is wrong": LEARNED,
+    "both": BOTH,
 }
 SAMPLINGS: dict[str, dict[str, Any]] = {
     "greedy": {},
@@ -47,10 +48,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 
 def speculating(way: str, **engine: Any) -> EngineCore:
-    settings = {**WAYS[way], "draft_adaptive": False, "draft_tokens": 3, **engine}
-    if settings.get("drafter") == "tiny":
-        settings["drafter"] = tiny_drafter()
-    return open_engine(tiny_model(), **settings)
+    return open_engine(tiny_model(), speculation=WAYS[way], **engine)
 
 
 def plain(answer: Answer) -> Answer:
@@ -123,7 +121,8 @@ def test_many_in_one_batch_with_chunks_prefixes_and_few_pages(way: str):
 @pytest.mark.parametrize("drafts", [1, 2, 7])
 def test_any_number_of_drafts(drafts: int):
     asked = job("asked", prompt(seed=2, length=61), max_tokens=80)
-    answer = answers_of(speculating("both", draft_tokens=drafts), [asked])["asked"]
+    both = Learned(drafter="tiny", tokens=drafts, adaptive=False)
+    answer = answers_of(open_engine(tiny_model(), speculation=both), [asked])["asked"]
     assert plain(answer) == _alone(asked)
 
 
@@ -174,7 +173,8 @@ def test_nano_answers_as_it_does_without_its_drafter_and_most_drafts_hold():
         asked.append(job(f"{n}", tokens, max_tokens=170, stop_ids=ends, logprobs=None, **drawn))
     settings = {"pages": 8, "max_model_len": 320, "step_tokens": 128, "kv_dtype": torch.bfloat16}
     alone = {one: run_alone(model, one, **settings) for one in {unnamed(one) for one in asked}}
-    engine = open_engine(model, drafter=drafter, draft_adaptive=False, draft_tokens=3, suffix=False, **settings)
+    speculation = Learned(drafter="kimi-nano-eagle3", adaptive=False, suffix=False)
+    engine = open_engine(model, drafter=drafter, speculation=speculation, **settings)
     answers = answers_of(engine, asked[:9], asked[9:], every=1)
     load = engine.planner.load()
     for one in asked:

@@ -14,7 +14,7 @@ import torch
 
 from redline.kernels.cpu import native
 from redline.wire.job import Job
-from tests.tiny_model import Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
+from tests.tiny_model import BOTH, SUFFIX, Answer, job, open_engine, prompt, run, run_alone, tiny_model
 
 KINDS = {
     "greedy": {},
@@ -79,8 +79,8 @@ def test_choices_of_one_request_share_its_prompt_and_are_what_they_are_alone(len
     """They come together: the first computes the full pages, the others begin from them."""
     config: dict[str, Any] = {
         "alone": {},
-        "drafter": {"drafter": tiny_drafter(), "draft_adaptive": False},
-        "suffix": {"draft": "suffix", "draft_adaptive": False},
+        "drafter": {"speculation": BOTH},
+        "suffix": {"speculation": SUFFIX},
         "fp8": {"kv_dtype": torch.float8_e4m3fn},
     }[way]
     asked = prompt(seed=1, length=length)

@@ -17,7 +17,7 @@ from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.config import EngineConfig
+from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -111,9 +111,13 @@ def test_law_3_the_cache_changes_nothing(asked: list[tuple[int, ...]], plain: An
         same(asked, answer(engine, asked), plain, kv_dtype)
 
 
-@pytest.mark.parametrize("draft", ["suffix", str(DRAFTER)])
-def test_law_4_drafts_change_nothing(asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str, draft: str):
-    with opened(draft=draft, kv_dtype=kv_dtype, draft_adaptive=False) as engine:
+@pytest.mark.parametrize(
+    "speculation", [Suffix(adaptive=False), Learned(drafter=str(DRAFTER), adaptive=False)], ids=["suffix", "drafter"]
+)
+def test_law_4_drafts_change_nothing(
+    asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str, speculation: DraftConfig
+):
+    with opened(speculation=speculation, kv_dtype=kv_dtype) as engine:
         same(asked, answer(engine, asked), plain, kv_dtype)
 
 

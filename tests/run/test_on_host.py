@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from redline.ops.sample import least_kept
 from redline.run.sampling import on_host as module
 from redline.run.sampling.on_host import (
     COLDEST,
@@ -195,7 +196,7 @@ def test_tokens_as_likely_as_the_last_one_kept_are_kept(options: dict[str, Any])
 def test_the_shortlist_changes_nothing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     logits = torch.randn(5000, generator=torch.Generator().manual_seed(1)) * 2
     sampling = asked(**options)
-    probability = logits.softmax(-1)
+    probability = logits.softmax(-1)[None]
     answers: list[list[float]] = []
     for shortlist in (1, 40, SHORTLIST, 5000):
         monkeypatch.setattr(module, "SHORTLIST", shortlist)
@@ -203,12 +204,49 @@ def test_the_shortlist_changes_nothing(options: dict[str, Any], monkeypatch: pyt
     assert answers.count(answers[0]) == len(answers)
 
 
+@given(
+    seed=st.integers(0, 2**32),
+    rows=st.integers(1, 5),
+    vocabulary=st.sampled_from([1, 7, 300, 2500, 9000]),
+    spread=st.sampled_from([0.0, 0.3, 2.0, 6.0]),
+    top_k=st.sampled_from([0, 1, 5, 299, 300, 1000]),
+    top_p=st.one_of(st.just(1.0), st.floats(0.0001, 1)),
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+    piece=st.sampled_from([1, 600, 1 << 18]),
+)
+@settings(deadline=None)
+def test_what_is_kept_is_what_the_meaning_keeps_and_company_does_not_matter(
+    seed: int, rows: int, vocabulary: int, spread: float, top_k: int, top_p: float, min_p: float, piece: int
+):
+    """A few of the likeliest tokens, or the whole vocabulary in order: the same bits."""
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * spread
+    probability = logits.mul(8).round().div(8).softmax(-1)  # with ties
+    sampling = asked(top_k=top_k, top_p=top_p, min_p=min_p)
+    odds = torch.tensor([[1.0, top_p, min_p, top_k, 0.0]] * rows, dtype=torch.float64)
+    everything = probability.sort(-1, descending=True).values
+    least = least_kept(everything, torch.stack([row.sum(dtype=torch.float64) for row in probability]), odds)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SORTED", piece)
+        found = kept(probability, sampling)
+    assert torch.equal(found, probability * (probability >= least[:, None]))
+    for row, alone in zip(found, probability, strict=True):
+        assert torch.equal(row, kept(alone[None], sampling)[0])
+
+
+def test_a_row_of_no_numbers_is_kept_as_it_is():
+    probability = torch.stack([torch.full((3000,), torch.nan), torch.full((3000,), 1 / 3000)])
+    for options in OPTIONS.values():
+        nothing, sound = kept(probability, asked(**options))
+        assert nothing.isnan().all()
+        assert not sound.isnan().any()
+
+
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_what_is_drawn_is_picked_from_what_is_kept(options: dict[str, Any]):
     """`kept` is how block verification sees the distribution that `sample_each` draws from."""
     sampling = asked(**options)
     logits = adjusted(LOGITS, sampling, torch.tensor(PROMPT), torch.tensor(GENERATED))
-    share = kept((logits / sampling.temperature).softmax(-1), sampling)
+    (share,) = kept((logits / sampling.temperature).softmax(-1)[None], sampling)
     grid = [(i + 0.5) / 60 for i in range(60)]
     assert [draw(logits, sampling, u) for u in grid] == [pick(share, u) for u in grid]
 

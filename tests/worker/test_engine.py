@@ -18,7 +18,8 @@ from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.engine import Engine, EngineConfig, EngineCore
+from redline.worker.config import EngineConfig
+from redline.worker.engine import Engine, EngineCore
 from tests.tiny_model import kernel_config, prompt
 
 CONFIG = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=8, step_tokens=64)

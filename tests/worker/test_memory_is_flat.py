@@ -13,7 +13,7 @@ import torch
 from redline.chat.hashing import make_job
 from redline.wire.job import JobId, Sampling
 from redline.worker.loop import StepInFlight, turn
-from tests.tiny_model import FINGERPRINT, VOCABULARY, open_engine, tiny_drafter, tiny_model
+from tests.tiny_model import BOTH, FINGERPRINT, VOCABULARY, open_engine, tiny_model
 
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -43,8 +43,8 @@ def jobs() -> Iterator[Any]:
 @pytest.mark.skipif(sys.platform != "linux", reason="anonymous memory is read from /proc")
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafter"])
 def test_memory_is_flat_over_many_jobs(drafts: bool):
-    how: dict[str, Any] = {"drafter": tiny_drafter(), "draft_tokens": 3, "draft_adaptive": False} if drafts else {}
-    engine, coming = open_engine(tiny_model(), pages=24, max_model_len=256, step_tokens=64, **how), jobs()
+    how = BOTH if drafts else None
+    engine, coming = open_engine(tiny_model(), pages=24, max_model_len=256, step_tokens=64, speculation=how), jobs()
     flight: StepInFlight | None = None
 
     def wave() -> None:

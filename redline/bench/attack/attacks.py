@@ -1,8 +1,8 @@
 """The list of attacks: what one client can send to hurt another, each a name, a sentence and a coroutine.
 
 An attack is made in two steps: its bodies are built first, as that takes time which is not the server's; then it is
-fired. It ends by itself within seconds, and World.tally says what became of each of its requests. `item` is where it
-comes from: an issue's item, or "own" for what nobody had named.
+fired. It ends by itself within seconds, and World.tally counts what became of each of its requests. `item` says where
+the attack comes from: an issue's item, or "own" for what nobody had named.
 """
 
 import asyncio
@@ -19,15 +19,16 @@ from redline.bench.attack.raw_http import HOST, Reply, ask, connect, connection,
 
 CHAT, COMPLETIONS, TOKENIZE, DETOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"
 MIB = 1 << 20
-LIMIT_S = 40.0  # for one request's answer
+LIMIT_S = 40.0  # seconds for one request's answer
 
 Fire = Callable[[], Awaitable[None]]
 
 
 class World:
-    """The server under attack, and what it answered since `tally` was last emptied.
+    """The server under attack on 127.0.0.1, and what it answered since `tally` was last emptied.
 
-    token: one whose text is " the"; blank: one of whitespace alone. context: tokens of one request, at most.
+    token: the id of one whose text is " the"; blank: the id of one that is whitespace alone. context: tokens of one
+    request, at most. tally: how many requests ended in each way, by `Reply.kind`.
     """
 
     def __init__(self, port: int, token: int, blank: int, context: int) -> None:
@@ -38,13 +39,17 @@ class World:
         self.tally: Counter[str] = Counter()
 
     async def send(self, request: bytes, **how: Any) -> Reply:
+        """Sends one request on a connection of its own, and counts its reply. `how`: for `raw_http.ask`."""
         given: dict[str, Any] = {"limit_s": LIMIT_S, **how}
         reply = await ask(self.port, request, **given)
         self.tally[reply.kind] += 1
         return reply
 
     async def send_parts(self, parts: Sequence[bytes]) -> None:
-        """A request in pieces of the attack's own, the second one a moment after the first."""
+        """Sends one request in pieces of the attack's own, the second one 0.3 s after the first.
+
+        Counts its status, or "closed" where none came within LIMIT_S or the connection broke.
+        """
         outcome = "closed"
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(LIMIT_S), connection(self.port) as (reader, writer):
@@ -57,10 +62,11 @@ class World:
         self.tally[outcome] += 1
 
     async def send_all(self, requests: Iterable[bytes], **how: Any) -> None:
+        """Sends all requests at once, and returns when every one has ended. `how`: as in `send`."""
         await asyncio.gather(*(self.send(request, **how) for request in requests))
 
     async def others_are_served(self, seconds: float) -> None:
-        """A newcomer asks every second."""
+        """Asks for one token every second, as a newcomer would, and counts each outcome under "newcomer ..."."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             reply = await ask(self.port, post(COMPLETIONS, body(prompt="Hello", max_tokens=1)), limit_s=10)
@@ -69,6 +75,8 @@ class World:
 
 
 class Attack(NamedTuple):
+    """One entry of the list. prepare: builds the bodies, which takes memory and time, and returns what sends them."""
+
     name: str
     item: str
     what: str
@@ -79,6 +87,8 @@ ATTACKS: list[Attack] = []
 
 
 def attack(item: str, what: str) -> Callable[[Callable[[World], Fire]], Callable[[World], Fire]]:
+    """Registers the decorated function in ATTACKS under its own name. item: where the attack comes from, or "own"."""
+
     def note(prepare: Callable[[World], Fire]) -> Callable[[World], Fire]:
         ATTACKS.append(Attack(prepare.__name__, item, what, prepare))
         return prepare
@@ -87,14 +97,18 @@ def attack(item: str, what: str) -> Callable[[Callable[[World], Fire]], Callable
 
 
 def body(**fields: Any) -> bytes:
+    """The JSON of a request's body, as UTF-8 bytes."""
     return json.dumps(fields).encode()
 
 
 def user(text: str) -> list[dict[str, str]]:
+    """A conversation of one user message."""
     return [{"role": "user", "content": text}]
 
 
 def at_once(world: World, requests: Sequence[bytes], **how: Any) -> Fire:
+    """What sends all requests together, each on a connection of its own. `how`: as in `World.send`."""
+
     async def fire() -> None:
         await world.send_all(requests, **how)
 
@@ -102,6 +116,8 @@ def at_once(world: World, requests: Sequence[bytes], **how: Any) -> Fire:
 
 
 def in_turn(world: World, requests: Sequence[bytes], **how: Any) -> Fire:
+    """What sends each request when the one before it has ended. `how`: as in `World.send`."""
+
     async def fire() -> None:
         for request in requests:
             await world.send(request, **how)
@@ -110,6 +126,7 @@ def in_turn(world: World, requests: Sequence[bytes], **how: Any) -> Fire:
 
 
 def nested(depth: int, inner: Any = None) -> Any:
+    """`inner` inside `depth` lists of one element each."""
     value = inner
     for _ in range(depth):
         value = [value]
@@ -117,6 +134,7 @@ def nested(depth: int, inner: Any = None) -> Any:
 
 
 def tool(parameters: dict[str, Any], description: str = "", name: str = "f") -> dict[str, Any]:
+    """A tool as a chat request offers it. parameters: its JSON Schema."""
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
@@ -125,6 +143,7 @@ def tool(parameters: dict[str, Any], description: str = "", name: str = "f") -> 
 
 @attack("A1", "a repetition penalty that overflows, 24 times")
 def tiny_penalty(world: World) -> Fire:
+    """24 chat requests at once: six with each of four penalties from 1e-300 to 1e-6."""
     asked = {"messages": user("Hello"), "max_tokens": 8}
     values = [1e-40, 1e-300, 1e-38, 1e-6] * 6
     return at_once(world, [post(CHAT, body(**asked, repetition_penalty=value)) for value in values])
@@ -132,6 +151,7 @@ def tiny_penalty(world: World) -> Fire:
 
 @attack("A1", "300 biases of +-100 with every penalty at its bound, n = 8")
 def extreme_sampling(world: World) -> Fire:
+    """Eight equal completions at once."""
     asked = {
         "prompt": "Hello", "n": 8, "max_tokens": 16, "temperature": 2, "top_p": 1e-9, "min_p": 1, "top_k": 1 << 20,
         "presence_penalty": 2, "frequency_penalty": -2, "repetition_penalty": 10,
@@ -144,7 +164,10 @@ def extreme_sampling(world: World) -> Fire:
 
 
 def _arrays(depth: int, description: str) -> dict[str, Any]:
-    """Parameters that are an array of arrays of ... strings. Each has a comment, so each is indented further."""
+    """The schema of one parameter that is `depth` arrays within one another around a string.
+
+    Each level has a comment, so the chat template indents each one further.
+    """
     schema: dict[str, Any] = {"type": "string", "description": description}
     for _ in range(depth):
         schema = {"type": "array", "items": schema, "description": "d"}
@@ -153,12 +176,14 @@ def _arrays(depth: int, description: str) -> dict[str, Any]:
 
 @attack("A2", "a tool with 60 nested arrays around a description of a million lines, 2 MB")
 def nested_tool(world: World) -> Fire:
+    """One chat request: the template indents every line of the description 60 times deeper."""
     parameters = _arrays(60, "x\n" * MIB)
     return in_turn(world, [post(CHAT, body(messages=user("Hello"), tools=[tool(parameters)], max_tokens=1))])
 
 
 @attack("A2", "the same to /tokenize, and with a description of one line")
 def nested_tokenize(world: World) -> Fire:
+    """Two /tokenize requests, one after the other; of each answer only 4 KiB are kept."""
     tools = [tool(_arrays(60, "x\n" * MIB))], [tool(_arrays(60, "the cat " * (MIB // 4)))]
     requests = [post(TOKENIZE, body(messages=user("Hello"), tools=each, return_token_strs=True)) for each in tools]
     return in_turn(world, requests, keep=1 << 12)
@@ -166,6 +191,7 @@ def nested_tokenize(world: World) -> Fire:
 
 @attack("A2", "128 tools whose parameters have 500 properties each")
 def wide_tools(world: World) -> Fire:
+    """One chat request of as many tools as are accepted, each of 500 properties with nine equal choices."""
     schema = {"type": "object", "properties": {f"p{k}": {"type": "string", "enum": ["a"] * 9} for k in range(500)}}
     tools = [tool(schema, "d" * 500, f"f{k}") for k in range(128)]
     return in_turn(world, [post(CHAT, body(messages=user("Hello"), tools=tools, max_tokens=1))])
@@ -173,6 +199,7 @@ def wide_tools(world: World) -> Fire:
 
 @attack("A2", "24 MB of reasoning, then 24 MB of a call's arguments, in an assistant's message")
 def long_past(world: World) -> Fire:
+    """Two chat requests, one after the other, whose earlier turn is 24 MiB long."""
     text = "so " * (8 * MIB)
     call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": text}}
     said = {"role": "assistant", "content": "ok"}
@@ -183,6 +210,8 @@ def long_past(world: World) -> Fire:
 
 @attack("A2", "arguments of a call that are JSON nested 5,000 deep, and an object of 30,000 keys")
 def odd_arguments(world: World) -> Fire:
+    """Four chat requests, one after the other: arguments of a past call, as a string and as an object."""
+
     def past(arguments: Any) -> bytes:
         call = {"id": "functions.f:0", "type": "function", "function": {"name": "f", "arguments": arguments}}
         messages = [*user("a"), {"role": "assistant", "content": "", "tool_calls": [call]}, *user("b")]
@@ -194,12 +223,14 @@ def odd_arguments(world: World) -> Fire:
 
 @attack("A2", "4,096 messages of one letter, twice at once")
 def many_messages(world: World) -> Fire:
+    """Two equal chat requests at once, with as many messages as are accepted."""
     messages = [{"role": "user" if k % 2 == 0 else "assistant", "content": "a"} for k in range(4096)]
     return at_once(world, [post(CHAT, body(messages=messages, max_tokens=1))] * 2)
 
 
 @attack("A2", "texts of 1.5 MB of one kind each to /tokenize: letters, spaces, newlines, digits, marks, Han, emoji")
 def one_word(world: World) -> Fire:
+    """Eleven /tokenize requests, one after the other, each of 1.5 MiB in which no word ends."""
     kinds = "a", " ", "\n", "1", "'", "\u0301", "\u4e2d", "\U0001f600", "aB", " \n", "<|im_end|>"
     texts = [kind * (3 * MIB // 2 // len(kind.encode())) for kind in kinds]
     return in_turn(world, [post(TOKENIZE, body(prompt=text, return_token_strs=True)) for text in texts], keep=1 << 12)
@@ -207,22 +238,26 @@ def one_word(world: World) -> Fire:
 
 @attack("A2", "4 million ids to /detokenize, four at once")
 def many_ids(world: World) -> Fire:
+    """Four equal bodies of 12 MiB at once; of each answer only 4 KiB are kept."""
     return at_once(world, [post(DETOKENIZE, b'{"tokens": [' + b"1, " * (4 << 20) + b"1]}")] * 4, keep=1 << 12)
 
 
 @attack("A9", "24 bodies of 30 MB at once, whose prompts are too long")
 def many_large_bodies(world: World) -> Fire:
+    """Equal bodies of 30 MiB, which together are far more than the server may hold."""
     return at_once(world, [post(COMPLETIONS, body(prompt="a b c " * (5 * MIB), max_tokens=1))] * 24)
 
 
 @attack("A9", "64 prompts of the whole context each in one body, as text")
 def many_long_prompts(world: World) -> Fire:
+    """One completions request with as many prompts as are accepted, each a different text."""
     text = "the cat sat on a mat " * (world.context // 8)
     return in_turn(world, [post(COMPLETIONS, body(prompt=[text + str(k) for k in range(64)], max_tokens=1))])
 
 
 @attack("own", "10 million ids as one prompt, and 10 million one-letter prompts")
 def millions_of_prompts(world: World) -> Fire:
+    """Two bodies, one after the other: a prompt of 20 MiB of ids, and a list of 7 Mi prompts in 28 MiB."""
     ids = b'{"max_tokens": 1, "prompt": [' + b"1," * (10 * MIB) + b"1]}"
     texts = b'{"max_tokens": 1, "prompt": [' + b'"a",' * (7 * MIB) + b'"a"]}'
     return in_turn(world, [post(COMPLETIONS, ids), post(COMPLETIONS, texts)])
@@ -230,6 +265,7 @@ def millions_of_prompts(world: World) -> Fire:
 
 @attack("own", "bodies of 30 MB that are brackets, a number, duplicate keys, unknown fields, escapes, or no UTF-8")
 def odd_json(world: World) -> Fire:
+    """Twelve completions bodies of up to 30 MiB, one after the other, each of which costs a careless parser much."""
     size = 30 * MIB
     keys = b",".join(b'"%d":0' % k for k in range(size // 12))
     bodies = [
@@ -251,6 +287,7 @@ def odd_json(world: World) -> Fire:
 
 @attack("own", "schemas nested 64 deep with every keyword wrong, 128 tools of them")
 def wrong_schemas(world: World) -> Fire:
+    """21 chat requests, one after the other: ten wrong schemas, the same as a property's, and `items` 60 lists deep."""
     kinds: list[Any] = [None, 7, "string", [], {}, ["string", 7], True, -1e308, "\x00", "<|im_end|>"]
     words = "type", "properties", "items", "enum", "required", "description", "$ref", "anyOf", "default", "additional"
     schemas: list[Any] = [dict.fromkeys(words, kind) for kind in kinds]
@@ -264,6 +301,7 @@ def wrong_schemas(world: World) -> Fire:
 
 @attack("A7", "prompt_logprobs of 20 for prompts of 4,000 tokens, 12 at once")
 def prompt_logprobs(world: World) -> Fire:
+    """Twelve completions at once: large answers for little work. Prompts are cut to what the context holds."""
     size = min(4000, world.context - 2)
     prompts = [[(7 * k + j) % 3000 for j in range(size)] for k in range(12)]
     requests = [post(COMPLETIONS, body(prompt=prompt, max_tokens=1, prompt_logprobs=20)) for prompt in prompts]
@@ -272,6 +310,7 @@ def prompt_logprobs(world: World) -> Fire:
 
 @attack("A7", "64 prompts x n = 8 x 20 logprobs, echoed")
 def product_of_bounds(world: World) -> Fire:
+    """One completions request whose bounds are each allowed and whose product is large: 512 answers."""
     prompts = [[(11 * k + j) % 3000 for j in range(60)] for k in range(64)]
     asked = {"prompt": prompts, "n": 8, "logprobs": 20, "echo": True, "max_tokens": 4}
     return in_turn(world, [post(COMPLETIONS, body(**asked))], keep=1 << 12)
@@ -279,6 +318,7 @@ def product_of_bounds(world: World) -> Fire:
 
 @attack("A7", "whole answers of 8 x 500 tokens with 20 logprobs each, four at once")
 def large_answers(world: World) -> Fire:
+    """Four chat requests at once that are not streamed, so each answer is held whole by the server."""
     asked = {"messages": user("Count."), "n": 8, "max_tokens": 500, "ignore_eos": True, "temperature": 0}
     bias = {str(world.token): 100}
     request = post(CHAT, body(**asked, logprobs=True, top_logprobs=20, logit_bias=bias))
@@ -287,6 +327,7 @@ def large_answers(world: World) -> Fire:
 
 @attack("A7", "a prompt of the whole context with prompt_logprobs, streamed and echoed")
 def longest_scored(world: World) -> Fire:
+    """One streamed completion whose echoed prompt fills the context but for one token."""
     prompt = [(13 * j) % 3000 for j in range(world.context - 1)]
     asked = {"prompt": prompt, "max_tokens": 1, "logprobs": 20, "echo": True, "stream": True}
     return in_turn(world, [post(COMPLETIONS, body(**asked))], keep=1 << 12)
@@ -296,7 +337,7 @@ def longest_scored(world: World) -> Fire:
 
 
 def _at_length(world: World, path: str, token: int, rows: int, tokens: int, **fields: Any) -> Fire:
-    """`rows` streams of one token over and over."""
+    """`rows` streams at once, each forced to say `token` for `tokens` tokens; `fields` are added to the request."""
     opening = {"messages": user("Go on.")} if path == CHAT else {"prompt": "Go on."}
     forced = {"ignore_eos": True, "temperature": 0, "logit_bias": {str(token): 100}, "stream": True}
     request = post(path, body(**opening, **forced, max_tokens=tokens, **fields))
@@ -305,6 +346,7 @@ def _at_length(world: World, path: str, token: int, rows: int, tokens: int, **fi
 
 @attack("A8", "16 stop strings of 1,024 letters that nearly match, eight streams of 600 tokens")
 def stop_strings(world: World) -> Fire:
+    """Every token may be the start of a stop string, and none is ever completed."""
     text = (" the" * 300)[:1023]
     stops = [text[k:] + "#" for k in range(16)]
     return _at_length(world, COMPLETIONS, world.token, 8, 600, stop=stops)
@@ -312,11 +354,13 @@ def stop_strings(world: World) -> Fire:
 
 @attack("A8", "answers of nothing but whitespace, eight streams of 1,500 tokens")
 def whitespace(world: World) -> Fire:
+    """Chat answers that a parser may hold back, since nothing but whitespace has come."""
     return _at_length(world, CHAT, world.blank, 8, 1500, chat_template_kwargs={"thinking": False})
 
 
 @attack("own", "answers that are control tokens of tool calls, eight streams, streamed with logprobs")
 def control_tokens(world: World) -> Fire:
+    """Looks the control tokens' ids up by /tokenize, then biases each of eight chats towards two of them."""
     specials = [f"<|tool_call{part}|>" for part in ("s_section_begin", "_begin", "_argument_begin", "_end")]
     asked = {"ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20, "max_tokens": 400}
 
@@ -335,12 +379,15 @@ def control_tokens(world: World) -> Fire:
 
 @attack("A9", "n = 8 of one prompt of 2,000 tokens, eight times")
 def many_choices(world: World) -> Fire:
+    """64 answers at once whose eight prompts fill many pages. Prompts are cut to what the context holds."""
     prompts = [[(17 * k + j) % 3000 for j in range(min(2000, world.context - 8))] for k in range(8)]
     return at_once(world, [post(COMPLETIONS, body(prompt=prompt, n=8, max_tokens=4)) for prompt in prompts])
 
 
 @attack("A9", "2,000 requests of one token at once")
 def a_crowd(world: World) -> Fire:
+    """Completions of one token, 500 at a time."""
+
     async def fire() -> None:
         requests = [post(COMPLETIONS, body(prompt=f"{k}", max_tokens=1)) for k in range(2000)]
         for start in range(0, len(requests), 500):
@@ -351,6 +398,7 @@ def a_crowd(world: World) -> Fire:
 
 @attack("A9", "200 clients that leave as soon as their prompt of 300 kB is sent")
 def departing_clients(world: World) -> Fire:
+    """Completions, 50 at a time, whose clients leave 0.3 s after they began to connect."""
     requests = [post(COMPLETIONS, body(prompt=f"{k} says " + "a b c " * 50_000, max_tokens=64)) for k in range(200)]
 
     async def fire() -> None:
@@ -362,6 +410,7 @@ def departing_clients(world: World) -> Fire:
 
 @attack("own", "300 streams that are left after their first token")
 def left_streams(world: World) -> Fire:
+    """Six times 50 streams of four answers each, whose clients leave 0.4 s after they began to connect."""
     asked = {"prompt": "Go on", "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 4}
 
     async def fire() -> None:
@@ -373,6 +422,8 @@ def left_streams(world: World) -> Fire:
 
 @attack("own", "500 scrapes of /metrics at once, then 2,000 of /health")
 def scrapes(world: World) -> Fire:
+    """GET requests alone, 500 at a time: what a monitor gone wild would send."""
+
     async def fire() -> None:
         await world.send_all([get("/metrics")] * 500)
         for _ in range(4):
@@ -383,6 +434,7 @@ def scrapes(world: World) -> Fire:
 
 @attack("own", "prompts that fill every page, 48 at once, so that jobs are pre-empted")
 def full_pages(world: World) -> Fire:
+    """48 streams at once, each given up after 25 s. Prompts are cut to what the context holds."""
     size = min(1500, world.context - 300)
     prompts = [[(19 * k + j) % 3000 for j in range(size)] for k in range(48)]
     asked = {"max_tokens": 100, "ignore_eos": True, "stream": True}
@@ -393,7 +445,10 @@ def full_pages(world: World) -> Fire:
 
 
 async def silent(port: int, count: int, stack: AsyncExitStack, opening: bytes = b"") -> int:
-    """Opens connections that say no more than the opening; how many could be opened."""
+    """Opens connections that send no more than `opening`, and returns how many could be opened.
+
+    Each has five seconds to connect; what cannot connect is left out. `stack` closes the connections.
+    """
     opened = 0
     for _ in range(count):
         try:
@@ -408,7 +463,7 @@ async def silent(port: int, count: int, stack: AsyncExitStack, opening: bytes = 
 
 
 async def unread(port: int, count: int, stack: AsyncExitStack) -> int:
-    """Opens streams that nobody reads."""
+    """Opens streams of two long answers that nobody reads; returns how many could be opened. `stack` closes them."""
     asked = {"prompt": "Go on", "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 2}
     request = post(COMPLETIONS, body(**asked))
     opened = 0
@@ -425,6 +480,8 @@ async def unread(port: int, count: int, stack: AsyncExitStack) -> int:
 
 @attack("A4", "1,100 sockets that say nothing, for 8 s")
 def silent_sockets(world: World) -> Fire:
+    """Meanwhile a newcomer asks every second, and is to be served."""
+
     async def fire() -> None:
         async with AsyncExitStack() as stack:
             world.tally["opened"] += await silent(world.port, 1100, stack)
@@ -435,6 +492,8 @@ def silent_sockets(world: World) -> Fire:
 
 @attack("A4", "200 streams that nobody reads, for 12 s")
 def non_readers(world: World) -> Fire:
+    """Meanwhile a newcomer asks every second, and is to be served."""
+
     async def fire() -> None:
         async with AsyncExitStack() as stack:
             world.tally["opened"] += await unread(world.port, 200, stack)
@@ -445,6 +504,7 @@ def non_readers(world: World) -> Fire:
 
 @attack("A4", "a chunked body of one byte whose trailers are 26 MB")
 def trailers(world: World) -> Fire:
+    """Three requests, one after the other: many trailers of 240 bytes, very many empty ones, and one of 26 MiB."""
     top = head("POST", CHAT, None, [("Transfer-Encoding", "chunked")])
     few = b"".join(b"X-%07d: %s\r\n" % (k, b"t" * 240) for k in range(26 * MIB // 253))
     many = b"".join(b"X-%d: \r\n" % k for k in range(26 * MIB // 11))
@@ -461,6 +521,8 @@ def trailers(world: World) -> Fire:
 
 @attack("A4", "300 clients whose headers come a byte a second")
 def slow_headers(world: World) -> Fire:
+    """Counts as "still open" the connections that the server has not closed after eleven seconds."""
+
     async def fire() -> None:
         async with AsyncExitStack() as stack:
             writers = [(await stack.enter_async_context(connection(world.port)))[1] for _ in range(300)]
@@ -475,6 +537,7 @@ def slow_headers(world: World) -> Fire:
 
 @attack("A4", "200 bodies that come a byte at a time, and 16 of 1 MB in pieces of 16 bytes")
 def slow_bodies(world: World) -> Fire:
+    """Small bodies in 40 pieces 0.2 s apart, and beside them bodies of 0.8 MB in 50,000 pieces without a pause."""
     small = post(CHAT, body(messages=user("Hello"), max_tokens=1))
     large = post(COMPLETIONS, body(prompt="a " * 400_000, max_tokens=1))
 
@@ -489,18 +552,21 @@ def slow_bodies(world: World) -> Fire:
 
 @attack("A4", "a chunked body of 4 million chunks of one byte")
 def small_chunks(world: World) -> Fire:
+    """One chat request whose 4 MiB of spaces arrive in 24 MiB of chunks."""
     top = head("POST", CHAT, None, [("Transfer-Encoding", "chunked")])
     return in_turn(world, [top + b"1\r\n \r\n" * (4 << 20) + b"0\r\n\r\n"])
 
 
 @attack("own", "20,000 requests in one write on one connection")
 def pipeline(world: World) -> Fire:
+    """Health checks that do not wait for their answers; the last one asks the server to close."""
     one = head("GET", "/health", None, [("Connection", "keep-alive")])
     return in_turn(world, [one * 20_000 + get("/health")], keep=1 << 12)
 
 
 @attack("own", "500 streaming requests in one write on one connection that is not read")
 def unread_pipeline(world: World) -> Fire:
+    """Meanwhile a newcomer asks every second, and is to be served."""
     content = body(prompt="Go on", max_tokens=50, ignore_eos=True, stream=True)
     one = head("POST", COMPLETIONS, len(content), [("Connection", "keep-alive")]) + content
 
@@ -515,6 +581,7 @@ def unread_pipeline(world: World) -> Fire:
 
 @attack("own", "3,000 connections that are reset at once, in the middle of a header or a body")
 def resets(world: World) -> Fire:
+    """Each connection sends a random part of a chat request, and ends with a TCP reset instead of a close."""
     content = post(CHAT, body(messages=user("Hello"), max_tokens=4))
 
     async def fire() -> None:
@@ -534,6 +601,7 @@ def resets(world: World) -> Fire:
 
 @attack("own", "requests that no parser should take: smuggling, odd lengths, versions, methods, long lines, upgrades")
 def odd_requests(world: World) -> Fire:
+    """One request after the other, each given up after five seconds."""
     hello = body(messages=user("Hello"), max_tokens=1)
     heads = [
         post(CHAT, hello, [("Content-Length", "-1")]),
@@ -576,6 +644,7 @@ def odd_requests(world: World) -> Fire:
 
 @attack("A5", "another site's Host, Origin and Content-Type")
 def foreign_pages(world: World) -> Fire:
+    """What a page of another site can make a browser send, one request after the other."""
     hello = body(messages=user("Hello"), max_tokens=1)
     fields = [
         ("Host", "attacker.example"),
@@ -592,6 +661,7 @@ def foreign_pages(world: World) -> Fire:
 
 @attack("A4", "bodies of 33 MB by length and by chunks, headers of 1 MB")
 def too_large(world: World) -> Fire:
+    """Nine requests at once, three of each kind."""
     chunk = b"100000\r\n" + b" " * MIB + b"\r\n"
     chunked = head("POST", CHAT, None, [("Transfer-Encoding", "chunked")])
     lines = b"".join(b"X-%d: y\r\n" % k for k in range(100_000))

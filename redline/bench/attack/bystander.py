@@ -5,9 +5,9 @@
 
 Serves a model with its drafter as `make serve` does, with two streams that are read all the time
 (`watch.py`), and meanwhile sends the list of attacks (`attacks.py`), one at a time, and then thousands of random
-requests (`random_requests.py`). Between them stands the same without an attack,
-and the same while polite clients fill the engine: a figure says something beside those two only. After each attack a
-greedy question has to get the answer that it got before. At the end the server is asked to stop (SIGTERM) while silent
+requests (`random_requests.py`). Before, between and after them are phases without an attack, and one in which polite
+clients fill the engine: a figure means something only beside theirs. After each attack a greedy question has to get the
+answer that it got before. At the end the server is asked to stop (SIGTERM) while silent
 sockets and streams that nobody reads are open.
 
 `--tree` serves another copy of the project, of any commit: all that is asked of it is `redline serve` and HTTP.
@@ -40,19 +40,22 @@ from redline.bench.record import provenance
 from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, hard_limit
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bystander.json"
-LIMIT_MS = 100.0  # of a pause
-CALM_S = 90.0  # for what an attack has left in the engine to end
-ANSWER_S = 120.0  # in which a random request is answered
-AT_ONCE = 16  # random requests
+LIMIT_MS = 100.0  # the longest pause that is allowed
+CALM_S = 90.0  # seconds in which what an attack has left in the engine should end
+ANSWER_S = 120.0  # seconds in which a random request is answered
+AT_ONCE = 16  # random requests in flight
 SAY_S = 10.0
-TAKE_S = 2.0  # notes are taken often, since telling them holds up the bystander
+TAKE_S = 2.0  # seconds; notes are taken often, since telling many at once holds up the bystander
 QUESTION = body(prompt="The capital of France is", max_tokens=24, temperature=0, ignore_eos=True)
 ANSWER = 4000  # tokens of an answer of the bystander, at most
-POLITE_TOKENS = 6000  # of each polite prompt
+POLITE_TOKENS = 6000  # of each long prompt of a polite client
 
 
 class Memory:
-    """Resident bytes of both processes, every second, with the number of random requests sent so far."""
+    """Resident bytes of both processes, every second, with the number of random requests sent so far.
+
+    Sampling begins in a thread of its own as soon as this is made. api, worker: their process ids.
+    """
 
     def __init__(self, api: int, worker: int) -> None:
         self.samples: list[tuple[float, int, int, int]] = []  # seconds, requests, bytes of the API, of the worker
@@ -67,13 +70,15 @@ class Memory:
             try:
                 api, worker = (_resident(pid) for pid in self._pids)
             except OSError:
-                return  # it has ended
+                return  # one of the processes has ended
             self.samples.append((round(time.monotonic() - self._began, 1), self.requests, api, worker))
 
     def now(self) -> tuple[int, int]:
+        """Resident bytes of the API and of the worker at the last sample; zeros before the first one."""
         return self.samples[-1][2:] if self.samples else (0, 0)
 
     def close(self) -> None:
+        """Ends the sampling; the samples stay."""
         self._done.set()
 
 
@@ -82,7 +87,7 @@ def _resident(pid: int) -> int:
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the straight line through the points, by least squares."""
+    """The slope of the straight line through the points (x, y), by least squares; 0 where all x are equal."""
     mean_x = sum(x for x, _ in points) / len(points)
     mean_y = sum(y for _, y in points) / len(points)
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -90,7 +95,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 class Watch:
-    """The bystander's process."""
+    """The bystander's process, `watch.py`. port, pid: of the server. token, length: of its streams, forced as there."""
 
     def __init__(self, port: int, pid: int, token: int, length: int) -> None:
         told = map(str, (port, pid, token, length))
@@ -98,7 +103,7 @@ class Watch:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
     def take(self) -> Notes:
-        """Since the last time."""
+        """What was noted since the last call. It waits for the process, and holds up its reading a little."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("take\n")
@@ -106,14 +111,17 @@ class Watch:
         return notes_of(json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
+        """Kills the process; notes that were not taken are lost."""
         self._process.kill()
         self._process.communicate()
 
 
 class Phase(NamedTuple):
-    """preempted: jobs that lost their pages to older ones. mib: of API and worker.
+    """One attack, or a time without one, and what the bystander noticed of it.
 
-    calm_s: until the engine had ended what was left of it; None: not within CALM_S.
+    seconds: until all requests had ended. replies: how many of each kind. preempted: jobs that lost their pages to
+    older ones. calm_s: seconds until the engine had ended what was left of the phase; None: not within CALM_S. right:
+    whether a greedy answer is still what it was. mib: resident, of API and worker.
     """
 
     name: str
@@ -128,6 +136,7 @@ class Phase(NamedTuple):
     mib: tuple[int, int]
 
     def row(self) -> dict[str, Any]:
+        """The phase as JSON can hold it; pauses are milliseconds."""
         pauses = {
             name: value._asdict() if hasattr(value, "_asdict") else value
             for name, value in self.pauses._asdict().items()
@@ -135,6 +144,7 @@ class Phase(NamedTuple):
         return {**self._asdict(), "pauses": pauses, "mib": list(self.mib)}
 
     def line(self) -> str:
+        """The phase as one line for a terminal."""
         pauses = self.pauses
         replies = " ".join(f"{kind}:{count}" for kind, count in sorted(self.replies.items()))
         return (
@@ -149,7 +159,11 @@ class Phase(NamedTuple):
 
 
 class Bench:
-    """One server, its bystander, and the phases that they have been through."""
+    """One server, its bystander, and the phases that they have been through.
+
+    model: the name that the record has. say: is given a line for each phase. Raises RedlineError where the server does
+    not start.
+    """
 
     def __init__(self, server: Server, model: str, say: Callable[[str], None]) -> None:
         self._server = server
@@ -162,7 +176,11 @@ class Bench:
         self.doing = "start"
 
     async def open(self, kv_tokens: int) -> None:
-        """Looks up what attacks need, touches every page, and starts the bystander."""
+        """Looks up what attacks need, touches every page, and starts the bystander.
+
+        kv_tokens: how many tokens are prefilled so that every page was written once. Raises SystemExit where the server
+        does not answer one of these requests with 200.
+        """
         models = json.loads((await self._whole(get("/v1/models"))).body)
         (token,) = await self._ids(" the")
         (blank,) = await self._ids("\n")
@@ -176,10 +194,11 @@ class Bench:
         await asyncio.sleep(2)
 
     async def control(self, name: str, seconds: float) -> None:
+        """A phase of so many seconds in which nobody but the bystander asks."""
         await self._phase(name, "control", "nobody else", lambda: asyncio.sleep(seconds))
 
     async def polite(self, seconds: float) -> None:
-        """Eight clients whose prompts are long, and eight whose answers are."""
+        """Eight clients whose prompts are long and eight whose answers are, for so many seconds."""
         chance = random.Random(1)
         size = min(POLITE_TOKENS, self.world.context // 2)
         deadline = time.monotonic() + seconds
@@ -196,6 +215,7 @@ class Bench:
         await self._phase("polite", "control", f"16 clients, prompts of {size} tokens among them", fire)
 
     async def attack(self, attack: Attack, most_s: float) -> None:
+        """Builds and fires one attack; what has not ended after `most_s` seconds is cut short, and counted so."""
         fire = attack.prepare(self.world)
 
         async def bounded() -> None:
@@ -208,7 +228,10 @@ class Bench:
         await self._phase(attack.name, attack.item, attack.what, bounded)
 
     async def random(self, count: int, seed: int, most_s: float) -> dict[str, Any]:
-        """`count` random requests, or as many as `most_s` allows."""
+        """Sends `count` random requests, or as many as `most_s` seconds allow, 16 at a time.
+
+        Returns what was sent, the counts by route and kind of reply, and the answers that nobody should get.
+        """
         deadline = time.monotonic() + most_s
         sent = 0
         source = requests(seed)
@@ -232,7 +255,10 @@ class Bench:
         return {"asked": count, "sent": sent, "seed": seed, "by_route": dict(sorted(by_route.items())), "odd": self.odd}
 
     async def end(self) -> dict[str, Any]:
-        """SIGTERM beside silent sockets and streams that nobody reads."""
+        """Stops the server by SIGTERM while silent sockets and streams that nobody reads are open.
+
+        Returns `End` as a dictionary; `clean` where the server ended with code 0, within END_S and without a traceback.
+        """
         self.doing = "the end"
         self.watch.close()
         self.memory.close()
@@ -294,7 +320,7 @@ class Bench:
         return reply.status == 200 and said(reply.body) == said(self.truth)
 
     def _judge(self, request: Request, reply: Reply) -> None:
-        """Notes an answer that nobody should get: none, our fault, or one that breaks off."""
+        """Notes an answer that nobody should get: none at all, a server error, or one that breaks off."""
         odd = ""
         if reply.outcome in ("closed", "unanswered") or (reply.status >= 500 and reply.status != 503):
             odd = reply.kind
@@ -325,7 +351,10 @@ def _ends_well(stream: bytes) -> bool:
 
 
 def memory_slopes(samples: Sequence[tuple[float, int, int, int]]) -> dict[str, Any]:
-    """MiB per 1,000 random requests, of the second half of them: the first one warms."""
+    """MiB per 1,000 random requests, by process, over the second half of the requests, since the first half warms.
+
+    samples: as `Memory` has them. Empty where fewer than five samples lie in that half.
+    """
     late = [sample for sample in samples if sample[1] > samples[-1][1] / 2] if samples else []
     if len(late) < 5:
         return {}
@@ -336,7 +365,7 @@ def memory_slopes(samples: Sequence[tuple[float, int, int, int]]) -> dict[str, A
 
 
 def draw(record: dict[str, Any], samples: Sequence[tuple[float, int, int, int]], path: Path) -> None:
-    """The longest pause of every phase beside the limit, and both processes' memory."""
+    """A picture at `path`: the longest pause of every phase beside the limit, and both processes' memory."""
     import matplotlib.pyplot as plt
 
     phases = record["phases"]
@@ -364,7 +393,7 @@ def draw(record: dict[str, Any], samples: Sequence[tuple[float, int, int, int]],
 
 @contextmanager
 def told(bench: Bench) -> Generator[None]:
-    """Where nobody watches, a line every ten seconds."""
+    """Prints what the bench is doing and both processes' MiB every ten seconds."""
     done = threading.Event()
     began = time.monotonic()
 
@@ -383,6 +412,7 @@ def told(bench: Bench) -> Generator[None]:
 
 
 async def run(bench: Bench, asked: argparse.Namespace, attacks: Sequence[Attack]) -> dict[str, Any]:
+    """All phases in their order, and the server's end. `asked`: the flags. Returns the record but for its phases."""
     await bench.open(asked.kv_tokens)
     await bench.control("control", asked.control)
     await bench.polite(asked.control)
@@ -396,6 +426,7 @@ async def run(bench: Bench, asked: argparse.Namespace, attacks: Sequence[Attack]
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="models/kimi-nano")
     parser.add_argument("--draft", help="its drafter's folder; absent: the one beside the model, where there is one")
@@ -417,6 +448,10 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Runs the program with `words` in place of the command line's; writes JSON and a picture, and returns 0.
+
+    Raises SystemExit for a --save whose folder is missing, and RedlineError where the server does not start.
+    """
     asked = arguments().parse_args(words)
     attacks = [one for one in ATTACKS if not asked.only or one.name in asked.only or one.item in asked.only]
     if asked.list:

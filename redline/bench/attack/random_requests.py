@@ -14,11 +14,14 @@ from redline.bench.attack.raw_http import get, head, post
 
 Draw = Callable[[random.Random], Any]
 
-MOST_TOKENS = 24  # of most answers
+MOST_TOKENS = 24  # of most answers, at most
 
 
 class Request(NamedTuple):
-    """`how`: for `raw_http.ask`. `shape`: what the whole answer has to be, where its status is 200."""
+    """One request. data: all its bytes. how: keyword arguments for `raw_http.ask`, such as when the client leaves.
+
+    shape: what the whole answer has to be where its status is 200.
+    """
 
     route: str
     data: bytes
@@ -27,7 +30,10 @@ class Request(NamedTuple):
 
 
 class Field(NamedTuple):
-    """`often`: the share of requests that have it."""
+    """How a field of a body is drawn: `good` gives a valid value, `bad` often an invalid one.
+
+    often: the share of requests that have the field.
+    """
 
     good: Draw
     bad: Draw
@@ -42,10 +48,12 @@ ANYTHING: tuple[Any, ...] = (
 
 
 def anything(rng: random.Random) -> Any:
+    """A JSON value that hardly any field expects."""
     return rng.choice(ANYTHING)
 
 
 def text(rng: random.Random) -> str:
+    """A valid text of up to 1,200 characters: words, repeated words, any script, or what is awkward to tokenise."""
     kind = rng.randrange(6)
     if kind == 0:
         return rng.choice(
@@ -58,14 +66,18 @@ def text(rng: random.Random) -> str:
 
 
 def ids(rng: random.Random) -> list[int]:
+    """A prompt of 1 to 400 token ids of Kimi-Nano's vocabulary."""
     return [rng.randrange(4096) for _ in range(rng.choice([1, 5, 70, 400]))]
 
 
 def integer(low: int, high: int) -> Field:
+    """A field whose valid values are the integers from `low` to `high`, both included."""
     return Field(lambda rng: rng.randint(low, high), lambda rng: rng.choice([low - 1, high + 1, *ANYTHING]))
 
 
 def number(low: float, high: float) -> Field:
+    """A field whose valid values are the numbers from `low` to `high`; both ends are drawn often."""
+
     def good(rng: random.Random) -> float:
         return rng.choice([low, high, rng.uniform(low, high), rng.uniform(low, high)])
 
@@ -73,6 +85,7 @@ def number(low: float, high: float) -> Field:
 
 
 def one_of(*values: Any, often: float = 0.1) -> Field:
+    """A field whose valid values are just these."""
     return Field(lambda rng: rng.choice(values), anything, often)
 
 
@@ -224,7 +237,7 @@ READS = (
 
 
 def requests(seed: int) -> Iterator[Request]:
-    """For ever. The nth is a function of (seed, n) alone."""
+    """Yields requests without end. The nth is a function of (seed, n) alone."""
     number = 0
     while True:
         yield draw(random.Random(f"{seed},{number}"))
@@ -232,6 +245,7 @@ def requests(seed: int) -> Iterator[Request]:
 
 
 def draw(rng: random.Random) -> Request:
+    """One request with its client's manners: 90 % to a POST route with a body of fields, the others odd ones."""
     how = _manners(rng)
     names = list(ROUTES)
     share = rng.random()

@@ -17,7 +17,10 @@ Outcome = Literal["answered", "closed", "unanswered", "left"]
 
 
 class Reply(NamedTuple):
-    """`status` is 0 where none came. `whole`: the answer ended where it said that it would."""
+    """What came of one request. status: 0 where none came. body: without headers, and joined where it was chunked.
+
+    seconds: from before the connection to the end. whole: the answer ended where it said that it would.
+    """
 
     outcome: Outcome
     status: int
@@ -32,7 +35,10 @@ class Reply(NamedTuple):
 
 
 def head(method: str, path: str, length: int | None, more: Iterable[tuple[str, str]] = ()) -> bytes:
-    """Request line and headers of a request with its connection to itself. `more` wins over what is usual."""
+    """Request line and headers of a request. length: the Content-Length, in bytes; None: no such header.
+
+    The server is asked to close after its answer. `more` replaces the usual headers of the same names.
+    """
     fields = {"Host": HOST, "Connection": "close", "Content-Type": "application/json"}
     if length is not None:
         fields["Content-Length"] = str(length)
@@ -42,15 +48,21 @@ def head(method: str, path: str, length: int | None, more: Iterable[tuple[str, s
 
 
 def post(path: str, body: bytes, more: Iterable[tuple[str, str]] = ()) -> bytes:
+    """A whole POST request with its Content-Length. more: headers that are added, or replace the usual ones."""
     return head("POST", path, len(body), more) + body
 
 
 def get(path: str, more: Iterable[tuple[str, str]] = ()) -> bytes:
+    """A whole GET request without a body. more: headers that are added, or replace the usual ones."""
     return head("GET", path, None, more)
 
 
 async def connect(port: int, receive_bytes: int | None = None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """`receive_bytes`: the size of the socket's buffer, so that a client that does not read is soon known for one."""
+    """Opens a connection to 127.0.0.1. Raises OSError where nobody listens there.
+
+    receive_bytes: the size of the socket's receive buffer; a small one lets the server notice soon that a client does
+    not read. None: the system's.
+    """
     link = socket.socket()
     link.setblocking(False)
     if receive_bytes is not None:
@@ -67,6 +79,7 @@ async def connect(port: int, receive_bytes: int | None = None) -> tuple[asyncio.
 async def connection(
     port: int, receive_bytes: int | None = None
 ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection as `connect` opens it, which is aborted on leaving. Raises OSError where it cannot be opened."""
     reader, writer = await connect(port, receive_bytes)
     try:
         yield reader, writer
@@ -75,7 +88,7 @@ async def connection(
 
 
 async def hang_up(writer: asyncio.StreamWriter) -> None:
-    """At once: bytes that wait to be sent are of no interest any more."""
+    """Aborts the connection at once; bytes that wait to be sent are dropped."""
     writer.transport.abort()
     with suppress(OSError):
         await writer.wait_closed()
@@ -93,8 +106,9 @@ async def ask(
 ) -> Reply:
     """Sends a request and reads its answer, of which `keep` bytes are kept, until the server closes.
 
-    limit_s: the request has no answer after so many. leave_s: the client has left after so many. pause_s: between two
-    reads, and between two of the `pieces` in which the request is sent.
+    limit_s: seconds after which the request counts as unanswered. leave_s: seconds after which the client leaves.
+    pause_s: seconds between two reads, and between two of the `pieces` in which the request is sent. A connection that
+    is refused or breaks is the outcome "closed"; nothing is raised for it.
     """
     began = time.perf_counter()
     answer = bytearray()
@@ -147,7 +161,7 @@ def _declared(top: bytes) -> int | None:
 
 
 def _joined(body: bytes) -> bytes:
-    """Of a chunked body, as much as there is."""
+    """A chunked body without its framing, as far as it has come."""
     parts: list[bytes] = []
     at = 0
     while (end := body.find(b"\r\n", at)) >= 0:

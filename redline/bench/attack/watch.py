@@ -5,7 +5,7 @@
 runs as a process of its own, so that nothing it notes waits for whoever attacks. Each line on its input is answered
 with a line of JSON, the notes since the last one. What the notes say is worked out by `read`, a pure function.
 
-What is whose? The API process never computes, so the time that a knock (a GET on a kept connection) waits for its
+Whose is a pause? The API process never computes, so the time that a knock (a GET on a kept connection) waits for its
 answer is the event loop's pause. From it goes what the kernel says that the two threads waited for a core
 (/proc/PID/schedstat): on a machine with other work that is most of it, and nobody's fault. A silence of one stream
 while the other one is told tokens is a pause too: the engine stepped, and left a stream out. A silence of both while
@@ -30,14 +30,17 @@ from redline.bench.attack.raw_http import HOST, head
 
 KNOCK_S = 0.005  # between an answer and the next knock
 PAUSE_S = 0.02  # a knock that waits longer was not answered as usual
-SAME_STEP_S = 0.003  # the end of an answer follows its last token
-PATIENCE_S = 120.0  # for an answer, and for a chunk
-TAIL = b"0\r\n\r\n"  # of a chunked answer
+SAME_STEP_S = 0.003  # chunks this close are of one step: the end of an answer follows its last token
+PATIENCE_S = 120.0  # seconds for an answer, and for a chunk
+TAIL = b"0\r\n\r\n"  # the end of a chunked answer
 OWN = Path("/proc/thread-self/schedstat")
 
 
 class Knock(NamedTuple):
-    """Seconds. `excused`: of `took`, what the two threads waited for a core."""
+    """One GET /health of the bystander's, in seconds. began: on CLOCK_MONOTONIC. took: until its answer.
+
+    excused: how much of `took` the server's event loop and the knocking thread waited for a core.
+    """
 
     began: float
     took: float
@@ -45,11 +48,15 @@ class Knock(NamedTuple):
 
     @property
     def pause(self) -> float:
+        """Seconds that the event loop itself took, without waiting for a core."""
         return max(0.0, self.took - self.excused)
 
 
 class Chunk(NamedTuple):
-    """Seconds. `waited`: how long the reading thread has waited for a core so far."""
+    """The moment at which a part of a stream was read, in seconds of CLOCK_MONOTONIC.
+
+    waited: how many seconds the reading thread has waited for a core so far.
+    """
 
     at: float
     waited: float = 0.0
@@ -59,7 +66,10 @@ Answers = Sequence[Sequence[Chunk]]  # of one stream, one after another
 
 
 class Notes(NamedTuple):
-    """Times are those of CLOCK_MONOTONIC. refused: knocks and streams that the server did not answer."""
+    """What the bystander noted: every knock, and every chunk of each stream, by stream and answer.
+
+    Times are seconds of CLOCK_MONOTONIC. refused: how many knocks and streams the server did not answer.
+    """
 
     knocks: Sequence[Knock]
     streams: Sequence[Answers]
@@ -67,7 +77,7 @@ class Notes(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Between two chunks of an answer. `excused`: what the reading thread waited for a core."""
+    """The seconds between two chunks of an answer. excused: how many of them the reading thread waited for a core."""
 
     begin: float
     end: float
@@ -75,7 +85,7 @@ class Gap(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """Milliseconds."""
+    """Median, 99th percentile and largest value, in milliseconds."""
 
     p50: float
     p99: float
@@ -83,13 +93,13 @@ class Spread(NamedTuple):
 
 
 class Pauses(NamedTuple):
-    """What a phase was like for the bystander; milliseconds.
+    """What a phase was like for the bystander, in milliseconds.
 
-    gap: between two chunks of a stream. knock: until the event loop answered; loop: without waiting for a core.
-    left_out: how much later than the other one stream was told of a step, at most: the engine left it out, or the API.
-    engine: the longest silence of both streams, without the loop's pauses within it: a step, as a rule.
-    beyond: the longest pause that the engine's own steps do not explain.
-    chunks: of both streams; none, and there was nothing to pause.
+    gap: between two chunks of a stream. knock: until the event loop answered; loop: the same without waiting for a
+    core. left_out: how much later than the other stream one stream was told of a step, at most: the engine left it out,
+    or the API did. engine: the longest silence of both streams, without the loop's pauses within it: a step, as a rule.
+    beyond: the longest pause that the engine's own steps do not explain: the larger of left_out and loop.most. chunks:
+    how many came on both streams; with none, no pause could be seen. refused: as in `Notes`.
     """
 
     gap: Spread
@@ -103,7 +113,7 @@ class Pauses(NamedTuple):
 
 
 def read(notes: Notes) -> Pauses:
-    """What the notes say."""
+    """The pauses that the notes show."""
     gaps = [list(_gaps(answers)) for answers in notes.streams]
     times = [[chunk.at for answer in answers for chunk in answer] for answers in notes.streams]
     left_out = max(
@@ -130,6 +140,7 @@ def read(notes: Notes) -> Pauses:
 
 
 def spread(seconds: Sequence[float]) -> Spread:
+    """Percentiles of durations in seconds, as milliseconds; zeros where there are none."""
     if not seconds:
         return Spread(0.0, 0.0, 0.0)
     ordered = sorted(seconds)
@@ -137,7 +148,7 @@ def spread(seconds: Sequence[float]) -> Spread:
 
 
 def joined(parts: Sequence[Notes]) -> Notes:
-    """Notes that follow one another; an answer that the cut went through is two, less one gap."""
+    """Notes that follow one another as one; an answer that a cut went through counts as two, and loses one gap."""
     streams = [[answer for part in parts for answer in part.streams[k]] for k in range(len(parts[0].streams))]
     return Notes([knock for part in parts for knock in part.knocks], streams, sum(part.refused for part in parts))
 
@@ -167,7 +178,10 @@ def _late(times: Sequence[float], gap: Gap) -> float:
 
 
 def _longest_step(gaps: Sequence[Sequence[Gap]], knocks: Sequence[Knock]) -> float:
-    """Silences of all streams at once are what their gaps have in common."""
+    """Seconds of the longest silence of all streams at once, which is what their gaps have in common.
+
+    The loop's pauses within it are not counted.
+    """
     spans = [[(gap.begin, gap.end) for gap in stream] for stream in gaps]
     silent = functools.reduce(lambda one, other: list(_common(one, other)), spans) if spans else []
     longest = 0.0
@@ -199,7 +213,11 @@ def _common(a: Sequence[tuple[float, float]], b: Sequence[tuple[float, float]]) 
 
 
 class Watcher:
-    """Three threads, and what they have noted since it was last taken."""
+    """Three threads that read two streams and knock at the event loop, and what they noted since it was last taken.
+
+    port: of the server. pid: of its API process, whose main thread runs the event loop. token, length: every answer is
+    `length` times this token.
+    """
 
     def __init__(self, port: int, pid: int, token: int, length: int) -> None:
         self._port = port
@@ -215,7 +233,10 @@ class Watcher:
         threading.Thread(target=self._again, args=(self._knock,), daemon=True).start()
 
     def take(self) -> dict[str, Any]:
-        """The notes, which are forgotten here; an answer that goes on goes on in the next ones."""
+        """The notes since the last call, flat lists that `notes_of` reads; they are forgotten here.
+
+        An answer that goes on is continued in the next notes.
+        """
         with self._lock:
             knocks, self._knocks = self._knocks, array("d")
             streams, self._streams = self._streams, [[array("d", answers[-1][-2:])] for answers in self._streams]
@@ -268,11 +289,13 @@ class Watcher:
 
 
 def chat(token: int, length: int) -> bytes:
+    """The body of a streamed chat request whose answer is `length` times `token`."""
     asked = {"messages": [{"role": "user", "content": "Tell me a long story."}]}
     return json.dumps({**asked, **_at_length(token, length)}).encode()
 
 
 def completion(token: int, length: int) -> bytes:
+    """The body of a streamed completions request whose answer is `length` times `token`."""
     return json.dumps({"prompt": "Once upon a time", **_at_length(token, length)}).encode()
 
 
@@ -282,12 +305,12 @@ def _at_length(token: int, length: int) -> dict[str, Any]:
 
 
 def waited(schedstat: Path) -> float:
-    """Seconds that a thread was ready to run and had no core."""
+    """Seconds that a thread was ready to run and had no core. Raises OSError where the thread has ended."""
     return int(schedstat.read_text().split()[1]) / 1e9
 
 
 def notes_of(told: dict[str, Any]) -> Notes:
-    """What a watcher told."""
+    """The notes that `Watcher.take` gave, as records."""
     flat = told["knocks"]
     knocks = [Knock(*triple) for triple in zip(flat[::3], flat[1::3], flat[2::3], strict=True)]
     streams = [
@@ -298,7 +321,7 @@ def notes_of(told: dict[str, Any]) -> Notes:
 
 
 def _read_answer(link: socket.socket) -> None:
-    """Of a kept connection. Raises ValueError where it does not come."""
+    """Reads one answer of a kept connection to its end. Raises ValueError where the server closes before that."""
     answer = b""
     while b"\r\n\r\n" not in answer:
         if not (part := link.recv(1 << 16)):
@@ -313,6 +336,7 @@ def _read_answer(link: socket.socket) -> None:
 
 
 def main() -> None:
+    """Answers every line on stdin with the notes since the last one, as a line of JSON, until stdin ends."""
     port, pid, token, length = map(int, sys.argv[1:])
     watcher = Watcher(port, pid, token, length)
     for _ in sys.stdin:

@@ -1,6 +1,6 @@
 """Small bugs that could be written into a source: an operator turned round, a number off by one, a statement left out.
 
-`mutants(path)` finds all of a file, in its order. Python is read by `ast`; C++ and CUDA line by line, as the
+`mutants(root, file)` finds all of a file, in its order. Python is read by `ast`; C++ and CUDA line by line, as the
 compiler sees them for the emulator. Text that nobody computes with is left alone: messages, annotations, comments.
 """
 
@@ -21,7 +21,7 @@ _CALLS = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil
 _TENSOR_CALLS = {"detach", "clone", "contiguous", "clamp", "clamp_", "strip", "copy"}  # dropped from a chain
 _MAKES_INPUTS = re.compile(
     r"^_?(random_|example$|cases$|.*_cases$)"
-)  # for tests and timing; a test's own inputs prove nothing
+)  # make inputs for tests and timing: a bug there proves nothing
 _NO_RESULT = {"strict", "frozen", "timeout"}  # keywords that a right program gives the same answers with or without
 _SAYS = re.compile(r"^_?(log|logger|console)$")
 
@@ -29,7 +29,7 @@ CPP = {".cpp", ".h", ".cu", ".cuh"}
 
 
 class Mutant(NamedTuple):
-    """`before` stands at bytes [start, end) of the file, and `after` is written in its place."""
+    """`before` stands at bytes [start, end) of the file, and `after` is written in its place. line: counted from 1."""
 
     file: str
     line: int
@@ -42,16 +42,20 @@ class Mutant(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Of the text, not of the line's number: it survives what others change elsewhere in the file."""
+        """The file and a hash of the line's text, not of its number: it survives changes elsewhere in the file."""
         column = f"{self.kind} {self.before} {self.after} {self.text}"
         return f"{self.file}:{hashlib.sha256(column.encode()).hexdigest()[:12]}"
 
     def apply(self, source: bytes) -> bytes:
+        """The source with the bug in it. Raises AssertionError where `before` is not at its place any more."""
         assert source[self.start : self.end] == self.before.encode(), f"{self.file}:{self.line} has changed"
         return source[: self.start] + self.after.encode() + source[self.end :]
 
     def diff(self, source: bytes) -> str:
-        """The line, and what becomes of it."""
+        """The line or lines with "-" before each, then what becomes of them with "+".
+
+        Raises AssertionError as `apply` does.
+        """
         begin = source.rfind(b"\n", 0, self.start) + 1
         stop = source.find(b"\n", self.end)
         new = self.apply(source)
@@ -63,7 +67,10 @@ class Mutant(NamedTuple):
 
 
 def mutants(root: Path, file: str) -> list[Mutant]:
-    """Each with an id of its own: of two that read the same the first one counts."""
+    """All mutants of a file, in its order, each with an id of its own: of two that read the same the first one counts.
+
+    file: relative to `root`. Raises OSError where it cannot be read, and SyntaxError for Python that does not parse.
+    """
     source = (root / file).read_bytes()
     found = _in_cpp(file, source) if Path(file).suffix in CPP else _in_python(file, source)
     return list({mutant.id: mutant for mutant in reversed(list(found))}.values())[::-1]
@@ -92,7 +99,7 @@ class _Place:
         return self._starts[node.end_lineno - 1] + node.end_col_offset
 
     def dot(self, value: ast.expr) -> int:
-        """Behind the value of an attribute and its brackets."""
+        """The byte at which the dot of an attribute stands, behind its value and its brackets."""
         return self.source.index(b".", self.end(value))
 
     def mutant(self, kind: str, start: int, end: int, after: str) -> Mutant:
@@ -101,7 +108,7 @@ class _Place:
         return Mutant(self.file, line + 1, kind, start, end, before, after, self.lines[line].decode())
 
     def between(self, kind: str, start: int, end: int, table: dict[str, str]) -> Iterator[Mutant]:
-        """The operator that stands between two operands."""
+        """Yields the mutant of the operator in bytes [start, end), between two operands, where `table` has it."""
         text = self.source[start:end].decode()
         code = re.sub(r"#[^\n]*", lambda comment: " " * len(comment[0].encode()), text)
         if found := re.search(r"[^\s()\\]+(?: +(?:not|in))?", code):
@@ -118,14 +125,14 @@ def _in_python(file: str, source: bytes) -> Iterator[Mutant]:
 
 
 def _computed(node: ast.AST) -> Iterator[ast.AST]:
-    """All that the program computes with."""
+    """Yields the nodes that the program computes with."""
     yield node
     if isinstance(node, ast.FunctionDef) and _MAKES_INPUTS.match(node.name):
         return
     for name, value in ast.iter_fields(node):
         children = [child for child in (value if isinstance(value, list) else [value]) if isinstance(child, ast.AST)]
         if name in ("annotation", "returns"):
-            # A bound is an annotation's, and counts.
+            # A bound in an annotation, such as Meta(ge=0), decides something: it is computed with.
             calls = [one for child in children for one in ast.walk(child) if isinstance(one, ast.Call)]
             children = [keyword.value for call in calls for keyword in call.keywords]
         if name == "decorator_list" or (name == "msg" and isinstance(node, ast.Assert)):
@@ -136,7 +143,7 @@ def _computed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _is_said(node: ast.AST) -> bool:
-    """Messages, and what is decided before anything runs."""
+    """Whether a node is a message, or decided before anything runs."""
     match node:
         case ast.JoinedStr() | ast.Import() | ast.ImportFrom() | ast.Raise():
             return True

@@ -39,7 +39,7 @@ from redline.kernels.cpu import native
 ROOT = Path(__file__).parents[3]
 RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
 RUNS = ROOT / "runs"
-LINKED = ".venv", "models"  # of the copies: large, and nobody writes there
+LINKED = ".venv", "models"  # folders that every copy links to: large, and nobody writes there
 # The laws, by their numbers, that a room is held to; then what is one request through everything.
 LAWS = {
     "ops": (1,),
@@ -86,9 +86,9 @@ NAMED = (
 
 
 class Found(NamedTuple):
-    """outcome: killed (by a test that failed), hung (killed by the clock), lived, or gone (its text is no more).
+    """What became of a mutant: killed (a test failed), hung (killed by the clock), lived, or gone (its text is absent).
 
-    by: the test, or the first line of what went wrong. seconds: of its tests.
+    by: of a mutant that lived the test files that ran, else the line that names the failure. seconds: of its tests.
     """
 
     id: str
@@ -105,7 +105,7 @@ class Found(NamedTuple):
 
 
 def sources(root: Path) -> list[str]:
-    """Of the package, as git knows them."""
+    """The package's files that mutants are drawn from, as git knows them. Raises CalledProcessError where git fails."""
     listed = subprocess.run(["git", "ls-files", "redline"], cwd=root, capture_output=True, text=True, check=True)
     return [
         file
@@ -115,7 +115,7 @@ def sources(root: Path) -> list[str]:
 
 
 def room(file: str) -> str:
-    """The package's room; kernels are rooms of their own."""
+    """The room that a file of the package belongs to; the kernels of each chip count as a room, "cpu" and "cuda"."""
     path = Path(file)
     if path.suffix in (".cu", ".cuh"):
         return "cuda"
@@ -125,9 +125,9 @@ def room(file: str) -> str:
 
 
 def drawn(root: Path, count: int, seed: int, only: Sequence[str] = ()) -> list[Mutant]:
-    """`count` mutants over all rooms, more of the larger ones: their shares are the roots of their numbers of mutants.
+    """`count` mutants over all rooms: a room's share is the root of its number of mutants, and each has at least one.
 
-    No two of one line.
+    No two are of one line. only: ends of file paths; empty: every file. The order is random too, by the same seed.
     """
     rng = random.Random(seed)
     rooms: dict[str, list[Mutant]] = {}
@@ -150,7 +150,10 @@ def drawn(root: Path, count: int, seed: int, only: Sequence[str] = ()) -> list[M
 
 
 def named(root: Path) -> Iterator[Mutant | Found]:
-    """The earlier survivors where they stand now."""
+    """The survivors of the first search as mutants of the files as they are.
+
+    A text that does not stand there exactly once is a Found that is gone.
+    """
     for file, before, after in NAMED:
         source = (root / file).read_bytes()
         if source.count(before.encode()) != 1:
@@ -163,7 +166,7 @@ def named(root: Path) -> Iterator[Mutant | Found]:
 
 
 def again(root: Path, journal: Path) -> Iterator[Mutant | Found]:
-    """The mutants of a journal where they stand now."""
+    """The mutants of a journal, of the files as they are; a Found that is gone where the text is no more."""
     earlier = {found.id: found for found in read_journal(journal)}
     here: dict[str, dict[str, Mutant]] = {}
     for id, found in earlier.items():
@@ -177,13 +180,16 @@ def again(root: Path, journal: Path) -> Iterator[Mutant | Found]:
 
 
 class Suite:
-    """Test files, what each imports, and how long it takes without a bug."""
+    """The project's test files, what each imports, and how many seconds each takes without a bug.
+
+    kept: a JSON file of those times, which is read first and grows. failing: tests that fail without a bug.
+    """
 
     def __init__(self, root: Path, kept: Path) -> None:
         self._root = root
         self._kept = kept
         self._lock = threading.Lock()
-        self._measured: set[str] = set()  # or being measured
+        self._measured: set[str] = set()  # files that were measured, or are being measured
         self._files = sorted(
             str(path.relative_to(root))
             for path in (root / "tests").rglob("test_*.py")
@@ -191,7 +197,7 @@ class Suite:
         )
         self._imports = {file: _imports(root, file) for file in self._files}
         self.seconds: dict[str, float] = {}
-        self.failing: set[str] = set()  # without a bug
+        self.failing: set[str] = set()  # tests that fail without a bug
         if kept.exists():
             known = json.loads(kept.read_text())
             self.seconds, self.failing = known["seconds"], set(known["failing"])
@@ -234,7 +240,10 @@ class Suite:
         return [test for test in sorted(self._files, key=distance) if distance(test)[0] < 9]
 
     def within(self, tests: Iterable[str], seconds: float) -> list[str]:
-        """As many of them, in their order, as take so long without a bug; one at least."""
+        """As many of the tests, in their order, as take so many seconds without a bug; one at least.
+
+        Raises KeyError for a test that was not measured.
+        """
         chosen: list[str] = []
         total = 0.0
         for test in tests:
@@ -245,7 +254,7 @@ class Suite:
         return chosen
 
     def measure(self, tree: "Tree", tests: Sequence[str]) -> None:
-        """How long each takes that nobody has run yet, and which fail."""
+        """Runs each test file that was not run yet, alone in `tree`; keeps its seconds and which tests fail."""
         for file in tests:
             with self._lock:
                 if file in self.seconds or file in self._measured:
@@ -299,7 +308,10 @@ def _modules(path: Path) -> frozenset[str]:
 
 
 class Tree:
-    """A copy of the project in which one mutant at a time lives."""
+    """A copy of the project, made at once, in which one mutant at a time lives.
+
+    cache: where its kernels are compiled to.
+    """
 
     def __init__(self, root: Path, folder: Path, cache: Path) -> None:
         self.folder = folder
@@ -324,7 +336,7 @@ class Tree:
         }
 
     def pytest(self, words: Sequence[str], seconds: float) -> tuple[int | None, str]:
-        """Its code (None where it had to be ended) and its output."""
+        """Runs pytest with these words; returns its code (None where it was ended after `seconds`) and its output."""
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *words]
         with tempfile.TemporaryFile("w+", dir=self.folder) as said:
             process = subprocess.Popen(
@@ -348,7 +360,11 @@ class Tree:
             return code, said.read()
 
     def try_out(self, mutant: Mutant, suite: Suite, seconds: float, also: Sequence[str] = ()) -> Found:
-        """also: test files that run in front of the nearest."""
+        """Writes the mutant's bug, runs the nearest tests, and restores the file.
+
+        also: test files that run before the nearest. seconds: what the chosen tests may take without a bug, together.
+        Raises AssertionError where the mutant's text is gone.
+        """
         source = (self.project / mutant.file).read_bytes()
         nearest = list(dict.fromkeys([*also, *suite.nearest(mutant.file)]))
         suite.measure(self, nearest[: MEASURED + len(also)])
@@ -374,7 +390,10 @@ def _reason(said: str) -> str:
 
 
 def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -> list[Found]:
-    """Tries out what the journal does not know yet, or with `--again` what lived, and adds it there."""
+    """Tries out what the journal does not know yet, or with `--again` what lived, and adds each result to the journal.
+
+    Returns what was found for every wanted mutant, in their order.
+    """
     suite = Suite(ROOT, RUNS / "mutation-tests.json")
     known = {found.id: found for found in read_journal(journal)}
     if asked.again is not None:
@@ -422,11 +441,12 @@ def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -
 
 
 def read_journal(path: Path) -> list[Found]:
+    """The results that a search has kept, one JSON object per line; none where there is no file yet."""
     return [Found(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def summary(results: Sequence[Found]) -> dict[str, Any]:
-    """Of those whose text was there."""
+    """Counts by outcome and room, over the mutants whose text was there; those that lived or are gone are listed."""
     tried = [found for found in results if found.outcome != "gone"]
     by_room: dict[str, Counter[str]] = {}
     for found in tried:
@@ -443,6 +463,10 @@ def summary(results: Sequence[Found]) -> dict[str, Any]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Runs the program with `words` in place of the command line's; returns 0 however many mutants lived.
+
+    Raises SystemExit for a --save or --again that cannot be used.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=120)
     parser.add_argument("--seed", type=int, default=0)

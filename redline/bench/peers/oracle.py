@@ -1,7 +1,8 @@
 """An independent K2: transformers' DeepseekV3ForCausalLM on the dequantised weights of any checkpoint that we read.
 
 Nothing here uses Redline's own loader, config or formats, so that a shared mistake cannot hide. INT4 is unpacked by
-compressed-tensors, the library that owns the format. Both libraries are the tests', and imported where they are used.
+compressed-tensors, the library that owns the format. Both libraries are test dependencies, and are imported
+where they are used.
 """
 
 import json
@@ -23,7 +24,8 @@ EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(gate|up|down)_
 def transformers_model(folder: Path, dtype: torch.dtype = torch.float32, experts: str = "eager") -> Any:
     """A DeepseekV3ForCausalLM in evaluation mode, on the CPU. `experts`: eager, batched_mm or grouped_mm.
 
-    Its low-rank norms get the config's eps: vLLM and SGLang use it, transformers has a fixed 1e-6 there.
+    Its low-rank norms get the config's eps: vLLM and SGLang use it, transformers has a fixed 1e-6 there. Raises OSError
+    where config.json is missing, and RuntimeError where the tensors are not those of the config.
     """
     from transformers import DeepseekV3ForCausalLM
 
@@ -58,7 +60,7 @@ def transformers_config(folder: Path) -> Any:
 
 @torch.inference_mode()
 def logits(model: Any, tokens: list[int]) -> Tensor:
-    """float32 [tokens, vocabulary], computed at once."""
+    """float32 [tokens, vocabulary] over one sequence, computed in one pass without a cache."""
     return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 

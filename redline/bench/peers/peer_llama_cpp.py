@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 CHUNK = 512  # tokens of a prompt that are computed at once: llama.cpp's own default
-CELLS = 256  # by so many tokens a cache grows
+CELLS = 256  # the room of a cache is a multiple of so many tokens
 
 
 class Way(NamedTuple):
-    """How llama.cpp runs the model."""
+    """How llama.cpp runs the model. dense: the GGUF file's name without its suffix. attention: flash or plain."""
 
     dense: str
     attention: str
@@ -37,12 +37,15 @@ class Way(NamedTuple):
 
 
 def ways(threads: int, dense: str) -> list[Way]:
-    """All of one file, on one thread and on `threads`."""
+    """Every way to run one file: with flash attention and without, on one thread and on `threads`."""
     return [Way(dense, *way) for way in product(("flash", "plain"), sorted({1, threads}))]
 
 
 class Context:
-    """`rows` prompts of `prompt` tokens at once, with room for so many tokens in each one's cache."""
+    """`rows` prompts of `prompt` tokens at once, with room for `room` tokens in each one's cache.
+
+    Raises AssertionError where llama.cpp makes no context.
+    """
 
     def __init__(self, llama: Any, model: Any, way: Way, rows: int, prompt: int, room: int) -> None:
         values = llama.llama_context_default_params()
@@ -58,7 +61,11 @@ class Context:
         self._batch = llama.llama_batch_init(rows * prompt, 0, 1)
 
     def run(self, prompts: list[list[int]], new: int) -> dict[str, float]:
-        """Greedy, `new` tokens for every prompt, never ending early."""
+        """Greedy, `new` tokens for every prompt, never ending early.
+
+        Returns first_s, the seconds until the first new token of every row, and rest_s, those of the other new tokens.
+        Raises AssertionError for another number of prompts than `rows`, or where llama_decode fails.
+        """
         self._llama.llama_memory_clear(self._memory, False)
         wanted = self._fill(prompts, every=False)
         start = time.perf_counter()
@@ -75,12 +82,12 @@ class Context:
         return {"first_s": first - start, "rest_s": time.perf_counter() - first}
 
     def logits(self, prompt: list[int]) -> Any:
-        """float32 [tokens, vocabulary] of one prompt."""
+        """float32 [tokens, vocabulary] of one prompt, as an array of its own."""
         self._llama.llama_memory_clear(self._memory, False)
         return self._logits(self._fill([prompt], every=True)).copy()
 
     def _fill(self, prompts: list[list[int]], every: bool) -> int:
-        """Puts prompts into the batch, and asks for logits of each one's last token, or of every token: how many."""
+        """Puts prompts into the batch, and asks for logits of each one's last token, or of all; returns how many."""
         assert len(prompts) == self._rows
         batch = self._batch
         batch.n_tokens = self._rows * self._prompt
@@ -98,16 +105,20 @@ class Context:
         return np.ctypeslib.as_array(self._llama.llama_get_logits(self._context), (count, self._vocabulary))
 
     def close(self) -> None:
+        """Frees the batch and the cache in llama.cpp; the model stays loaded."""
         self._llama.llama_batch_free(self._batch)
         self._llama.llama_free(self._context)
 
 
 def _nothing(level: int, text: bytes, data: Any) -> None:
-    """Where llama.cpp's log goes."""
+    """Takes llama.cpp's log, and drops it."""
 
 
 def serve(folder: Path) -> None:
-    """Answers tasks until stdin ends."""
+    """Answers tasks until stdin ends. folder: of the GGUF files.
+
+    Raises AssertionError where llama.cpp cannot load one.
+    """
     llama = import_module("llama_cpp.llama_cpp")
     quiet = llama.llama_log_callback(_nothing)
     llama.llama_log_set(quiet, None)

@@ -24,7 +24,7 @@ EXPERTS = ("eager", "grouped_mm")
 
 
 class Way(NamedTuple):
-    """How transformers runs the model."""
+    """How transformers runs the model. dtype: a key of DTYPES. experts: as `oracle.transformers_model` takes it."""
 
     dtype: str
     experts: str
@@ -32,11 +32,13 @@ class Way(NamedTuple):
 
 
 def ways(threads: int) -> list[Way]:
-    """All of them, on one thread and on `threads`."""
+    """Every dtype with every way to compute experts, on one thread and on `threads`."""
     return [Way(*way) for way in product(DTYPES, EXPERTS, sorted({1, threads}))]
 
 
 class Times(NamedTuple):
+    """Seconds of one generation."""
+
     first_s: float  # until the first new token of every row
     rest_s: float  # for the other new tokens
 
@@ -60,7 +62,10 @@ def run(model: Any, prompts: list[list[int]], new: int) -> Times:
 
 
 def serve(folder: Path) -> None:
-    """Answers tasks until stdin ends."""
+    """Answers tasks until stdin ends.
+
+    folder: of the checkpoint; its weights are kept once for each dtype that was asked for.
+    """
 
     @cache
     def model(dtype: str) -> Any:

@@ -46,7 +46,7 @@ from redline.model.k2.config import K2Config
 from redline.ops.formats import Int4
 
 BLOCK = 32  # values that share a scale, in Q4_0 and Q8_0
-ALIGNMENT = 32  # bytes; of each tensor's start
+ALIGNMENT = 32  # bytes: each tensor starts at a multiple of it
 ANSWER = 32  # tokens of a greedy answer
 THREADS = 2
 DENSE = ("q4_0", "q8_0", "bf16", "f32")
@@ -66,7 +66,10 @@ KINDS = {"f32": Kind(0, 0), "q4_0": Kind(2, 2), "q8_0": Kind(8, 7), "bf16": Kind
 
 
 class Stored(NamedTuple):
-    """A tensor of the file. shape: as torch has it, [..., out, in]."""
+    """A tensor of the file. kind: a key of KINDS. shape: as torch has it, [..., out, in].
+
+    data: its bytes in ggml's layout.
+    """
 
     name: str
     kind: str
@@ -75,14 +78,20 @@ class Stored(NamedTuple):
 
 
 def convert(folder: Path, out: Path, dense: str = "q4_0") -> None:
-    """Writes the checkpoint in `folder` to `out`. Raises CheckpointError if it is broken, or beyond what llama.cpp's
-    deepseek2 computes."""
+    """Writes the checkpoint in `folder` to `out`. dense: the type of all matrices but routed experts, one of DENSE.
+
+    With f32 the experts have that type too. Raises CheckpointError if the checkpoint is broken, or beyond what
+    llama.cpp's deepseek2 computes.
+    """
     checkpoint = Checkpoint.open(folder)
     write(out, metadata(checkpoint.config, dense), list(tensors(checkpoint, dense)))
 
 
 def metadata(config: K2Config, dense: str) -> dict[str, Value]:
-    """What llama.cpp's loader reads, under its names. Latent attention counts as one key head, a cache row wide."""
+    """What llama.cpp's loader reads, under its names. Latent attention counts as one key head, a cache row wide.
+
+    Raises CheckpointError where YaRN has two different mscales, of which deepseek2 knows one.
+    """
     yarn = config.yarn
     if yarn is not None and yarn.mscale != yarn.mscale_all_dim:
         raise CheckpointError(
@@ -134,7 +143,10 @@ def metadata(config: K2Config, dense: str) -> dict[str, Value]:
 
 
 def tensors(checkpoint: Checkpoint, dense: str) -> Iterator[Stored]:
-    """Every tensor under its name there."""
+    """Yields every tensor under llama.cpp's name for it. dense: as in `convert`.
+
+    Raises CheckpointError for a missing one.
+    """
     config, plain = checkpoint.config, checkpoint.plain
     experts = "f32" if dense == "f32" else "q4_0"
 
@@ -181,7 +193,10 @@ def tensors(checkpoint: Checkpoint, dense: str) -> Iterator[Stored]:
 
 
 def pack(weight: Tensor | Int4, kind: str) -> bytes:
-    """A tensor [..., K] in ggml's layout of `kind`. In q4_0 an Int4 keeps its codes. Blocks need K divisible by 32."""
+    """A tensor [..., K] in ggml's layout of `kind`. In q4_0 an Int4 keeps its codes. Blocks need K divisible by 32.
+
+    Raises ValueError for a kind that is none of DENSE.
+    """
     if kind == "q4_0":
         return _bytes(q4_0(weight) if isinstance(weight, Int4) else q4_0_of(weight))
     values = weight.dequantize() if isinstance(weight, Int4) else weight
@@ -203,7 +218,7 @@ def q4_0(weight: Int4) -> Tensor:
 
 
 def q4_0_of(weight: Tensor) -> Tensor:
-    """A plain tensor rounded to `q4_0`, as llama.cpp does: the value farthest from zero becomes -8."""
+    """A plain tensor [..., K] as `q4_0` has it, rounded as llama.cpp does: the value farthest from zero becomes -8."""
     groups = _groups(weight)
     farthest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scale = farthest / -8
@@ -242,12 +257,15 @@ def _bytes(tensor: Tensor) -> bytes:
 
 
 def write(path: Path, values: dict[str, Value], stored: list[Stored]) -> None:
-    """GGUF version 3: header, values, where each tensor lies, then the data, each tensor at a multiple of ALIGNMENT."""
+    """GGUF version 3: header, values, where each tensor lies, then the data, each tensor at a multiple of ALIGNMENT.
+
+    Raises OSError where the file cannot be written.
+    """
     head = [b"GGUF", struct.pack("<IQQ", 3, len(stored), len(values))]
     head += [_string(key) + _value(value) for key, value in values.items()]
     start = 0
     for tensor in stored:
-        dimensions = tuple(reversed(tensor.shape))  # there the fastest one comes first
+        dimensions = tuple(reversed(tensor.shape))  # GGUF names the fastest dimension first
         place = struct.pack(f"<I{len(dimensions)}QIQ", len(dimensions), *dimensions, KINDS[tensor.kind].number, start)
         head.append(_string(tensor.name) + place)
         start += _aligned(len(tensor.data))
@@ -283,6 +301,8 @@ def _value(value: Value) -> bytes:
 
 
 class Text(NamedTuple):
+    """A text that both peers read: its token ids, and what transformers says of each."""
+
     tokens: list[int]
     logits: Tensor  # transformers': float32 [tokens, vocabulary]
 
@@ -298,7 +318,10 @@ def texts(folder: Path) -> list[Text]:
 
 
 def compare(mine: Sequence[Text], theirs: Sequence[Tensor]) -> dict[str, Any]:
-    """How llama.cpp's logits [tokens, vocabulary] differ from transformers'."""
+    """How llama.cpp's logits [tokens, vocabulary] of each text differ from transformers'.
+
+    same_top: the share of tokens with the same most likely next token. The others are differences of logits.
+    """
     here, there = torch.cat([text.logits for text in mine]), torch.cat([*theirs])
     apart = (there - here).abs()
     return {
@@ -313,7 +336,10 @@ def compare(mine: Sequence[Text], theirs: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def peer_logits(python: Path, folder: Path, dense: str, mine: Sequence[Text]) -> list[Tensor]:
-    """llama.cpp's, of each text, by FOLDER/dense.gguf."""
+    """llama.cpp's logits of each text, float32 [tokens, vocabulary], by FOLDER/dense.gguf.
+
+    python: one that has llama-cpp-python. Raises CalledProcessError where the peer's process fails.
+    """
     way = {"dense": dense, "attention": "plain", "threads": THREADS}
     with tempfile.TemporaryDirectory() as place:
         file = f"{place}/logits.npy"
@@ -325,6 +351,7 @@ def peer_logits(python: Path, folder: Path, dense: str, mine: Sequence[Text]) ->
 
 
 def main() -> None:
+    """Writes the files that the command line names, and with --check prints a line of JSON for each comparison."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)

@@ -20,7 +20,10 @@ MAX_TOKENS = 1024  # a longer answer to an evaluation prompt goes in circles
 
 
 class Greedy:
-    """An engine that answers each prompt with its most likely tokens."""
+    """An engine that answers each prompt with its most likely tokens.
+
+    max_tokens: of one answer, its thinking included.
+    """
 
     def __init__(self, engine: JobRunner, max_tokens: int = MAX_TOKENS) -> None:
         self._engine = engine
@@ -28,6 +31,7 @@ class Greedy:
 
     @property
     def fingerprint(self) -> str:
+        """The checkpoint's fingerprint, by which a report names the model and its weights."""
         return self._engine.fingerprint
 
     def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
@@ -61,7 +65,7 @@ class Greedy:
 
 
 def joined(events: Sequence[Event]) -> Answer:
-    """The whole answer of a stream of events that ended."""
+    """The whole answer of a stream of events that ended. Raises AssertionError for a stream without its end."""
     content, reasoning = "", ""
     names: list[str] = []
     arguments: list[str] = []

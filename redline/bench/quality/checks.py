@@ -1,4 +1,4 @@
-"""Decides whether an answer is right. A check is a small JSON object whose one key says how it is graded.
+"""Decides whether an answer is right. A check is a small JSON object whose keys say how it is graded; each has to hold.
 
     {"number": 933}                                     the last number in the answer
     {"equals": "Paris"}                                 the whole answer, but for case and final punctuation
@@ -27,11 +27,15 @@ from redline.wire.base import Record
 
 
 class Call(TypedDict):
+    """A tool call that a model has made."""
+
     name: str
     arguments: str  # JSON text, as the model wrote it
 
 
 class Grade(NamedTuple):
+    """Whether an answer is right, and in one line why not."""
+
     ok: bool | None  # None: not graded, since it needs code to be run
     why: str  # empty when right
 
@@ -68,7 +72,7 @@ class _Check(Record, frozen=True):
 
 
 def check_check(check: dict[str, Any]) -> None:
-    """Raises ValueError, in one line, for a check that is not one of the kinds above."""
+    """Raises ValueError, in one line, for a check that is not one of the kinds in this module's list."""
     if not check:
         raise ValueError("check: expected at least one key, such as number")
     try:
@@ -89,9 +93,10 @@ def check_check(check: dict[str, Any]) -> None:
 
 
 def grade(check: dict[str, Any], content: str, tool_calls: Sequence[Call], run_code: bool = False) -> Grade:
-    """Grades an answer (visible text and tool calls) by every key of the check.
+    """Grades an answer (visible text and tool calls) by every key of the check; the first key that fails decides.
 
-    Raises ValueError for a check that is not one of the kinds above.
+    run_code: without it, a check with `asserts` that nothing else fails is not graded. Raises ValueError for a check
+    that is not one of the kinds in this module's list.
     """
     check_check(check)
     for kind in check.keys() - {"asserts"}:

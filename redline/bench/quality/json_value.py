@@ -18,9 +18,9 @@ _LIBRARY: Any = jsonschema  # parts of its types are unknown
 _DRAFT_2020: Any = jsonschema.Draft202012Validator
 DRAFT = "https://json-schema.org/draft/2020-12/schema"
 REFUSED = (
-    # go elsewhere, or in circles
+    # refer to another place, or to themselves
     "$ref", "$dynamicRef", "$anchor", "$dynamicAnchor", "$id", "$vocabulary",
-    # are no constraint to every validator
+    # are mere notes to some validators
     "format", "contentEncoding", "contentMediaType", "contentSchema",
     # take time that grows exponentially with their depth, or a pattern for each name
     "unevaluatedItems", "unevaluatedProperties", "patternProperties",
@@ -86,7 +86,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _pattern(validator: Any, pattern: str, value: Any, schema: Any) -> Iterator[Exception]:
-    """In a child with a time limit: a pattern may take longer than anybody lives, depending on what the model wrote."""
+    """Searches in a child with a time limit, since a search may take exponential time in what the model wrote."""
     if isinstance(value, str):
         code = f"import re\nfound = re.search({pattern!r}, {value!r})"
         passed, why = run_asserts(Candidate(code=code, asserts="assert found"))

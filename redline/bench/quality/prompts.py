@@ -17,14 +17,14 @@ from redline.wire.delta import Finish
 
 
 class Prompt(Chat, frozen=True, kw_only=True):
-    """One line of a set."""
+    """One line of a set: a conversation, its kind, and the check that grades the answer."""
 
     kind: str
     check: dict[str, Any]  # see checks.py
 
 
 class Answer(Record, frozen=True):
-    """What the model said, in full."""
+    """What the model said, in full. tokens: how many it generated, thinking included."""
 
     content: str
     reasoning: str = ""
@@ -49,7 +49,7 @@ def read_sets(folder: Path) -> dict[str, list[Prompt]]:
 
 
 def limited(sets: Mapping[str, Sequence[Prompt]], limit: int) -> dict[str, list[Prompt]]:
-    """At most so many prompts of each kind of each set, evenly spread over the set: the same ones every time."""
+    """At most `limit` prompts of each kind of each set, evenly spread over the set: the same ones every time."""
     chosen: dict[str, list[Prompt]] = {}
     for name, prompts in sets.items():
         of_kind: dict[str, list[int]] = defaultdict(list)

@@ -48,15 +48,23 @@ class Row(Record, frozen=True):
 
     @property
     def percent(self) -> float:
+        """Right answers as percent of graded ones.
+
+        Raises ZeroDivisionError where none was graded; `rows` makes no such row.
+        """
         return 100 * self.right / self.prompts
 
     @property
     def met(self) -> bool | None:
+        """Whether the target is reached; None where the set has no target for this kind."""
         return None if self.target is None else self.percent >= self.target
 
 
 class Comparison(Record, frozen=True):
-    """The same prompts under two checkpoints. The difference is ours minus theirs, in points (percent of prompts)."""
+    """The same prompts under two checkpoints. The difference is ours minus theirs, in points (percent of prompts).
+
+    prompts: pairs of graded answers. both, only_ours, only_theirs: how many of them were right under which.
+    """
 
     prompts: int
     both: int
@@ -65,11 +73,12 @@ class Comparison(Record, frozen=True):
 
     @property
     def difference(self) -> float:
+        """Points by which ours is better. Raises ZeroDivisionError where no pair was graded."""
         return 100 * (self.only_ours - self.only_theirs) / self.prompts
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % for the difference, in points: Wald with half a pair added to each of the four cells.
+        """The 95 % interval of the difference, in points: Wald with half a pair added to each of the four cells.
 
         Agresti and Min, "Simple improved confidence intervals for comparing matched proportions", 2005.
         """
@@ -83,7 +92,7 @@ class Report(Record, frozen=True):
 
     folder: str
     fingerprint: str
-    seconds: float  # answering only
+    seconds: float  # of answering, without loading and grading
     generated_tokens: int
     rows: list[Row]
     not_run: int  # prompts whose check needs --run-code
@@ -93,14 +102,16 @@ class Report(Record, frozen=True):
     comparison: Comparison | None = None
     refused: int = 0  # prompts that the engine did not answer; they count as wrong
     limit: int | None = None  # prompts of each kind of each set at most
-    left_out: int = 0  # prompts beyond it
+    left_out: int = 0  # prompts beyond the limit, which were not asked
 
 
 class Answerer(Protocol):
     """A loaded checkpoint that answers: `answering.Greedy` over an engine."""
 
     @property
-    def fingerprint(self) -> str: ...
+    def fingerprint(self) -> str:
+        """The checkpoint's fingerprint, by which a report names the model and its weights."""
+        ...
 
     def answer(self, prompts: Sequence[Prompt], done: Callable[[], None]) -> list[Answer]:
         """The answers in the order of the prompts; calls `done` once for each as it ends."""
@@ -122,8 +133,9 @@ def grade_all(
 ) -> Report:
     """Asks the checkpoint in `folder` everything in `sets` (folder/eval), grades, compares with `against` if given.
 
-    limit: of prompts of each kind of each set, always the same ones. `progress(done, total)` counts answers over both
-    checkpoints. Raises ConfigError where there are no sets, or they cannot be graded, before anything is asked.
+    run_code: functions that the model writes are run. limit: prompts of each kind of each set, always the same ones.
+    `progress(done, total)` counts answers over both checkpoints. Raises ConfigError where there are no sets, or they
+    cannot be graded, before anything is asked.
     """
     place = sets or folder / "eval"
     found, targets = read_sets(place), read_targets(place)
@@ -165,7 +177,10 @@ def grade_all(
 
 
 def read_targets(folder: Path) -> dict[str, dict[str, float]]:
-    """Raises ConfigError where the file holds anything else."""
+    """{set: {kind: percent}} of `folder`/targets.json; empty where there is no such file.
+
+    Raises ConfigError where it cannot be read, or holds anything else.
+    """
     path = folder / TARGETS
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, dict[str, float]]) if path.exists() else {}
@@ -176,7 +191,7 @@ def read_targets(folder: Path) -> dict[str, dict[str, float]]:
 
 
 def judge(sets: Mapping[str, Sequence[Prompt]], answers: Sequence[Answer], run_code: bool) -> list[Verdict]:
-    """Grades the answers, which stand in the order of the sets' prompts."""
+    """Grades the answers, which stand in the order of the sets' prompts. run_code: as in `grade_all`."""
     asked = [(name, prompt) for name, prompts in sets.items() for prompt in prompts]
 
     def one(place: int) -> Grade:
@@ -218,7 +233,7 @@ def compare(ours: Sequence[Verdict], theirs: Sequence[Verdict]) -> Comparison:
 
 
 def table(report: Report) -> Table:
-    """The report for a terminal; `caption` says the rest."""
+    """The report for a terminal; `caption` says what the table leaves out."""
     shown = Table(title=report.folder)
     for column in ("set", "kind"):
         shown.add_column(column)

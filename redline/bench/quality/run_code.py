@@ -1,9 +1,9 @@
 """Runs a function that a model wrote against assert statements, where it can do no harm.
 
 Each candidate gets its own child: `python -I`, an empty temporary folder, an empty environment, five seconds, and
-limits that leave it only arithmetic. It may open no descriptor, so no file, socket or pipe; start no process or
-thread; and an audit hook refuses what needs neither (signals, deletions). Common modules are imported before the
-door closes. This is the only place in Redline where text from a model is executed (DESIGN section 6).
+limits that leave it only arithmetic. It may open no descriptor, so no file, socket or pipe; start no process or thread;
+and an audit hook refuses what needs neither (signals, deletions). Common modules are imported before that.
+This is the only place in Redline where text from a model is executed (docs/evaluation.md).
 """
 
 import json
@@ -22,18 +22,25 @@ REPORT_BYTES = 4096  # all that a child can write anywhere
 
 
 class Outcome(NamedTuple):
+    """Whether the code and its asserts ran to their end, and in one line why not."""
+
     passed: bool
     why: str  # empty when passed
 
 
 class Candidate(NamedTuple):
+    """A program that a model wrote, and its test."""
+
     code: str
     asserts: str  # Python statements that raise where the code is wrong
     function: str | None = None  # the name that the code must define
 
 
 def run_asserts(candidate: Candidate, wall_s: float = WALL_S) -> Outcome:
-    """Executes the code, then the asserts, in one child. Blocks for at most about `wall_s` seconds."""
+    """Executes the code, then the asserts, in one child. Blocks for at most about `wall_s` seconds.
+
+    A failure of any kind is an Outcome; only a child that cannot be started raises, an OSError.
+    """
     # The verdict opens with a fresh word, so that neither exit() nor a stray print() can pass for one.
     word = secrets.token_hex(16)
     orders = candidate._asdict() | {
@@ -63,7 +70,7 @@ def run_asserts(candidate: Candidate, wall_s: float = WALL_S) -> Outcome:
 
 
 def run_many(candidates: Sequence[Candidate], children: int = 2, wall_s: float = WALL_S) -> list[Outcome]:
-    """The outcomes in the order of the candidates, `children` at a time."""
+    """The outcomes in the order of the candidates, `children` of them at a time, each for at most `wall_s` seconds."""
     with ThreadPoolExecutor(children) as pool:
         return list(pool.map(run_asserts, candidates, repeat(wall_s)))
 

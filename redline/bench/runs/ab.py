@@ -15,8 +15,9 @@ three get the same ones.
 cuda: `redline bench decode` of Kimi K2.6 at its true depth on random weights, 1, 4, 8 and 32 rows, and one layer's
 prefill of 8,192 tokens where both trees have that program. A round takes minutes.
 
-Goals: on a CPU within 2 %; on a GPU within 1 % at 1, 4 and 8 tokens, 2 % at 32 and for prefill. The status is 1 where
-one is missed, or where the control itself is further off than the goal, so that nothing is shown.
+Goals: on a CPU B is at most 2 % slower; on a GPU at most 1 % at 1, 4 and 8 tokens, 2 % at 32 and for prefill. The
+status is 1 where one is missed or not measured, or where the control itself is further off than the goal, so that
+nothing is shown.
 """
 
 import argparse
@@ -56,14 +57,17 @@ Rates = dict[str, dict[str, float]]  # {figure: {who: tokens/s}} of one round
 
 
 class Figure(NamedTuple):
-    """goal: how far B's speed may be from A's, as a share of it."""
+    """What is compared.
+
+    goal: how much slower than A B may be, as a share of A's speed, and how far off the control may be.
+    """
 
     name: str
     goal: float
 
 
 class Case(NamedTuple):
-    """`batch` prompts of `prompt` tokens at once, continued by `new`."""
+    """`batch` prompts of `prompt` tokens at once, continued by `new` tokens each."""
 
     figure: Figure
     batch: int
@@ -84,10 +88,15 @@ class Way(Protocol):
     """How a round is measured on a device."""
 
     @property
-    def figures(self) -> Sequence[Figure]: ...
+    def figures(self) -> Sequence[Figure]:
+        """What a round measures, in the order of the table."""
+        ...
 
     def round(self, number: int, order: Sequence[str], did: Callable[[str], None]) -> Rates:
-        """did: told what comes next."""
+        """Tokens/s of every figure for A, B and C, measured in the order given. did: told what comes next.
+
+        number: of the round, which decides its prompts. Raises RedlineError where a tree's server or program fails.
+        """
         ...
 
 
@@ -95,13 +104,14 @@ class Way(Protocol):
 
 
 class Cpu:
-    """Three servers that stay loaded."""
+    """Measures three servers, by their names A, B and C, that stay loaded."""
 
     def __init__(self, servers: Mapping[str, Server]) -> None:
         self.figures = [case.figure for case in CASES]
         self._servers = servers
 
     def round(self, number: int, order: Sequence[str], did: Callable[[str], None]) -> Rates:
+        """As `Way.round`: each figure is the fastest of TRIES."""
         rng = random.Random(number)
         found: Rates = {case.figure.name: {} for case in CASES}
         for case in CASES:
@@ -120,11 +130,14 @@ class Cpu:
         return decode_rate(streams, case.new) if case.new > 1 else prefill_rate(streams, case.prompt, began)
 
 
-Arrivals = list[tuple[float, bytes]]  # when bytes came, and which
+Arrivals = list[tuple[float, bytes]]  # (seconds on the clock, bytes) of each part that came
 
 
 async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> list[Arrivals]:
-    """All at once: what came when. It is read later, since whoever reads it takes a core from the server."""
+    """Asks for all prompts at once; returns what came when. It is parsed later, since parsing takes a core.
+
+    Raises RedlineError where a stream breaks off.
+    """
 
     async def one(prompt: Sequence[int]) -> Arrivals:
         body = {
@@ -149,7 +162,10 @@ async def _streams(port: int, prompts: Sequence[Sequence[int]], new: int) -> lis
 
 
 def progress_of(stream: Arrivals, new: int) -> list[tuple[float, int]]:
-    """When the answer had how many tokens. Raises RedlineError where it is not whole, or not of `new` tokens."""
+    """(seconds on the clock, tokens of the answer so far) for each part of the stream that tells a count.
+
+    Raises RedlineError where the answer is not whole, or not of `new` tokens.
+    """
     found: list[tuple[float, int]] = []
     rest = b""
     for at, part in stream:
@@ -165,7 +181,10 @@ def progress_of(stream: Arrivals, new: int) -> list[tuple[float, int]]:
 
 
 def decode_rate(streams: Sequence[Arrivals], new: int) -> float:
-    """Tokens/s of all streams together, from the moment when each has begun to the last token."""
+    """Tokens/s of all streams together, from the moment when each has begun to the last token.
+
+    new: tokens of each answer. Raises RedlineError where a stream is not whole, or where all tokens came at one time.
+    """
     told = [progress_of(stream, new) for stream in streams]
     start = max(points[0][0] for points in told)
     end = max(next(at for at, count in points if count == new) for points in told)
@@ -176,7 +195,10 @@ def decode_rate(streams: Sequence[Arrivals], new: int) -> float:
 
 
 def prefill_rate(streams: Sequence[Arrivals], prompt: int, began: float) -> float:
-    """Prompt tokens/s until the first token is there."""
+    """Prompt tokens/s of all streams, from `began` until each has its first token. prompt: tokens of each prompt.
+
+    Raises RedlineError where a stream has not exactly one token.
+    """
     first = max(progress_of(stream, 1)[0][0] for stream in streams)
     return len(streams) * prompt / (first - began)
 
@@ -185,7 +207,7 @@ def prefill_rate(streams: Sequence[Arrivals], prompt: int, began: float) -> floa
 
 
 class Cuda:
-    """Programs of the three trees, one after the other."""
+    """Runs the programs of the three trees, one after the other. folder: for what they save."""
 
     def __init__(self, trees: Mapping[str, Tree], folder: Path) -> None:
         self._trees = trees
@@ -194,6 +216,7 @@ class Cuda:
         self.figures = [*STEPS.values(), *([PREFILL] if all(self._prefill.values()) else [])]
 
     def round(self, number: int, order: Sequence[str], did: Callable[[str], None]) -> Rates:
+        """As `Way.round`: each tree's `redline bench decode`, and its program of prefill where all three have it."""
         found: Rates = {figure.name: {} for figure in self.figures}
         for who in order:
             tree = self._trees[who]
@@ -213,7 +236,7 @@ class Cuda:
 
 
 def prefill_module(tree: Tree) -> str | None:
-    """The module that measures a layer's prefill, wherever it lies in the tree."""
+    """The dotted name of the tree's program that measures a layer's prefill, wherever it lies; None: it has none."""
     for folder in ("benchmarks", "redline"):
         for path in sorted((tree.folder / folder).rglob(PREFILL_PROGRAM)):
             return ".".join(path.relative_to(tree.folder).with_suffix("").parts)
@@ -221,7 +244,7 @@ def prefill_module(tree: Tree) -> str | None:
 
 
 def _run(tree: Tree, words: Sequence[str]) -> None:
-    """A module of the tree as a program. Raises RedlineError with its last words."""
+    """Runs a module of the tree as a program. Raises RedlineError with its last words where it fails."""
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, cwd=tree.folder, env=tree.environment(), capture_output=True, text=True)
     if done.returncode:
@@ -230,7 +253,10 @@ def _run(tree: Tree, words: Sequence[str]) -> None:
 
 
 def step_ms(saved: Path) -> dict[int, float]:
-    """{tokens of a step: ms} of what `redline bench decode --shape --save` writes. Raises ConfigError."""
+    """{tokens of a step: ms} of what `redline bench decode --shape --save` writes.
+
+    Raises ConfigError where the file cannot be read, or lacks one of the steps.
+    """
     try:
         ms = {case["rows"] * case["tokens_per_row"]: float(case["ms"]) for case in json.loads(saved.read_bytes())}
         return {tokens: ms[tokens] for tokens in STEPS}
@@ -239,7 +265,10 @@ def step_ms(saved: Path) -> dict[int, float]:
 
 
 def prefill_ms(saved: Path) -> float:
-    """ms of one layer over the prompt, of what the program of prefill writes. Raises ConfigError."""
+    """ms of one layer over a prompt of PREFILL_TOKENS, of what the program of prefill writes.
+
+    Raises ConfigError where the file cannot be read, or lacks this case.
+    """
     try:
         cases = json.loads(saved.read_bytes())["cases"]
         return next(float(case["ms"]) for case in cases if (case["tokens"], case["start"]) == (PREFILL_TOKENS, 0))
@@ -251,7 +280,7 @@ def prefill_ms(saved: Path) -> float:
 
 
 class Spread(NamedTuple):
-    """Of the ratios of all rounds."""
+    """Quartiles and median of the ratios of all rounds."""
 
     low: float
     median: float
@@ -262,7 +291,10 @@ class Spread(NamedTuple):
 
 
 def spread(ratios: Sequence[float]) -> Spread:
-    """Median and quartiles."""
+    """Median and quartiles of the ratios; of a single one all three are that.
+
+    Raises StatisticsError where there is none.
+    """
     if len(ratios) == 1:
         return Spread(ratios[0], ratios[0], ratios[0])
     low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -270,7 +302,7 @@ def spread(ratios: Sequence[float]) -> Spread:
 
 
 class Result(NamedTuple):
-    """rate: A's tokens/s, the median. after: B over A. control: C over A."""
+    """rate: A's tokens/s, the median of the rounds. after: B's speed over A's. control: C's over A's."""
 
     figure: Figure
     rate: float
@@ -284,6 +316,7 @@ class Result(NamedTuple):
 
     @property
     def verdict(self) -> str:
+        """In words: within the goal, faster or slower by how much, or unclear because the control is off."""
         off, goal = self.after.median - 1, f"{self.figure.goal:.0%}"
         if abs(self.control.median - 1) > self.figure.goal:
             return (
@@ -295,7 +328,7 @@ class Result(NamedTuple):
 
 
 def results(figures: Sequence[Figure], rounds: Sequence[Rates]) -> list[Result]:
-    """Ratios are taken within a round."""
+    """A result for each figure, in their order. Ratios are taken within a round."""
     found: list[Result] = []
     for figure in figures:
         told = [rates[figure.name] for rates in rounds]
@@ -305,6 +338,7 @@ def results(figures: Sequence[Figure], rounds: Sequence[Rates]) -> list[Result]:
 
 
 def table(found: Sequence[Result]) -> str:
+    """The results as lines for a terminal."""
     lines = [f"{'':32}{'A, tokens/s':>12}  {'B / A [quartiles]':23}{'C / A, the control':23}"]
     for one in found:
         lines.append(f"{one.figure.name:32}{one.rate:12,.1f}  {one.after!s:23}{one.control!s:23}{one.verdict}")
@@ -316,6 +350,11 @@ def table(found: Sequence[Result]) -> str:
 
 @contextmanager
 def way_of(device: str, trees: Mapping[str, Tree], model: str) -> Generator[Way]:
+    """How to measure on a device, with what it needs running until the end. trees: by the names A, B and C.
+
+    model: the folder that is served on a CPU, within each tree. Raises ConfigError where there is none, and
+    RedlineError where a server does not start.
+    """
     if device == "cuda":
         with tempfile.TemporaryDirectory(prefix="redline-ab-") as folder:
             yield Cuda(trees, Path(folder))
@@ -326,13 +365,13 @@ def way_of(device: str, trees: Mapping[str, Tree], model: str) -> Generator[Way]
 
 
 def rotated(order: Sequence[str], turn: int) -> list[str]:
-    """Each turn begins with the next one."""
+    """The names in their order, but beginning with the one at `turn`, counted round."""
     first = turn % len(order)
     return [*order[first:], *order[:first]]
 
 
 def measured(way: Way, device: str, rounds: int, working: Working) -> list[Rates]:
-    """On a CPU a round before the first one warms, and does not count."""
+    """The rates of each round. On a CPU one more round comes first, which warms and does not count."""
     found: list[Rates] = []
     warm = [NAMES] if device == "cpu" else []
     for number, order in enumerate([*warm, *(rotated(NAMES, turn) for turn in range(rounds))]):
@@ -349,6 +388,10 @@ def measured(way: Way, device: str, rounds: int, working: Working) -> list[Rates
 
 
 def run(asked: argparse.Namespace) -> int:
+    """Measures, prints and saves; 0 where every figure was measured and reached its goal, else 1.
+
+    asked: the flags. Raises RedlineError where a tree cannot be opened, served or measured.
+    """
     rounds: int = asked.rounds or ROUNDS[asked.device]
     with Working("rounds", bar=False) as working, opened([asked.before, asked.after]) as (before, after):
         trees = {A: before, B: after, C: before}
@@ -393,6 +436,7 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", metavar="BEFORE", help="a commit, a branch, or a folder with a copy of the project")
     parser.add_argument("after", metavar="AFTER", help="the same; it has to be as fast as BEFORE")
@@ -405,6 +449,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Runs the program with `words` in place of the command line's, and returns its status as `run` does."""
     return run(arguments().parse_args(words))
 
 

@@ -54,7 +54,10 @@ WORD = " the"
 
 
 class FreeEngine:
-    """Gives every running job one more token per turn of the event loop."""
+    """Gives every running job one more token, always the same, per turn of the event loop.
+
+    gateway: has to be set first.
+    """
 
     def __init__(self, token: int) -> None:
         self._token = token
@@ -64,6 +67,10 @@ class FreeEngine:
         self.gateway: Gateway | None = None
 
     def put(self, message: Wire) -> None:
+        """Takes a job or an abort, as the engine's end of the wire does.
+
+        Raises AssertionError for any other message.
+        """
         match message:
             case Job(id=id):
                 self._left[id] = message.sampling.max_tokens
@@ -89,6 +96,7 @@ class FreeEngine:
 
 
 def front_end() -> ASGIApp:
+    """The app that serves, over a FreeEngine and a tiny tokenizer."""
     with TemporaryDirectory() as folder:
         tokenizer = Tokenizer.open(write_tiny_tokenizer(Path(folder)))
     (token,) = tokenizer.encode(WORD)
@@ -99,7 +107,7 @@ def front_end() -> ASGIApp:
 
 
 def bare() -> ASGIApp:
-    """The same chunks without anything behind them."""
+    """The floor: an app that sends the same chunks without anything behind them."""
     stream = ChatStream("chatcmpl-" + "0" * 32, int(time.time()), MODEL, [20], 1, Streaming(), False, lambda _: b"")
     chunk = stream.write([Batch(0, [Text(text=WORD)], 1)])
 
@@ -122,6 +130,8 @@ class Counted:
         self.writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hands the request to the app, and counts every message that the app sends."""
+
         async def counting(message: Message) -> None:
             self.writes += 1
             await send(message)
@@ -130,7 +140,11 @@ class Counted:
 
 
 def serve(make: Callable[[], ASGIApp], listener: socket.socket, control: Connection) -> None:
-    """A server process: every message on `control` is answered with (processor seconds, writes) so far."""
+    """The main function of a server process.
+
+    Every message on `control` is answered with (processor seconds, writes) so far. make: builds the app. listener: the
+    socket that it serves.
+    """
     app = Counted(make())
     server = uvicorn.Server(uvicorn_config(app, Limits(), "127.0.0.1", 0))
 
@@ -145,6 +159,10 @@ def serve(make: Callable[[], ASGIApp], listener: socket.socket, control: Connect
 
 
 async def read_stream(port: int, tokens: int) -> None:
+    """Asks for one chat stream of so many tokens, and reads it to its end.
+
+    Raises ConnectionError where the server closes before that, and AssertionError for another number of tokens.
+    """
     body = json.dumps(
         {
             "model": MODEL,
@@ -171,7 +189,7 @@ async def read_stream(port: int, tokens: int) -> None:
 
 
 class Server:
-    """A server in a process of its own."""
+    """A server in a process of its own, up once this is made. make: builds its app, in that process."""
 
     def __init__(self, make: Callable[[], ASGIApp]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -188,6 +206,11 @@ class Server:
         return self._control.recv()
 
     def measure(self, streams: int, tokens: int) -> dict[str, float]:
+        """Runs `streams` streams of `tokens` tokens each at once; returns seconds, tokens/s, and tokens of one write.
+
+        cpu_s and tokens_per_s_per_core are of the server's own processor time. Raises as `read_stream` does.
+        """
+
         async def all_streams() -> None:
             await asyncio.gather(*(read_stream(self._port, tokens) for _ in range(streams)))
 
@@ -206,25 +229,30 @@ class Server:
         }
 
     def stop(self) -> None:
+        """Ends the process with SIGTERM, and waits for it."""
         self._process.terminate()
         self._process.join()
 
 
 def median(runs: list[dict[str, float]]) -> dict[str, float]:
+    """The median over the runs of each figure, rounded to five digits."""
     return {key: float(f"{statistics.median(run[key] for run in runs):.5g}") for key in runs[0]}
 
 
 def machine() -> str:
+    """The processor's name and how many cores it has."""
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return f"{names[0].split(':')[1].strip() if names else platform.processor()}, {os.cpu_count()} cores"
 
 
 def commit() -> str:
+    """The short hash of HEAD. Raises CalledProcessError where git cannot tell."""
     shown = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     return shown.stdout.strip()
 
 
 def main() -> None:
+    """Measures every case against the floor, prints each, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, alternating; the median counts")
     rounds: int = parser.parse_args().rounds

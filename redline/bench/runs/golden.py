@@ -38,16 +38,16 @@ from redline.progress import Working
 
 CHAT, COMPLETIONS, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/tokenize"
 PROMPTS = 60
-WAVE = 64  # prompts that are asked of the one tree, then of the other: what is kept at a time
+WAVE = 64  # prompts that are asked of one tree, then of the other; only their answers are kept
 AT_ONCE = 16
 ANSWER_S = 600.0
 SERVED = ("--device", "cpu", "--kv-memory", "1GB", "--max-model-len", "8192", "--log-level", "warning")
-GREEDY_TOKENS, SEEDED_TOKENS, COMPLETED_TOKENS = 1024, 256, 32  # of an answer, at most; 1024 as in `redline eval`
+GREEDY_TOKENS, SEEDED_TOKENS, COMPLETED_TOKENS = 1024, 256, 32  # at most; 1024 as in `redline eval`
 TOP = 20  # log probabilities of a token
-LONG_CHARS = 4000  # of a prompt whose every token has one
+LONG_CHARS = 4000  # a longer prompt is asked for one log probability a token, not for TOP
 SHOWN, KEPT = 3, 40  # differences that are printed and saved, in full
-PLACES = 5  # that are named of one difference
-SHOWN_CHARS = 2000  # of a request or an answer that is printed
+PLACES = 5  # places that are named of one difference
+SHOWN_CHARS = 2000  # characters of a request or an answer that are printed
 
 PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 BIAS = {"10": 1.5, "32": -1.0, "257": 2.0, "262": -3.0, "300": 1.0, "1000": -5.0}
@@ -83,6 +83,11 @@ class Asked(NamedTuple):
 
 
 class Request(NamedTuple):
+    """One request of the comparison. kind: one of KINDS. place: of its prompt in the evaluation set.
+
+    path, body: of the POST.
+    """
+
     kind: str
     place: str
     path: str
@@ -94,14 +99,14 @@ class Number(str):
 
 
 class Answer(NamedTuple):
-    """status: 0 where none came. body: without what depends on the moment."""
+    """status: 0 where no whole answer came. body: without what depends on the moment."""
 
     status: int
     body: Any
 
 
 class Difference(NamedTuple):
-    """Of one request under one setting. places: where in the answer, the first few."""
+    """The two answers to one request under one setting. places: where in the answer they part, the first few."""
 
     setting: str
     request: Request
@@ -110,6 +115,8 @@ class Difference(NamedTuple):
     places: list[str]
 
     def told(self) -> str:
+        """The request and both answers, cut to SHOWN_CHARS characters each, as lines for a terminal."""
+
         def cut(value: Any) -> str:
             text = json.dumps(value, ensure_ascii=False)
             more = f" ... ({len(text) - SHOWN_CHARS:,} more characters)" if len(text) > SHOWN_CHARS else ""
@@ -124,16 +131,20 @@ class Difference(NamedTuple):
 
 
 class Tally:
-    """What was compared: (setting, kind) to how many answers, and how many of them were equal."""
+    """What was compared: (setting, kind) to how many answers, and how many of them were equal.
+
+    numbers: how many numbers with a point were compared. differences: the first KEPT, in full.
+    """
 
     def __init__(self) -> None:
         self.answers: Counter[tuple[str, str]] = Counter()
         self.equal: Counter[tuple[str, str]] = Counter()
         self.numbers = 0
-        self.differences: list[Difference] = []  # the first ones
+        self.differences: list[Difference] = []  # the first KEPT
 
     @property
     def different(self) -> int:
+        """How many answers were not equal, those that both trees refused among them."""
         return self.answers.total() - self.equal.total()
 
     def add(self, setting: str, request: Request, before: Answer, after: Answer) -> None:
@@ -148,12 +159,17 @@ class Tally:
             self.differences.append(Difference(setting, request, before, after, places))
 
     def rows(self) -> list[dict[str, Any]]:
+        """The counts for JSON, an object for each setting and kind."""
         return [
             {"setting": setting, "kind": kind, "answers": count, "equal": self.equal[setting, kind]}
             for (setting, kind), count in self.answers.items()
         ]
 
     def table(self) -> str:
+        """The counts as lines for a terminal: kinds down, settings across.
+
+        Raises ValueError where nothing was compared.
+        """
         settings = list(dict.fromkeys(setting for setting, _ in self.answers))
         width = max(map(len, settings)) + 2
         lines = [f"{'':20}" + "".join(f"{setting:>{max(width, 16)}}" for setting in settings)]
@@ -167,7 +183,7 @@ class Tally:
 
 
 def chosen(sets: Mapping[str, Sequence[Prompt]], count: int | None) -> list[Asked]:
-    """So many prompts, or all, spread over the kinds of all sets and within each: the same ones every time.
+    """`count` prompts, or all, spread over the kinds of all sets and within each: the same ones every time.
 
     They are shuffled, since what is asked of a prompt follows from its place in the list.
     """
@@ -191,7 +207,7 @@ def chosen(sets: Mapping[str, Sequence[Prompt]], count: int | None) -> list[Aske
 
 
 def template(asked: Asked) -> Request:
-    """The prompt's tokens, as the chat template renders them."""
+    """The request that renders a prompt by the chat template: its answer has the prompt's token ids."""
     body = {**_chat(asked.prompt), "chat_template_kwargs": {"thinking": asked.prompt.thinking}}
     return Request(TEMPLATE, asked.place, TOKENIZE, body)
 
@@ -199,7 +215,7 @@ def template(asked: Asked) -> Request:
 def requests(number: int, asked: Asked, ids: Sequence[int]) -> list[Request]:
     """Three of the prompt at this place of the list: greedy, seeded, and one of the other kinds in turn.
 
-    ids: what the template made of it. A request's seed is its number.
+    ids: the prompt's tokens, as the template rendered them. The seed is `number`, and -number where text is completed.
     """
     chat = {**_chat(asked.prompt), "thinking": {"type": "enabled" if asked.prompt.thinking else "disabled"}}
     scored = {"logprobs": True, "top_logprobs": TOP}
@@ -270,6 +286,7 @@ def read(reply: Reply) -> Answer:
 
 
 def leaves(value: Any) -> Iterator[Any]:
+    """Every value of an answer that is no object or list, and those of them that are empty."""
     parts = _parts(value)
     if parts is None:
         yield value
@@ -334,7 +351,10 @@ def offered_by(tree: Tree) -> str:
 
 
 async def ask_all(server: Server, asked: Sequence[Request], working: Working) -> list[Answer]:
-    """The answers in the order of the requests."""
+    """The answers in the order of the requests, AT_ONCE at a time; one that takes longer than ANSWER_S has status 0.
+
+    Raises RedlineError where the server has ended by itself.
+    """
     free = asyncio.Semaphore(AT_ONCE)
     done = 0
 
@@ -355,7 +375,11 @@ async def ask_all(server: Server, asked: Sequence[Request], working: Working) ->
 def compare(
     setting: str, before: Server, after: Server, prompts: Sequence[Asked], tally: Tally, working: Working
 ) -> None:
-    """Asks both, a wave of prompts after the other: while the one computes, the other waits."""
+    """Asks both servers everything, and adds it to `tally`.
+
+    A wave of prompts goes to one server, then to the other: while one computes, the other waits. Raises RedlineError
+    where a server has ended by itself.
+    """
 
     def both(asked: list[Request], place: str) -> list[Answer]:
         told: list[list[Answer]] = []
@@ -376,6 +400,11 @@ def compare(
 
 
 def run(asked: argparse.Namespace) -> int:
+    """Compares the trees under every setting, prints and saves; 0 where all answers were equal, else 1.
+
+    asked: the flags. Raises ConfigError for a tree, a model or a setting that is not there, and RedlineError where a
+    server does not start or ends by itself.
+    """
     model: str = asked.model
     here = Tree("this checkout", ROOT, "").model(model)
     prompts = chosen(read_sets(here / "eval"), None if asked.all else asked.prompts)
@@ -424,16 +453,22 @@ def run(asked: argparse.Namespace) -> int:
 
 
 def drafter_of(model: str) -> str:
+    """The folder of a model's drafter, by its name alone: it may not be there."""
     return f"{model.rstrip('/')}-eagle3"
 
 
 def words_of(tree: Tree, model: str, flags: Sequence[str]) -> list[str]:
-    """The arguments of the tree's `redline serve`, its drafter's folder in the place of what the flags call it."""
+    """The arguments of the tree's `redline serve`.
+
+    The drafter's name in `flags` becomes the folder that the tree has of it. Raises ConfigError where neither the tree
+    nor this checkout has the model or the drafter.
+    """
     drafter = drafter_of(model)
     return [str(tree.model(model)), *SERVED, *(str(tree.model(word)) if word == drafter else word for word in flags)]
 
 
 def arguments() -> argparse.ArgumentParser:
+    """The flags of the program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", metavar="BEFORE", help="a commit, a branch, or a folder with a copy of the project")
     parser.add_argument("after", metavar="AFTER", help="the same; it has to answer as BEFORE does")
@@ -447,6 +482,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main(words: Sequence[str] | None = None) -> int:
+    """Runs the program with `words` in place of the command line's, and returns its status as `run` does."""
     return run(arguments().parse_args(words))
 
 

@@ -4,8 +4,9 @@
     python -m redline.bench.runs.loop_gap --shape kimi-k2.6 --layers 61 --alias 12 --steps 100
 
 Three numbers. Through the loop: milliseconds a token, nothing watching. Back to back: the same steps launched without
-waiting for any, so the device always has the next one. And from a trace of the kernels (torch.profiler, which slows the
-host, so it is the pessimist): the share of the time in which none ran. Saved as JSON, and a few steps as a picture.
+waiting for any, so the device always has the next one. And from a trace of the kernels: the share of the time in which
+none ran, which is too high rather than too low, since torch.profiler slows the host. Saved as JSON, and a few steps as
+a picture.
 """
 
 import argparse
@@ -50,7 +51,7 @@ class Busy(NamedTuple):
 
 
 def joined(intervals: Sequence[Busy]) -> list[Busy]:
-    """Their union, in order: kernels overlap where one begins before the one in front has ended."""
+    """The union of the intervals, in order: kernels overlap where one begins before the one in front has ended."""
     found: list[Busy] = []
     for start, end in sorted(intervals):
         if found and start <= found[-1].end:
@@ -61,19 +62,26 @@ def joined(intervals: Sequence[Busy]) -> list[Busy]:
 
 
 def idle_share(busy: Sequence[Busy]) -> float:
-    """Of the time from the first to the last of joined intervals."""
+    """The share of the time from the first to the last of joined intervals in which nothing ran.
+
+    Raises IndexError where there is no interval.
+    """
     return 1 - sum(end - start for start, end in busy) / (busy[-1].end - busy[0].start)
 
 
 def intervals(trace: dict[str, Any], names: Sequence[str], of: str) -> list[Busy]:
-    """Of a chrome trace: its complete events whose `of` ("cat" or "name") is one of `names`."""
+    """The complete events of a chrome trace whose field `of` ("cat" or "name") is one of `names`, in microseconds."""
     events = (event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get(of) in names)
     return [Busy(event["ts"], event["ts"] + event["dur"]) for event in events]
 
 
 def random_engine(config: K2Config, in_memory: int, engine_config: EngineConfig, device: torch.device) -> EngineCore:
-    """Random weights of these sizes, made where they stay. in_memory: layers that lie there, the dense ones among them;
-    the others are one of those, in turn."""
+    """An engine on random weights of these sizes, made where they stay.
+
+    in_memory: layers that lie there, the dense ones among them; the others are one of those, in turn.
+
+    Raises AssertionError where no layer with experts lies in memory, or the engine's config says no max_model_len.
+    """
     dense, tokens = config.first_k_dense_replace, engine_config.max_model_len
     assert tokens is not None
     assert in_memory > dense, f"{in_memory} layers in memory are the dense one alone"
@@ -86,7 +94,11 @@ def random_engine(config: K2Config, in_memory: int, engine_config: EngineConfig,
 
 
 class Answering:
-    """One answer that does not end, turn by turn of the loop."""
+    """One answer that does not end, turn by turn of the loop; its first token is there once this is made.
+
+    context: tokens of its random prompt. tokens: of the answer, at most. Raises AssertionError where the job is
+    refused.
+    """
 
     def __init__(self, engine: EngineCore, context: int, tokens: int) -> None:
         self._engine = engine
@@ -99,14 +111,17 @@ class Answering:
             pass
 
     def turn(self) -> int:
-        """New tokens."""
+        """One turn of the loop; returns how many new tokens it brought.
+
+        Raises AssertionError where the answer fails.
+        """
         self._flight, deltas = turn(self._engine.planner, self._engine.runner, self._flight)
         for delta in deltas:
             assert delta.error is None, delta.error
         return sum(len(delta.tokens) for delta in deltas)
 
     def milliseconds(self, steps: int) -> float:
-        """Of each of so many tokens."""
+        """Milliseconds of each token, over so many of them."""
         began = time.perf_counter()
         count = 0
         while count < steps:
@@ -114,15 +129,17 @@ class Answering:
         return (time.perf_counter() - began) * 1000 / count
 
     def end(self) -> None:
+        """Aborts the answer, and waits for the step that is in flight."""
         self._engine.planner.abort_all()
         while self._flight is not None:
             self.turn()
 
 
 def back_to_back(engine: EngineCore, steps: int) -> float:
-    """Milliseconds of a step of slot 0, which goes on where the answer has ended; nobody reads before all are given.
+    """Milliseconds of a step of slot 0, which goes on where the answer has ended.
 
-    Its pages end on the way. That goes wrong for the text alone: the table names page 0 there.
+    All steps are launched before any result is read. The slot's pages end on the way, and its table then names page 0:
+    the text is wrong, the time is not.
     """
     row = Row(slot=0, start=None, count=1)
     launched = [engine.runner.launch(Step(number=n, rows=(row,))) for n in range(steps // 4)]
@@ -134,6 +151,7 @@ def back_to_back(engine: EngineCore, steps: int) -> float:
 
 
 def traced(answering: Answering, steps: int) -> dict[str, Any]:
+    """The chrome trace of so many tokens, as parsed JSON; its times are microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -146,7 +164,10 @@ def traced(answering: Answering, steps: int) -> dict[str, Any]:
 
 
 def draw(trace: dict[str, Any], ms: float, title: str, path: Path) -> None:
-    """Some steps out of the middle: what the host asks for, and what the device does."""
+    """A picture at `path` of SHOWN steps out of the middle: what the host asks for, and what the device does.
+
+    ms: milliseconds of one step, which decide how much is shown.
+    """
     import matplotlib.pyplot as plt
 
     busy = joined(intervals(trace, ON_DEVICE, "cat"))
@@ -166,6 +187,7 @@ def draw(trace: dict[str, Any], ms: float, title: str, path: Path) -> None:
 
 
 def main() -> None:
+    """Measures as the command line says, and writes JSON and a picture. Raises SystemExit where torch sees no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=Path("models/kimi-nano"))
     parser.add_argument("--shape", help="random weights of this shape instead")

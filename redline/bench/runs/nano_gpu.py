@@ -1,4 +1,4 @@
-"""Nano on a GPU against nano on a CPU: the same prompts, greedy, with and without its drafter.
+"""Kimi-Nano on a GPU against Kimi-Nano on a CPU: the same prompts, greedy, on the GPU with its drafter and without.
 
     python -m redline.bench.runs.nano_gpu --limit 1000 --save benchmarks/results/nano-gpu.json
 
@@ -25,7 +25,7 @@ from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.kernels.kernel import fallbacks
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
 CONTEXT = 8192
@@ -34,7 +34,7 @@ TOLERANCE = 0.25  # of logits: bf16 through eight layers; larger gaps are listed
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Two answers part at `place`; gap: between the CPU's two likeliest tokens there, in logits."""
+    """Two answers part at token `place`; gap: between the CPU's two likeliest tokens there, in logits."""
 
     prompt: str
     place: int
@@ -42,6 +42,12 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Run(msgspec.Struct, frozen=True):
+    """One device's answers to all prompts. seconds, tokens: of generating them.
+
+    fallbacks: calls of the reference by op. replays, led: steps that were replayed, and those that the host led, by
+    why.
+    """
+
     device: str
     draft: bool
     seconds: float
@@ -49,10 +55,12 @@ class Run(msgspec.Struct, frozen=True):
     fallbacks: dict[str, int]
     replays: int
     led: dict[str, int]
-    right: dict[str, float]  # set: percent
+    right: dict[str, float]  # kind of prompt, "all" among them: percent
 
 
 def jobs_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Job]:
+    """A greedy job for each prompt, in their order."""
+
     def job(number: int, asked: Conversation) -> Job:
         tokens = tuple(encode(asked, engine.tokenizer, engine.style))
         sampling = Sampling(max_tokens=MAX_TOKENS, temperature=0, stop_ids=engine.tokenizer.stop_ids)
@@ -62,6 +70,7 @@ def jobs_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Job]:
 
 
 def answers(engine: Engine, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
+    """The tokens of each job's answer. Raises AssertionError where one ends in an error."""
     deltas = engine.generate(jobs)
     for job in jobs:
         error = next((delta.error for delta in deltas[job.id] if delta.error), None)
@@ -70,8 +79,15 @@ def answers(engine: Engine, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
 
 
 def run(folder: Path, device: str, draft: Path | None, prompts: Sequence[Prompt]) -> tuple[Run, list[tuple[int, ...]]]:
+    """Answers every prompt on a device, timed, then once more to be graded; returns the figures and the timed tokens.
+
+    draft: the drafter's folder; None: without. Raises ConfigError or CheckpointError where the engine cannot be opened.
+    """
     config = EngineConfig(
-        max_model_len=CONTEXT, device=device, kv_memory=1 << 30, draft=None if draft is None else str(draft)
+        max_model_len=CONTEXT,
+        device=device,
+        kv_memory=1 << 30,
+        speculation=None if draft is None else Learned(drafter=str(draft)),
     )
     with Engine.open(folder, config) as engine:
         print(engine.engine.ready.summary, flush=True)
@@ -102,7 +118,7 @@ def run(folder: Path, device: str, draft: Path | None, prompts: Sequence[Prompt]
 
 
 def gaps(folder: Path, prompts: Sequence[Prompt], ours: Sequence[tuple[int, ...]], theirs: Sequence[tuple[int, ...]]):
-    """The places where answers part, and how close the two likeliest tokens were."""
+    """Yields the places where answers part, and how close the CPU's two likeliest tokens were there."""
     with Engine.open(folder, EngineConfig(max_model_len=CONTEXT, device="cpu")) as engine:
         found: list[tuple[str, int, Job]] = []
         sampling = Sampling(max_tokens=1, temperature=0, logprobs=2)
@@ -121,6 +137,7 @@ def gaps(folder: Path, prompts: Sequence[Prompt], ours: Sequence[tuple[int, ...]
 
 
 def main() -> None:
+    """Compares as the command line says, and prints and saves what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("models/kimi-nano"))
     parser.add_argument("--draft", type=Path, default=Path("models/kimi-nano-eagle3"))

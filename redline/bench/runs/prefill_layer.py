@@ -33,6 +33,7 @@ PEER_MS = {8192: 31.9}  # vLLM 0.26 on an NVIDIA H200, per MoE layer, from the s
 
 
 def flops(tokens: int, start: int) -> dict[str, int]:
+    """Operations of one layer with experts over tokens [start, start + tokens) of a prompt, by part."""
     c = KIMI_K26
     heads, d, width = c.num_attention_heads, c.hidden_size, c.moe_intermediate_size
     seen = tokens * start + tokens * (tokens + 1) // 2
@@ -47,6 +48,7 @@ def flops(tokens: int, start: int) -> dict[str, int]:
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:
+    """The median of `repeats` runs by the GPU's own clock, after two that warm."""
     times: list[float] = []
     for turn in range(repeats + 2):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -60,16 +62,24 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 class Layer:
-    """A block with experts, and the tokens [start, start + count) of one prompt before it."""
+    """A block with experts, and so many tokens of one prompt before it.
+
+    plane: the layer's pages [pages, 64, kv width].
+    """
 
     def __init__(self, w: GpuBlock, inputs: Inputs, plane: Tensor, count: int) -> None:
         self.w, self.inputs, self.plane = w, inputs, plane
         self.residual = torch.randn(count, w.mlp_norm.shape[0], device="cuda")
 
     def whole(self) -> None:
+        """Enqueues the layer over all tokens, as the model runs it."""
         prefill_block(self.residual.clone(), None, self.w, self.inputs, self.plane, None)
 
     def parts(self) -> dict[str, Callable[[], object]]:
+        """What enqueues each part alone, by its name, on activations that are computed here.
+
+        Raises AssertionError for a block without experts.
+        """
         w, i = self.w, self.inputs
         assert w.experts is not None
         assert not isinstance(w.down, Tiled)
@@ -118,6 +128,10 @@ class Layer:
 
 
 def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Inputs:
+    """What a step gives a block for tokens [start, start + tokens) of one prompt, its pages in random order.
+
+    angles: cos and sin of positions, as the model has them.
+    """
     pages = -(-(start + tokens) // PAGE_TOKENS)
     tables = torch.randperm(pages, device="cuda").to(torch.int32)[None]
     positions = torch.arange(start, start + tokens, device="cuda")
@@ -137,6 +151,7 @@ def inputs_of(tokens: int, start: int, angles: Callable[[Tensor], tuple[Tensor, 
 
 
 def main() -> None:
+    """Measures every case of the command line, and prints and saves it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192])
     parser.add_argument("--start", type=int, nargs="+", default=[0])

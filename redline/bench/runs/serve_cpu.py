@@ -66,7 +66,7 @@ SHORT_PROMPT, SHORT_NEW, SHORT_PREFILL, TRIES = 32, 9, 512, 2
 STEPS = 12  # of each kind in a round
 DRAFT_BATCH = 16
 ANSWER = 64  # tokens at most of an answer to a question
-PEER_ANSWER = 24  # of the peer's, whose rate needs no more
+PEER_ANSWER = 24  # tokens of the peer's answer, whose rate needs no more
 # Matrices other than routed experts: in 4 bits, and as we compute with them.
 LLAMA_CPP = {"llama.cpp": "q4_0", "llama.cpp, bf16 beside experts": "bf16"}
 KV_BYTES = 1 << 30  # of each of the two engines that answer questions
@@ -77,7 +77,7 @@ Row = dict[str, Any]
 
 
 class Case(NamedTuple):
-    """`batch` prompts of `prompt` tokens, continued by `new`."""
+    """`batch` prompts of `prompt` tokens at once, continued by `new` tokens each."""
 
     batch: int
     prompt: int
@@ -100,9 +100,10 @@ class Ours:
         self._numbers = itertools.count()
 
     def run(self, prompts: Prompts, new: int) -> Times:
-        """Greedy, `new` tokens for every prompt. The other tokens are those that came after every row's first.
+        """Greedy, `new` tokens for every prompt. Returns seconds until every row has a token, and of the others.
 
         Rows get their first tokens in different steps here, so `rest_s` is scaled to all `new - 1` tokens of all rows.
+        Raises AssertionError where an answer has another number of tokens.
         """
         ids = [JobId(f"run-{next(self._numbers)}") for _ in prompts]
         sampling = Sampling(max_tokens=new, temperature=0)
@@ -128,7 +129,10 @@ class Ours:
 
 
 class Peer:
-    """A program of `bench.peers` in a process of its own."""
+    """A program of `bench.peers` in a process of its own. Use as a context manager: on leaving, the process ends.
+
+    ways: those that `fastest` tries.
+    """
 
     def __init__(self, name: str, command: Sequence[str | Path], ways: Sequence[Any]) -> None:
         self.name = name
@@ -137,16 +141,24 @@ class Peer:
 
     @classmethod
     def transformers(cls, folder: Path) -> Self:
+        """The peer that generates by transformers, on the checkpoint in `folder`."""
         command = [sys.executable, "-m", "redline.bench.peers.peer_transformers", folder]
         return cls("transformers", command, peer_transformers.ways(THREADS))
 
     @classmethod
     def llama_cpp(cls, name: str, model: Path, dense: str, python: Path, folder: Path) -> Self:
-        """On a GGUF of the model, made in `folder`."""
+        """The peer on a GGUF of the model, which is made in `folder`. python: one that has llama-cpp-python.
+
+        Raises CheckpointError where the model cannot be converted.
+        """
         to_gguf.convert(model, folder / f"{dense}.gguf", dense)
         return cls(name, [python, peer_llama_cpp.__file__, folder], peer_llama_cpp.ways(THREADS, dense))
 
     def run(self, way: Any, prompts: Prompts, new: int) -> Times:
+        """Greedy, `new` tokens for every prompt (all of one length), in one way. Returns seconds, as `Ours.run` does.
+
+        Raises BrokenPipeError or JSONDecodeError where the peer's process has ended.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"way": way._asdict(), "prompts": prompts, "new": new}) + "\n")
@@ -154,7 +166,10 @@ class Peer:
         return Times(**json.loads(self._process.stdout.readline()))
 
     def fastest(self, draw: Callable[[Case], Prompts], case: Case, field: Field) -> Any:
-        """The way that takes the fewest seconds: of decoding a few tokens behind a short prompt, or for a prefill."""
+        """The way that takes the fewest seconds: of decoding a few tokens behind a short prompt, or for a prefill.
+
+        draw: makes new prompts for a case. field: which of the two times counts.
+        """
         short = case._replace(prompt=min(case.prompt, SHORT_PROMPT), new=min(case.new, SHORT_NEW))
         measured = short if field == "rest_s" else short._replace(prompt=min(case.prompt, SHORT_PREFILL))
 
@@ -168,24 +183,29 @@ class Peer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()  # its input ends, and so does it
+        self._process.communicate()  # the process ends when its input does
 
 
 class PeerAsker(Asker):
-    """A peer answers questions, one at a time, in one way."""
+    """A peer that answers questions, one at a time, in one way."""
 
     def __init__(self, peer: Peer, way: Any) -> None:
         self._peer = peer
         self._way = way
 
     def ask(self, questions: Sequence[Question]) -> Outcome:
+        """Answers one question with PEER_ANSWER tokens. Raises ValueError for more than one question."""
         [question] = questions
         times = self._peer.run(self._way, [[*question.tokens]], PEER_ANSWER)
         return Outcome(times.rest_s, PEER_ANSWER - 1, [])
 
 
 class Bench:
-    """Runs the cases, each a row of the result. targets: times each peer's speed, by its name."""
+    """Runs the cases, each a row of the result. Rates are medians of `rounds` runs, peers alternating with ours.
+
+    machine: the measured limits, for floors. ways: each peer's fastest way in each case, filled as cases run. `targets`
+    of a case: how many times as fast as each peer we want to be, by its name.
+    """
 
     def __init__(self, engine: Engine, peers: Sequence[Peer], machine: Machine, rounds: int) -> None:
         self._ours = Ours(engine)
@@ -195,7 +215,7 @@ class Bench:
         self._machine = machine
         self._rounds = rounds
         self._rng = random.Random(0)
-        self.ways: dict[tuple[str, Case], Any] = {}  # the fastest, of each peer
+        self.ways: dict[tuple[str, Case], Any] = {}  # the fastest way of each peer in each case
 
     def draw(self, case: Case) -> Prompts:
         """New prompts of ordinary tokens: the last ids of a vocabulary are control tokens."""
@@ -203,18 +223,18 @@ class Bench:
         return [[self._rng.randrange(ordinary) for _ in range(case.prompt)] for _ in range(case.batch)]
 
     def decode(self, name: str, case: Case, targets: Mapping[str, float]) -> Row:
-        """Tokens per second of all rows together."""
+        """Tokens/s of all rows together, from every row's first token to the last."""
         tokens = case.batch * (case.new - 1)
         floor_s = (case.new - 1) * self._step_floor_s(case.batch, case.prompt + case.new // 2)
         return self._against(name, case, "rest_s", tokens, targets, floor_s)
 
     def prefill(self, name: str, case: Case, targets: Mapping[str, float]) -> Row:
-        """Prompt tokens per second until the first new token."""
+        """Prompt tokens/s of all rows together, until each has its first new token."""
         floor_s = self._prefill_cost(case).seconds(self._machine)
         return self._against(name, case, "first_s", case.batch * case.prompt, targets, floor_s)
 
     def long_context(self) -> dict[str, Any]:
-        """What a token costs behind 4,000 others, over what it costs behind 200."""
+        """What a token costs behind 4,000 others, over what it costs behind 200; in ms, with the ratio."""
         short: list[float] = []
         long: list[float] = []
         for _ in range(self._rounds):
@@ -233,7 +253,7 @@ class Bench:
         }
 
     def cached_prefix(self) -> dict[str, Any]:
-        """Time to the first token with most of the prompt in the cache, over the time with nothing there."""
+        """Time to the first token with most of the prompt cached, over that with none of it; in ms, with the ratio."""
         cold: list[float] = []
         warm: list[float] = []
         for _ in range(self._rounds):
@@ -253,7 +273,7 @@ class Bench:
     def _against(
         self, name: str, case: Case, field: Field, tokens: int, targets: Mapping[str, float], floor_s: float
     ) -> Row:
-        """Alternating runs of all: medians as tokens per second, and how many times each peer's in its fastest way."""
+        """Alternating runs of all: medians as tokens/s, and our rate over each peer's in its fastest way."""
         for peer in self._peers:
             self.ways[peer.name, case] = peer.fastest(self.draw, case, field)
         runs: dict[str, Callable[[], Times]] = {"ours": lambda: self._ours.run(self.draw(case), case.new)}
@@ -299,7 +319,7 @@ class Bench:
 
 
 def steps(model: K2, rounds: int) -> Iterator[Row]:
-    """What a step of the model takes over a step of one token, by the tokens that share its reading of the weights."""
+    """Yields what a step of 4 or 16 tokens takes over a step of one: rows that verify drafts, and rows of one token."""
     ratios: dict[tuple[str, int], list[float]] = {}
     for _ in range(rounds):
         ms = {(part.name, part.batch): part.ms for part in bench_parts(model, None, (1, 4, 16), DECODE_1.prompt, STEPS)}
@@ -319,7 +339,10 @@ def steps(model: K2, rounds: int) -> Iterator[Row]:
 
 
 def drafts(folder: Path, draft: Path, peer: Peer, way: Any, rounds: int) -> Iterator[Row]:
-    """What the drafter brings to one stream, and to a batch; and one stream with it against the peer."""
+    """Yields what the drafter brings to one stream, that one beside the peer, and what it brings to a batch.
+
+    way: the peer's. Raises ConfigError where the engine or the evaluation sets cannot be opened.
+    """
     paths = sorted((folder / "eval").glob("*.jsonl"))
     questions = read_questions(paths, Tokenizer.open(folder), style_of(folder), DRAFT_BATCH)
     longest = max(len(question.tokens) for question in questions) + ANSWER
@@ -352,7 +375,7 @@ def drafts(folder: Path, draft: Path, peer: Peer, way: Any, rounds: int) -> Iter
 
 
 def by_domain(rates: Sequence[Rate]) -> dict[str, dict[str, float]]:
-    """{domain: {variant: tokens/s}}"""
+    """{domain: {variant: tokens/s}}, rounded to a tenth."""
     found: dict[str, dict[str, float]] = {}
     for rate in rates:
         found.setdefault(rate.domain, {})[rate.variant] = round(rate.tokens_per_s, 1)
@@ -360,7 +383,11 @@ def by_domain(rates: Sequence[Rate]) -> dict[str, dict[str, float]]:
 
 
 async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
-    """All at once over HTTP. A stream's rate counts from its request to its end, so waiting counts too."""
+    """Asks for all prompts at once over HTTP.
+
+    A stream's tokens/s count from its request to its end, so waiting counts too. What a stream raises is counted under
+    `errors`, and ends no other stream.
+    """
 
     async def one(client: httpx.AsyncClient, prompt: list[int]) -> float:
         body = {
@@ -409,7 +436,10 @@ async def streams(url: str, case: Case, prompts: Prompts) -> dict[str, Any]:
 
 @contextmanager
 def served(folder: Path) -> Generator[str]:
-    """`redline serve` on a free port; gives the address once it is ready."""
+    """Runs `redline serve` on a free port until the end; gives its address once it is ready, or after a minute.
+
+    Raises AssertionError where the server ends before it is ready.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -433,6 +463,7 @@ def served(folder: Path) -> Generator[str]:
 
 
 def main() -> None:
+    """Runs every case of the command line, prints each as it ends, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("models/kimi-nano"))
     parser.add_argument("--draft", type=Path, help="the drafter's folder; absent: the model's, with -eagle3")
@@ -446,7 +477,7 @@ def main() -> None:
         parser.error(f"{draft}: no drafter here; name its folder with --draft")
     llama_python: Path | None = arguments.llama_python
     rounds: int = arguments.rounds
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # and with it every child's
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of this process, and so of every child
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     machine = measure(working_set_bytes=weights)
     load = os.getloadavg()[0]
@@ -505,6 +536,7 @@ def main() -> None:
 
 
 def llama_version(python: Path) -> str:
+    """The version of llama-cpp-python that a Python has. Raises CalledProcessError where it has none."""
     program = "from importlib.metadata import version; print(version('llama-cpp-python'))"
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 

@@ -44,7 +44,7 @@ that bandwidth, with as many experts as uniform routing chooses on average: the 
 
 
 def page(records: Sequence[DepthRecord]) -> str:
-    """The whole text."""
+    """The whole text of the page. records: in the order in which they were measured; of equal cases the last counts."""
     if not records:
         return f"{HEAD}\nNo step has been measured on a GPU yet: this page has no figures.\n"
     groups = [list(group) for _, group in groupby(sorted(_latest(records), key=_order), key=_group)]
@@ -155,6 +155,7 @@ def _peer() -> list[str]:
 
 
 def main() -> None:
+    """Writes docs/speed.md. Raises ConfigError where a file of results holds anything else."""
     PAGE.write_text(page([record for path in sorted(RESULTS.glob("decode-*.json")) for record in read(path)]))
     print(f"written: {PAGE}")
 

@@ -28,8 +28,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 from unittest.mock import patch
 
-import msgspec
-
 import redline.run.runner
 from redline.bench.program import output, program
 from redline.bench.record import provenance
@@ -44,7 +42,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
 from redline.wire.news import Stop
 from redline.wire.step import Step, StepResult
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import EngineCore
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "step-profile.json"
@@ -52,7 +50,6 @@ GOAL_MS = 0.25  # of host_ms, one row
 THREADS = 2
 NEW = 96  # tokens of an answer
 CONTEXT = 1024
-FIXED = EngineConfig(max_model_len=CONTEXT, draft_adaptive=False, suffix=False)  # so that steps are alike
 COLOURS = {
     "kernels": "#d5d5d5",
     "inputs": "#1b4f8a",
@@ -72,16 +69,20 @@ R = TypeVar("R")
 
 
 class Case(NamedTuple):
+    """What one measured answer is: rows of a step, with the drafter or without, drawn tokens or greedy ones."""
+
     rows: int
     drafter: bool = False
     drawn: bool = False
 
     @property
     def name(self) -> str:
+        """The case in words, such as "16 rows, drafter"."""
         extra = ", drafter" * self.drafter + ", drawn" * self.drawn
         return f"{self.rows} row{'s' * (self.rows > 1)}{extra}"
 
     def sampling(self, seed: int) -> Sampling:
+        """How an answer of this case is sampled: NEW tokens. seed: for drawn ones."""
         if self.drawn:
             return Sampling(max_tokens=NEW, temperature=0.8, top_p=0.95, seed=seed)
         return Sampling(max_tokens=NEW, temperature=0)
@@ -91,7 +92,7 @@ CASES = Case(1), Case(1, drafter=True), Case(1, drawn=True), Case(16), Case(16, 
 
 
 class Span(NamedTuple):
-    """A call, or what is left of one; perf_counter_ns."""
+    """A call, or what is left of it when the calls within it are cut out. begin, end: time.perf_counter_ns."""
 
     part: str
     name: str
@@ -100,7 +101,7 @@ class Span(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """A step that has run."""
+    """A step that has run. begin, end: time.perf_counter_ns."""
 
     step: Step
     result: StepResult
@@ -109,17 +110,20 @@ class Ran(NamedTuple):
 
     @property
     def decodes(self) -> bool:
+        """Whether no row of the step is a part of a prompt."""
         return all(row.start is None for row in self.step.rows)
 
 
 class Marks:
-    """What was called when."""
+    """The steps that ran and the calls that were made for them, in their order."""
 
     def __init__(self) -> None:
         self.ran: list[Ran] = []
         self.spans: list[Span] = []
 
     def step(self, run: Callable[[Step], StepResult]) -> Callable[[Step], StepResult]:
+        """`run` as before, with each of its steps added to `ran`."""
+
         def marked(step: Step) -> StepResult:
             begin = time.perf_counter_ns()
             result = run(step)
@@ -130,6 +134,7 @@ class Marks:
 
 
 def timed(spans: list[Span], part: str, name: str, call: Callable[P, R]) -> Callable[P, R]:
+    """`call` as before, with a span of this part and name added to `spans` for each call that returns."""
     clock = time.perf_counter_ns
 
     def marked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -142,7 +147,7 @@ def timed(spans: list[Span], part: str, name: str, call: Callable[P, R]) -> Call
 
 
 class Served:
-    """An engine, its loop in a thread; deltas go to `address`."""
+    """An engine whose loop runs in a thread; deltas go to the socket at `address`. Leaving it ends the thread."""
 
     def __init__(self, engine: EngineCore, address: str) -> None:
         self.engine = engine
@@ -154,6 +159,7 @@ class Served:
         self._thread.start()
 
     def put(self, message: Wire) -> None:
+        """Sends a message to the process in front, as the loop's outbox, and notes which answers have ended."""
         self._outbox.put(message)
         if isinstance(message, Delta) and message.finish is not None:
             self._left.discard(message.job)
@@ -161,6 +167,7 @@ class Served:
                 self._ended.set()
 
     def answer(self, jobs: Sequence[Job]) -> None:
+        """Hands the jobs to the loop, and returns when all their answers have ended."""
         self._left = {job.id for job in jobs}
         self._ended.clear()
         for job in jobs:
@@ -203,7 +210,7 @@ class Served:
 
 
 class Window(NamedTuple):
-    """From a step's begin to the next one's, in spans without gaps."""
+    """The time from a step's begin to the next one's: ns nanoseconds, in spans without gaps."""
 
     ran: Ran
     ns: int
@@ -211,6 +218,7 @@ class Window(NamedTuple):
 
 
 def windows(marks: Marks, rows: int) -> list[Window]:
+    """A window for each step of so many rows that decodes, as the next one does."""
     found: list[Window] = []
     for ran, after in itertools.pairwise(marks.ran):
         if not all(one.decodes and len(one.step.rows) == rows for one in (ran, after)):
@@ -222,6 +230,7 @@ def windows(marks: Marks, rows: int) -> list[Window]:
 
 
 def clipped(spans: Sequence[Span], begin: int, end: int) -> Iterator[Span]:
+    """The parts of the spans that lie within [begin, end), in time.perf_counter_ns."""
     for span in spans:
         if span.end > begin and span.begin < end:
             yield span._replace(begin=max(begin, span.begin), end=min(end, span.end))
@@ -252,21 +261,24 @@ def flat(spans: Sequence[Span]) -> list[Span]:
 
 
 def fastest(found: Sequence[Window]) -> list[Window]:
+    """The fastest tenth of the windows, one at least, the fastest first."""
     ordered = sorted(found, key=lambda window: window.ns)
     return ordered[: max(1, len(ordered) // 10)]
 
 
 def kind_of(window: Window) -> tuple[int, int]:
+    """(drafts that the step verified, drafts that it asked for): only steps of one kind are compared."""
     step, result = window.ran.step, window.ran.result
     return sum(row.proposed for row in result.rows), sum(row.propose for row in step.rows)
 
 
 def mean_ns(found: Sequence[Window]) -> float:
+    """The mean of the windows' times, in nanoseconds. Raises StatisticsError where there is none."""
     return statistics.fmean(window.ns for window in found)
 
 
 def shares(found: Sequence[Sequence[Span]], key: Callable[[Span], str]) -> dict[str, float]:
-    """Microseconds a step, the largest first."""
+    """Microseconds a step of the spans that `key` names alike, the largest first. found: the spans of each step."""
     sums: Counter[str] = Counter()
     for span in itertools.chain.from_iterable(found):
         sums[key(span)] += span.end - span.begin
@@ -274,6 +286,11 @@ def shares(found: Sequence[Sequence[Span]], key: Callable[[Span], str]) -> dict[
 
 
 def summary(case: Case, profiled: Sequence[Window], plain: Sequence[Window]) -> dict[str, Any]:
+    """The figures of a case as JSON can hold them, over the windows of the kind that is most frequent in both.
+
+    profiled: windows with their parts marked; plain: those with steps marked alone. Raises ValueError where they have
+    no kind in common.
+    """
     [(kind, _)] = (Counter(map(kind_of, profiled)) & Counter(map(kind_of, plain))).most_common(1)
     profiled, plain = ([window for window in found if kind_of(window) == kind] for found in (profiled, plain))
     best = fastest(profiled)
@@ -304,6 +321,10 @@ def summary(case: Case, profiled: Sequence[Window], plain: Sequence[Window]) -> 
 
 
 def measure(engines: dict[bool, Served], prompts: Sequence[tuple[int, ...]], rounds: int) -> list[dict[str, Any]]:
+    """The summary of every case, after `rounds` runs with parts marked and as many without, and one of each to warm up.
+
+    engines: without the drafter and with it. prompts: token ids, one for each row of the largest case.
+    """
     numbers = itertools.count()
     profiled: dict[Case, list[Window]] = {case: [] for case in CASES}
     plain: dict[Case, list[Window]] = {case: [] for case in CASES}
@@ -321,14 +342,14 @@ def measure(engines: dict[bool, Served], prompts: Sequence[tuple[int, ...]], rou
 
 
 def read(address: str) -> None:
-    """The process in front: takes what comes."""
+    """The main function of the process in front: takes what comes at `address` until it is told to stop."""
     with SocketInbox(address) as inbox:
         while not any(isinstance(message, Stop) for message in inbox.drain(wait=True)):
             pass
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """A step of one row along the clock; and of every case what the host does, beside the goal."""
+    """A picture at `path`: a step of one row along the clock, and what the host does in every case, beside the goal."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -373,6 +394,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    """Measures every case, and prints and writes the result, with a picture beside it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("models/kimi-nano"))
     parser.add_argument("--draft", type=Path, default=Path("models/kimi-nano-eagle3"))
@@ -380,18 +402,19 @@ def main() -> None:
     parser.add_argument("--out", type=output, default=RESULT, help="the picture is beside it")
     asked = parser.parse_args()
     folder: Path = asked.folder
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # and with it every child's
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # of this process, and so of every child
     questions = read_questions([folder / "eval" / "hand.jsonl"], Tokenizer.open(folder), style_of(folder), 2)
     prompts = [question.tokens for question in questions]
     with tempfile.TemporaryDirectory() as temporary, ExitStack() as stack:
         address = ipc_address(Path(temporary), "front")
         front = multiprocessing.get_context("spawn").Process(target=read, args=(address,))
         front.start()
+        always = Learned(drafter=str(asked.draft), adaptive=False, suffix=False)  # so that steps are alike
         engines = {
             drafter: stack.enter_context(
                 Served(
                     EngineCore.load(
-                        folder, FIXED if not drafter else msgspec.structs.replace(FIXED, draft=str(asked.draft))
+                        folder, EngineConfig(max_model_len=CONTEXT, speculation=always if drafter else None)
                     ),
                     address,
                 )

@@ -46,7 +46,7 @@ TINY_VOCAB = 256 + len(MERGES) + RESERVED
 
 
 def write_tiny_tokenizer(folder: Path) -> Path:
-    """Write `tiktoken.model` and `tokenizer_config.json` into `folder` (made if absent) and give it back."""
+    """Writes `tiktoken.model` and `tokenizer_config.json` into `folder` (made if absent), and returns it."""
     ranks = [bytes([value]) for value in range(256)] + list(MERGES)
     first = len(ranks)
     added = {str(first + offset): {"content": name, "special": special} for offset, (name, special) in SPECIALS.items()}

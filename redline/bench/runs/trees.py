@@ -24,9 +24,9 @@ from redline.errors import ConfigError, RedlineError
 
 ROOT = Path(__file__).parents[3]
 MODEL = "models/kimi-nano"
-START_S = 300.0  # a tree's kernels may have to be compiled first
-END_S = 20.0  # from SIGTERM to the end
-KNOCK_S = 5.0  # in which the health of a server is told
+START_S = 300.0  # seconds; a tree's kernels may have to be compiled first
+END_S = 20.0  # seconds from SIGTERM to the server's end
+KNOCK_S = 5.0  # seconds in which a server has to tell its health
 OPEN_FILES = 1024  # of the server, as a login shell gives
 GIT_S = 60.0
 TOLD_TRACEBACKS = 4
@@ -50,7 +50,7 @@ class Tree(NamedTuple):
         raise ConfigError(f"{path}: no model here (config.json is missing), neither in {self.name} nor in {ROOT}")
 
     def environment(self) -> dict[str, str]:
-        """That of a process which runs this tree's code."""
+        """The environment of a process that runs this tree's code."""
         commit = {"REDLINE_COMMIT": self.commit}
         return {**os.environ, **commit, "PYTHONPATH": str(self.folder), "PYTHONUNBUFFERED": "1"}
 
@@ -59,7 +59,7 @@ class Tree(NamedTuple):
 def opened(names: Sequence[str]) -> Generator[list[Tree]]:
     """The trees of commits, branches or folders. A commit's files lie in a folder of their own until the end.
 
-    Raises ConfigError for a name that is neither, or has no Redline in it.
+    Raises ConfigError for a name that is neither a commit nor a folder, or has no Redline in it.
     """
     with ExitStack() as stack:
         stack.enter_context(_ended_by_a_signal())
@@ -82,7 +82,7 @@ def _tree(name: str) -> Generator[Tree]:
             _git("worktree", "add", "--detach", "--quiet", str(folder), commit)
             yield _checked(Tree(name, folder, commit))
         finally:
-            with suppress(ConfigError):  # what was not added
+            with suppress(ConfigError):  # a worktree that was not added
                 _git("worktree", "remove", "--force", str(folder))
 
 
@@ -113,7 +113,7 @@ def _commit(name: str) -> str:
 
 
 def _git(*arguments: str) -> str:
-    """Raises ConfigError."""
+    """What git says. Raises ConfigError where it fails, or takes longer than GIT_S."""
     command = ["git", "-C", str(ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=GIT_S)
@@ -125,7 +125,10 @@ def _git(*arguments: str) -> str:
 
 
 def commit_of(tree: Path) -> str:
-    """Of a folder, with "+" where it has changes."""
+    """The short hash of a folder's HEAD, with "+" where it has changes; "unknown" where git cannot tell.
+
+    REDLINE_COMMIT in the environment stands in its place. Raises TimeoutExpired where git takes longer than GIT_S.
+    """
 
     def git(*arguments: str) -> str:
         try:
@@ -158,7 +161,10 @@ def _ended_by_a_signal() -> Generator[None]:
 
 
 class End(NamedTuple):
-    """code: None where the server had to be killed. first_tracebacks: with the lines about them."""
+    """How a server ended. seconds: from SIGTERM on. code: its exit status; None where it had to be killed.
+
+    tracebacks: how many its output has. first_tracebacks: the first few, with the lines about them.
+    """
 
     seconds: float
     code: int | None
@@ -171,7 +177,7 @@ class Server:
     """`redline serve` of a tree, in a process group of its own, and what it says."""
 
     def __init__(self, tree: Tree, arguments: Sequence[str], folder: Path, python: str = sys.executable) -> None:
-        """folder: for what it says."""
+        """Starts the process, and does not wait for it. folder: for a file of what the server says."""
         self.tree = tree
         self.port = free_port()
         with tempfile.NamedTemporaryFile(dir=folder, prefix="said-", suffix=".txt", delete=False) as said:
@@ -189,10 +195,14 @@ class Server:
 
     @property
     def said(self) -> str:
+        """All that the server has written so far, stdout and stderr together."""
         return self._said.read_text(errors="replace")
 
     def until_ready(self) -> int:
-        """The port, once the model answers. Raises RedlineError with what the server said, where it does not start."""
+        """The port, once the model answers.
+
+        Raises RedlineError with what the server said, where it ends before that or is not ready after START_S.
+        """
         deadline = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < deadline:
             if self._is_ready():
@@ -220,10 +230,15 @@ class Server:
 
     @property
     def worker(self) -> int:
+        """The process id of the server's first child.
+
+        Raises IndexError where it has none, and OSError where it has ended.
+        """
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return int(children[0])
 
     def stop(self) -> End:
+        """Asks the server to end (SIGTERM), and kills it after twice END_S; returns how it went."""
         began = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
         try:
@@ -238,6 +253,7 @@ class Server:
         return End(round(took, 1), code, len(found), first, said[-2000:])
 
     def close(self) -> None:
+        """Kills the server and its children where it still runs, and waits for it."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -245,7 +261,10 @@ class Server:
 
 @contextmanager
 def served(trees: Sequence[Tree], arguments: Sequence[Sequence[str]]) -> Generator[list[Server]]:
-    """A server of each tree with its arguments, all of them ready. They start together."""
+    """A server of each tree with its arguments, all of them ready. They start together, and are killed at the end.
+
+    Raises RedlineError where one does not start.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="redline-said-")))
         servers: list[Server] = []
@@ -258,11 +277,12 @@ def served(trees: Sequence[Tree], arguments: Sequence[Sequence[str]]) -> Generat
 
 
 def free_port() -> int:
+    """A port of 127.0.0.1 on which nobody listens at this moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def hard_limit() -> int:
-    """Of open files."""
+    """How many files a process may open at most, whatever it sets itself."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[1]

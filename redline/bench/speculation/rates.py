@@ -40,7 +40,7 @@ from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
 from redline.worker.acceptance import Round, acceptance_length, spoken
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 
 VERIFIED = (2, 4, 8)  # tokens of a step's row, the target's own among them
@@ -48,6 +48,8 @@ CHAIN = 4  # drafter passes of one call
 
 
 class Question(NamedTuple):
+    """A prompt as the target reads it: its domain and its token ids."""
+
     domain: str
     tokens: tuple[int, ...]
 
@@ -65,13 +67,17 @@ class _Line(Chat, frozen=True, kw_only=True):
 class Outcome(NamedTuple):
     """What one variant did with some questions at once."""
 
-    seconds: float  # of decoding
-    tokens: int  # that came in them
-    rounds: list[list[Round]]  # of each answer
+    seconds: float  # of decoding, from when all answers have begun
+    tokens: int  # generated in these seconds
+    rounds: list[list[Round]]  # of speculation, by answer
 
 
 class Rate(Record, frozen=True):
-    """One variant in one domain at one batch. `times`: tokens/s over those without drafts, medians over the rounds."""
+    """One variant in one domain at one batch.
+
+    `times`: its tokens/s over those without drafts; both are medians over rounds. rounds: of speculation, steps of one
+    answer that verified drafts.
+    """
 
     domain: str
     variant: str
@@ -84,7 +90,10 @@ class Rate(Record, frozen=True):
 
 
 class Part(Record, frozen=True):
-    """A kind of step of the runner: its median, and how many times a plain step's."""
+    """A kind of step of the runner. ms: its median, of one pass.
+
+    times: over a plain step's, the median of neighbours' ratios.
+    """
 
     name: str
     batch: int
@@ -95,15 +104,18 @@ class Part(Record, frozen=True):
 def variants(
     draft: str, ks: Sequence[int], batch: int, max_model_len: int, kv_memory: int, device: str | None
 ) -> dict[str, EngineConfig]:
-    """The engines that are compared."""
+    """The configurations of the engines that are compared, by name. draft: a folder.
+
+    ks: numbers of drafts, one engine each. batch: rows at once. kv_memory: bytes of each engine's pages.
+    """
     plain = EngineConfig(kv_memory=kv_memory, max_model_len=max_model_len, max_running=batch, device=device)
-    change = msgspec.structs.replace
-    fixed = {f"k{k}": change(plain, draft=draft, draft_tokens=k, draft_adaptive=False, suffix=False) for k in ks}
-    return {"off": plain, **fixed, "suffix": change(plain, draft="suffix"), "auto": change(plain, draft=draft)}
+    fixed = {f"k{k}": Learned(drafter=draft, tokens=k, adaptive=False, suffix=False) for k in ks}
+    speculations = {"off": None, **fixed, "suffix": Suffix(), "auto": Learned(drafter=draft)}
+    return {name: msgspec.structs.replace(plain, speculation=one) for name, one in speculations.items()}
 
 
 def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, most: int) -> list[Question]:
-    """The first `most` prompts of each domain. Raises ConfigError naming file and line."""
+    """The first `most` prompts of each domain, domain by domain. Raises ConfigError naming file and line."""
     found: dict[str, list[Question]] = defaultdict(list)
     decoder = msgspec.json.Decoder(_Line)
     for path in paths:
@@ -124,7 +136,7 @@ def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, mo
 
 
 class Asker:
-    """Asks one engine, and takes the time."""
+    """Asks one engine, and takes the time. max_tokens: of each answer."""
 
     def __init__(self, engine: Engine, max_tokens: int) -> None:
         self._engine = engine
@@ -163,8 +175,11 @@ def bench_rates(
     rounds: int,
     done: Callable[[], object] = lambda: None,
 ) -> Iterator[Rate]:
-    """Yields every variant of a domain, domain by domain; `askers` has "off" among them. `done`: after each question
-    or batch of them."""
+    """Yields every variant of a domain, domain by domain; `askers` has "off" among them, or a KeyError is raised.
+
+    batch: questions at once. rounds: how often each variant is asked, in turns. done: called after each time that a
+    variant was asked. A domain whose answers are of one token gives nothing.
+    """
     domains: dict[str, list[Question]] = defaultdict(list)
     for question in questions:
         domains[question.domain].append(question)
@@ -199,7 +214,7 @@ def bench_rates(
 
 
 def mean_times(rates: Sequence[Rate]) -> dict[tuple[str, int], float]:
-    """{(variant, batch): `times`, averaged over domains}"""
+    """{(variant, batch): `times`, averaged over domains}."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for rate in rates:
         found[rate.variant, rate.batch].append(rate.times)
@@ -209,10 +224,11 @@ def mean_times(rates: Sequence[Rate]) -> dict[tuple[str, int], float]:
 def bench_parts(
     model: K2, drafter: Eagle3 | None, batches: Sequence[int], context: int, repeats: int
 ) -> Iterator[Part]:
-    """What a step costs by the tokens that each of its rows verifies, and what the drafter's pass for one more draft
-    costs: rows at a context of so many tokens, in turns. `drafter` is prepared for the model.
+    """Yields what a step costs by the tokens that each of its rows verifies, and what one pass of the drafter costs.
 
-    The pages hold zeros and the tokens are random: neither changes what must be read and multiplied.
+    batches: rows of a step. context: tokens before each row. drafter: prepared for the model; None: its pass is not
+    timed. The kinds of steps take turns, `repeats` times after three that warm. The pages hold zeros and the tokens are
+    random: neither changes what must be read and multiplied.
     """
     for batch in batches:
         parts = {f"verify {tokens}": _verify_pass(model, batch, tokens, context) for tokens in (1, *VERIFIED)}

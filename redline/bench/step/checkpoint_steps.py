@@ -20,7 +20,10 @@ CHUNK = 512
 
 
 class DecodeCase(Record, frozen=True):
-    """ms: the median of the timed steps; p10 and p90 beside it."""
+    """A step of `batch` rows that have `context` tokens each.
+
+    ms: the median of the timed steps; p10 and p90 beside it.
+    """
 
     batch: int
     context: int
@@ -36,8 +39,11 @@ class DecodeCase(Record, frozen=True):
 
 
 def step_cost(runner: Runner, batch: int, context: int) -> Cost:
-    """The weights that a step of `batch` rows reads (each expert once, as many as independent routing chooses on
-    average), the latents of every row, and its multiplications."""
+    """The bytes and operations of a step of `batch` rows, each behind `context` tokens.
+
+    Bytes are the weights that it reads (each expert once, as many as independent routing chooses on average) and the
+    latents of every row; operations are its multiplications and additions.
+    """
     config = runner.model.config
     chosen = 1 - (1 - config.num_experts_per_tok / config.n_routed_experts) ** batch
     routed_bytes = config.routed_parameters * config.bits_per_routed_parameter / 8

@@ -1,8 +1,8 @@
 """Milliseconds of a decode step at its true depth and of each of its ops: random weights, forced routing.
 
 What a step reads does not depend on what the weights say, so a step of 61 layers is measured without the checkpoint;
-where memory is short, several layers are one in memory (`physical`), and their experts are chosen anew each time. Who
-builds a step knows the chip (`Build`); this file says what it must offer, and takes the times.
+where memory is short, several layers are one in memory (`physical`), and their experts are chosen anew each time. What
+builds a step knows the chip (`Build`); this file says what a step must offer, and takes the times.
 
 T tokens of a step (rows x tokens of each), k experts of a token.
 """
@@ -33,7 +33,9 @@ class Depth:
 
     config    of the whole step: all its layers, and as many experts as are there
     physical  layers that lie in memory, the dense ones among them
+    tokens    of each row, computed in the step
     context   tokens of each row that are there before the step
+    kv_dtype  of the pages
     overlap   of the experts of a row's tokens (`routing.draw`); None: the model routes
     """
 
@@ -48,22 +50,29 @@ class Depth:
 
     @property
     def dense(self) -> int:
+        """How many layers of the step have no experts."""
         return min(self.config.first_k_dense_replace, self.config.num_hidden_layers)
 
     @property
     def expert_bytes(self) -> int:
-        """Of one routed expert."""
+        """Bytes of one routed expert's weights."""
         return round(self.config.expert_parameters * self.config.bits_per_routed_parameter / 8)
 
     def physical_layer(self, layer: int, rotation: int = 0) -> int:
-        """Where a layer of the step lies. Dense layers lie alone, those with experts share what is left in turn."""
+        """The physical layer on which a layer of the step lies.
+
+        Dense layers lie alone; those with experts share the others in turn, beginning `rotation` places later.
+        """
         if layer < self.dense:
             return layer
         return self.dense + (layer - self.dense + rotation) % (self.physical - self.dense)
 
     def cost(self, experts: float) -> Cost:
-        """Of the step, from the model's sizes alone: each weight once, `experts` of all layers together, each row's
-        context once. The embedding is a gather."""
+        """Bytes and operations of the step, from the model's sizes alone; the embedding is a gather, and is left out.
+
+        Each weight is read once, each row's context once, and of the routed experts `experts`, over all layers
+        together.
+        """
         c, tokens = self.config, self.rows * self.tokens
         embedding = c.vocab_size * c.hidden_size
         seen = self.context + self.tokens
@@ -81,7 +90,7 @@ class Stage:
     run          enqueues one launch on the current stream, capturable, with the weights of that physical layer
     cost         of one launch; where experts are read, of all but them
     count        launches of a step
-    layers       physical layers that have this op; none: the op has no layer, or all that have experts have it
+    layers       physical layers that have this op; empty: the op has no layer, or all that have experts have it
     expert_cost  of each distinct expert that a launch reads
     """
 
@@ -103,11 +112,16 @@ class Step(Protocol):
         ...
 
     @property
-    def ops(self) -> Sequence[Stage]: ...
+    def ops(self) -> Sequence[Stage]:
+        """The ops that are timed one by one; empty where the step has forms that are not."""
+        ...
 
     @property
     def captures(self) -> Sequence[Work]:
-        """Each enqueues the step, layers on other physical layers: captured graphs. None: `run` is captured."""
+        """Each enqueues the step, its layers on other physical layers: captured graphs.
+
+        Empty: `run` is captured instead.
+        """
         ...
 
     def run(self) -> object:
@@ -122,7 +136,7 @@ Build = Callable[[Depth, Progress], Step]
 
 
 class OpTime(NamedTuple):
-    """us, cost: of one launch; launches: of a step."""
+    """us: microseconds of one launch. cost: of one launch. launches: of a step."""
 
     name: str
     launches: int
@@ -132,7 +146,10 @@ class OpTime(NamedTuple):
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds; `experts`: distinct ones of all layers together, the mean over the timed steps."""
+    """A measured step, in milliseconds.
+
+    experts: distinct ones of all layers together, the mean over the timed steps.
+    """
 
     ms: float
     p10_ms: float
@@ -173,7 +190,10 @@ def measure_step(step: Step, depth: Depth, repeats: int, seed: int = 0, did: Wor
 
 
 def captured(work: Work, device: torch.device) -> Work:
-    """Replays what `work` enqueues, after one run of it that compiles what is to be compiled. On a CPU, `work`."""
+    """A call that replays what `work` enqueues, after one run of it that compiles what is to be compiled.
+
+    On a CPU, `work`.
+    """
     if device.type != "cuda":
         return work
     side = torch.cuda.Stream(device)
@@ -242,7 +262,7 @@ class _Mark:
         self._seconds = time.perf_counter()
 
     def until(self, end: "_Mark") -> float:
-        """Milliseconds."""
+        """Milliseconds from this moment to `end`."""
         if self._event is not None and end._event is not None:
             return self._event.elapsed_time(end._event)
         return 1e3 * (end._seconds - self._seconds)
@@ -261,7 +281,7 @@ def depth_of(
     kv_dtype: torch.dtype,
     overlap: float | None,
 ) -> Depth:
-    """The case whose config has so many layers and experts."""
+    """The case whose config has so many layers and experts. experts: in each layer; None: as many as the config has."""
     changed = replace(config, num_hidden_layers=layers, n_routed_experts=experts or config.n_routed_experts)
     return Depth(
         shape=shape,

@@ -30,7 +30,10 @@ from redline.wire.job import PAGE_TOKENS
 
 
 class CpuStep:
-    """routing: what the model chose, written by each run."""
+    """A `depth.Step` of the serving kernels on a CPU. routing: what the model chose, written by each run.
+
+    progress: told of (bytes of weights made, bytes in all).
+    """
 
     def __init__(self, depth: Depth, progress: Progress) -> None:
         config = depth.config

@@ -11,46 +11,52 @@ from redline.wire.job import PAGE_TOKENS
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of weights and pages. Pages are every layer's own, weights only those of the physical layers."""
+    """Bytes of weights and pages that a case takes.
+
+    Pages are every layer's own, weights only those of the physical layers.
+    """
 
     depth: Depth
 
     @property
     def ends(self) -> int:
-        """Embedding, head and the last norm."""
+        """Bytes of the embedding, the head and the last norm."""
         return _weights(self.depth.config, 0)
 
     @property
     def dense(self) -> int:
-        """Of all layers without experts."""
+        """Bytes of all layers without experts."""
         return _weights(self.depth.config, self.depth.dense) - self.ends
 
     @property
     def layer(self) -> int:
-        """Of one layer with experts."""
+        """Bytes of one layer with experts."""
         config = self.depth.config
         first = config.first_k_dense_replace
         return _weights(config, first + 1) - _weights(config, first)
 
     @property
     def weights(self) -> int:
+        """Bytes of all weights that lie in memory."""
         return _weights(self.depth.config, self.depth.physical)
 
     @property
     def tokens(self) -> int:
-        """Of one row's pages."""
+        """Tokens that one row's pages hold, whole pages counted."""
         return -(-(self.depth.context + self.depth.tokens) // PAGE_TOKENS) * PAGE_TOKENS
 
     @property
     def kv(self) -> int:
+        """Bytes of the pages of all rows and layers."""
         return self.depth.rows * self.tokens * self.depth.config.kv_bytes_per_token(self.depth.kv_dtype)
 
     @property
     def whole(self) -> int:
+        """Bytes in all: weights and pages."""
         return self.weights + self.kv
 
     def explain(self) -> list[str]:
-        """Each number with its arithmetic."""
+        """Lines for a reader: each number with its arithmetic."""
         depth, config = self.depth, self.depth.config
         routed = config.n_routed_experts * depth.expert_bytes
         moe = depth.physical - depth.dense
@@ -66,21 +72,21 @@ class Memory:
         return lines[1:] if moe <= 0 else lines
 
     def layers_that_fit(self, free: int) -> int:
-        """Physical ones, the dense ones among them; at most as many as the step has."""
+        """How many physical layers fit into `free` bytes, the dense ones among them; no more than the step has."""
         left = free - self.ends - self.dense - self.kv
         if left < 0:
             return 0
         return min(self.depth.dense + left // self.layer, self.depth.config.num_hidden_layers)
 
     def experts_that_fit(self, free: int) -> int:
-        """In each of the physical layers."""
+        """How many experts fit into `free` bytes in each of the physical layers."""
         depth = self.depth
         moe = max(depth.physical - depth.dense, 1)
         missing = max(0, self.whole - free)
         return max(0, depth.config.n_routed_experts - -(-missing // (moe * depth.expert_bytes)))
 
     def refusal(self, free: int) -> ConfigError:
-        """What would fit; `explain` has the arithmetic."""
+        """The error that says what would fit into `free` bytes; `explain` has the arithmetic."""
         depth, layers, experts = self.depth, self.layers_that_fit(free), self.experts_that_fit(free)
         advice = [f"--alias {layers}"] if layers > depth.dense else []
         advice += [f"--experts {experts}"] if experts >= depth.config.num_experts_per_tok else []
@@ -89,7 +95,7 @@ class Memory:
 
 
 def check(depth: Depth) -> None:
-    """ConfigError where the case is none: sizes that contradict each other."""
+    """Raises ConfigError where the sizes of the case contradict each other."""
     config, layers = depth.config, depth.config.num_hidden_layers
     if depth.physical > layers:
         raise ConfigError(f"alias is {depth.physical}; the step has {layers} layers, so at most {layers}")

@@ -40,7 +40,10 @@ ROTATIONS = 3  # graphs of a step, whose layers lie elsewhere in each
 
 
 class GpuStep:
-    """routing int32 [layers, T, k]: read by each run."""
+    """A `depth.Step` of the serving kernels on a GPU. routing int32 [layers, T, k]: read by each run.
+
+    progress: told of (bytes of weights made, bytes in all). Its graphs are captured once this is made.
+    """
 
     def __init__(self, depth: Depth, progress: Progress, device: torch.device = CUDA) -> None:
         config, whole = depth.config, Memory(depth).weights
@@ -61,7 +64,10 @@ class GpuStep:
             self.ops: Sequence[Stage] = _Ops(self).stages() if depth.rows * depth.tokens <= MOST_DECODED else ()
 
     def run(self, rotation: int = 0) -> Tensor:
-        """The likeliest token of each row, int64 [T]."""
+        """The likeliest token of each row, int64 [T].
+
+        rotation: by how many places the layers with experts lie elsewhere.
+        """
         model, depth = self._model, self._depth
         model.gpu_blocks = [self._blocks[depth.physical_layer(i, rotation)] for i in range(len(model.gpu_blocks))]
         hidden, _ = model.forward(self._inputs, self._planes)
@@ -69,6 +75,7 @@ class GpuStep:
 
     @property
     def parts(self) -> tuple[Depth, GpuK2, Sequence[GpuBlock], Inputs, Tensor]:
+        """What the ops are timed on: the case, model, blocks by physical layer, inputs and the pages of all layers."""
         return self._depth, self._model, self._blocks, self._inputs, self._planes
 
 

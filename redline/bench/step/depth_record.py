@@ -21,7 +21,7 @@ KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 class OpRecord(Record, frozen=True):
-    """us, floor_us: of all `launches` of one step together."""
+    """One op of a step, in microseconds. us, floor_us: of all `launches` of one step together."""
 
     name: str
     us: float
@@ -32,7 +32,7 @@ class OpRecord(Record, frozen=True):
 class DepthRecord(Record, frozen=True):
     """One case, measured. Floors are over bytes_per_s and flops_per_s, measured beside it; ms is the median.
 
-    expert_bytes: of distinct routed experts that a step read, the mean.
+    context: tokens of each row before the step. expert_bytes: of distinct routed experts that a step read, the mean.
     """
 
     shape: str
@@ -60,24 +60,26 @@ class DepthRecord(Record, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens that one step computes."""
         return self.rows * self.tokens_per_row
 
     @property
     def ops_ms(self) -> float:
-        """Of all ops, each measured on its own."""
+        """Milliseconds of all ops of one step together, each measured on its own."""
         return sum(op.us for op in self.ops) / 1e3
 
     @property
     def peer(self) -> "Peer | None":
-        """Where this is a case that the peer was measured at, on the same chip."""
+        """The peer's figures where this is a case that it was measured at, on the same chip; else None."""
         case = self.shape, self.ranks, self.layers, self.experts, self.context, self.kv_dtype, self.routing
         return PEER.get(self.tokens) if case == PEER_CASE and PEER_GPU in self.gpu else None
 
 
 class Peer(NamedTuple):
     """ms: vLLM 0.26 on one NVIDIA H200, the step of a batch of so many, its slope per layer carried to 61 layers.
-    floor_ms: the step's weights at 4.3 TB/s."""
+
+    floor_ms: the step's weights at 4.3 TB/s.
+    """
 
     ms: float
     floor_ms: float
@@ -89,6 +91,10 @@ PEER = {1: Peer(13.4, 7.67), 4: Peer(22.9, 15.6), 8: Peer(37.5, 25.5), 32: Peer(
 
 
 def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
+    """What is kept of a measured case, with the machine, the versions, the commit and the date of this moment.
+
+    Raises StopIteration for a type of pages that is none of KV_DTYPES.
+    """
     origin: dict[str, Any] = provenance("torch")
     versions: dict[str, str] = origin["versions"]
     if torch.version.cuda is not None:
@@ -128,13 +134,14 @@ def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
 
 
 def routing_name(overlap: float | None) -> str:
+    """How the experts were chosen, in words: model, uniform, or correlated with the probability."""
     if overlap is None:
         return "model"
     return f"correlated {overlap:g}" if overlap else "uniform"
 
 
 def read(path: Path) -> list[DepthRecord]:
-    """ConfigError where the file cannot be read, or holds anything else."""
+    """The measured steps of a file. Raises ConfigError where it cannot be read, or holds anything else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=list[DepthRecord])
     except OSError as error:
@@ -144,7 +151,11 @@ def read(path: Path) -> list[DepthRecord]:
 
 
 def append(path: Path, record: DepthRecord) -> None:
-    """The file is made where there is none. Raises ConfigError where it cannot be written, and leaves what it holds."""
+    """Adds a case to the file's list; the file is made where there is none.
+
+    Raises ConfigError where it cannot be written, holds anything else, or another process writes it for WAIT_S; what
+    the file holds stays.
+    """
     with written(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         held = hold(path, wait_s=WAIT_S)

@@ -1,4 +1,4 @@
-"""Experts drawn for a speed run: random weights would send all tokens to the same few, and flatter everyone.
+"""Experts drawn for a speed run: random weights would send all tokens to the same few, and every step would look fast.
 
 L layers, R rows, M tokens of a row, T = R M, E experts, k chosen.
 """
@@ -6,9 +6,7 @@ L layers, R rows, M tokens of a row, T = R M, E experts, k chosen.
 import torch
 from torch import Tensor
 
-OVERLAP = (
-    0.4  # reproduces what was measured on a production model: 2.5 times one token's experts at four (kernels.md 1.2)
-)
+OVERLAP = 0.4  # four tokens of a row then read 2.5 times one token's experts, as was measured on a production model
 
 
 def draw(
@@ -33,6 +31,6 @@ def draw(
 
 
 def distinct(ids_LTk: Tensor, experts: int) -> Tensor:
-    """Experts that a layer's tokens chose together: int64 [L]."""
+    """How many experts a layer's tokens chose together: int64 [L]. experts: how many there are."""
     hit = torch.zeros(ids_LTk.shape[0], experts, dtype=torch.int64, device=ids_LTk.device)
     return hit.scatter_(1, ids_LTk.flatten(1).long(), 1).sum(1)

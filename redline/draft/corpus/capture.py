@@ -35,12 +35,14 @@ from redline.worker.engine import pick_device
 INDEX = "index.json"
 SHARD_BYTES = 256 << 20
 SHARD_OVERHEAD = 1024  # bytes of a shard's header, at most: five names, types, shapes and places
-OPEN_SHARDS = 32  # that a reader keeps mapped
+OPEN_SHARDS = 32  # shards that a reader keeps mapped
 NAMED = 20  # skipped examples that are printed one by one
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
 class CaptureConfig(Record, frozen=True, kw_only=True):
+    """What `redline draft capture` is told."""
+
     target: str  # a checkpoint's folder
     corpus: tuple[str, ...]
     out: str  # a folder
@@ -67,6 +69,8 @@ class Shard(Record, frozen=True):
 
 
 class Index(Record, frozen=True):
+    """What a capture holds: the facts that all of it shares, and its shards in their order. hidden: D."""
+
     fingerprint: str  # of the target
     layer_ids: tuple[int, ...]
     hidden: int
@@ -76,14 +80,17 @@ class Index(Record, frozen=True):
 
     @property
     def tokens(self) -> int:
+        """How many tokens all shards hold."""
         return sum(shard.tokens for shard in self.shards)
 
     @property
     def bytes(self) -> int:
+        """How many bytes all shards take on disk."""
         return sum(shard.bytes for shard in self.shards)
 
     @property
     def ids(self) -> set[str]:
+        """The ids of all examples that are stored, whole or in windows."""
         return {id for shard in self.shards for id in shard.examples}
 
 
@@ -111,7 +118,10 @@ class Captured(Record, frozen=True):
 
 
 def run(config: CaptureConfig, console: Console) -> int:
-    """0, also where `disk` is reached; 1 where the disk is full; 130 after Ctrl-C. Raises ConfigError."""
+    """0, also where `disk` is reached; 1 where the disk is full; 130 after Ctrl-C.
+
+    Raises ConfigError, and CheckpointError where the target cannot be read.
+    """
     check(config)
     with alone(Path(config.out)):
         return _run(config, console)
@@ -219,7 +229,7 @@ def capture(
 
 
 def index_of(config: CaptureConfig, target: Target) -> Index:
-    """An empty one."""
+    """An index without shards for a capture of this target."""
     hidden, layers = target.config.hidden_size, len(target.layer_ids)
     return Index(
         fingerprint=target.fingerprint,
@@ -231,7 +241,7 @@ def index_of(config: CaptureConfig, target: Target) -> Index:
 
 
 def taught_by(corpus: Sequence[str], fingerprint: str) -> None:
-    """ConfigError where a corpus says that another target has answered it."""
+    """Raises ConfigError where a corpus says that another target than that of `fingerprint` has answered it."""
     for path in corpus:
         about = read_about(Path(path))
         if about is not None and about.fingerprint.split()[0] != fingerprint:
@@ -242,7 +252,7 @@ def taught_by(corpus: Sequence[str], fingerprint: str) -> None:
 
 
 def explain(index: Index) -> str:
-    """The bytes of a token, with their arithmetic."""
+    """The bytes of a token, with their arithmetic, in one line."""
     layers = len(index.layer_ids)
     return (
         f"({layers} layers {list(index.layer_ids)} + 1 last) x {index.hidden:,} x 2 bytes + 4 of id + 1 of loss "
@@ -251,7 +261,10 @@ def explain(index: Index) -> str:
 
 
 def read_index(folder: Path) -> Index:
-    """Raises ConfigError where there is none, or what it names is not there whole."""
+    """The index of a capture.
+
+    Raises ConfigError where there is none, or a shard that it names has not the size it says.
+    """
     path = folder / INDEX
     try:
         index = msgspec.json.decode(path.read_bytes(), type=Index)
@@ -268,7 +281,10 @@ def read_index(folder: Path) -> Index:
 
 
 def sweep(folder: Path) -> None:
-    """Removes what a kill has left: shards without a line in the index, and files in the making."""
+    """Removes what a kill has left: shards without a line in the index, and files in the making.
+
+    Raises ConfigError where the index is there and cannot be read.
+    """
     named = {shard.file for shard in read_index(folder).shards} if (folder / INDEX).exists() else set[str]()
     for path in [*folder.glob("shard-*.safetensors"), *folder.glob(".*.writing")]:
         if path.name not in named:
@@ -317,6 +333,10 @@ class _Folder:
         return rows * self.index.bytes_per_token + len(cut) * (8 + 2 * names)
 
     def add(self, example: Example, cut: Sequence[range], features: Tensor, last: Tensor) -> None:
+        """Takes an example's states, features [n, L, D] and last [n, D].
+
+        A shard is written first where they would not fit.
+        """
         cost = self._cost(example.id, example.domain, cut)
         if self._gathered and self._gathered_bytes + cost > self._shard_bytes:
             self.write()
@@ -361,7 +381,7 @@ class _Folder:
 
 
 class Stored:
-    """A capture on disk. With `only` those of its examples that have one of these ids."""
+    """A capture on disk, as a source of sequences. only: ids of the examples that are given; None: all."""
 
     def __init__(self, folder: Path, fingerprint: str | None = None, only: Collection[str] | None = None) -> None:
         """Raises ConfigError where the capture is broken, empty, or of another target than `fingerprint`."""
@@ -386,12 +406,13 @@ class Stored:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
+        """The layers whose inputs are in the features."""
         return self.index.layer_ids
 
     def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[Sequence_]:
         """An epoch in an order of its own; of several ranks, the examples rank, rank + world, ... of that order.
 
-        Reads what it gives and no more.
+        Reads what it gives and no more. Raises ConfigError where a shard is damaged.
         """
 
         @lru_cache(OPEN_SHARDS)
@@ -423,7 +444,7 @@ class Stored:
 class Streamed:
     """A corpus and its target: the states are computed as they are asked for, a call's worth at a time.
 
-    skipped  examples that give nothing: "id: reason"
+    max_tokens: longer examples come in windows of so many. skipped: examples that give nothing, "id: reason".
     """
 
     def __init__(self, target: Target, examples: Sequence[Example], max_tokens: int | None = None) -> None:
@@ -436,10 +457,11 @@ class Streamed:
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
+        """The layers whose inputs are in the features."""
         return self._target.layer_ids
 
     def sequences(self, epoch: int, seed: int, rank: int = 0, world: int = 1) -> Iterator[Sequence_]:
-        """As `Stored.sequences`."""
+        """The same sequences as `Stored.sequences` gives of a capture, in the same order."""
         order = shuffled([example.id for example, _ in self._examples], epoch, seed)[rank::world]
         for batch in _batches((self._examples[place] for place in order), self._target.call_tokens):
             for example, cut, states in _states(self._target, batch):
@@ -447,7 +469,7 @@ class Streamed:
 
 
 def shuffled(ids: Sequence[str], epoch: int, seed: int) -> list[int]:
-    """Places in an order that hangs on the ids alone, not on where they lie."""
+    """Places of the ids in an order that depends on the ids, the epoch and the seed alone, not on where they lie."""
 
     def key(place: int) -> bytes:
         return blake2b(f"{seed}/{epoch}/{ids[place]}".encode(), digest_size=16).digest()
@@ -478,7 +500,7 @@ def _captured(
 
 
 def windows(example: Example, max_tokens: int | None) -> list[range]:
-    """The example whole, or in pieces of `max_tokens`; a piece without a token of the answer teaches nothing."""
+    """The example whole, or in pieces of `max_tokens` tokens; a piece without a token of the answer is left out."""
     end = len(example.tokens)
     size = max_tokens or end
     cut = (range(start, min(start + size, end)) for start in range(0, end, size))
@@ -528,7 +550,10 @@ def _windows(example: Example, cut: Sequence[range], features: Tensor, last: Ten
 
 
 def check(config: CaptureConfig) -> None:
-    """ConfigError where something is wrong or missing, before anything is loaded."""
+    """Raises ConfigError where something is wrong or missing, and CheckpointError where the target cannot be read.
+
+    Nothing is loaded yet.
+    """
     if not config.corpus:
         raise ConfigError("corpus: nothing to capture; name a file that `redline draft synth` has written")
     for name in ("disk", "max_tokens", "shard_bytes"):
@@ -540,7 +565,10 @@ def check(config: CaptureConfig) -> None:
 
 
 def _check_room(config: CaptureConfig) -> None:
-    """ConfigError where the disk has not as much room as what is not there yet will take, or as it may take."""
+    """Raises ConfigError where the disk has less room than the states that are not stored yet will take.
+
+    They take no more than what `disk` leaves.
+    """
     out, target = Path(config.out), Checkpoint.open(config.target).config
     index = read_index(out) if (out / INDEX).exists() else None
     there = set[str]() if index is None else index.ids
@@ -555,7 +583,7 @@ def _check_room(config: CaptureConfig) -> None:
 
 
 def token_bytes(layers: int, hidden: int) -> int:
-    """Of a stored token: bf16 states of the captured layers and the last, its id, its loss."""
+    """Bytes of a stored token: bf16 states of the captured layers and the last one, 4 for its id, 1 for its loss."""
     return (layers + 1) * hidden * 2 + 4 + 1
 
 

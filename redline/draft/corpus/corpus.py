@@ -21,7 +21,7 @@ SYNC_EXAMPLES = 64  # lines between two fsyncs: what a power cut can cost; a kil
 
 
 class Example(Record, frozen=True, kw_only=True):
-    """A prompt and its answer. Answers include the stop id that ended them."""
+    """A prompt and its answer, as token ids. Answers include the stop id that ended them."""
 
     id: str
     domain: str
@@ -45,12 +45,14 @@ class About(Record, frozen=True):
 
 
 class Corpus(NamedTuple):
+    """The examples of some files, and what was passed over in them."""
+
     examples: list[Example]
     skipped: list[str]  # "file, line n: reason"
 
 
 def read_examples(*paths: Path) -> Corpus:
-    """All of the files, in order. Raises ConfigError where one cannot be read."""
+    """All examples of the files, in order. Raises ConfigError where one cannot be read."""
     reader = Reader(*paths)
     return Corpus(list(reader), reader.skipped)
 
@@ -128,6 +130,7 @@ class Writer:
         self._unsynced = 0
 
     def append(self, example: Example) -> None:
+        """Adds one line. Raises OSError where the disk is full; the file then ends with a whole line all the same."""
         line = msgspec.json.encode(example) + b"\n"
         end = os.fstat(self._file).st_size
         try:
@@ -143,6 +146,7 @@ class Writer:
             raise
 
     def close(self) -> None:
+        """Waits until all lines are on the disk, and lets other processes write the file."""
         try:
             self._sync()
         finally:
@@ -166,9 +170,10 @@ class Writer:
 
 
 def mend(path: Path) -> int:
-    """Ends the file's last line, or cuts it off where it is no whole JSON value. Gives the bytes cut off.
+    """Ends the file's last line, or cuts it off where it is no whole JSON value. Returns how many bytes were cut off.
 
-    ConfigError where it cannot be written, or another process is writing it: its last line may be in the making.
+    Raises ConfigError where the file cannot be written, or another process is writing it: its last line may be in the
+    making.
     """
     if not path.exists():
         return 0
@@ -209,7 +214,10 @@ def _mend(path: Path) -> int:
 
 
 def read_about(corpus: Path) -> About | None:
-    """What lies beside a corpus; None where nothing does. Raises ConfigError where it is damaged."""
+    """What a corpus says of whose answers it holds; None where it says nothing.
+
+    Raises ConfigError where that is damaged.
+    """
     path = corpus.with_name(f"{corpus.name}.about.json")
     try:
         return msgspec.json.decode(path.read_bytes(), type=About)
@@ -220,7 +228,10 @@ def read_about(corpus: Path) -> About | None:
 
 
 def claim(corpus: Path, about: About) -> None:
-    """Writes whose answers the corpus holds; ConfigError where it says otherwise already."""
+    """Writes whose answers the corpus holds.
+
+    Raises ConfigError where it already says another, and OSError on a full disk.
+    """
     path, before = corpus.with_name(f"{corpus.name}.about.json"), read_about(corpus)
     if before is None:
         write_whole(path, msgspec.json.format(msgspec.json.encode(about)) + b"\n")

@@ -22,9 +22,11 @@ def answer_afresh(
     have: Container[str] = (),
     done: Callable[[int], object] = lambda asked: None,
 ) -> Iterator[Example]:
-    """The target's own new answers, so many to each prompt; those whose ids we `have` are not asked for.
+    """Yields the target's own new answers, `answers` of them to each prompt of `chosen`, JOBS at a time.
 
-    What the engine could not answer is left out. done: told of how many were asked for, of chosen x answers.
+    sampling: of each, with a seed of its own made of `seed` and its id. Those whose ids are in `have` are not asked
+    for, and what the engine could not answer is left out. done: told after every JOBS answers how many were gone
+    through, of chosen x answers.
     """
     stop_ids, room = engine.tokenizer.stop_ids, engine.engine.layout.max_model_len
     wanted = [(example, f"{example.id} again {number}") for example in chosen for number in range(1, answers + 1)]

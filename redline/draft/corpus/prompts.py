@@ -1,7 +1,7 @@
 """What the target is asked: our own templates, a domain each, and users' files.
 
 A template is a text with slots. `{city}` is a word of a list, whose entries may have slots themselves; `{2..19}` is a
-number; `{city:1}` and `{2..19:1}` are the same again wherever they stand in one prompt. Answers must not hang on one
+number; `{city:1}` and `{2..19:1}` are the same again wherever they stand in one prompt. Answers must not depend on one
 wording of the frame, so system prompts, suffixes, tool declarations, earlier turns and thinking vary as well.
 """
 
@@ -42,6 +42,8 @@ class Prompt(Chat, frozen=True, kw_only=True):
 
 
 class Prompts(NamedTuple):
+    """The prompts of some files, and what was passed over in them."""
+
     prompts: list[Prompt]
     skipped: list[str]  # "file, line n: reason"
 
@@ -94,7 +96,8 @@ def prompts(
 ) -> list[Prompt]:
     """`count` distinct prompts of each domain. A larger count continues a smaller one.
 
-    Raises ConfigError for a domain that we have no templates for, or when its templates are exhausted.
+    long_characters: shortest and longest document of the domain long. Raises ConfigError for a domain that we have no
+    templates for, or when its templates are exhausted.
     """
     found: list[Prompt] = []
     for domain in domains:
@@ -114,7 +117,7 @@ def prompts(
 
 
 def named(prompt: Prompt) -> Prompt:
-    """With an id, which is the same for the same content."""
+    """The prompt with an id; one that has none gets one made of its content, the same for the same content."""
     if prompt.id:
         return prompt
     digest = blake2b(msgspec.json.encode(prompt, order="sorted"), digest_size=8).hexdigest()

@@ -29,7 +29,7 @@ from redline.progress import Working
 from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.config import SUFFIX, EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, pick_device
 from redline.worker.job_runner import JobRunner
 
@@ -39,11 +39,13 @@ INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
 
 class SynthConfig(Record, frozen=True):
+    """What `redline draft synth` is told."""
+
     weights: str  # the target's folder
     out: str  # the corpus
-    prompts: tuple[str, ...] = ()  # users' files
+    prompts: tuple[str, ...] = ()  # files of prompts
     turns: Turns = "all"  # of users' conversations: each answer is asked for, or the last
-    domains: tuple[str, ...] = ()  # of our own templates
+    domains: tuple[str, ...] = ()  # those of our own templates that are asked
     count: int = 1000  # prompts of each domain
     samples: int = 1  # answers to each prompt
     max_tokens: int = 2048  # of an answer
@@ -52,7 +54,7 @@ class SynthConfig(Record, frozen=True):
     seed: int = 0
     shard: str = "1/1"  # i/n: this process answers the i-th n-th of the prompts
     long_characters: tuple[int, int] = LONG_CHARACTERS  # of a document in the domain long
-    engine: EngineConfig = EngineConfig()  # batch: max_running; draft: speculation
+    engine: EngineConfig = EngineConfig()  # batch: max_running
 
 
 Open = Callable[[SynthConfig], AbstractContextManager[JobRunner]]
@@ -107,7 +109,10 @@ def run(config: SynthConfig, console: Console) -> int:
 
 
 def check(config: SynthConfig) -> "_Asked":
-    """What will be asked. Raises ConfigError where something is wrong or missing, before anything is loaded."""
+    """What will be asked. Raises ConfigError or CheckpointError where something is wrong or missing.
+
+    Nothing is loaded yet.
+    """
     asked = wanted(config)
     if not asked.prompts:
         raise ConfigError(
@@ -120,13 +125,16 @@ def check(config: SynthConfig) -> "_Asked":
             f"samples is {config.samples}, but at temperature 0 all answers to a prompt are the same: give a "
             "temperature (the checkpoint asks for 0)"
         )
-    if config.engine.draft not in (None, SUFFIX):
-        Eagle3.open(config.engine.draft, Checkpoint.open(target).config)
+    if isinstance(config.engine.speculation, Learned):
+        Eagle3.open(config.engine.speculation.drafter, Checkpoint.open(target).config)
     return asked
 
 
 def check_target(folder: Path, device: str | None) -> None:
-    """ConfigError or CheckpointError where it could not be asked."""
+    """Raises ConfigError or CheckpointError where this folder could not be asked.
+
+    device: None: the GPU, if there is one.
+    """
     pick_device(device)
     Checkpoint.open(folder)
     Tokenizer.open(folder)
@@ -167,7 +175,10 @@ class _Asked(Record, frozen=True):
 
 
 def existing(out: Path) -> set[str]:
-    """The ids that the corpus holds, once mended."""
+    """The ids of the examples that a corpus holds, after it was mended; none where there is no file.
+
+    Raises ConfigError where it cannot be written, or another process is writing it.
+    """
     if not out.exists():
         return set()
     mend(out)
@@ -221,11 +232,12 @@ def synth(
 
 
 def open_engine(config: SynthConfig) -> AbstractContextManager[JobRunner]:
+    """The engine that answers. Raises ConfigError or CheckpointError where it cannot be loaded."""
     return Engine.open(config.weights, config.engine)
 
 
 def about_of(config: SynthConfig, fingerprint: str) -> About:
-    """Sampling as the checkpoint is served, but for what the config says."""
+    """Whose answers these are, and how they are drawn: as the checkpoint is served, but for what the config says."""
     served = generation_config_of(Path(config.weights))
     return About(
         fingerprint=fingerprint,
@@ -241,7 +253,7 @@ def _temperature(config: SynthConfig) -> float:
 
 
 def sampling_check(temperature: float | None, top_p: float | None) -> None:
-    """ConfigError for what no engine samples with. None: what the checkpoint asks for."""
+    """Raises ConfigError for what no engine samples with. None: what the checkpoint asks for."""
     if temperature is not None and not 0 <= temperature <= 2:
         raise ConfigError(f"temperature is {temperature}; expected 0 to 2")
     if top_p is not None and not 0 < top_p <= 1:
@@ -291,7 +303,7 @@ def _job(config: SynthConfig, about: About, target: JobRunner, prompt: Prompt) -
 
 
 def _number(text: str) -> int:
-    """In [0, 2^63), the same everywhere."""
+    """A hash of the text in [0, 2^63), the same on every machine."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 

@@ -1,8 +1,8 @@
 """The target as a teacher: token ids in, the states that a drafter reads and is judged by out.
 
-Every sequence is a prompt to it: positions go through the expanded form of attention, several sequences side by side in
-one call of `K2.forward`, over pages of its own. A call has at most so many tokens; a sequence that is longer goes
-through in chunks.
+The target reads every sequence as a prompt: positions go through the expanded form of attention, several sequences side
+by side in one call of `K2.forward`, over pages of its own. A call has at most `call_tokens` tokens; a sequence that is
+longer goes through in chunks.
 
 n tokens of a sequence, T tokens of a call, L captured layers, D hidden, V vocabulary.
 """
@@ -56,10 +56,11 @@ def layers_of(layer_ids: Sequence[int] | None, target: K2Config) -> tuple[int, .
 
 
 class Target:
-    """A loaded K2 and its pages.
+    """A loaded K2 and its pages, which grow to what the longest group of sequences has needed.
 
     fingerprint  of the checkpoint: the same files, the same states
     layer_ids    as in vLLM and SGLang: k is the state that enters layer k
+    call_tokens  of one call of the model, at most
     """
 
     def __init__(
@@ -80,7 +81,10 @@ class Target:
         layer_ids: Sequence[int] | None = None,
         progress: Callable[[int, int], object] = lambda done, total: None,
     ) -> "Target":
-        """Load a checkpoint's folder. progress: (bytes read, bytes in all). Raises ConfigError or CheckpointError."""
+        """Loads a checkpoint's folder. device: None: the GPU, if there is one. layer_ids: None: as engines capture.
+
+        progress: (bytes read, bytes in all). Raises ConfigError or CheckpointError.
+        """
         checkpoint = Checkpoint.open(folder)
         done = 0
 
@@ -94,11 +98,12 @@ class Target:
 
     @property
     def config(self) -> K2Config:
+        """The sizes of the model."""
         return self.model.config
 
     @property
     def embedding(self) -> Tensor:
-        """bf16 [V, D]"""
+        """bf16 [V, D]."""
         return self.model.embedding_VD
 
     @property
@@ -119,7 +124,10 @@ class Target:
         return None
 
     def features(self, sequences: Sequence[Sequence[int]]) -> list[States]:
-        """The states over each sequence, on the model's device. Raises ConfigError for what the target cannot read."""
+        """The states over each sequence of token ids, on the model's device.
+
+        Raises ConfigError for a sequence that the target cannot read (`refusal`).
+        """
         for number, tokens in enumerate(sequences):
             if (reason := self.refusal(tokens)) is not None:
                 raise ConfigError(f"sequence {number}: {reason}")
@@ -197,7 +205,7 @@ class Target:
         needed = [-(-length // PAGE_TOKENS) for length in lengths]
         if self._planes.numel() == 0 or self._planes.shape[1] < sum(needed):
             config = self.config
-            self._planes = torch.empty(0)  # the old ones first
+            self._planes = torch.empty(0)  # the old pages are freed first
             shape = config.num_hidden_layers, sum(needed), PAGE_TOKENS, config.kv_width
             self._planes = torch.empty(shape, dtype=torch.bfloat16, device=self.model.device)
         tables = torch.zeros(len(lengths), max(needed), dtype=torch.int32)

@@ -13,7 +13,7 @@ from redline.chat.lines import NOT_JSON
 from redline.draft.corpus.corpus import Corpus, Example
 from redline.errors import ConfigError
 
-TRAFFIC = "traffic"  # the domain of what does not say
+TRAFFIC = "traffic"  # the domain of lines that name none
 
 
 class _Trace(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,10 @@ class _Trace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trace_file(named: str) -> tuple[str, Path]:
-    """DOMAIN=FILE, or FILE, as (domain, file). A file whose own name has a = is one, if it is there."""
+    """DOMAIN=FILE, or FILE, as (domain, file); without one the domain is TRAFFIC.
+
+    A file whose own name has a = is taken whole where there is such a file.
+    """
     domain, sign, path = named.partition("=")
     return (domain, Path(path)) if sign and domain and not Path(named).exists() else (TRAFFIC, Path(named))
 
@@ -37,9 +40,8 @@ def trace_file(named: str) -> tuple[str, Path]:
 def read_traces(*files: str) -> Corpus:
     """The traces as examples, and a message naming file and line for each line that is none.
 
-    files: each with the domain of those of its lines that name none, or without (`trace_file`).
-    Answers without a token, and those that ended in an error or were aborted before it, are left out in silence.
-    Raises ConfigError where a file cannot be read.
+    files: DOMAIN=FILE or FILE (`trace_file`); the domain is for those lines that name none. Answers without a token,
+    and those that ended in an error, are left out without a message. Raises ConfigError where a file cannot be read.
     """
     examples: list[Example] = []
     skipped: list[str] = []
@@ -73,7 +75,7 @@ def read_traces(*files: str) -> Corpus:
 
 
 def _check(trace: _Trace) -> None:
-    """Raises ValueError for what cannot be."""
+    """Raises ValueError for a trace whose numbers contradict each other."""
     if not 0 < trace.prompt <= len(trace.tokens) or min(trace.tokens) < 0:
         raise ValueError(
             f"prompt is {trace.prompt} of {len(trace.tokens)} tokens; expected ids from 0 on, and a prompt"

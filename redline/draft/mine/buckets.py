@@ -2,6 +2,8 @@
 
 A position belongs to one bucket of each dimension: the domain and the language of its example, how long the text before
 it is, and how far behind the answer's beginning, or behind the last control token, it stands.
+
+R rows of an example, as in `difficulty`.
 """
 
 import itertools
@@ -34,16 +36,22 @@ class Bucket(Record, frozen=True):
 
     @property
     def lost(self) -> float:
+        """Tokens per round that rounds from here lose to their ceiling."""
         return self.longest - self.length
 
     @property
     def cost(self) -> float:
+        """Tokens per round of all traffic that are lost here."""
         return self.share * self.lost
 
 
 @dataclass(frozen=True)
 class Scored:
-    """An example with its scores. `rejected_R`: 1 where a trace says that the draft there was refused."""
+    """An example with its scores, and arrays [R] over its positions.
+
+    rejected_R: 1 where a trace says that the draft there was refused. since_start_R, since_control_R: distances in
+    tokens from the answer's beginning and from the last control token.
+    """
 
     id: str
     domain: str
@@ -56,11 +64,12 @@ class Scored:
 
     @property
     def hardness_R(self) -> "np.ndarray":
-        """The reducible gap of each position; a rejection that was really served counts twice."""
+        """The reducible gap of each position [R]; it counts twice where a served draft was refused."""
         return self.scores.gap_R * (1 + self.rejected_R)
 
     @property
     def hardness(self) -> float:
+        """The mean hardness of the example's positions; 0 where it has none."""
         return float(self.hardness_R.mean()) if len(self.scores.position_R) else 0.0
 
 
@@ -72,7 +81,10 @@ class _Sum:
 
 
 def since_control(tokens: Sequence[int], controls: frozenset[int], positions: Ints) -> Ints:
-    """How many tokens behind the last control token each position stands; from the start where there is none."""
+    """How many tokens behind the last control token each position stands; from the start where there is none.
+
+    int64 [R].
+    """
     last, seen = -1, np.empty(len(tokens), dtype=np.int64)
     for at, token in enumerate(tokens):
         seen[at] = last
@@ -82,13 +94,16 @@ def since_control(tokens: Sequence[int], controls: frozenset[int], positions: In
 
 
 def rejections(rounds: Iterable[tuple[int, int, int]], positions: Ints) -> Ints:
-    """1 for each of `positions` at which a round (position of its first draft, proposed, accepted) was refused."""
+    """1 for each of `positions` at which a round refused a draft, else 0: int64 [R].
+
+    rounds: (position of the first draft, proposed, accepted) of each.
+    """
     refused = {position + accepted for position, proposed, accepted in rounds if accepted < proposed}
     return np.fromiter((int(at) in refused for at in positions), dtype=np.int64, count=len(positions))
 
 
 def buckets(scored: Iterable[Scored], traffic: Mapping[str, float] | None = None) -> list[Bucket]:
-    """Every bucket with a position in it, the dearest first.
+    """Every bucket with a position in it, the one that costs most first.
 
     traffic: share of each domain; the positions of a domain are weighted so that it has it. Domains that it does not
     name have no traffic. None: each position counts once.

@@ -19,11 +19,12 @@ MOST = 5.0  # times the mean weight; no example is worth more
 
 
 def weights(scored: Sequence[Scored], traffic: Mapping[str, float] | None, by: Choose) -> list[float]:
-    """How likely each example is chosen, relative to the mean.
+    """How likely each example is chosen, relative to the mean; none is above MOST.
 
     A bucket here is a domain in a language. All of it together weighs (share of the traffic)^.5 x its mean hardness,
     spread over its examples by theirs; so a rare kind of traffic is heard, and a common one does not drown it.
-    `uniform` puts 1 in the place of hardness: the control arm of a comparison. (drafters.md 5.2)
+    `uniform` puts 1 in the place of hardness: the control arm of a comparison. traffic: share of each domain; None or
+    empty: as in the examples, by answer tokens.
     """
     count: dict[tuple[str, str], int] = defaultdict(int)
     tokens: dict[tuple[str, str], int] = defaultdict(int)
@@ -93,16 +94,16 @@ def _key(id: str, weight: float, seed: int) -> float:
 
 
 def uniform(id: str, seed: int) -> float:
-    """In (0, 1): a function of the two alone."""
+    """A number in (0, 1) that is a function of id and seed alone."""
     digest = blake2b(f"{seed}\0{id}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") + 0.5) / 2**64
 
 
 def window(example: Example, hardness_R: "np.ndarray", tokens: int) -> Example | None:
-    """The `tokens` answer tokens that hold the most hardness, behind all that stands before them; None where the answer
-    is no longer than that.
+    """The example cut to the `tokens` answer tokens that hold the most hardness, behind all that stands before them.
 
-    What stands before is prompt to the trainer: it makes features, and no loss. hardness_R: of positions prompt + 1 on.
+    None where the answer is no longer than that. What stands before is prompt to the trainer: it makes features, and no
+    loss. hardness_R: of positions prompt + 1 on.
     """
     answer = len(example.tokens) - example.prompt
     if answer <= tokens or not len(hardness_R):
@@ -144,6 +145,7 @@ def mix(
 
 
 def answer_tokens(example: Example) -> int:
+    """How many tokens of the example are its answer."""
     return len(example.tokens) - example.prompt
 
 

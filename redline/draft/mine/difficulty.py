@@ -3,7 +3,7 @@
 A row is a position where a round of speculation could begin. Row r of an answer drafts the tokens at positions
 s, s + 1, ... s + k - 1 (s = `position_R[r]`, counted from the start of the prompt) while the target's own tokens stand
 before each: teacher forcing, as in training. The token at s - 1 is the last that the round knows, so the first row of
-an answer has s = prompt + 1: what the prompt itself gives, the target draws without a draft.
+an answer has s = prompt + 1: the answer's first token follows from the prompt alone, and is never drafted.
 
 For each draft, with p the target's distribution as it is served (temperature and top_p applied) and q the drafter's:
 
@@ -13,7 +13,7 @@ For each draft, with p the target's distribution as it is served (temperature an
 
 The ceiling is what a drafter reaches that knows all there is to know from the text so far. So a flat target that the
 drafter matches has no gap, however often its drafts are rejected: entropy that nobody can remove is not difficulty.
-With either kind of proposals q = p gives gap 0. (drafters.md 5.2 and 6.)
+With either kind of proposals q = p gives gap 0 (docs/draft_mining.md).
 
 R rows, k drafts, n tokens, D hidden, V vocabulary, C rows of one piece.
 """
@@ -48,7 +48,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Scores:
-    """Each [R, k] but `position_R`. Where the answer ends before the draft's position: 0, and False in `there_Rk`."""
+    """The scores of one sequence. Where the answer ends before the draft's position: 0, and False in `there_Rk`."""
 
     position_R: Ints
     accept_Rk: Floats
@@ -58,17 +58,17 @@ class Scores:
 
     @property
     def gap_R(self) -> Floats:
-        """The gap of a row's first draft."""
+        """The gap of each row's first draft: probabilities [R]."""
         return self.ceiling_Rk[:, 0] - self.accept_Rk[:, 0]
 
     @property
     def length_R(self) -> Floats:
-        """Tokens that a round from this row is expected to give: one, and the products of the acceptances."""
+        """Tokens that a round from each row is expected to give [R]: one, and the products of the acceptances."""
         return 1 + self.accept_Rk.cumprod(1).sum(1)
 
     @property
     def longest_R(self) -> Floats:
-        """The same at the ceiling."""
+        """The same tokens at the ceiling, [R]."""
         return 1 + self.ceiling_Rk.cumprod(1).sum(1)
 
 
@@ -83,10 +83,11 @@ def score(
     vocabulary: int,
     serving: Serving,
 ) -> Scores:
-    """The scores of one sequence.
+    """The scores of one sequence, on the CPU.
 
-    loss_n: True where a token is the target's answer. last_nD: the target's normed states; row t predicts token t + 1.
-    steps: for each draft the drafter's normed states [n, D]; row t of step j predicts token t + 2 + j.
+    tokens_n: int64 [n]. loss_n: True where a token is the target's answer. last_nD: the target's normed states; row t
+    predicts token t + 1. steps: for each draft the drafter's normed states [n, D]; row t of step j predicts token t + 2
+    + j. target, drafter: from such states to logits. vocabulary: V.
     """
     n, k = tokens_n.shape[0], len(steps)
     answer = loss_n.bool().cpu()
@@ -98,7 +99,7 @@ def score(
     piece = max(1, PIECE_BYTES // (4 * vocabulary))
     first = int(rows[0]) + 1 if rows.shape[0] else n
     for begin in range(first, n - 1, piece):
-        teachers = torch.arange(begin, min(begin + piece, n - 1))  # rows of the target; each predicts the token behind
+        teachers = torch.arange(begin, min(begin + piece, n - 1))  # rows of the target; each predicts the next token
         teachers = teachers[answer[teachers + 1]]
         if not teachers.shape[0]:
             continue

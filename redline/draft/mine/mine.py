@@ -54,7 +54,7 @@ class MineConfig(Record, frozen=True):
     proposals: Proposals = "onehot"
     temperature: float | None = None
     top_p: float | None = None
-    examples: int = 0  # scored of each domain at most; 0: all
+    examples: int = 0  # of each domain that are scored, at most; 0: all
     traffic: dict[str, float] = msgspec.field(
         default_factory=dict[str, float]
     )  # share of each domain; empty: as in the corpus
@@ -73,7 +73,7 @@ class MineConfig(Record, frozen=True):
 
 
 class Mined(Record, frozen=True):
-    """OUT/report.json"""
+    """What scoring found, as OUT/report.json has it."""
 
     examples: int
     positions: int
@@ -97,7 +97,10 @@ def scored(example: Example, scores: Scores, controls: frozenset[int]) -> Scored
 
 
 def run(config: MineConfig, console: Console) -> int:
-    """All of it: 0, or 130 after Ctrl-C. Raises ConfigError."""
+    """All of it: 0, or 130 after Ctrl-C. Raises ConfigError, also where the disk is full.
+
+    Raises CheckpointError where target or drafter cannot be read.
+    """
     check(config)
     answers = Path(config.out) / "hard.jsonl"
     try:
@@ -188,7 +191,7 @@ def _run(config: MineConfig, console: Console) -> int:
 
 
 def check(config: MineConfig) -> None:
-    """ConfigError where something is wrong or missing, before anything is loaded."""
+    """Raises ConfigError or CheckpointError where something is wrong or missing, before anything is loaded."""
     for name in ("replay", "cap", "windows"):
         if not 0 <= getattr(config, name) <= 1:
             raise ConfigError(f"{name} is {getattr(config, name)}; expected a share from 0 to 1")
@@ -204,7 +207,7 @@ def check(config: MineConfig) -> None:
 
 
 def _check_folder(out: Path, config: MineConfig) -> None:
-    """ConfigError where it holds what other settings made."""
+    """Raises ConfigError where the folder holds what other settings made."""
     path = out / "config.json"
     try:
         before = msgspec.json.decode(path.read_bytes(), type=MineConfig)

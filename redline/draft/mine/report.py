@@ -16,7 +16,7 @@ _LINES = ("#1f4e79", "#c97b3d", "#5b8c5a", "#8d6a9f", "#b03a48", "#6b6b6b", "#2a
 
 
 def bucket_table(found: Sequence[Bucket], rows: int) -> Table:
-    """The dearest buckets."""
+    """The first `rows` buckets, which cost most, for a terminal."""
     table = narrow(
         "where acceptance length is lost", "cost: share x (ceiling - length), tokens of the average round that are lost"
     )
@@ -40,12 +40,15 @@ def bucket_table(found: Sequence[Bucket], rows: int) -> Table:
 
 
 def narrow(title: str, caption: str) -> Table:
-    """A table that wastes no column of a terminal of 80."""
+    """An empty table that wastes no column of a terminal of 80."""
     return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
 
 
 def bucket_plot(path: Path, found: Sequence[Bucket], rows: int = 24) -> None:
-    """Bars of what the dearest buckets cost. Raises ModuleNotFoundError where matplotlib is not installed."""
+    """A picture at `path`: what the first `rows` buckets cost, as bars.
+
+    Raises ModuleNotFoundError where matplotlib is not installed, and OSError where it cannot be written.
+    """
     pyplot = _pyplot()
     shown = list(reversed(found[:rows]))
     figure, axes = pyplot.subplots(figsize=(8, 1 + 0.27 * max(4, len(shown))), layout="constrained")
@@ -64,7 +67,10 @@ def bucket_plot(path: Path, found: Sequence[Bucket], rows: int = 24) -> None:
 
 
 def length_plot(path: Path, lengths: Mapping[str, Mapping[int, tuple[float, float, float]]], title: str) -> None:
-    """Acceptance length over k, a line for each domain, its 95 % interval shaded: {domain: {k: (mean, low, high)}}."""
+    """A picture at `path`: acceptance length over k, a line for each domain, its 95 % interval shaded.
+
+    lengths: {domain: {k: (mean, low, high)}}, in tokens per round. Raises as `bucket_plot` does.
+    """
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     for place, (domain, by_k) in enumerate(sorted(lengths.items())):
@@ -80,7 +86,7 @@ def length_plot(path: Path, lengths: Mapping[str, Mapping[int, tuple[float, floa
 
 
 def tell_skipped(skipped: Sequence[str], console: Console, most: int = 5) -> None:
-    """Names the first lines that were no example, and counts them all."""
+    """Prints the first `most` messages about lines that were no example, and counts them all where there are more."""
     for line in skipped[:most]:
         console.print(f"skipped: {line}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     if len(skipped) > most:
@@ -88,7 +94,10 @@ def tell_skipped(skipped: Sequence[str], console: Console, most: int = 5) -> Non
 
 
 def drawn(path: Path, console: Console, plot: Any, *arguments: Any) -> None:
-    """Draws, or says why not: a picture is never worth the numbers that were computed before it."""
+    """Calls plot(path, *arguments), and prints where the picture is, or why there is none.
+
+    Raises nothing where matplotlib is missing or the disk is full: a picture is never worth the numbers before it.
+    """
     try:
         plot(path, *arguments)
     except ModuleNotFoundError as error:

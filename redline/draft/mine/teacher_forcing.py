@@ -14,11 +14,11 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.worker.engine import pick_device
 
-BATCH_TOKENS = 16_384  # that go through the target at once
+BATCH_TOKENS = 16_384  # tokens that go through the target at once
 
 
 class TeacherForcing:
-    """A target and a drafter, loaded. On a CPU the drafter computes in float32, as when it serves."""
+    """A target and a drafter, loaded. On a CPU the drafter computes in float32, as when it serves; else in bf16."""
 
     def __init__(self, target: Target, drafter: Eagle3) -> None:
         device = target.model.device
@@ -28,16 +28,22 @@ class TeacherForcing:
 
     @classmethod
     def open(cls, target: str, draft: str, device: str | None) -> "TeacherForcing":
-        """Raises CheckpointError or ConfigError."""
+        """Loads both from their folders; device: None: the GPU, if there is one.
+
+        Raises CheckpointError or ConfigError.
+        """
         drafter = Eagle3.open(Path(draft), Checkpoint.open(target).config)
         return cls(Target.open(target, pick_device(device), drafter.config.layer_ids), drafter)
 
     def refusal(self, example: Example) -> str | None:
-        """Why the target cannot read it; None: it can."""
+        """Why the target cannot read the example; None: it can."""
         return self._target.refusal(example.tokens)
 
     def scores(self, examples: Iterable[Example], steps: int, serving: Serving) -> Iterator[Scores]:
-        """Those of each example, in order."""
+        """Yields the scores of each example, in order; steps: drafts of a round.
+
+        Raises ConfigError for an example that the target cannot read (`refusal`).
+        """
         for batch in _batches(examples):
             found = self._target.features([list(example.tokens) for example in batch])
             for example, (features, last) in zip(batch, found, strict=True):

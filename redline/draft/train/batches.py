@@ -25,17 +25,34 @@ class Captured(Protocol):
     """A sequence and the target's states over it (`corpus.capture`)."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The id of the sequence's example; the windows of one example share it."""
+        ...
+
     @property
-    def domain(self) -> str: ...
+    def domain(self) -> str:
+        """The example's kind of traffic, by which held-out figures are told apart."""
+        ...
+
     @property
-    def tokens(self) -> Tensor: ...  # int64 [n]
+    def tokens(self) -> Tensor:
+        """The token ids, int64 [n]."""
+        ...
+
     @property
-    def loss(self) -> Tensor: ...  # bool [n]: tokens of the answer
+    def loss(self) -> Tensor:
+        """bool [n]: True where the token is the answer's."""
+        ...
+
     @property
-    def features(self) -> Tensor: ...  # [n, F]
+    def features(self) -> Tensor:
+        """The target's states as they enter the captured layers, [n, F]."""
+        ...
+
     @property
-    def last(self) -> Tensor: ...  # [n, D]: what the target's head reads
+    def last(self) -> Tensor:
+        """The state that the target's head reads, [n, D]."""
+        ...
 
 
 class Source(Protocol):
@@ -47,26 +64,31 @@ class Source(Protocol):
 
 
 class Batch(NamedTuple):
+    """Sequences of like lengths, filled up on the right to T rows."""
+
     tokens: Tensor  # int64 [B, T]
     features: Tensor  # [B, T, F]
     targets: Targets
     sequences: int  # B
-    positions: int  # that are no filling
+    positions: int  # rows that are no filling
 
 
 def is_held_out(id: str, share: float) -> bool:
-    """The same sequences in every run, whatever the seed: by a hash of the id."""
+    """Whether a sequence is never trained on: by a hash of its id, so the same ones in every run, whatever the seed.
+
+    share: how many of all sequences are held out.
+    """
     digest = hashlib.blake2b(id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
 
 def usable(sequence: Captured, max_length: int) -> bool:
-    """Whether some row predicts a token of the answer: its first two tokens are nobody's."""
+    """Whether some row predicts a token of the answer within `max_length`: no row predicts the first two tokens."""
     return bool(sequence.loss[2:max_length].any())
 
 
 def held_out(source: Source, share: float, tokens: int, max_length: int, seed: int) -> list[Captured]:
-    """Held-out sequences of the first epoch, until they have so many tokens."""
+    """Held-out sequences of the first epoch, until they have `tokens` tokens, each counted up to `max_length`."""
     found: list[Captured] = []
     total = 0
     for sequence in source.sequences(0, seed) if share > 0 else ():
@@ -89,10 +111,11 @@ def groups(
     rank: int = 0,
     world: int = 1,
 ) -> Iterator[list[Captured]]:
-    """Sequences of like lengths, without end: at most `tokens` rows of a batch each, filling included.
+    """Yields sequences of like lengths, without end: at most `tokens` rows of a batch each, filling included.
 
     Sequences are gathered for `pool` batches, sorted by length and cut; so filling is a small share wherever lengths
-    are spread over less than the pool. Raises ConfigError where an epoch has nothing to learn from.
+    are spread over less than the pool. share: of sequences that are held out. Raises ConfigError where an epoch has
+    nothing to learn from.
     """
     epoch = number = 0
     while True:
@@ -135,13 +158,16 @@ def _cut(
 
 
 def cut(sequences: Sequence[Captured], tokens: int, max_length: int) -> list[list[Captured]]:
-    """All of them, in batches of like lengths."""
+    """All of the sequences, in batches of like lengths of at most `tokens` rows, filling included."""
     found, rest = _cut(list(sequences), tokens, max_length, "")
     return [*found, rest]
 
 
 def collate(group: Sequence[Captured], max_length: int, chunk: int, pin: bool = False) -> Batch:
-    """chunk: N is filled up to a multiple of it."""
+    """One batch of these sequences, on the CPU, each cut to `max_length` tokens.
+
+    chunk: N is filled up to a multiple of it. pin: in memory that a GPU copies from without waiting.
+    """
     rows = max(_rows(one, max_length) for one in group)
     first = group[0]
     tokens = torch.zeros(len(group), rows, dtype=torch.int64, pin_memory=pin)
@@ -173,13 +199,17 @@ def collate(group: Sequence[Captured], max_length: int, chunk: int, pin: bool = 
 
 
 def to(batch: Batch, device: torch.device) -> Batch:
+    """The batch on another device; copies from pinned memory are not waited for."""
     targets = Targets(*(x.to(device, non_blocking=True) for x in batch.targets))
     tokens, features = (x.to(device, non_blocking=True) for x in (batch.tokens, batch.features))
     return batch._replace(tokens=tokens, features=features, targets=targets)
 
 
 class Ahead(Iterator[A]):
-    """An iterator that runs in a thread of its own, a few items ahead. `close` ends the thread."""
+    """An iterator that runs in a thread of its own, a few items ahead. `close` ends the thread.
+
+    What the items raise is raised by `next` in their place.
+    """
 
     def __init__(self, items: Iterable[A], ahead: int = AHEAD) -> None:
         self._queue: queue.Queue[tuple[A | None, BaseException | None]] = queue.Queue(ahead)
@@ -193,7 +223,7 @@ class Ahead(Iterator[A]):
                 if not self._put((item, None)):
                     return
             self._put((None, StopIteration()))
-        except BaseException as error:  # told where the item would have come
+        except BaseException as error:  # raised where the item would have come
             self._put((None, error))
 
     def _put(self, entry: tuple[A | None, BaseException | None]) -> bool:
@@ -213,5 +243,6 @@ class Ahead(Iterator[A]):
         return item  # type: ignore[return-value]
 
     def close(self) -> None:
+        """Ends the thread and waits for it; items that were made ahead are lost."""
         self._closed.set()
         self._thread.join()

@@ -6,7 +6,7 @@ from redline.wire.base import Record
 
 
 class Budget(Record, frozen=True):
-    """None: without end; at least one has one."""
+    """How long to train. None: without end; at least one of the three is a number. tokens: of all ranks."""
 
     steps: int | None = None
     tokens: int | None = None
@@ -23,7 +23,7 @@ class Reached(Record, frozen=True):
     seconds_per_step: float = 0.0
 
     def next(self, step: int, tokens: float, seconds: float) -> "Reached":
-        """Totals after `step` steps."""
+        """What is reached after `step` steps, with `tokens` and `seconds` in all."""
         steps = max(step - self.step, 1)
         return Reached(
             step=step,
@@ -34,7 +34,7 @@ class Reached(Record, frozen=True):
         )
 
     def share(self, step: float, budget: Budget) -> float:
-        """Of the budget, after `step` steps: 1 or more when it is spent."""
+        """The share of the budget that is spent after `step` steps: 1 or more when it is all spent."""
         since = step - self.step
         return max(
             step / budget.steps if budget.steps else 0.0,
@@ -44,12 +44,18 @@ class Reached(Record, frozen=True):
 
 
 def is_agreement(step: int, every: int) -> bool:
-    """After steps 1, 2, 4, 8, ... and then every so many: early steps say little about later ones."""
+    """Whether ranks agree after this step: after 1, 2, 4, 8, ...
+
+    and then every so many, since early steps say little.
+    """
     return step % every == 0 or (step < every and step & (step - 1) == 0)
 
 
 def rate(share: float, warmup: float) -> float:
-    """Of the highest rate: up over `warmup` of the budget, then half a cosine down to 0."""
+    """The learning rate as a share of the highest: up over `warmup` of the budget, then half a cosine down to 0.
+
+    share: of the budget that is spent.
+    """
     if share < warmup:
         return share / warmup
     return 0.5 * (1 + math.cos(math.pi * min((share - warmup) / max(1 - warmup, 1e-9), 1.0)))

@@ -6,7 +6,11 @@ from typing import Any
 
 
 def write_curve(path: Path, log: Sequence[Mapping[str, Any]]) -> None:
-    """log: lines with `tokens`, and `loss` (training) or `held_out` with `length` (held-out sequences)."""
+    """A picture at `path`.
+
+    log: lines with `tokens`, and `loss` (training) or `held_out` with `length` (held-out sequences). Raises
+    ModuleNotFoundError where matplotlib is not installed, and OSError where it cannot be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

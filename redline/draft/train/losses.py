@@ -79,7 +79,10 @@ def compare(
 
 
 def chunk_rows(vocabulary: int) -> int:
-    """A power of two; from 512, below which products are slow, to 16,384, as batches are filled up to whole ones."""
+    """Rows R of a chunk: a power of two from 512, below which products are slow, to 16,384.
+
+    Not more, since batches are filled up to whole chunks.
+    """
     return min(max(512, 1 << (CHUNK_BYTES // (4 * vocabulary)).bit_length() - 1), 16384)
 
 
@@ -138,7 +141,8 @@ def per_sequence(rows: Rows, targets: Targets, sequences: int, step_weights: Seq
     """The loss of each sequence [S], nats per token: the mean over its tokens, weighted over steps.
 
     So every sequence weighs the same, however long it is (DeepSpec: with a mean over tokens, acceptance falls as
-    training goes on). focus c > 0: tokens weigh 1 + c gap within their sequence, mean 1 (drafters.md 5.2).
+    training goes on). step_weights: one for each of the J steps. focus c > 0: tokens weigh 1 + c gap within their
+    sequence, mean 1.
     """
     weight = rows.kept.float() * (1 + focus * rows.gap)
     total, norm = (
@@ -163,7 +167,7 @@ class Stats(NamedTuple):
 
 @torch.no_grad()
 def count(rows: Rows, targets: Targets, positions: int) -> Stats:
-    """What a batch of `positions` = B * T rows shows."""
+    """The sums that a batch of `positions` = B * T rows shows."""
     valid = rows.valid.double()
     found = [valid, torch.where(rows.kept, rows.loss, 0.0), rows.hit * valid, rows.alpha * valid]
     sums = [x.double().sum(-1) for x in found]
@@ -186,13 +190,16 @@ class Measured(NamedTuple):
 
     tokens: int
     loss: list[float]
-    agreement: list[float]  # of favourites
+    agreement: list[float]  # share of tokens at which both have the same favourite
     alpha: list[float]
     accepted: list[float]  # share of rows that hit in steps 0..j: greedy
     accepted_sampled: list[float]
 
     def length(self, drafts: int | None = None) -> float:
-        """Simulated acceptance length, greedy, the bonus token included: 1 + sum_j P(steps 0..j all hit)."""
+        """Simulated acceptance length, greedy, the bonus token included: 1 + sum_j P(steps 0..j all hit).
+
+        drafts: of a round; None: as many as steps.
+        """
         return 1 + sum(self.accepted[:drafts])
 
     def length_sampled(self, drafts: int | None = None) -> float:
@@ -201,6 +208,7 @@ class Measured(NamedTuple):
 
 
 def measured(stats: Stats) -> Measured:
+    """The means of the sums; where nothing was counted they are 0."""
     tokens, loss, hits, alpha, runs, run_hits, run_alpha = (x.tolist() for x in stats)
 
     def mean(sums: list[float], counts: list[float]) -> list[float]:

@@ -39,7 +39,7 @@ STATE_COPIES = 4  # of the parameters in a state, float32: weights, their averag
 
 
 class Sizes(Record, frozen=True):
-    """A new drafter. None: as the target's."""
+    """The sizes of a new drafter. None: as the target has them."""
 
     architecture: Architecture = "mla"
     draft_vocab_size: int | None = None
@@ -55,7 +55,9 @@ class Sizes(Record, frozen=True):
 
 
 class TrainConfig(Record, frozen=True):
-    """`capture` names a stored capture; without it `corpus` names files of examples, and the target runs beside.
+    """What `redline draft train` is told.
+
+    `capture` names a stored capture; without it `corpus` names files of examples, and the target runs beside.
 
     start  a drafter's folder to begin with; None: a new one of these sizes
     """
@@ -70,12 +72,15 @@ class TrainConfig(Record, frozen=True):
 
 
 def run(config: TrainConfig, console: Console) -> int:
-    """0 when the drafter is exported; 130 when it was interrupted and can go on. Raises ConfigError."""
+    """0 when the drafter is exported; 130 when it was interrupted and can go on.
+
+    Raises ConfigError, and CheckpointError where target or drafter cannot be read.
+    """
     check(config)
     try:
         with alone(Path(config.out) / "training") if is_main() else nullcontext():
             return _run(config, console)
-    except KeyboardInterrupt:  # before the first step, or a second time
+    except KeyboardInterrupt:  # Ctrl-C before the first step, or a second time
         if is_main():
             state = train_state.latest(Path(config.out) / "training")
             console.print(f"stopped; the same command {train_state.goes_on(state)}", highlight=False)
@@ -93,7 +98,7 @@ def _run(config: TrainConfig, console: Console) -> int:
 
 
 def check(config: TrainConfig) -> None:
-    """ConfigError naming the field, or the part that is not installed, before anything is loaded."""
+    """Raises ConfigError naming the field, or the part that is not installed, before anything is loaded."""
     needs(*PARTS)
     recipe, budget = config.recipe, config.recipe.budget
     if budget.steps is None and budget.tokens is None and budget.seconds is None:
@@ -137,7 +142,7 @@ def check(config: TrainConfig) -> None:
 
 
 def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], console: Console) -> int:
-    """`run`, of sequences that are there. layer_ids: of the states in them."""
+    """As `run`, on sequences that are there. layer_ids: of the states in them."""
     from accelerate import Accelerator  # pyright: ignore[reportMissingTypeStubs]
     from accelerate.utils import set_seed  # pyright: ignore[reportMissingTypeStubs]
 
@@ -214,7 +219,10 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
 
 
 def open_source(config: TrainConfig, console: Console) -> tuple[Source, tuple[int, ...]]:
-    """The capture, or the target beside its corpus; and the ids of the layers whose states it gives."""
+    """The capture, or the target beside its corpus; and the ids of the layers whose states it gives.
+
+    Raises ConfigError where either is of another target, broken or empty.
+    """
     from redline.draft.corpus.capture import Stored, Streamed, taught_by
     from redline.draft.corpus.corpus import read_examples
     from redline.draft.corpus.target import Target
@@ -235,7 +243,10 @@ def open_source(config: TrainConfig, console: Console) -> tuple[Source, tuple[in
 def open_drafter(
     config: TrainConfig, source: Source, layer_ids: tuple[int, ...], device: torch.device
 ) -> tuple[Eagle3, Tensor]:
-    """(drafter in float32 with the target's embedding and head attached, head) on the device."""
+    """(drafter in float32 with the target's embedding and head attached, head bf16 [V, D]), both on the device.
+
+    Raises ConfigError where the drafter to start with reads other layers than the source has.
+    """
     checkpoint = Checkpoint.open(config.target)
     target = K2Config.from_folder(config.target)
     embedding = checkpoint.plain("embed_tokens.weight").to(torch.bfloat16)
@@ -256,6 +267,10 @@ def open_drafter(
 
 
 def new_drafter(config: TrainConfig, target: K2Config, source: Source, layer_ids: tuple[int, ...]) -> Eagle3:
+    """A drafter of the configured sizes, its weights not initialised.
+
+    A reduced vocabulary is chosen from the source.
+    """
     sizes = msgspec.structs.asdict(config.drafter)
     wanted = sizes.pop("draft_vocab_size")
     sizes["draft_vocab_size"] = {None: -1, 0: None}.get(wanted, wanted)
@@ -266,7 +281,7 @@ def new_drafter(config: TrainConfig, target: K2Config, source: Source, layer_ids
 
 
 def frequent(source: Source, count: int, vocabulary: int, recipe: Recipe) -> Tensor:
-    """The tokens most frequent in answers that are trained on; of equals, the lower id first."""
+    """The `count` tokens most frequent in answers that are trained on, int64 [count]; of equals, the lower id first."""
     found: Counter[int] = Counter()
     for sequence in source.sequences(0, recipe.seed):
         if not is_held_out(sequence.id, recipe.held_out):
@@ -310,7 +325,7 @@ def _facts(config: TrainConfig) -> dict[str, Any]:
 
 
 def _export(config: TrainConfig, like: Eagle3, tensors: dict[str, Tensor], main: bool) -> None:
-    """As wide as the target's latent: what vLLM takes, and Redline reads as narrow as it is."""
+    """Saves the drafter with a latent as wide as the target's, as vLLM needs it; Redline drops the padding."""
     if not main:
         return
     out = Path(config.out)
@@ -334,7 +349,10 @@ def _write(path: Path, data: bytes) -> None:
 
 
 class Journal:
-    """log.jsonl: a line for each thing that happened, in order. Lines after `step`, of a run that was lost, go."""
+    """log.jsonl: a line for each thing that happened, in order. Lines after `step`, of a run that was lost, go.
+
+    main: whether this process writes; of several ranks one does. Raises ConfigError where the disk is full.
+    """
 
     def __init__(self, folder: Path, step: int, main: bool) -> None:
         self._path, self._main = folder / "log.jsonl", main
@@ -343,7 +361,7 @@ class Journal:
             for line in self._path.read_bytes().splitlines(keepends=True):
                 try:
                     found = msgspec.json.decode(line) if line.endswith(b"\n") else None
-                except msgspec.DecodeError:  # of a disk that was full, or a file that was copied in part
+                except msgspec.DecodeError:  # a line that a full disk or a copy in part has cut
                     continue
                 if isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step:
                     self.lines.append(found)
@@ -353,6 +371,7 @@ class Journal:
                 self._path.write_bytes(b"")
 
     def write(self, line: Line) -> None:
+        """Appends a line, in the main process. Raises ConfigError where the disk is full."""
         if not self._main:
             return
         self.lines.append(line)

@@ -26,7 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Facts(Record, frozen=True):
-    """What is no tensor."""
+    """The part of a state that is no tensor."""
 
     step: int
     reached: Reached
@@ -36,12 +36,12 @@ class Facts(Record, frozen=True):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of it, on every rank: a collective call where it is sharded."""
+    """The whole tensor on every rank: a collective call where it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def put(into: Tensor, value: Tensor) -> None:
-    """This rank's part of `value`."""
+    """Copies this rank's part of the whole tensor `value` into `into`."""
     if isinstance(into, DTensor):
         value = distribute_tensor(value.to(into.device), into.device_mesh, into.placements, src_data_rank=None)
     into.copy_(value)
@@ -63,7 +63,7 @@ class Moments:
             self._zero = import_module("deepspeed.utils")
 
     def read(self) -> tuple[int, dict[str, Tensor]]:
-        """(steps taken, name -> tensor), whole."""
+        """(steps taken, name -> tensor), each tensor whole: weights and both moments of every parameter."""
         found: dict[str, Tensor] = {}
         for name, parameter in self._parameters.items():
             if self._zero is not None:
@@ -78,6 +78,7 @@ class Moments:
         return max(int(entry["step"]) for entry in self._optimizer.state.values()), found
 
     def write(self, steps: int, tensors: Mapping[str, Tensor]) -> None:
+        """Puts back what `read` gave. Raises KeyError where a parameter's tensor is missing."""
         if self._zero is not None:
             self._make_flat_state(steps)
         for name, parameter in self._parameters.items():
@@ -94,7 +95,7 @@ class Moments:
                 put(entry[moment], tensors[f"{moment}.{name}"])
 
     def _make_flat_state(self, steps: int) -> None:
-        """What ZeRO makes in its first step, for there is none before."""
+        """Makes the state that ZeRO would make in its first step, since before that there is none."""
         zero = self._optimizer.optimizer
         for group in zero.optimizer.param_groups:
             for flat in group["params"]:
@@ -104,7 +105,7 @@ class Moments:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest whole state."""
+    """The newest whole state in the folder; None where there is none."""
     found = [
         path
         for path in folder.glob("step-*")
@@ -114,7 +115,10 @@ def latest(folder: Path) -> Path | None:
 
 
 def save(folder: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Path:
-    """Raises ConfigError, and leaves the state before as it was, where the disk is full."""
+    """Writes the state as `folder`/step-N, removes the states before it, and returns its folder.
+
+    Raises ConfigError where it cannot be written, and leaves the state before as it was.
+    """
     path = folder / f"step-{facts.step}"
     building = folder / ".writing"
     shutil.rmtree(building, ignore_errors=True)
@@ -139,7 +143,10 @@ def save(folder: Path, facts: Facts, tensors: Mapping[str, Tensor]) -> Path:
 
 
 def full(folder: Path, error: Exception, state: Path | None) -> ConfigError:
-    """What a person is told whose disk took no more."""
+    """The error that tells a person that the disk took no more, and where training goes on.
+
+    state: the last one, or None.
+    """
     reason = "no space left" if is_full(error) else str(error)
     place = folder
     while not place.exists():
@@ -152,11 +159,12 @@ def full(folder: Path, error: Exception, state: Path | None) -> ConfigError:
 
 
 def goes_on(state: Path | None) -> str:
+    """What the same call does from this state, in words; None: there is no state."""
     return f"goes on from step {state.name.removeprefix('step-')}" if state is not None else "begins again"
 
 
 def load(path: Path) -> tuple[Facts, dict[str, Tensor]]:
-    """Raises ConfigError where the files are damaged."""
+    """The facts and tensors (on the CPU) of a state's folder. Raises ConfigError where its files are damaged."""
     try:
         facts = msgspec.json.decode((path / "state.json").read_bytes(), type=Facts)
         with safe_open(path / "state.safetensors", framework="pt") as file:
@@ -166,4 +174,5 @@ def load(path: Path) -> tuple[Facts, dict[str, Tensor]]:
 
 
 def remove(path: Path) -> None:
+    """Deletes a state's folder. Raises OSError where that fails."""
     shutil.rmtree(path)

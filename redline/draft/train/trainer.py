@@ -71,7 +71,7 @@ class Trainee(nn.Module):
         self.begin = [p.detach().clone() for p in drafter.parameters()] if recipe.l2_sp else []
 
     def forward(self, batch: Batch, head_VD: Tensor) -> tuple[Tensor, Tensor, Stats]:
-        """(sum over the batch's sequences of their losses, L2-SP penalty, statistics)"""
+        """(sum over the batch's sequences of their losses, L2-SP penalty, statistics). head_VD: the target's head."""
         recipe = self.recipe
         normed = ttt.unroll(self.drafter, batch.tokens, batch.features, recipe.steps_ahead, self.way)
         rows = losses.compare(
@@ -95,14 +95,17 @@ class Average:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """After step `step`, the first being 1. Early, the average is over fewer steps than its decay says."""
+        """Takes the weights in after step `step`, the first being 1.
+
+        Early, the average is over fewer steps than its decay says.
+        """
         decay = min(self._decay, step / (step + 9))
         for value, parameter in zip(self.values, self._parameters, strict=True):
             value.lerp_(parameter.detach().float(), 1 - decay)
 
     @contextmanager
     def applied(self) -> Generator[None]:
-        """The model as its average."""
+        """The model with its average as weights, until the end; then its own weights are back."""
         kept = [parameter.detach().clone() for parameter in self._parameters]
         self._copy(self.values)
         try:
@@ -120,6 +123,8 @@ class Trainer:
     """One training. Setting `asked` asks for its end, which comes when all ranks know of it; then `stopped` is set.
 
     drafter  float32, on the accelerator's device, the target's embedding and head attached
+    head_VD  the target's head
+    reached  what all ranks agreed on: steps, tokens, seconds
     """
 
     def __init__(self, accelerator: Any, drafter: Eagle3, head_VD: Tensor, source: Source, recipe: Recipe) -> None:
@@ -156,7 +161,10 @@ class Trainer:
     # The loop.
 
     def train(self, log: Callable[[Line], None], keep: Callable[[], None]) -> None:
-        """Until the budget is spent or the end was asked for. `log` gets lines, on every rank; `keep` saves."""
+        """Trains until the budget is spent or the end was asked for. `log` gets lines, on every rank; `keep` saves.
+
+        Raises ConfigError where the source has nothing to train on.
+        """
         recipe = self.recipe
         ahead = Ahead(self._batches())
         began = time.monotonic() - self.reached.seconds
@@ -205,7 +213,7 @@ class Trainer:
         return batches.collate(group, self.recipe.max_length, self._chunk, pin=self.device.type == "cuda")
 
     def _first_or_next(self, group: Sequence[Batch]) -> tuple[Stats, Any]:
-        """A compiler that fails on this machine costs speed, not the training."""
+        """One step; where compiling fails in the very first one, the training goes on without it."""
         try:
             return self._step(group)
         except Exception as error:
@@ -274,7 +282,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure(self) -> Line:
-        """The averaged drafter on the held-out sequences, by domain and in all."""
+        """The figures of the averaged drafter on the held-out sequences, in all and by domain."""
         domains = sorted({one.domain for one in self.held_out})
         limit = self.recipe.tokens_per_batch
         work: list[tuple[int, list[Captured]]] = []
@@ -286,7 +294,7 @@ class Trainer:
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self._model.eval()
         with self.average.applied():
-            # Every rank goes through the model as often, for that is a meeting of ranks where weights are sharded.
+            # Every rank calls the model equally often: where weights are sharded, a call is a collective one.
             for begin in range(0, len(work), world):
                 number, group = work[(begin + rank) % len(work)]
                 *_, stats = self._model(batches.to(self._collate(group), self.device), self._head_VD)
@@ -313,10 +321,11 @@ class Trainer:
     # The state. Every rank calls these; the main process gets whole tensors.
 
     def averaged(self) -> dict[str, Tensor]:
-        """The drafter to be saved, float32, under its file's names."""
+        """The drafter to be saved, float32, whole tensors under its file's names."""
         return {name: train_state.whole(value) for name, value in zip(self._names, self.average.values, strict=True)}
 
     def state(self) -> tuple[train_state.Facts, dict[str, Tensor]]:
+        """The facts and whole tensors with which `resume` goes on."""
         steps, tensors = self._moments().read()
         tensors |= {f"ema.{name}": value for name, value in self.averaged().items()}
         if self._window is not None:
@@ -334,7 +343,10 @@ class Trainer:
 
     @torch.no_grad()
     def resume(self, facts: train_state.Facts, tensors: Mapping[str, Tensor]) -> None:
-        """The same step, weights and place in the data: what follows is what would have followed."""
+        """Goes on from a state: the same step, weights and place in the data, so the rest is what it would have been.
+
+        Raises KeyError where the state has not this drafter's tensors.
+        """
         self._moments().write(facts.optimizer_step, tensors)
         for name, value in zip(self._names, self.average.values, strict=True):
             train_state.put(value, tensors[f"ema.{name}"])
@@ -343,7 +355,7 @@ class Trainer:
         torch.set_rng_state(tensors["random.cpu"])
         self.step, self.reached, self._drawn = facts.step, facts.reached, facts.drawn
         window = tensors.get("window.stats")
-        if self.accelerator.is_main_process:  # whose sums stand for all ranks'
+        if self.accelerator.is_main_process:  # whose sums stand for those of all ranks
             self.tokens = facts.tokens
             self._window = None if window is None else Stats(*window.to(self.device).unbind(0))
 

@@ -23,8 +23,9 @@ Way = Literal["fused", "blocked"]
 def unroll(drafter: Eagle3, tokens_BT: Tensor, features_BTF: Tensor, steps: int, way: Way = "blocked") -> list[Tensor]:
     """The normed hidden states [B, T, D] of each step.
 
-    tokens int64, filled up on the right: what stands behind a sequence is read by no row that counts, since rows see
-    only what is before them, and a row counts only where the token that it predicts is in the sequence.
+    tokens_BT: int64, filled up on the right: what stands behind a sequence is read by no row that counts, since rows
+    see only what is before them, and a row counts only where the token that it predicts is in the sequence. way: how
+    attention is computed, as `choose` found it.
     """
     feature = drafter.fuse(features_BTF)
     rows = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
@@ -51,7 +52,7 @@ def attend(
     Scores are float32. Memory is linear in T: no scores outlive their block of queries.
     """
     inputs = [q_BTHX, *keys_BTHX, *values_BTHV]
-    if way == "fused":  # which reads 16 bits only
+    if way == "fused":  # the fused kernel reads 16-bit values only
         inputs = [x.to(torch.bfloat16) for x in inputs]
     return cast(Tensor, _Attend.apply(scale, way, len(keys_BTHX), *inputs))
 
@@ -182,7 +183,10 @@ _BACKWARD = {"fused": _fused_backward, "blocked": _blocked_backward}
 
 
 def choose(device: torch.device, heads: int, width: int, value_width: int) -> tuple[Way, str]:
-    """The fused kernel where it runs and agrees, forward and backward, with the blocked one; and why."""
+    """The way to compute attention on this device, and why: "fused" where it runs and agrees with "blocked".
+
+    Both are tried, forward and backward, with so many heads, queries and keys of `width`, and values of `value_width`.
+    """
     if device.type != "cuda":
         return "blocked", "no GPU"
     generator = torch.Generator(device).manual_seed(0)

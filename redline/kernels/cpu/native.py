@@ -95,7 +95,7 @@ class Function:
     def __call__(self, **fields: Any) -> None:
         loaded = library()
         assert loaded is not None, why_not()
-        getattr(loaded, self.symbol)(self.record.packed(fields))
+        getattr(loaded, self.symbol)(self.record.bytes_of(fields))
 
 
 def layouts() -> str:

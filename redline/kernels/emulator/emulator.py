@@ -17,6 +17,7 @@ from pathlib import Path
 
 from redline.kernels.cpu import native
 from redline.kernels.hopper.kernel import launched_by
+from redline.kernels.record import Record, layout_check
 
 HERE = Path(__file__).parent
 INCLUDED = HERE, HERE.parent / "hopper" / "blocks"  # where a source's headers lie
@@ -36,14 +37,14 @@ def run(
     source: Path,
     name: str,
     options: Sequence[str],
-    arguments: ctypes.Structure,
+    arguments: Record,
     grid: tuple[int, int],
     threads: int,
     shared: int,
 ) -> None:
     """Raises RuntimeError with what the kernel did wrong. Every run draws another order of threads and copies."""
     message = ctypes.create_string_buffer(400)
-    function = getattr(_library(source, tuple(options)), f"run_{name}")
+    function = getattr(_library(source, tuple(options), type(arguments)), f"run_{name}")
     room = len(message)
     with _one_at_a_time:
         failed = function(ctypes.byref(arguments), *grid, threads, shared, next(_seeds), message, room)
@@ -52,8 +53,9 @@ def run(
 
 
 @functools.cache
-def _library(source: Path, options: tuple[str, ...]) -> ctypes.CDLL:
-    return ctypes.CDLL(str(_built(source, ("-O1", "-shared", *options), ".so", _common())))
+def _library(source: Path, options: tuple[str, ...], args: type[Record]) -> ctypes.CDLL:
+    """Of a kernel that takes `args`. Raises RuntimeError where its source lays them out otherwise."""
+    return ctypes.CDLL(str(_built(source, ("-O1", "-shared", *options), ".so", _common(), layout_check(args))))
 
 
 @functools.cache
@@ -61,21 +63,23 @@ def _common() -> tuple[Path, ...]:
     return tuple(_built(HERE / name, ("-O3", "-c"), ".o") for name in COMMON)
 
 
-def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence[Path] = ()) -> Path:
-    """Compiled, once for its content and what it is linked to."""
+def _built(source: Path, options: tuple[str, ...], suffix: str, linked: Sequence[Path] = (), behind: str = "") -> Path:
+    """Compiled, once for its content and what it is linked to. behind: C++ that follows the source."""
     compiler = native.find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler on the PATH: CUDA kernels cannot be emulated")
     digest = hashlib.sha256(" ".join((compiler, *FLAGS, *options, *(path.name for path in linked))).encode())
+    digest.update(behind.encode())
     for file in sorted(set(native.with_includes(source, *INCLUDED))):
         digest.update(file.read_bytes())
     path = native.cache_folder() / f"emulated-{source.stem}-{digest.hexdigest()[:20]}{suffix}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        language = ["-x", "c++", str(source), "-x", "none", *map(str, linked)]
+        language = ["-x", "c++", "-", "-x", "none", *map(str, linked)]
         command = [compiler, *FLAGS, *options, *(f"-I{folder}" for folder in INCLUDED), "-o", str(partial), *language]
-        built = subprocess.run(command, capture_output=True, check=False, text=True)
+        text = f'#include "{source}"\n{behind}'
+        built = subprocess.run(command, input=text, capture_output=True, check=False, text=True)
         if built.returncode:
             raise RuntimeError(f"{source.name} does not compile:\n{built.stderr[:4000]}")
         os.replace(partial, path)

@@ -20,6 +20,9 @@ from redline.kernels.cpu import native
 
 HERE = Path(__file__).parent
 HOPPER = 9  # major compute capability: wgmma is of these chips alone
+# NVRTC knows __builtin_offsetof from 13.4 on; before that its front end has the same under another name.
+_KNOWS_OFFSETS = (13, 4)
+_OFFSETS = "#define __builtin_offsetof(type, field) __INTADDR__(&((type*)0)->field)\n"
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -61,10 +64,11 @@ def why_not() -> str | None:
 
 
 class Function:
-    """One kernel of one source, on the current device."""
+    """One kernel of one source, on the current device. check: as `machine_code`'s."""
 
-    def __init__(self, source: Path, name: str, options: Sequence[str], shared: int) -> None:
+    def __init__(self, source: Path, name: str, options: Sequence[str], shared: int, check: str) -> None:
         self._source = source
+        self._check = check
         self._name = name
         self._options = tuple(options)
         self._shared = shared
@@ -77,7 +81,7 @@ class Function:
         with self._lock:
             if self._handle:
                 return
-            code = machine_code(self._source, self._options)
+            code = machine_code(self._source, self._options, self._check)
             torch.cuda.current_stream()  # makes the context
             module, handle, cuda = ctypes.c_void_p(), ctypes.c_void_p(), _cuda()
             _check(cuda.cuModuleLoadData(ctypes.byref(module), code))
@@ -97,17 +101,20 @@ class Function:
         _check(_cuda().cuLaunchKernelEx(ctypes.byref(launch), self._handle, values, None))
 
 
-def machine_code(source: Path, options: Sequence[str]) -> bytes:
-    """A cubin for the current GPU, from the cache if it was made before."""
+def machine_code(source: Path, options: Sequence[str], check: str) -> bytes:
+    """A cubin for the current GPU, from the cache if it was made before. check: C++ that is compiled behind the source,
+    of `layout_check`."""
     major, minor = torch.cuda.get_device_capability()
     options = [*options, f"-arch=sm_{major}{minor}a", "-std=c++17", "-default-device"]
     headers = {file.name: file.read_bytes() for file in sorted((HERE / "blocks").glob("*.cuh"))}
-    digest = hashlib.sha256(" ".join(options).encode() + source.read_bytes() + b"".join(headers.values()))
+    offsets = _OFFSETS if _nvrtc_version() < _KNOWS_OFFSETS else ""
+    text = source.read_bytes() + f"\n{offsets}{check}".encode()
+    digest = hashlib.sha256(" ".join(options).encode() + text + b"".join(headers.values()))
     digest.update(str(_nvrtc_version()).encode())
     name = f"cuda-{source.stem}-{digest.hexdigest()[:20]}.cubin"
     with contextlib.suppress(OSError):
         return (native.cache_folder() / name).read_bytes()
-    code = compile_source(source.read_bytes(), source.name, headers, options)
+    code = compile_source(text, source.name, headers, options)
     _keep(name, code)
     return code
 

@@ -3,11 +3,11 @@
 On a GPU NVRTC compiles it, once for each chip and content: the machine code is kept in `~/.cache/redline`. Tests run
 the same source on a CPU, thread by thread: their emulator, which is not shipped, takes launches over (`launched_by`).
 
-A kernel takes one struct by value. Its sizes are macros, so every variant is a program of its own.
+A kernel takes one struct by value, which its source declares and `launch_record` reads from there. Its sizes are
+macros, so every variant is a program of its own.
 """
 
 import contextlib
-import ctypes
 import functools
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -19,19 +19,22 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper import driver
+from redline.kernels.record import Record, layout_check, record
 
 HERE = Path(__file__).parent
 # source, name, options, arguments, grid, threads of a block, bytes of its shared memory
-Launch = Callable[[Path, str, Sequence[str], ctypes.Structure, tuple[int, int], int, int], None]
+Launch = Callable[[Path, str, Sequence[str], Record, tuple[int, int], int, int], None]
 _emulating = threading.local()
 
 
 @dataclass(frozen=True)
 class CudaKernel:
-    """source: of this folder. shared: bytes of shared memory of a block. THREADS is defined for the source."""
+    """source: of this folder. args: the struct that the kernel takes, of `launch_record`. shared: bytes of shared
+    memory of a block. THREADS is defined for the source."""
 
     source: str
     name: str
+    args: type[Record]
     defines: Mapping[str, int | str] = field(hash=False)
     shared: int
     threads: int = 512
@@ -47,11 +50,15 @@ class CudaKernel:
 
     @functools.cached_property
     def _function(self) -> driver.Function:
-        return driver.Function(self.path, self.name, self.options, self.shared)
+        return driver.Function(self.path, self.name, self.options, self.shared, layout_check(self.args))
 
-    def launch(self, arguments: ctypes.Structure, grid: int, grid_y: int = 1, *, overlap: bool = True) -> None:
+    def launch(self, arguments: Record, grid: int, grid_y: int = 1, *, overlap: bool = True) -> None:
         """On torch's current stream. overlap: it may begin before the kernel in front of it has ended, and then waits
-        for that with `wait_for_previous_grid` before it reads what that wrote."""
+        for that with `wait_for_previous_grid` before it reads what that wrote.
+
+        Raises TypeError for a record of another struct than the kernel takes."""
+        if type(arguments) is not self.args:
+            raise TypeError(f"{self.name} takes {self.args.__name__}, got {type(arguments).__name__}")
         if grid == 0:
             return
         if emulating():
@@ -61,13 +68,21 @@ class CudaKernel:
             self._function.launch(arguments, (grid, grid_y), self.threads, self.shared, overlap=overlap)
 
 
-def address(x: Tensor | None) -> int:
-    """Of a contiguous tensor, on a GPU or under emulation; 0 for None."""
-    if x is None:
-        return 0
-    assert x.is_contiguous(), f"expected a contiguous tensor, got strides {x.stride()} for shape {tuple(x.shape)}"
-    assert x.is_cuda or emulating(), "a CUDA kernel was given a CPU tensor"
-    return x.data_ptr()
+class LaunchRecord(Record):
+    """A kernel's arguments. Raises TypeError, as every record does, and for a tensor that is not on a GPU while nothing
+    emulates one."""
+
+    def __init__(self, **values: Any) -> None:
+        if not emulating():
+            for name, value in values.items():
+                if isinstance(value, Tensor) and not value.is_cuda:
+                    raise TypeError(f"{type(self).__name__}.{name}: a CUDA kernel was given a CPU tensor")
+        super().__init__(**values)
+
+
+def launch_record(source: str, name: str) -> type[Record]:
+    """The struct `name` of a source of this folder, as `record` reads it."""
+    return record(HERE / source, name, LaunchRecord)
 
 
 @contextlib.contextmanager
@@ -92,11 +107,3 @@ def has_kernels(device: torch.device) -> bool:
 def why_not() -> str | None:
     """One line, where a GPU's kernels cannot be used."""
     return driver.why_not()
-
-
-def structure(name: str, pointers: str = "", ints: str = "", floats: str = "") -> type[ctypes.Structure]:
-    """A struct of the fields named, in this order: pointers, int32s, float32s; as the kernel's source declares it."""
-    fields: list[tuple[str, Any]] = [(field, ctypes.c_void_p) for field in pointers.split()]
-    fields += [(field, ctypes.c_int) for field in ints.split()]
-    fields += [(field, ctypes.c_float) for field in floats.split()]
-    return type(name, (ctypes.Structure,), {"_fields_": fields})

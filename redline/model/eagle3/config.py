@@ -28,7 +28,7 @@ _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def default_layer_ids(layers: int) -> tuple[int, ...]:
-    """What engines capture where no file says it: the states that enter layers 2, L // 2 and L - 3.
+    """What engines capture where no file says it: the states that enter layers 2, L // 2 and L - 3 of L `layers`.
 
     A target of fewer than 7 layers has no three such: there the embedding, one in the middle, and what the last layer
     gives (never a first id of 1: see `_check_ids`).
@@ -40,7 +40,10 @@ def default_layer_ids(layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config:
-    """A drafter's geometry, under the field's standard names. MLA's sizes are 0 in a Llama body, head_dim in an MLA."""
+    """A drafter's geometry, under the names of the published config.json files.
+
+    MLA's sizes are 0 in a Llama body, head_dim is 0 in an MLA body.
+    """
 
     architecture: Architecture
     hidden_size: int
@@ -62,7 +65,7 @@ class Eagle3Config:
     yarn: Yarn | None
     max_position_embeddings: int
     layer_ids: tuple[int, ...]
-    """Of the target's states that are read, in the engines' convention: k is the residual stream entering layer k."""
+    """Which of the target's states are read, by vLLM's and SGLang's ids: k is the residual stream entering layer k."""
     fc_norm: bool
     norm_output: bool
     norm_before_residual: bool = False
@@ -90,7 +93,9 @@ class Eagle3Config:
         """A drafter for this target, EAGLE-3.1 with a full head unless told otherwise; for Kimi, drafters.md's sizes.
 
         draft_vocab_size  tokens that its own head knows; -1: all, None: no head of its own
-        A Llama body has plain rope (theta 1e6, as the published ones): engines disagree about YaRN there.
+
+        Other sizes that are None are the target's. A Llama body has plain rope (theta 1e6, as the published ones):
+        engines disagree about YaRN there.
         """
         heads = num_attention_heads or target.num_attention_heads
         sizes: dict[str, Any]
@@ -133,7 +138,7 @@ class Eagle3Config:
 
     @classmethod
     def from_folder(cls, folder: Path | str, target: K2Config | None = None) -> "Eagle3Config":
-        """Read `folder/config.json`. CheckpointError where it is missing, broken, or not a drafter that we compute."""
+        """Reads `folder/config.json`. CheckpointError where it is missing, broken, or not a drafter that we compute."""
         path = Path(folder) / "config.json"
         return cls.from_dict(read_json(path), str(path), target)
 
@@ -141,9 +146,11 @@ class Eagle3Config:
     def from_dict(
         cls, values: Mapping[str, Any], place: str = "config.json", target: K2Config | None = None
     ) -> "Eagle3Config":
-        """Read a parsed config.json. `place` begins the error messages.
+        """Reads a parsed config.json. `place` begins the error messages.
 
         target  gives the default layer ids, where the file names none; without it such a file is refused
+
+        CheckpointError where it is not a drafter that we compute.
         """
         top = Section(values, place)
         architecture = _architecture(top)
@@ -193,7 +200,10 @@ class Eagle3Config:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """config.json as every engine reads it (docs/drafters.md); `from_dict` of it gives this config again."""
+        """config.json as every engine reads it (docs/drafters.md); `from_dict` of it gives this config again.
+
+        CheckpointError where the layer ids do not increase or begin with 1.
+        """
         _check_ids(self.layer_ids, "layer_ids")
         mla = self.architecture == "mla"
         values: dict[str, Any] = {
@@ -249,21 +259,22 @@ class Eagle3Config:
 
     @property
     def fused_width(self) -> int:
-        """Of what `fc` reads: the target's states side by side."""
+        """Values that `fc` reads for a token: the target's states side by side."""
         return len(self.layer_ids) * self.target_hidden_size
 
     @property
     def query_width(self) -> int:
-        """Of one query head."""
+        """Values of one query head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim if self.architecture == "mla" else self.head_dim
 
     @property
     def value_width(self) -> int:
-        """Of one head's output."""
+        """Values of one head's output."""
         return self.v_head_dim if self.architecture == "mla" else self.head_dim
 
     @property
     def rope_width(self) -> int:
+        """Values of one head that are rotated."""
         return self.qk_rope_head_dim if self.architecture == "mla" else self.head_dim
 
     @property
@@ -274,6 +285,7 @@ class Eagle3Config:
         return 2 * self.num_key_value_heads * self.head_dim
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of the drafter's plane that one token takes, in pages of this dtype."""
         return self.kv_width * dtype.itemsize
 
     @property
@@ -327,13 +339,16 @@ def _one_way(top: Section, nested: Section) -> tuple[tuple[Section, str, Any, An
 
 
 def _flag(top: Section, nested: Section, key: str) -> bool:
-    """Engines read the top; some files say it in eagle_config alone."""
+    """The flag at the top, which engines read, or else that in eagle_config, where some files have it alone."""
     inner = nested.flag(key, default=False)
     return top.flag(key, default=inner)
 
 
 def _layer_ids(top: Section, nested: Section, target: K2Config | None) -> tuple[int, ...]:
-    """vLLM reads the top level's as they are. SGLang reads the nested ones, and adds 1 to all where the first is 1."""
+    """The layer ids in vLLM's sense.
+
+    vLLM reads those at the top as they are. SGLang reads those in eagle_config, and adds 1 to all where the first is 1.
+    """
     found = [section.tokens(_LAYER_IDS, section) for section in (top, nested) if section.get(_LAYER_IDS) is not None]
     if len(found) == 2 and found[0] != found[1]:
         raise CheckpointError(

@@ -42,10 +42,13 @@ def stored_tensors(folder: Path | str) -> dict[str, str]:
 
 
 def read_tensors(folder: Path | str, config: Eagle3Config, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of these names and shapes: weights in bf16, d2t int64, t2d bool. CheckpointError names the first that
-    is missing, unexpected, or of another shape or type, and a vocabulary table that does not fit.
+    """The tensors of these names and shapes: weights in bf16, d2t int64, t2d bool.
+
+    wanted  our names, with tensors of the shapes that the config demands; their data is not looked at
 
     embed_tokens may stand in the file, in the right shape: it is not read, since the target's own is used.
+    CheckpointError names the first tensor that is missing, unexpected, or of another shape or type, and a vocabulary
+    table that does not fit.
     """
     names = stored_tensors(folder)
     with _open(folder) as (path, file):

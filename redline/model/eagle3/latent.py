@@ -27,7 +27,10 @@ _KV_B = "layers.0.self_attn.kv_b_proj.weight"  # [heads x (nope + value), latent
 def pad_latent(
     config: Eagle3Config, tensors: Mapping[str, Tensor], width: int
 ) -> tuple[Eagle3Config, dict[str, Tensor]]:
-    """The same drafter with a latent of `width`; as it is where it has no latent, or one as wide."""
+    """The same drafter with a latent of `width`, or unchanged where it has no latent, or one as wide.
+
+    tensors: by our names, as `Eagle3.state_dict` has them.
+    """
     own = config.kv_lora_rank
     if config.architecture != "mla" or own >= width:
         return config, dict(tensors)
@@ -45,7 +48,8 @@ def pad_latent(
 def cut_latent(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[Eagle3Config, dict[str, Tensor]]:
     """The same drafter without the latents that are always zero, as narrow as a power of two that kernels read.
 
-    Rows of the drafter's plane, and the work of its attention, are then as small as they were before it was padded.
+    tensors  by our names. Rows of the drafter's plane, and the work of its attention, are then as small as before the
+             latent was padded.
     """
     if config.architecture != "mla":
         return config, dict(tensors)
@@ -65,7 +69,7 @@ def cut_latent(config: Eagle3Config, tensors: Mapping[str, Tensor]) -> tuple[Eag
 
 
 def _power_of_two(ratio: float) -> float:
-    """The nearest: what multiplies a weight without rounding it."""
+    """The nearest power of two: it multiplies a weight without rounding it."""
     return 2.0 ** round(math.log2(ratio))
 
 

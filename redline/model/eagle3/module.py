@@ -45,8 +45,11 @@ class Eagle3(nn.Module):
     t2d: Tensor  # bool [vocabulary]: whether the drafter knows the token
 
     def __init__(self, config: Eagle3Config) -> None:
-        """Random weights from torch's generator: std 0.02, smaller where they enter the residual; fc the mean of its
-        states; the head too is random until `initialise`. A reduced vocabulary is the first ids until `keep`."""
+        """Random weights from torch's generator: std 0.02, smaller where they enter the residual stream.
+
+        fc begins as the mean of its states. The head too is random until `initialise`. A reduced vocabulary is the
+        first ids until `keep`.
+        """
         super().__init__()
         self.config = config
         hidden, states = config.hidden_size, len(config.layer_ids)
@@ -81,8 +84,10 @@ class Eagle3(nn.Module):
 
     @classmethod
     def open(cls, folder: Path | str, target: K2Config) -> "Eagle3":
-        """A drafter from a folder, bf16 on the CPU, a padded latent as narrow as it was. CheckpointError, with file,
-        field or tensor and the reason, where it is broken or does not fit the target."""
+        """A drafter from a folder, bf16 on the CPU; a latent that was padded is as narrow again as it was.
+
+        CheckpointError, with file, field or tensor and the reason, where it is broken or does not fit the target.
+        """
         config = Eagle3Config.from_folder(folder, target)
         config.check(target, str(Path(folder) / "config.json"))
         names = stored_tensors(folder)
@@ -115,13 +120,13 @@ class Eagle3(nn.Module):
     # What the target lends.
 
     def attach(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
-        """The target's embedding and head, for training; on the drafter's device, in any floating type."""
+        """Lends the target's embedding and head for training: [V, D], on the drafter's device, in any floating type."""
         self._embedding_VD = embedding_VD.detach()
         self._head_VD = head_VD.detach()
 
     @torch.no_grad()
     def initialise(self, embedding_VD: Tensor, head_VD: Tensor) -> None:
-        """Attaches, and begins the drafter's own head as the target's rows."""
+        """Attaches the target's embedding and head [V, D], and begins the drafter's own head as the target's rows."""
         self.attach(embedding_VD, head_VD)
         if self.config.draft_vocab_size is not None:
             ids = self.token_ids()
@@ -129,7 +134,10 @@ class Eagle3(nn.Module):
 
     @torch.no_grad()
     def keep(self, ids: Tensor) -> None:
-        """The reduced vocabulary: draft_vocab_size different token ids. Call it before `initialise`."""
+        """Sets the reduced vocabulary: draft_vocab_size different token ids. Call it before `initialise`.
+
+        AssertionError where there are more or fewer different ids.
+        """
         ids = ids.to(self.d2t).unique()  # sorted
         assert ids.shape == self.d2t.shape, f"{len(ids)} different ids for a vocabulary of {len(self.d2t)}"
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
@@ -145,6 +153,7 @@ class Eagle3(nn.Module):
 
     @property
     def layer(self) -> "Layer":
+        """The one layer."""
         layer = self.layers[0]
         assert isinstance(layer, Layer)
         return layer
@@ -160,7 +169,7 @@ class Eagle3(nn.Module):
         return self.fc(features)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """[...] -> [..., D]"""
+        """Token ids [...] -> embeddings [..., D]. AssertionError before `attach`."""
         assert self._embedding_VD is not None, "attach the target's embedding first"
         return F.embedding(ids, self._embedding_VD).to(self.fc.weight.dtype)
 
@@ -182,8 +191,10 @@ class Eagle3(nn.Module):
         return self.layer.self_attn.expand(kv)
 
     def finish(self, attended: Tensor, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., H, V] and the row's feature [..., D] -> what the head reads, and what the next draft step takes as its
-        feature, [..., D] each."""
+        """Attention's results [..., H, V] and the row's feature [..., D] -> (normed, fed), [..., D] each.
+
+        The head reads `normed`; the next draft step takes `fed` as its feature.
+        """
         layer = self.layer
         residual = layer.hidden_norm(feature) if self.config.norm_before_residual else feature
         residual = residual + layer.self_attn.o_proj(attended.flatten(-2))
@@ -192,14 +203,14 @@ class Eagle3(nn.Module):
         return normed, normed if self.config.norm_output else residual
 
     def draft_logits(self, normed: Tensor) -> Tensor:
-        """[..., draft vocabulary]"""
+        """Normed [..., D] -> [..., draft vocabulary]. AssertionError where it needs the target's head and has none."""
         if self.config.draft_vocab_size is not None:
             return self.lm_head(normed)
         assert self._head_VD is not None, "attach the target's head first"
         return F.linear(normed, self._head_VD.to(normed.dtype))
 
     def logits(self, normed: Tensor) -> Tensor:
-        """float32 [..., V] over the target's vocabulary: -inf where the drafter knows no such token."""
+        """Normed [..., D] -> float32 [..., V] over the target's vocabulary; tokens that the drafter lacks: -inf."""
         draft = (self._served.logits(normed) if self._served is not None else self.draft_logits(normed)).float()
         ids = self.token_ids()
         if ids is None:
@@ -212,15 +223,15 @@ class Eagle3(nn.Module):
     def prepare(self, model: K2) -> None:
         """Makes the weights' forms for the ops, once, on the model's device; embedding and head are the model's own.
 
-        From then on `fuse`, `logits` and `forward` go through the ops. Training a prepared drafter changes nothing that
-        is served: prepare it again.
+        From then on `fuse`, `angles`, `logits` and `forward` go through the ops. Training a prepared drafter changes
+        nothing that is served: prepare it again.
         """
         assert model.config.hidden_size == self.config.hidden_size, "open the drafter with the target's config"
         self._served = Served(self.config, self.state_dict(), model)
 
     @property
     def served(self) -> Served:
-        """Its weights as the ops take them."""
+        """The weights as the ops take them. AssertionError before `prepare`."""
         assert self._served is not None, "prepare the drafter first"
         return self._served
 
@@ -237,21 +248,26 @@ class Eagle3(nn.Module):
 
     @property
     def parameter_count(self) -> int:
-        """Its own: without what the target lends."""
+        """The drafter's own parameters, without what the target lends."""
         return sum(parameter.numel() for parameter in self.parameters())
 
 
 class Norm(nn.Module):
+    """RMSNorm over the last axis."""
+
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """x / rms(x) * weight over the last axis, in x's dtype."""
         return rms_norm(x, self.weight, self.eps)
 
 
 class Layer(nn.Module):
+    """The weights of the one layer, under the names of the file."""
+
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -281,6 +297,7 @@ class Mla(nn.Module):
         self.o_proj = nn.Linear(heads * config.v_head_dim, hidden, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., 2 D] -> rotated queries [..., H, X] and plane rows [..., W]: latent, then rotated key."""
         nope, _, rank, rope = self.sizes
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, -1))
         q_nope, q_rope = q.split([nope, rope], -1)
@@ -290,6 +307,7 @@ class Mla(nn.Module):
         return torch.cat([q_nope, q_rope], -1), torch.cat([self.kv_a_layernorm(latent), key], -1)
 
     def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Plane rows [..., W] -> keys [..., H, X] and values [..., H, V]."""
         nope, value, rank, rope = self.sizes
         latent, key = kv.split([rank, rope], -1)
         keys, values = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split([nope, value], -1)
@@ -309,16 +327,20 @@ class Llama(nn.Module):
         self.o_proj = nn.Linear(config.num_attention_heads * width, hidden, bias=False)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., 2 D] -> rotated queries [..., H, X] and plane rows [..., W]: rotated keys, then values."""
         cos, sin = cos[..., None, :], sin[..., None, :]
         q, k = self.q_proj(x).unflatten(-1, (-1, self.width)), self.k_proj(x).unflatten(-1, (-1, self.width))
         q, k = rotate_halves(q.float(), cos, sin).to(q.dtype), rotate_halves(k.float(), cos, sin).to(k.dtype)
         return q, torch.cat([k.flatten(-2), self.v_proj(x)], -1)
 
     def expand(self, kv: Tensor) -> tuple[Tensor, Tensor]:
+        """Plane rows [..., W] -> keys and values [..., H, X], each repeated for the query heads that share it."""
         return unfold(kv, self.heads, self.width)
 
 
 class Mlp(nn.Module):
+    """SwiGLU of `width`."""
+
     def __init__(self, hidden: int, width: int) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden, width, bias=False)
@@ -326,6 +348,7 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(width, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -25,7 +25,11 @@ from redline.ops.mla import MlaWeights, rounds, stored
 
 
 class Served:
-    """Made from a drafter's state, copied where an op wants another layout, and from the model that it drafts for."""
+    """A drafter's weights as the ops take them, made from its state and from the model that it drafts for.
+
+    They are copied where an op wants another layout. `layer` is the same for `draft_pass`, or None where that cannot
+    take them.
+    """
 
     def __init__(self, config: Eagle3Config, state: Mapping[str, Tensor], model: K2) -> None:
         reader = _Reader(state, model.device)
@@ -59,20 +63,24 @@ class Served:
         )
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [..., P / 2], of integer positions."""
+        """cos and sin, float32 [..., rope width / 2], of integer positions."""
         angle = positions.float()[..., None] * self.inv_freq
         return angle.cos(), angle.sin()
 
     def pages(self, tokens: Tensor, tables: Tensor) -> DraftPages:
-        """What `draft_pass` looks rows up in: slots' tokens, as long as they can be, and page tables."""
+        """What `draft_pass` looks rows up in.
+
+        tokens int64 [slots, the longest a slot can be]; tables int32 [slots, pages per slot].
+        """
         return DraftPages(tokens, tables, *self.angles(torch.arange(tokens.shape[1], device=self.inv_freq.device)))
 
     def fuse(self, features_NF: Tensor, sources: Sequence[int] | None = None) -> Tensor:
-        """[N, states * D] -> [T, D], of the rows `sources`, or of all."""
+        """The target's states side by side [N, states * D] -> fused features [T, D], of rows `sources` or of all."""
         features_NF, rows = features_NF.to(self._dtype), range(features_NF.shape[0]) if sources is None else sources
         return draft_fuse(features_NF, rows, self._fc_norms, self._fc, self._config.rms_norm_eps)
 
     def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Eagle3.forward`: rows over pages -> (normed, fed), [R, D] each."""
         eps = self._config.rms_norm_eps
         embedding = self._embedding_VD[inputs.ids_T].to(self._dtype)
         _, embedding = add_norm(embedding, None, self._input_norm, eps)
@@ -90,11 +98,13 @@ class Served:
         return normed, normed if self._config.norm_output else residual
 
     def logits(self, normed_RD: Tensor) -> Tensor:
-        """[R, draft vocabulary]"""
+        """[R, D], normed -> [R, draft vocabulary]."""
         return linear(normed_RD, self._head)
 
 
 class MlaAttention:
+    """Latent attention over the drafter's pages."""
+
     def __init__(self, config: Eagle3Config, reader: "_Reader", at: str) -> None:
         kv_b = reader.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
         w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
@@ -126,6 +136,8 @@ class MlaAttention:
 
 
 class LlamaAttention:
+    """Grouped-query attention over the drafter's pages."""
+
     def __init__(self, config: Eagle3Config, reader: "_Reader", at: str) -> None:
         self._scale, self._width = config.softmax_scale, config.head_dim
         self._heads = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads

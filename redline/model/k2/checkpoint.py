@@ -25,7 +25,10 @@ Projection = Literal["gate", "up", "down"]
 
 
 class Weight(NamedTuple):
-    """A tensor that the config demands, under its logical name: no prefix, `.weight` as if it were not quantised."""
+    """A tensor that the config demands, under its logical name.
+
+    That name has no prefix, and ends in `.weight` even where the file holds a quantised form under other names.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -74,7 +77,7 @@ class Checkpoint:
 
     config       the model's geometry
     fingerprint  hex; the same for the same files, in every process: a hash over config, headers and samples of the data
-    bytes        of all that the model needs, as stored
+    bytes        of all tensors that the model needs, as stored
     progress     called with the bytes of each tensor as it is handed out; `bytes` in sum when each is read once
     """
 
@@ -117,6 +120,7 @@ class Checkpoint:
         """A tensor by its logical name (`layers.3.self_attn.o_proj.weight`): bf16 or float32, as stored.
 
         An FP8 or NVFP4 weight comes dequantised to bf16, in new memory; anything else is a view of the file.
+        CheckpointError where the scale of an NVFP4 block is NaN.
         """
         if name == "lm_head.weight" and self.config.tie_word_embeddings:
             name = "embed_tokens.weight"
@@ -129,14 +133,17 @@ class Checkpoint:
         return dequantize_fp8(tensor, self._view(f"{name}_scale_inv"), self.config.quantization)
 
     def expert(self, layer: int, expert: int, projection: Projection) -> Int4 | Nvfp4 | Tensor:
-        """One projection of a routed expert, [out, in]: Int4 or Nvfp4 where the config says so, else as `plain`."""
+        """One projection of a routed expert, [out, in]: Int4 or Nvfp4 where the config says so, else as `plain`.
+
+        CheckpointError where the scale of an NVFP4 block is NaN.
+        """
         name = f"layers.{layer}.mlp.experts.{expert}.{projection}_proj.weight"
         if isinstance(self.config.quantization, Int4Experts):
             return Int4(packed=self._view(f"{name}_packed"), scale=self._view(f"{name}_scale"))
         return self._nvfp4(name) or self.plain(name)
 
     def _nvfp4(self, name: str) -> Nvfp4 | None:
-        """None where the weight is stored otherwise. CheckpointError where a block's scale is no number."""
+        """The weight as NVFP4; None where it is stored otherwise. CheckpointError where a block's scale is NaN."""
         if not isinstance(self.config.quantization, Nvfp4Experts):
             return None
         packed, whole = _NVFP4_NAMES[self.config.quantization.maker]
@@ -147,7 +154,7 @@ class Checkpoint:
         return Nvfp4(codes, self._mended(f"{name}_scale", codes, scales), scale)
 
     def _mended(self, name: str, codes: Tensor, scales: Tensor) -> Tensor:
-        """Some exporters give blocks of zeros the scale NaN: 0 in its place."""
+        """The scales, with 0 for the NaN that some exporters give blocks of zeros. CheckpointError for other NaN."""
         wrong = (scales.view(torch.uint8) & 127) == 127
         if not wrong.any():
             return scales
@@ -304,7 +311,10 @@ def _fingerprint(config: K2Config, files: Iterable[Path]) -> str:
 
 
 def _logical(stored: str) -> str:
-    """K2: `model.`. K2.5: `language_model.model.`. Some NVIDIA revisions: `language_model.` alone. lm_head: any."""
+    """The logical name of a stored one, whose prefix depends on the release.
+
+    K2: `model.`. K2.5: `language_model.model.`. Some NVIDIA revisions: `language_model.` alone. lm_head: any.
+    """
     return stored.removeprefix("language_model.").removeprefix("model.")
 
 
@@ -313,7 +323,10 @@ _NOT_READ = re.compile(rf"(vision_tower|mm_projector)\..*|.*\.({_COMPUTED})")
 
 
 def _skipped(name: str, config: K2Config) -> bool:
-    """Vision, drafting (MTP) layers, and what is computed rather than read. `weight_shape` is known to hold garbage."""
+    """Whether a tensor is not read: vision, drafting (MTP) layers, and what is computed from the config.
+
+    `weight_shape` is known to hold garbage in some files.
+    """
     if _NOT_READ.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
         return True
     layer = re.match(r"layers\.(\d{1,6})\.", name)
@@ -362,7 +375,7 @@ def _is_packed(name: str, maker: str, tensors: Mapping[str, _Stored]) -> bool:
 
 
 def _check(demand: _Demand, tensors: Mapping[str, _Stored], index: Path) -> int:
-    """The tensor's bytes."""
+    """The tensor's size in bytes. CheckpointError where it is missing, or of another dtype, shape or size."""
     name, dtypes, shape = demand
     expected = f"expected {' or '.join(dtypes)} {list(shape)}"
     if name not in tensors:

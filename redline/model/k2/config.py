@@ -22,7 +22,7 @@ READABLE = "bf16, INT4 (compressed-tensors pack-quantized, groups of 32), NVFP4 
 
 @dataclass(frozen=True)
 class Unquantized:
-    """Every weight is stored as it is computed with."""
+    """Every weight is stored in bf16 or float32."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,10 @@ class Yarn:
     original_max_position_embeddings: int
 
     def correction_range(self, rope_dim: int, theta: float) -> tuple[int, int]:
-        """Frequency pairs up to `low` keep their speed, pairs from `high` on are divided by `factor`."""
+        """(low, high): frequency pairs up to `low` keep their speed, pairs from `high` on are divided by `factor`.
+
+        rope_dim: rotated values of a head, twice the pairs. theta: the base of the frequencies.
+        """
 
         def pair_that_turns(times: float) -> float:
             wavelength = self.original_max_position_embeddings / (2 * math.pi * times)
@@ -75,13 +78,13 @@ class Yarn:
 
     @property
     def temperature(self) -> float:
-        """m: queries and keys are each longer by m, so the softmax scale carries m^2."""
+        """m = 0.1 mscale_all_dim ln(factor) + 1. It scales queries and keys alike, so the softmax scale carries m^2."""
         return 0.1 * self.mscale_all_dim * math.log(self.factor) + 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class K2Config:
-    """The text model's geometry, under the field's standard names."""
+    """The text model's geometry, under the names of the published config.json. Sizes count values, not bytes."""
 
     hidden_size: int
     num_hidden_layers: int
@@ -101,7 +104,7 @@ class K2Config:
     norm_topk_prob: bool
     rms_norm_eps: float
     low_rank_norm_eps: float
-    """Of q_a_layernorm and kv_a_layernorm. rms_norm_eps, as in vLLM and SGLang; transformers has 1e-6 here."""
+    """The epsilon of q_a_layernorm and kv_a_layernorm: rms_norm_eps, as in vLLM and SGLang. transformers has 1e-6."""
     vocab_size: int
     max_position_embeddings: int
     rope_theta: float
@@ -114,7 +117,7 @@ class K2Config:
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> "K2Config":
-        """Read `folder/config.json`. CheckpointError where it is missing, broken, or not a model that we compute."""
+        """Reads `folder/config.json`. CheckpointError where it is missing, broken, or not a model that we compute."""
         path = Path(folder) / "config.json"
         values = read_json(path)
         # Older ModelOpt exports say their format only beside config.json.
@@ -125,7 +128,10 @@ class K2Config:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], place: str = "config.json") -> "K2Config":
-        """Read a parsed config.json: K2.5's nested form or K2's flat one. `place` begins the error messages."""
+        """Reads a parsed config.json: K2.5's nested form or K2's flat one. `place` begins the error messages.
+
+        CheckpointError, with key, value and what is supported, where it is not a model that we compute.
+        """
         top = Section(values, place)
         text = _text_section(top)
         for key, supported, absent in _ONE_WAY:
@@ -172,7 +178,7 @@ class K2Config:
 
     @property
     def qk_head_dim(self) -> int:
-        """Of one query head: the part without position, then the rotated part."""
+        """Values of one query head: the part without position, then the rotated part."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     @property
@@ -191,21 +197,24 @@ class K2Config:
         return inv_freq(self.qk_rope_head_dim, self.rope_theta, self.yarn)
 
     def is_moe(self, layer: int) -> bool:
+        """Whether the layer (from 0) has experts rather than one dense MLP."""
         return layer >= self.first_k_dense_replace
 
     @property
     def moe_layers(self) -> int:
+        """How many layers have experts."""
         return max(self.num_hidden_layers - self.first_k_dense_replace, 0)
 
     @property
     def shared_intermediate_size(self) -> int:
+        """The width of the shared experts of a layer, side by side as one MLP."""
         return self.n_shared_experts * self.moe_intermediate_size
 
     # What it costs.
 
     @property
     def attention_parameters(self) -> int:
-        """Of one layer, its two low-rank norms included."""
+        """Parameters of one layer's attention, its two low-rank norms included."""
         heads = self.num_attention_heads
         return (
             self.hidden_size * (self.q_lora_rank + self.kv_width)
@@ -216,17 +225,17 @@ class K2Config:
 
     @property
     def expert_parameters(self) -> int:
-        """Of one routed expert."""
+        """Parameters of one routed expert."""
         return 3 * self.hidden_size * self.moe_intermediate_size
 
     @property
     def embedding_parameters(self) -> int:
-        """Embeddings and output head."""
+        """Parameters of the embedding and the output head, which may be one matrix."""
         return (1 if self.tie_word_embeddings else 2) * self.vocab_size * self.hidden_size
 
     @property
     def dense_parameters(self) -> int:
-        """Everything that every token passes through, embeddings and router included: all but routed experts."""
+        """Parameters that every token passes through: all but the routed experts, embeddings and router included."""
         dense_layers = self.num_hidden_layers - self.moe_layers
         shared = 3 * self.hidden_size * self.shared_intermediate_size
         router = self.n_routed_experts * (self.hidden_size + 1)
@@ -240,26 +249,30 @@ class K2Config:
 
     @property
     def routed_parameters(self) -> int:
-        """Of all routed experts together."""
+        """Parameters of all routed experts of all layers."""
         return self.moe_layers * self.n_routed_experts * self.expert_parameters
 
     @property
     def total_parameters(self) -> int:
+        """Parameters of the whole text model."""
         return self.dense_parameters + self.routed_parameters
 
     @property
     def active_parameters(self) -> int:
-        """That one token passes through."""
+        """Parameters that one token passes through, embeddings and head counted whole."""
         return self.dense_parameters + self.moe_layers * self.num_experts_per_tok * self.expert_parameters
 
     @property
     def weight_bytes(self) -> int:
-        """As the engine holds them: routed experts of four bits as they are, all else (FP8 too, once read) in bf16."""
+        """Bytes of the weights as the engine holds them.
+
+        Routed experts of four bits stay as they are; all else is bf16, FP8 too once it is read.
+        """
         return 2 * self.dense_parameters + round(self.routed_parameters * self.bits_per_routed_parameter / 8)
 
     @property
     def bits_per_routed_parameter(self) -> float:
-        """INT4 and NVFP4: four bits and a share of the group's scale, which is bf16 or e4m3."""
+        """4.5 for INT4 and for NVFP4: four bits and a share of the group's scale, which is bf16 or e4m3; else 16."""
         match self.quantization:
             case Int4Experts():
                 return 4 + 16 / INT4_GROUP
@@ -269,11 +282,13 @@ class K2Config:
                 return 16.0
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of the KV cache that one token takes in all layers, in pages of this dtype."""
         return self.num_hidden_layers * self.kv_width * dtype.itemsize
 
     # The same as sentences, each number with its arithmetic.
 
     def explain_parameters(self) -> list[str]:
+        """Lines that tell the parameters, whole and active, with their arithmetic."""
         routed = f"{self.moe_layers} layers x {self.n_routed_experts} experts x {self.expert_parameters:,}"
         chosen = f"{self.moe_layers} layers x {self.num_experts_per_tok} experts x {self.expert_parameters:,}"
         return [
@@ -285,6 +300,7 @@ class K2Config:
         ]
 
     def explain_weight_bytes(self) -> list[str]:
+        """Lines that tell `weight_bytes` with its arithmetic."""
         bits = self.bits_per_routed_parameter
         routed = self.weight_bytes - 2 * self.dense_parameters
         return [
@@ -294,13 +310,14 @@ class K2Config:
         ]
 
     def explain_kv_bytes(self, dtype: torch.dtype) -> str:
+        """A line that tells `kv_bytes_per_token` with its arithmetic."""
         row = f"({self.kv_lora_rank} latent + {self.qk_rope_head_dim} rope)"
         total = self.kv_bytes_per_token(dtype)
         return f"KV per token     {self.num_hidden_layers} layers x {row} x {dtype.itemsize} bytes = {total:,} bytes"
 
 
 def inv_freq(rope_dim: int, theta: float, yarn: Yarn | None) -> Tensor:
-    """Radians per position of each rope pair: float32 [rope_dim / 2]."""
+    """Radians per position of each rope pair: float32 [rope_dim / 2]. yarn: None for plain rope."""
     pairs = torch.arange(rope_dim // 2, dtype=torch.float64)
     freq = theta ** (-2 * pairs / rope_dim)
     if yarn is not None:
@@ -350,7 +367,9 @@ def _text_section(top: "Section") -> "Section":
 def read_rope(text: "Section", *, scaled_angles: bool = False) -> tuple[float, Yarn | None]:
     """(rope_theta, yarn), from `rope_scaling` or from newer exports' `rope_parameters`, which may hold theta too.
 
-    `scaled_angles`: this body computes unequal mscale and mscale_all_dim, which scale cos and sin. K2's does not.
+    scaled_angles  whether the body computes unequal mscale and mscale_all_dim, which scale cos and sin; K2's does not
+
+    CheckpointError where the rope is of another kind, or has settings that we do not compute.
     """
     key = "rope_parameters" if text.get("rope_parameters") is not None else "rope_scaling"
     if text.get(key) is None:
@@ -377,7 +396,10 @@ def read_rope(text: "Section", *, scaled_angles: bool = False) -> tuple[float, Y
 
 
 def _quantization(top: "Section", text: "Section") -> Quantization:
-    """Moonshot's K2.5 files keep quantization_config inside text_config, all others at the top."""
+    """How the weights are stored.
+
+    Moonshot's K2.5 files keep quantization_config inside text_config, all others at the top.
+    """
     sections = [s.section("quantization_config") for s in (text, top) if s.get("quantization_config") is not None]
     if not sections:
         if top.get("hf_quant_config") is not None:
@@ -414,7 +436,7 @@ def _fp8(quant: "Section") -> Fp8Blocks:
 
 
 def _nvfp4(quant: "Section", maker: Literal["ModelOpt", "compressed-tensors"]) -> Nvfp4Experts:
-    """What it says of activations and of the cache is not followed: those stay bf16."""
+    """The settings of NVFP4 weights. Those for activations and for the cache are not followed: both stay bf16."""
     groups = quant.section("config_groups")
     for name in groups.values:
         weights = groups.section(name).section("weights")
@@ -458,61 +480,74 @@ def _check_sizes(config: K2Config, text: "Section") -> None:
 
 
 class Section:
-    """One JSON object and where it stands, so that every refusal names file, key, value and what is supported."""
+    """One JSON object and where it stands, so that every refusal names file, key, value and what is supported.
+
+    What reads a value raises CheckpointError where the value is not of its kind.
+    """
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
         self.values = values
         self.place = place
 
     def get(self, key: str) -> Any:
+        """The value as it stands; None where it is null or missing."""
         return self.values.get(key)
 
     def refusal(self, key: str, supported: str) -> CheckpointError:
+        """The error to raise for this key, which tells what is supported instead."""
         found = repr(self.values[key]) if key in self.values else "missing"
         return CheckpointError(f"{self.place}: {key} is {found}; supported: {supported}")
 
     def section(self, key: str) -> "Section":
+        """The JSON object under this key."""
         if not isinstance(self.get(key), dict):
             raise self.refusal(key, "an object")
         return Section(cast("dict[str, Any]", self.get(key)), f"{self.place}: {key}")
 
     def demand(self, key: str, supported: Any, absent: Any) -> None:
-        """The value must be `supported`; a missing key counts as `absent`."""
+        """Raises CheckpointError unless the value is `supported`; a missing key counts as `absent`."""
         found = self.values.get(key, absent)
         # JSON's true and 1 are equal in Python and not the same in a config.
         if found != supported or isinstance(found, bool) != isinstance(supported, bool):
             raise self.refusal(key, repr(supported))
 
     def one_of(self, key: str, supported: tuple[str, ...]) -> str:
+        """The value, which must be one of these strings."""
         if self.get(key) not in supported:
             raise self.refusal(key, ", ".join(supported))
         return self.values[key]
 
     def integer(self, key: str, least: int = 1) -> int:
+        """An integer in [least, 2^31)."""
         value = self.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
             raise self.refusal(key, f"an integer from {least}")
         return value
 
     def number(self, key: str, *, default: float | None = None, least: float = 1e-12) -> float:
-        """A number in [least, 1e12]: wider than any model, and narrow enough that no formula overflows."""
+        """A number in [least, 1e12], or `default` where it is null or missing.
+
+        The range is wider than any model needs, and narrow enough that no formula overflows.
+        """
         value = self.get(key) if self.get(key) is not None else default
         if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= 1e12:
             raise self.refusal(key, f"a number from {least:g} to 1e+12")
         return float(value)
 
     def flag(self, key: str, *, default: bool | None = None) -> bool:
+        """true or false; `default` where the value is null or missing."""
         value = self.get(key) if self.get(key) is not None else default
         if not isinstance(value, bool):
             raise self.refusal(key, "true or false")
         return value
 
     def token(self, key: str, outer: "Section") -> int | None:
-        """An id that stands here or in the wrapper, or nowhere."""
+        """A token's id that stands here, or else in the object around this one; None where it stands in neither."""
         place = self if self.get(key) is not None else outer
         return place.integer(key, least=0) if place.get(key) is not None else None
 
     def tokens(self, key: str, outer: "Section") -> tuple[int, ...]:
+        """The same for one id or a list of them; () where there is none."""
         place = self if self.get(key) is not None else outer
         value = place.get(key)
         if value is None:

@@ -1,7 +1,8 @@
 """What K2 is: embeddings, blocks of latent attention and experts, a head.
 
 A block is two sublayers. Each takes the normed stream and returns its partial sum; adding it to the residual belongs to
-the next sublayer's norm (`add_norm`), across block borders, so that an all-reduce can later stand in between.
+the next sublayer's norm (`add_norm`), across block borders. Nothing is done between the two yet: an all-reduce over
+several devices would stand there.
 
 T tokens of a step, D hidden, H heads, P rope, R rows whose next token is asked for, V vocabulary.
 """
@@ -26,7 +27,10 @@ from redline.ops.mla import MlaWeights
 
 
 class K2:
-    """The text model on one device, weights in the layouts that its ops want."""
+    """The text model on one device, weights in the layouts that its ops want.
+
+    dtype   of activations: float32 on a CPU, bf16 on a GPU
+    """
 
     def __init__(
         self, config: K2Config, embedding_VD: Tensor, blocks: Sequence[Block], norm: Tensor, head: Matrix | Tiled
@@ -42,40 +46,47 @@ class K2:
 
     @property
     def recordable(self) -> bool:
-        """Whether a decode step takes nothing from the host. The references do; but on a CPU a recorded step is a plain
-        call."""
+        """Whether a decode step takes nothing from the host, so that it can be recorded.
+
+        The references take values from the host, so on a GPU they cannot be; on a CPU a recorded step is a plain call.
+        """
         return self.device.type == "cpu"
 
     def angles(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [T, P / 2], of integer positions."""
+        """cos and sin, float32 [T, P / 2], of integer positions [T]."""
         angle = positions_T.float()[:, None] * self._inv_freq
         return angle.cos(), angle.sin()
 
     def predict(
         self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
     ) -> Predicted:
-        """The step through the model, and what follows the tokens `asked`, which count from the step's first.
+        """Runs the step through the model, and tells what follows the tokens `asked`, counted from the step's first.
 
-        planes [layers, pages, 64, kv width]: read, and written at rows_T. Layer ids as in vLLM and SGLang: k is the
-        state that enters layer k (0: the embedding), and the number of layers is what enters the last norm.
+        planes  [layers, pages, 64, kv width], read, and written at rows_T
+        layers  whose entering states are kept, by vLLM's and SGLang's ids: k is the state that enters layer k (0: the
+                embedding), and the number of layers is what enters the last norm
         """
         return transformer(planes, self._weights, inputs, layers, asked)
 
     def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """`predict` where nothing is asked: the normed last hidden state [T, D], and the residual stream as it enters
-        each of `layers`, [T, layers * D]."""
+        """`predict` where nothing is asked: (the normed last hidden state [T, D], kept states [T, layers * D]).
+
+        The second is the residual stream as it enters each of `layers`; None where there are none.
+        """
         out = self.predict(inputs, planes, layers)
         return out.hidden(), out.features
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """float32 [R, V]"""
+        """Normed hidden states [R, D] -> logits float32 [R, V]."""
         return linear(hidden_RD, self.head).float()
 
 
 def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: float | None = None) -> K2:
     """Copies a checkpoint onto a device, tensor by tensor; anonymous memory at the peak is the model and one tensor.
 
-    `low_rank_norm_eps` replaces the config's, to compare with libraries that fix it (kimi-format.md section 4).
+    low_rank_norm_eps  replaces the config's, to compare with transformers, which fixes it at 1e-6
+
+    CheckpointError where a norm or the router has a number that is not finite.
     """
     config = checkpoint.config
     reader = Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps)
@@ -86,7 +97,7 @@ def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: flo
 
 
 class Reader:
-    """Reads a checkpoint's tensors onto a device."""
+    """Reads a checkpoint's tensors onto a device. `at` is a prefix of logical names, such as `layers.3.self_attn`."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, low_rank_norm_eps: float) -> None:
         self._checkpoint = checkpoint
@@ -94,29 +105,30 @@ class Reader:
         self._eps = low_rank_norm_eps
 
     def plain(self, name: str) -> Tensor:
-        """A copy: what the checkpoint hands out is a view of the file."""
+        """The tensor of this logical name in bf16, a copy: what the checkpoint hands out is a view of the file."""
         return self._checkpoint.plain(name).to(self._device, torch.bfloat16, copy=True)
 
     def vector(self, name: str) -> Tensor:
-        """Norms and biases are kept in float32."""
+        """A norm or a bias in float32. CheckpointError where a number is not finite."""
         return self._finite(name, self._checkpoint.plain(name).to(self._device, torch.float32, copy=True))
 
     def router(self, at: str) -> Tensor:
-        """[E, D]"""
+        """The router's weights, bf16 [experts, D]. CheckpointError where a number is not finite."""
         return self._finite(f"{at}.weight", self.plain(f"{at}.weight"))
 
     def _finite(self, name: str, weight: Tensor) -> Tensor:
-        """CheckpointError where a number is NaN or infinite. Of weights that choose experts no logit would show it."""
+        """The weight. CheckpointError where it has NaN or infinity: experts chosen by such numbers show in no logit."""
         if not weight.isfinite().all():
             raise CheckpointError(f"{name}: expected finite numbers, found NaN or infinity")
         return weight
 
     def matrix(self, *names: str) -> Matrix:
-        """Weights over the same inputs, stacked."""
+        """Weights [N, K] over the same inputs, stacked along N."""
         weights = [self.plain(name) for name in names]
         return Matrix.prepare(weights[0] if len(weights) == 1 else torch.cat(weights))
 
     def block(self, layer: int) -> Block:
+        """All weights of this layer."""
         config = self._checkpoint.config
         at = f"layers.{layer}"
         mlp = f"{at}.mlp"
@@ -134,13 +146,14 @@ class Reader:
         )
 
     def unfolding(self, at: str) -> tuple[Tensor, Tensor]:
-        """W_UK^T [H, R, N] and W_UV [H, V, R]."""
+        """W_UK transposed, [H, R, N], and W_UV [H, V, R], bf16. R latent, N query without position, V value width."""
         config = self._checkpoint.config
         kv_b = self.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
         w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
         return w_uk.transpose(1, 2).contiguous(), w_uv.contiguous()
 
     def attention(self, at: str) -> MlaWeights[Matrix]:
+        """The attention's weights; down-projections of queries and latents are stacked."""
         w_uk, w_uv = self.unfolding(at)
         return MlaWeights(
             w_a=self.matrix(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
@@ -153,6 +166,7 @@ class Reader:
         )
 
     def moe(self, layer: int) -> Moe:
+        """The router and the routed experts of this layer; the shared expert is not among them."""
         config = self._checkpoint.config
         at = f"layers.{layer}.mlp.gate"
         return Moe(
@@ -166,7 +180,7 @@ class Reader:
         )
 
     def experts(self, layer: int, *projections: Projection) -> Experts:
-        """One layer's experts, their projections stacked along the outputs: [E, N, K]."""
+        """All routed experts of a layer, their projections stacked along the outputs: [E, N, K]."""
         count = self._checkpoint.config.n_routed_experts
         return stack_experts(
             (self._stackable(self.expert(layer, expert, projections)) for expert in range(count)), count
@@ -174,11 +188,11 @@ class Reader:
 
     @staticmethod
     def _stackable(weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4:
-        """NVFP4 is read by the GPU's kernels alone, and is bf16 elsewhere."""
+        """NVFP4 as bf16, since only the GPU's kernels read it; any other weight as it is."""
         return weight.dequantize(torch.bfloat16) if isinstance(weight, Nvfp4) else weight
 
     def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:
-        """[N, K]"""
+        """One routed expert's projections, stacked along the outputs: [N, K], INT4 or NVFP4 as stored, else bf16."""
         parts = [self._checkpoint.expert(layer, expert, projection) for projection in projections]
         nvfp4 = [part for part in parts if isinstance(part, Nvfp4)]
         if nvfp4:

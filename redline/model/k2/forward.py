@@ -1,9 +1,11 @@
 """K2's forward pass, top to bottom: embedding, blocks of latent attention and experts, the last norm, the head.
 
 A block is two sublayers. Each takes the normed stream and returns its partial sum; adding it to the residual belongs to
-the next sublayer's norm (`add_norm`), across block borders, so that an all-reduce can later stand in between:
+the next sublayer's norm (`add_norm`), across block borders:
 
-    residual += partial;  residual += attention(norm(residual));  partial = experts(norm(residual))
+    residual += partial;  partial = attention(norm(residual));  residual += partial;  partial = experts(norm(residual))
+
+Nothing is done to a partial sum in between yet; an all-reduce over several devices would stand there.
 
 All else is held to this page: what a CPU does in one call has its bits (law 1), what a GPU cuts otherwise comes near
 its logits, and those are transformers' (law 10). Ops are called as the CPU's kernels; within `references()`, and where
@@ -49,9 +51,10 @@ def forward(step: TransformerArgs) -> Predicted:
 def block(
     residual_TD: Tensor, partial_TD: Tensor | None, weights: Block, inputs: Inputs, plane: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-> (residual, partial). Both given ones may be changed in place and must not be used afterwards.
+    """One block: (residual, partial) in, (residual, partial) out, [T, D] each; a partial sum may be None at first.
 
-    plane [pages, 64, kv width]: read, and written at rows_T.
+    Both given ones may be changed in place and must not be used afterwards. plane [pages, 64, kv width]: read, and
+    written at rows_T.
     """
     w = weights.attention
     residual, x = add_norm(residual_TD, partial_TD, weights.attention_norm, weights.eps)
@@ -85,5 +88,9 @@ def _route(x: Tensor, experts: Moe | None) -> Routed | None:
 
 
 def predicted(hidden_TD: Tensor, features: Tensor | None, logits_RV: Tensor) -> Predicted:
+    """The result of a step from hidden [T, D], kept states [T, F D] and logits float32 [R, V].
+
+    The likeliest token of a row whose logits are not all finite is -1.
+    """
     ids_R, finite_R = best(logits_RV)
     return Predicted(ids_R.masked_fill_(~finite_R, -1).tolist(), features, lambda: hidden_TD, lambda: logits_RV)

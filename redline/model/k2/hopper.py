@@ -1,6 +1,6 @@
 """K2 on a GPU, with its weights as the GPU's kernels stream them.
 
-Same model, same interface as `k2.K2`. The residual stream is float32; what products read is bf16.
+Same model, same interface as `redline.model.k2.cpu.K2`. The residual stream is float32; what products read is bf16.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from redline.model.k2.forward import predicted
 
 
 class GpuK2(K2):
-    """blocks: GpuBlock each; head: Tiled."""
+    """The text model with weights in the layouts of the GPU's own kernels. Activations are bf16."""
 
     def __init__(
         self, config: K2Config, embedding_VD: Tensor, blocks: Sequence[GpuBlock], norm: Tensor, head_VD: Tiled
@@ -48,13 +48,14 @@ class GpuK2(K2):
 
     @property
     def recordable(self) -> bool:
+        """True: a decode step of up to MOST_DECODED tokens takes nothing from the host."""
         return True
 
     def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
-        """As K2's, in bf16.
+        """As `K2.forward`, in bf16.
 
-        Up to MOST_DECODED decoding tokens take no host synchronisation and no shape from data, and no launch but the
-        ops' own.
+        A step of up to MOST_DECODED tokens that all decode does not wait for the device, takes no shape from data, and
+        launches nothing but the ops' own kernels.
         """
         features = _Features(inputs.ids_T.shape[0], layers, self)
         if inputs.ids_T.shape[0] <= self._most_decoded and not inputs.chunks:
@@ -68,6 +69,7 @@ class GpuK2(K2):
     def predict(
         self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = (), asked: Sequence[int] = ()
     ) -> Predicted:
+        """As `K2.predict`; reading the likeliest tokens waits for the device, where any are asked for."""
         hidden, features = self.forward(inputs, planes, layers)
         if not asked:
             return Predicted([], features, lambda: hidden, lambda: hidden.new_empty(0, self.config.vocab_size))
@@ -89,7 +91,7 @@ class GpuK2(K2):
         return residual, partial
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """float32 [R, V]"""
+        """Normed hidden states, bf16 [R, D] -> logits float32 [R, V]."""
         assert isinstance(self.head, Tiled)
         if hidden_RD.shape[0] > MOST_TOKENS:
             return product(hidden_RD, self.head, torch.float32)
@@ -119,7 +121,7 @@ def _forced(inputs: Inputs, layer: int) -> Tensor | None:
 
 
 def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: float | None = None) -> GpuK2:
-    """As `k2.load`; the memory of the device holds the model and one tensor more at the peak."""
+    """As `redline.model.k2.cpu.load`: the device holds at most the model and one tensor more."""
     config = checkpoint.config
     reader = _Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps)
     embedding = reader.plain("embed_tokens.weight")
@@ -128,7 +130,7 @@ def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: flo
 
 
 def expert_kind(config: K2Config) -> Kind:
-    """Of the records that hold the routed experts."""
+    """The kind of the records that hold the routed experts."""
     match config.quantization:
         case Int4Experts():
             return "INT4"

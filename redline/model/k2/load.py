@@ -9,13 +9,17 @@ from redline.model.k2.config import K2Config
 
 
 def load(checkpoint: Checkpoint, device: torch.device) -> cpu.K2:
+    """The model of a checkpoint on a device: the GPU's own class where `why_not` gives None, else the references'.
+
+    CheckpointError where a norm or the router has a number that is not finite.
+    """
     if why_not(checkpoint.config, device) is None:
         return hopper.load(checkpoint, device)
     return cpu.load(checkpoint, device)
 
 
 def why_not(config: K2Config, device: torch.device) -> str | None:
-    """One line, where the GPU's kernels do not run this model on this device; None where they do."""
+    """One line that tells why the GPU's kernels do not run this model on this device; None where they do."""
     if not kernel.has_kernels(device):
         return kernel.why_not() if device.type == "cuda" else "not a GPU"
     if config.kv_lora_rank.bit_count() != 1 or config.kv_lora_rank > 512 or config.qk_rope_head_dim != 64:

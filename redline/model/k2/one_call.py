@@ -21,6 +21,7 @@ from redline.wire.job import PAGE_TOKENS
 
 
 def cost(step: TransformerArgs) -> Cost:
+    """Bytes moved and operations of a step, of which routed experts count as many as one token chooses."""
     planes, weights, inputs, layers, asked = step
     tokens, d = inputs.count, weights.width
     residual_TD = torch.empty(tokens, d, dtype=weights.dtype, device="meta")
@@ -95,6 +96,8 @@ def _example(
 
 
 def cases() -> Iterator[Case]:
+    """The steps that the call is tried on: sizes of nano and smaller, chunks and queries, three formats of pages."""
+
     def make(dims: tuple[int, ...], chunk: int, lengths: tuple[int, ...], dtype: torch.dtype, layers: tuple[int, ...]):
         def inputs(g: torch.Generator) -> TransformerArgs:
             _, _, first, step, plane = _example(g, dims, 0, chunk, lengths, dtype)

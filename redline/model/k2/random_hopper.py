@@ -15,7 +15,7 @@ from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.model.k2.config import K2Config
 from redline.model.k2.hopper import GpuK2, expert_kind
 
-Progress = Callable[[int, int], object]  # (bytes made, bytes in all)
+Progress = Callable[[int, int], object]  # (layers made, layers to make)
 
 
 def random_gpu_k2(
@@ -25,7 +25,12 @@ def random_gpu_k2(
     seed: int = 0,
     progress: Progress = lambda made, whole: None,
 ) -> GpuK2:
-    """place[layer]: which of the layers in memory a layer of the model is; dense layers share none with others."""
+    """A model of this geometry with random weights on the device, the same for the same seed.
+
+    place     place[layer] is which of the layers in memory a layer of the model uses; a dense layer cannot share one
+              with a layer of experts
+    progress  called after each layer in memory that is made
+    """
     random = _Random(config, device, seed)
     made: dict[int, GpuBlock] = {}
     count = len(set(place))

@@ -74,6 +74,7 @@ SHAPES = {"kimi-k2.6": KIMI_K26, "kimi-nano": KIMI_NANO}
 
 
 def shape(name: str) -> K2Config:
+    """The geometry of this name. ConfigError, with the names that there are, where there is none."""
     if name not in SHAPES:
         raise ConfigError(f"shape is {name!r}; expected one of {', '.join(SHAPES)}")
     return SHAPES[name]

@@ -91,13 +91,13 @@ def stored_name(name: str, layout: Layout = "k25") -> str:
 
 
 def int4_tensors(name: str, weight: Int4) -> list[tuple[str, Tensor]]:
-    """What stands in a file for an INT4 weight [N, K] of this stored name (`...gate_proj.weight`)."""
+    """What stands in a file for an INT4 weight [N, K] of this stored name (`...gate_proj.weight`): (name, tensor)."""
     shape = torch.tensor(weight.shape, dtype=torch.int64)
     return [(f"{name}_packed", weight.packed), (f"{name}_scale", weight.scale), (f"{name}_shape", shape)]
 
 
 def nvfp4_tensors(name: str, weight: Nvfp4) -> list[tuple[str, Tensor]]:
-    """The same for one NVFP4 matrix, under ModelOpt's names."""
+    """What stands in a file for an NVFP4 weight [N, K] of this stored name, under ModelOpt's names: (name, tensor)."""
     scale = weight.scale.reshape(())
     return [(name, weight.codes), (f"{name}_scale", weight.scales), (f"{name}_scale_2", scale)]
 
@@ -185,7 +185,10 @@ def k25_preprocessor_config() -> dict[str, Any]:
 
 
 def tiny_config(**changes: Any) -> K2Config:
-    """A model of 0.3 million parameters that has every part: a dense layer, two of experts, YaRN, INT4 experts."""
+    """A model of 0.3 million parameters that has every part: a dense layer, two of experts, YaRN, INT4 experts.
+
+    changes: fields of K2Config that are to be otherwise.
+    """
     values: dict[str, Any] = {
         "hidden_size": 64,
         "num_hidden_layers": 3,
@@ -235,8 +238,9 @@ def random_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     experts_alike: bool = False,
 ) -> K2Config:
-    """Write a model of random weights, streamed, and give the config as it will be read: `config`, so quantised.
+    """Writes a model of random weights, streamed, and gives the config as it will be read: `config`, so quantised.
 
+    shard_bytes    as in `write_checkpoint`
     experts_alike  every expert holds the weights of the first: as large, and written at the speed of the disk
     """
     config = replace(config, low_rank_norm_eps=config.rms_norm_eps, quantization=_FORMATS[quantization])

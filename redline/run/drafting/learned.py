@@ -29,7 +29,7 @@ SURE = 8  # a suffix match of so many tokens is followed rather than the learned
 
 
 class Drafting:
-    """The drafters of one runner."""
+    """The drafters of one runner: the learned one, where there is one, and suffix matches."""
 
     def __init__(self, drafter: Eagle3 | None, slots: Slots, kv: KvPool) -> None:
         self._drafter = drafter
@@ -40,8 +40,12 @@ class Drafting:
     def follow(
         self, spans: Sequence[Span], firsts: Sequence[int], counts: Sequence[int], features_TF: Tensor | None
     ) -> None:
-        """Of each span, `counts` positions hold; they are tokens of the step from `firsts` on, whose features are
-        features_TF [tokens of the step, layers * D]. Leaves a proposal in each slot whose row asks for one."""
+        """The drafter reads what has become certain, and leaves a proposal in each slot whose row asks for one.
+
+        firsts       the first token of each span, counted from the step's first
+        counts       how many positions of each span hold
+        features_TF  [tokens of the step, layers * D]: the target's states; None where no row is for the learned drafter
+        """
         wanted = [self._wanted(span) for span in spans]
         reading = [i for i, span in enumerate(spans) if span.row.drafting]
         if not reading:
@@ -58,7 +62,7 @@ class Drafting:
         )
 
     def _wanted(self, span: Span) -> int:
-        """Tokens that the learned drafter is to propose. A suffix match is left in the slot at once."""
+        """How many tokens the learned drafter is to propose. A suffix match is left in the slot at once."""
         slot = self._slots.at[span.slot]
         room = min(slot.limit - slot.length - 1, slot.pages * PAGE_TOKENS - slot.length + 1)
         count = min(span.row.propose, room)
@@ -179,8 +183,10 @@ class Drafting:
         feature: Tensor,
         queries: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
-        """Rows of `positions`, whose tokens (None: those of the slots) are the next ones. Of the queries alone: the
-        normed states and the features to feed back."""
+        """(normed states, features to feed back) of the rows `queries`; all rows are written to the drafter's plane.
+
+        positions: of the features. ids: the rows' tokens, which are the next ones; None: those of the slots.
+        """
         layer = drafter.served.layer
         if layer is not None and self._places is not None:
             rows = DraftRows(slots, positions, queries, ids)

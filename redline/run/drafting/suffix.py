@@ -15,10 +15,10 @@ CANDIDATES = 16  # earlier places that are compared, latest first
 
 
 class Suffix:
-    """The tokens of one job."""
+    """The latest tokens of one job, and where they stood before."""
 
     def __init__(self, window: int = WINDOW) -> None:
-        """window: a power of two."""
+        """window: how many tokens are remembered, a power of two."""
         assert window & (window - 1) == 0, f"a window of {window} is no power of two"
         self._mask = window - 1
         self._tokens = array("i", bytes(4 * window))
@@ -27,7 +27,7 @@ class Suffix:
         self._count = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends what the job now has; ids below 2^31."""
+        """Appends the job's new tokens, prompt or answer; ids must be below 2^31."""
         skipped = max(0, len(tokens) - self._mask - 1)
         self._count += skipped
         ring, before, heads, mask = self._tokens, self._before, self._heads, self._mask
@@ -44,10 +44,10 @@ class Suffix:
         self._count = place
 
     def propose(self, count: int) -> tuple[list[int], int]:
-        """Up to `count` tokens that followed the longest match, the latest where several are as long; and its length.
+        """(up to `count` tokens that followed the longest match, the match's length in tokens).
 
-        ([], 0) where fewer than SHORTEST tokens match. A match that reaches into its own continuation is a repetition,
-        and goes on as one.
+        Of several matches as long, the latest counts. ([], 0) where fewer than SHORTEST tokens match. A match that
+        reaches into its own continuation is a repetition, and goes on as one.
         """
         ring, before, mask, end = self._tokens, self._before, self._mask, self._count
         if end <= SHORTEST or count <= 0:

@@ -3,7 +3,7 @@
 Two ways. A row's own draws: each token is drawn as without a drafter, and a draft is accepted while it equals the
 draw; so the answer is the same whatever was drafted, which greedy and seeded requests ask for, and where the drafts are
 certain (one-hot) no other way accepts more. Else block verification (Sun et al., arXiv 2403.10444, algorithm 2): drafts
-drawn from a distribution are accepted together, and at least as many as one by one.
+drawn from a distribution are accepted together, on average at least as many as one by one.
 
 d drafts, N = d + 1 rows of logits (row i follows the first i drafts), V vocabulary. Logits float32.
 """
@@ -37,8 +37,10 @@ _HUGE = 1e30  # a logit that any temperature leaves finite
 
 
 class Verified(NamedTuple):
-    """`tokens`: the accepted drafts and one token more. They end before a token for which there is no finite number to
-    choose by; so there may be none."""
+    """`tokens`: the accepted drafts and one token more; `accepted`: how many drafts are among them.
+
+    The tokens end before one for which there is no finite number to choose by, so there may be none.
+    """
 
     tokens: list[int]
     accepted: int
@@ -53,7 +55,9 @@ def verify(
     generated: Tensor,
     position: int,
 ) -> Verified:
-    """
+    """Which drafts hold, and the token after them.
+
+    - logits_NV: float32, of the row's last token and its drafts.
     - q_dV: the distributions that the drafts were drawn from, as `draft_token` gives them; None: they were certain.
     - prompt, generated: the tokens before the drafts, int64, for the penalties.
     - position: of the first token that comes of this row; the one that `draft_token` was given.
@@ -70,12 +74,15 @@ def verify(
 
 
 def is_chosen_alone(sampling: Sampling, generated: int, q_dV: Tensor | None) -> bool:
-    """Whether each row's token is a function of its raw logits and its position, whatever the drafts are."""
+    """Whether each position's token is a function of its raw logits and its position, whatever the drafts are.
+
+    generated: tokens of the answer so far. q_dV: as in `verify`.
+    """
     return is_unadjusted(sampling, generated) and (q_dV is None or sampling.seeded or is_greedy(sampling))
 
 
 def verify_chosen(chosen: list[int], drafts: Sequence[int]) -> Verified:
-    """Where `is_chosen_alone`. chosen: the token of each of the N rows."""
+    """As `verify`, where `is_chosen_alone`. chosen: the token of each of the N positions."""
     accepted = 0
     for token, draft in zip(chosen, drafts, strict=False):
         if token != draft:
@@ -85,10 +92,10 @@ def verify_chosen(chosen: list[int], drafts: Sequence[int]) -> Verified:
 
 
 def draft_token(logits_V: Tensor, sampling: Sampling, position: int, index: int) -> tuple[int, Tensor | None]:
-    """A drafter's proposal from its logits, and the distribution that it was drawn from (None: it is the likeliest).
+    """A drafter's proposal from its logits, and the distribution [V] that it was drawn from; None: it is the likeliest.
 
-    - logits_V: float32; -inf for what a reduced vocabulary has not. One that is no number, or too large for one, is as
-      bad a guess as another: drafts need not be right, but they are tokens.
+    - logits_V: float32; -inf for what a reduced vocabulary has not. NaN and infinity give some token all the same:
+      drafts need not be right, but they are tokens.
     - position: of the first token of the row that will verify it. index: among that row's drafts.
     """
     if sampling.seeded or is_greedy(sampling):
@@ -125,7 +132,7 @@ def _probabilities(logits_NV: Tensor, sampling: Sampling, prompt: Tensor, seen: 
     logits_NV = logits_NV / sampling.temperature
     if not is_narrowed(sampling):
         return logits_NV.softmax(-1, dtype=torch.float64)
-    p_NV = torch.stack([kept(p_V, sampling) for p_V in logits_NV.softmax(-1)]).double()
+    p_NV = kept(logits_NV.softmax(-1), sampling).double()
     return p_NV / p_NV.sum(-1, keepdim=True)
 
 
@@ -158,6 +165,9 @@ def _block(p_NV: Tensor, drafts: Sequence[int], q_dV: Tensor, seed: int, positio
 
 
 def residual(p_dV: Tensor, q_dV: Tensor, reached: Sequence[float]) -> Tensor:
-    """What a row that ends after i drafts still owes to each token: max(reached[i] p - q, 0)."""
+    """What a row that ends after i drafts still owes to each token: max(reached[i] p - q, 0), [d, V].
+
+    reached: as in algorithm 2 of the paper, its p_i; d of them.
+    """
     scale = torch.tensor(reached, dtype=p_dV.dtype, device=p_dV.device)
     return (p_dV * scale[:, None]).sub_(q_dV).clamp_(min=0)

@@ -32,18 +32,19 @@ _log = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    """Of one row: tokens of its slot before the step, positions that ran, and what came of them."""
+    """What came of one row: tokens of its slot before the step, positions that ran, and the new tokens."""
 
     before: int
     ran: int
     tokens: list[int]
 
     def span(self, row: Row) -> Span:
-        """The row as it ran."""
+        """The row with the positions that ran."""
         return Span(row, row.slot, self.before - 1, self.ran)
 
     @property
     def result(self) -> RowResult:
+        """The row's result. A row that ran and gave no token met a logit that is not finite."""
         if self.ran and not self.tokens:
             return RowResult(error=not_finite(self.before - 1))
         return RowResult(
@@ -52,6 +53,7 @@ class Outcome(NamedTuple):
 
 
 def not_finite(position: int) -> str:
+    """The error of a job whose logits at `position` are not all finite."""
     return f"the model gave a logit that is not finite at position {position}"
 
 
@@ -63,7 +65,7 @@ class _HostBuffers(NamedTuple):
 
 
 class Replay:
-    """A replayed step on its way. Any thread may ask for its outcomes; the first one waits for the device."""
+    """A replayed step on its way. Any thread may ask for its outcomes; the first to ask waits for the device."""
 
     def __init__(self, step: Step, results: Tensor, wait: Callable[[], None]) -> None:
         self.step = step
@@ -75,7 +77,7 @@ class Replay:
 
     @property
     def outcomes(self) -> list[Outcome]:
-        """Of each row."""
+        """The outcome of each row, in their order; the first call waits for the device."""
         with self._lock:
             if not self.landed:
                 self._wait()
@@ -85,6 +87,7 @@ class Replay:
             return self._outcomes
 
     def result(self) -> StepResult:
+        """The step's result; waits for the device as `outcomes` does."""
         rows = tuple(outcome.result for outcome in self.outcomes)
         return StepResult(number=self.step.number, rows=rows, replayed=True)
 
@@ -99,7 +102,7 @@ class CapturedSteps:
     """The recorded shapes of one runner. Only the thread that runs its steps calls this."""
 
     def __init__(self, shared: SharedState, positions: int) -> None:
-        """positions: of a row, at most."""
+        """positions: of a decode row, at most."""
         self._shared = shared
         self._slots = shared.slots
         self._recorder = Recorder(shared.plan.device)
@@ -115,7 +118,10 @@ class CapturedSteps:
         self._wanted = shapes(len(shared.slots.at), positions, reach) if shared.model.recordable else []
 
     def record(self) -> None:
-        """Every shape. The host leads steps of those that cannot be recorded."""
+        """Records every shape. A shape that cannot be recorded is logged, and the host leads its steps.
+
+        Raises what the device's own failure raised.
+        """
         recorded: dict[Shape, _Recorded] = {}
         for shape in self._wanted:
             made = self._record(shape, list(SamplingKind)) or self._record(
@@ -141,7 +147,7 @@ class CapturedSteps:
         return _Recorded(step, forward, tuple(settle))
 
     def refusal(self, step: Step) -> str | None:
-        """Why a step is none of ours, in a word; None: it is."""
+        """Why the host must lead this step, in a word or two; None where the step can be replayed."""
         if not step.rows or step.begins or any(row.start is not None for row in step.rows):
             return "prompt"
         for row in step.rows:
@@ -157,7 +163,7 @@ class CapturedSteps:
         return None if shape is not None and self._kind(step) < len(self._recorded[shape].settle) else "shape"
 
     def launch(self, step: Step) -> tuple[Replay, DecodeStep]:
-        """Gives the step to the device. It must be ours."""
+        """Gives the step to the device without waiting for it. `refusal` must have given None."""
         self._note_landed()
         shape = self._shape(step.rows)
         assert shape is not None, "only a step that is ours is launched"
@@ -178,7 +184,7 @@ class CapturedSteps:
             self._note(self._replays.popleft())
 
     def _note_landed(self) -> None:
-        """Takes in what has been read already, and what holds the next step's buffers."""
+        """Takes in the results that have been read already, and the one whose buffers the next step needs."""
         while self._replays and (self._replays[0].landed or len(self._replays) == HOST_BUFFERS):
             self._note(self._replays.popleft())
 
@@ -231,7 +237,7 @@ _NO_NEWS = KEEP, *(0,) * FACTS
 
 
 def _facts(slot: Slot) -> tuple[int, ...]:
-    """In the order of step_rows.py's facts."""
+    """A slot's facts as integers, in the order of `kernels.hopper.step.step_rows`."""
     sampling = slot.sampling
     temperature = 0.0 if is_greedy(sampling) else sampling.temperature
     bits = struct.unpack("3q", struct.pack("3d", temperature, sampling.top_p, sampling.min_p))

@@ -49,8 +49,11 @@ class SamplingKind(IntEnum):
 class SharedState:
     """What recorded steps of all shapes share, on the device. Step after step, each reads it and leaves it changed.
 
-    plan [MOST_ROWS, COLUMNS], filled before a step; results [MOST_ROWS, RESULT_COLUMNS], read after it; standing: where
-    each slot stands. The last slot and the last page are nobody's: what is not to be kept goes there.
+    plan      int64 [MOST_ROWS, COLUMNS], filled before a step
+    results   int64 [MOST_ROWS, RESULT_COLUMNS], read after it
+    standing  where each slot stands
+
+    The last slot and the last page are nobody's: what is not to be kept goes there.
     """
 
     def __init__(self, model: K2, slots: Slots, kv: KvPool, layers: Sequence[int] = ()) -> None:
@@ -76,7 +79,7 @@ class DecodeStep:
     """The step of one shape.
 
     A position of the shape that no row needs repeats what a row of the step computes, and its latent goes to the page
-    that is nobody's. It reads no expert that the step does not read anyway.
+    that is nobody's. Such a position reads no expert that the step does not read anyway.
     """
 
     def __init__(self, shared: SharedState, shape: Shape) -> None:
@@ -89,7 +92,7 @@ class DecodeStep:
         self._logits_TV: Tensor | None = None
 
     def forward(self) -> None:
-        """From the plan to the logits of every position."""
+        """Computes the logits of every position from the plan."""
         shared, shape = self._shared, self.shape
         step = step_rows(
             *(self._plan_BC, shared.standing, shared.results),
@@ -102,7 +105,10 @@ class DecodeStep:
         self._logits_TV = shared.model.logits(hidden)
 
     def settle(self, kind: SamplingKind) -> None:
-        """From the logits to the tokens that are certain: into the slots, and into the results."""
+        """Chooses tokens from the logits, and writes those that are certain into the slots and the results.
+
+        It must follow `forward`.
+        """
         shared, logits_TV = self._shared, self._logits_TV
         assert logits_TV is not None, "a step is settled behind its forward"
         token_T, finite_T = best(logits_TV)

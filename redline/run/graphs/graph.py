@@ -14,7 +14,10 @@ Piece = Callable[[], None]
 
 
 class Recorder:
-    """Of one device. Recorded pieces share their temporary memory, so only one of them may run at a time."""
+    """Records pieces of work on one device.
+
+    Recorded pieces share their temporary memory, so only one of them may run at a time.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -23,7 +26,10 @@ class Recorder:
         self._first: torch.cuda.CUDAGraph | None = None  # whose memory the others share
 
     def record(self, *pieces: Piece) -> tuple[Piece, ...]:
-        """What does again what the pieces do, which run in this order and are run once here, on a GPU, to warm up."""
+        """For each piece a call that does the same again. They are recorded in this order.
+
+        On a GPU each runs once here, to warm up, and raises what it raises; on a CPU a piece is its own recording.
+        """
         if self._stream is None:
             return pieces
         torch.cuda.synchronize(self._device)
@@ -34,7 +40,7 @@ class Recorder:
             return tuple([self._capture(piece) for piece in pieces])
 
     def _capture(self, piece: Piece) -> Piece:
-        """Of the current stream."""
+        """Records what the piece does on the current stream."""
         graph = torch.cuda.CUDAGraph()
         pool = self._first.pool() if self._first is not None else None
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -49,11 +55,11 @@ class Recorder:
         return graph.replay
 
     def host_tensor(self, rows: int, columns: int) -> Tensor:
-        """int64 zeros that a GPU reads and writes by itself."""
+        """int64 zeros [rows, columns] in the host's memory; pinned where there is a GPU, for copies without waiting."""
         return torch.zeros(rows, columns, dtype=torch.int64, pin_memory=self._cuda)
 
     def mark(self) -> Callable[[], None]:
-        """What waits until the device has done all that it was given before this call."""
+        """A call that waits until the device has done all that it was given before this one."""
         if not self._cuda:
             return _done
         event = torch.cuda.Event()

@@ -11,15 +11,17 @@ MOST_SHAPES = 24  # all of them are recorded before the first job: a second or t
 
 
 class Shape(NamedTuple):
+    """The size of a recorded decode step."""
+
     rows: int
     positions: int  # of each row
     longest: int  # context of any row, in tokens
 
 
 def shapes(slots: int, positions: int, reach: int) -> list[Shape]:
-    """Those that are recorded, in the order of their recording: a function of the configuration alone.
+    """The shapes that are recorded, in the order of their recording: a function of the configuration alone.
 
-    positions: of a row, at most. reach: the longest context.
+    positions: of a row, at most. reach: the longest context, in tokens.
 
     A step is replayed in the cheapest shape that holds it. So those that hold much come first: of the longest context,
     without drafts and with all; then of shorter contexts; then with some drafts. Within each, few rows before many.

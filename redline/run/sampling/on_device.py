@@ -1,4 +1,4 @@
-"""What `sample.sample_each` does, from numbers that only the device knows: it can be recorded.
+"""What `on_host.sample_each` does, from numbers that only the device knows, so that it can be recorded.
 
 T rows, V vocabulary.
 """
@@ -12,7 +12,7 @@ from redline.kernels.cpu.sample import sample
 
 
 class Odds(NamedTuple):
-    """Of each row [T], as in Sampling: three float64 and two int64; and the position of its token, int64."""
+    """How each row is drawn, [T] each: the fields of its Sampling, float64 and int64, and the position of its token."""
 
     temperature: Tensor
     top_p: Tensor
@@ -23,20 +23,23 @@ class Odds(NamedTuple):
 
 
 def sample_rows(logits_TV: Tensor, odds: Odds, *, narrowed: bool) -> Tensor:
-    """int64 [T]. narrowed: whether any row has top_k, top_p or min_p."""
+    """The token of each row, int64 [T]; -1 where nothing can be drawn.
+
+    narrowed: whether any row has top_k, top_p or min_p.
+    """
     u_T = uniforms(odds.seed, odds.position)
     columns = odds.temperature, odds.top_p, odds.min_p, odds.top_k.double(), u_T
     return sample(logits_TV, torch.stack(columns, 1), narrowed)
 
 
 def uniforms(seed_T: Tensor, position_T: Tensor) -> Tensor:
-    """`sample.uniform` of each pair, float64."""
+    """`on_host.uniform` of each pair, float64 [T]. seed_T: as `signed` gives them, int64."""
     bits_T = _mix(seed_T ^ _mix(position_T))
     return _shifted(bits_T, 11).double() * 2.0**-53
 
 
 def signed(bits: int) -> int:
-    """The int64 with the 64 bits of a number of any size."""
+    """The int64 that has the lowest 64 bits of this number."""
     return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -48,5 +51,5 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, count: int) -> Tensor:
-    """To the right, zeros from the left: int64 has a sign of its own."""
+    """Shifted to the right with zeros from the left, although int64 has a sign."""
     return (x >> count) & ((1 << (64 - count)) - 1)

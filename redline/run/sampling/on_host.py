@@ -13,23 +13,25 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.sample import sample
+from redline.ops.sample import least_kept
 from redline.wire.job import Sampling
 from redline.wire.step import TokenLogprobs
 
 _MASK = (1 << 64) - 1
 SHORTLIST = 256  # `kept` looks at so many candidates first, and sorts the whole vocabulary only where they do not do
+SORTED = 1 << 18  # numbers that `kept` sorts at a time: fresh memory for more costs as much as sorting
 SCORED_ROWS = 128  # prompt positions whose logits are there at once: 84 MB at Kimi's 163,840 tokens
 COLDEST = 1e-5  # below this temperature the most likely token is all there is (and logits / temperature could overflow)
 
 
 def uniform(seed: int, position: int) -> float:
-    """In [0, 1), 53 bits: two rounds of splitmix64 over (seed, position)."""
+    """A random number in [0, 1), 53 bits: two rounds of splitmix64 over (seed, position)."""
     x = _mix((seed & _MASK) ^ _mix(position))
     return (x >> 11) * 2.0**-53
 
 
 def uniform_of(seed: int, stream: int, position: int) -> float:
-    """The same for other streams of random numbers, `stream` >= 0, each independent of `uniform` and of one another."""
+    """As `uniform`, for other streams of random numbers: `stream` >= 0, each independent of all others."""
     return uniform(_mix((seed & _MASK) ^ _mix(_MASK - stream)), position)
 
 
@@ -41,17 +43,17 @@ def _mix(x: int) -> int:
 
 
 def is_greedy(sampling: Sampling) -> bool:
-    """Whether only the most likely token can be drawn; the first of them, where several are."""
+    """Whether only the most likely token can be drawn: the one of the lowest id, where several are as likely."""
     return sampling.temperature < COLDEST or sampling.top_k == 1
 
 
 def is_plain_greedy(sampling: Sampling, generated: int) -> bool:
-    """Whether argmax of the raw logits is the answer."""
+    """Whether argmax of the raw logits is the answer. generated: tokens of the answer so far."""
     return is_greedy(sampling) and is_unadjusted(sampling, generated)
 
 
 def is_unadjusted(sampling: Sampling, generated: int) -> bool:
-    """Whether `adjusted` would change nothing, now and later in the answer."""
+    """Whether `adjusted` would change nothing, now and later in the answer. generated: tokens of the answer so far."""
     return (
         sampling.presence_penalty == sampling.frequency_penalty == 0
         and sampling.repetition_penalty == 1
@@ -61,12 +63,12 @@ def is_unadjusted(sampling: Sampling, generated: int) -> bool:
 
 
 def is_narrowed(sampling: Sampling) -> bool:
-    """Whether a part of the vocabulary is left out."""
+    """Whether top_k, top_p or min_p may leave out a part of the vocabulary."""
     return bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def sample_token(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor, position: int) -> int:
-    """The token for `position`; -1 where what is asked for leaves no finite number to choose by, as a penalty may.
+    """The token for `position`; -1 where no finite number is left to choose by, as after a penalty.
 
     prompt, generated: the tokens so far, int64, for the penalties.
     """
@@ -80,7 +82,10 @@ def sample_token(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated
 
 
 def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Tensor) -> Tensor:
-    """Bias, penalties and the ban on stop ids before min_tokens, as OpenAI and vLLM define them."""
+    """A copy of the logits with bias, penalties and the ban on stop ids before min_tokens, as in OpenAI's API and vLLM.
+
+    prompt, generated: the tokens so far, int64.
+    """
     logits_V = logits_V.clone()
     for token, bias in sampling.logit_bias:
         logits_V[token] += bias
@@ -98,59 +103,61 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
 
 
 def sample_each(logits_RV: Tensor, asked: Sequence[Sampling], us: Sequence[float]) -> list[int]:
-    """Of each row, none of them greedy: the first token at which the cumulative probability of those that `asked` keeps
-    passes u of its total; -1 where nothing can be drawn."""
+    """A token for each row, none of which is greedy; -1 where nothing can be drawn.
+
+    A row's token is the first at which the cumulative probability of those that its sampling keeps passes u of its
+    total. us: in [0, 1), one for each row.
+    """
+    return sample(logits_RV, _odds(asked, us, logits_RV.device), any(map(is_narrowed, asked))).tolist()
+
+
+def _odds(asked: Sequence[Sampling], us: Sequence[float], device: torch.device) -> Tensor:
+    """The odds of each row as `ops.sample` reads them, float64 [R, 5]."""
     odds = [(one.temperature, one.top_p, one.min_p, one.top_k, u) for one, u in zip(asked, us, strict=True)]
-    odds_R5 = torch.tensor(odds, dtype=torch.float64, device=logits_RV.device)
-    return sample(logits_RV, odds_R5, any(map(is_narrowed, asked))).tolist()
+    return torch.tensor(odds, dtype=torch.float64, device=device)
 
 
-def kept(probability_V: Tensor, sampling: Sampling) -> Tensor:
-    """With 0 for the tokens that top_k, top_p and min_p leave out; what is left is not scaled to a sum of 1."""
-    least = least_kept(probability_V, sampling)
-    return torch.where(probability_V >= least, probability_V, 0.0) if least > 0 else probability_V
+def kept(probability_RV: Tensor, sampling: Sampling) -> Tensor:
+    """The probabilities [R, V], 0 for tokens that top_k, top_p and min_p leave out; they are not scaled to sum to 1."""
+    rows, vocabulary = probability_RV.shape
+    odds_R5 = _odds([sampling], [0.0], probability_RV.device).expand(rows, -1)
+    nucleus = sampling.top_p < 1 and not sampling.top_k  # of the whole row: how many tokens that are, only a sum tells
+    best_RB = _most_likely(probability_RV, sampling.top_k or (SHORTLIST if nucleus else 1))
+    whole_R = torch.ones_like(odds_R5[:, 0])
+    if nucleus:  # each on its own: over several rows torch's threads may add in another order
+        whole_R = torch.stack([probability_V.sum(dtype=torch.float64) for probability_V in probability_RV])
+    least_R = least_kept(best_RB, whole_R, odds_R5)
+    if nucleus:
+        short_R = best_RB.cumsum(-1, dtype=torch.float64)[:, -1] < sampling.top_p * whole_R
+        if short_R.any():
+            for part in short_R.nonzero().squeeze(1).split(max(1, SORTED // vocabulary)):
+                best_RV = _most_likely(probability_RV[part], vocabulary)
+                least_R[part] = least_kept(best_RV, whole_R[part], odds_R5[part])
+    return probability_RV * (probability_RV >= least_R[:, None])
+
+
+def _most_likely(probability_RV: Tensor, count: int) -> Tensor:
+    """The `count` largest of each row, or all, largest first."""
+    vocabulary = probability_RV.shape[1]
+    if count == 1:
+        return probability_RV.amax(-1, keepdim=True)
+    if count <= vocabulary // 8 or probability_RV.is_cuda:
+        return probability_RV.topk(min(count, vocabulary)).values
+    ascending_RV = -probability_RV
+    np.ndarray.sort(ascending_RV.numpy())  # on a CPU several times faster than torch's
+    return ascending_RV[:, :count].neg()
 
 
 def pick(weight_V: Tensor, u: float) -> int:
-    """The first token, in the order of ids, at which the cumulative weight passes u of its total, which is not 0."""
+    """The first token, in the order of ids, at which the cumulative weight passes u of the total, which is above 0."""
     # In float64: float32 would lose the many tokens that are each less likely than 2^-24. And u <= 1 - 2^-53, so that
     # u * total rounds to less than the total, and the search ends at a token that is possible.
     mass = weight_V.cumsum(0, dtype=torch.float64)
     return int(torch.searchsorted(mass, u * mass[-1], right=True))
 
 
-def least_kept(probability_V: Tensor, sampling: Sampling) -> float:
-    """Tokens at least as likely as this are kept: by top_k, by top_p of what top_k leaves, and by min_p; 0: all.
-
-    Tokens exactly as likely as the last one kept are kept too, so the choice does not depend on how ties are sorted.
-    """
-    vocabulary = probability_V.shape[0]
-    least = 0.0
-    if 0 < sampling.top_k < vocabulary or sampling.top_p < 1:
-        best = _most_likely(probability_V, sampling.top_k or SHORTLIST)
-        mass = best.cumsum(0, dtype=torch.float64)
-        wanted = sampling.top_p * (mass[-1] if sampling.top_k else probability_V.sum(dtype=torch.float64))
-        if mass[-1] < wanted:
-            best = _most_likely(probability_V, vocabulary)
-            mass = best.cumsum(0, dtype=torch.float64)
-        last = int(torch.searchsorted(mass, wanted)) if sampling.top_p < 1 else len(best) - 1
-        least = float(best[min(last, len(best) - 1)])
-    if sampling.min_p > 0:
-        least = max(least, sampling.min_p * float(probability_V.max()))
-    return least
-
-
-def _most_likely(probability_V: Tensor, count: int) -> Tensor:
-    """The `count` largest, or all, largest first."""
-    vocabulary = probability_V.shape[0]
-    if count <= vocabulary // 8 or probability_V.is_cuda:
-        return probability_V.topk(min(count, vocabulary)).values
-    ascending = np.sort(probability_V.numpy())  # on a CPU several times faster than torch's
-    return torch.from_numpy(ascending[::-1][:count].copy())
-
-
 def logprobs_of(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
-    """Of the model's own distribution: the token's log probability and rank, and the `count` best."""
+    """The token's log probability (natural) and rank (from 1) in the model's own distribution, and the `count` best."""
     logs = logits_V.log_softmax(-1)
     chosen = float(logs[token])
     best, tokens = logs.topk(min(count, logs.shape[0])) if count else (logs[:0], logs[:0].long())

@@ -37,7 +37,9 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float8_e4m3fn: 7e-2, torch.float32: 1e-
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, tuple):
         return [tensor for part in value for tensor in tensors(part)]
-    return [value] if isinstance(value, torch.Tensor) else list(value.lists) if isinstance(value, Pairs) else []
+    return (
+        [value] if isinstance(value, torch.Tensor) else list(value.lists.values()) if isinstance(value, Pairs) else []
+    )
 
 
 def few_multiprocessors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:

@@ -102,7 +102,7 @@ def test_machine_code_is_made_where_it_cannot_be_kept(chip: pytest.MonkeyPatch, 
 
     chip.setattr(driver, "compile_source", compile_source)
     source = Path(kernel.__file__).parent / "decode" / "embed.cu"
-    assert [driver.machine_code(source, []) for _ in range(2)] == [b"code", b"code"]
+    assert [driver.machine_code(source, [], "") for _ in range(2)] == [b"code", b"code"]
     assert len(compiled) == (1 if cache == "cache" else 2)
     assert all(path.suffix == ".cubin" for path in tmp_path.glob("cache/redline/*"))
 
@@ -119,5 +119,5 @@ def test_a_full_disk_leaves_no_half_of_a_kernel(chip: pytest.MonkeyPatch, tmp_pa
 
     with chip.context() as patch:
         patch.setattr(Path, "write_bytes", full)
-        assert driver.machine_code(Path(kernel.__file__).parent / "decode" / "embed.cu", []) == b"code"
+        assert driver.machine_code(Path(kernel.__file__).parent / "decode" / "embed.cu", [], "") == b"code"
     assert list((tmp_path / "redline").iterdir()) == []

@@ -18,9 +18,12 @@ from redline.tune.choose import Worth
 from redline.wire.delta import Delta
 from redline.wire.job import Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
+from redline.worker.config import Learned
 from redline.worker.engine import EngineCore
 from redline.worker.loop import turn
 from tests.tiny_model import (
+    BOTH,
+    LEARNED,
     VOCABULARY,
     Answer,
     job,
@@ -30,7 +33,6 @@ from tests.tiny_model import (
     prompt,
     run,
     run_alone,
-    tiny_drafter,
     tiny_model,
 )
 
@@ -92,7 +94,7 @@ def test_what_an_engine_with_a_drafter_draws_is_distributed_as_the_model_says():
     second = torch.stack(asked_of(start, *((a,) for a in range(FEW))))
     third = torch.stack(asked_of(start, *((a, b) for a in range(FEW) for b in range(FEW)))).view(FEW, FEW, FEW)
     pairs = torch.einsum("a,ab,abc->bc", first_V, second, third).flatten()
-    engine = open_engine(model, drafter=drafter, draft_adaptive=False, suffix=False, max_running=64)
+    engine = open_engine(model, drafter=drafter, speculation=LEARNED, max_running=64)
     answers: list[Answer] = []
     try:
         for first in range(0, DRAWS, 900):
@@ -120,7 +122,7 @@ def test_a_drafter_that_gives_no_numbers_costs_nobody_an_answer():
         job("drawn", prompt(2, 70), **drawn),
         job("lukewarm", prompt(3, 9), top_p=0.9),
     ]
-    answers = answers_of(open_engine(tiny_model(), drafter=broken, draft_adaptive=False), asked)
+    answers = answers_of(open_engine(tiny_model(), drafter=broken, speculation=BOTH), asked)
     assert [answer.finish for answer in answers.values()] == ["length"] * 3
     assert answers["drawn"].proposed > 0
     assert answers["greedy"].tokens == run_alone(tiny_model(), asked[0]).tokens
@@ -141,7 +143,7 @@ def test_a_draft_behind_which_the_model_gives_no_number_does_not_end_the_job(mon
     monkeypatch.setattr(model, "predict", broken)
     for change in ({}, {"frequency_penalty": 1e-9}):
         answers = answers_of(
-            open_engine(model, drafter=tiny_drafter(), draft_adaptive=False),
+            open_engine(model, speculation=BOTH),
             [job("asked", prompt(1, 70), max_tokens=20, **change)],
         )
         assert answers["asked"].error is None
@@ -150,7 +152,7 @@ def test_a_draft_behind_which_the_model_gives_no_number_does_not_end_the_job(mon
 
 def test_a_job_that_is_aborted_in_the_middle_of_its_drafts_leaves_no_trace():
     """Its slot and pages serve others, who are answered as if it had never been."""
-    engine = open_engine(tiny_model(), drafter=tiny_drafter(), draft_adaptive=False, max_running=2, pages=12)
+    engine = open_engine(tiny_model(), speculation=BOTH, max_running=2, pages=12)
     leaving = job("leaving", prompt(1, 100), max_tokens=300, temperature=1.0)
     stays, comes = job("stays", prompt(2, 90), max_tokens=60), job("comes", prompt(1, 100), max_tokens=60)
     told: dict[str, list[Delta]] = {asked.id: [] for asked in (leaving, stays, comes)}
@@ -176,7 +178,7 @@ def test_a_job_that_is_aborted_in_the_middle_of_its_drafts_leaves_no_trace():
 
 
 def test_rows_that_the_drafter_follows_and_rows_that_it_has_lost_share_a_step():
-    engine = open_engine(tiny_model(), drafter=tiny_drafter(), draft_adaptive=False, draft_tokens=3)
+    engine = open_engine(tiny_model(), speculation=BOTH)
     lost = [job(f"lost {n}", prompt(n, 40 + n), max_tokens=60) for n in range(3)]
     followed = [job(f"followed {n}", prompt(n, 70 + n), max_tokens=50) for n in range(3)]
     kinds: set[frozenset[bool]] = set()
@@ -211,7 +213,7 @@ def test_as_many_drafts_hold_after_a_cache_hit_as_without(shared: int):
     asked = job("asked", prompt(1, shared) + prompt(4, 50), max_tokens=60, temperature=2.0, seed=11)
     found: list[Answer] = []
     for before in ([], [job("before", prompt(1, shared), max_tokens=0)]):
-        engine = open_engine(tiny_model(), drafter=tiny_drafter(), draft_adaptive=False, suffix=False)
+        engine = open_engine(tiny_model(), speculation=LEARNED)
         engine.runner.kv.tails.fill_(torch.nan)  # what nobody has written
         found.append(answers_of(engine, before, [asked], every=8)["asked"])
     cold, warm = found
@@ -238,9 +240,7 @@ def test_other_peoples_drafters_change_nothing_either(kind: dict[str, Any], kv_d
     drafter.prepare(tiny_model())
     greedy = [job(f"{n}", prompt(n, 50 + 30 * n), max_tokens=70) for n in range(3)]
     drawn = job("drawn", prompt(9, 60), max_tokens=70, temperature=2.0, seed=2)
-    engine = open_engine(
-        tiny_model(), drafter=drafter, draft_adaptive=False, suffix=False, kv_dtype=kv_dtype, step_tokens=90, pages=9
-    )
+    engine = open_engine(tiny_model(), drafter=drafter, speculation=LEARNED, kv_dtype=kv_dtype, step_tokens=90, pages=9)
     answers = answers_of(engine, [*greedy, drawn], [job("again", prompt(1, 80), max_tokens=70)], every=30)
     assert answers["drawn"].accepted > 0
     assert len(answers["drawn"].tokens) == 70
@@ -249,8 +249,8 @@ def test_other_peoples_drafters_change_nothing_either(kind: dict[str, Any], kv_d
         assert answers[asked.id].tokens == run_alone(tiny_model(), asked, kv_dtype=kv_dtype).tokens
 
 
-@pytest.mark.parametrize("way", [{"suffix": False}, {}])
-def test_every_kind_of_end_is_the_same(way: dict[str, bool]):
+@pytest.mark.parametrize("suffix", [False, True])
+def test_every_kind_of_end_is_the_same(suffix: bool):
     """At max_tokens 0 and 1, at the longest context, below and at min_tokens: tokens, reason and log probabilities."""
     words = (5, 6, 7, 8) * 12
     asked = [
@@ -265,7 +265,8 @@ def test_every_kind_of_end_is_the_same(way: dict[str, bool]):
         ),
     ]
     sizes = {"max_model_len": 128, "step_tokens": 50}
-    engine = open_engine(tiny_model(), drafter=tiny_drafter(), draft_adaptive=False, draft_tokens=5, **sizes, **way)
+    speculation = Learned(drafter="tiny", tokens=5, adaptive=False, suffix=suffix)
+    engine = open_engine(tiny_model(), speculation=speculation, **sizes)
     answers = answers_of(engine, asked)
     for one in asked:
         alone = run_alone(tiny_model(), one, **sizes)
@@ -275,7 +276,7 @@ def test_every_kind_of_end_is_the_same(way: dict[str, bool]):
 
 
 def test_a_drafter_that_may_draft_nothing_reads_nothing():
-    engine = open_engine(tiny_model(), drafter=tiny_drafter(), draft_tokens=0)
+    engine = open_engine(tiny_model(), speculation=Learned(drafter="tiny", tokens=0))
     passes: list[object] = []
     engine.runner.drafting.follow = lambda *spans: passes.append(spans)
     asked = job("asked", prompt(1, 70), max_tokens=5)
@@ -284,7 +285,7 @@ def test_a_drafter_that_may_draft_nothing_reads_nothing():
 
 
 def test_a_followed_row_is_answered_with_as_many_drafts_as_it_asks_for():
-    runner = open_engine(tiny_model(), drafter=tiny_drafter(), suffix=False).runner
+    runner = open_engine(tiny_model(), speculation=Learned(drafter="tiny", suffix=False)).runner
     try:
         begin = Begin(slot=0, tokens=prompt(1, 20), prompt=20, pages=(), sampling=Sampling(max_tokens=4), limit=64)
         row = Row(slot=0, start=0, count=20, new_pages=(PageId(3),), drafting=True)

@@ -90,7 +90,7 @@ def expected(sampling: Sampling, length: int) -> np.ndarray:
         for i, token in enumerate(tokens):
             before = (tuple(PROMPT.tolist()) + tokens[:i])[-2:]
             logits = adjusted(model_rows(before, ())[0], sampling, PROMPT, torch.tensor(tokens[:i], dtype=torch.int64))
-            p_V = kept((logits / sampling.temperature).softmax(-1), sampling).double()
+            p_V = kept((logits / sampling.temperature).softmax(-1)[None], sampling)[0].double()
             share *= float(p_V[token] / p_V.sum())
             if share == 0:
                 break

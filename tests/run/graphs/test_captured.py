@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -27,8 +28,21 @@ from redline.run.sampling.on_host import sample_each, uniform
 from redline.run.slots import Slots
 from redline.wire.job import Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
+from redline.worker.config import DraftConfig, Learned, Suffix
 from redline.worker.engine import EngineCore
-from tests.tiny_model import VOCABULARY, Answer, job, open_engine, prompt, run, run_alone, tiny_drafter, tiny_model
+from tests.tiny_model import (
+    BOTH,
+    LEARNED,
+    SUFFIX,
+    VOCABULARY,
+    Answer,
+    job,
+    open_engine,
+    prompt,
+    run,
+    run_alone,
+    tiny_model,
+)
 
 GREEDY = {"logprobs": None}
 SAMPLINGS: tuple[dict[str, Any], ...] = (
@@ -111,7 +125,7 @@ def test_what_is_recorded_does_not_depend_on_a_clock(captured: Open, monkeypatch
     hours = itertools.count(0.0, 3600.0)
     with monkeypatch.context() as patch:
         patch.setattr("time.monotonic", lambda: next(hours))
-        runner = captured(draft="suffix", draft_adaptive=False, draft_tokens=3).runner
+        runner = captured(speculation=SUFFIX).runner
     runner.close()
     assert runner._captured is not None
     assert set(runner._captured._recorded) == set(shapes(16, 4, 1024))
@@ -120,7 +134,7 @@ def test_what_is_recorded_does_not_depend_on_a_clock(captured: Open, monkeypatch
 def test_the_cheapest_recorded_shape_that_holds_a_step_replays_it(captured: Open):
     tokens = prompt(seed=3, length=30)
     answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
-    runner = captured(draft="suffix", draft_adaptive=False, draft_tokens=3).runner
+    runner = captured(speculation=SUFFIX).runner
     captures = runner._captured
     assert captures is not None
     kept = [Shape(2, 1, 1024), Shape(8, 1, 1024), Shape(8, 4, 1024)]
@@ -228,23 +242,19 @@ def test_answers_that_end_and_begin_among_others_that_the_host_leads(captured: O
             assert answers[asked.id].tokens == alone(asked).tokens, asked.id
 
 
-@pytest.mark.parametrize(
-    "way", [{"draft": "suffix"}, {"drafter": "tiny"}, {"drafter": "tiny", "suffix": False}], ids=str
-)
+@pytest.mark.parametrize("speculation", [SUFFIX, BOTH, LEARNED], ids=["suffix", "both", "drafter"])
 @pytest.mark.parametrize("drafts", [1, 3, 7])
-def test_drafts_change_nothing(captured: Open, way: dict[str, Any], drafts: int):
-    if "drafter" in way:
-        way = {**way, "drafter": tiny_drafter()}
+def test_drafts_change_nothing(captured: Open, speculation: DraftConfig, drafts: int):
     kinds = [{}, {}, {"temperature": 0.01, "seeded": True, "seed": 3, "top_p": 0.9}]
     jobs = [
         job(f"{n}", prompt(seed=n, length=40 + 25 * n), max_tokens=90 - n, logprobs=None, **kind)
         for n, kind in enumerate(kinds)
     ]
-    engine = captured(draft_adaptive=False, draft_tokens=drafts, **way)
+    engine = captured(speculation=msgspec.structs.replace(speculation, tokens=drafts))
     answers = answers_of(engine, jobs)
     assert engine.runner.replays > 20
     # A random drafter is hardly ever right.
-    assert sum(answer.accepted for answer in answers.values()) > 0 or "drafter" in way
+    assert sum(answer.accepted for answer in answers.values()) > 0 or isinstance(speculation, Learned)
     for asked in jobs:
         assert answers[asked.id].tokens == alone(asked).tokens
 
@@ -253,7 +263,7 @@ def test_drafts_of_the_models_own_answer_all_hold(captured: Open):
     """What the runner verifies need not come from a drafter: the answer itself, and one token of it replaced."""
     tokens = prompt(seed=3, length=30)
     answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
-    engine = captured(draft="suffix", draft_adaptive=False, draft_tokens=5)
+    engine = captured(speculation=Suffix(tokens=5, adaptive=False))
     runner = engine.runner
     try:
         first = _begin(runner, tokens, limit=70)
@@ -283,7 +293,7 @@ def test_steps_around_a_gpus_kernels_are_the_same_steps(captured: Open, monkeypa
         job(f"{n}", prompt(seed=n, length=50 + 25 * n), max_tokens=20 - n, logprobs=None, **kind)
         for n, kind in enumerate(kinds)
     ]
-    engine = captured(draft="suffix", draft_adaptive=False, draft_tokens=3, max_running=4)
+    engine = captured(speculation=SUFFIX, max_running=4)
     before = fallbacks.copy()
     answers = answers_of(engine, jobs)
     assert engine.runner.replays > 5
@@ -294,8 +304,8 @@ def test_steps_around_a_gpus_kernels_are_the_same_steps(captured: Open, monkeypa
 
 def test_drafts_that_were_drawn_are_left_to_the_host(captured: Open):
     asked = job("asked", prompt(seed=1, length=70), max_tokens=40, logprobs=None, temperature=1.0, seed=3)
-    engine = captured(drafter=tiny_drafter(), suffix=False, draft_adaptive=False, draft_tokens=2)
-    led = open_engine(tiny_model(), drafter=tiny_drafter(), suffix=False, draft_adaptive=False, draft_tokens=2)
+    two = msgspec.structs.replace(LEARNED, tokens=2)
+    engine, led = captured(speculation=two), open_engine(tiny_model(), speculation=two)
     assert answers_of(engine, [asked]) == answers_of(led, [asked])
     assert engine.runner.led["drawn drafts"] > 10
 
@@ -303,7 +313,7 @@ def test_drafts_that_were_drawn_are_left_to_the_host(captured: Open):
 def test_no_row_goes_beyond_its_limit(captured: Open):
     tokens = prompt(seed=3, length=30)
     answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
-    engine = captured(draft="suffix", draft_adaptive=False, draft_tokens=5)
+    engine = captured(speculation=Suffix(tokens=5, adaptive=False))
     runner = engine.runner
     try:
         _begin(runner, tokens, limit=34)
@@ -421,7 +431,7 @@ def test_the_pieces_look_at_no_number(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_steps_cost_is_measured_over_replayed_ones(captured: Open):
-    engine = captured(drafter=tiny_drafter(), suffix=False, draft_tokens=3)
+    engine = captured(speculation=Learned(drafter="tiny", suffix=False))
     assert engine.runner.replays > 100
     asked = job("asked", prompt(seed=1, length=70), max_tokens=60, **GREEDY)
     assert answers_of(engine, [asked])["asked"].tokens == alone(asked).tokens

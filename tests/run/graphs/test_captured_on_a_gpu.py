@@ -13,7 +13,7 @@ from redline.run.fit import Layout
 from redline.run.graphs.decode_step import SamplingKind
 from redline.run.graphs.shapes import MOST_SHAPES, shapes
 from redline.run.runner import Runner
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Suffix
 from redline.worker.engine import Engine, EngineCore, sizes_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -36,9 +36,7 @@ def test_every_wanted_shape_is_recorded_and_takes_no_more_than_is_counted(drafts
         max_model_len=65_536,
         kv_memory=1 << 30,
         device="cuda",
-        draft="suffix" if drafts else None,
-        draft_tokens=drafts or None,
-        draft_adaptive=False,
+        speculation=Suffix(tokens=drafts, adaptive=False) if drafts else None,
     )
     engine = EngineCore.load(NANO, config)  # compiles what a recording needs
     engine.runner.close()

@@ -5,16 +5,17 @@
 constexpr u32 PAGE = 64, WIDTH = R + P;
 constexpr float LN_2 = 0.69314718f;
 
-struct Arguments {
-    const char* q;      // bf16 [T, H, R + P]
-    const int* tokens;  // [Q]: rows of q
-    const int* slots;   // [Q]
+struct AttendLaunch {
+    const char* q;       // bf16 [T, H, R + P]
+    const int* tokens;   // [Q]: rows of q
+    const int* slots;    // [Q]
     const int* lengths;  // [Q]
-    const int* tables;  // [slots, table_width]
-    const char* plane;  // bf16 or e4m3 [pages, 64, R + P]
-    char* out;          // bf16 [Q, H, splits, R]
-    float* lse;         // [Q, H, splits]
+    const int* tables;   // [slots, table_width]
+    const char* plane;   // bf16 or e4m3 [pages, 64, R + P], whose pages may lie apart
+    char* out;           // bf16 [Q, H, splits, R]
+    float* lse;          // [Q, H, splits]
     int heads, table_width, splits, skip;
+    u32 page_stride;  // bytes from a page to the next
     float scale;  // of scores, for powers of two
 };
 
@@ -28,7 +29,7 @@ struct Work {
 };
 
 // Pages are shared out evenly over the splits, whatever length the grid was made for; splits left over have none.
-FN Work find_work(const Arguments& a) {
+FN Work find_work(const AttendLaunch& a) {
     Work w;
     u32 split = block_index(), parts = (a.heads + ROWS - 1) / ROWS;
     w.query = block_index_y() / parts, w.head = block_index_y() % parts * ROWS;
@@ -43,10 +44,10 @@ FN Work find_work(const Arguments& a) {
     return w;
 }
 
-FN float* lse_of(const Arguments& a, const Work& w, u32 head) { return a.lse + w.out_row + (u64)head * a.splits; }
-FN char* latents_of(const Arguments& a, const Work& w, u32 head) { return a.out + (w.out_row + (u64)head * a.splits) * (2 * R); }
+FN float* lse_of(const AttendLaunch& a, const Work& w, u32 head) { return a.lse + w.out_row + (u64)head * a.splits; }
+FN char* latents_of(const AttendLaunch& a, const Work& w, u32 head) { return a.out + (w.out_row + (u64)head * a.splits) * (2 * R); }
 
-FN bool is_seen(const Arguments& a, const Work& w, u32 token) { return (int)token >= a.skip && (int)token < w.length; }
+FN bool is_seen(const AttendLaunch& a, const Work& w, u32 token) { return (int)token >= a.skip && (int)token < w.length; }
 
 // Two e4m3 in the high bytes of both halves -> bf16, exact: their bits in place, times 2^120, which also mends subnormals.
 FN u32 widen_apart(u32 pair) { return multiply_bf16((pair & 0x80008000) | (pair >> 4 & 0x07f007f0), 0x7b807b80); }

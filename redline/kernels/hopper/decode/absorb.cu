@@ -12,7 +12,7 @@ constexpr u32 COPY_BYTES = 16384;
 constexpr u32 QUERY_BYTES = 2 * (N + P), ABSORBED_BYTES = 2 * (R + P);
 constexpr u32 WARPS = THREADS / 32;
 
-struct Arguments {
+struct AbsorbLaunch {
     const char* q;       // bf16 [T, H, N + P]
     const char* weight;  // bf16 [H, R / 16, N / 32, 16, 32]
     char* absorbed;      // bf16 [T, H, R + P]
@@ -20,7 +20,7 @@ struct Arguments {
 };
 
 // Lane 4g + t: 16 bytes of token `first` + g for each unit. A column past the last token is never stored.
-FN void load_columns(u32x4 (&x)[UNITS], const Arguments& a, u32 head, u32 first) {
+FN void load_columns(u32x4 (&x)[UNITS], const AbsorbLaunch& a, u32 head, u32 first) {
     u32 token = smaller(first + lane_index() / 4, a.tokens - 1);
     const char* at = a.q + ((u64)token * a.heads + head) * QUERY_BYTES + 16 * (lane_index() % 4);
     for (u32 u = 0; u < UNITS; u++) x[u] = load_global_4(at + 64 * u);
@@ -36,7 +36,7 @@ FN void multiply(float (&c)[4], const u32x4 (&x)[UNITS], u32 tile) {
 }
 
 // c: rows g and g + 8, tokens 2t and 2t + 1. Lanes g and g ^ 1 trade, so that each holds two rows of one token.
-FN void store_tile(const Arguments& a, const float (&c)[4], u32 head, u32 row, u32 first) {
+FN void store_tile(const AbsorbLaunch& a, const float (&c)[4], u32 head, u32 row, u32 first) {
     u32 g = lane_index() / 4, t = lane_index() % 4;
     bool odd = g & 1;
     float upper = shuffle_xor(odd ? c[0] : c[1], 4), lower = shuffle_xor(odd ? c[2] : c[3], 4);
@@ -47,7 +47,7 @@ FN void store_tile(const Arguments& a, const float (&c)[4], u32 head, u32 row, u
     store_global(at + 16, odd ? pack_bf16(lower, c[3]) : pack_bf16(c[2], lower));
 }
 
-FN void copy_rotated(const Arguments& a, u32 head) {
+FN void copy_rotated(const AbsorbLaunch& a, u32 head) {
     constexpr u32 CHUNKS = P / 8;
     for (u32 i = thread_index(); i < a.tokens * CHUNKS; i += THREADS) {
         u64 row = (u64)(i / CHUNKS) * a.heads + head;
@@ -56,7 +56,7 @@ FN void copy_rotated(const Arguments& a, u32 head) {
     }
 }
 
-KERNEL_BESIDE(absorb, Arguments, 2) {
+KERNEL_BESIDE(absorb, AbsorbLaunch, 2) {
     u32 head = block_index(), half = block_index_y(), weights = shared_base(), barrier = weights + WEIGHT_BYTES;
     if (thread_index() == 0) {
         const char* from = a.weight + (u64)(2 * head + half) * WEIGHT_BYTES;

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-_Arguments = structure("Arguments", "q weight absorbed", "tokens heads")
+_Launch = launch_record("decode/absorb.cu", "AbsorbLaunch")
 
 
 class AbsorbArgs(NamedTuple):
@@ -37,7 +37,7 @@ def _reference(args: AbsorbArgs) -> Tensor:
 @functools.cache
 def _kernel(nope: int, rope: int, rank: int) -> CudaKernel:
     shared = rank * nope + 16  # half a head's weights, 2 bytes each, and a barrier
-    return CudaKernel("decode/absorb.cu", "absorb", {"N": nope, "P": rope, "R": rank}, shared)
+    return CudaKernel("decode/absorb.cu", "absorb", _Launch, {"N": nope, "P": rope, "R": rank}, shared)
 
 
 def _cuda(args: AbsorbArgs) -> Tensor:
@@ -45,7 +45,7 @@ def _cuda(args: AbsorbArgs) -> Tensor:
     tokens, heads, width = q_THX.shape
     _, rank, nope = args.w_uk.shape
     out = torch.empty(tokens, heads, rank + width - nope, dtype=torch.bfloat16, device=q_THX.device)
-    arguments = _Arguments(address(q_THX), address(args.w_uk.data), address(out), tokens, heads)
+    arguments = _Launch(q=q_THX, weight=args.w_uk.data, absorbed=out, tokens=tokens, heads=heads)
     _kernel(nope, width - nope, rank).launch(arguments, heads if tokens else 0, 2)
     return out
 

@@ -51,7 +51,7 @@ FN void copy_row(u32 to, const char* from, bool real) {
         if (i + 128 <= BYTES || i + 16 * copied_piece() < BYTES) copy_async(to + i, from + i, real);
 }
 
-FN void copy_queries(const Arguments& a, u32 base, const Work& w) {
+FN void copy_queries(const AttendLaunch& a, u32 base, const Work& w) {
     u32 row = copied_row(), piece = copied_piece();
     if (row >= ROWS) return;
     bool real = row < w.rows;
@@ -60,9 +60,9 @@ FN void copy_queries(const Arguments& a, u32 base, const Work& w) {
 }
 
 // Raw rows lie as they are, for the threads that copied them; others in their final places.
-FN void copy_page(const Arguments& a, const Work& w, u32 to, u32 number, u32 page) {
+FN void copy_page(const AttendLaunch& a, const Work& w, u32 to, u32 number, u32 page) {
     u32 row = copied_row(), piece = copied_piece();
-    const char* from = a.plane + ((u64)page * PAGE + row) * RAW_ROW + 16 * piece;
+    const char* from = a.plane + (u64)page * a.page_stride + row * RAW_ROW + 16 * piece;
     u32 place = CONVERT ? row * RAW_ROW + 16 * piece : chunk_at(row, ROW_BYTES, piece);
     copy_row<RAW_ROW>(to + place, from, is_seen(a, w, number * PAGE + row));
 }
@@ -115,7 +115,7 @@ FN void score(Scores& c, u32 queries, u32 page, u32 group, u32 quarter) {
     }
 }
 
-FN void scale_and_mask(Scores& c, const Arguments& a, const Work& w, u32 number, u32 quarter) {
+FN void scale_and_mask(Scores& c, const AttendLaunch& a, const Work& w, u32 number, u32 quarter) {
     u32 first = number * PAGE + 16 * quarter + 2 * (lane_index() % 4);
     for (u32 j = 0; j < 2; j++)
         for (u32 e = 0; e < 4; e++) {
@@ -204,7 +204,7 @@ FN void add_values(Latents& c, u32 base, u32 page, u32 group, u32 column) {
 }
 
 // Through shared memory, where queries were, so that a warp writes whole lines.
-FN void store_latents(const Arguments& a, const Latents& c, u32 base, u32 group, u32 column, const Work& w) {
+FN void store_latents(const AttendLaunch& a, const Latents& c, u32 base, u32 group, u32 column, const Work& w) {
     u32 t = lane_index() % 4;
     for (u32 i = 0; i < TILES; i++)
         for (u32 j = 0; j < OUT_TILES; j++)
@@ -220,7 +220,7 @@ FN void store_latents(const Arguments& a, const Latents& c, u32 base, u32 group,
     }
 }
 
-KERNEL_BESIDE(attend, Arguments, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 : 1) {
+KERNEL_BESIDE(attend, AttendLaunch, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 : 1) {
     let_next_grid_start();
     u32 base = shared_base(), warp = warp_index(), thread = thread_index();
     // Lengths, tables and pages are read before the wait below. The newest row of a page is of the grid before `absorb`, and

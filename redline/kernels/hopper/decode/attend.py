@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
@@ -32,9 +32,7 @@ ROPE = 64  # P of every model here
 WARPGROUP_ROWS = {64}  # blocks that take attend_warpgroups.cu; it knows 16 and 32 too
 _VALUE_BYTES = {torch.bfloat16: 2, torch.float8_e4m3fn: 1}
 
-_Arguments = structure(
-    "Arguments", "q tokens slots lengths tables plane out lse", "heads table_width splits skip", "scale"
-)
+_Launch = launch_record("blocks/attention.cuh", "AttendLaunch")
 
 
 class Plan(NamedTuple):
@@ -106,7 +104,8 @@ class AttendArgs(NamedTuple):
 def _reference(args: AttendArgs) -> tuple[Tensor, Tensor]:
     """Query i: row tokens_Q[i] of q [T, H, R + P], over rows [skip, lengths_Q[i]) of slot slots_Q[i]. All int32.
 
-    tables [slots, pages per slot]; plane [pages, 64, R + P], bf16 or float8_e4m3fn; no length is above max_length.
+    tables [slots, pages per slot]; plane [pages, 64, R + P], bf16 or float8_e4m3fn, its pages contiguous each, whatever
+    lies between them; no length is above max_length.
     Consecutive queries of one slot, each one longer, are a row's drafts. skip: as in `mla_decode`.
     -> latents bf16 [Q, H, S, R], log-sum-exps float32 [Q, H, S] (natural); a split without rows has -inf and, in the
     kernel, latents that were never written.
@@ -143,10 +142,10 @@ def _kernel(rows: int, rank: int, value_bytes: int, buffers: int, warpgroups: bo
     defines = {"ROWS": rows, "R": rank, "P": ROPE, "VALUE_BYTES": value_bytes, "BUFFERS": buffers}
     if warpgroups:
         shared = rows * row_bytes + page_values * 2 * buffers + rows * (2 * PAGE_TOKENS + 16 + 16 + 4 + 4)
-        return CudaKernel("decode/attend_warpgroups.cu", "attend", defines, shared)
+        return CudaKernel("decode/attend_warpgroups.cu", "attend", _Launch, defines, shared)
     pages = page_values * 2 * buffers if value_bytes == 2 else page_values * (2 + buffers)
     shared = rows * row_bytes + pages + rows * (2 * PAGE_TOKENS + 16 + 8 + 16)
-    return CudaKernel("decode/attend.cu", "attend", defines, shared)
+    return CudaKernel("decode/attend.cu", "attend", _Launch, defines, shared)
 
 
 def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
@@ -155,9 +154,22 @@ def _cuda(args: AttendArgs) -> tuple[Tensor, Tensor]:
     rank, (rows, splits) = plane.shape[-1] - ROPE, plan(queries, heads, args.max_length)
     out = torch.empty(queries, heads, splits, rank, dtype=torch.bfloat16, device=q_THW.device)
     lse = torch.empty(queries, heads, splits, device=q_THW.device)
-    inputs = (q_THW, args.tokens_Q, args.slots_Q, args.lengths_Q, args.tables, plane, out, lse)
-    sizes = heads, args.tables.shape[1], splits, args.skip
-    arguments = _Arguments(*map(address, inputs), *sizes, args.scale * math.log2(math.e))
+    arguments = _Launch(
+        q=q_THW,
+        tokens=args.tokens_Q,
+        slots=args.slots_Q,
+        lengths=args.lengths_Q,
+        tables=args.tables,
+        plane=plane[0],  # and so on, each page a stride further
+        out=out,
+        lse=lse,
+        heads=heads,
+        table_width=args.tables.shape[1],
+        splits=splits,
+        skip=args.skip,
+        page_stride=plane.stride(0) * plane.element_size(),
+        scale=args.scale * math.log2(math.e),
+    )
     buffers = 1 if splits * PAGE_TOKENS >= args.max_length else 2
     kernel = _kernel(rows, rank, _VALUE_BYTES[plane.dtype], buffers, has_warpgroups(rows, rank))
     kernel.launch(arguments, splits if queries else 0, queries * -(-heads // rows))

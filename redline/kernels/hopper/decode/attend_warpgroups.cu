@@ -60,7 +60,7 @@ FN void store_transposed(u32 tile, const float (&c)[SUMS]) {
 FN u32 piece() { return thread_index() % 8; }
 
 // All threads: a row of each head, zeros for those that this work has not.
-FN void copy_queries(const Arguments& a, u32 base, const Work& w) {
+FN void copy_queries(const AttendLaunch& a, u32 base, const Work& w) {
     const char* from = a.q + ((u64)load_global_fresh(a.tokens + w.query) * a.heads + w.head) * (2 * WIDTH);
 #pragma unroll 3
     for (u32 n = 0; n < (ROWS * TILES + THREADS / 8 - 1) / (THREADS / 8); n++) {
@@ -75,18 +75,18 @@ FN void copy_queries(const Arguments& a, u32 base, const Work& w) {
 
 // The other warpgroups: page after page of this work.
 struct Bringer {
-    const Arguments& a;
+    const AttendLaunch& a;
     const Work& w;
     u32 base, fetched, next;  // pages; the next one's number, read a page ahead
     typedef u32x4 Raw[CONVERT ? HELD : 1];  // a thread's share of a page
     Raw raw;
 
-    __device__ __forceinline__ Bringer(const Arguments& a, const Work& w)
+    __device__ __forceinline__ Bringer(const AttendLaunch& a, const Work& w)
         : a(a), w(w), base(shared_base_1024()), fetched(0), next(load_global_fresh(w.table)) {}
 
     __device__ __forceinline__ u32 thread() const { return forget(thread_index() - GROUP); }
     __device__ __forceinline__ u32 buffer(u32 page) const { return base + PAGES + page % BUFFERS * PAGE_BYTES; }
-    __device__ __forceinline__ const char* from() const { return a.plane + (u64)next * PAGE * RAW_ROW; }
+    __device__ __forceinline__ const char* from() const { return a.plane + (u64)next * a.page_stride; }
     __device__ __forceinline__ bool is_real(u32 row) const { return is_seen(a, w, (w.first + fetched) * PAGE + row); }
     __device__ __forceinline__ void count_fetched() {
         if (++fetched < w.count) next = load_global_fresh(w.table + fetched);
@@ -181,12 +181,12 @@ FN void trade(float (&v)[VALUES], u32 partner) {
 // Lane 4g + t has two heads of each eight, 2t and 2t + 1, and two tokens of its warp's 16, g and g + 8 (`lower`).
 struct Scorer {
     static constexpr u32 HEADS = ROWS / 4, KEPT = HEADS > 8 ? HEADS / 8 : 1;  // of a lane, and when eight have joined theirs
-    const Arguments& a;
+    const AttendLaunch& a;
     const Work& w;
     u32 base;
     float total[KEPT] = {};
 
-    __device__ __forceinline__ Scorer(const Arguments& a, const Work& w) : a(a), w(w), base(shared_base_1024()) {}
+    __device__ __forceinline__ Scorer(const AttendLaunch& a, const Work& w) : a(a), w(w), base(shared_base_1024()) {}
 
     template <class Way>
     FN void join_tokens(float (&v)[HEADS]) {
@@ -318,7 +318,7 @@ FN void add_values(float (&o)[SHARE][SUMS], u32 base, u32 page, u32 group) {
 }
 
 // Through shared memory, where this warpgroup's part of the page was, so that whole lines are written.
-FN void store_latents(const Arguments& a, const Work& w, const float (&o)[SHARE][SUMS], u32 page, u32 group) {
+FN void store_latents(const AttendLaunch& a, const Work& w, const float (&o)[SHARE][SUMS], u32 page, u32 group) {
     sync_threads(1 + group, GROUP);
     for (u32 k = 0; k < SHARE; k++) store_transposed(page + (group + 4 * k) * TILE_BYTES, o[k]);
     sync_threads(1 + group, GROUP);
@@ -333,7 +333,7 @@ FN void store_latents(const Arguments& a, const Work& w, const float (&o)[SHARE]
 
 // All pages, by one of the parts that warpgroups play. Barriers: a page is there; its chances are; its buffer is free.
 template <class Part>
-FN void run(Part& part, const Arguments& a, const Work& w, u32 group) {
+FN void run(Part& part, const AttendLaunch& a, const Work& w, u32 group) {
     u32 base = shared_base_1024(), page = base + PAGES;
     float o[SHARE][SUMS] = {};
     for (u32 i = 0; i < w.count; i++) {
@@ -358,7 +358,7 @@ FN void run(Part& part, const Arguments& a, const Work& w, u32 group) {
     store_latents(a, w, o, page, group);
 }
 
-FN void store_lse(const Arguments& a, const Work& w, u32 base) {
+FN void store_lse(const AttendLaunch& a, const Work& w, u32 base) {
     u32 head = thread_index();
     if (head >= w.rows) return;
     float total = 0, most = load_shared_f32(base + MOST + 4 * head);
@@ -366,7 +366,7 @@ FN void store_lse(const Arguments& a, const Work& w, u32 base) {
     store_global_f32(lse_of(a, w, head), (most + log2_fast(total)) * LN_2);
 }
 
-KERNEL_BESIDE(attend, Arguments, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 : 1) {
+KERNEL_BESIDE(attend, AttendLaunch, ROWS == 16 && BUFFERS == 1 && !CONVERT ? 2 : 1) {
     let_next_grid_start();
     // Lengths, tables and pages are read before the wait. The newest row of a page is of the grid before `absorb`, and
     // `absorb` between lets this grid begin only after its own wait for that.

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -75,9 +75,17 @@ class Pairs:
         )
 
     @property
-    def lists(self) -> tuple[Tensor, ...]:
-        """In the order of a kernel's arguments."""
-        return self.token, self.weight, self.slot_expert, self.slot_first, self.count, self.ids, self.weights
+    def lists(self) -> dict[str, Tensor]:
+        """By the names that they have in the launch of a kernel that writes them (`blocks/choose.cuh`)."""
+        return {
+            "pair_token": self.token,
+            "pair_weight": self.weight,
+            "slot_expert": self.slot_expert,
+            "slot_first": self.slot_first,
+            "count": self.count,
+            "ids": self.ids,
+            "shares": self.weights,
+        }
 
     @property
     def most(self) -> int:
@@ -137,26 +145,29 @@ def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
     )
 
 
-_Arguments = structure(
-    "ChooseExperts",
-    pointers="logits bias forced pair_token pair_weight slot_expert slot_first count ids shares",
-    ints="tokens slots normalise",
-    floats="scale",
-)
+_Launch = launch_record("decode/choose_experts.cu", "ChooseExpertsLaunch")
 
 
 @functools.cache
 def kernel_of(experts: int, chosen: int) -> CudaKernel:
     defines = {"EXPERTS": experts, "CHOSEN": chosen}
-    return CudaKernel("decode/choose_experts.cu", "choose_experts", defines, _CHOOSING_BYTES, THREADS)
+    return CudaKernel("decode/choose_experts.cu", "choose_experts", _Launch, defines, _CHOOSING_BYTES, THREADS)
 
 
 def cuda(args: ChooseExpertsArgs) -> Pairs:
     logits_TE = args.logits_TE
     tokens, experts = logits_TE.shape
     pairs = Pairs.empty(tokens, args.chosen, experts, logits_TE.device)
-    inputs = map(address, (logits_TE, args.bias_E, args.forced_TK, *pairs.lists))
-    arguments = _Arguments(*inputs, tokens, pairs.most, int(args.normalise), args.scale)
+    arguments = _Launch(
+        logits=logits_TE,
+        bias=args.bias_E,
+        forced=args.forced_TK,
+        **pairs.lists,
+        tokens=tokens,
+        slots=pairs.most,
+        normalise=int(args.normalise),
+        scale=args.scale,
+    )
     kernel_of(experts, args.chosen).launch(arguments, 1)
     return pairs
 

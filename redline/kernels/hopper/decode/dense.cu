@@ -51,10 +51,10 @@ static_assert(ROW_SQUARES + 4 * WARPS <= RING, "the small things fit");
 
 // ------------------------------------------------------------------------------------------------------ the epilogues
 //
-// Each has: Arguments; NORMED, whether x waits for its 1 / rms; HALVES, whether a thread finishes rows i and i + 8 of a
-// tile, or neighbours; `load_operands`, what two rows need beside their sums, read while the weights arrive; `finish`,
-// which returns the squares that count; and work beside the product (`Side`), begun when the grid in front has ended,
-// shared among the threads before a block barrier and ended after it.
+// Each has: Arguments, a struct with a name of its own; NORMED, whether x waits for its 1 / rms; HALVES, whether a thread
+// finishes rows i and i + 8 of a tile, or neighbours; `load_operands`, what two rows need beside their sums, read while the
+// weights arrive; `finish`, which returns the squares that count; and work beside the product (`Side`), begun when the grid
+// in front has ended, shared among the threads before a block barrier and ended after it.
 
 // Zeros in columns [from, to) of out [tokens, to].
 FN void pad_columns(u16* out, u32 from, u32 to, u32 tokens) {
@@ -66,17 +66,18 @@ FN void store_f32_pair(float* at, float lo, float hi) { store_global_2(at, {as_u
 
 #if EPILOGUE == PROJECT_A
 // RANK_Q rows of queries, RANK_Q_PADDED of them in memory, then the OUTPUTS - RANK_Q of latent and key.
-struct Arguments {
-    const u8* weights;
-    const u8* x;
-    const float* squares;
-    const float* gamma;
-    u16* q;
-    float* squares_out;
-    float* kv;
+struct ProjectALaunch {
+    const u8* weights;     // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
+    const u8* x;           // bf16 [T, INPUTS]
+    const float* squares;  // [parts, 8]
+    const float* gamma;    // [RANK_Q]
+    u16* q;                // bf16 [T, RANK_Q_PADDED]
+    float* squares_out;    // [blocks, 8]
+    float* kv;             // [T, OUTPUTS - RANK_Q]
     u32 tokens, parts;
     float eps;
 };
+using Arguments = ProjectALaunch;
 constexpr bool NORMED = true, HALVES = false;
 
 FN u32x4 load_operands(const Arguments& a, u32 row, u32) {
@@ -107,20 +108,22 @@ FN void end_side(const Arguments& a, const Side&) {
 #define PLANE_BF16 1
 #define PLANE_F32 2
 #define PLANE_E4M3 3
-struct Arguments {
-    const u8* weights;
-    const u8* x;
-    const float* squares;
-    const float* kv;
-    const float* gamma;
-    const float* cos;
-    const float* sin;
-    const u64* rows;
-    u8* plane;
-    u16* q;
+struct ProjectQLaunch {
+    const u8* weights;     // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
+    const u8* x;           // bf16 [T, INPUTS]
+    const float* squares;  // [parts, 8]
+    const float* kv;       // [T, RANK + ROPE]
+    const float* gamma;    // [RANK]
+    const float* cos;      // [T, ROPE / 2]
+    const float* sin;      // [T, ROPE / 2]
+    const u64* rows;       // [T]: page * 64 + place
+    u8* plane;             // bf16, float32 or e4m3 [pages, 64, RANK + ROPE], whose pages may lie apart
+    u16* q;                // bf16 [T, OUTPUTS]
     u32 tokens, parts;
+    u32 page_stride;  // bytes from a page to the next
     float eps;
 };
+using Arguments = ProjectQLaunch;
 constexpr bool NORMED = true, HALVES = false;
 
 FN f32x2 load_angle(const Arguments& a, u32 token, u32 pair) {  // its cosine and sine
@@ -146,7 +149,8 @@ struct Side {
     f32x2 pair, factors;
     u32x2 row;
 };
-constexpr u32 ROW = RANK + ROPE;
+constexpr u32 ROW = RANK + ROPE, PAGE = 64;
+constexpr u32 VALUE_BYTES = PLANE == PLANE_BF16 ? 2 : PLANE == PLANE_F32 ? 4 : 1;
 static_assert(ROW / 2 <= THREADS, "a thread has at most one pair of a page's row");
 FN bool has_row_pair(const Arguments& a) { return block_index() < a.tokens && thread_index() < ROW / 2; }
 FN Side begin_side(const Arguments& a) {
@@ -169,10 +173,10 @@ FN void share_side(const Arguments& a, const Side& side) {
     float sum = warp_sum(thread_index() < RANK / 2 ? v.x * v.x + v.y * v.y : 0.f);
     if (lane_index() == 0) store_shared_f32(shared_base() + ROW_SQUARES + 4 * warp_index(), sum);
 }
-FN void store_row_pair(u8* plane, u64 at, f32x2 v) {
-    if (PLANE == PLANE_BF16) store_global(plane + 2 * at, pack_bf16(v.x, v.y));
-    if (PLANE == PLANE_F32) store_global_2(plane + 4 * at, {as_u32(v.x), as_u32(v.y)});
-    if (PLANE == PLANE_E4M3) store_global_u16(plane + at, pack_e4m3(v.x, v.y));
+FN void store_row_pair(u8* at, f32x2 v) {
+    if (PLANE == PLANE_BF16) store_global(at, pack_bf16(v.x, v.y));
+    if (PLANE == PLANE_F32) store_global_2(at, {as_u32(v.x), as_u32(v.y)});
+    if (PLANE == PLANE_E4M3) store_global_u16(at, pack_e4m3(v.x, v.y));
 }
 FN void end_side(const Arguments& a, const Side& side) {
     if (!has_row_pair(a)) return;
@@ -185,24 +189,26 @@ FN void end_side(const Arguments& a, const Side& side) {
         v = {v.x * rstd * side.factors.x, v.y * rstd * side.factors.y};
     } else
         v = rotate(v, side.factors);
-    store_row_pair(a.plane, ((u64)side.row.y << 32 | side.row.x) * ROW + first, v);
+    u64 row = (u64)side.row.y << 32 | side.row.x;
+    store_row_pair(a.plane + row / PAGE * a.page_stride + (row % PAGE * ROW + first) * VALUE_BYTES, v);
 }
 #endif
 
 #if EPILOGUE == PROJECT_OUT
 // OUTPUTS = D; x for the next norm in memory as OUTPUTS_PADDED.
-struct Arguments {
-    const u8* weights;
-    const u8* x;
-    const float* squares;
-    const float* residual;
-    const float* gamma;
-    float* residual_out;
-    u16* x_out;
-    float* squares_out;
+struct ProjectOutLaunch {
+    const u8* weights;      // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
+    const u8* x;            // bf16 [T, INPUTS]
+    const float* squares;   // null: x is not normed
+    const float* residual;  // [T, OUTPUTS]
+    const float* gamma;     // [OUTPUTS]
+    float* residual_out;    // [T, OUTPUTS]
+    u16* x_out;             // bf16 [T, OUTPUTS_PADDED]
+    float* squares_out;     // [blocks, 8]
     u32 tokens, parts;
     float eps;
 };
+using Arguments = ProjectOutLaunch;
 constexpr bool NORMED = false, HALVES = false;
 
 FN u32x4 load_operands(const Arguments& a, u32 row, u32 token) {
@@ -227,26 +233,28 @@ FN void end_side(const Arguments& a, const Side&) {
 #if EPILOGUE == GATES
 // EXPERTS rows of logits, padded to whole tiles; then tiles of 8 gates and their 8 ups, WIDTH of each. The last of the blocks
 // that have logits to finish chooses the experts, CHOSEN for each token (0: nobody does), while others still multiply.
-struct Arguments {
-    const u8* weights;
-    const u8* x;
-    const float* squares;
-    float* logits;
-    u16* h;
-    float* rstd;
-    const float* bias;  // these are what choose.cuh wants
-    const int* forced;
-    int* pair_token;
-    float* pair_weight;
-    int* slot_expert;
-    int* slot_first;
-    int* count;
-    int* ids;
-    float* shares;
-    int* finished;  // blocks with logits, 0 between two launches; and whether the choice is there: 0 or 1
+struct GatesLaunch {
+    const u8* weights;     // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
+    const u8* x;           // bf16 [T, INPUTS]
+    const float* squares;  // [parts, 8]
+    float* logits;         // [T, EXPERTS]
+    u16* h;                // bf16 [T, WIDTH_PADDED]
+    float* rstd;           // [8]
+    // What choose.cuh wants; null where nobody chooses.
+    const float* bias;   // [EXPERTS] or null
+    const int* forced;   // [T, CHOSEN] or null
+    int* pair_token;     // [T CHOSEN]
+    float* pair_weight;  // [T CHOSEN]
+    int* slot_expert;    // [slots]
+    int* slot_first;     // [slots + 1]
+    int* count;          // [1]
+    int* ids;            // [T, CHOSEN]
+    float* shares;       // [T, CHOSEN]
+    int* finished;       // [2]: blocks with logits, 0 between two launches; and whether the choice is there: 0 or 1
     u32 tokens, parts, slots, normalise;
     float eps, scale;
 };
+using Arguments = GatesLaunch;
 constexpr bool NORMED = true, HALVES = true;
 constexpr u32 ROUTER_ROWS = (EXPERTS + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS;
 
@@ -276,14 +284,15 @@ FN void end_side(const Arguments& a, const Side&) {
 #endif
 
 #if EPILOGUE == HEAD
-struct Arguments {
-    const u8* weights;
-    const u8* x;
-    const float* squares;
-    float* logits;
+struct HeadLaunch {
+    const u8* weights;     // bf16 [ROW_TILES, INPUTS / 32, 16, 32]
+    const u8* x;           // bf16 [T, INPUTS]
+    const float* squares;  // [parts, 8]
+    float* logits;         // [T, OUTPUTS]
     u32 tokens, parts;
     float eps;
 };
+using Arguments = HeadLaunch;
 constexpr bool NORMED = true, HALVES = false;
 
 FN u32x4 load_operands(const Arguments&, u32, u32) { return {0, 0, 0, 0}; }

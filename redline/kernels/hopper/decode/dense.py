@@ -10,7 +10,6 @@ squares   float32 [parts, T padded to 8]: sums of the residual's squares, one pa
 A product is linear, so whoever reads x multiplies its outputs by 1 / rms: a norm costs no launch of its own.
 """
 
-import ctypes
 import functools
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,9 +17,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, emulating, structure
+from redline.kernels.hopper.kernel import CudaKernel, emulating
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, TILE_N, Tiled, padded
+from redline.kernels.record import Record
 from redline.ops.op import Cost
 
 MOST_TOKENS = 8  # of dense.cu
@@ -111,7 +111,12 @@ def _units(share: int, *, batched: bool) -> int:
 
 @functools.cache
 def _kernel(
-    epilogue: str, inputs: int, row_tiles: int, cut: Plan, sizes: tuple[tuple[str, int | str], ...]
+    launch: type[Record],
+    epilogue: str,
+    inputs: int,
+    row_tiles: int,
+    cut: Plan,
+    sizes: tuple[tuple[str, int | str], ...],
 ) -> CudaKernel:
     defines: dict[str, int | str] = {
         "EPILOGUE": epilogue,
@@ -131,7 +136,7 @@ def _kernel(
         "OPERANDS_AT": cut.operands_at,
         **dict(sizes),
     }
-    return CudaKernel("decode/dense.cu", "dense", defines, cut.shared)
+    return CudaKernel("decode/dense.cu", "dense", launch, defines, cut.shared)
 
 
 @functools.cache
@@ -139,18 +144,13 @@ def _plan_of(inputs: int, row_tiles: int, tokens: int, multiprocessors: int, ope
     return plan(inputs, row_tiles, 1 << (tokens - 1).bit_length(), multiprocessors, operands=operands)
 
 
-def kernel_of(epilogue: str, w: Tiled, tokens: int, **sizes: int | str) -> tuple[CudaKernel, int]:
-    """The program, and its blocks. sizes: the epilogue's own macros."""
+def kernel_of(launch: type[Record], epilogue: str, w: Tiled, tokens: int, **sizes: int | str) -> tuple[CudaKernel, int]:
+    """The program, and its blocks. launch: the struct of the epilogue; sizes: its own macros."""
     row_tiles, units = w.data.shape[-4], w.data.shape[-3]
     count = multiprocessors(w.data.device)
     cut = _plan_of(units * TILE_K, row_tiles, tokens, count, epilogue in _WITH_OPERANDS)
     sizes = {"OUTPUTS": w.outputs, "NORM_INPUTS": w.inputs, **sizes}
-    return _kernel(epilogue, units * TILE_K, row_tiles, cut, tuple(sizes.items())), cut.blocks
-
-
-def arguments(name: str, pointers: str, ints: str = "", floats: str = "") -> type[ctypes.Structure]:
-    """The struct of an epilogue: what all have, and its own."""
-    return structure(name, f"weights x squares {pointers}", f"tokens parts {ints}", f"eps {floats}")
+    return _kernel(launch, epilogue, units * TILE_K, row_tiles, cut, tuple(sizes.items())), cut.blocks
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -5,17 +5,17 @@
 
 constexpr u32 COLUMNS = 128, TOKENS = THREADS / 32;
 
-struct Arguments {
-    const u64* ids;
-    const u16* table;
-    const float* gamma;
-    float* residual;
-    u16* x;
-    float* squares;
+struct EmbedLaunch {
+    const u64* ids;      // [T]
+    const u16* table;    // bf16 [V, HIDDEN]
+    const float* gamma;  // [HIDDEN]
+    float* residual;     // [T, HIDDEN]
+    u16* x;              // bf16 [T, HIDDEN_PADDED]
+    float* squares;      // [blocks, T padded to 8]
     u32 tokens;
 };
 
-KERNEL(embed, Arguments) {
+KERNEL(embed, EmbedLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
     u32 token = block_index_y() * TOKENS + warp_index(), column = block_index() * COLUMNS + 4 * lane_index();

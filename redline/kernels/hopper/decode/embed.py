@@ -1,6 +1,5 @@
 """The embedding of T <= 64 tokens, as the first layer of a step reads it (`dense`).     D hidden, V vocabulary."""
 
-import ctypes
 import functools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -9,13 +8,13 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 COLUMNS = 128  # of a block
-Arguments = structure("Embed", "ids table gamma residual x squares", "tokens")
+_Launch = launch_record("decode/embed.cu", "EmbedLaunch")
 
 
 class EmbedArgs(NamedTuple):
@@ -40,7 +39,7 @@ def reference(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
 @functools.cache
 def _kernel(d: int) -> CudaKernel:
     sizes = {"HIDDEN": d, "HIDDEN_PADDED": padded(d, PAD_K)}
-    return CudaKernel("decode/embed.cu", "embed", sizes, shared=0, threads=32 * dense.MOST_TOKENS)
+    return CudaKernel("decode/embed.cu", "embed", _Launch, sizes, shared=0, threads=32 * dense.MOST_TOKENS)
 
 
 def cuda(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,9 +49,14 @@ def cuda(args: EmbedArgs) -> tuple[Tensor, Tensor, Tensor]:
     residual = torch.empty(tokens, d, device=device)
     x = torch.empty(tokens, padded(d, PAD_K), dtype=torch.bfloat16, device=device)
     squares = torch.empty(blocks, padded(tokens, dense.MOST_TOKENS), device=device)
-    given: ctypes.Structure = Arguments(
-        *(address(args.ids_T), address(table_VD), address(args.gamma_D)),
-        *(address(residual), address(x), address(squares), tokens),
+    given = _Launch(
+        ids=args.ids_T,
+        table=table_VD,
+        gamma=args.gamma_D,
+        residual=residual,
+        x=x,
+        squares=squares,
+        tokens=tokens,
     )
     _kernel(d).launch(given, blocks, squares.shape[1] // dense.MOST_TOKENS)
     return residual, x, squares

@@ -26,19 +26,19 @@
 #include "columns.cuh"
 #endif
 
-struct Arguments {
-    const char* weights;  // [E][X / 64][SLICES][4] records
-    const char* shared;   // [X / 64][SHARED / 128][4][4] tiles
-    const char* h;        // f16 or bf16 [pairs, SLICES SLICE]
-    const char* shared_h;  // bf16 [T, SHARED]
-    const int* pair_token;
-    const int* slot_expert;
-    const int* slot_first;
-    const float* residual;  // [T, HIDDEN]
-    const float* gamma;     // [HIDDEN]
-    float* residual_out;
-    char* x;         // bf16 [T, X]
-    float* squares;  // [X / 64, T padded to 8]
+struct ExpertsDownLaunch {
+    const char* weights;     // [E][X / 64][SLICES][4] records
+    const char* shared;      // [X / 64][SHARED / 128][4][4] tiles
+    const char* h;           // f16 or bf16 [pairs, SLICES SLICE]
+    const char* shared_h;    // bf16 [T, SHARED]
+    const int* pair_token;   // [pairs]
+    const int* slot_expert;  // [slots]
+    const int* slot_first;   // [slots + 1]
+    const float* residual;   // [T, HIDDEN]
+    const float* gamma;      // [HIDDEN]
+    float* residual_out;     // [T, HIDDEN]
+    char* x;                 // bf16 [T, X]
+    float* squares;          // [X / 64, T padded to 8]
     int tokens, pairs, slots;
 };
 
@@ -77,7 +77,7 @@ FN Entry entry_of(u32 index) {
 
 // -> how many entries there are. The lists are read before this grid's wait. They are of the choice of experts, two grids
 // ago, and `experts_up` between lets this grid begin only when they are there.
-FN u32 load_lists(const Arguments& a) {
+FN u32 load_lists(const ExpertsDownLaunch& a) {
     u32 base = shared_base(), i = thread_index(), token = 0, expert = 0, first = 0, end = 0;
     if (i < a.pairs) token = load_global_fresh(a.pair_token + i);
     if (i < a.slots) {
@@ -108,7 +108,7 @@ FN u32 sum_place(u32 warp, u32 token, u32 row) { return shared_base() + SUM_AT +
 
 // Piece: of the shared expert below PIECES, then entry * SLICES + slice.
 struct Group {
-    const Arguments& a;
+    const ExpertsDownLaunch& a;
     Stages ring;
     u32 warp, end;
     Sums<FEW ? ROOM : 1> sums;
@@ -260,7 +260,7 @@ FN float sum_of(u32 token, u32 row) {
     return sum;
 }
 
-KERNEL(experts_down, Arguments) {
+KERNEL(experts_down, ExpertsDownLaunch) {
     let_next_grid_start();
     u32 base = shared_base(), thread = thread_index(), warp = warp_index(), column = block_index() * 64 + thread % 64;
     bool leader = thread % 128 == 0, exists = column < HIDDEN;

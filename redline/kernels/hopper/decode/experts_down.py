@@ -14,7 +14,7 @@ from torch import Tensor
 
 from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, MOST_TOKENS, SLOT_PAIRS, Pairs
 from redline.kernels.hopper.decode.experts_up import decode_h, encode_h, some_pairs
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.kernel import Kernel
@@ -62,11 +62,7 @@ def reference(args: ExpertsDownArgs) -> Result:
     return residual, x, F.pad(squares, (0, padded(tokens, 8) - tokens)).contiguous()
 
 
-_Arguments = structure(
-    "ExpertsDown",
-    pointers="weights shared h shared_h pair_token slot_expert slot_first residual gamma residual_out x squares",
-    ints="tokens pairs slots",
-)
+_Launch = launch_record("decode/experts_down.cu", "ExpertsDownLaunch")
 
 
 @functools.cache
@@ -87,7 +83,8 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int) -> CudaKernel:
         pairs = SLOT_PAIRS  # of small slices; they are the columns of one product
     sizes = {"SLICES": form.slices, "SLICE": form.inputs, "SHARED": shared, "HIDDEN": hidden}
     sizes |= {"X": padded(hidden, PAD_K), "ROOM": room, "CHUNK": chunk, "PAIRS": pairs, "KEPT": int(few)}
-    return CudaKernel("decode/experts_down.cu", "experts_down", {"FORMAT": form.kind, **sizes}, memory(pairs))
+    defines = {"FORMAT": form.kind, **sizes}
+    return CudaKernel("decode/experts_down.cu", "experts_down", _Launch, defines, memory(pairs))
 
 
 def cuda(args: ExpertsDownArgs) -> Result:
@@ -98,10 +95,23 @@ def cuda(args: ExpertsDownArgs) -> Result:
     residual = torch.empty_like(residual_TD)
     x = torch.empty(tokens, x_width, dtype=torch.bfloat16, device=device)
     squares = torch.empty(x_width // SLAB_ROWS, padded(tokens, 8), device=device)
-    inputs = args.weights.data, None if args.shared_w is None else args.shared_w.data, args.h, shared_h
-    lists = pairs.token, pairs.slot_expert, pairs.slot_first
-    tensors = *inputs, *lists, residual_TD, args.gamma_next, residual, x, squares
-    arguments = _Arguments(*(address(part) for part in tensors), tokens, len(pairs), pairs.most)
+    arguments = _Launch(
+        weights=args.weights.data,
+        shared=None if args.shared_w is None else args.shared_w.data,
+        h=args.h,
+        shared_h=shared_h,
+        pair_token=pairs.token,
+        slot_expert=pairs.slot_expert,
+        slot_first=pairs.slot_first,
+        residual=residual_TD,
+        gamma=args.gamma_next,
+        residual_out=residual,
+        x=x,
+        squares=squares,
+        tokens=tokens,
+        pairs=len(pairs),
+        slots=pairs.most,
+    )
     shared = 0 if shared_h is None else shared_h.shape[1]
     kernel_of(args.weights.form, shared, d, _room(tokens)).launch(arguments, x_width // SLAB_ROWS)
     return residual, x, squares

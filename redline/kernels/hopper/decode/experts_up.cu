@@ -17,17 +17,17 @@
 #include "bf16_chains.cuh"
 #endif
 
-struct Arguments {
-    const char* weights;  // [E][TILES][SLICES / 4][PARTS][4] records
-    const char* x;        // bf16 [T, X]
-    const float* rstd;    // [T]
-    const int* pair_token;
-    const float* pair_weight;
-    const int* slot_expert;
-    const int* slot_first;
-    const int* count;
-    const int* ready;  // 1 once the lists are there, or null: they are when the grid in front has ended
-    char* h;  // f16 or bf16 [pairs, 8 TILES]
+struct ExpertsUpLaunch {
+    const char* weights;       // [E][TILES][SLICES / 4][PARTS][4] records
+    const char* x;             // bf16 [T, X]
+    const float* rstd;         // [T]
+    const int* pair_token;     // [pairs]
+    const float* pair_weight;  // [pairs]
+    const int* slot_expert;    // [slots]
+    const int* slot_first;     // [slots + 1]
+    const int* count;          // [1]
+    const int* ready;          // [1]: 1 once the lists are there, or null: they are when the grid in front has ended
+    char* h;                   // f16 or bf16 [pairs, 8 TILES]
     int tokens, pairs, slots;
 };
 
@@ -58,7 +58,7 @@ FN u32 pairs_of(u32 slot) { return first_of(slot + 1) - first_of(slot); }
 
 // -> how many slots there are. The lists are short and every block needs them: all at once, in one way through memory, before
 // anybody knows how long they are.
-FN u32 load_lists(const Arguments& a) {
+FN u32 load_lists(const ExpertsUpLaunch& a) {
     u32 base = shared_base(), i = thread_index(), expert = 0, token = 0, weight = 0, first = 0;
     u32 count = load_global_fresh(a.count);
     if (i < a.slots) expert = load_global_fresh(a.slot_expert + i);
@@ -70,7 +70,7 @@ FN u32 load_lists(const Arguments& a) {
     return count;
 }
 // While the grid in front goes on with what this one does not need at first. All its blocks have begun, so they will be there.
-FN void wait_for_lists(const Arguments& a) {
+FN void wait_for_lists(const ExpertsUpLaunch& a) {
     if (!a.ready) return wait_for_previous_grid();
     if (thread_index() == 0)
         while (!load_global_fresh(a.ready)) {}
@@ -81,7 +81,7 @@ FN u32 x_stages(u32 slot) { return pairs_of(slot) > X_TOKENS ? 2 : 1; }
 
 // Item: a row tile of a slot, slot * TILES + tile. Piece: item * PARTS + part.
 struct Team {
-    const Arguments& a;
+    const ExpertsUpLaunch& a;
     Stages ring;
     u32 fetch, end, x_left;  // fetch: the piece that the ring's next stage is for; x_left: stages of x before it
     u32 buffer;
@@ -208,7 +208,7 @@ struct Team {
     __device__ __forceinline__ u32 sums(u32 w) const { return shared_base() + SUM_AT + (2 * w + buffer) * SUMS; }
 };
 
-KERNEL(experts_up, Arguments) {
+KERNEL(experts_up, ExpertsUpLaunch) {
     u32 warp = warp_index();
     Stages ring(shared_base(), warp / 4);
     if (thread_index() % 128 == 0) ring.make();

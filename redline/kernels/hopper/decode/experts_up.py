@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS, MOST_TOKENS, Pairs, list_pairs
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import KINDS, MOST_INPUTS, MOST_KEPT, Form, Kind, Records, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.kernel import Kernel
@@ -70,11 +70,7 @@ def reference(args: ExpertsUpArgs) -> Tensor:
     return encode_h(h, padded_width(weights), weights.kind)
 
 
-_Arguments = structure(
-    "ExpertsUp",
-    pointers="weights x rstd pair_token pair_weight slot_expert slot_first count ready h",
-    ints="tokens pairs slots",
-)
+_Launch = launch_record("decode/experts_up.cu", "ExpertsUpLaunch")
 
 
 @functools.cache
@@ -86,7 +82,7 @@ def kernel_of(form: Form, x_inputs: int) -> CudaKernel:
         4 * stages * (max(4 * form.record_bytes, 4 * 8 * form.inputs) + 16)
     )  # a stage has weights, or x of four tokens
     sums, lists = 16 * 2 * 512, (64 + 512 + 513 + 512 + 512) * 4
-    return CudaKernel("decode/experts_up.cu", "experts_up", defines, ring + sums + lists)
+    return CudaKernel("decode/experts_up.cu", "experts_up", _Launch, defines, ring + sums + lists)
 
 
 def blocks(device: torch.device) -> int:
@@ -99,9 +95,21 @@ def cuda(args: ExpertsUpArgs) -> Tensor:
     form = weights.form
     dtype = torch.bfloat16 if weights.kind == "BF16" else torch.float16
     h = torch.empty(len(pairs), padded_width(weights), dtype=dtype, device=x.device)
-    lists = pairs.token, pairs.weight, pairs.slot_expert, pairs.slot_first, pairs.count, pairs.ready
-    tensors = weights.data, x, args.rstd, *lists, h
-    arguments = _Arguments(*(address(part) for part in tensors), x.shape[0], len(pairs), pairs.most)
+    arguments = _Launch(
+        weights=weights.data,
+        x=x,
+        rstd=args.rstd,
+        pair_token=pairs.token,
+        pair_weight=pairs.weight,
+        slot_expert=pairs.slot_expert,
+        slot_first=pairs.slot_first,
+        count=pairs.count,
+        ready=pairs.ready,
+        h=h,
+        tokens=x.shape[0],
+        pairs=len(pairs),
+        slots=pairs.most,
+    )
     grid = min(blocks(x.device), -(-pairs.most * form.tiles * form.slices // 16))
     kernel_of(form, x.shape[1]).launch(arguments, grid)
     return h

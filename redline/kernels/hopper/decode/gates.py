@@ -6,10 +6,9 @@ One weight and so one stream, made by `gates_weight`: [router E rows, padded to 
 Without a router (E = 0) it is the first half of a dense MLP.
 """
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,18 +16,16 @@ from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.decode.choose_experts import MOST_EXPERTS, Pairs, RouterChoice, choose_experts
-from redline.kernels.hopper.kernel import address
+from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_N, Tiled, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
 HALF = TILE_N // 2
-Arguments = dense.arguments(
-    "Gates",
-    pointers="logits h rstd bias forced pair_token pair_weight slot_expert slot_first count ids shares finished",
-    ints="slots normalise",
-    floats="scale",
-)
+_Launch = launch_record("decode/dense.cu", "GatesLaunch")
+_NOBODY_CHOOSES: dict[str, Any] = dict.fromkeys(
+    ("bias", "forced", "pair_token", "pair_weight", "slot_expert", "slot_first", "count", "ids", "shares", "finished")
+) | {"slots": 0, "normalise": 0, "scale": 0.0}
 Result = tuple[Tensor, Tensor, Tensor, Pairs | None]
 
 
@@ -97,18 +94,34 @@ def cuda(args: GatesArgs) -> Result:
         c = choice
         return logits, h, rstd, choose_experts(logits, c.bias_E, c.chosen, c.normalise, c.scale, c.forced_TK)
     sizes = {"EXPERTS": experts, "CHOSEN": choice.chosen if choice else 0}
-    kernel, blocks = dense.kernel_of("GATES", w, tokens, **sizes, WIDTH=width, WIDTH_PADDED=width_padded)
+    kernel, blocks = dense.kernel_of(_Launch, "GATES", w, tokens, **sizes, WIDTH=width, WIDTH_PADDED=width_padded)
     logits = torch.empty(tokens, experts, device=device)
     h = torch.empty(tokens, width_padded, dtype=torch.bfloat16, device=device)
     rstd = torch.empty(dense.MOST_TOKENS, device=device)
-    pairs, lists, slots, normalise, scale = None, (None,) * 10, 0, 0, 0.0
+    pairs, choosing = None, _NOBODY_CHOOSES
     if choice is not None:
         pairs = Pairs.empty(tokens, choice.chosen, experts, device, choice.finished[1:])
-        lists = choice.bias_E, choice.forced_TK, *pairs.lists, choice.finished
-        slots, normalise, scale = pairs.most, int(choice.normalise), choice.scale
-    tensors = w.data, x, squares, logits, h, rstd, *lists
-    sizes = tokens, squares.shape[0], slots, normalise
-    given: ctypes.Structure = Arguments(*map(address, tensors), *sizes, args.eps, scale)
+        choosing = {
+            "bias": choice.bias_E,
+            "forced": choice.forced_TK,
+            **pairs.lists,
+            "finished": choice.finished,
+            "slots": pairs.most,
+            "normalise": int(choice.normalise),
+            "scale": choice.scale,
+        }
+    given = _Launch(
+        weights=w.data,
+        x=x,
+        squares=squares,
+        logits=logits,
+        h=h,
+        rstd=rstd,
+        tokens=tokens,
+        parts=squares.shape[0],
+        eps=args.eps,
+        **choosing,
+    )
     kernel.launch(given, blocks)
     return logits, h, rstd, pairs
 

@@ -1,6 +1,5 @@
 """Logits of T <= 8 tokens over the vocabulary.        D hidden, V vocabulary."""
 
-import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -8,12 +7,12 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
-from redline.kernels.hopper.kernel import address
+from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-Arguments = dense.arguments("Head", "logits")
+_Launch = launch_record("decode/dense.cu", "HeadLaunch")
 
 
 class HeadArgs(NamedTuple):
@@ -32,18 +31,16 @@ def reference(args: HeadArgs) -> Tensor:
 
 def cuda(args: HeadArgs) -> Tensor:
     x, w = args.x, args.w
-    kernel, blocks = dense.kernel_of("HEAD", w, x.shape[0])
+    kernel, blocks = dense.kernel_of(_Launch, "HEAD", w, x.shape[0])
     logits = torch.empty(x.shape[0], w.outputs, device=x.device)
-    given: ctypes.Structure = Arguments(
-        *(
-            address(w.data),
-            address(x),
-            address(args.squares),
-            address(logits),
-            x.shape[0],
-            args.squares.shape[0],
-            args.eps,
-        )
+    given = _Launch(
+        weights=w.data,
+        x=x,
+        squares=args.squares,
+        logits=logits,
+        tokens=x.shape[0],
+        parts=args.squares.shape[0],
+        eps=args.eps,
     )
     kernel.launch(given, blocks)
     return logits

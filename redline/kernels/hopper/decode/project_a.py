@@ -4,7 +4,6 @@ W_a [Rq + R + P, D] times the normed residual: the query's low-rank form, ready 
 (`dense`), and the raw latent and key, which `project_q` writes into their page.
 """
 
-import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
-from redline.kernels.hopper.kernel import address
+from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-Arguments = dense.arguments("ProjectA", "gamma q squares_out kv")
+_Launch = launch_record("decode/dense.cu", "ProjectALaunch")
 
 
 class ProjectAArgs(NamedTuple):
@@ -52,13 +51,21 @@ def cuda(args: ProjectAArgs) -> tuple[Tensor, Tensor, Tensor]:
 
         return streamed.project_a(x, squares, w, gamma_Q, args.eps)
     rank_q_padded = padded(rank_q, PAD_K)
-    kernel, blocks = dense.kernel_of("PROJECT_A", w, tokens, RANK_Q=rank_q, RANK_Q_PADDED=rank_q_padded)
+    kernel, blocks = dense.kernel_of(_Launch, "PROJECT_A", w, tokens, RANK_Q=rank_q, RANK_Q_PADDED=rank_q_padded)
     q_a = torch.empty(tokens, rank_q_padded, dtype=torch.bfloat16, device=x.device)
     squares_out = torch.empty(blocks, dense.MOST_TOKENS, device=x.device)
     kv = torch.empty(tokens, w.outputs - rank_q, device=x.device)
-    given: ctypes.Structure = Arguments(
-        *(address(w.data), address(x), address(squares), address(gamma_Q)),
-        *(address(q_a), address(squares_out), address(kv), tokens, squares.shape[0], args.eps),
+    given = _Launch(
+        weights=w.data,
+        x=x,
+        squares=squares,
+        gamma=gamma_Q,
+        q=q_a,
+        squares_out=squares_out,
+        kv=kv,
+        tokens=tokens,
+        parts=squares.shape[0],
+        eps=args.eps,
     )
     kernel.launch(given, blocks)
     return q_a, squares_out, kv

@@ -4,7 +4,6 @@ Attention's output projection [D, H V], the down projection of a dense MLP [D, I
 `grouped_experts`.
 """
 
-import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,13 +11,13 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
-from redline.kernels.hopper.kernel import address
+from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
-Arguments = dense.arguments("ProjectOut", "residual gamma residual_out x_out squares_out")
+_Launch = launch_record("decode/dense.cu", "ProjectOutLaunch")
 
 
 class ProjectOutArgs(NamedTuple):
@@ -53,13 +52,22 @@ def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
 
         return streamed.project_out(y, w, args.residual_TD, args.gamma_D, args.routed_TD)
     assert isinstance(w, Tiled)
-    kernel, blocks = dense.kernel_of("PROJECT_OUT", w, tokens, OUTPUTS_PADDED=d_padded)
+    kernel, blocks = dense.kernel_of(_Launch, "PROJECT_OUT", w, tokens, OUTPUTS_PADDED=d_padded)
     residual = torch.empty(tokens, w.outputs, device=y.device)
     x = torch.empty(tokens, d_padded, dtype=torch.bfloat16, device=y.device)
     squares = torch.empty(blocks, dense.MOST_TOKENS, device=y.device)
-    given: ctypes.Structure = Arguments(
-        *(address(w.data), address(y), 0, address(args.residual_TD), address(args.gamma_D)),
-        *(address(residual), address(x), address(squares), tokens, 0, 0.0),
+    given = _Launch(
+        weights=w.data,
+        x=y,
+        squares=None,
+        residual=args.residual_TD,
+        gamma=args.gamma_D,
+        residual_out=residual,
+        x_out=x,
+        squares_out=squares,
+        tokens=tokens,
+        parts=0,
+        eps=0.0,
     )
     kernel.launch(given, blocks)
     return residual, x, squares

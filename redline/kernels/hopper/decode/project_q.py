@@ -4,7 +4,6 @@ W_q [H (N + P), Rq] times the normed low-rank query, the last P of each head rot
 [latent after its norm (R) | rotated key (P)] of each token written into its page, as `mla_qkv` does.
 """
 
-import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,14 +11,14 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
-from redline.kernels.hopper.kernel import address
+from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.kernel import Kernel
 from redline.ops.mla import rotate, stored
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
-Arguments = dense.arguments("ProjectQ", "kv gamma cos sin rows plane q")
+_Launch = launch_record("decode/dense.cu", "ProjectQLaunch")
 PLANES = {torch.bfloat16: "PLANE_BF16", torch.float32: "PLANE_F32", torch.float8_e4m3fn: "PLANE_E4M3"}
 MOST_ROW = 1024  # R + P: two numbers of a thread
 
@@ -44,7 +43,8 @@ def reference(args: ProjectQArgs) -> Tensor:
     """q_a bf16 [T, Rq padded], squares float32 [parts, T padded to 8], kv float32 [T, R + P]: of `project_a`.
 
     gamma_R float32 [R], of the latent's norm; cos, sin float32 [T, P / 2]; rows_T int64: page * 64 + place;
-    plane [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating). eps of both norms. -> q bf16 [T, H, N + P].
+    plane [pages, 64, R + P] bf16, float32 or float8_e4m3fn (saturating), its pages contiguous each, whatever lies
+    between them. eps of both norms. -> q bf16 [T, H, N + P].
 
     Writes the plane at rows_T.
     """
@@ -56,7 +56,7 @@ def reference(args: ProjectQArgs) -> Tensor:
     q[..., -rope:] = rotate(q[..., -rope:], cos[:, None], args.sin[:, None])
     latent = kv[:, :rank] * torch.rsqrt(kv[:, :rank].pow(2).mean(-1, keepdim=True) + args.eps) * args.gamma_R
     row = torch.cat([latent, rotate(kv[:, rank:], cos, args.sin)], -1)
-    plane.view(-1, plane.shape[-1])[args.rows_T] = stored(row, plane.dtype)
+    plane[args.rows_T // PAGE_TOKENS, args.rows_T % PAGE_TOKENS] = stored(row, plane.dtype)
     return q.to(torch.bfloat16)
 
 
@@ -76,19 +76,23 @@ def cuda(args: ProjectQArgs) -> Tensor:
 
         return streamed.project_q(q_a, squares, w, heads, args.kv, gamma_R, cos, args.sin, args.rows_T, plane, args.eps)
     sizes = {"NOPE": width - rope, "ROPE": rope, "RANK": gamma_R.shape[0], "PLANE": PLANES[plane.dtype]}
-    kernel, blocks = dense.kernel_of("PROJECT_Q", w, tokens, **sizes)
+    kernel, blocks = dense.kernel_of(_Launch, "PROJECT_Q", w, tokens, **sizes)
     q = torch.empty(tokens, heads, width, dtype=torch.bfloat16, device=q_a.device)
-    given: ctypes.Structure = Arguments(
-        *(
-            address(w.data),
-            address(q_a),
-            address(squares),
-            address(args.kv),
-            address(gamma_R),
-            address(cos),
-            address(args.sin),
-        ),
-        *(address(args.rows_T), address(plane), address(q), tokens, squares.shape[0], args.eps),
+    given = _Launch(
+        weights=w.data,
+        x=q_a,
+        squares=squares,
+        kv=args.kv,
+        gamma=gamma_R,
+        cos=cos,
+        sin=args.sin,
+        rows=args.rows_T,
+        plane=plane[0],  # and so on, each page a stride further
+        q=q,
+        tokens=tokens,
+        parts=squares.shape[0],
+        page_stride=plane.stride(0) * plane.element_size(),
+        eps=args.eps,
     )
     kernel.launch(given, blocks)
     return q

@@ -34,7 +34,7 @@ constexpr u32 WEIGHTS_THERE = SUMS + 4 * PARTS * ROWS * COLUMNS;  // a barrier
 static_assert(R % (32 * PARTS) == 0 && TILES * PARTS == WARPS, "every warp has a tile and a whole part of R");
 static_assert(TEAMS * TEAM <= THREADS && TEAMS == COLUMNS && WARPS >= COLUMNS, "a query has a team, and a warp");
 
-struct Arguments {
+struct UnabsorbLaunch {
     const char* partial;  // bf16 [Q, H, splits, R]
     const float* lse;     // [Q, H, splits]
     const char* weight;   // bf16 [H, V / 16, R / 32, 16, 32]
@@ -43,7 +43,7 @@ struct Arguments {
 };
 
 // One warp: the splits' shares of a query, exp(lse - the largest), over their sum.
-FN void find_shares(const Arguments& a, u32 base, u32 head, u32 query, u32 column) {
+FN void find_shares(const UnabsorbLaunch& a, u32 base, u32 head, u32 query, u32 column) {
     const float* from = a.lse + ((u64)query * a.heads + head) * a.splits;
     float lse[HELD], most = -infinity(), sum = 0;
     u32 count = 0;
@@ -73,7 +73,7 @@ struct Splits {
     u32x4 v[AT_ONCE];
 
     __device__ __forceinline__ void load(u32 i, u32 split) { v[i] = load_global_4(from + split * (2 * R)); }
-    __device__ __forceinline__ void begin(const Arguments& a, u32 query, u32 head) {
+    __device__ __forceinline__ void begin(const UnabsorbLaunch& a, u32 query, u32 head) {
         from = a.partial + ((u64)query * a.heads + head) * a.splits * (2 * R) + thread_index() % TEAM * 16;
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++)
@@ -98,13 +98,13 @@ struct Splits {
 };
 
 // By all threads: shares of a batch of queries.
-FN void share_out(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns) {
+FN void share_out(const UnabsorbLaunch& a, u32 base, u32 head, u32 batch, u32 columns) {
     if (warp_index() < columns) find_shares(a, base, head, batch + warp_index(), warp_index());
     sync_block();
 }
 
 // The latents of a batch of queries, of few splits each.
-FN void combine_few(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns) {
+FN void combine_few(const UnabsorbLaunch& a, u32 base, u32 head, u32 batch, u32 columns) {
     u32 column = thread_index() / TEAM;
     Splits<1> splits = {nullptr, 0};
     if (column < columns) splits.begin(a, batch + column, head);
@@ -117,7 +117,7 @@ FN void combine_few(const Arguments& a, u32 base, u32 head, u32 batch, u32 colum
 }
 
 // The same of many splits. The next query's are asked for before this one's sums meet.
-FN void combine_many(const Arguments& a, u32 base, u32 head, u32 batch, u32 columns) {
+FN void combine_many(const UnabsorbLaunch& a, u32 base, u32 head, u32 batch, u32 columns) {
     u32 thread = thread_index(), team = thread / TEAM, to = base + TEAM_SUMS + team * (4 * R) + thread % TEAM * 32;
     Splits<TEAMS> splits = {nullptr, team};
     if (team < TEAMS) splits.begin(a, batch, head);
@@ -159,7 +159,7 @@ FN void store_sums(const float (&c)[4], u32 base, u32 tile, u32 part) {
     store_shared_2(at + 4 * 8 * COLUMNS, {as_u32(c[2]), as_u32(c[3])});
 }
 
-FN void store_outputs(const Arguments& a, u32 base, u32 first, u32 columns, u32 place) {
+FN void store_outputs(const UnabsorbLaunch& a, u32 base, u32 first, u32 columns, u32 place) {
     for (u32 i = thread_index(); i < columns * ROWS; i += THREADS) {
         u32 column = i / ROWS, row = i % ROWS, at = base + SUMS + 4 * (row * COLUMNS + column);
         float sum = 0;
@@ -169,14 +169,14 @@ FN void store_outputs(const Arguments& a, u32 base, u32 first, u32 columns, u32 
 }
 
 // What follows the last head, so that rows are whole 128 inputs of the next product.
-FN void store_padding(const Arguments& a) {
+FN void store_padding(const UnabsorbLaunch& a) {
     u32 used = a.heads * V, padding = a.width - used;
     for (u32 i = thread_index(); i < padding * a.queries; i += THREADS)
         store_global_u16(a.out + 2 * ((u64)(i / padding) * a.width + used + i % padding), 0);
 }
 
 // Block (head, 2 group + half of V): every GROUPS-th batch of queries.
-KERNEL_BESIDE(unabsorb, Arguments, 2) {
+KERNEL_BESIDE(unabsorb, UnabsorbLaunch, 2) {
     let_next_grid_start();
     u32 base = shared_base(), head = block_index(), half = block_index_y() % 2, warp = warp_index(), there = base + WEIGHTS_THERE;
     if (thread_index() == 0) {

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from redline.kernels.hopper.decode.attend import SMS
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
@@ -23,7 +23,7 @@ from redline.ops.op import Case, Cost, Op
 MAX_SPLITS = SMS
 _COLUMNS = 8  # queries that a block takes at once
 
-_Arguments = structure("Arguments", "partial lse weight out", "queries heads splits width")
+_Launch = launch_record("decode/unabsorb.cu", "UnabsorbLaunch")
 
 
 class UnabsorbArgs(NamedTuple):
@@ -55,7 +55,8 @@ def _kernel(rank: int, value: int, groups: int) -> CudaKernel:
     latents, team_sums = _COLUMNS * (2 * rank + 64), 4 * _COLUMNS * rank
     sums = 4 * (16 // (value // 32)) * (value // 2) * _COLUMNS
     defines = {"R": rank, "V": value, "MAX_SPLITS": MAX_SPLITS, "GROUPS": groups}
-    return CudaKernel("decode/unabsorb.cu", "unabsorb", defines, rank * value + shares + latents + team_sums + sums + 8)
+    shared = rank * value + shares + latents + team_sums + sums + 8
+    return CudaKernel("decode/unabsorb.cu", "unabsorb", _Launch, defines, shared)
 
 
 def _cuda(args: UnabsorbArgs) -> Tensor:
@@ -64,8 +65,16 @@ def _cuda(args: UnabsorbArgs) -> Tensor:
     value = args.w_uv.shape[1]
     width = padded(heads * value, PAD_K)
     out = torch.empty(queries, width, dtype=torch.bfloat16, device=partial_QHSR.device)
-    inputs = (partial_QHSR, args.lse_QHS, args.w_uv.data, out)
-    arguments = _Arguments(*map(address, inputs), queries, heads, splits, width)
+    arguments = _Launch(
+        partial=partial_QHSR,
+        lse=args.lse_QHS,
+        weight=args.w_uv.data,
+        out=out,
+        queries=queries,
+        heads=heads,
+        splits=splits,
+        width=width,
+    )
     groups = 1 if queries <= _COLUMNS else 2
     _kernel(rank, value, groups).launch(arguments, heads if queries else 0, 2 * groups)
     return out

@@ -46,12 +46,12 @@ FN u32 pack_f16_saturated(float lo, float hi) { return pack_f16(clamp_f16(lo), c
 
 #if PART == GATHER
 
-struct Arguments {
-    const u16* x;
-    const float* rstd;  // [T], or null: 1
-    u8* columns_out;
-    const int* columns;
-    const int* tiles;
+struct GatherLaunch {
+    const u16* x;        // bf16 [T, x_stride]
+    const float* rstd;   // [T], or null: 1
+    u8* columns_out;     // f16 or bf16, columns of x
+    const int* columns;  // [rows][pair or -1, weight]
+    const int* tiles;    // [1 + tiles][8]
     int x_stride, parts;
 };
 
@@ -75,7 +75,7 @@ FN u32 convert(u32 pair, float rstd) {
 }
 
 // Block (tile, part of its columns); a warp has a column at a time.
-KERNEL(gather, Arguments) {
+KERNEL(gather, GatherLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
     if (block_index() >= load_global(a.tiles)) return;
@@ -103,14 +103,14 @@ KERNEL(gather, Arguments) {
 
 #elif PART == COMBINE
 
-struct Arguments {
-    const u16* y;  // [pairs, PADDED_OUTPUTS], in the order of `store_y`
+struct CombineLaunch {
+    const u16* y;  // bf16 [pairs, PADDED_OUTPUTS], in the order of `store_y`
     float* out;    // [tokens, INPUTS]
     int tokens;
 };
 
 // A thread makes rows 16i + 4q .. + 3 and the four rows 8 below them.
-KERNEL(combine, Arguments) {
+KERNEL(combine, CombineLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
     u32 index = block_index() * THREADS + thread_index(), unit = index % (INPUTS / 8), token = index / (INPUTS / 8);
@@ -129,12 +129,12 @@ KERNEL(combine, Arguments) {
 
 #else
 
-struct Arguments {
+struct MultiplyExpertsLaunch {
     const u8* weights;     // records
     const u8* columns_in;  // of x or of h
     u8* out;               // columns of h, or y [pairs, 16 ROW_TILES]
-    const int* columns;
-    int* tiles;
+    const int* columns;    // [rows][pair or -1, weight]
+    int* tiles;            // [1 + tiles][8]; of the first, what blocks count their work with
 };
 
 // 128 rows of an expert times one tile of columns: two warpgroups multiply, a third has a thread that copies weights, one
@@ -199,7 +199,7 @@ FN Item find_item(const int* tiles, u32 index) {
     return {tile.expert, rows, tile.row + from, smaller(tile.width, tile.rows - from)};
 }
 
-FN void hand_out(const Arguments& a, u32 base) {
+FN void hand_out(const MultiplyExpertsLaunch& a, u32 base) {
     ItemRing ring = {base};
     u32 total = load_global(a.tiles) * ROW_BLOCKS;
     for (Cursor<ITEMS> at;; at.next()) {
@@ -223,7 +223,7 @@ FN Item wait_item(u32 base, Cursor<ITEMS> at) {
     return {v.x, v.y, v.z, v.w};
 }
 
-FN void copy_weights(const Arguments& a, u32 base) {
+FN void copy_weights(const MultiplyExpertsLaunch& a, u32 base) {
     WeightRing ring = {base};
     Cursor<WEIGHT_STAGES> stage;
     for (Cursor<ITEMS> at;; at.next()) {
@@ -242,7 +242,7 @@ FN void copy_weights(const Arguments& a, u32 base) {
     }
 }
 
-FN void copy_columns(const Arguments& a, u32 base) {
+FN void copy_columns(const MultiplyExpertsLaunch& a, u32 base) {
     ColumnRing ring = {base};
     Cursor<COLUMN_STAGES> stage;
     for (Cursor<ITEMS> at;; at.next()) {
@@ -401,7 +401,7 @@ FN float gated(float gate, float up) {
 
 // The block's 128 rows are 64 of h: one piece of a tile of columns. Row g of a record is gate, row g + 8 its up.
 template <u32 N>
-FN void finish(const Arguments& a, const float (&sums)[N / 2], u32 base, u32, Item item) {
+FN void finish(const MultiplyExpertsLaunch& a, const float (&sums)[N / 2], u32 base, u32, Item item) {
     u32 lane = lane_index(), g = lane >> 2, t = lane & 3, odd = g & 1, tile = base + H_TILE, warp = warp_index();
     u32 chunk = warp / 4 * 4 + g / 2, word_of = warp % 4;  // of 8 values, and where this lane's pair is among them
     if (FORMAT == NVFP4) chunk = warp / 2 * 2 + g % 4 / 2, word_of = warp % 2 * 2 + g / 4;
@@ -431,7 +431,7 @@ FN void store_y(u8* out, u32 pair, u32 weight, float upper, float lower) {
 }
 
 template <u32 N>
-FN void finish(const Arguments& a, const float (&sums)[N / 2], u32 base, u32 stage, Item item) {
+FN void finish(const MultiplyExpertsLaunch& a, const float (&sums)[N / 2], u32 base, u32 stage, Item item) {
     u32 lane = lane_index(), g = lane >> 2, t = lane & 3;
     u8* out = a.out + (item.rows * BLOCK_TILES + warp_index()) * 32 + 4 * g;
 #pragma unroll
@@ -446,7 +446,7 @@ FN void finish(const Arguments& a, const float (&sums)[N / 2], u32 base, u32 sta
 
 // An item is as wide as one of these instructions; each width is a loop of its own.
 template <u32 N>
-FN void multiply_item(const Arguments& a, Place& at, u32 stage, Item item) {
+FN void multiply_item(const MultiplyExpertsLaunch& a, Place& at, u32 stage, Item item) {
     if (item.width == N) {
         float sums[N / 2] = {};
         multiply<N>(sums, at);
@@ -458,7 +458,7 @@ FN void multiply_item(const Arguments& a, Place& at, u32 stage, Item item) {
         multiply_item<N - 8>(a, at, stage, item);
 }
 
-FN void consume(const Arguments& a, u32 base) {
+FN void consume(const MultiplyExpertsLaunch& a, u32 base) {
     Place at = {base};
     for (Cursor<ITEMS> items;; items.next()) {
         Item item = wait_item(base, items);
@@ -468,7 +468,7 @@ FN void consume(const Arguments& a, u32 base) {
     }
 }
 
-KERNEL(multiply_experts, Arguments) {
+KERNEL(multiply_experts, MultiplyExpertsLaunch) {
     let_next_grid_start();
     u32 base = (shared_base() + 1023) & ~1023u, warp = warp_index();
     if (thread_index() == 0) {

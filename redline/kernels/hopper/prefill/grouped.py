@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import BF16_INPUTS, KINDS, Kind, Records, random_experts
 from redline.kernels.hopper.prefill.sort_pairs import WIDEST, most_rows, most_tiles, sort_pairs
 from redline.kernels.kernel import Kernel
@@ -53,9 +53,9 @@ def _reference(args: GroupedExpertsArgs) -> Tensor:
     return y_TD
 
 
-_Gather = structure("Gather", "x rstd columns_out columns tiles", "x_stride parts")
-_Multiply = structure("Multiply", "weights columns_in out columns tiles")
-_Combine = structure("Combine", "y out", "tokens")
+_Gather = launch_record("prefill/grouped.cu", "GatherLaunch")
+_Multiply = launch_record("prefill/grouped.cu", "MultiplyExpertsLaunch")
+_Combine = launch_record("prefill/grouped.cu", "CombineLaunch")
 _kernels: dict[tuple[object, ...], CudaKernel] = {}
 
 
@@ -70,7 +70,8 @@ def _rows_kernel(part: Literal["gather", "combine"], up: Records, down: Records,
     }
     key = tuple(sizes.values())
     if key not in _kernels:
-        _kernels[key] = CudaKernel("prefill/grouped.cu", part, sizes, 0, 512 if part == "gather" else 256)
+        launch, threads = (_Gather, 512) if part == "gather" else (_Combine, 256)
+        _kernels[key] = CudaKernel("prefill/grouped.cu", part, launch, sizes, 0, threads)
     return _kernels[key]
 
 
@@ -94,7 +95,7 @@ def _product_kernel(records: Records) -> CudaKernel:
         tiles = column_stages + (records.use == "up")
         shared = 1024 + tiles * WIDEST * _COLUMN_BYTES + weight_stages * 8 * form.record_bytes * (inputs // form.part)
         shared += _ITEMS * (8 * WIDEST + 16) + 16 * (weight_stages + column_stages + _ITEMS)
-        _kernels[key] = CudaKernel("prefill/grouped.cu", "multiply_experts", sizes, shared, 384)
+        _kernels[key] = CudaKernel("prefill/grouped.cu", "multiply_experts", _Multiply, sizes, shared, 384)
     return _kernels[key]
 
 
@@ -113,16 +114,22 @@ def _cuda(args: GroupedExpertsArgs) -> Tensor:
     columns_of_x = y = room(max(x_bytes, y_bytes))  # x is no longer read when y is made
     columns_of_h = room(rows * down.form.width * 2)
     gather = _Gather(
-        *(address(part) for part in (x_TD, args.rstd_T, columns_of_x, columns, tiles)),
-        *(x_TD.shape[1], _GATHER_PARTS),
+        x=x_TD,
+        rstd=args.rstd_T,
+        columns_out=columns_of_x,
+        columns=columns,
+        tiles=tiles,
+        x_stride=x_TD.shape[1],
+        parts=_GATHER_PARTS,
     )
     blocks = _blocks(device) if pairs else 0
     _rows_kernel("gather", up, down, chosen).launch(gather, most, _GATHER_PARTS)
     for records, given, made in ((up, columns_of_x, columns_of_h), (down, columns_of_h, y)):
-        multiply = _Multiply(*(address(part) for part in (records.data, given, made, columns, tiles)))
+        multiply = _Multiply(weights=records.data, columns_in=given, out=made, columns=columns, tiles=tiles)
         _product_kernel(records).launch(multiply, blocks)
     combine = _rows_kernel("combine", up, down, chosen)
-    combine.launch(_Combine(address(y), address(out), tokens), -(-tokens * up.inputs // 8 // combine.threads))
+    added = _Combine(y=y.view(torch.bfloat16), out=out, tokens=tokens)
+    combine.launch(added, -(-tokens * up.inputs // 8 // combine.threads))
     return out
 
 

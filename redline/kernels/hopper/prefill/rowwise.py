@@ -90,13 +90,14 @@ class SplitAArgs(NamedTuple):
 def _split_reference(args: SplitAArgs) -> Tensor:
     """a float32 [T, Rq + R + P], the product with W_a -> q_a bf16 [T, Rq filled], normed.
 
-    Writes the latent, normed, and its rotated key at rows_T (int64) of plane [pages, 64, R + P]; e4m3 saturates.
+    Writes the latent, normed, and its rotated key at rows_T (int64) of plane [pages, 64, R + P]; e4m3 saturates. Its
+    pages are contiguous each, whatever lies between them.
     """
     plane = args.plane
     rank_q, rank = args.q_gamma.shape[0], args.kv_gamma.shape[0]
     q, latent, key = args.a_TA.split([rank_q, rank, args.a_TA.shape[1] - rank_q - rank], 1)
     row = torch.cat([rms_norm(latent, args.kv_gamma, args.eps), rotate(key, args.cos, args.sin)], 1)
-    plane.view(-1, plane.shape[-1])[args.rows_T] = stored(row, plane.dtype)
+    plane[args.rows_T // PAGE_TOKENS, args.rows_T % PAGE_TOKENS] = stored(row, plane.dtype)
     return _filled(rms_norm(q, args.q_gamma, args.eps))
 
 

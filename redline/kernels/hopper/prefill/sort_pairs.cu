@@ -7,11 +7,11 @@
 // Macros: EXPERTS (<= THREADS), WIDEST (columns of a tile).
 #include "core.cuh"
 
-struct Arguments {
-    const int* ids;
-    const float* weights;
-    int* columns;  // [rows][pair or -1, weight]
-    int* tiles;    // [1 + tiles][8]
+struct SortPairsLaunch {
+    const int* ids;        // [T, K]
+    const float* weights;  // [T, K]
+    int* columns;          // [rows][pair or -1, weight]
+    int* tiles;            // [1 + tiles][8]
     int pairs;
 };
 
@@ -48,7 +48,7 @@ FN u32 same_expert(u32 expert) {
 }
 
 // Expert e's rows begin at `row`, its tiles at `first`.
-FN void write_tiles(const Arguments& a, u32 expert, u32 first, u32 tiles, u32 row, u32 width, u32 rows) {
+FN void write_tiles(const SortPairsLaunch& a, u32 expert, u32 first, u32 tiles, u32 row, u32 width, u32 rows) {
     for (u32 i = 0; i < tiles; i++) {
         int* tile = a.tiles + 8 * (1 + first + i);
         store_global_4(tile, {expert, first, tiles, row});
@@ -56,7 +56,7 @@ FN void write_tiles(const Arguments& a, u32 expert, u32 first, u32 tiles, u32 ro
     }
 }
 
-KERNEL(sort_pairs, Arguments) {
+KERNEL(sort_pairs, SortPairsLaunch) {
     let_next_grid_start();
     u32 base = shared_base(), thread = thread_index(), lane = lane_index(), warp = warp_index();
     u32 counts = base + COUNTS + 4 * EXPERTS * warp;

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -79,7 +79,7 @@ def _room(ids_TK: Tensor, experts: int) -> Sorted:
     return Sorted(columns, tiles)
 
 
-_Arguments = structure("Arguments", "ids weights columns tiles", "pairs")
+_Launch = launch_record("prefill/sort_pairs.cu", "SortPairsLaunch")
 _kernels: dict[int, CudaKernel] = {}
 
 
@@ -88,15 +88,15 @@ def _kernel(experts: int) -> CudaKernel:
         warps = _THREADS // 32
         shared = 4 * (warps * experts + experts + warps)
         defines = {"EXPERTS": experts, "WIDEST": WIDEST}
-        _kernels[experts] = CudaKernel("prefill/sort_pairs.cu", "sort_pairs", defines, shared, _THREADS)
+        _kernels[experts] = CudaKernel("prefill/sort_pairs.cu", "sort_pairs", _Launch, defines, shared, _THREADS)
     return _kernels[experts]
 
 
 def _cuda(args: SortPairsArgs) -> Sorted:
     ids_TK = args.ids_TK
     room = _room(ids_TK, args.experts)
-    arguments = _Arguments(
-        address(ids_TK), address(args.weights_TK), address(room.columns), address(room.tiles), ids_TK.numel()
+    arguments = _Launch(
+        ids=ids_TK, weights=args.weights_TK, columns=room.columns, tiles=room.tiles, pairs=ids_TK.numel()
     )
     _kernel(args.experts).launch(arguments, 1)
     return room

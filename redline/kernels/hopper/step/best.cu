@@ -4,7 +4,7 @@
 // row's counter at zero for the next launch. Macros: WIDTH, numbers of one load: 4 where every row begins at 16 bytes.
 #include "core.cuh"
 
-struct Arguments {
+struct BestLaunch {
     const float* logits;  // rows are `step` apart
     u32x4* found;         // [R, parts]
     u32* done;            // [R]: blocks of the row that have found theirs
@@ -75,7 +75,7 @@ FN Best best_of_block(Best mine) {
     return best_of_warp({other.x, other.y, other.z});
 }
 
-KERNEL_BESIDE(best, Arguments, 2) {
+KERNEL_BESIDE(best, BestLaunch, 2) {
     let_next_grid_start();
     wait_for_previous_grid();
     u32 row = block_index_y(), part = block_index(), parts = grid_size(), last = shared_base() + LAST;

@@ -5,21 +5,21 @@ import functools
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, address, emulating, structure
+from redline.kernels.hopper.kernel import CudaKernel, emulating, launch_record
 from redline.kernels.kernel import Kernel
 from redline.ops import best as meaning
 
 MOST_ROWS = 512  # of one launch
 THREADS = 512
 _BLOCKS = 264  # at once on an NVIDIA H200, two to a multiprocessor
-
-
-_Arguments = structure("Arguments", "logits found done ids finite", "vocabulary step")
+_Launch = launch_record("step/best.cu", "BestLaunch")
 
 
 @functools.cache
 def _kernel(width: int) -> CudaKernel:
-    return CudaKernel("step/best.cu", "best", {"WIDTH": width}, shared=THREADS // 32 * 16 + 16, threads=THREADS)
+    return CudaKernel(
+        "step/best.cu", "best", _Launch, {"WIDTH": width}, shared=THREADS // 32 * 16 + 16, threads=THREADS
+    )
 
 
 @functools.cache
@@ -38,8 +38,16 @@ def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
     found = torch.empty(rows, parts, 4, dtype=torch.int32, device=device)
     ids = torch.empty(rows, dtype=torch.int64, device=device)
     finite = torch.empty(rows, dtype=torch.bool, device=device)
-    made = address(found), address(_done(device)), address(ids), address(finite)
-    _kernel(width).launch(_Arguments(logits_RV.data_ptr(), *made, vocabulary, step), parts if rows else 0, rows)
+    given = _Launch(
+        logits=logits_RV.data_ptr(),  # its rows may lie apart
+        found=found,
+        done=_done(device),
+        ids=ids,
+        finite=finite,
+        vocabulary=vocabulary,
+        step=step,
+    )
+    _kernel(width).launch(given, parts if rows else 0, rows)
     return ids, finite
 
 

@@ -3,17 +3,17 @@
 // Macros: as in step_rows.cu, and MOST_POSITIONS of a row.
 #include "core.cuh"
 
-struct Arguments {
+struct SettleRowsLaunch {
     const i64* chosen;  // [T]
     const u8* finite;   // [T]
     const i64* plan;    // [B, PLAN_COLUMNS]
-    i64* tokens;
-    i64* lengths;
-    i64* results;
+    i64* tokens;        // [slots, reach]
+    i64* lengths;       // [slots]
+    i64* results;       // [B or more, RESULT_COLUMNS]
     u32 count, positions, reach;
 };
 
-KERNEL(settle_rows, Arguments) {
+KERNEL(settle_rows, SettleRowsLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
     u32 row = block_index() * THREADS + thread_index();

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.step.step_rows import (
     BEFORE,
     DEFINES,
@@ -64,20 +64,29 @@ def reference(args: SettleRowsArgs) -> None:
     results[:, NEW], results[:, TOKENS : TOKENS + positions] = new_B, token_BK
 
 
-_Arguments = structure("Arguments", "chosen finite plan tokens lengths results", "count positions reach")
+_Launch = launch_record("step/settle_rows.cu", "SettleRowsLaunch")
 
 
 @functools.cache
 def _kernel() -> CudaKernel:
-    return CudaKernel("step/settle_rows.cu", "settle_rows", DEFINES, shared=0, threads=MOST_ROWS)
+    return CudaKernel("step/settle_rows.cu", "settle_rows", _Launch, DEFINES, shared=0, threads=MOST_ROWS)
 
 
 def cuda(args: SettleRowsArgs) -> None:
     slots = args.slots
     count = args.plan_BC.shape[0]
-    given = args.token_T, args.finite_T, args.plan_BC, slots.tokens, slots.lengths, args.results
-    sizes = count, args.token_T.shape[0] // max(count, 1), slots.tokens.shape[1]
-    _kernel().launch(_Arguments(*map(address, given), *sizes), -(-count // MOST_ROWS))
+    given = _Launch(
+        chosen=args.token_T,
+        finite=args.finite_T,
+        plan=args.plan_BC,
+        tokens=slots.tokens,
+        lengths=slots.lengths,
+        results=args.results,
+        count=count,
+        positions=args.token_T.shape[0] // max(count, 1),
+        reach=slots.tokens.shape[1],
+    )
+    _kernel().launch(given, -(-count // MOST_ROWS))
 
 
 def cost(args: SettleRowsArgs) -> Cost:

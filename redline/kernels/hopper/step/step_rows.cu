@@ -4,20 +4,20 @@
 // Macros: PLAN_*, columns of a plan; FACTS of a slot, the first its limit; RESULT_*, columns of a result; PAGE_TOKENS.
 #include "core.cuh"
 
-struct Arguments {
-    const i64* plan;  // [B, PLAN_COLUMNS]
-    const i64* tokens;
-    int* tables;
-    i64* lengths;
-    i64* facts;
-    i64* results;
+struct StepRowsLaunch {
+    const i64* plan;           // [B, PLAN_COLUMNS]
+    const i64* tokens;         // [slots, reach]
+    int* tables;               // [slots, pages]
+    i64* lengths;              // [slots]
+    i64* facts;                // [slots, FACTS]
+    i64* results;              // [B or more, RESULT_COLUMNS]
     const float* frequencies;  // [pairs]
     i64* ids;                  // [T]
     float* cos;                // [T, pairs]
-    float* sin;
-    i64* rows;      // [T]
-    int* slots;     // [T]
-    int* contexts;  // [T]
+    float* sin;                // [T, pairs]
+    i64* rows;                 // [T]
+    int* slots;                // [T]
+    int* contexts;             // [T]
     u32 count, positions, reach, pages, pairs, spare_page;
 };
 
@@ -27,7 +27,7 @@ FN i64 least(i64 a, i64 b) { return a < b ? a : b; }
 FN i64 not_negative(i64 v) { return v < 0 ? 0 : v; }
 
 // The host's news of the row's slot: where it stands, and new pages.
-FN void take_over(const Arguments& a, const i64* plan) {
+FN void take_over(const StepRowsLaunch& a, const i64* plan) {
     i64 slot = load_global_i64(plan + PLAN_SLOT), length = load_global_i64(plan + PLAN_LENGTH);
     i64 fact[FACTS], cell[PLAN_PAGES - PLAN_CELLS], page[PLAN_PAGES - PLAN_CELLS];
 #pragma unroll
@@ -45,7 +45,7 @@ FN void take_over(const Arguments& a, const i64* plan) {
     for (u32 i = 0; i < FACTS; i++) store_global_i64(a.facts + slot * FACTS + i, fact[i]);
 }
 
-KERNEL(step_rows, Arguments) {
+KERNEL(step_rows, StepRowsLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
     for (u32 row = thread_index(); row < a.count; row += THREADS) take_over(a, a.plan + row * PLAN_COLUMNS);

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from redline.kernels.hopper.kernel import CudaKernel, address, structure
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
@@ -77,7 +77,7 @@ class SlotTensors:
 
 
 class StepRows(NamedTuple):
-    """As `block.Inputs` has them."""
+    """As `Inputs` has them."""
 
     ids_T: Tensor  # int64
     cos_T: Tensor  # float32 [T, P / 2]
@@ -140,18 +140,13 @@ def _take_over(plan_BC: Tensor, slots: SlotTensors) -> None:
     slots.tables.view(-1)[plan_BC[:, CELLS]] = plan_BC[:, PAGES].int()
 
 
-_Arguments = structure(
-    "Arguments",
-    pointers="plan tokens tables lengths facts results frequencies ids cos sin rows slots contexts",
-    ints="count positions reach pages pairs spare_page",
-)
+_Launch = launch_record("step/step_rows.cu", "StepRowsLaunch")
 
 
 @functools.cache
 def _kernel() -> CudaKernel:
-    return CudaKernel(
-        "step/step_rows.cu", "step_rows", {**DEFINES, "PAGE_TOKENS": PAGE_TOKENS}, shared=0, threads=THREADS
-    )
+    defines = {**DEFINES, "PAGE_TOKENS": PAGE_TOKENS}
+    return CudaKernel("step/step_rows.cu", "step_rows", _Launch, defines, shared=0, threads=THREADS)
 
 
 def cuda(args: StepRowsArgs) -> StepRows:
@@ -170,9 +165,28 @@ def cuda(args: StepRowsArgs) -> StepRows:
         slots_Q=made(tokens, dtype=torch.int32),
         lengths_Q=made(tokens, dtype=torch.int32),
     )
-    given = plan_BC, slots.tokens, slots.tables, slots.lengths, slots.facts, args.results, args.frequencies
-    sizes = count, args.positions, slots.tokens.shape[1], slots.tables.shape[1], pairs, args.spare_page
-    _kernel().launch(_Arguments(*map(address, (*given, *step)), *sizes), -(-tokens // (THREADS // 32)))
+    given = _Launch(
+        plan=plan_BC,
+        tokens=slots.tokens,
+        tables=slots.tables,
+        lengths=slots.lengths,
+        facts=slots.facts,
+        results=args.results,
+        frequencies=args.frequencies,
+        ids=step.ids_T,
+        cos=step.cos_T,
+        sin=step.sin_T,
+        rows=step.rows_T,
+        slots=step.slots_Q,
+        contexts=step.lengths_Q,
+        count=count,
+        positions=args.positions,
+        reach=slots.tokens.shape[1],
+        pages=slots.tables.shape[1],
+        pairs=pairs,
+        spare_page=args.spare_page,
+    )
+    _kernel().launch(given, -(-tokens // (THREADS // 32)))
     return step
 
 

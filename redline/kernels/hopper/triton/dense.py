@@ -15,6 +15,7 @@ from torch import Tensor
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_N, Tiled, padded
 from redline.kernels.hopper.triton.linear import begin, block_rows, follow, launch, multiply
+from redline.wire.job import PAGE_TOKENS
 
 _AT_ONCE = tl.constexpr(32)  # parts of squares that a program has loaded at a time
 
@@ -72,12 +73,13 @@ def _turned(even, odd, c, s):
 
 
 @triton.jit
-def _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, RANK: tl.constexpr, ROPE: tl.constexpr,
-              BLOCK_R: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
+def _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, page_stride, PAGE: tl.constexpr, RANK: tl.constexpr,
+              ROPE: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr):  # fmt: skip
     """[latent, normed | key, rotated] of a token into its page."""
     saturates: tl.constexpr = plane.dtype.element_ty == tl.float8e4nv
     at = kv + token * (RANK + ROPE)
-    place = plane + tl.load(rows_T + token) * (RANK + ROPE)
+    row = tl.load(rows_T + token)
+    place = plane + row // PAGE * page_stride + row % PAGE * (RANK + ROPE)
     r, p = tl.arange(0, BLOCK_R), tl.arange(0, HALF)
     latent = tl.load(at + r, mask=r < RANK, other=0.0)
     gamma_R = tl.load(gamma + r, mask=r < RANK, other=0.0)
@@ -99,17 +101,17 @@ def _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, RANK: tl.constexpr
 @triton.jit
 def _project_q(
     x, weight, squares, kv, gamma, cos, sin, rows_T, plane, q, tokens, rows, last, x_stride,
-    parts, stride, inputs, eps, outputs, blocks,
+    parts, stride, inputs, eps, outputs, blocks, page_stride,
     K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr,
-    ROPE: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr, PARTS: tl.constexpr, PAGE: tl.constexpr, NOPE: tl.constexpr,
+    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK_R: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """The first `blocks` programs multiply; each of the others writes a token's row into its page."""
     block = tl.program_id(0)
     if block >= blocks:
         follow(DEPENDENT)
         token = (block - blocks).to(tl.int64)
-        _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, RANK, ROPE, BLOCK_R, HALF)
+        _page_row(kv, gamma, cos, sin, rows_T, plane, token, eps, page_stride, PAGE, RANK, ROPE, BLOCK_R, HALF)
     else:
         first = block * BLOCK_N
         n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
@@ -146,9 +148,9 @@ def project_q(
     tokens, rank, rope, width = q_a.shape[0], gamma_R.shape[0], 2 * cos.shape[1], w.outputs // heads
     q = torch.empty(tokens, heads, width, dtype=torch.bfloat16, device=q_a.device)
     blocks = triton.cdiv(w.outputs, block_rows(w.outputs))
-    numbers = *_norm(squares, w, eps), w.outputs, blocks
+    numbers = *_norm(squares, w, eps), w.outputs, blocks, plane.stride(0)
     sizes = {"PARTS": padded(squares.shape[0], _AT_ONCE.value), "NOPE": width - rope, "RANK": rank, "ROPE": rope}
-    sizes |= {"BLOCK_R": triton.next_power_of_2(rank), "HALF": triton.next_power_of_2(rope // 2)}
+    sizes |= {"PAGE": PAGE_TOKENS, "BLOCK_R": triton.next_power_of_2(rank), "HALF": triton.next_power_of_2(rope // 2)}
     tensors = squares, kv, gamma_R, cos, sin, rows_T, plane, q
     launch(_project_q, w, q_a, w.outputs, tensors, numbers, beside=tokens, **sizes)
     return q

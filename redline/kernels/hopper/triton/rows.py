@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
+from redline.wire.job import PAGE_TOKENS
 
 
 @triton.jit
@@ -51,8 +52,8 @@ def _stored(x, plane):
 
 @triton.jit
 def _split_a(
-    a, q_gamma, kv_gamma, cos, sin, rows, q, plane, RQ, Q_STRIDE, eps, A_STRIDE,
-    R: tl.constexpr, P: tl.constexpr, BLOCK_Q: tl.constexpr, HALF: tl.constexpr,
+    a, q_gamma, kv_gamma, cos, sin, rows, q, plane, RQ, Q_STRIDE, eps, A_STRIDE, page_stride,
+    PAGE: tl.constexpr, R: tl.constexpr, P: tl.constexpr, BLOCK_Q: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     at = a + token * A_STRIDE
@@ -61,7 +62,8 @@ def _split_a(
     value *= tl.rsqrt(tl.sum(value * value, 0) / RQ + eps)
     gamma = tl.load(q_gamma + i, mask=i < RQ, other=0.0)
     tl.store(q + token * Q_STRIDE + i, (value * gamma).to(q.dtype.element_ty), mask=i < Q_STRIDE)
-    place = plane + tl.load(rows + token) * (R + P)
+    row = tl.load(rows + token)
+    place = plane + row // PAGE * page_stride + row % PAGE * (R + P)
     r = tl.arange(0, R)
     latent = tl.load(at + RQ + r).to(tl.float32)
     latent *= tl.rsqrt(tl.sum(latent * latent, 0) / R + eps) * tl.load(kv_gamma + r)
@@ -86,7 +88,8 @@ def split_a(
     p = plane.shape[-1] - r
     q = torch.empty(tokens, padded(rq, PAD_K), dtype=torch.bfloat16, device=a_TA.device)
     _split_a[(tokens,)](
-        *(a_TA, q_gamma, kv_gamma, cos, sin, rows_T, q, plane, rq, q.shape[1], eps, a_TA.stride(0)),
+        *(a_TA, q_gamma, kv_gamma, cos, sin, rows_T, q, plane, rq, q.shape[1], eps, a_TA.stride(0), plane.stride(0)),
+        PAGE=PAGE_TOKENS,
         R=r,
         P=p,
         BLOCK_Q=triton.next_power_of_2(q.shape[1]),
