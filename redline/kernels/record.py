@@ -13,6 +13,10 @@ type. `layout_check` is C++ text that a build appends to the source: it does not
 import ctypes
 import functools
 import re
+import struct
+from array import array
+from collections.abc import Callable
+from ctypes import addressof
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,48 +47,109 @@ _SCALARS: dict[str, Any] = {
     "i64": ctypes.c_int64,
     "u64": ctypes.c_uint64,
 }
-_NUMBERS = frozenset((int, float, bool))
+_C = {
+    ctypes.c_float: torch.float32,
+    ctypes.c_double: torch.float64,
+    ctypes.c_int32: torch.int32,
+    ctypes.c_int64: torch.int64,
+}
+_ARRAYS = {"f": torch.float32, "d": torch.float64, "i": torch.int32, "q": torch.int64}  # by typecode
+_ANYTHING = ("void", "char")
+_DTYPES = frozenset(value for value in vars(torch).values() if isinstance(value, torch.dtype))
 _FIELD = re.compile(r"(?:const\s+)?(\w+)\s*([^;]*);")
 _NAME = re.compile(r"((?:\*\s*(?:const\b)?\s*)*)(\w+)\s*$")
 
 
 class Record(ctypes.Structure):
     """One call's arguments. Every field is given, by name: a number, or for a pointer a tensor (contiguous, of the
-    pointer's element type), another record, an address, or None for null.
+    pointer's element type), an array of Python's or of C's (likewise), another record, an address, or None for null.
 
     Raises TypeError for a field that is missing, unknown, or of another element type, and for a tensor that is not
-    contiguous. The record holds addresses: what they point to has to outlive the call.
+    contiguous. The record keeps what it was given; what an address points to has to outlive the call.
     """
 
-    _names: ClassVar[frozenset[str]] = frozenset()  # of the fields
     pointers: ClassVar[dict[str, str]] = {}  # field -> C type of what it points to
+    _names: ClassVar[tuple[str, ...]] = ()
+    _accepted: ClassVar[tuple[tuple[int, frozenset[object]], ...]] = ()  # of each pointer, its place and what it takes
+    _packer: ClassVar[Callable[..., bytes]] = struct.Struct("").pack
 
     def __init__(self, **values: Any) -> None:
-        if values.keys() != self._names:
-            missing, unknown = self._names - values.keys(), values.keys() - self._names
-            raise TypeError(f"{type(self).__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        for name, value in values.items():
-            if type(value) not in _NUMBERS:
-                values[name] = self._plain(name, value)
-        super().__init__(**values)
+        plain = self._plain(values)
+        try:
+            super().__init__(*plain)
+        except TypeError as error:
+            raise self._refusal(plain, error) from None
+        self._given = values
 
-    def _plain(self, name: str, value: Any) -> Any:
-        if value is None:
-            return 0
-        if not isinstance(value, Tensor):
-            return ctypes.addressof(value) if isinstance(value, ctypes.Structure | ctypes.Array) else value
-        element = self.pointers.get(name)
-        if element is None:
-            raise TypeError(f"{type(self).__name__}.{name} is a number, got a tensor of shape {tuple(value.shape)}")
-        allowed = _ELEMENTS.get(element)
-        if allowed is not None and value.dtype not in allowed:
-            raise TypeError(f"{type(self).__name__}.{name} points to {element}, got {value.dtype}")
+    @classmethod
+    def bytes_of(cls, values: dict[str, Any]) -> bytes:
+        """Those of the record of `values`, which are made sooner than it: for a call that is made now."""
+        plain = cls._plain(values)
+        try:
+            return cls._packer(*plain)
+        except (TypeError, struct.error) as error:
+            raise cls._refusal(plain, error) from None
+
+    @classmethod
+    def _plain(cls, values: dict[str, Any]) -> list[Any]:
+        """Each field's number or address, in order. What is no number is found out where it is made one."""
+        plain = list(values.values()) if tuple(values) == cls._names else cls._in_order(values)
+        for at, accepted in cls._accepted:
+            value = plain[at]
+            kind = type(value)
+            if kind is Tensor and value.dtype in accepted and value.is_contiguous():
+                plain[at] = value.data_ptr()
+            elif value is None:
+                plain[at] = 0
+            elif kind is array and _ARRAYS.get(value.typecode) in accepted:
+                plain[at] = value.buffer_info()[0]
+            elif kind is not int:
+                plain[at] = addressof(value) if _held(kind) in accepted else cls._address(at, value, accepted)
+        return plain
+
+    @classmethod
+    def _in_order(cls, values: dict[str, Any]) -> list[Any]:
+        missing, unknown = set(cls._names) - set(values), set(values) - set(cls._names)
+        if missing or unknown:
+            raise TypeError(f"{cls.__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        return [values[name] for name in cls._names]
+
+    @classmethod
+    def _address(cls, at: int, value: Any, accepted: frozenset[object]) -> int:
+        """Of a tensor of a class of its own, and of a record where the pointer is to anything; all else is refused."""
+        field, element = f"{cls.__name__}.{cls._names[at]}", cls.pointers[cls._names[at]]
+        if isinstance(value, Record) and element in _ANYTHING:
+            return addressof(value)
+        given = value.dtype if isinstance(value, Tensor) else _held(type(value))
+        if given not in accepted:
+            raise TypeError(f"{field} points to {element}, got {given}")
         if not value.is_contiguous():
-            raise TypeError(
-                f"{type(self).__name__}.{name}: expected a contiguous tensor, got strides {value.stride()} for shape "
-                f"{tuple(value.shape)}"
-            )
+            strides, shape = value.stride(), tuple(value.shape)
+            raise TypeError(f"{field}: expected a contiguous tensor, got strides {strides} for shape {shape}")
         return value.data_ptr()
+
+    @classmethod
+    def _refusal(cls, plain: list[Any], error: Exception) -> TypeError:
+        """Where a number is none, or is of another kind than its field."""
+        for name, value in zip(cls._names, plain, strict=True):
+            if not isinstance(value, int | float):
+                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                return TypeError(f"{cls.__name__}.{name} is a number, got {what}")
+        return TypeError(f"{cls.__name__}: {error}")
+
+
+@functools.cache
+def _held(kind: type) -> object:
+    """What an array of C holds: a dtype, a record's name, or None where it may be anything. A record's own name."""
+    if not issubclass(kind, ctypes.Array):
+        return kind.__name__
+    of: type = vars(kind)["_type_"]
+    return of.__name__ if issubclass(of, Record) else _C.get(of)
+
+
+def _taken_by(element: str) -> frozenset[object]:
+    """What a pointer to these takes, in the words of `_held`."""
+    return frozenset((*_ELEMENTS.get(element, (*_DTYPES, element)), None))
 
 
 @functools.cache
@@ -105,8 +170,15 @@ def record(source: Path, name: str, base: type[Record] = Record) -> type[Record]
             if named[1]:
                 pointers[named[2]] = kind
             fields.append((named[2], ctypes.c_void_p if named[1] else _SCALARS[kind]))
-    names = frozenset(field for field, _ in fields)
-    return type(name, (base,), {"_fields_": fields, "pointers": pointers, "_names": names})
+    names = tuple(field for field, _ in fields)
+    members = {
+        "_fields_": fields,
+        "_names": names,
+        "pointers": pointers,
+        "_accepted": tuple((names.index(field), _taken_by(element)) for field, element in pointers.items()),
+        "_packer": struct.Struct("".join(kind._type_ for _, kind in fields)).pack,
+    }
+    return type(name, (base,), members)
 
 
 def layout_check(kind: type[ctypes.Structure]) -> str:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.step_inputs import StepMemory, memory, step_inputs
-from redline.model.k2.cpu import K2, Chunk, Inputs
+from redline.kernels.inputs import Chunk, Inputs
+from redline.model.k2.cpu import K2
 from redline.run.drafting.suffix import Suffix
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Begin, Row

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import redline.run.slots
-from redline.model.k2.cpu import Inputs
+from redline.kernels.inputs import Inputs
 from redline.run.slots import Slots, Span
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row

@@ -13,7 +13,7 @@ from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.hashing import make_job
 from redline.errors import CheckpointError, ConfigError, WorkerLost
 from redline.kernels.cpu.blocks.transformer import Predicted
-from redline.model.k2.cpu import Inputs
+from redline.kernels.inputs import Inputs
 from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
 from redline.wire.delta import Delta

@@ -18,13 +18,13 @@ from torch import Tensor
 from redline.bench.machine import measure
 from redline.bench.program import output, program
 from redline.bench.record import provenance
-from redline.kernels.cpu.blocks.block import Chunk, Inputs
 from redline.kernels.hopper.block import GpuBlock, prefill_block
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled, padded
 from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.inputs import Chunk, Inputs
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.model.k2.shapes import KIMI_K26
 from redline.wire.job import PAGE_TOKENS

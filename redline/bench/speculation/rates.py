@@ -33,9 +33,10 @@ from redline.chat.template import Style, encode
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
+from redline.kernels.inputs import Inputs
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.one_call import draft_chain
-from redline.model.k2.cpu import K2, Inputs
+from redline.model.k2.cpu import K2
 from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling

@@ -15,11 +15,12 @@ from redline.bench.step.depth import Depth, Progress, Stage
 from redline.bench.step.depth_fit import Memory
 from redline.kernels.by_chip import linear
 from redline.kernels.cpu.add_norm import add_norm
-from redline.kernels.cpu.blocks.block import Block, Inputs, Moe
+from redline.kernels.cpu.blocks.block import Block, Moe
 from redline.kernels.cpu.mla import mla_decode, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Experts, Matrix, stack_experts
 from redline.kernels.cpu.route_experts import route_experts
+from redline.kernels.inputs import Inputs
 from redline.model.k2.config import Int4Experts, K2Config
 from redline.ops.formats import INT4_GROUP, Int4
 from redline.ops.mla import MlaWeights, rounds

@@ -15,7 +15,6 @@ from redline.bench.step.depth import Depth, Progress, Stage, captured
 from redline.bench.step.depth_fit import Memory
 from redline.bench.step.routing import draw
 from redline.kernels.by_chip import best, linear
-from redline.kernels.cpu.blocks.block import Inputs
 from redline.kernels.hopper.block import LISTED, MOST_DECODED, GpuBlock
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
@@ -30,6 +29,7 @@ from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.grouped import grouped_experts
+from redline.kernels.inputs import Inputs
 from redline.model.k2.hopper import GpuK2
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.ops.op import Cost

@@ -3,17 +3,18 @@
 #include "core/norm.h"
 #include "core/pool.h"
 
-extern "C" void redline_add_norm(float* residual, const float* partial, const float* w, float* y, float eps, int T, int D) {
+extern "C" void redline_add_norm(const AddNormCall& call) {
+    const int T = call.T, D = call.D;
     int tasks = T <= 4 ? 1 : Pool::get().threads() * 2;
     parallel(tasks, [&](int task) {
         Range rows = share(T, tasks, task);
         for (int t = rows.begin; t < rows.end; t++) {
-            float* r = residual + (int64_t)t * D;
-            if (partial) {
-                const float* p = partial + (int64_t)t * D;
+            float* r = call.residual + (int64_t)t * D;
+            if (call.partial) {
+                const float* p = call.partial + (int64_t)t * D;
                 for (int i = 0; i < D; i++) r[i] += p[i];
             }
-            rms_norm_row(r, w, eps, D, y + (int64_t)t * D);
+            rms_norm_row(r, call.w, call.eps, D, call.y + (int64_t)t * D);
         }
     });
 }

@@ -5,13 +5,13 @@
 #include "core/pool.h"
 #include "core/vec.h"
 
-// x [R, V], row stride ldx -> ids [R], finite [R]. A NaN is never the greatest.
-extern "C" void redline_best(const float* x, int64_t ldx, int64_t* ids, uint8_t* finite, int R, int V) {
+extern "C" void redline_best(const BestCall& call) {
+    const int R = call.R, V = call.V;
     int tasks = R <= 4 ? 1 : Pool::get().threads() * 2;
     parallel(tasks, [&](int task) {
         Range rows = share(R, tasks, task);
         for (int r = rows.begin; r < rows.end; r++) {
-            const float* row = x + r * ldx;
+            const float* row = call.x + r * call.ldx;
             f32x16 high = splat(-INFINITY);
             i32x16 where = {}, sound = ~i32x16{}, at = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
             int i = 0;
@@ -32,8 +32,8 @@ extern "C" void redline_best(const float* x, int64_t ldx, int64_t* ids, uint8_t*
                 if (row[i] > greatest) greatest = row[i], best = i;
                 all &= -(int)std::isfinite(row[i]);
             }
-            ids[r] = best;
-            finite[r] = all != 0;
+            call.ids[r] = best;
+            call.finite[r] = all != 0;
         }
     });
 }

@@ -7,16 +7,15 @@ from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel
 from redline.ops import best as meaning
 
+_best = native.Function("best")
+
 
 def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:
     """The reference's result, by one native call."""
     logits_RV = args.logits_RV
-    library = native.library()
-    assert library is not None
     rows, vocabulary = logits_RV.shape
     ids, finite = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.bool)
-    step = logits_RV.stride(0)
-    library.redline_best(logits_RV.data_ptr(), step, ids.data_ptr(), finite.data_ptr(), rows, vocabulary)
+    _best(x=logits_RV.data_ptr(), ldx=logits_RV.stride(0), ids=ids, finite=finite, R=rows, V=vocabulary)
     return ids, finite
 
 

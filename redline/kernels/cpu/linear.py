@@ -13,18 +13,16 @@ from redline.kernels.kernel import Kernel
 from redline.ops import linear as meaning
 from redline.ops.formats import Weight
 
+_linear = native.Function("linear")
+
 
 def run(args: meaning.LinearArgs[Matrix]) -> Tensor:
     """-> y float32 [T, N]; a view of wider rows where N is no whole panel."""
     weight = args.weight
-    library = native.library()
-    assert library is not None
     tokens, k = args.x_TK.shape
     padded = (weight.outputs + PANEL - 1) // PANEL * PANEL
     y = torch.empty(tokens, padded)
-    library.redline_linear(
-        native.pointer(args.x_TK), k, weight.address, y.data_ptr(), padded, tokens, padded, k, args.rounded
-    )
+    _linear(x=args.x_TK, ldx=k, w=weight.data, y=y, ldy=padded, T=tokens, N=padded, K=k, rounded=args.rounded)
     return y if padded == weight.outputs else y[:, : weight.outputs]
 
 

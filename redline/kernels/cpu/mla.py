@@ -13,6 +13,7 @@ from redline.ops import mla as meaning
 from redline.ops.formats import Weight
 from redline.ops.mla import FP8, MlaWeights
 
+_mla_qkv, _mla_decode, _mla_prefill = map(native.Function, ("mla_qkv", "mla_decode", "mla_prefill"))
 _KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, FP8: 2}
 
 
@@ -28,24 +29,29 @@ def in_panels(w: MlaWeights[Weight]) -> bool:
 
 def _qkv(args: meaning.MlaQkvArgs[Matrix]) -> Tensor:
     w = args.w
-    library = native.library()
-    assert library is not None
     tokens, d = args.x_TD.shape
     heads, nope, rope, rank, _ = w.sizes
     q = torch.empty(tokens, heads, nope + rope)
-    library.redline_mla_qkv(
-        native.pointer(args.x_TD),
-        w.w_a.address,
-        native.pointer(w.q_norm),
-        native.pointer(w.kv_norm),
-        w.w_q.address,
-        native.pointer(args.cos),
-        native.pointer(args.sin),
-        native.pointer(args.slots_T),
-        native.pointer(args.plane),
-        kv_type(args.plane),
-        q.data_ptr(),
-        *(w.eps, tokens, d, w.q_norm.shape[0], rank, rope, heads, nope),
+    _mla_qkv(
+        x=args.x_TD,
+        w_a=w.w_a.data,
+        q_norm=w.q_norm,
+        kv_norm=w.kv_norm,
+        w_q=w.w_q.data,
+        cos=args.cos,
+        sin=args.sin,
+        rows=args.slots_T,
+        plane=args.plane,
+        kv_type=kv_type(args.plane),
+        q=q,
+        eps=w.eps,
+        T=tokens,
+        D=d,
+        Rq=w.q_norm.shape[0],
+        R=rank,
+        P=rope,
+        H=heads,
+        Nn=nope,
     )
     return q
 
@@ -57,21 +63,27 @@ def _qkv_fits(args: meaning.MlaQkvArgs[Weight]) -> bool:
 
 def _decode(args: meaning.MlaDecodeArgs[Matrix]) -> None:
     w = args.w
-    library = native.library()
-    assert library is not None
-    library.redline_mla_decode(
-        native.pointer(args.q_THX),
-        native.pointer(args.tokens_Q),
-        native.pointer(args.slots_Q),
-        native.pointer(args.lengths_Q),
-        native.pointer(args.tables),
-        args.tables.shape[1],
-        native.pointer(args.plane),
-        kv_type(args.plane),
-        w.w_uk.address,
-        w.w_uv.address,
-        native.pointer(args.out_THV),
-        *(args.scale, args.tokens_Q.shape[0], *w.sizes, args.skip),
+    heads, nope, rope, rank, value = w.sizes
+    _mla_decode(
+        q=args.q_THX,
+        tokens=args.tokens_Q,
+        slots=args.slots_Q,
+        lengths=args.lengths_Q,
+        tables=args.tables,
+        table_width=args.tables.shape[1],
+        plane=args.plane,
+        kv_type=kv_type(args.plane),
+        w_uk=w.w_uk.data,
+        w_uv=w.w_uv.data,
+        y=args.out_THV,
+        scale=args.scale,
+        Q=args.tokens_Q.shape[0],
+        H=heads,
+        Nn=nope,
+        P=rope,
+        R=rank,
+        V=value,
+        skip=args.skip,
     )
 
 
@@ -83,18 +95,24 @@ def _decode_fits(args: meaning.MlaDecodeArgs[Weight]) -> bool:
 
 def _prefill(args: meaning.MlaPrefillArgs[Matrix]) -> None:
     w = args.w
-    library = native.library()
-    assert library is not None
-    library.redline_mla_prefill(
-        native.pointer(args.q_CHX),
-        *(args.start, args.q_CHX.shape[0]),
-        native.pointer(args.table),
-        native.pointer(args.plane),
-        kv_type(args.plane),
-        w.w_uk.address,
-        w.w_uv.address,
-        native.pointer(args.out_CHV),
-        *(args.scale, *w.sizes, args.skip),
+    heads, nope, rope, rank, value = w.sizes
+    _mla_prefill(
+        q=args.q_CHX,
+        start=args.start,
+        count=args.q_CHX.shape[0],
+        pages=args.table,
+        plane=args.plane,
+        kv_type=kv_type(args.plane),
+        w_uk=w.w_uk.data,
+        w_uv=w.w_uv.data,
+        y=args.out_CHV,
+        scale=args.scale,
+        H=heads,
+        Nn=nope,
+        P=rope,
+        R=rank,
+        V=value,
+        skip=args.skip,
     )
 
 

@@ -260,10 +260,13 @@ void attend(const typename Arithmetic<KV>::Query* q, const KV* plane, const int3
     }
 }
 
-template <class KV>
-void decode(const float* q, const int32_t* tokens, const int32_t* slots, const int32_t* lengths, const int32_t* tables,
-            int64_t table_width, const KV* plane, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int Q, int skip,
-            Shape s) {
+// plane: the call's.
+template <class KV> void decode(const MlaDecodeCall& call, const KV* plane) {
+    const Shape s{call.H, call.Nn, call.P, call.R, call.V};
+    const int Q = call.Q;
+    const float* q = call.q;
+    const float scale = call.scale;
+    const int32_t *tokens = call.tokens, *slots = call.slots, *lengths = call.lengths;
     // The caller's scratch; tasks on other threads reach it through these references.
     static thread_local struct {
         std::vector<typename Arithmetic<KV>::Query> absorbed;
@@ -287,7 +290,7 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         int h = task / panel_tasks;
         Range panels = share(per_head, panel_tasks, task % panel_tasks);
         product([&](int m) { return q + ((int64_t)tokens[m] * s.H + h) * s.head(); }, 0, Q, s.Nn,
-                [&](int n) { return Bf16Panel{w_uk + ((int64_t)h * per_head + n) * s.Nn * PANEL}; }, panels.begin,
+                [&](int n) { return Bf16Panel{call.w_uk + ((int64_t)h * per_head + n) * s.Nn * PANEL}; }, panels.begin,
                 panels.end, rounded, [&](int m, int n, Pair v) {
                     Arithmetic<KV>::prepare({v.a * scale, v.b * scale}, prepared(m, h) + n * 32);
                 });
@@ -338,8 +341,8 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         for (int i = r.begin; i < r.end; i++) {
             Item item = items[i];
             const auto* qh = prepared(item.query, item.heads);
-            const int32_t* pages = tables + slots[item.query] * table_width;
-            int first = item.split * SPLIT, begin = std::max(first, skip), ends[MOST_ROWS];
+            const int32_t* pages = call.tables + slots[item.query] * call.table_width;
+            int first = item.split * SPLIT, begin = std::max(first, call.skip), ends[MOST_ROWS];
             for (int j = 0; j < item.queries; j++) ends[j] = std::min(first + SPLIT, lengths[item.query + j]);
             int context = lengths[item.query];
             int64_t row = (int64_t)item.record * group;
@@ -393,25 +396,15 @@ void decode(const float* q, const int32_t* tokens, const int32_t* slots, const i
         int h = task / value_tasks;
         Range panels = share(value_panels, value_tasks, task % value_tasks);
         product([&](int m) { return lat + ((int64_t)m * s.H + h) * s.R; }, 0, Q, s.R,
-                [&](int n) { return Bf16Panel{w_uv + ((int64_t)h * value_panels + n) * s.R * PANEL}; }, panels.begin,
+                [&](int n) { return Bf16Panel{call.w_uv + ((int64_t)h * value_panels + n) * s.R * PANEL}; }, panels.begin,
                 panels.end, rounded, [&](int m, int n, Pair v) {
-                    store_pair(y + ((int64_t)tokens[m] * s.H + h) * s.V + n * PANEL, v);
+                    store_pair(call.y + ((int64_t)tokens[m] * s.H + h) * s.V + n * PANEL, v);
                 });
     });
 }
 
 }  // namespace
 
-// Query i is token tokens[i] of q [T, H (Nn + P)], in slot slots[i], and sees context tokens [skip, lengths[i]), itself the
-// last; skip is 0 or 1.
-// tables [slots, table_width]: page ids. w_uk: W_UK^T, panels over R outputs per head; w_uv over V outputs per head.
-// Writes y [T, H V] at the query tokens only.
-extern "C" void redline_mla_decode(const float* q, const int32_t* tokens, const int32_t* slots, const int32_t* lengths,
-                                   const int32_t* tables, int64_t table_width, const void* plane, int kv_type,
-                                   const bf16* w_uk, const bf16* w_uv, float* y, float scale, int Q, int H, int Nn, int P,
-                                   int R, int V, int skip) {
-    Shape s{H, Nn, P, R, V};
-    with_pages(plane, kv_type, [&](const auto* rows) {
-        decode(q, tokens, slots, lengths, tables, table_width, rows, w_uk, w_uv, y, scale, Q, skip, s);
-    });
+extern "C" void redline_mla_decode(const MlaDecodeCall& call) {
+    with_pages(call.plane, call.kv_type, [&](const auto* plane) { decode(call, plane); });
 }

@@ -191,13 +191,15 @@ void rows(const float* q, int position, int skip, const typename Arithmetic<KV>:
     }
 }
 
-template <class KV>
-void prefill(const float* q, int start, int count, const int32_t* pages, const KV* plane, const bf16* w_uk,
-             const bf16* w_uv, float* y, float scale, int skip, Shape s) {
+// plane: the call's.
+template <class KV> void prefill(const MlaPrefillCall& call, const KV* plane) {
     typedef Arithmetic<KV> A;
     typedef typename A::Element Element;
     static thread_local std::vector<Element> gathered, transposed, key_weights;
     static thread_local std::vector<typename A::Number> key_panels, value_panels;
+    const Shape s{call.H, call.Nn, call.P, call.R, call.V};
+    const int start = call.start, count = call.count, skip = call.skip;
+    const float scale = call.scale;
     const int context = start + count, W = s.width(), E = s.R / A::STEP;  // elements of a latent row
     const int64_t S = (context + BLOCK - 1) / BLOCK * BLOCK, panels = S / 32;
 
@@ -214,7 +216,7 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
         for (int i = 0; i < 32; i++) {
             int t = panel * 32 + i;
             bool read = t >= skip && t < context;
-            const KV* from = read ? plane + ((int64_t)pages[t / PAGE] * PAGE + t % PAGE) * W : nullptr;
+            const KV* from = read ? plane + ((int64_t)call.pages[t / PAGE] * PAGE + t % PAGE) * W : nullptr;
             A::gather(from, rows_ + (int64_t)t * E, s.R);
             for (int c = 0; c < s.P; c++)
                 from_float(from ? to_float(from[s.R + c]) : 0.0f,
@@ -226,8 +228,8 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
     });
 
     for (int h = 0; h < s.H; h++) {
-        const bf16* uv = w_uv + (int64_t)h * s.V * s.R;
-        A::key_rows(w_uk + (int64_t)h * s.R * s.Nn, s, wk);
+        const bf16* uv = call.w_uv + (int64_t)h * s.V * s.R;
+        A::key_rows(call.w_uk + (int64_t)h * s.R * s.Nn, s, wk);
         const int groups = (int)((panels + 7) / 8);
         parallel(2 * groups, [&](int task) {
             int first = task / 2 * 8, last = (int)std::min<int64_t>(panels, first + 8);
@@ -246,9 +248,9 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
                 constexpr int M = decltype(size)::value;
                 float* out[M];
                 for (int m = 0; m < M; m++) {
-                    const float* from = q + ((int64_t)(at + m) * s.H + h) * s.head();
+                    const float* from = call.q + ((int64_t)(at + m) * s.H + h) * s.head();
                     for (int i = 0; i < s.head(); i++) scaled[m * s.head() + i] = from[i] * scale;
-                    out[m] = y + ((int64_t)(at + m) * s.H + h) * s.V;
+                    out[m] = call.y + ((int64_t)(at + m) * s.H + h) * s.V;
                 }
                 rows<KV, M>(scaled.data(), start + at, skip, keys, values, S, s, out);
             };
@@ -262,13 +264,6 @@ void prefill(const float* q, int start, int count, const int32_t* pages, const K
 
 }  // namespace
 
-// Rows [0, count) of q [count, H (Nn + P)] are positions [start, start + count) of one slot, whose pages hold the latents
-// of every position below start + count; those below skip (0 or 1, at most start) are not read. y [count, H V].
-extern "C" void redline_mla_prefill(const float* q, int start, int count, const int32_t* pages, const void* plane,
-                                    int kv_type, const bf16* w_uk, const bf16* w_uv, float* y, float scale, int H,
-                                    int Nn, int P, int R, int V, int skip) {
-    Shape s{H, Nn, P, R, V};
-    with_pages(plane, kv_type, [&](const auto* rows) {
-        prefill(q, start, count, pages, rows, w_uk, w_uv, y, scale, skip, s);
-    });
+extern "C" void redline_mla_prefill(const MlaPrefillCall& call) {
+    with_pages(call.plane, call.kv_type, [&](const auto* plane) { prefill(call, plane); });
 }

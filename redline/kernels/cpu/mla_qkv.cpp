@@ -21,12 +21,14 @@ template <class KV> void write_row(const float* x, KV* y, int n) {
 
 }  // namespace
 
-// x [T, D]; wa panels over [Rq | R | P] outputs; wq panels over H (Nn + P) outputs; cos, sin [T, P / 2];
-// slots [T]: page * 64 + place; plane: rows of R + P values. q [T, H (Nn + P)].
-extern "C" void redline_mla_qkv(const float* x, const bf16* wa, const float* q_norm, const float* kv_norm, const bf16* wq,
-                                const float* cos, const float* sin, const int64_t* slots, void* plane, int kv_type,
-                                float* q, float eps, int T, int D, int Rq, int R, int P, int H, int Nn) {
+extern "C" void redline_mla_qkv(const MlaQkvCall& call) {
     static thread_local std::vector<float> buffer;
+    const int T = call.T, D = call.D, Rq = call.Rq, R = call.R, P = call.P, H = call.H, Nn = call.Nn;
+    const bool rounded = rounds(call.kv_type);
+    auto rotate = [&](float* x, int t) {
+        const int64_t first = (int64_t)t * (P / 2);
+        rope(x, call.cos + first, call.sin + first, P);
+    };
     int down = Rq + R + P, width = (down + PANEL - 1) / PANEL * PANEL, head = Nn + P;
     if ((int64_t)buffer.size() < (int64_t)T * width) buffer.resize((int64_t)T * width);
     float* a = buffer.data();
@@ -34,8 +36,8 @@ extern "C" void redline_mla_qkv(const float* x, const bf16* wa, const float* q_n
     Grid first(T, width / PANEL);
     parallel(first.tasks(), [&](int task) {
         Range rows = first.row_range(task), panels = first.panel_range(task);
-        product([&](int m) { return x + (int64_t)m * D; }, rows.begin, rows.end, D,
-                [&](int n) { return Bf16Panel{wa + (int64_t)n * D * PANEL}; }, panels.begin, panels.end, rounds(kv_type),
+        product([&](int m) { return call.x + (int64_t)m * D; }, rows.begin, rows.end, D,
+                [&](int n) { return Bf16Panel{call.w_a + (int64_t)n * D * PANEL}; }, panels.begin, panels.end, rounded,
                 [&](int m, int n, Pair v) { store_pair(a + (int64_t)m * width + n * PANEL, v); });
     });
 
@@ -44,10 +46,11 @@ extern "C" void redline_mla_qkv(const float* x, const bf16* wa, const float* q_n
         Range rows = share(T, tasks, task);
         for (int t = rows.begin; t < rows.end; t++) {
             float *row = a + (int64_t)t * width, *latent = row + Rq;
-            rms_norm_row(row, q_norm, eps, Rq, row);
-            rms_norm_row(latent, kv_norm, eps, R, latent);
-            rope(latent + R, cos + (int64_t)t * (P / 2), sin + (int64_t)t * (P / 2), P);
-            with_pages(plane, kv_type, [&](auto* rows) { write_row(latent, rows + slots[t] * (R + P), R + P); });
+            rms_norm_row(row, call.q_norm, call.eps, Rq, row);
+            rms_norm_row(latent, call.kv_norm, call.eps, R, latent);
+            rotate(latent + R, t);
+            with_pages(call.plane, call.kv_type,
+                       [&](auto* plane) { write_row(latent, plane + call.rows[t] * (R + P), R + P); });
         }
     });
 
@@ -55,14 +58,13 @@ extern "C" void redline_mla_qkv(const float* x, const bf16* wa, const float* q_n
     parallel(second.tasks(), [&](int task) {
         Range rows = second.row_range(task), panels = second.panel_range(task);
         product([&](int m) { return a + (int64_t)m * width; }, rows.begin, rows.end, Rq,
-                [&](int n) { return Bf16Panel{wq + (int64_t)n * Rq * PANEL}; }, panels.begin, panels.end, rounds(kv_type),
-                [&](int m, int n, Pair v) { store_pair(q + (int64_t)m * H * head + n * PANEL, v); });
+                [&](int n) { return Bf16Panel{call.w_q + (int64_t)n * Rq * PANEL}; }, panels.begin, panels.end, rounded,
+                [&](int m, int n, Pair v) { store_pair(call.q + (int64_t)m * H * head + n * PANEL, v); });
     });
 
     parallel(tasks, [&](int task) {
         Range rows = share(T, tasks, task);
         for (int t = rows.begin; t < rows.end; t++)
-            for (int h = 0; h < H; h++)
-                rope(q + ((int64_t)t * H + h) * head + Nn, cos + (int64_t)t * (P / 2), sin + (int64_t)t * (P / 2), P);
+            for (int h = 0; h < H; h++) rotate(call.q + ((int64_t)t * H + h) * head + Nn, t);
     });
 }

@@ -58,12 +58,9 @@ template <class F> void run(const std::vector<Work>& work, F&& f) {
 
 }  // namespace
 
-// x [T, D]; ids, weights [T, k]; gate_up [E][2 I / 32] panels (gate first) over K = D, down [E][D / 32] over K = I;
-// the shared expert likewise in bf16 with its own width Is (0: none). y [T, D]. k = 0: the shared expert alone.
-extern "C" void redline_moe(const float* x, const int32_t* ids, const float* weights, const void* gate_up,
-                            const bf16* gate_up_scales, const void* down, const bf16* down_scales,
-                            const bf16* shared_gate_up, const bf16* shared_down, float* y, int T, int D, int E, int k,
-                            int I, int Is, int rounded) {
+extern "C" void redline_moe(const MoeCall& call) {
+    const int T = call.T, D = call.D, E = call.E, k = call.k, I = call.I, Is = call.Is;
+    const int32_t* ids = call.ids;
     // The caller's scratch, named so that tasks on other threads see this one and not their own.
     static thread_local struct {
         std::vector<int> rows, where, start;
@@ -74,8 +71,10 @@ extern "C" void redline_moe(const float* x, const int32_t* ids, const float* wei
     auto& [rows, where, start, hidden, parts, groups_, work] = scratch;
     std::vector<Group>& groups = groups_;
 
-    Projection experts_up{gate_up, gate_up_scales, 2 * I / PANEL, D}, experts_down{down, down_scales, D / PANEL, I};
-    Projection shared_up{shared_gate_up, nullptr, 2 * Is / PANEL, D}, shared_d{shared_down, nullptr, D / PANEL, Is};
+    Projection experts_up{call.gate_up, call.gate_up_scales, 2 * I / PANEL, D};
+    Projection experts_down{call.down, call.down_scales, D / PANEL, I};
+    Projection shared_up{call.shared_gate_up, nullptr, 2 * Is / PANEL, D};
+    Projection shared_down{call.shared_down, nullptr, D / PANEL, Is};
 
     // Sort the (row, choice) pairs by expert: places [0, T k); the shared expert takes [T k, T k + T).
     int pairs = T * k, total = pairs + (Is ? T : 0);
@@ -93,7 +92,7 @@ extern "C" void redline_moe(const float* x, const int32_t* ids, const float* wei
     }
     if (Is) {
         for (int t = 0; t < T; t++) rows[pairs + t] = t;
-        groups.push_back({&shared_up, &shared_d, 0, pairs, total});
+        groups.push_back({&shared_up, &shared_down, 0, pairs, total});
     }
 
     int width = std::max(I, Is);
@@ -110,9 +109,9 @@ extern "C" void redline_moe(const float* x, const int32_t* ids, const float* wei
         g.gate_up->with(g.expert, [&](auto panels) {
             // Virtual panels: 2 j is gate panel j, 2 j + 1 its up panel. With one panel at a time the gates of a block
             // of rows come first, then their ups; with more they alternate. Either way the gate waits in its row's place.
-            product([&](int m) { return x + (int64_t)row[m] * D; }, w.row_begin, w.row_end, D,
+            product([&](int m) { return call.x + (int64_t)row[m] * D; }, w.row_begin, w.row_end, D,
                     [&](int n) { return panels((n & 1) * up + (n >> 1)); }, 2 * w.panel_begin, 2 * w.panel_end,
-                    rounded,
+                    call.rounded,
                     [&](int m, int n, Pair v) {
                         int place = m % ROWS;
                         if (n & 1)
@@ -129,7 +128,7 @@ extern "C" void redline_moe(const float* x, const int32_t* ids, const float* wei
         const Group& g = groups[w.group];
         g.down->with(g.expert, [&](auto panels) {
             product([&](int m) { return h + (int64_t)m * width; }, w.row_begin, w.row_end, g.down->K, panels,
-                    w.panel_begin, w.panel_end, rounded,
+                    w.panel_begin, w.panel_end, call.rounded,
                     [&](int m, int n, Pair v) { store_pair(part + (int64_t)m * D + n * PANEL, v); });
         });
     });
@@ -141,8 +140,8 @@ extern "C" void redline_moe(const float* x, const int32_t* ids, const float* wei
             for (int d = 0; d < D; d += 16) {
                 f32x16 v = Is ? load<f32x16>(part + (int64_t)(pairs + t) * D + d) : f32x16{};
                 for (int j = 0; j < k; j++)
-                    v += weights[t * k + j] * load<f32x16>(part + (int64_t)place_of[t * k + j] * D + d);
-                store(y + (int64_t)t * D + d, v);
+                    v += call.weights[t * k + j] * load<f32x16>(part + (int64_t)place_of[t * k + j] * D + d);
+                store(call.y + (int64_t)t * D + d, v);
             }
     });
 }

@@ -9,32 +9,47 @@ from redline.kernels.kernel import Kernel
 from redline.ops import moe as meaning
 from redline.ops.formats import ExpertWeights, Weight
 
+_moe = native.Function("moe")
 
-def addresses_of(experts: ExpertWeights) -> tuple[int, int]:
-    """Of the codes or weights, and of the scales or null."""
-    if isinstance(experts, Int4Panels):
-        return experts.addresses
-    assert isinstance(experts, Matrix), "experts reach the kernel as panels"
-    return experts.address, 0
+
+def panels(experts: ExpertWeights | None) -> Tensor | None:
+    """The codes or weights of all experts, as the kernel reads them."""
+    if experts is None:
+        return None
+    assert isinstance(experts, Int4Panels | Matrix), "experts reach the kernel as panels"
+    return experts.codes if isinstance(experts, Int4Panels) else experts.data
+
+
+def scales(experts: ExpertWeights | None) -> Tensor | None:
+    """Those of codes; weights have none."""
+    return experts.scales if isinstance(experts, Int4Panels) else None
 
 
 def run(args: meaning.MoeArgs[Matrix]) -> Tensor:
     """-> y float32 [T, D]. A token's experts are added in the order of its choices, whatever its company."""
-    x_TD, shared_gate_up, routed = args.x_TD, args.shared_gate_up, args.routed
-    library = native.library()
-    assert library is not None
+    x_TD, shared_gate_up, shared_down, routed = args.x_TD, args.shared_gate_up, args.shared_down, args.routed
     tokens, d = x_TD.shape
     y_TD = torch.empty_like(x_TD)
-    shared = (0, 0, 0)
-    if shared_gate_up is not None and args.shared_down is not None:
-        shared = (shared_gate_up.address, args.shared_down.address, shared_gate_up.outputs // 2)
-    pointers, sizes = (0, 0, 0, 0, 0, 0), (0, 0, 0)
-    if routed is not None:
-        choice = native.pointer(routed.ids_TK), native.pointer(routed.weights_TK)
-        pointers = (*choice, *addresses_of(routed.gate_up), *addresses_of(routed.down))
-        sizes = (routed.down.shape[0], routed.ids_TK.shape[1], routed.down.shape[2])
-    sizes = (tokens, d, *sizes, shared[2], args.rounded)
-    library.redline_moe(native.pointer(x_TD), *pointers, *shared[:2], y_TD.data_ptr(), *sizes)
+    gate_up, down = (None, None) if routed is None else (routed.gate_up, routed.down)
+    _moe(
+        x=x_TD,
+        ids=None if routed is None else routed.ids_TK,
+        weights=None if routed is None else routed.weights_TK,
+        gate_up=panels(gate_up),
+        gate_up_scales=scales(gate_up),
+        down=panels(down),
+        down_scales=scales(down),
+        shared_gate_up=None if shared_gate_up is None else shared_gate_up.data,
+        shared_down=None if shared_down is None else shared_down.data,
+        y=y_TD,
+        T=tokens,
+        D=d,
+        E=0 if down is None else down.shape[0],
+        k=0 if routed is None else routed.ids_TK.shape[1],
+        I=0 if down is None else down.shape[2],
+        Is=0 if shared_down is None else shared_down.shape[1],
+        rounded=args.rounded,
+    )
     return y_TD
 
 

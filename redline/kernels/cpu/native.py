@@ -15,33 +15,20 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from redline.kernels.record import Record, layout_check
+from redline.kernels.record import record as read_record
 from redline.limits import processors
 
 HERE = Path(__file__).parent
 SOURCES = tuple(sorted(str(path.relative_to(HERE)) for path in HERE.rglob("*.cpp")))
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "-ffp-contract=fast", "-Wno-psabi")
 
-# p: a pointer, l: int64, i: int32, f: float; in the order of each function's parameters.
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
-_SIGNATURES = {
-    "redline_linear": "plppl" + "iiii",
-    "redline_add_norm": "ppppfii",
-    "redline_route_experts": "pppppiiiiif",
-    "redline_moe": "pppppppppp" + "iiiiiii",
-    "redline_mla_qkv": "ppppppppp" + "ip" + "fiiiiiii",
-    "redline_mla_decode": "ppppp" + "lpi" + "ppp" + "fiiiiiii",
-    "redline_mla_prefill": "piippi" + "ppp" + "fiiiiii",
-    "redline_transformer": "pppli" + "pip" + "pi" + "ppp",
-    "redline_best": "plppii",
-    "redline_sample": "plppii",
-    "redline_step_inputs": "plppi",
-    "redline_draft_fuse": "p",
-    "redline_draft_pass": "p",
-    "redline_draft_chain": "p",
-}
+# Where kernels and what they take are declared, and Python reads them.
+HEADERS = ("core/kernels.h", "blocks/blocks.h", "blocks/draft_pass.h")
 
 _reason: str | None = None
 
@@ -74,12 +61,40 @@ def library() -> ctypes.CDLL | None:
     if loaded is None:
         _reason = f"the CPU kernels did not build ({failure}): the CPU runs the reference path, several times slower"
         return None
-    for name, signature in _SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.argtypes = [_TYPES[letter] for letter in signature]
-        function.restype = None
+    for symbol in _declared(r"void (redline_\w+)\("):
+        getattr(loaded, symbol).restype = None
     loaded.redline_start(ctypes.c_int(threads()))
     return loaded
+
+
+def record(name: str) -> type[Record]:
+    """The struct of this name, as one of HEADERS declares it."""
+    return read_record(HERE / _declared(rf"struct ({name})\s*\{{")[name], name)
+
+
+class Function:
+    """A kernel of the library. A call takes the fields of the record that its declaration names, by keyword."""
+
+    def __init__(self, name: str) -> None:
+        self.symbol = f"redline_{name}"
+        (kind,) = _declared(rf"\b{self.symbol}\(const (\w+)&")
+        self.record = record(kind)
+
+    def __call__(self, **fields: Any) -> None:
+        loaded = library()
+        assert loaded is not None, why_not()
+        getattr(loaded, self.symbol)(self.record.bytes_of(fields))
+
+
+def layouts() -> str:
+    """C++ that compiles where every record lies in memory as Python has it, and nowhere else."""
+    checks = [layout_check(record(name)) for name in _declared(r"struct (\w+)\s*\{")]
+    return "".join([*(f'#include "{header}"\n' for header in HEADERS), *checks])
+
+
+def _declared(pattern: str) -> dict[str, str]:
+    """What the pattern finds in HEADERS, and in which."""
+    return {name: header for header in HEADERS for name in re.findall(pattern, (HERE / header).read_text())}
 
 
 def _load(compiler: str, path: Path) -> ctypes.CDLL:
@@ -133,11 +148,11 @@ def with_includes(source: Path, *folders: Path) -> Iterator[Path]:
 
 @functools.cache
 def _key(compiler: str, sources: tuple[str, ...] = SOURCES) -> str:
-    """Of the sources, the flags, the compiler and the chip."""
+    """Of the sources, the records as Python has them, the flags, the compiler and the chip."""
     digest = hashlib.sha256()
     for file in sorted({file for source in sources for file in with_includes(HERE / source, HERE)}):
         digest.update(file.read_bytes())
-    digest.update(" ".join(FLAGS).encode() + _version(compiler) + _chip().encode())
+    digest.update(layouts().encode() + " ".join(FLAGS).encode() + _version(compiler) + _chip().encode())
     return digest.hexdigest()[:20]
 
 
@@ -161,20 +176,26 @@ def _objects(compiler: str, folder: Path) -> list[Path]:
 
 
 def _build(compiler: str, path: Path) -> str | None:
-    """Compiles, in parallel, the sources that have changed, and links; None, or the first line of what went wrong."""
+    """Compiles, in parallel, the sources that have changed, and links; None, or the first line of what went wrong.
+
+    Before that the records' layouts are compiled, which takes a moment and makes nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     objects = _objects(compiler, path.parent)
-    flags = [flag for flag in FLAGS if flag != "-shared"]
+    flags = [*(flag for flag in FLAGS if flag != "-shared"), f"-I{HERE}"]
+    check = [compiler, *flags, "-fsyntax-only", "-x", "c++", "-"]
+    checked = subprocess.run(check, input=layouts().encode(), capture_output=True, check=False)
+    if checked.returncode != 0:
+        return _first_error(checked.stderr)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         jobs: list[tuple[subprocess.Popen[bytes], Path]] = []
         for source, kept in zip(SOURCES, objects, strict=True):
             if not kept.exists():
-                command = [compiler, *flags, f"-I{HERE}", "-c", "-o", f"{folder}/{kept.name}", str(HERE / source)]
+                command = [compiler, *flags, "-c", "-o", f"{folder}/{kept.name}", str(HERE / source)]
                 jobs.append((subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE), kept))
-        outputs = [(job.communicate()[1].decode(errors="replace"), job.returncode) for job, _ in jobs]
+        outputs = [(job.communicate()[1], job.returncode) for job, _ in jobs]
         failed = [message for message, code in outputs if code != 0]
         if failed:
-            return (failed[0].strip().splitlines() or ["no message"])[0]
+            return _first_error(failed[0])
         for _, kept in jobs:  # two processes that build at once end with the same files
             os.replace(f"{folder}/{kept.name}", kept)
         library_path = f"{folder}/kernels.so"
@@ -182,9 +203,15 @@ def _build(compiler: str, path: Path) -> str | None:
             [compiler, "-shared", "-pthread", "-o", library_path, *map(str, objects)], capture_output=True, check=False
         )
         if link.returncode != 0:
-            return (link.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[0]
+            return _first_error(link.stderr)
         # On the disk before it has its name: half a library, left by a machine that went down, ends who loads it.
         with open(library_path, "rb") as file:
             os.fsync(file.fileno())
         os.replace(library_path, path)
     return None
+
+
+def _first_error(message: bytes) -> str:
+    """Of what a compiler says: the line that calls itself one, else the first."""
+    lines = message.decode(errors="replace").strip().splitlines() or ["no message"]
+    return next((line for line in lines if "error:" in line), lines[0])

@@ -111,11 +111,6 @@ class Int4Panels:
         one = slice(expert, expert + 1)
         return Int4Panels(self.codes[one], self.scales[one]).int4().dequantize()[0]
 
-    @functools.cached_property
-    def addresses(self) -> tuple[int, int]:
-        """Of codes and scales."""
-        return native.pointer(self.codes), native.pointer(self.scales)
-
     @property
     def shape(self) -> tuple[int, ...]:
         """(E, N, K)"""

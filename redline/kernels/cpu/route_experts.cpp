@@ -4,9 +4,8 @@
 #include "core/gemm.h"
 #include "core/kernels.h"
 
-// x [T, D], w in ceil(E / 32) panels, bias [E] -> ids [T, k] (best first; ties to the lower id), weights [T, k].
-extern "C" void redline_route_experts(const float* x, const bf16* w, const float* bias, int32_t* ids, float* weights,
-                                      int T, int D, int E, int k, int normalise, float scale) {
+extern "C" void redline_route_experts(const RouteExpertsCall& call) {
+    const int T = call.T, D = call.D, E = call.E, k = call.k;
     int panels = (E + PANEL - 1) / PANEL, width = panels * PANEL;
     int tasks = T <= 8 ? 1 : std::min(T / 4, Pool::get().threads() * 2);
     parallel(tasks, [&](int task) {
@@ -15,17 +14,17 @@ extern "C" void redline_route_experts(const float* x, const bf16* w, const float
         int count = rows.end - rows.begin;
         if ((int)buffer.size() < (count + 1) * width) buffer.resize((count + 1) * width);
         float *scores = buffer.data(), *choice = scores + (int64_t)count * width;
-        product([&](int m) { return x + (int64_t)(rows.begin + m) * D; }, 0, count, D,
-                [&](int n) { return Bf16Panel{w + (int64_t)n * D * PANEL}; }, 0, panels, false,
+        product([&](int m) { return call.x + (int64_t)(rows.begin + m) * D; }, 0, count, D,
+                [&](int n) { return Bf16Panel{call.w + (int64_t)n * D * PANEL}; }, 0, panels, false,
                 [&](int m, int n, Pair v) {
                     store(scores + m * width + n * PANEL, 1.0f / (1.0f + vexp(-v.a)));
                     store(scores + m * width + n * PANEL + 16, 1.0f / (1.0f + vexp(-v.b)));
                 });
         for (int m = 0; m < count; m++) {
             float* s = scores + m * width;
-            int32_t* id = ids + (int64_t)(rows.begin + m) * k;
-            float* weight = weights + (int64_t)(rows.begin + m) * k;
-            for (int e = 0; e < E; e++) choice[e] = s[e] + bias[e];
+            int32_t* id = call.ids + (int64_t)(rows.begin + m) * k;
+            float* weight = call.weights + (int64_t)(rows.begin + m) * k;
+            for (int e = 0; e < E; e++) choice[e] = s[e] + call.bias[e];
             float total = 0;
             for (int j = 0; j < k; j++) {
                 int best = 0;
@@ -36,7 +35,7 @@ extern "C" void redline_route_experts(const float* x, const bf16* w, const float
                 total += s[best];
                 choice[best] = -INFINITY;
             }
-            for (int j = 0; j < k; j++) weight[j] = (normalise ? weight[j] / (total + 1e-20f) : weight[j]) * scale;
+            for (int j = 0; j < k; j++) weight[j] = (call.normalise ? weight[j] / (total + 1e-20f) : weight[j]) * call.scale;
         }
     });
 }

@@ -9,22 +9,27 @@ from redline.kernels.kernel import Kernel
 from redline.ops import route_experts as meaning
 from redline.ops.formats import Weight
 
+_route_experts = native.Function("route_experts")
+
 
 def run(args: meaning.RouteExpertsArgs[Matrix]) -> tuple[Tensor, Tensor]:
     """-> (ids int32 [T, K], weights float32 [T, K]). The product is exact."""
     k = args.k
-    library = native.library()
-    assert library is not None
     tokens, d = args.x_TD.shape
     ids = torch.empty(tokens, k, dtype=torch.int32)
     weights = torch.empty(tokens, k)
-    library.redline_route_experts(
-        native.pointer(args.x_TD),
-        args.weight.address,
-        native.pointer(args.bias_E),
-        ids.data_ptr(),
-        weights.data_ptr(),
-        *(tokens, d, args.weight.outputs, k, args.normalise, args.scale),
+    _route_experts(
+        x=args.x_TD,
+        w=args.weight.data,
+        bias=args.bias_E,
+        ids=ids,
+        weights=weights,
+        T=tokens,
+        D=d,
+        E=args.weight.outputs,
+        k=k,
+        normalise=args.normalise,
+        scale=args.scale,
     )
     return ids, weights
 

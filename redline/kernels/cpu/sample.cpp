@@ -17,7 +17,7 @@ constexpr int BLOCK = 256;  // tokens of a sum
 
 typedef double f64x8 __attribute__((vector_size(64)));
 
-struct Odds {  // a row of ops/sample.py's odds_R5
+struct Odds {  // the columns of SampleCall::odds
     double temperature, top_p, min_p, top_k, u;
 };
 
@@ -191,16 +191,16 @@ struct Row {
 
 }  // namespace
 
-// x [R, V], row stride ldx; odds [R, 5] -> ids [R], -1 where nothing can be drawn
-extern "C" void redline_sample(const float* x, int64_t ldx, const double* odds, int64_t* ids, int R, int V) {
+extern "C" void redline_sample(const SampleCall& call) {
+    const int R = call.R;
     int tasks = R < Pool::get().threads() * 4 ? R : Pool::get().threads() * 4;
     parallel(tasks, [&](int task) {
         static thread_local Row row;
-        row.resize(V);
+        row.resize(call.V);
         Range rows = share(R, tasks, task);
         for (int r = rows.begin; r < rows.end; r++) {
-            const double* o = odds + r * 5;
-            ids[r] = row.draw(x + r * ldx, {o[0], o[1], o[2], o[3], o[4]});
+            const double* o = call.odds + r * 5;
+            call.ids[r] = row.draw(call.x + r * call.ldx, {o[0], o[1], o[2], o[3], o[4]});
         }
     });
 }

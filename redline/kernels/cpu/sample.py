@@ -7,16 +7,16 @@ from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel
 from redline.ops import sample as meaning
 
+_sample = native.Function("sample")
+
 
 def run(args: meaning.SampleArgs) -> Tensor:
     """-> ids int64 [R]. `narrowed` is not read: each row's odds tell whether it is narrowed."""
     logits_RV = args.logits_RV
-    library = native.library()
-    assert library is not None
     rows, vocabulary = logits_RV.shape
     ids = torch.empty(rows, dtype=torch.int64)
-    odds = native.pointer(args.odds_R5)
-    library.redline_sample(logits_RV.data_ptr(), logits_RV.stride(0), odds, ids.data_ptr(), rows, vocabulary)
+    x, step = logits_RV.data_ptr(), logits_RV.stride(0)
+    _sample(x=x, ldx=step, odds=args.odds_R5, ids=ids, R=rows, V=vocabulary)
     return ids
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from redline.kernels.cpu.blocks.block import Inputs
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_experts
@@ -29,6 +28,7 @@ from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.inputs import Inputs
 from redline.wire.job import PAGE_TOKENS
 
 MOST_DECODED = 64  # tokens of a decode step: the most that are recorded without drafts

@@ -26,11 +26,11 @@ from torch import Tensor
 
 from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu.add_norm import add_norm
-from redline.kernels.cpu.blocks.block import Inputs
 from redline.kernels.cpu.blocks.draft_pass import DraftChainArgs, DraftFuseArgs, DraftLayer, DraftPassArgs, DraftRows
 from redline.kernels.cpu.mla import mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
+from redline.kernels.inputs import Inputs
 from redline.model.k2.forward import attend
 from redline.ops.gqa import GqaWeights, gqa_decode, gqa_prefill, heads_and_row
 from redline.ops.mla import MlaWeights, rounds, stored

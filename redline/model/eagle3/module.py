@@ -20,13 +20,14 @@ import torch.nn.functional as F
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
+from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config, default_layer_ids
 from redline.model.eagle3.file import read_tensors, stored_tensors
 from redline.model.eagle3.forward import begun, fed_back, normed_states, side_by_side
 from redline.model.eagle3.latent import cut_latent, pad_latent
 from redline.model.eagle3.serve import Served
 from redline.model.k2.config import K2Config
-from redline.model.k2.cpu import K2, Inputs
+from redline.model.k2.cpu import K2
 from redline.ops.add_norm import rms_norm
 from redline.ops.gqa import heads_and_row, unfold
 from redline.ops.mla import angles, cache_row, rotate_heads

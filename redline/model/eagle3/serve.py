@@ -11,10 +11,11 @@ from torch import Tensor
 from redline.kernels.by_chip import linear
 from redline.kernels.cpu.blocks.draft_pass import DraftLayer, DraftPages
 from redline.kernels.cpu.panels import Matrix
+from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import layer
 from redline.model.eagle3.one_call import draft_fuse
-from redline.model.k2.cpu import K2, Inputs
+from redline.model.k2.cpu import K2
 from redline.ops.gqa import GqaWeights
 from redline.ops.mla import MlaWeights, angles
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from redline.errors import CheckpointError
 from redline.kernels.by_chip import linear
-from redline.kernels.cpu.blocks.block import Block, Inputs, Moe
-from redline.kernels.cpu.blocks.block import Chunk as Chunk  # with Inputs, for those who make steps
+from redline.kernels.cpu.blocks.block import Block, Moe
 from redline.kernels.cpu.blocks.transformer import Predicted, Transformer
 from redline.kernels.cpu.panels import Experts, Matrix, stack_experts
 from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint, Projection
 from redline.model.k2.config import K2Config
 from redline.model.k2.one_call import transformer

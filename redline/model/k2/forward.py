@@ -20,12 +20,13 @@ from torch import Tensor
 
 from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu.add_norm import add_norm
-from redline.kernels.cpu.blocks.block import Block, Inputs, Moe
+from redline.kernels.cpu.blocks.block import Block, Moe
 from redline.kernels.cpu.blocks.transformer import Predicted, TransformerArgs
 from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.cpu.route_experts import route_experts
+from redline.kernels.inputs import Inputs
 from redline.ops.mla import MlaWeights, prefill_whole, rounds
 from redline.ops.moe import Routed
 

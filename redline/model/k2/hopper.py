@@ -27,9 +27,10 @@ from redline.kernels.hopper.layouts.records import Kind, Records, Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled
 from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.rowwise import norm_rows
+from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
-from redline.model.k2.cpu import K2, Inputs, Reader
+from redline.model.k2.cpu import K2, Reader
 from redline.model.k2.forward import predicted
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.blocks import transformer as one_call
-from redline.kernels.cpu.blocks.block import Block, Chunk, Inputs, Moe
+from redline.kernels.cpu.blocks.block import Block, Moe
 from redline.kernels.cpu.blocks.transformer import Transformer, TransformerArgs
 from redline.kernels.cpu.panels import Experts, Matrix, panels_of, prepare_experts
+from redline.kernels.inputs import Chunk, Inputs
 from redline.kernels.kernel import Kernel
 from redline.model.k2.forward import forward
 from redline.ops.formats import quantize_int4

@@ -30,7 +30,8 @@ from redline.kernels.hopper.step.step_rows import (
     SlotTensors,
     step_rows,
 )
-from redline.model.k2.cpu import K2, Inputs
+from redline.kernels.inputs import Inputs
+from redline.model.k2.cpu import K2
 from redline.run.graphs.shapes import Shape
 from redline.run.kv import KvPool
 from redline.run.sampling.on_device import Odds, sample_rows

@@ -1,7 +1,11 @@
 """Without kernels there is one line that says why, and the reference path gives the same answers."""
 
+import ctypes
+import re
 import shutil
+import subprocess
 import threading
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -137,6 +141,7 @@ def test_a_change_compiles_the_sources_that_it_reaches(monkeypatch: pytest.Monke
     body = f"""
         case "$*" in
             *--version*) echo 1; exit;;
+            *-fsyntax-only*) exit;;
             *-shared*) from={built_library()};;
             *) from=/dev/null; for last; do :; done; basename "$last" >> {compiled};;
         esac
@@ -158,6 +163,73 @@ def test_a_change_compiles_the_sources_that_it_reaches(monkeypatch: pytest.Monke
         assert look_for_library()
         assert set(compiled.read_text().split()) == reached
     assert reached
+
+
+@pytest.mark.parametrize(
+    ("header", "before", "after"),
+    [
+        ("core/kernels.h", "#pragma once", "#pragma once\n#pragma pack(1)"),
+        ("blocks/blocks.h", "#pragma once", "#pragma once\n#define int64_t int32_t"),
+    ],
+)
+def test_a_library_whose_records_lie_otherwise_is_not_built(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, header: str, before: str, after: str
+):
+    here = shutil.copytree(native.HERE, tmp_path / "cpu")
+    (here / header).write_text((here / header).read_text().replace(before, after))
+    monkeypatch.setenv("CXX", compiler(tmp_path, f'exec {native.find_compiler()} "$@"'))
+    monkeypatch.setattr(native, "HERE", here)
+    assert not look_for_library()
+    reason = native.why_not()
+    assert reason is not None
+    assert re.search(r"the CPU kernels did not build \(.*error: .*the (size|place) of \w+", reason), reason
+    assert not any((tmp_path / "cache" / "redline").iterdir())
+
+
+def test_a_caller_in_cpp_gives_every_field():
+    """A field that is left out is zero, which the language allows."""
+    for source in sorted(native.HERE.glob("blocks/*.cpp")):
+        checks = ["-std=c++17", "-fsyntax-only", "-Wno-psabi", "-Wextra", "-Werror=missing-field-initializers"]
+        command = [str(native.find_compiler()), *checks, f"-I{native.HERE}", str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+
+def test_every_kernel_is_declared_and_takes_a_record():
+    library = native.library()
+    for source in native.SOURCES:
+        for name, kind in re.findall(r"redline_(\w+)\(const (\w+)& call\) \{", (native.HERE / source).read_text()):
+            assert native.Function(name).record.__name__ == kind
+            assert hasattr(library, f"redline_{name}")
+
+
+def test_a_call_gives_every_field_and_what_it_gives_is_looked_at():
+    best, x = native.Function("best"), torch.zeros(2, 32)
+    ids, finite = torch.empty(2, dtype=torch.int64), torch.empty(2, dtype=torch.bool)
+    whole = {"x": x, "ldx": 32, "ids": ids, "finite": finite, "R": 2, "V": 32}
+    best(**dict(reversed(whole.items())))
+    assert (ids.tolist(), finite.tolist()) == ([0, 0], [True, True])
+    with pytest.raises(TypeError, match=r"BestCall: missing \['V'\], unknown \['v'\]"):
+        best(**{"v" if name == "V" else name: value for name, value in whole.items()})
+    for name, value, said in (
+        ("ids", finite, "BestCall.ids points to int64_t, got torch.bool"),
+        ("ids", array("i", [0, 0]), "BestCall.ids points to int64_t, got array"),
+        ("x", (ctypes.c_double * 64)(), "BestCall.x points to float, got torch.float64"),
+        ("x", native.record("Chunk")(first=0, count=1, start=0, slot=0), "BestCall.x points to float, got Chunk"),
+        ("x", x.T, "BestCall.x: expected a contiguous tensor"),
+        ("R", x, "BestCall.R is a number, got a tensor"),
+        ("ldx", 0.5, "BestCall: .*integer"),
+    ):
+        with pytest.raises(TypeError, match=said):
+            best(**{**whole, name: value})
+
+
+def test_the_bytes_of_a_record_are_the_records():
+    for kind in (native.record(name) for name in ("LinearCall", "MoeCall", "BlockTokens", "StepMemory")):
+        values = {name: at + 1 for at, (name, *_) in enumerate(kind._fields_)}
+        whole, packed = bytes(kind(**values)), kind.bytes_of(values)
+        assert whole[: len(packed)] == packed
+        assert not any(whole[len(packed) :])
 
 
 @pytest.mark.parametrize("quantization", ["int4", "bf16"])

@@ -8,12 +8,12 @@ from torch import Tensor
 
 import redline.kernels.hopper.decode.attend as attention
 from redline.kernels.cpu import native
-from redline.kernels.cpu.blocks.block import Chunk
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.decode.attend import Plan, attend, random_context
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.rowwise import split_a
+from redline.kernels.inputs import Chunk
 from redline.kernels.kernel import Kernel
 from redline.ops.mla import NANO, random_weights
 from redline.wire.job import PAGE_TOKENS

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
+from redline.kernels.inputs import Chunk, Inputs
 from redline.kernels.kernel import fallbacks, references
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.one_call import draft_pass
-from redline.model.k2.cpu import Chunk, Inputs
 from redline.wire.job import PAGE_TOKENS
 from tests.tiny_model import tiny_model
 

@@ -15,11 +15,12 @@ from redline.kernels.hopper.block import ResidualStream, decode_block
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
+from redline.kernels.inputs import Chunk, Inputs
 from redline.kernels.kernel import fallbacks
 from redline.model.k2 import cpu, hopper
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
-from redline.model.k2.cpu import K2, Chunk, Inputs
+from redline.model.k2.cpu import K2
 from redline.model.k2.shapes import KIMI_NANO
 from redline.model.k2.write import random_checkpoint
 from tests.tiny_model import CPU

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
+from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
-from redline.model.k2.cpu import Inputs
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import Shape, shapes

@@ -1,73 +1,27 @@
-"""What a block of the model reads, and a step: the records that a CPU's kernels take by address.
+"""What a block of the model reads, and a step, as a CPU's kernels read them.
 
-T tokens, D hidden, H heads, V value, P rope, Q queries. What they mean together is `redline.model.k2.forward`.
+T tokens, D hidden. What they mean together is `redline.model.k2.forward`.
 """
 
 import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from redline.kernels.cpu import native
 from redline.kernels.cpu.mla import in_panels
-from redline.kernels.cpu.moe import addresses_of
+from redline.kernels.cpu.moe import panels, scales
 from redline.kernels.cpu.panels import PANEL, Experts, Matrix
+from redline.kernels.inputs import Chunk, Inputs
+from redline.kernels.record import Record
 from redline.ops.formats import Int4
 from redline.ops.mla import MlaWeights
 
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens [first, first + count) of the step are positions [start, start + count) of a prompt."""
-
-    first: int
-    count: int
-    start: int
-    slot: int
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """One step, as tensors. Every token is in exactly one chunk or is one query."""
-
-    ids_T: Tensor  # int64
-    cos_T: Tensor  # float32 [T, P / 2]
-    sin_T: Tensor
-    rows_T: Tensor  # int64: page * 64 + place, where each token's latent goes
-    chunks: Sequence[Chunk]  # prompt tokens: expanded attention
-    tokens_Q: Tensor  # int32: generated tokens: absorbed attention
-    slots_Q: Tensor  # int32
-    lengths_Q: Tensor  # int32: context of each query, itself included
-    tables: Tensor  # int32 [slots, pages per slot]
-    longest: int | None = None  # no query's context is longer; None: as long as a table
-    routing: Tensor | None = None  # int32 [layers, T, k]: experts that are given, not chosen, for benchmarks on a GPU
-
-    @functools.cached_property
-    def count(self) -> int:
-        """T"""
-        return self.ids_T.shape[0]
-
-    @functools.cached_property
-    def address(self) -> int:
-        """Of what the kernels read; it lasts as long as these tensors."""
-        return ctypes.addressof(self._layout)
-
-    @functools.cached_property
-    def _layout(self) -> "_Tokens":
-        queries = self.tokens_Q, self.slots_Q, self.lengths_Q
-        return _Tokens(
-            *map(native.pointer, (self.ids_T, self.cos_T, self.sin_T, self.rows_T)),
-            ctypes.addressof(self._chunks),
-            *map(native.pointer, (*queries, self.tables)),
-            *(self.tables.shape[1], self.count, len(self.chunks), self.tokens_Q.shape[0]),
-        )
-
-    @functools.cached_property
-    def _chunks(self) -> "ctypes.Array[ctypes.c_int]":
-        values = [value for c in self.chunks for value in (c.first, c.count, c.start, c.slot)]
-        return (ctypes.c_int * len(values))(*values)
+_BlockTokens, _BlockWeights, _Chunk = map(native.record, ("BlockTokens", "BlockWeights", "Chunk"))
+_layouts: "WeakKeyDictionary[Inputs, Record]" = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -111,41 +65,69 @@ class Block:
         return all(width % PANEL == 0 for width in widths)
 
     @functools.cached_property
-    def layout(self) -> "_Weights":
-        """As block.cpp reads it."""
-        w, moe_, pointer = self.attention, self.experts, native.pointer
-        routed, sizes, normalise, scale = (0,) * 6, (0, 0, 0), False, 0.0
-        if moe_ is not None:
-            routed = moe_.router.address, pointer(moe_.bias_E), *addresses_of(moe_.gate_up), *addresses_of(moe_.down)
-            sizes, normalise, scale = (moe_.down.shape[0], moe_.chosen, moe_.down.shape[2]), moe_.normalise, moe_.scale
-        return _Weights(
-            *(pointer(self.attention_norm), w.w_a.address, pointer(w.q_norm), pointer(w.kv_norm)),
-            *(w.w_q.address, w.w_uk.address, w.w_uv.address, self.o_proj.address, pointer(self.mlp_norm)),
-            *(self.shared_gate_up.address, self.shared_down.address, *routed),
-            *(self.eps, w.eps, self.softmax_scale, scale),
-            *(self.mlp_norm.shape[0], w.q_norm.shape[0], *w.sizes, self.shared_down.shape[1], *sizes, normalise),
+    def layout(self) -> Record:
+        """As the kernels read it; it lasts as long as this block."""
+        w, moe_ = self.attention, self.experts
+        gate_up, down = (None, None) if moe_ is None else (moe_.gate_up, moe_.down)
+        experts, width = (0, 0) if down is None else (down.shape[0], down.shape[2])
+        return _BlockWeights(
+            attention_norm=self.attention_norm,
+            w_a=w.w_a.data,
+            q_norm=w.q_norm,
+            kv_norm=w.kv_norm,
+            w_q=w.w_q.data,
+            w_uk=w.w_uk.data,
+            w_uv=w.w_uv.data,
+            o_proj=self.o_proj.data,
+            mlp_norm=self.mlp_norm,
+            shared_gate_up=self.shared_gate_up.data,
+            shared_down=self.shared_down.data,
+            router=None if moe_ is None else moe_.router.data,
+            bias=None if moe_ is None else moe_.bias_E,
+            gate_up=panels(gate_up),
+            gate_up_scales=scales(gate_up),
+            down=panels(down),
+            down_scales=scales(down),
+            norm_eps=self.eps,
+            low_rank_eps=w.eps,
+            softmax_scale=self.softmax_scale,
+            routed_scale=0.0 if moe_ is None else moe_.scale,
+            D=self.mlp_norm.shape[0],
+            Rq=w.q_norm.shape[0],
+            H=w.heads,
+            Nn=w.nope,
+            P=w.rope,
+            R=w.rank,
+            V=w.value,
+            Is=self.shared_down.shape[1],
+            E=experts,
+            k=0 if moe_ is None else moe_.chosen,
+            I=width,
+            normalise=False if moe_ is None else moe_.normalise,
         )
 
 
-_Kind = type[ctypes.c_void_p] | type[ctypes.c_float] | type[ctypes.c_int] | type[ctypes.c_int64]
+def layout_of(inputs: Inputs) -> Record:
+    """A step as the kernels read it; it lasts as long as the inputs, and is made once for all that run them."""
+    layout = _layouts.get(inputs)
+    if layout is None:
+        layout = _layouts[inputs] = _BlockTokens(
+            ids=inputs.ids_T,
+            cos=inputs.cos_T,
+            sin=inputs.sin_T,
+            rows=inputs.rows_T,
+            chunks=_chunks(inputs.chunks),
+            tokens=inputs.tokens_Q,
+            slots=inputs.slots_Q,
+            lengths=inputs.lengths_Q,
+            tables=inputs.tables,
+            table_width=inputs.tables.shape[1],
+            T=inputs.count,
+            C=len(inputs.chunks),
+            Q=inputs.tokens_Q.shape[0],
+        )
+    return layout
 
 
-def _fields(kind: _Kind, names: str) -> list[tuple[str, _Kind]]:
-    return [(name, kind) for name in names.split()]
-
-
-class _Weights(ctypes.Structure):
-    _fields_ = [
-        *_fields(ctypes.c_void_p, "attention_norm w_a q_norm kv_norm w_q w_uk w_uv o_proj mlp_norm shared_gate_up"),
-        *_fields(ctypes.c_void_p, "shared_down router bias gate_up gate_up_scales down down_scales"),
-        *_fields(ctypes.c_float, "norm_eps low_rank_eps softmax_scale routed_scale"),
-        *_fields(ctypes.c_int, "D Rq H Nn P R V Is E k I normalise"),
-    ]
-
-
-class _Tokens(ctypes.Structure):  # core/kernels.h: BlockTokens
-    _fields_ = [
-        *_fields(ctypes.c_void_p, "ids cos sin rows chunks tokens slots lengths tables"),
-        *_fields(ctypes.c_int64, "table_width"),
-        *_fields(ctypes.c_int, "T C Q"),
-    ]
+def _chunks(chunks: Sequence[Chunk]) -> "ctypes.Array[Record]":
+    return (_Chunk * len(chunks))(*(_Chunk(first=c.first, count=c.count, start=c.start, slot=c.slot) for c in chunks))

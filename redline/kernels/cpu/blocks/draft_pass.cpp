@@ -53,8 +53,10 @@ void pass(const DraftPassCall& call, Scratch& s) {
         }
     });
     float* q = room(s.q, T * head);
-    redline_mla_qkv(x, w.w_a, w.q_norm, w.kv_norm, w.w_q, cos, sin, rows, plane, kv_type, q, w.low_rank_eps, T,
-                    2 * w.D, w.Rq, w.R, w.P, w.H, w.Nn);
+    redline_mla_qkv({.x = x, .w_a = w.w_a, .q_norm = w.q_norm, .kv_norm = w.kv_norm, .w_q = w.w_q,
+                     .cos = cos, .sin = sin, .rows = rows, .plane = plane, .kv_type = kv_type,
+                     .q = q, .eps = w.low_rank_eps,
+                     .T = T, .D = 2 * w.D, .Rq = w.Rq, .R = w.R, .P = w.P, .H = w.H, .Nn = w.Nn});
     if (!R) return;
 
     float *q_asked = room(s.q_asked, R * head), *o = room(s.o, R * values), *residual = w.norm_output ? room(s.residual, R * D) : fed;
@@ -65,14 +67,19 @@ void pass(const DraftPassCall& call, Scratch& s) {
         std::copy_n(w.norm_before_residual ? x + (2 * t + 1) * D : feature + t * D, D, residual + r * D);
         tokens[r] = r, slots_asked[r] = slots[t], lengths[r] = positions[t] + 2;
     }
-    redline_mla_decode(q_asked, tokens, slots_asked, lengths, pages.tables, pages.table_width, plane, kv_type, w.w_uk,
-                       w.w_uv, o, w.softmax_scale, R, w.H, w.Nn, w.P, w.R, w.V, 1);
+    redline_mla_decode({.q = q_asked, .tokens = tokens, .slots = slots_asked, .lengths = lengths,
+                        .tables = pages.tables, .table_width = pages.table_width, .plane = plane, .kv_type = kv_type,
+                        .w_uk = w.w_uk, .w_uv = w.w_uv, .y = o, .scale = w.softmax_scale,
+                        .Q = R, .H = w.H, .Nn = w.Nn, .P = w.P, .R = w.R, .V = w.V, .skip = 1});
     float* part = room(s.part, R * D);
-    redline_linear(o, values, w.o_proj, part, D, R, w.D, (int)values, rounds(kv_type));
-    redline_add_norm(residual, part, w.mlp_norm, x, w.eps, R, w.D);
-    redline_moe(x, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, w.gate_up, w.down, part, R, w.D, 0, 0, 0, w.I,
-                rounds(kv_type));
-    redline_add_norm(residual, part, w.norm, normed, w.eps, R, w.D);
+    redline_linear({.x = o, .ldx = values, .w = w.o_proj, .y = part, .ldy = D,
+                    .T = R, .N = w.D, .K = (int)values, .rounded = rounds(kv_type)});
+    redline_add_norm({.residual = residual, .partial = part, .w = w.mlp_norm, .y = x, .eps = w.eps, .T = R, .D = w.D});
+    redline_moe({.x = x, .ids = nullptr, .weights = nullptr,
+                 .gate_up = nullptr, .gate_up_scales = nullptr, .down = nullptr, .down_scales = nullptr,
+                 .shared_gate_up = w.gate_up, .shared_down = w.down, .y = part,
+                 .T = R, .D = w.D, .E = 0, .k = 0, .I = 0, .Is = w.I, .rounded = rounds(kv_type)});
+    redline_add_norm({.residual = residual, .partial = part, .w = w.norm, .y = normed, .eps = w.eps, .T = R, .D = w.D});
     if (w.norm_output) std::copy_n(normed, R * D, fed);
 }
 
@@ -93,7 +100,7 @@ extern "C" void redline_draft_fuse(const DraftFuseCall& call) {
                 rms_norm_row(from + i, call.norms + i, call.eps, W, x + t * F + i);
         }
     });
-    redline_linear(x, F, call.fc, call.fused, D, T, D, (int)F, 0);
+    redline_linear({.x = x, .ldx = F, .w = call.fc, .y = call.fused, .ldy = D, .T = T, .N = D, .K = (int)F, .rounded = 0});
 }
 
 extern "C" void redline_draft_pass(const DraftPassCall& call) {
@@ -125,8 +132,9 @@ extern "C" void redline_draft_chain(const DraftChainCall& call) {
     }
     one.feature = going, one.slots = chain_slots, one.positions = chain_positions, one.ids = ids, one.queries = each;
     for (int done = 0, rows = R; rows;) {
-        redline_linear(normed, D, w.head, logits, width, rows, (int)width, w.D, 0);
-        redline_best(logits, width, best, finite, rows, w.vocabulary);
+        redline_linear({.x = normed, .ldx = D, .w = w.head, .y = logits, .ldy = width,
+                        .T = rows, .N = (int)width, .K = w.D, .rounded = 0});
+        redline_best({.x = logits, .ldx = width, .ids = best, .finite = finite, .R = rows, .V = w.vocabulary});
         int kept = 0;
         for (int r = 0; r < rows; r++) {
             call.drafted[(int64_t)asked[r] * call.k + done] = best[r];

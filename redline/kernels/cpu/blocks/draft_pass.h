@@ -67,3 +67,9 @@ struct DraftChainCall {
     int64_t* drafted;                  // [R, k]: of each query as many as it wants are written
     int kv_type, T, R, k;
 };
+
+extern "C" {
+void redline_draft_fuse(const DraftFuseCall& call);
+void redline_draft_pass(const DraftPassCall& call);
+void redline_draft_chain(const DraftChainCall& call);
+}

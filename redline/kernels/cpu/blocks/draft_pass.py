@@ -11,12 +11,10 @@ nothing. A pass has some twenty small tensors and twelve calls, which together c
 means, and the bits that it has to have, is `redline.model.eagle3.forward`.
 """
 
-import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -26,16 +24,15 @@ from redline.kernels.cpu import native
 from redline.kernels.cpu.mla import in_panels, kv_type
 from redline.kernels.cpu.panels import PANEL, Matrix
 from redline.kernels.hopper.layouts.tiled import Tiled
-from redline.kernels.record import Record, record
+from redline.kernels.record import Record
 from redline.ops.gqa import GqaWeights
 from redline.ops.mla import MlaWeights
 
-_HEADER = Path(__file__).with_suffix(".h")
-_Weights = record(_HEADER, "DraftWeights")
-_Pages = record(_HEADER, "DraftPages")
-_FuseCall = record(_HEADER, "DraftFuseCall")
-_PassCall = record(_HEADER, "DraftPassCall")
-_ChainCall = record(_HEADER, "DraftChainCall")
+_Weights = native.record("DraftWeights")
+_Pages = native.record("DraftPages")
+_fuse = native.Function("draft_fuse")
+_pass = native.Function("draft_pass")
+_chain = native.Function("draft_chain")
 
 
 @dataclass(frozen=True)
@@ -69,12 +66,8 @@ class DraftLayer:
         )
 
     @functools.cached_property
-    def address(self) -> int:
-        """Of what the kernels read; it lasts as long as this object."""
-        return ctypes.addressof(self._layout)
-
-    @functools.cached_property
-    def _layout(self) -> Record:
+    def layout(self) -> Record:
+        """As the kernels read it; it lasts as long as this object."""
         w, head = self.attention, self.head
         assert isinstance(w, MlaWeights), "the kernels compute latent attention"
         assert isinstance(head, Matrix), "the CPU's kernels read panels"
@@ -121,12 +114,8 @@ class DraftPages:
     sin: Tensor
 
     @functools.cached_property
-    def address(self) -> int:
-        """Of what the kernels read; it lasts as long as this object."""
-        return ctypes.addressof(self._layout)
-
-    @functools.cached_property
-    def _layout(self) -> Record:
+    def layout(self) -> Record:
+        """As the kernels read it; it lasts as long as this object."""
         return _Pages(
             tokens=self.tokens,
             tables=self.tables,
@@ -181,14 +170,12 @@ class DraftChainArgs(NamedTuple):
 def fuse(args: DraftFuseArgs) -> Tensor:
     """[T, D]"""
     features_NF, _, norms_SW, fc, eps = args
-    library = native.library()
-    assert library is not None
     sources = array("i", args.sources)
     states, width = (1, features_NF.shape[1]) if norms_SW is None else norms_SW.shape
     fused = features_NF.new_empty(len(sources), fc.outputs)
-    call = _FuseCall(
+    _fuse(
         features=features_NF,
-        sources=_address(sources),
+        sources=sources,
         norms=norms_SW,
         fc=fc.data,
         fused=fused,
@@ -198,26 +185,23 @@ def fuse(args: DraftFuseArgs) -> Tensor:
         W=width,
         D=fc.outputs,
     )
-    library.redline_draft_fuse(ctypes.addressof(call))
     return fused
 
 
 def run(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
     """normed, fed [R, D]."""
     feature_TD, weights, pages, rows, plane = args
-    library = native.library()
-    assert library is not None
     slots, positions, queries = array("i", rows.slots), array("i", rows.positions), array("i", rows.queries)
     ids = None if rows.ids is None else array("i", rows.ids)
     normed, fed = feature_TD.new_empty(2, len(queries), feature_TD.shape[1]).unbind(0)
-    call = _PassCall(
-        weights=weights.address,
-        pages=pages.address,
+    _pass(
+        weights=weights.layout,
+        pages=pages.layout,
         feature=feature_TD,
-        slots=_address(slots),
-        positions=_address(positions),
-        ids=0 if ids is None else _address(ids),
-        queries=_address(queries),
+        slots=slots,
+        positions=positions,
+        ids=ids,
+        queries=queries,
         plane=plane,
         normed=normed,
         fed=fed,
@@ -225,7 +209,6 @@ def run(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
         T=len(slots),
         R=len(queries),
     )
-    library.redline_draft_pass(ctypes.addressof(call))
     return normed, fed
 
 
@@ -233,19 +216,17 @@ def chain(args: DraftChainArgs) -> Tensor:
     """int64 [R, most wanted], 0 where fewer are."""
     feature_TD, weights, pages, rows, wanted, plane = args
     assert rows.ids is None, "the chain begins behind what the slots have"
-    library = native.library()
-    assert library is not None
     slots, positions, queries = array("i", rows.slots), array("i", rows.positions), array("i", rows.queries)
     wants = array("i", wanted)
     drafted = torch.zeros(len(queries), max(wanted, default=0), dtype=torch.int64)
-    call = _ChainCall(
-        weights=weights.address,
-        pages=pages.address,
+    _chain(
+        weights=weights.layout,
+        pages=pages.layout,
         feature=feature_TD,
-        slots=_address(slots),
-        positions=_address(positions),
-        queries=_address(queries),
-        wanted=_address(wants),
+        slots=slots,
+        positions=positions,
+        queries=queries,
+        wanted=wants,
         plane=plane,
         drafted=drafted,
         kv_type=kv_type(plane),
@@ -253,7 +234,6 @@ def chain(args: DraftChainArgs) -> Tensor:
         R=len(queries),
         k=drafted.shape[1],
     )
-    library.redline_draft_chain(ctypes.addressof(call))
     return drafted
 
 
@@ -263,8 +243,3 @@ def fuse_fits(args: DraftFuseArgs) -> bool:
 
 def fits(args: DraftPassArgs | DraftChainArgs) -> bool:
     return args.weights.fits and args.feature_TD.is_contiguous()
-
-
-def _address(values: "array[int]") -> int:
-    """Of int32, for as long as the caller keeps them."""
-    return values.buffer_info()[0]

@@ -3,7 +3,6 @@
 Every step of T tokens writes them into the same memory: making a tensor takes longer than filling it.
 """
 
-import ctypes
 import functools
 from array import array
 from collections.abc import Iterator, Sequence
@@ -14,11 +13,15 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.cpu.blocks.block import Inputs
 from redline.kernels.hopper.step.step_rows import StepRows
+from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import Kernel
+from redline.kernels.record import Record
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
+
+_step_inputs = native.Function("step_inputs")
+_StepMemory = native.record("StepMemory")
 
 
 @dataclass(frozen=True)
@@ -36,24 +39,23 @@ class StepMemory:
         return StepRows(i.ids_T, i.cos_T, i.sin_T, i.rows_T, i.slots_Q, i.lengths_Q)
 
     @functools.cached_property
-    def layout(self) -> "_Memory":
-        """As step_inputs.cpp reads it; it lasts as long as these tensors."""
-        tables = self.inputs.tables
-        pointers = map(native.pointer, (tables, self.cos, self.sin, *self.written))
-        return _Memory(*pointers, tables.shape[1], self.cos.shape[1], PAGE_TOKENS)
-
-    @functools.cached_property
-    def address(self) -> int:
-        return ctypes.addressof(self.layout)
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("tables", "cos", "sin", *StepRows._fields)),
-        ("table_width", ctypes.c_int64),
-        ("pairs", ctypes.c_int),
-        ("page_tokens", ctypes.c_int),
-    ]
+    def layout(self) -> Record:
+        """As the kernel reads it."""
+        i = self.inputs
+        return _StepMemory(
+            tables=i.tables,
+            cos=self.cos,
+            sin=self.sin,
+            ids=i.ids_T,
+            cos_T=i.cos_T,
+            sin_T=i.sin_T,
+            rows=i.rows_T,
+            slots=i.slots_Q,
+            lengths=i.lengths_Q,
+            table_width=i.tables.shape[1],
+            pairs=self.cos.shape[1],
+            page_tokens=PAGE_TOKENS,
+        )
 
 
 def memory(tokens: int, tables: Tensor, cos: Tensor, sin: Tensor) -> StepMemory:
@@ -103,13 +105,8 @@ def reference(args: StepInputsArgs) -> StepRows:
 
 
 def kernel(args: StepInputsArgs) -> StepRows:
-    library = native.library()
-    assert library is not None
-    given = array("i", args.spans)
-    rows = len(given) // 3
-    library.redline_step_inputs(
-        args.tokens.data_ptr(), args.tokens.stride(0), args.into.address, given.buffer_info()[0], rows
-    )
+    tokens, spans = args.tokens, array("i", args.spans)
+    _step_inputs(tokens=tokens, reach=tokens.shape[1], memory=args.into.layout, spans=spans, S=len(spans) // 3)
     return args.into.written
 
 

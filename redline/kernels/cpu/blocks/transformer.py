@@ -18,10 +18,15 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.cpu.blocks.block import Block, Inputs
+from redline.kernels.cpu.blocks.block import Block, layout_of
 from redline.kernels.cpu.mla import kv_type
 from redline.kernels.cpu.panels import PANEL, Matrix
 from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.inputs import Inputs
+from redline.kernels.record import Record
+
+_transformer = native.Function("transformer")
+_TransformerWeights = native.record("TransformerWeights")
 
 
 @dataclass(frozen=True)
@@ -61,29 +66,20 @@ class Transformer:
         return (self.head.outputs + PANEL - 1) // PANEL * PANEL
 
     @functools.cached_property
-    def address(self) -> int:
-        return ctypes.addressof(self._layout)
-
-    @functools.cached_property
-    def _layout(self) -> "_Weights":
-        """As transformer.cpp reads it."""
+    def layout(self) -> Record:
+        """As the kernels read it; it lasts as long as these weights."""
         assert isinstance(self.head, Matrix), "the CPU's kernels read panels"
-        return _Weights(
-            *(native.pointer(self.embedding_VD), ctypes.addressof(self._blocks), native.pointer(self.norm)),
-            *(self.head.address, self.eps, len(self.blocks), self.width, self.head.outputs),
+        blocks = (ctypes.c_void_p * len(self.blocks))(*(ctypes.addressof(block_.layout) for block_ in self.blocks))
+        return _TransformerWeights(
+            embedding=self.embedding_VD,
+            blocks=blocks,
+            norm=self.norm,
+            head=self.head.data,
+            eps=self.eps,
+            L=len(self.blocks),
+            D=self.width,
+            V=self.head.outputs,
         )
-
-    @functools.cached_property
-    def _blocks(self) -> "ctypes.Array[ctypes.c_void_p]":
-        return (ctypes.c_void_p * len(self.blocks))(*(ctypes.addressof(block_.layout) for block_ in self.blocks))
-
-
-class _Weights(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("embedding", "blocks", "norm", "head")),
-        ("eps", ctypes.c_float),
-        *((name, ctypes.c_int) for name in "LDV"),
-    ]
 
 
 class Predicted(NamedTuple):
@@ -107,18 +103,25 @@ class TransformerArgs(NamedTuple):
 
 def run(args: TransformerArgs) -> Predicted:
     """The whole step by one native call, float32 in between; writes the planes at rows_T."""
-    library = native.library()
-    assert library is not None
     planes, weights, inputs, layers, asked = args
     tokens, rows, d = inputs.count, len(asked), weights.width
     features = torch.empty(tokens, len(layers) * d) if layers else None
     hidden, logits = _floats(tokens, d), _floats(rows, weights.logits_width)
     asked_R, likeliest = array("i", asked), array("q", bytes(8 * rows))
-    library.redline_transformer(
-        *(weights.address, inputs.address),
-        *(native.pointer(planes), planes.stride(0) * planes.element_size(), kv_type(planes)),
-        *(_places(len(weights.blocks), tuple(layers)), len(layers), 0 if features is None else features.data_ptr()),
-        *(asked_R.buffer_info()[0], rows, hidden, logits, likeliest.buffer_info()[0]),
+    _transformer(
+        weights=weights.layout,
+        tokens=layout_of(inputs),
+        planes=planes,
+        plane_bytes=planes.stride(0) * planes.element_size(),
+        kv_type=kv_type(planes),
+        places=_places(len(weights.blocks), tuple(layers)),
+        kept=len(layers),
+        features=features,
+        asked=asked_R,
+        R=rows,
+        x=hidden,
+        logits=logits,
+        likeliest=likeliest,
     )
     return Predicted(
         likeliest.tolist(),

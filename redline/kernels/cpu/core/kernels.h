@@ -1,46 +1,132 @@
-// The kernels, as each file defines them and block.cpp calls them.
+// What each kernel takes: one struct, declared here once, which the kernel's file defines and Python reads from here
+// (native.py). Arrays are contiguous, in the order of their shapes, unless a stride is given.
+//
+// T tokens, D hidden. A matrix of N outputs and K inputs lies in panels (gemm.h). `rounded`: whether what enters products
+// is rounded to bf16. `plane`: pages of 64 rows of R + P values, in the format `kv_type` (pages.h).
 #pragma once
 #include <cstdint>
 
 struct bf16;
-struct BlockWeights;
 
-// A step, as block.py lays it out.
-struct Chunk {
-    int first, count, start, slot;
+struct LinearCall {
+    const float* x;  // [T, >= K]
+    int64_t ldx;     // from one row of x to the next
+    const bf16* w;   // ceil(N / 32) panels over K
+    float* y;        // [T, >= 32 * ceil(N / 32)]: x W^T
+    int64_t ldy;
+    int T, N, K, rounded;
 };
 
-struct BlockTokens {
-    const int64_t* ids;
-    const float *cos, *sin;
-    const int64_t* rows;
-    const Chunk* chunks;
-    const int32_t *tokens, *slots, *lengths, *tables;
+struct AddNormCall {
+    float* residual;       // [T, D]: partial is added to it
+    const float* partial;  // [T, D]; null: nothing is added
+    const float* w;        // [D]
+    float* y;              // [T, D]: the residual, normed
+    float eps;
+    int T, D;
+};
+
+struct RouteExpertsCall {
+    const float* x;     // [T, D]
+    const bf16* w;      // ceil(E / 32) panels over D
+    const float* bias;  // [E]
+    int32_t* ids;       // [T, k]: best first; ties to the lower id
+    float* weights;     // [T, k]
+    int T, D, E, k, normalise;
+    float scale;
+};
+
+// Codes of INT4 weights have scales; bf16 weights have none (null). k = 0: the shared expert alone, and what belongs to
+// the routed ones may be null.
+struct MoeCall {
+    const float* x;        // [T, D]
+    const int32_t* ids;    // [T, k]
+    const float* weights;  // [T, k]
+    const void* gate_up;   // [E][2 I / 32] panels over D, gate first
+    const bf16* gate_up_scales;
+    const void* down;  // [E][D / 32] panels over I
+    const bf16* down_scales;
+    const bf16* shared_gate_up;  // [2 Is / 32] panels over D
+    const bf16* shared_down;     // [D / 32] panels over Is
+    float* y;                    // [T, D]
+    int T, D, E, k, I, Is;       // Is = 0: no shared expert
+    int rounded;
+};
+
+struct MlaQkvCall {
+    const float* x;        // [T, D]
+    const bf16* w_a;       // panels over [Rq | R | P] outputs
+    const float* q_norm;   // [Rq]
+    const float* kv_norm;  // [R]
+    const bf16* w_q;       // panels over H (Nn + P) outputs
+    const float* cos;      // [T, P / 2]
+    const float* sin;
+    const int64_t* rows;  // [T]: page * 64 + place, where a token's latent goes
+    void* plane;          // written
+    int kv_type;
+    float* q;  // [T, H (Nn + P)]
+    float eps;
+    int T, D, Rq, R, P, H, Nn;
+};
+
+// Query i is token tokens[i], in slot slots[i], and sees context tokens [skip, lengths[i]), itself the last.
+struct MlaDecodeCall {
+    const float* q;          // [T, H (Nn + P)]
+    const int32_t* tokens;   // [Q]
+    const int32_t* slots;    // [Q]
+    const int32_t* lengths;  // [Q]
+    const int32_t* tables;   // [slots, table_width]: page ids
     int64_t table_width;
-    int T, C, Q;
+    const void* plane;
+    int kv_type;
+    const bf16* w_uk;  // W_UK^T, panels over R outputs per head
+    const bf16* w_uv;  // panels over V outputs per head
+    float* y;          // [T, H V], written at the query tokens only
+    float scale;
+    int Q, H, Nn, P, R, V;
+    int skip;  // 0 or 1
+};
+
+// Rows [0, count) of q are positions [start, start + count) of one slot, whose pages hold the latents of every position
+// below start + count; those below skip are not read.
+struct MlaPrefillCall {
+    const float* q;  // [count, H (Nn + P)]
+    int start, count;
+    const int32_t* pages;  // the slot's
+    const void* plane;
+    int kv_type;
+    const bf16* w_uk;  // as in MlaDecodeCall
+    const bf16* w_uv;
+    float* y;  // [count, H V]
+    float scale;
+    int H, Nn, P, R, V;
+    int skip;  // 0 or 1, at most start
+};
+
+struct BestCall {
+    const float* x;   // [R, >= V]
+    int64_t ldx;      // from one row of x to the next
+    int64_t* ids;     // [R]: the first of the greatest; a NaN is never the greatest
+    uint8_t* finite;  // [R]: whether all of the row is
+    int R, V;
+};
+
+struct SampleCall {
+    const float* x;  // [R, >= V]
+    int64_t ldx;
+    const double* odds;  // [R, 5]: temperature, top p, min p, top k, u
+    int64_t* ids;        // [R]; -1 where nothing can be drawn
+    int R, V;
 };
 
 extern "C" {
-void redline_linear(const float* x, int64_t ldx, const bf16* w, float* y, int64_t ldy, int T, int N, int K,
-                    int rounded);
-void redline_add_norm(float* residual, const float* partial, const float* w, float* y, float eps, int T, int D);
-void redline_route_experts(const float* x, const bf16* w, const float* bias, int32_t* ids, float* weights, int T, int D,
-                           int E, int k, int normalise, float scale);
-void redline_moe(const float* x, const int32_t* ids, const float* weights, const void* gate_up,
-                 const bf16* gate_up_scales, const void* down, const bf16* down_scales, const bf16* shared_gate_up,
-                 const bf16* shared_down, float* y, int T, int D, int E, int k, int I, int Is,
-                 int rounded);
-void redline_mla_qkv(const float* x, const bf16* wa, const float* q_norm, const float* kv_norm, const bf16* wq,
-                     const float* cos, const float* sin, const int64_t* slots, void* plane, int kv_type, float* q,
-                     float eps, int T, int D, int Rq, int R, int P, int H, int Nn);
-void redline_mla_decode(const float* q, const int32_t* tokens, const int32_t* slots, const int32_t* lengths,
-                        const int32_t* tables, int64_t table_width, const void* plane, int kv_type, const bf16* w_uk,
-                        const bf16* w_uv, float* y, float scale, int Q, int H, int Nn, int P, int R, int V, int skip);
-void redline_mla_prefill(const float* q, int start, int count, const int32_t* pages, const void* plane, int kv_type,
-                         const bf16* w_uk, const bf16* w_uv, float* y, float scale, int H, int Nn, int P, int R, int V,
-                         int skip);
-void redline_block(const BlockWeights* weights, const BlockTokens* tokens, void* plane, int kv_type, float* residual,
-                   const float* partial, float* y);
-void redline_best(const float* x, int64_t ldx, int64_t* ids, uint8_t* finite, int R, int V);
-void redline_sample(const float* x, int64_t ldx, const double* odds, int64_t* ids, int R, int V);
+void redline_linear(const LinearCall& call);
+void redline_add_norm(const AddNormCall& call);
+void redline_route_experts(const RouteExpertsCall& call);
+void redline_moe(const MoeCall& call);
+void redline_mla_qkv(const MlaQkvCall& call);
+void redline_mla_decode(const MlaDecodeCall& call);
+void redline_mla_prefill(const MlaPrefillCall& call);
+void redline_best(const BestCall& call);
+void redline_sample(const SampleCall& call);
 }

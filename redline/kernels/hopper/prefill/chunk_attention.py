@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from redline.kernels.cpu.blocks.block import Chunk
 from redline.kernels.hopper.layouts.tiled import padded
+from redline.kernels.inputs import Chunk
 from redline.ops.mla import Unfolding, prefill_whole
 from redline.wire.job import PAGE_TOKENS
 

@@ -77,7 +77,7 @@ class SlotTensors:
 
 
 class StepRows(NamedTuple):
-    """The inputs of a step whose positions are all queries, as `block.Inputs` names them."""
+    """The inputs of a step whose positions are all queries, as `Inputs` names them."""
 
     ids_T: Tensor  # int64 [T]
     cos_T: Tensor  # float32 [T, P / 2]
