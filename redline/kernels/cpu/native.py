@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from redline.kernels.record import Record, layout_check
 from redline.kernels.record import record as read_record
 from redline.limits import processors
@@ -45,6 +43,7 @@ def threads() -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
+    """The built kernels, with their threads started; the first call builds them where that is to be done."""
     global _reason
     compiler = find_compiler()
     if compiler is None:
@@ -81,6 +80,7 @@ class Function:
         self.record = record(kind)
 
     def __call__(self, **fields: Any) -> None:
+        """Raises TypeError as `Record` does, and AssertionError where there is no library."""
         loaded = library()
         assert loaded is not None, why_not()
         getattr(loaded, self.symbol)(self.record.bytes_of(fields))
@@ -119,13 +119,8 @@ def must_build() -> bool:
         return False  # and `library` says why
 
 
-def pointer(x: torch.Tensor) -> int:
-    """The address of a contiguous CPU tensor."""
-    assert x.is_contiguous(), f"expected a contiguous tensor, got strides {x.stride()} for shape {tuple(x.shape)}"
-    return x.data_ptr()
-
-
 def find_compiler() -> str | None:
+    """The path of $CXX, or else of the first of g++, clang++ and c++ that there is."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     return next(filter(None, map(shutil.which, names)), None)
 
@@ -148,7 +143,7 @@ def with_includes(source: Path, *folders: Path) -> Iterator[Path]:
 
 @functools.cache
 def _key(compiler: str, sources: tuple[str, ...] = SOURCES) -> str:
-    """Of the sources, the records as Python has them, the flags, the compiler and the chip."""
+    """A hash of the sources, the records as Python has them, the flags, the compiler and the chip."""
     digest = hashlib.sha256()
     for file in sorted({file for source in sources for file in with_includes(HERE / source, HERE)}):
         digest.update(file.read_bytes())
@@ -171,7 +166,7 @@ def _chip() -> str:
 
 
 def _objects(compiler: str, folder: Path) -> list[Path]:
-    """Of each source."""
+    """The object file of each source."""
     return [folder / f"kernels-{Path(source).stem}-{_key(compiler, (source,))}.o" for source in SOURCES]
 
 
@@ -212,6 +207,6 @@ def _build(compiler: str, path: Path) -> str | None:
 
 
 def _first_error(message: bytes) -> str:
-    """Of what a compiler says: the line that calls itself one, else the first."""
+    """The line of a compiler's output that calls itself an error, else the first."""
     lines = message.decode(errors="replace").strip().splitlines() or ["no message"]
     return next((line for line in lines if "error:" in line), lines[0])

@@ -5,7 +5,6 @@ N outputs, K inputs, E experts.
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -55,10 +54,6 @@ class Matrix:
     def matrix(self, expert: int) -> Tensor:
         """[N, K] bf16 of one expert, where the weight is [E, N, K]."""
         return Matrix(self.data[expert], self.outputs, self.panels).dense()
-
-    @functools.cached_property
-    def address(self) -> int:
-        return native.pointer(self.data)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -41,11 +41,13 @@ class CudaKernel:
 
     @functools.cached_property
     def options(self) -> tuple[str, ...]:
+        """The compiler's flags: every macro, in the order of their names."""
         defines = {**self.defines, "THREADS": self.threads}
         return tuple(f"-D{name}={value}" for name, value in sorted(defines.items()))
 
     @functools.cached_property
     def path(self) -> Path:
+        """The source's file."""
         return HERE / self.source
 
     @functools.cached_property
@@ -96,6 +98,7 @@ def launched_by(launch: Launch) -> Generator[None]:
 
 
 def emulating() -> bool:
+    """Whether launches of this thread go to an emulator."""
     return getattr(_emulating, "launch", None) is not None
 
 

@@ -162,9 +162,14 @@ class Rules(Protocol):
     """Where drafters differ, beside their sizes."""
 
     @property
-    def norm_before_residual(self) -> bool: ...
+    def norm_before_residual(self) -> bool:
+        """Whether the residual begins as the normed feature."""
+        ...
+
     @property
-    def norm_output(self) -> bool: ...
+    def norm_output(self) -> bool:
+        """Whether what is fed back is normed."""
+        ...
 
 
 Norm = Callable[[Tensor], Tensor]

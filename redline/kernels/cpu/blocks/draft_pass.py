@@ -238,8 +238,10 @@ def chain(args: DraftChainArgs) -> Tensor:
 
 
 def fuse_fits(args: DraftFuseArgs) -> bool:
+    """The weight lies in whole panels, and the states lie in one piece."""
     return args.fc.panels and args.fc.outputs % PANEL == 0 and args.features_NF.is_contiguous()
 
 
 def fits(args: DraftPassArgs | DraftChainArgs) -> bool:
+    """The drafter has latent attention in whole panels, and the features lie in one piece."""
     return args.weights.fits and args.feature_TD.is_contiguous()

@@ -105,6 +105,7 @@ def reference(args: StepInputsArgs) -> StepRows:
 
 
 def kernel(args: StepInputsArgs) -> StepRows:
+    """One call; fills the memory that `into` has for a step of so many tokens, and gives it back."""
     tokens, spans = args.tokens, array("i", args.spans)
     _step_inputs(tokens=tokens, reach=tokens.shape[1], memory=args.into.layout, spans=spans, S=len(spans) // 3)
     return args.into.written
