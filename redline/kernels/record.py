@@ -116,7 +116,7 @@ class Record(ctypes.Structure):
 
     @classmethod
     def _address(cls, at: int, value: Any, accepted: frozenset[object]) -> int:
-        """The address of a tensor of a subclass, or of a record where the pointer is to anything; others are refused."""
+        """The address of a tensor of a subclass, or of a record where the pointer is to anything; no other is taken."""
         field, element = f"{cls.__name__}.{cls._names[at]}", cls.pointers[cls._names[at]]
         if isinstance(value, Record) and element in _ANYTHING:
             return addressof(value)
