@@ -3,6 +3,7 @@
 Every step of T tokens writes them into the same memory: making a tensor takes longer than what is written into it.
 """
 
+import ctypes
 import functools
 from array import array
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from redline.kernels.record import Record
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
-_step_inputs = native.Function("step_inputs")
+_step_inputs = native.function("step_inputs")
 _StepMemory = native.record("StepMemory")
 
 
@@ -38,7 +39,11 @@ class StepMemory:
         return StepRows(i.ids_T, i.cos_T, i.sin_T, i.rows_T, i.slots_Q, i.lengths_Q)
 
     @functools.cached_property
-    def layout(self) -> Record:
+    def address(self) -> int:
+        return ctypes.addressof(self._layout)
+
+    @functools.cached_property
+    def _layout(self) -> Record:
         """As the kernel reads it."""
         i = self.inputs
         return _StepMemory(
@@ -104,8 +109,9 @@ def reference(args: StepInputsArgs) -> StepRows:
 
 
 def kernel(args: StepInputsArgs) -> StepRows:
-    tokens, spans = args.tokens, array("i", args.spans)
-    _step_inputs(tokens=tokens, reach=tokens.shape[1], memory=args.into.layout, spans=spans, S=len(spans) // 3)
+    tokens, given = args.tokens, array("i", args.spans)
+    spans, values = given.buffer_info()
+    _step_inputs(tokens=tokens, reach=tokens.shape[1], memory=args.into.address, spans=spans, S=values // 3)
     return args.into.written
 
 
