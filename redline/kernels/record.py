@@ -13,10 +13,7 @@ type. `layout_check` is C++ text that a build appends to the source: it does not
 import ctypes
 import functools
 import re
-import struct
 from array import array
-from collections.abc import Callable
-from ctypes import addressof
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -69,87 +66,53 @@ class Record(ctypes.Structure):
     """
 
     pointers: ClassVar[dict[str, str]] = {}  # field -> C type of what it points to
-    _names: ClassVar[tuple[str, ...]] = ()
-    _accepted: ClassVar[tuple[tuple[int, frozenset[object]], ...]] = ()  # of each pointer, its place and what it takes
-    _packer: ClassVar[Callable[..., bytes]] = struct.Struct("").pack
 
     def __init__(self, **values: Any) -> None:
-        plain = self._plain(values)
+        names = [name for name, *_ in self._fields_]
+        missing, unknown = set(names) - set(values), set(values) - set(names)
+        if missing or unknown:
+            raise TypeError(f"{type(self).__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
+        plain = [self._plain(name, values[name]) for name in names]
         try:
             super().__init__(*plain)
         except TypeError as error:
-            raise self._refusal(plain, error) from None
+            raise TypeError(f"{type(self).__name__}: {error}") from None
         self._given = values
 
-    @classmethod
-    def bytes_of(cls, values: dict[str, Any]) -> bytes:
-        """Those of the record of `values`, which are made sooner than it: for a call that is made now."""
-        plain = cls._plain(values)
-        try:
-            return cls._packer(*plain)
-        except (TypeError, struct.error) as error:
-            raise cls._refusal(plain, error) from None
-
-    @classmethod
-    def _plain(cls, values: dict[str, Any]) -> list[Any]:
-        """Each field's number or address, in order. What is no number is found out where it is made one."""
-        plain = list(values.values()) if tuple(values) == cls._names else cls._in_order(values)
-        for at, accepted in cls._accepted:
-            value = plain[at]
-            kind = type(value)
-            if kind is Tensor and value.dtype in accepted and value.is_contiguous():
-                plain[at] = value.data_ptr()
-            elif value is None:
-                plain[at] = 0
-            elif kind is array and _ARRAYS.get(value.typecode) in accepted:
-                plain[at] = value.buffer_info()[0]
-            elif kind is not int:
-                plain[at] = addressof(value) if _held(kind) in accepted else cls._address(at, value, accepted)
-        return plain
-
-    @classmethod
-    def _in_order(cls, values: dict[str, Any]) -> list[Any]:
-        missing, unknown = set(cls._names) - set(values), set(values) - set(cls._names)
-        if missing or unknown:
-            raise TypeError(f"{cls.__name__}: missing {sorted(missing)}, unknown {sorted(unknown)}")
-        return [values[name] for name in cls._names]
-
-    @classmethod
-    def _address(cls, at: int, value: Any, accepted: frozenset[object]) -> int:
-        """The address of a tensor of a subclass, or of a record where the pointer is to anything; no other is taken."""
-        field, element = f"{cls.__name__}.{cls._names[at]}", cls.pointers[cls._names[at]]
-        if isinstance(value, Record) and element in _ANYTHING:
-            return addressof(value)
-        given = value.dtype if isinstance(value, Tensor) else _held(type(value))
-        if given not in accepted:
-            raise TypeError(f"{field} points to {element}, got {given}")
-        if not value.is_contiguous():
-            strides, shape = value.stride(), tuple(value.shape)
-            raise TypeError(f"{field}: expected a contiguous tensor, got strides {strides} for shape {shape}")
-        return value.data_ptr()
-
-    @classmethod
-    def _refusal(cls, plain: list[Any], error: Exception) -> TypeError:
-        """Where a number is none, or is of another kind than its field."""
-        for name, value in zip(cls._names, plain, strict=True):
-            if not isinstance(value, int | float):
-                what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                return TypeError(f"{cls.__name__}.{name} is a number, got {what}")
-        return TypeError(f"{cls.__name__}: {error}")
+    def _plain(self, name: str, value: Any) -> int | float:
+        """A number or an address."""
+        element, field = self.pointers.get(name), f"{type(self).__name__}.{name}"
+        if isinstance(value, int | float):
+            return value
+        if element is None:
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise TypeError(f"{field} is a number, got {what}")
+        if value is None:
+            return 0
+        held = _held(value)
+        if not (held is None or held in accepted(element) or (isinstance(held, str) and element in _ANYTHING)):
+            raise TypeError(f"{field} points to {element}, got {held}")
+        if isinstance(value, Tensor):
+            if not value.is_contiguous():
+                strides, shape = value.stride(), tuple(value.shape)
+                raise TypeError(f"{field}: expected a contiguous tensor, got strides {strides} for shape {shape}")
+            return value.data_ptr()
+        return value.buffer_info()[0] if isinstance(value, array) else ctypes.addressof(value)
 
 
-@functools.cache
-def _held(kind: type) -> object:
-    """What an array of C holds: a dtype, a record's name, or None where it may be anything. A record's own name."""
-    if not issubclass(kind, ctypes.Array):
-        return kind.__name__
-    of: type = vars(kind)["_type_"]
-    return of.__name__ if issubclass(of, Record) else _C.get(of)
+def _held(value: Any) -> object:
+    """What lies there: a dtype, a record's name, or None where it has neither."""
+    if isinstance(value, Tensor):
+        return value.dtype
+    if isinstance(value, array):
+        return _ARRAYS.get(value.typecode)
+    kind: type = vars(type(value))["_type_"] if isinstance(value, ctypes.Array) else type(value)
+    return kind.__name__ if issubclass(kind, Record) else _C.get(kind)
 
 
-def _taken_by(element: str) -> frozenset[object]:
-    """What a pointer to these takes, in the words of `_held`."""
-    return frozenset((*_ELEMENTS.get(element, (*_DTYPES, element)), None))
+def accepted(element: str) -> frozenset[object]:
+    """What may lie where a pointer to these points, in the words of `_held`."""
+    return frozenset(_ELEMENTS.get(element, (*_DTYPES, element)))
 
 
 @functools.cache
@@ -170,15 +133,7 @@ def record(source: Path, name: str, base: type[Record] = Record) -> type[Record]
             if named[1]:
                 pointers[named[2]] = kind
             fields.append((named[2], ctypes.c_void_p if named[1] else _SCALARS[kind]))
-    names = tuple(field for field, _ in fields)
-    members = {
-        "_fields_": fields,
-        "_names": names,
-        "pointers": pointers,
-        "_accepted": tuple((names.index(field), _taken_by(element)) for field, element in pointers.items()),
-        "_packer": struct.Struct("".join(kind._type_ for _, kind in fields)).pack,
-    }
-    return type(name, (base,), members)
+    return type(name, (base,), {"_fields_": fields, "pointers": pointers})
 
 
 def layout_check(kind: type[ctypes.Structure]) -> str:

@@ -7,7 +7,7 @@ from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel
 from redline.ops import add_norm as meaning
 
-_add_norm = native.Function("add_norm")
+_add_norm = native.function("add_norm")
 
 
 def run(args: meaning.AddNormArgs) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel
 from redline.ops import best as meaning
 
-_best = native.Function("best")
+_best = native.function("best")
 
 
 def run(args: meaning.BestArgs) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from redline.kernels.kernel import Kernel
 from redline.ops import linear as meaning
 from redline.ops.formats import Weight
 
-_linear = native.Function("linear")
+_linear = native.function("linear")
 
 
 def run(args: meaning.LinearArgs[Matrix]) -> Tensor:

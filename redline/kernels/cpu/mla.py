@@ -13,7 +13,7 @@ from redline.ops import mla as meaning
 from redline.ops.formats import Weight
 from redline.ops.mla import FP8, MlaWeights
 
-_mla_qkv, _mla_decode, _mla_prefill = map(native.Function, ("mla_qkv", "mla_decode", "mla_prefill"))
+_mla_qkv, _mla_decode, _mla_prefill = map(native.function, ("mla_qkv", "mla_decode", "mla_prefill"))
 _KV_TYPES = {torch.bfloat16: 0, torch.float32: 1, FP8: 2}
 
 

@@ -9,7 +9,7 @@ from redline.kernels.kernel import Kernel
 from redline.ops import moe as meaning
 from redline.ops.formats import ExpertWeights, Weight
 
-_moe = native.Function("moe")
+_moe = native.function("moe")
 
 
 def panels(experts: ExpertWeights | None) -> Tensor | None:

@@ -9,7 +9,7 @@ from redline.kernels.kernel import Kernel
 from redline.ops import route_experts as meaning
 from redline.ops.formats import Weight
 
-_route_experts = native.Function("route_experts")
+_route_experts = native.function("route_experts")
 
 
 def run(args: meaning.RouteExpertsArgs[Matrix]) -> tuple[Tensor, Tensor]:

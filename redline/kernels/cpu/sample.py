@@ -7,7 +7,7 @@ from redline.kernels.cpu import native
 from redline.kernels.kernel import Kernel
 from redline.ops import sample as meaning
 
-_sample = native.Function("sample")
+_sample = native.function("sample")
 
 
 def run(args: meaning.SampleArgs) -> Tensor:

@@ -107,8 +107,8 @@ class Block:
         )
 
 
-def layout_of(inputs: Inputs) -> Record:
-    """A step as the kernels read it; it lasts as long as the inputs, and is made once for all that run them."""
+def address_of(inputs: Inputs) -> int:
+    """Of a step as the kernels read it, which lasts as long as the inputs, and is made once for all that run them."""
     layout = _layouts.get(inputs)
     if layout is None:
         layout = _layouts[inputs] = _BlockTokens(
@@ -126,7 +126,7 @@ def layout_of(inputs: Inputs) -> Record:
             C=len(inputs.chunks),
             Q=inputs.tokens_Q.shape[0],
         )
-    return layout
+    return ctypes.addressof(layout)
 
 
 def _chunks(chunks: Sequence[Chunk]) -> "ctypes.Array[Record]":

@@ -11,6 +11,7 @@ nothing. A pass has some twenty small tensors and twelve calls, which together c
 means, and the bits that it has to have, is `redline.model.eagle3.forward`.
 """
 
+import ctypes
 import functools
 from array import array
 from collections.abc import Sequence
@@ -30,9 +31,9 @@ from redline.ops.mla import MlaWeights
 
 _Weights = native.record("DraftWeights")
 _Pages = native.record("DraftPages")
-_fuse = native.Function("draft_fuse")
-_pass = native.Function("draft_pass")
-_chain = native.Function("draft_chain")
+_fuse = native.function("draft_fuse")
+_pass = native.function("draft_pass")
+_chain = native.function("draft_chain")
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,12 @@ class DraftLayer:
         )
 
     @functools.cached_property
-    def layout(self) -> Record:
-        """As the kernels read it; it lasts as long as this object."""
+    def address(self) -> int:
+        """Where the kernels read it; it lasts as long as this object."""
+        return ctypes.addressof(self._layout)
+
+    @functools.cached_property
+    def _layout(self) -> Record:
         w, head = self.attention, self.head
         assert isinstance(w, MlaWeights), "the kernels compute latent attention"
         assert isinstance(head, Matrix), "the CPU's kernels read panels"
@@ -114,8 +119,12 @@ class DraftPages:
     sin: Tensor
 
     @functools.cached_property
-    def layout(self) -> Record:
-        """As the kernels read it; it lasts as long as this object."""
+    def address(self) -> int:
+        """Where the kernels read it; it lasts as long as this object."""
+        return ctypes.addressof(self._layout)
+
+    @functools.cached_property
+    def _layout(self) -> Record:
         return _Pages(
             tokens=self.tokens,
             tables=self.tables,
@@ -175,7 +184,7 @@ def fuse(args: DraftFuseArgs) -> Tensor:
     fused = features_NF.new_empty(len(sources), fc.outputs)
     _fuse(
         features=features_NF,
-        sources=sources,
+        sources=sources.buffer_info()[0],
         norms=norms_SW,
         fc=fc.data,
         fused=fused,
@@ -195,13 +204,13 @@ def run(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
     ids = None if rows.ids is None else array("i", rows.ids)
     normed, fed = feature_TD.new_empty(2, len(queries), feature_TD.shape[1]).unbind(0)
     _pass(
-        weights=weights.layout,
-        pages=pages.layout,
+        weights=weights.address,
+        pages=pages.address,
         feature=feature_TD,
-        slots=slots,
-        positions=positions,
-        ids=ids,
-        queries=queries,
+        slots=slots.buffer_info()[0],
+        positions=positions.buffer_info()[0],
+        ids=0 if ids is None else ids.buffer_info()[0],
+        queries=queries.buffer_info()[0],
         plane=plane,
         normed=normed,
         fed=fed,
@@ -220,13 +229,13 @@ def chain(args: DraftChainArgs) -> Tensor:
     wants = array("i", wanted)
     drafted = torch.zeros(len(queries), max(wanted, default=0), dtype=torch.int64)
     _chain(
-        weights=weights.layout,
-        pages=pages.layout,
+        weights=weights.address,
+        pages=pages.address,
         feature=feature_TD,
-        slots=slots,
-        positions=positions,
-        queries=queries,
-        wanted=wants,
+        slots=slots.buffer_info()[0],
+        positions=positions.buffer_info()[0],
+        queries=queries.buffer_info()[0],
+        wanted=wants.buffer_info()[0],
         plane=plane,
         drafted=drafted,
         kv_type=kv_type(plane),

@@ -3,6 +3,7 @@
 Every step of T tokens writes them into the same memory: making a tensor takes longer than filling it.
 """
 
+import ctypes
 import functools
 from array import array
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from redline.kernels.record import Record
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
-_step_inputs = native.Function("step_inputs")
+_step_inputs = native.function("step_inputs")
 _StepMemory = native.record("StepMemory")
 
 
@@ -39,7 +40,12 @@ class StepMemory:
         return StepRows(i.ids_T, i.cos_T, i.sin_T, i.rows_T, i.slots_Q, i.lengths_Q)
 
     @functools.cached_property
-    def layout(self) -> Record:
+    def address(self) -> int:
+        """Where the kernels read it; it lasts as long as this object."""
+        return ctypes.addressof(self._layout)
+
+    @functools.cached_property
+    def _layout(self) -> Record:
         """As the kernel reads it."""
         i = self.inputs
         return _StepMemory(
@@ -106,8 +112,9 @@ def reference(args: StepInputsArgs) -> StepRows:
 
 def kernel(args: StepInputsArgs) -> StepRows:
     """One call; fills the memory that `into` has for a step of so many tokens, and gives it back."""
-    tokens, spans = args.tokens, array("i", args.spans)
-    _step_inputs(tokens=tokens, reach=tokens.shape[1], memory=args.into.layout, spans=spans, S=len(spans) // 3)
+    tokens, given = args.tokens, array("i", args.spans)
+    spans, values = given.buffer_info()
+    _step_inputs(tokens=tokens, reach=tokens.shape[1], memory=args.into.address, spans=spans, S=values // 3)
     return args.into.written
 
 

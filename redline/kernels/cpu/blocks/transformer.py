@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu import native
-from redline.kernels.cpu.blocks.block import Block, layout_of
+from redline.kernels.cpu.blocks.block import Block, address_of
 from redline.kernels.cpu.mla import kv_type
 from redline.kernels.cpu.panels import PANEL, Matrix
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
 from redline.kernels.record import Record
 
-_transformer = native.Function("transformer")
+_transformer = native.function("transformer")
 _TransformerWeights = native.record("TransformerWeights")
 
 
@@ -66,7 +66,12 @@ class Transformer:
         return (self.head.outputs + PANEL - 1) // PANEL * PANEL
 
     @functools.cached_property
-    def layout(self) -> Record:
+    def address(self) -> int:
+        """Where the kernels read it; it lasts as long as this object."""
+        return ctypes.addressof(self._layout)
+
+    @functools.cached_property
+    def _layout(self) -> Record:
         """As the kernels read it; it lasts as long as these weights."""
         assert isinstance(self.head, Matrix), "the CPU's kernels read panels"
         blocks = (ctypes.c_void_p * len(self.blocks))(*(ctypes.addressof(block_.layout) for block_ in self.blocks))
@@ -109,19 +114,19 @@ def run(args: TransformerArgs) -> Predicted:
     hidden, logits = _floats(tokens, d), _floats(rows, weights.logits_width)
     asked_R, likeliest = array("i", asked), array("q", bytes(8 * rows))
     _transformer(
-        weights=weights.layout,
-        tokens=layout_of(inputs),
+        weights=weights.address,
+        tokens=address_of(inputs),
         planes=planes,
         plane_bytes=planes.stride(0) * planes.element_size(),
         kv_type=kv_type(planes),
-        places=_places(len(weights.blocks), tuple(layers)),
+        places=ctypes.addressof(_places(len(weights.blocks), tuple(layers))),
         kept=len(layers),
         features=features,
-        asked=asked_R,
+        asked=asked_R.buffer_info()[0],
         R=rows,
-        x=hidden,
-        logits=logits,
-        likeliest=likeliest,
+        x=ctypes.addressof(hidden),
+        logits=ctypes.addressof(logits),
+        likeliest=likeliest.buffer_info()[0],
     )
     return Predicted(
         likeliest.tolist(),
