@@ -1,10 +1,11 @@
 """A kernel's arguments: one struct, declared in its C++ source, and read from there by Python.
 
-    linear.cpp                                   linear.py
-    struct LinearArgs {                          LinearArgs = record(HERE / "linear.cpp", "LinearArgs")
-        const float* x;  // [T, K]               LinearArgs(x=x_TK, tokens=x_TK.shape[0])
-        int tokens;
-    };
+    decode/absorb.cu                             decode/absorb.py
+    struct AbsorbLaunch {                        _Launch = launch_record("decode/absorb.cu", "AbsorbLaunch")
+        const char* q;  // bf16 [T, H, N + P]    _Launch(q=q_THX, weight=..., absorbed=out, tokens=..., heads=...)
+        ...
+        int tokens, heads;                       The CPU's structs (`LinearCall`) are in cpu/core/kernels.h and beside
+    };                                           the blocks; `native.function("linear")` takes one's fields by keyword.
 
 So nothing agrees by position: fields are given by name, all of them, and a tensor's dtype is held against the pointer's
 type. `layout_check` is C++ text that a build appends to the source: it does not compile where sizes or offsets differ.

@@ -1,7 +1,8 @@
 """Which experts, and how much of each.        T tokens, D hidden, E experts, K chosen.
 
 s = sigmoid(x W^T); the K largest of s + bias are chosen; weights are s without the bias, over their sum + 1e-20,
-times the scale (DeepSeek-V3's noaux_tc with one group). Computed in float32.
+times the scale (DeepSeek-V3's noaux_tc with one group). In float32. A GPU does it from logits that `gates` or a product
+has made: `kernels/hopper/decode/choose_experts.py`, and `kernels/hopper/block.py` for many tokens.
 """
 
 from collections.abc import Iterator

@@ -7,7 +7,7 @@ The bugs (`mutants.py`) are drawn over all rooms, kernels included: those of CUD
 are the ones that lived through an earlier search, found again by their text. For each mutant the tests that know its
 file run, nearest first, until one fails: those that mirror it, those that import it, the laws, the room's others, as
 many as take `--seconds` without a bug. What was found is kept line by line in runs/, so that a search that was stopped
-goes on where it was; at the end the survivors are named and the result is saved. `--again` takes the mutants of an
+goes on there; survivors are named as they are found; `--save` keeps the result. `--again` takes the mutants of an
 earlier journal, and tries out those that lived once more, now that tests have been written for them.
 """
 
@@ -37,7 +37,6 @@ from redline.bench.record import provenance
 from redline.kernels.cpu import native
 
 ROOT = Path(__file__).parents[3]
-RESULT = ROOT / "benchmarks" / "results" / "mutation.json"
 RUNS = ROOT / "runs"
 LINKED = ".venv", "models"  # folders that every copy links to: large, and nobody writes there
 # The laws, by their numbers, that a room is held to; then what is one request through everything.

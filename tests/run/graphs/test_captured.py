@@ -19,13 +19,14 @@ from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
+from redline.run.graphs.captured import _facts
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import Shape, shapes
 from redline.run.runner import Runner
 from redline.run.sampling.on_device import Odds, sample_rows, signed, uniforms
-from redline.run.sampling.on_host import sample_each, uniform
-from redline.run.slots import Slots
+from redline.run.sampling.on_host import is_unadjusted, sample_each, uniform
+from redline.run.slots import Slot, Slots
 from redline.wire.job import Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
 from redline.worker.config import DraftConfig, Learned, Suffix
@@ -483,3 +484,27 @@ def _decode(runner: Runner, drafts: int) -> tuple[tuple[int, ...], int, int]:
     given = runner.launch(Step(number=1, rows=(row,))).wait().rows[0]
     assert given.error is None
     return given.tokens, given.proposed, given.accepted
+
+
+def test_no_option_of_sampling_is_lost_on_the_way_to_the_device():
+    """Each is a fact that the plan tells of the slot, or keeps the row from being replayed, or is the host's alone."""
+    by_host = {"max_tokens", "stop_ids", "prompt_logprobs", "seeded"}  # a limit, ends, a prompt's rows, who verifies
+    plain = Sampling(max_tokens=9, temperature=0.5)
+    others: dict[str, Any] = {
+        "temperature": 0.7,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.2,
+        "seed": 7,
+        "logprobs": 2,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.5,
+        "logit_bias": ((3, 1.0),),
+        "min_tokens": 4,
+    }
+    assert set(others) | by_host == set(Sampling.__struct_fields__)
+    for name, value in others.items():
+        sampling = msgspec.structs.replace(plain, **{name: value}, stop_ids=(1,))
+        told = _facts(Slot(sampling=sampling)) != _facts(Slot(sampling=plain))
+        assert told or sampling.logprobs is not None or not is_unadjusted(sampling, 0), name
