@@ -44,7 +44,8 @@ FLAGS = {
     "doctor": "",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --kv-dtype --batch --context "
     "--repeats --save",
-    "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --context --repeats --save",
+    "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "
+    "--repeats --save",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",

@@ -275,6 +275,7 @@ def bench_speculate(
     questions: Annotated[int, typer.Option(min=1, help="Prompts of each domain, at most.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that every variant takes in each domain.")] = 3,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Of the answers; 0 is greedy.")] = 0,
     context: Annotated[
         int, typer.Option(min=1, help="Tokens already there, where the parts of a step are timed.")
     ] = 512,
@@ -294,6 +295,7 @@ def bench_speculate(
         questions=questions,
         rounds=rounds,
         max_tokens=max_tokens,
+        temperature=temperature,
         context=context,
         repeats=repeats,
         save=None if save is None else str(save),

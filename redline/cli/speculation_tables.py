@@ -45,6 +45,7 @@ class SpeculateConfig(Record, frozen=True):
     questions: int = 16  # of each domain at most
     rounds: int = 3  # turns of asking for each domain, variant and batch
     max_tokens: int = 128  # of an answer
+    temperature: float = 0.0  # 0: greedy
     context: int = 512  # tokens already there, where the parts of a step are timed
     repeats: int = 40  # timed steps of each part
     save: str | None = None  # a file for the result
@@ -80,7 +81,7 @@ def _run(
     rates: list[Rate] = []
     with ExitStack() as stack, Working("loading the engines of each variant") as working:
         engines = {name: stack.enter_context(Engine.open(folder, one)) for name, one in opened.items()}
-        askers = {name: Asker(engine, config.max_tokens) for name, engine in engines.items()}
+        askers = {name: Asker(engine, config.max_tokens, config.temperature) for name, engine in engines.items()}
         asked, total = 0, len(config.batch) * domains * config.rounds * len(askers)
         working.show(0, total, what="turns of asking")
 

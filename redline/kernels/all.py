@@ -13,6 +13,7 @@ from redline.kernels.cpu.sample import sample
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import choose_experts
+from redline.kernels.hopper.decode.drafter_rows import join_rows, norm_states
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import experts_up
@@ -25,6 +26,8 @@ from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.sort_pairs import sort_pairs
+from redline.kernels.hopper.step.keep_drafts import keep_drafts
+from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import step_rows
 from redline.kernels.kernel import Kernel
@@ -36,6 +39,7 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
 # The launches of a decode step on a GPU, in their order, and what many tokens take in their place.
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, gates),
-    *(choose_experts, experts_up, experts_down, head, best.hopper, settle_rows),
+    *(choose_experts, experts_up, experts_down, head, best.hopper, settle_rows, read_rows, keep_drafts),
+    *(norm_states, join_rows),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),
 )

@@ -181,7 +181,7 @@ class Planner:
         for job in decoding:
             drafts = min(job.proposed, spare)
             if drafts:
-                drafts = self._paged(job, job.planned + 1, drafts)
+                drafts = self._paged(job, job.planned + 1 + job.drafting, drafts)
             parts.append(_Part(job, 1 + drafts, decodes=True))
             spare -= drafts
             budget -= drafts
@@ -222,7 +222,8 @@ class Planner:
                 continue
             if job.room <= 0:
                 continue
-            end = min(job.planned + 1, job.target)
+            # A drafter's row of the token that comes lies at the next place.
+            end = min(job.planned + 1 + job.drafting, job.target)
             if end > len(job.pages) * PAGE_TOKENS:
                 held_back = self._grow(job)
                 if end > len(job.pages) * PAGE_TOKENS:
@@ -327,8 +328,9 @@ class Planner:
         rows: list[Row] = []
         for part in parts:
             propose = min(next(lengths), spare) if part.samples else 0
-            if propose:
-                propose = self._paged(part.job, part.job.planned + part.positions, propose)
+            follows = part.samples and part.job.drafting and self._speculation.follows
+            if propose or follows:  # the drafter's row of the token that this row gives lies at the next place
+                propose = min(propose, self._paged(part.job, part.job.planned + part.positions, max(1, propose)))
                 spare -= propose
             rows.append(self._row(part, propose))
         return tuple(rows)
@@ -347,9 +349,9 @@ class Planner:
         slot = job.slot
         assert slot is not None
         new_pages: tuple[PageId, ...] = ()
-        end = min(end + propose, job.target)
+        end = min(end + max(propose, samples and job.drafting), job.target)
         if end > job.sent * PAGE_TOKENS:
-            needed = pages_for(end)
+            needed = min(pages_for(end), len(job.pages))
             new_pages = tuple(job.pages[job.sent : needed])
             job.sent = needed
         return Row(

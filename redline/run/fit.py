@@ -23,7 +23,7 @@ DRAWN_ROWS, DRAWN_BYTES = (
     48,
 )  # rows whose vocabularies are sorted at once on a GPU, bytes a token (redline/ops/sample.py)
 RECORDED_LAUNCH = 16 << 10  # bytes of a launch in a recorded step
-LAUNCHES = 24  # of a layer in a recorded step, at most
+LAUNCHES = 24  # of a layer in a recorded step, and of a drafter's pass, at most
 LIBRARIES = {"cpu": 64 << 20, "cuda": 768 << 20}  # what torch and its libraries take beside the tensors of a step
 
 
@@ -176,11 +176,14 @@ class Sizes:
         if not self.gpu_kernels:
             return 0
         wanted = shapes(self.max_running, self.positions, _pages(max_model_len) * PAGE_TOKENS)
-        c, launches = self.config, LAUNCHES * self.config.num_hidden_layers + 64
+        c = self.config
+        launches = len(wanted) * (LAUNCHES * c.num_hidden_layers + 64)
+        if self.drafter is not None:  # as many passes as there are drafts, a first one, and one more
+            launches += sum(LAUNCHES * (shape.positions + 1) for shape in wanted)
         most = max(shape.rows * shape.positions for shape in wanted)
         layer = 4 * (8 * c.hidden_size + 2 * c.num_attention_heads * (c.kv_width + c.kv_lora_rank + c.v_head_dim))
         between = most * (layer + 4 * 4 * c.vocab_size) + DRAWN_ROWS * DRAWN_BYTES * c.vocab_size
-        return len(wanted) * launches * RECORDED_LAUNCH + between
+        return launches * RECORDED_LAUNCH + between
 
     def left(self, free: int, max_model_len: int) -> int:
         """Bytes of `free` for pages, for jobs of `max_model_len` tokens; negative where even the rest does not fit."""

@@ -107,13 +107,14 @@ class Runner:
         self.drafter = drafter
         self.kv = KvPool(model, layout, drafter)
         self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=suffix)
-        self.drafting = Drafting(drafter, self.slots, self.kv)
+        recorded = model.device.type == "cuda" if captured is None else captured
+        self.drafting = Drafting(drafter, self.slots, self.kv, certain=recorded)
         self._layers = drafter.config.layer_ids if drafter is not None else ()
         self.replays = 0
         self.led: Counter[str] = Counter()
         self._captured: CapturedSteps | None = None
-        if model.device.type == "cuda" if captured is None else captured:
-            self._captured = CapturedSteps(SharedState(model, self.slots, self.kv, self._layers), 1 + drafts)
+        if recorded:
+            self._captured = CapturedSteps(SharedState(model, self.slots, self.kv, drafter), 1 + drafts)
         self._steps: queue.SimpleQueue[tuple[Step, Future[WaitForStep]] | None] = queue.SimpleQueue()
         self._queued: deque[Queued] = deque()
         self._thread: threading.Thread | None = None
@@ -182,7 +183,7 @@ class Runner:
             return lambda: result
         self.replays += 1
         replay, replayed = captured.launch(step)
-        if any(row.drafting or row.propose for row in step.rows):
+        if not captured.drafts and any(row.drafting for row in step.rows):
             captured.catch_up()  # drafts are made of tokens that the host must know
             spans = [
                 (i, outcome.span(row)) for i, (row, outcome) in enumerate(zip(step.rows, replay.outcomes, strict=True))

@@ -1,6 +1,6 @@
 """What speculation brings on this machine: acceptance and tokens/s by domain for every k, and what the parts cost.
 
-Greedy answers to real prompts, through the whole engine in this process. The variants take turns on the same prompts,
+Answers to real prompts, greedy or drawn, through the whole engine in this process. Variants take turns on the prompts,
 round by round, and every rate is compared with that of no drafts in the same round: on a machine with other users only
 ratios of neighbours mean something. What is generated is the same under every variant (law 4), so all do the same work.
 
@@ -36,6 +36,7 @@ from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.one_call import draft_chain
+from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
 from redline.wire.base import Record
 from redline.wire.delta import Delta
@@ -137,17 +138,20 @@ def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, mo
 
 
 class Asker:
-    """Asks one engine, and takes the time. max_tokens: of each answer."""
+    """Asks one engine, and takes the time. max_tokens: of each answer. temperature: 0 is greedy; above it tokens are
+    drawn without a seed of the request's own."""
 
-    def __init__(self, engine: Engine, max_tokens: int) -> None:
+    def __init__(self, engine: Engine, max_tokens: int, temperature: float = 0.0) -> None:
         self._engine = engine
+        self._temperature = temperature
         self._max_tokens = max_tokens
         self._numbers = itertools.count()
 
     def ask(self, questions: Sequence[Question]) -> Outcome:
-        """All at once, greedy. Tokens count from the first step in which every answer has begun."""
+        """All at once. Tokens count from the first step in which every answer has begun."""
         asked = {JobId(f"question-{next(self._numbers)}"): question for question in questions}
-        sampling = Sampling(max_tokens=self._max_tokens, temperature=0, stop_ids=self._engine.tokenizer.stop_ids)
+        stop_ids = self._engine.tokenizer.stop_ids
+        sampling = Sampling(max_tokens=self._max_tokens, temperature=self._temperature, stop_ids=stop_ids)
         # A salt for each time: a prompt that was asked before would be found in the cache, and begin later than it did.
         jobs: list[Job] = [
             make_job(id, question.tokens, sampling, self._engine.fingerprint, salt=id) for id, question in asked.items()
@@ -269,7 +273,7 @@ def _verify_pass(model: K2, batch: int, tokens: int, context: int) -> Callable[[
 def _draft_passes(model: K2, drafter: Eagle3, batch: int, context: int) -> tuple[Callable[[], object], int]:
     """Passes as the engine makes them, and how many: CHAIN in one call, or one of single ops."""
     config, served = drafter.config, drafter.served
-    if served.chains and model.device.type == "cpu":
+    if isinstance(served, Served) and served.chains and model.device.type == "cpu":
         each = -(-(context + CHAIN + 2) // PAGE_TOKENS)
         tokens = torch.zeros(batch, each * PAGE_TOKENS, dtype=torch.int64)
         tables = torch.arange(batch * each, dtype=torch.int32).view(batch, each)

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from redline.kernels.by_chip import best, linear
 from redline.kernels.cpu.add_norm import add_norm
-from redline.kernels.cpu.blocks.draft_pass import DraftChainArgs, DraftFuseArgs, DraftLayer, DraftPassArgs, DraftRows
+from redline.kernels.cpu.blocks.draft_pass import (
+    DraftChainArgs,
+    DraftFuseArgs,
+    DraftLayer,
+    DraftPages,
+    DraftPassArgs,
+    DraftRows,
+)
 from redline.kernels.cpu.mla import mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
@@ -73,14 +80,18 @@ def chain(args: DraftChainArgs) -> Tensor:
 
 def forward(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
     """A pass, its rows looked up -> (normed, fed) [R, D] of the queries, in their order."""
-    feature_TD, weights, pages, rows, plane = args
+    return layer(args.weights, looked_up(args.pages, args.rows), args.feature_TD, args.plane)
 
-    def tensor(values: Sequence[int], dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=feature_TD.device)
+
+def looked_up(pages: DraftPages, rows: DraftRows) -> Inputs:
+    """The rows as a pass reads them: their tokens, rotations and places."""
+
+    def tensor(values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=pages.tokens.device)
 
     slot_T, position_T, query_R = tensor(rows.slots), tensor(rows.positions), tensor(rows.queries)
     place_T = position_T + 1
-    inputs = Inputs(
+    return Inputs(
         ids_T=pages.tokens[slot_T, place_T] if rows.ids is None else tensor(rows.ids),
         cos_T=pages.cos[position_T],
         sin_T=pages.sin[position_T],
@@ -91,7 +102,6 @@ def forward(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
         lengths_Q=(place_T[query_R] + 1).int(),
         tables=pages.tables,
     )
-    return layer(weights, inputs, feature_TD, plane)
 
 
 def layer(weights: DraftLayer, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:

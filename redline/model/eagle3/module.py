@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
+from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config, default_layer_ids
 from redline.model.eagle3.file import read_tensors, stored_tensors
 from redline.model.eagle3.forward import begun, fed_back, normed_states, side_by_side
+from redline.model.eagle3.hopper import GpuServed
 from redline.model.eagle3.latent import cut_latent, pad_latent
 from redline.model.eagle3.serve import Served
 from redline.model.k2.config import K2Config
@@ -67,7 +69,8 @@ class Eagle3(nn.Module):
                 self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self._embedding_VD: Tensor | None = None
         self._head_VD: Tensor | None = None
-        self._served: Served | None = None
+        self._served: Served | GpuServed | None = None
+        self._ids: Tensor | None = None  # of a reduced vocabulary, on the served model's device
         self._set_random()
 
     @torch.no_grad()
@@ -210,7 +213,7 @@ class Eagle3(nn.Module):
     def logits(self, normed: Tensor) -> Tensor:
         """Normed [..., D] -> float32 [..., V] over the target's vocabulary; tokens that the drafter lacks: -inf."""
         draft = (self._served.logits(normed) if self._served is not None else self.draft_logits(normed)).float()
-        ids = self.token_ids()
+        ids = self._ids if self._served is not None else self.token_ids()
         if ids is None:
             return draft
         ids = ids.to(draft.device)
@@ -225,10 +228,16 @@ class Eagle3(nn.Module):
         nothing that is served: prepare it again.
         """
         assert model.config.hidden_size == self.config.hidden_size, "open the drafter with the target's config"
-        self._served = Served(self.config, self.state_dict(), model)
+        ids = self.token_ids()
+        self._ids = None if ids is None else ids.to(model.device)
+        state = self.state_dict()
+        if isinstance(model.head, Tiled) and self.config.architecture == "mla":
+            self._served = GpuServed(self.config, state, model.embedding_VD, model.head)
+        else:
+            self._served = Served(self.config, state, model)
 
     @property
-    def served(self) -> Served:
+    def served(self) -> Served | GpuServed:
         """The weights as the ops take them. AssertionError before `prepare`."""
         assert self._served is not None, "prepare the drafter first"
         return self._served

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from redline.kernels.by_chip import linear
-from redline.kernels.cpu.blocks.draft_pass import DraftLayer, DraftPages
+from redline.kernels.cpu.blocks.draft_pass import DraftLayer, DraftPages, DraftRows
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import layer
-from redline.model.eagle3.one_call import draft_fuse
+from redline.model.eagle3.one_call import draft_fuse, draft_pass
 from redline.model.k2.cpu import K2
 from redline.ops.gqa import GqaWeights
 from redline.ops.mla import MlaWeights, angles
@@ -56,23 +56,32 @@ class Served:
             norm_output=config.norm_output,
         )
         self.chains = mla and config.draft_vocab_size in (None, config.vocab_size)
-        self._inv_freq = config.inv_freq().to(model.device)
+        self.inv_freq = config.inv_freq().to(model.device)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a pass takes nothing from the host. The references do, so on a GPU it cannot be recorded."""
+        return self.inv_freq.device.type == "cpu"
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [..., rope width / 2], of integer positions."""
-        return angles(positions, self._inv_freq)
+        return angles(positions, self.inv_freq)
 
     def pages(self, tokens: Tensor, tables: Tensor) -> DraftPages:
         """What `draft_pass` looks rows up in.
 
         tokens int64 [slots, the longest a slot can be]; tables int32 [slots, pages per slot].
         """
-        return DraftPages(tokens, tables, *self.angles(torch.arange(tokens.shape[1], device=self._inv_freq.device)))
+        return DraftPages(tokens, tables, *self.angles(torch.arange(tokens.shape[1], device=self.inv_freq.device)))
 
     def fuse(self, features_NF: Tensor, sources: Sequence[int] | None = None) -> Tensor:
         """The target's states side by side [N, F] -> fused features [T, D], of rows `sources` or of all."""
         features_NF, rows = features_NF.to(self._dtype), range(features_NF.shape[0]) if sources is None else sources
         return draft_fuse(features_NF, rows, self._fc_norms, self._fc, self._eps)
+
+    def read(self, feature_TD: Tensor, pages: DraftPages, rows: DraftRows, plane: Tensor) -> tuple[Tensor, Tensor]:
+        """A pass whose rows are looked up -> (normed, fed), [R, D] each, of its queries."""
+        return draft_pass(feature_TD, self.layer, pages, rows, plane)
 
     def forward(self, inputs: Inputs, feature_TD: Tensor, plane: Tensor) -> tuple[Tensor, Tensor]:
         """As `Eagle3.forward`: rows over pages -> (normed, fed), [R, D] each."""

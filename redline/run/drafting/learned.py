@@ -18,7 +18,8 @@ from torch import Tensor
 from redline.kernels.by_chip import best
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.model.eagle3.module import Eagle3
-from redline.model.eagle3.one_call import draft_chain, draft_pass
+from redline.model.eagle3.one_call import draft_chain
+from redline.model.eagle3.serve import Served
 from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
 from redline.run.sampling.on_host import is_greedy
@@ -31,7 +32,10 @@ SURE = 8  # a suffix match of so many tokens is followed rather than the learned
 class Drafting:
     """The drafters of one runner: the learned one, where there is one, and suffix matches."""
 
-    def __init__(self, drafter: Eagle3 | None, slots: Slots, kv: KvPool) -> None:
+    def __init__(self, drafter: Eagle3 | None, slots: Slots, kv: KvPool, *, certain: bool = False) -> None:
+        """certain: every draft is the drafter's likeliest token, as in recorded rounds; else rows that are verified
+        block by block have theirs drawn."""
+        self._certain = certain
         self._drafter = drafter
         self._slots = slots
         self._kv = kv
@@ -127,7 +131,8 @@ class Drafting:
         if not slots:
             return
         served = drafter.served
-        if served.chains and self._places is not None and all(self._drafts_the_best(slot) for slot, _ in drafting):
+        best_alone = all(self._drafts_the_best(slot) for slot, _ in drafting)
+        if isinstance(served, Served) and served.chains and self._places is not None and best_alone:
             rows, counts = DraftRows(slots, positions, queries), [count for _, count in drafting]
             drafted = draft_chain(feature, served.layer, self._places, rows, counts, self._kv.draft)
             for (slot, count), tokens in zip(drafting, drafted.tolist(), strict=True):
@@ -172,7 +177,7 @@ class Drafting:
 
     def _drafts_the_best(self, slot: int) -> bool:
         sampling = self._slots.at[slot].sampling
-        return sampling.seeded or is_greedy(sampling)
+        return self._certain or sampling.seeded or is_greedy(sampling)
 
     def _forward(
         self,
@@ -189,7 +194,7 @@ class Drafting:
         """
         assert self._places is not None, "there is a drafter"
         rows = DraftRows(slots, positions, queries, ids)
-        return draft_pass(feature, drafter.served.layer, self._places, rows, self._kv.draft)
+        return drafter.served.read(feature, self._places, rows, self._kv.draft)
 
     def _pages(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
         return self._slots.tables[slots, [position // PAGE_TOKENS for position in positions]].long()

@@ -16,13 +16,26 @@ from typing import NamedTuple
 from torch import Tensor
 
 from redline.kernels.hopper.faults import is_device_error
-from redline.kernels.hopper.step.step_rows import BEFORE, FACTS, KEEP, MOST_PAGES, MOST_POSITIONS, NEW, RAN, TOKENS
+from redline.kernels.hopper.step.step_rows import (
+    BEFORE,
+    DRAFTED,
+    DRAFTS,
+    FACTS,
+    KEEP,
+    MOST_DRAFTS,
+    MOST_GIVEN,
+    MOST_PAGES,
+    NEW,
+    RAN,
+    TOKENS,
+)
+from redline.run.drafting.learned import SURE
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Piece, Recorder
 from redline.run.graphs.shapes import Shape, shapes
 from redline.run.sampling.on_device import signed
 from redline.run.sampling.on_host import is_greedy, is_narrowed, is_unadjusted
-from redline.run.slots import NOTHING, Slot, Span
+from redline.run.slots import NOTHING, Proposal, Slot, Span
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Row, RowResult, Step, StepResult
 
@@ -32,11 +45,12 @@ _log = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
-    """What came of one row: tokens of its slot before the step, positions that ran, and the new tokens."""
+    """What came of one row: tokens of its slot before the step, positions that ran, the new tokens, the next drafts."""
 
     before: int
     ran: int
     tokens: list[int]
+    drafts: list[int]  # what the drafter made behind them
 
     def span(self, row: Row) -> Span:
         """The row with the positions that ran."""
@@ -82,7 +96,13 @@ class Replay:
             if not self.landed:
                 self._wait()
                 rows: list[list[int]] = self._results[: len(self.step.rows)].tolist()
-                self._outcomes = [Outcome(row[BEFORE], row[RAN], row[TOKENS : TOKENS + row[NEW]]) for row in rows]
+                self._outcomes = [
+                    Outcome(
+                        *(row[BEFORE], row[RAN], row[TOKENS : TOKENS + row[NEW]]),
+                        drafts=row[DRAFTS : DRAFTS + row[DRAFTED]],
+                    )
+                    for row in rows
+                ]
                 self.landed = True
             return self._outcomes
 
@@ -96,6 +116,7 @@ class _Recorded(NamedTuple):
     step: DecodeStep
     forward: Piece
     settle: tuple[Piece, ...]  # in the order of SamplingKind; those that could be recorded
+    draft: tuple[Piece, ...]  # as many drafts as the shape verifies, the first one, one more; none without a drafter
 
 
 class CapturedSteps:
@@ -115,6 +136,7 @@ class CapturedSteps:
         self._replays: deque[Replay] = deque()  # those that the host's account of the slots lacks
         self._recorded: dict[Shape, _Recorded] = {}  # the cheapest first
         reach = shared.slots.tables.shape[1] * PAGE_TOKENS
+        self.drafts = shared.drafter is not None and shared.drafter.served.recordable
         self._wanted = shapes(len(shared.slots.at), positions, reach) if shared.model.recordable else []
 
     def record(self) -> None:
@@ -124,27 +146,29 @@ class CapturedSteps:
         """
         recorded: dict[Shape, _Recorded] = {}
         for shape in self._wanted:
-            made = self._record(shape, list(SamplingKind)) or self._record(
-                shape, [SamplingKind.LIKELIEST]
-            )  # better one kind than none
-            if made is not None:
+            made = self._record(shape, list(SamplingKind)) or self._record(shape, [SamplingKind.LIKELIEST])
+            if made is not None:  # better one kind than none
                 recorded[shape] = made
+            elif self.drafts:
+                self.drafts = False  # the host leads the drafter of all shapes, or of none
+                return self.record()
         self._recorded = {shape: recorded[shape] for shape in sorted(recorded, key=_cost)}
         _log.info("%d of %d shapes of decode steps are recorded", len(recorded), len(self._wanted))
 
     def _record(self, shape: Shape, kinds: Sequence[SamplingKind]) -> _Recorded | None:
         step = DecodeStep(self._shared, shape)
-        self._plan(shape, (), _HostBuffers(self._shared.plan, self._shared.results))
+        self._plan(shape, (), (), _HostBuffers(self._shared.plan, self._shared.results))
         settles = [functools.partial(step.settle, kind) for kind in kinds]
+        drafts = [step.draft_all, step.draft, step.draft_on] if self.drafts else []
         try:
-            forward, *settle = self._recorder.record(step.forward, *settles)
+            forward, *rest = self._recorder.record(step.forward, *settles, *drafts)
         except Exception as error:
             if is_device_error(error):  # nothing that follows would work
                 raise
             _log.warning("decode steps of %s, %s, cannot be recorded: %s", shape, [kind.name for kind in kinds], error)
             return None
-        step.forget()
-        return _Recorded(step, forward, tuple(settle))
+        step.forget(features=self.drafts or self._shared.drafter is None)
+        return _Recorded(step, forward, tuple(rest[: len(settles)]), tuple(rest[len(settles) :]))
 
     def refusal(self, step: Step) -> str | None:
         """Why the host must lead this step, in a word or two; None where the step can be replayed."""
@@ -157,22 +181,32 @@ class CapturedSteps:
             # The slot may be further than its account here, never less far.
             if slot.sampling.logprobs is not None or not is_unadjusted(slot.sampling, slot.length - slot.prompt):
                 return "sampling"
-            if row.drafts and slot.proposal.q is not None:
-                return "drawn drafts"  # block verification
-        shape = self._shape(step.rows)
+            if row.drafting and slot.behind:
+                return "a page's first row"  # the drafter's, which comes with the feature that the last page keeps
+        shape = self._shape(step.rows, min(MOST_DRAFTS, max(row.drafts for row in step.rows)))
         return None if shape is not None and self._kind(step) < len(self._recorded[shape].settle) else "shape"
 
     def launch(self, step: Step) -> tuple[Replay, DecodeStep]:
         """Gives the step to the device without waiting for it. `refusal` must have given None."""
         self._note_landed()
-        shape = self._shape(step.rows)
+        asked = [self._drafts(row) for row in step.rows]
+        shape = self._shape(step.rows, max(most for most, _ in asked))
         assert shape is not None, "only a step that is ours is launched"
         recorded, buffers = self._recorded[shape], self._host_buffers[self._count % HOST_BUFFERS]
         self._count += 1
-        self._plan(shape, step.rows, buffers)
+        self._plan(shape, step.rows, asked, buffers)
         self._shared.plan.copy_(buffers.plan, non_blocking=True)
         recorded.forward()
         recorded.settle[self._kind(step)]()
+        if self.drafts and any(row.drafting for row in step.rows):
+            whole, first, further = recorded.draft
+            wanted = max(1, *(min(row.propose, MOST_DRAFTS) for row in step.rows if row.drafting), 1)
+            if wanted == max(1, shape.positions - 1):
+                whole()  # one call of the host, where several cost a small model's round a tenth of its time
+            else:
+                first()
+                for _ in range(1, wanted):
+                    further()
         buffers.results.copy_(self._shared.results, non_blocking=True)
         replay = Replay(step, buffers.results, self._recorder.mark())
         self._replays.append(replay)
@@ -192,11 +226,12 @@ class CapturedSteps:
         for row, outcome in zip(replay.step.rows, replay.outcomes, strict=True):
             if outcome.tokens:
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
+                if self.drafts:
+                    self._slots.at[row.slot].proposal = Proposal(outcome.drafts)
 
-    def _shape(self, rows: Sequence[Row]) -> Shape | None:
-        """The cheapest recorded one that holds these rows, if there is one."""
-        at, count = self._slots.at, len(rows)
-        positions = 1 + max(min(row.drafts, len(at[row.slot].proposal.tokens)) for row in rows)
+    def _shape(self, rows: Sequence[Row], drafts: int) -> Shape | None:
+        """The cheapest recorded one that holds these rows, each with so many drafts, if there is one."""
+        at, count, positions = self._slots.at, len(rows), 1 + drafts
         longest = PAGE_TOKENS * max(at[row.slot].pages + len(row.new_pages) for row in rows)
         for shape in self._recorded:
             if shape.rows >= count and shape.positions >= positions and shape.longest >= longest:
@@ -206,17 +241,20 @@ class CapturedSteps:
     def _kind(self, step: Step) -> SamplingKind:
         return max(_kind(self._slots.at[row.slot].sampling) for row in step.rows)
 
-    def _plan(self, shape: Shape, rows: Sequence[Row], buffers: _HostBuffers) -> None:
-        """Writes the plan of a step. Behind its rows stand rows that repeat the shortest one."""
+    def _plan(
+        self, shape: Shape, rows: Sequence[Row], asked: Sequence[tuple[int, Sequence[int]]], buffers: _HostBuffers
+    ) -> None:
+        """Writes the plan of a step. Behind its rows stand rows that repeat the shortest one.
+
+        asked: as `_drafts` gives it for each row.
+        """
         tables, nobody = self._slots.tables, self._shared.nobody
         at = self._slots.at
         filling = min((row.slot for row in rows), key=lambda slot: at[slot].length, default=nobody)
         spare = (nobody * tables.shape[1],) * MOST_PAGES, (self._shared.spare_page,) * MOST_PAGES
         lines: list[list[int]] = []
-        for row in rows:
+        for row, (most, foreseen) in zip(rows, asked, strict=True):
             slot = at[row.slot]
-            drafts = slot.proposal.until(min(row.drafts, shape.positions - 1)).tokens
-            slot.proposal = NOTHING
             news = _NO_NEWS if slot.told else (slot.length, *_facts(slot))
             slot.told = True
             cells, pages = spare
@@ -226,11 +264,33 @@ class CapturedSteps:
                 slot.pages += count
             else:
                 self._slots.add_pages(row.slot, row.new_pages)
-            padded = (*drafts, *(0,) * (MOST_POSITIONS - 1 - len(drafts)))
-            lines.append([row.slot, 1 + len(drafts), *news, *cells, *pages, *padded])
-        filler = [filling, 0, *_NO_NEWS, *spare[0], *spare[1], *(0,) * (MOST_POSITIONS - 1)]
+            propose = row.propose if row.drafting else -1
+            padded = (*foreseen, *(0,) * (MOST_GIVEN - len(foreseen)))
+            lines.append([row.slot, 1 + most, *news, *cells, *pages, propose, slot.length, len(foreseen), *padded])
+        filler = [filling, 0, *_NO_NEWS, *spare[0], *spare[1], -1, 0, 0, *(0,) * MOST_GIVEN]
         lines += [filler] * (shape.rows - len(rows))
         buffers.plan[: shape.rows] = buffers.plan.new_tensor(lines)
+
+    def _drafts(self, row: Row) -> tuple[int, Sequence[int]]:
+        """How many drafts the row verifies at most, and the tokens that the host expects from `slot.length` on.
+
+        The host's account of a slot may be behind: the device takes what is expected for drafts as far as it was right
+        about the tokens that came since. It is what the host itself has proposed, or else a match of the text's own
+        past, if it is long enough to stand in for the drafter; else the drafts are those that the device has.
+        """
+        slot = self._slots.at[row.slot]
+        if not row.drafts:
+            return 0, ()
+        drafts = min(row.drafts, MOST_DRAFTS)
+        if not slot.told or (row.drafting and not self.drafts):
+            tokens = slot.proposal.until(drafts).tokens
+            slot.proposal = NOTHING
+            return len(tokens), tokens
+        tokens: Sequence[int] = ()
+        if slot.suffix is not None:
+            found, match = slot.suffix.propose(MOST_GIVEN)
+            tokens = found if match >= SURE or not row.drafting else ()
+        return drafts if row.drafting else min(drafts, len(tokens)), tokens
 
 
 _NO_NEWS = KEEP, *(0,) * FACTS

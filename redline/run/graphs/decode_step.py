@@ -1,11 +1,12 @@
-"""A decode step as a device runs it alone: forward, then settle, from a small plan of integers and its own slots.
+"""A round as a device runs it alone: forward, settle, draft, from a small plan of integers and its own slots.
 
-Where a row stands only the device knows: each slot's tokens and length are there, and settle moves them on. So the next
-step can be given to it before this one has ended, and nothing on the host waits in between. Only what can be recorded
+Where a row stands only the device knows: each slot's tokens, length and drafts are there. Forward runs the last token
+and the drafts, settle keeps what holds, and the drafter's passes leave what the next round verifies. So that round can
+be given to the device before this one has ended, and nothing on the host waits in between. Only what can be recorded
 (`graph.py`), and only rows whose logits are taken as they are. What a plan and a result hold:
 `kernels.hopper.step.step_rows`.
 
-B rows of a shape, K positions of each, T = B K, V vocabulary.
+B rows of a shape, K positions of each, T = B K, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -15,12 +16,15 @@ import torch
 from torch import Tensor
 
 from redline.kernels.by_chip import best
+from redline.kernels.hopper.step.keep_drafts import NextRows, keep_drafts
+from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import (
     BEFORE,
     COLUMNS,
     FACTS,
     MIN_P,
+    MOST_DRAFTS,
     MOST_ROWS,
     RESULT_COLUMNS,
     SEED,
@@ -31,6 +35,7 @@ from redline.kernels.hopper.step.step_rows import (
     step_rows,
 )
 from redline.kernels.inputs import Inputs
+from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.run.graphs.shapes import Shape
 from redline.run.kv import KvPool
@@ -56,11 +61,13 @@ class SharedState:
     The last slot and the last page are nobody's: what is not to be kept goes there.
     """
 
-    def __init__(self, model: K2, slots: Slots, kv: KvPool, layers: Sequence[int] = ()) -> None:
+    def __init__(self, model: K2, slots: Slots, kv: KvPool, drafter: Eagle3 | None = None) -> None:
+        """drafter: prepared for the model."""
         self.model = model
         self.slots = slots
         self.kv = kv
-        self.layers = layers
+        self.drafter = drafter
+        self.layers: Sequence[int] = () if drafter is None else drafter.config.layer_ids
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=model.device)
@@ -68,7 +75,23 @@ class SharedState:
         self.plan = zeros(MOST_ROWS, COLUMNS)
         self.results = zeros(MOST_ROWS, RESULT_COLUMNS)
         count = slots.tokens.shape[0]
-        self.standing = SlotTensors(slots.tokens, slots.tables, lengths=zeros(count), facts=zeros(count, FACTS))
+        self.standing = SlotTensors(
+            *(slots.tokens, slots.tables),
+            lengths=zeros(count),
+            facts=zeros(count, FACTS),
+            drafts=zeros(count, MOST_DRAFTS),
+            drafted=zeros(count),
+        )
+        if drafter is not None:
+            pairs = drafter.served.inv_freq.shape[0]
+            self.next = NextRows(
+                ids_B=zeros(MOST_ROWS),
+                cos_B=torch.zeros(MOST_ROWS, pairs, device=model.device),
+                sin_B=torch.zeros(MOST_ROWS, pairs, device=model.device),
+                rows_B=zeros(MOST_ROWS),
+                lengths_B=torch.zeros(MOST_ROWS, dtype=torch.int32, device=model.device),
+            )
+            self.fed = torch.zeros(MOST_ROWS, model.config.hidden_size, dtype=model.dtype, device=model.device)
         self.frequencies = model.config.inv_freq().to(model.device)
         self.nobody = count - 1
         self.spare_page = kv.pages
@@ -89,7 +112,9 @@ class DecodeStep:
         self._plan_BC = shared.plan[: shape.rows]
         positions = shape.rows * shape.positions
         self._tokens_Q = torch.arange(positions, dtype=torch.int32, device=shared.plan.device)
+        self._ids_T: Tensor | None = None
         self._logits_TV: Tensor | None = None
+        self._slots_B: Tensor | None = None
 
     def forward(self) -> None:
         """Computes the logits of every position from the plan."""
@@ -101,6 +126,7 @@ class DecodeStep:
         inputs = Inputs(
             **step._asdict(), chunks=(), tokens_Q=self._tokens_Q, tables=shared.slots.tables, longest=shape.longest
         )
+        self._ids_T = step.ids_T
         hidden, self.features = shared.model.forward(inputs, shared.kv.planes, shared.layers)
         self._logits_TV = shared.model.logits(hidden)
 
@@ -111,11 +137,12 @@ class DecodeStep:
         """
         shared, logits_TV = self._shared, self._logits_TV
         assert logits_TV is not None, "a step is settled behind its forward"
+        assert self._ids_T is not None
         token_T, finite_T = best(logits_TV)
         if kind != SamplingKind.LIKELIEST:
             token_T = self._drawn(logits_TV, token_T, narrowed=kind == SamplingKind.NARROWED)
             finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
-        settle_rows(token_T, finite_T, self._plan_BC, shared.standing, shared.results)
+        settle_rows(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results)
 
     def _drawn(self, logits_TV: Tensor, likeliest_T: Tensor, *, narrowed: bool) -> Tensor:
         shared, (rows, positions, _) = self._shared, self.shape
@@ -128,6 +155,63 @@ class DecodeStep:
         odds = Odds(temperature_T + cold_T, top_p_T, min_p_T, facts_TC[:, TOP_K], facts_TC[:, SEED], position_T)
         return torch.where(cold_T, likeliest_T, sample_rows(logits_TV, odds, narrowed=narrowed))
 
-    def forget(self) -> None:
+    def draft_all(self) -> None:
+        """As many drafts behind each row as a step of this shape verifies, one at least."""
+        self.draft()
+        for _ in range(2, self.shape.positions):
+            self.draft_on()
+
+    def draft(self) -> None:
+        """The drafter reads the tokens that became certain, and makes the first draft behind each row."""
+        shared, drafter, features = self._shared, self._shared.drafter, self.features
+        assert drafter is not None
+        assert features is not None, "a drafter reads what forward has kept"
+        read = read_rows(
+            *(self._plan_BC, shared.standing, shared.results),
+            *(drafter.served.inv_freq, self.shape.positions, shared.spare_page),
+        )
+        feature_TD = drafter.fuse(features)
+        shared.kv.tails[read.tails_T] = feature_TD
+        self._slots_B = read.slots_B
+        self._following.lengths_B.copy_(read.lengths_B)
+        inputs = Inputs(
+            *(read.ids_T, read.cos_T, read.sin_T, read.rows_T, (), read.last_B, read.slots_B, read.lengths_B),
+            tables=shared.slots.tables,
+            longest=self.shape.longest,
+        )
+        self._keep(*drafter.forward(inputs, feature_TD, shared.kv.draft))
+
+    def draft_on(self) -> None:
+        """One draft more behind each row that wants one, made of the draft before it."""
+        shared, drafter, following = self._shared, self._shared.drafter, self._following
+        assert drafter is not None
+        assert self._slots_B is not None, "the first draft comes first"
+        inputs = Inputs(
+            *(following.ids_B, following.cos_B, following.sin_B, following.rows_B, ()),
+            *(self._tokens_Q[: self.shape.rows], self._slots_B, following.lengths_B),
+            tables=shared.slots.tables,
+            longest=self.shape.longest,
+        )
+        self._keep(*drafter.forward(inputs, shared.fed[: self.shape.rows], shared.kv.draft))
+
+    @property
+    def _following(self) -> NextRows:
+        """The rows of the drafter's next pass."""
+        n, rows = self._shared.next, self.shape.rows
+        return NextRows(n.ids_B[:rows], n.cos_B[:rows], n.sin_B[:rows], n.rows_B[:rows], n.lengths_B[:rows])
+
+    def _keep(self, normed_BD: Tensor, fed_BD: Tensor) -> None:
+        shared, drafter = self._shared, self._shared.drafter
+        assert drafter is not None
+        token_B, _ = best(drafter.logits(normed_BD))
+        shared.fed[: self.shape.rows] = fed_BD
+        keep_drafts(
+            *(token_B, self._plan_BC, shared.standing, shared.results),
+            *(self._following, drafter.served.inv_freq, shared.spare_page),
+        )
+
+    def forget(self, *, features: bool) -> None:
         """Lets the next recording have the memory that lies between the pieces: each step writes it anew."""
-        self._logits_TV = None
+        self._ids_T = self._logits_TV = self._slots_B = None
+        if features:
+            self.features = None

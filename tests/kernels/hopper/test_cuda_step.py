@@ -11,15 +11,18 @@ from torch import Tensor
 from redline.kernels.by_chip import best
 from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.step.keep_drafts import keep_drafts
+from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import (
     ASKED,
     CELLS,
-    DRAFTS,
     KEEP,
     LENGTH,
     LIMIT,
+    MOST_DRAFTS,
     PAGES,
+    RESULT_COLUMNS,
     SLOT,
     SLOT_FACTS,
     SlotTensors,
@@ -50,8 +53,8 @@ def emulated(kernel: Kernel[Any, Any, Any], *args: Any) -> Any:
 
 def same(got: Any, want: Any) -> None:
     if dataclasses.is_dataclass(got):
-        got, want = vars(got), vars(want)
-        assert all(torch.equal(got[name], want[name]) for name in got), [n for n in got if (got[n] != want[n]).any()]
+        for name in vars(got):
+            same(getattr(got, name), getattr(want, name))
     elif isinstance(got, Tensor) and got.is_floating_point():
         assert torch.allclose(got, want, rtol=0, atol=1e-6)
     elif isinstance(got, Tensor):
@@ -110,17 +113,21 @@ def test_the_counters_are_as_they_were_when_a_launch_has_ended():
 # --------------------------------------------------------------------------------------------------------- the step
 
 
-@pytest.mark.parametrize("kernel", [step_rows, settle_rows], ids=lambda kernel: kernel.op.name)
-@pytest.mark.parametrize("number", range(4))
-def test_a_step_begins_and_ends_as_its_reference(kernel: Kernel[Any, Any, Any], number: int):
-    case = list(kernel.op.cases())[number]
+STEP = step_rows, settle_rows, read_rows, keep_drafts
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}") for kernel in STEP for case in kernel.op.cases()],
+)
+def test_a_step_begins_and_ends_as_its_reference(kernel: Kernel[Any, Any, Any], case: Case):
     for _ in range(3):
         check(kernel, case.make(generator()))
 
 
 def test_steps_that_follow_one_another_leave_what_the_references_leave():
     g = generator()
-    slots, results = random_slots(g, 9, 8), torch.zeros(64, 11, dtype=torch.int64)
+    slots, results = random_slots(g, 9, 8), torch.zeros(64, RESULT_COLUMNS, dtype=torch.int64)
     their_slots, their_results = copy.deepcopy(slots), results.clone()
     frequencies = torch.ones(32)
     for _ in range(6):
@@ -128,11 +135,11 @@ def test_steps_that_follow_one_another_leave_what_the_references_leave():
         mine = emulated(step_rows, plan, slots, results, frequencies, 4, 72)
         same(mine, step_rows.op.reference(step_rows.op.args(plan, their_slots, their_results, frequencies, 4, 72)))
         hit = torch.rand(8, 3, generator=g) < 0.7
-        drafts = plan[:, DRAFTS][:, :3]
+        drafts = mine.ids_T.view(8, 4)[:, 1:]
         tokens = torch.cat([torch.where(hit, drafts, 5), torch.full((8, 1), 6)], 1).flatten()
         finite = torch.rand(32, generator=g) < 0.9
-        emulated(settle_rows, tokens, finite, plan, slots, results)
-        settle_rows.op.reference(settle_rows.op.args(tokens, finite, plan, their_slots, their_results))
+        emulated(settle_rows, tokens, finite, mine.ids_T, plan, slots, results)
+        settle_rows.op.reference(settle_rows.op.args(tokens, finite, mine.ids_T, plan, their_slots, their_results))
         same((slots, results), (their_slots, their_results))
 
 
@@ -144,13 +151,15 @@ def test_a_copy_of_a_row_sees_the_news_of_that_row():
         tables=torch.zeros(3, pages, dtype=torch.int32),
         lengths=torch.full((3,), 7),
         facts=torch.full((3, 6), 9),
+        drafts=torch.zeros(3, MOST_DRAFTS, dtype=torch.int64),
+        drafted=torch.zeros(3, dtype=torch.int64),
     )
     plan = random_plan(generator(), random_slots(generator(), 2, pages), rows, 1, 1)
     plan[:, SLOT], plan[0, ASKED], plan[1:, LENGTH] = 1, 1, KEEP
     plan[0, LENGTH], plan[0, SLOT_FACTS.start + LIMIT] = 65, 100
     plan[:, CELLS] = 2 * pages
     plan[0, CELLS.start], plan[0, PAGES.start] = pages + 1, 33
-    step = emulated(step_rows, plan, slots, torch.zeros(64, 11, dtype=torch.int64), torch.ones(32), 1, 50)
+    step = emulated(step_rows, plan, slots, torch.zeros(64, RESULT_COLUMNS, dtype=torch.int64), torch.ones(32), 1, 50)
     assert step.ids_T.tolist() == [300 + 64] * rows
     assert step.lengths_Q.tolist() == [65] * rows
     assert step.rows_T.tolist() == [33 * PAGE_TOKENS] + [50 * PAGE_TOKENS + t % PAGE_TOKENS for t in range(1, rows)]

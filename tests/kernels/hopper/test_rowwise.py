@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 
+from redline.kernels.hopper.decode.drafter_rows import join_rows, norm_states
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case
 from tests.seeds import fresh_generator
 
-KERNELS: tuple[Kernel[Any, Any, Any], ...] = (norm_rows, split_a, rotate_heads, swiglu)
+KERNELS: tuple[Kernel[Any, Any, Any], ...] = (norm_rows, split_a, rotate_heads, swiglu, norm_states, join_rows)
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
     for kernel in KERNELS

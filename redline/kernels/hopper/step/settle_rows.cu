@@ -6,9 +6,11 @@
 struct SettleRowsLaunch {
     const i64* chosen;  // [T]
     const u8* finite;   // [T]
+    const i64* ids;     // [T]: what ran there
     const i64* plan;    // [B, PLAN_COLUMNS]
     i64* tokens;        // [slots, reach]
     i64* lengths;       // [slots]
+    i64* drafted;       // [slots]
     i64* results;       // [B or more, RESULT_COLUMNS]
     u32 count, positions, reach;
 };
@@ -18,7 +20,7 @@ KERNEL(settle_rows, SettleRowsLaunch) {
     wait_for_previous_grid();
     u32 row = block_index() * THREADS + thread_index();
     if (row >= a.count) return;
-    const i64 *plan = a.plan + row * PLAN_COLUMNS, *chosen = a.chosen + row * a.positions;
+    const i64 *plan = a.plan + row * PLAN_COLUMNS, *chosen = a.chosen + row * a.positions, *ids = a.ids + row * a.positions;
     i64* result = a.results + row * RESULT_COLUMNS;
     i64 slot = load_global_i64(plan + PLAN_SLOT);
     i64 before = load_global_i64(result + RESULT_BEFORE), ran = load_global_i64(result + RESULT_RAN);
@@ -29,7 +31,7 @@ KERNEL(settle_rows, SettleRowsLaunch) {
         if (k < a.positions) {
             token[k] = load_global_i64(chosen + k);
             finite[k] = load_global_u8(a.finite + row * a.positions + k);
-            draft[k] = k ? load_global_i64(plan + PLAN_DRAFTS + k - 1) : 0;
+            draft[k] = k ? load_global_i64(ids + k) : 0;
         }
     i64 held = 0;
 #pragma unroll
@@ -44,5 +46,7 @@ KERNEL(settle_rows, SettleRowsLaunch) {
             store_global_i64(result + RESULT_TOKENS + k, token[k]);
         }
     store_global_i64(result + RESULT_NEW, held);
+    store_global_i64(result + RESULT_DRAFTED, 0);
+    if (load_global_i64(plan + PLAN_ASKED) > 0) store_global_i64(a.drafted + slot, 0);
     if (held) store_global_i64(a.lengths + slot, before + held);
 }

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.step.step_rows import (
+    ASKED,
     BEFORE,
     DEFINES,
-    DRAFTS,
+    DRAFTED,
     LIMIT,
     MOST_ROWS,
     NEW,
@@ -37,9 +38,10 @@ class SettleRowsArgs(NamedTuple):
 
     token_T: Tensor  # int64 [T]: drawn at each position, in order
     finite_T: Tensor  # bool [T]: whether its logits are finite
+    ids_T: Tensor  # int64 [T]: what ran at each position
     plan_BC: Tensor  # int64 [B, C]: as `step_rows` had it
-    slots: SlotTensors  # tokens and lengths are written
-    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read, written from NEW on
+    slots: SlotTensors  # tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified
+    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read; NEW, DRAFTED and TOKENS are written
 
 
 def reference(args: SettleRowsArgs) -> None:
@@ -52,13 +54,14 @@ def reference(args: SettleRowsArgs) -> None:
     # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
     holds_BK = finite_BK & (of_row_K < results[:, RAN, None])
     if positions > 1:
-        holds_BK[:, 1:] &= token_BK[:, :-1] == plan_BC[:, DRAFTS][:, : positions - 1]
+        holds_BK[:, 1:] &= token_BK[:, :-1] == args.ids_T.view(rows, -1)[:, 1:]
     prefix_BK = holds_BK.long().cumprod(1)
     new_B = prefix_BK.sum(1)
     into_BK = slots.or_nobody(prefix_BK > 0, slot_B[:, None])
     slots.tokens[into_BK, (length_B[:, None] + of_row_K) * prefix_BK] = token_BK * prefix_BK
     slots.lengths[slots.or_nobody(new_B > 0, slot_B)] = (length_B + new_B) * (new_B > 0)
-    results[:, NEW], results[:, TOKENS : TOKENS + positions] = new_B, token_BK
+    slots.drafted[slots.or_nobody(plan_BC[:, ASKED] > 0, slot_B)] = 0
+    results[:, NEW], results[:, DRAFTED], results[:, TOKENS : TOKENS + positions] = new_B, 0, token_BK
 
 
 _Launch = launch_record("step/settle_rows.cu", "SettleRowsLaunch")
@@ -76,9 +79,11 @@ def cuda(args: SettleRowsArgs) -> None:
     given = _Launch(
         chosen=args.token_T,
         finite=args.finite_T,
+        ids=args.ids_T,
         plan=args.plan_BC,
         tokens=slots.tokens,
         lengths=slots.lengths,
+        drafted=slots.drafted,
         results=args.results,
         count=count,
         positions=args.token_T.shape[0] // max(count, 1),
@@ -105,10 +110,10 @@ def cases() -> Iterator[Case]:
             results[:rows, BEFORE], results[:real, RAN] = length, torch.minimum(asked, limit - length)[:real]
             results[real:rows, RAN] = 0
             wrong = torch.rand(rows, positions - 1, generator=g) < 0.2
-            drafted = plan[:, DRAFTS][:, : positions - 1] + wrong.long()
-            token = torch.cat([drafted, torch.randint(1000, (rows, 1), generator=g)], 1).flatten()
+            ids = torch.randint(1000, (rows, positions), generator=g)
+            token = torch.cat([ids[:, 1:] + wrong.long(), torch.randint(1000, (rows, 1), generator=g)], 1).flatten()
             finite = torch.rand(rows * positions, generator=g) < 0.95
-            return SettleRowsArgs(token, finite, plan, slots, results)
+            return SettleRowsArgs(token, finite, ids.flatten(), plan, slots, results)
 
         return inputs
 

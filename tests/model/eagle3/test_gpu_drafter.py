@@ -1,0 +1,230 @@
+"""A drafter as a GPU runs it, against what its references say; where there is no GPU, its kernels are emulated."""
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu.blocks.draft_pass import DraftRows
+from redline.kernels.cpu.panels import Matrix
+from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.linear import STREAMED
+from redline.kernels.hopper.triton import dense as streamed
+from redline.kernels.hopper.triton import linear
+from redline.kernels.kernel import fallbacks, references
+from redline.model.eagle3.hopper import GpuServed
+from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.eagle3.serve import Served
+from redline.model.k2.cpu import K2
+from redline.model.k2.write import tiny_config
+from redline.wire.job import PAGE_TOKENS
+from tests.tiny_model import CPU
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LIMIT = 1e-2  # of a row's length
+KNOWN = 70, 5  # positions of each slot whose rows lie in its pages; the first slot goes on in its second page
+PLACES = 2 * PAGE_TOKENS
+HIDDEN = 96  # neither it nor twice it fills the 128 columns of a product
+TARGET = tiny_config(
+    hidden_size=HIDDEN,
+    num_attention_heads=2,
+    q_lora_rank=64,
+    kv_lora_rank=128,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    intermediate_size=72,
+    vocab_size=160,
+)
+FULL = Eagle3Config.for_target(TARGET)
+CONFIGS = {
+    "3.1": FULL,
+    "EAGLE-3": replace(FULL, fc_norm=False, norm_output=False, draft_vocab_size=None),
+    "reduced, normed residual": replace(FULL, norm_before_residual=True, fc_norm=False, draft_vocab_size=48),
+    "normed residual": replace(FULL, norm_before_residual=True, norm_output=False),
+}
+PASSES = {
+    "a row": DraftRows([0], [70], [0]),
+    "a row of a given token": DraftRows([1], [5], [0], [17]),
+    "rows of two slots, some finished": DraftRows([1, 1, 0, 0, 0, 0, 1], [5, 6, 70, 71, 72, 73, 7], [6, 1, 3, 4, 5]),
+    "rows of which none is finished": DraftRows([0, 1, 1, 1, 1], [70, 5, 6, 7, 8], []),
+    "a slot's first rows": DraftRows([1] * 5, list(range(5)), [0, 1, 2, 3, 4]),
+    "12 rows": DraftRows([0] * 8 + [1] * 4, [*range(70, 78), *range(5, 9)], [11, 0, 1, 2, 3, 7, 8, 9, 10]),
+    "70 rows, five finished": DraftRows([0] * 40 + [1] * 30, [*range(70, 110), *range(5, 35)], [69, 30, 31, 32, 39]),
+    "70 rows, none finished": DraftRows([0] * 40 + [1] * 30, [*range(70, 110), *range(5, 35)], []),
+    "70 rows, 65 finished": DraftRows([0] * 40 + [1] * 30, [*range(70, 110), *range(5, 35)], range(5, 70)),
+}
+
+
+class Pair(NamedTuple):
+    ours: Eagle3
+    theirs: Eagle3
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def drafters(request: pytest.FixtureRequest) -> Pair:
+    torch.manual_seed(3)
+    drafter = Eagle3(CONFIGS[request.param])
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            spread = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.2 * spread if parameter.dim() == 1 else spread * parameter.shape[1] ** -0.5)
+    if drafter.token_ids() is not None:
+        drafter.keep(torch.randperm(TARGET.vocab_size)[: len(drafter.d2t)])
+    embedding, head = torch.randn(2, TARGET.vocab_size, HIDDEN).to(torch.bfloat16)
+    pair = Pair(drafter, copy.deepcopy(drafter))
+    for each, device, laid_out in zip(pair, (DEVICE, CPU), (Tiled, Matrix), strict=True):
+        norm = torch.ones(HIDDEN, device=device)
+        each.prepare(K2(TARGET, embedding.to(device), (), norm, laid_out.prepare(head.to(device))))
+    assert isinstance(pair.ours.served, GpuServed)
+    assert isinstance(pair.theirs.served, Served)
+    return pair
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter takes as long for a small program as for a large one."""
+    if DEVICE.type == "cpu":
+        for module in (linear, streamed):
+            monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
+
+
+@contextlib.contextmanager
+def kernels() -> Iterator[None]:
+    before = fallbacks.copy()
+    with contextlib.nullcontext() if DEVICE.type == "cuda" else emulation(), torch.inference_mode():
+        yield
+    assert fallbacks == before, "an op took its reference"
+
+
+@contextlib.contextmanager
+def meaning() -> Iterator[None]:
+    with references(), torch.inference_mode():
+        yield
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    """Row by row."""
+    assert ours.shape == theirs.shape
+    errors = (ours.cpu().float() - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    assert (errors < LIMIT).all(), errors
+
+
+class Work:
+    """Two slots' tokens, and their pages in random order. What no row was written to, place 0 among it, is NaN."""
+
+    def __init__(self) -> None:
+        self._g = torch.Generator().manual_seed(5)
+        self.tokens = torch.randint(TARGET.vocab_size, (2, PLACES), generator=self._g)
+        self.tables = torch.randperm(4, generator=self._g).to(torch.int32).view(2, 2)
+        plane = torch.full((4, PAGE_TOKENS, 128 + 64), torch.nan)
+        for table, known in zip(self.tables.long(), KNOWN, strict=True):
+            rows = plane[table].flatten(0, 1)
+            rows[1 : known + 1] = self.bf16(known, 128 + 64).float()
+            plane[table] = rows.unflatten(0, (2, PAGE_TOKENS))
+        self.planes = plane.to(torch.bfloat16).to(DEVICE), plane
+        self.before = self.planes[0].clone()
+
+    def bf16(self, rows: int, width: int) -> Tensor:
+        return torch.randn(rows, width, generator=self._g).to(torch.bfloat16)
+
+    def read(
+        self, drafters: Pair, rows: DraftRows, features: tuple[Tensor, Tensor]
+    ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """-> (normed, fed) of ours, and of theirs."""
+        ours, theirs = (drafter.served for drafter in drafters)
+        with kernels():
+            pages = ours.pages(self.tokens.to(DEVICE), self.tables.to(DEVICE))
+            given = ours.read(features[0].to(DEVICE), pages, rows, self.planes[0])
+        with meaning():
+            wanted = theirs.read(features[1].float(), theirs.pages(self.tokens, self.tables), rows, self.planes[1])
+        return given, wanted
+
+    def assert_written(self, *passes: DraftRows) -> None:
+        """Exactly the rows of these passes, near to theirs."""
+        places = torch.tensor(
+            [(slot, t + 1) for rows in passes for slot, t in zip(rows.slots, rows.positions, strict=True)]
+        )
+        pages = self.tables[places[:, 0], places[:, 1] // PAGE_TOKENS].long()
+        written = torch.zeros(4, PAGE_TOKENS, dtype=torch.bool)
+        written[pages, places[:, 1] % PAGE_TOKENS] = True
+        plane, before = self.planes[0].cpu(), self.before.cpu()
+        assert torch.equal(plane[~written].view(torch.int16), before[~written].view(torch.int16))
+        assert_near(plane[written], self.planes[1][written])
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_a_gpus_pass_is_the_pass(drafters: Pair, name: str):
+    work, rows = Work(), PASSES[name]
+    feature = 3 * work.bf16(len(rows.slots), HIDDEN)
+    before = feature.clone()
+    given, wanted = work.read(drafters, rows, (feature, feature))
+    for ours, theirs in zip(given, wanted, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert_near(ours, theirs)
+    work.assert_written(rows)
+    assert torch.equal(feature, before)
+
+
+def test_rows_take_what_those_before_them_fed_back(drafters: Pair):
+    first = DraftRows([0, 0, 0, 1, 1], [70, 71, 72, 5, 6], range(5))
+    work, then = Work(), replace(first, positions=[71, 72, 73, 6, 7], ids=[9, 150, 0, 9, 31])
+    feature = work.bf16(5, HIDDEN)
+    (_, ours), (_, theirs) = work.read(drafters, first, (feature, feature))
+    for a, b in zip(*work.read(drafters, then, (ours, theirs)), strict=True):
+        assert_near(a, b)
+    work.assert_written(first, then)
+
+
+@pytest.mark.parametrize("drafters", ["3.1"], indirect=True)
+def test_rows_whose_products_are_the_librarys(drafters: Pair, monkeypatch: pytest.MonkeyPatch):
+    def product(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return (x.float() @ weight.float()).to(out_dtype)
+
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(torch, "mm", product)  # a CPU's gives its inputs' type alone
+    work, positions = Work(), [range(127), range(STREAMED - 126)]
+    rows = DraftRows(
+        [0] * 127 + [1] * len(positions[1]), [t for each in positions for t in each], [STREAMED, 126, 9, 0, 127]
+    )
+    features = work.bf16(STREAMED + 1, 3 * HIDDEN)
+    with kernels():
+        ours = drafters.ours.fuse(features.to(DEVICE))
+    with meaning():
+        theirs = drafters.theirs.fuse(features.float())
+    assert_near(ours, theirs)
+    for a, b in zip(*work.read(drafters, rows, (ours, ours.cpu())), strict=True):
+        assert_near(a, b)
+    work.assert_written(rows)
+
+
+@pytest.mark.parametrize("sources", [None, [4], [2, 0, 5]], ids=repr)
+def test_a_gpus_fused_features_are_the_features(drafters: Pair, sources: list[int] | None):
+    features = Work().bf16(6, 3 * HIDDEN) * torch.arange(1, 7)[:, None]
+    ours, theirs = (drafter.served for drafter in drafters)
+    with kernels():
+        fused = ours.fuse(features.to(DEVICE), sources)
+    with meaning():
+        assert_near(fused, theirs.fuse(features.float(), sources))
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_a_gpus_logits_are_over_the_targets_vocabulary(drafters: Pair, rows: int):
+    normed = Work().bf16(rows, 128)[:, :HIDDEN]
+    ours, theirs = drafters
+    with kernels():
+        logits = ours.logits(normed.to(DEVICE)).cpu()
+    with meaning():
+        wanted = theirs.logits(normed.float())
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits.isfinite(), wanted.isfinite())
+    if ours.config.draft_vocab_size == 48:
+        assert torch.equal(logits.isfinite()[0], ours.t2d.cpu())
+    known = wanted[0].isfinite()
+    assert_near(logits[:, known], wanted[:, known])
