@@ -28,12 +28,30 @@ class RouteExpertsArgs(NamedTuple, Generic[W]):
 
 def reference(args: RouteExpertsArgs[Weight]) -> tuple[Tensor, Tensor]:
     """-> (ids int32 [T, K], best first, ties to the lower id; weights float32 [T, K])."""
-    scores = torch.sigmoid(args.x_TD.float() @ args.weight.dense().float().T)
-    ids = torch.sort(scores + args.bias_E, dim=-1, descending=True, stable=True).indices[:, : args.k]
-    weights = scores.gather(1, ids)
-    if args.normalise:
+    logits_TE = args.x_TD.float() @ args.weight.dense().float().T
+    return choose(logits_TE, args.bias_E, args.k, args.normalise, args.scale)
+
+
+def choose(
+    logits_TE: Tensor,
+    bias_E: Tensor | None,
+    k: int,
+    normalise: bool,
+    scale: float,
+    forced_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The router's choice from its logits -> (ids int32 [T, K], best first, ties to the lower id; weights [T, K]).
+
+    bias_E: float32, or None for zeros. forced_TK: int32, experts that are given; their weights are still the scores'.
+    """
+    scores = torch.sigmoid(logits_TE)
+    if forced_TK is None:
+        biased = scores if bias_E is None else scores + bias_E
+        forced_TK = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, :k].to(torch.int32)
+    weights = scores.gather(1, forced_TK.long())
+    if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids.to(torch.int32), weights * args.scale
+    return forced_TK, weights * scale
 
 
 def cost(args: RouteExpertsArgs[Weight]) -> Cost:

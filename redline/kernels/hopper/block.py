@@ -29,6 +29,7 @@ from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.inputs import Inputs
+from redline.ops.route_experts import choose
 from redline.wire.job import PAGE_TOKENS
 
 MOST_DECODED = 64  # tokens of a decode step: the most that are recorded without drafts
@@ -175,7 +176,7 @@ def prefill_block(
         pairs = choose_experts(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
         routed = experts_up(x, torch.ones(tokens, device=x.device), e.up, pairs)
         return experts_down(routed, pairs, e.down, h, w.down, residual, w.mlp_norm)[0], None
-    ids, weights = _chosen(logits, e, forced_TK)
+    ids, weights = choose(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
     return residual, h[:, : w.width] @ w.down.dense().T + grouped_experts(x, ids, weights, e.up, e.down)
 
 
@@ -185,13 +186,3 @@ def _absorbed(q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plan
     q = absorb(q_THX, w.attention.w_uk)
     parts = attend(q, tokens_Q, inputs.slots_Q, inputs.lengths_Q, inputs.tables, plane, w.softmax_scale, longest)
     return unabsorb(*parts, w.attention.w_uv)
-
-
-def _chosen(logits_TE: Tensor, e: GpuMoe, forced_TK: Tensor | None) -> tuple[Tensor, Tensor]:
-    """-> (ids int32 [T, K], weights float32 [T, K]) as of `route_experts`, but that equal scores have no order here."""
-    scores = logits_TE.sigmoid()
-    ids = (scores + e.bias_E).topk(e.chosen).indices if forced_TK is None else forced_TK.long()
-    weights = scores.gather(1, ids)
-    if e.normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids.to(torch.int32), weights * e.scale

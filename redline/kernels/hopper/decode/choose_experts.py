@@ -20,6 +20,7 @@ from torch import Tensor
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
+from redline.ops.route_experts import choose
 
 SLOT_PAIRS = 8
 THREADS = 512
@@ -119,15 +120,8 @@ class ChooseExpertsArgs(NamedTuple):
 
 def reference(args: ChooseExpertsArgs) -> Pairs:
     """-> pairs that are there already (`ready` is None). It reads the ids on the host, so no graph can record it."""
-    scores = torch.sigmoid(args.logits_TE)
-    ids = args.forced_TK
-    if ids is None:
-        biased = scores if args.bias_E is None else scores + args.bias_E
-        ids = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, : args.chosen].to(torch.int32)
-    weights = scores.gather(1, ids.long())
-    if args.normalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return list_pairs(ids, weights * args.scale, args.logits_TE.shape[1])
+    ids, weights = choose(*args)
+    return list_pairs(ids, weights, args.logits_TE.shape[1])
 
 
 def list_pairs(ids_TK: Tensor, weights_TK: Tensor, experts: int) -> Pairs:
