@@ -39,15 +39,19 @@ def choose(
     normalise: bool,
     scale: float,
     forced_TK: Tensor | None = None,
+    *,
+    ties: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The router's choice from its logits -> (ids int32 [T, K], best first, ties to the lower id; weights [T, K]).
+    """The router's choice from its logits -> (ids int32 [T, K], best first; weights [T, K]).
 
     bias_E: float32, or None for zeros. forced_TK: int32, experts that are given; their weights are still the scores'.
+    ties: whether of equal scores the lower id comes first; without an order a GPU does not have to sort.
     """
     scores = torch.sigmoid(logits_TE)
     if forced_TK is None:
         biased = scores if bias_E is None else scores + bias_E
-        forced_TK = torch.sort(biased, dim=-1, descending=True, stable=True).indices[:, :k].to(torch.int32)
+        sort = torch.sort(biased, dim=-1, descending=True, stable=True) if ties else biased.topk(k)
+        forced_TK = sort.indices[:, :k].to(torch.int32)
     weights = scores.gather(1, forced_TK.long())
     if normalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)

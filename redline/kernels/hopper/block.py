@@ -176,7 +176,7 @@ def prefill_block(
         pairs = choose_experts(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
         routed = experts_up(x, torch.ones(tokens, device=x.device), e.up, pairs)
         return experts_down(routed, pairs, e.down, h, w.down, residual, w.mlp_norm)[0], None
-    ids, weights = choose(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
+    ids, weights = choose(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK, ties=False)
     return residual, h[:, : w.width] @ w.down.dense().T + grouped_experts(x, ids, weights, e.up, e.down)
 
 
