@@ -9,7 +9,6 @@ T rows of a pass, R of them that are finished, D hidden, S states of the target 
 from collections.abc import Mapping, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.draft_pass import DraftPages, DraftRows
@@ -19,12 +18,12 @@ from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.dense import MOST_STREAMED, MOST_TOKENS
 from redline.kernels.hopper.decode.drafter_rows import join_rows, norm_states
 from redline.kernels.hopper.decode.gates import gates, gates_weight
-from redline.kernels.hopper.decode.head import head
+from redline.kernels.hopper.decode.head import logits_of
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.unabsorb import unabsorb
-from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled
+from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a
 from redline.kernels.inputs import Inputs
@@ -168,11 +167,7 @@ class GpuServed:
 
     def logits(self, normed_RD: Tensor) -> Tensor:
         """bf16 [R, D], normed -> float32 [R, draft vocabulary]."""
-        if normed_RD.shape[0] > MOST_TOKENS:
-            return product(normed_RD, self._head, torch.float32)
-        fill = -normed_RD.shape[1] % PAD_K
-        x = F.pad(normed_RD, (0, fill)) if fill else normed_RD.contiguous()
-        return head(x, self._normed, self._head, 0.0)
+        return logits_of(normed_RD, self._head, self._normed)
 
 
 def _groups(rows: int) -> list[slice]:

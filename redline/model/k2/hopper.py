@@ -22,10 +22,9 @@ from redline.kernels.hopper.decode.choose_experts import MOST_PAIRS
 from redline.kernels.hopper.decode.dense import MOST_TOKENS
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.gates import gates_weight
-from redline.kernels.hopper.decode.head import head
+from redline.kernels.hopper.decode.head import logits_of
 from redline.kernels.hopper.layouts.records import Kind, Records, Slabs
-from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled
-from redline.kernels.hopper.linear import product
+from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.rowwise import norm_rows
 from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint
@@ -93,11 +92,7 @@ class GpuK2(K2):
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Normed hidden states, bf16 [R, D] -> logits float32 [R, V]."""
         assert isinstance(self.head, Tiled)
-        if hidden_RD.shape[0] > MOST_TOKENS:
-            return product(hidden_RD, self.head, torch.float32)
-        fill = -hidden_RD.shape[1] % PAD_K
-        x = torch.nn.functional.pad(hidden_RD, (0, fill)) if fill else hidden_RD.contiguous()
-        return head(x, self._normed, self.head, 0.0)
+        return logits_of(hidden_RD, self.head, self._normed)
 
 
 class _Features:

@@ -200,7 +200,7 @@ class CapturedSteps:
         recorded.settle[self._kind(step)]()
         if self.drafts and any(row.drafting for row in step.rows):
             whole, first, further = recorded.draft
-            wanted = max(1, *(min(row.propose, MOST_DRAFTS) for row in step.rows if row.drafting), 1)
+            wanted = max(1, *(min(row.propose, MOST_DRAFTS) for row in step.rows if row.drafting))
             if wanted == max(1, shape.positions - 1):
                 whole()  # one call of the host, where several cost a small model's round a tenth of its time
             else:

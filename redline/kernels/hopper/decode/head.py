@@ -8,7 +8,8 @@ from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.kernel import launch_record
-from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled
+from redline.kernels.hopper.linear import product
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -75,3 +76,16 @@ def cases() -> Iterator[Case]:
 
 
 head = Kernel(Op("head", HeadArgs, reference, cost, cases, rtol=dense.RTOL), cuda, "hopper", fits)
+
+
+def logits_of(normed_RD: Tensor, w: Tiled, squares: Tensor) -> Tensor:
+    """Logits float32 [R, V] of any number of rows whose norm is divided out, bf16 [R, D]; w [V, D].
+
+    squares: float32 [1, 8], D in each: the sums of squares of such rows, made once by the caller, since a graph that is
+    recorded would otherwise fill them anew in every step.
+    """
+    if normed_RD.shape[0] > dense.MOST_TOKENS:
+        return product(normed_RD, w, torch.float32)
+    fill = -normed_RD.shape[1] % PAD_K
+    x = torch.nn.functional.pad(normed_RD, (0, fill)) if fill else normed_RD.contiguous()
+    return head(x, squares, w, 0.0)
