@@ -44,6 +44,7 @@ class ActiveJob:
         "slot",
         "stop_ids",
         "target",
+        "waiting",
     )
 
     def __init__(self, job: Job, arrival: int, limit: int) -> None:
@@ -62,6 +63,7 @@ class ActiveJob:
         self.length = self.prompt  # tokens that the slot will hold when every launched step has run, at most
         self.slack = 0  # drafts in flight
         self.proposed = 0  # drafts that the slot may hold for the next row
+        self.waiting = True  # for all that is known, drafts wait for the next row
         self.drafting = False  # the learned drafter has read all that was launched, and follows on
         self.flights = 0  # launched steps with a row of this job that are not settled
 
@@ -131,6 +133,7 @@ class ActiveJob:
         self.pages = []
         self.sent = self.planned = self.computed = self.kept = self.read = self.proposed = 0
         self.drafting = False
+        self.waiting = True
         self.length = self.known
 
 

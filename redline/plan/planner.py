@@ -179,7 +179,8 @@ class Planner:
         spare = budget // 2 if prompts or (self._waiting and self._free_slots) else budget
         parts: list[_Part] = []
         for job in decoding:
-            drafts = min(job.proposed, spare)
+            # Matches of the text's own past come in runs: where the last row that is known had none, none is awaited.
+            drafts = min(job.proposed, spare) if job.drafting or job.waiting else 0
             if drafts:
                 drafts = self._paged(job, job.planned + 1 + job.drafting, drafts)
             parts.append(_Part(job, 1 + drafts, decodes=True))
@@ -488,6 +489,7 @@ class Planner:
             job.length -= rejected
             job.computed += len(outcome.tokens)
             self._speculation.settled(job, row, outcome)
+            job.waiting = outcome.waiting != 0
         else:
             job.computed = row.start + row.count
             prompt_logprobs = outcome.prompt_logprobs[max(0, job.scored - row.start) :]  # a resumed job was told some

@@ -13,6 +13,7 @@ from redline.tune.costs import StepCosts
 from redline.wire.step import Row, RowResult, Step, StepResult
 
 EVERY = 8  # steps between two decisions
+MATCHED_RATE = 0.05  # share of a step's surprise that the share of rows with a match takes over
 
 
 class Speculation:
@@ -35,6 +36,7 @@ class Speculation:
         self._until_next = 0
         self._by_learned = Acceptance()  # of all jobs that the learned drafter follows
         self._by_suffix = Acceptance()  # of all others
+        self._matched = 1.0  # of these, the share that has drafts in steps where any has
 
     @property
     def follows(self) -> bool:
@@ -69,12 +71,18 @@ class Speculation:
             survival(job.acceptance, (by_learned if learned else by_suffix)[: max(0, job.room - 2)])
             for job, learned in zip(jobs, drafting, strict=True)
         ]
+        if self.costs.padded:  # rows that have no match pay for those that have one
+            survivals = [
+                chances if learned else [chance * self._matched for chance in chances]
+                for chances, learned in zip(survivals, drafting, strict=True)
+            ]
         asked = choose(survivals, drafting, self.costs)
         # Nothing is learnt of drafts that are not asked for: what was learnt fades, so that they are tried again.
         if not any(itertools.compress(asked, drafting)):
             self._by_learned = self._by_learned.seen(0, 0, ALL_KEEP)
         if not any(length for length, learned in zip(asked, drafting, strict=True) if not learned):
             self._by_suffix = self._by_suffix.seen(0, 0, ALL_KEEP)
+            self._matched = 1 - (1 - self._matched) * ALL_KEEP
         return asked
 
     def settled(self, job: ActiveJob, row: Row, outcome: RowResult) -> None:
@@ -101,15 +109,18 @@ class Speculation:
         Only steps that hold nothing but decode rows are compared with what they should cost, and of these only those
         whose number is even.
         """
+        matching = [
+            out.proposed > 0
+            for row, out in zip(step.rows, result.rows, strict=True)
+            if row.start is None and not row.drafting
+        ]
+        if any(matching):
+            self._matched += MATCHED_RATE * (sum(matching) / len(matching) - self._matched)
         if not self.costs.known or step.number % 2 or any(row.start is not None for row in step.rows):
             return
         ran = [(row, out) for row, out in zip(step.rows, result.rows, strict=True) if out.tokens]
         if not ran:
             return
-        positions = sum(1 + out.proposed for _, out in ran)
-        passes: list[float] = []
-        followed = [row.propose for row, _ in ran if row.drafting]
-        if followed:
-            passes.append(len(followed))
-            passes += [sum(1 for propose in followed if propose > done) for done in range(1, max(followed))]
+        positions = self.costs.positions([row.drafts if self.costs.padded else out.proposed for row, out in ran])
+        passes = self.costs.passes([row.propose for row, _ in ran if row.drafting])
         self.costs = self.costs.observed(len(ran), positions, passes, seconds * 1000)

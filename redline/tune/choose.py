@@ -1,8 +1,9 @@
 """How many tokens to draft for each row, and whether the learned drafter pays at all.
 
 One objective: expected tokens per millisecond of the whole step. A row with k drafts gives one token and as many more
-as hold. First the best length that is the same for all rows; at the rate that it reaches, a draft of a row is worth its
-place when the chance that it holds, over what its position costs, is above that rate. The better of the two is taken.
+as hold. First the best length that is the same for all rows, which is all there is to choose where every row costs what
+the longest does. Else, at the rate that it reaches, a draft of a row is worth its place when the chance that it holds,
+over what its position costs, is above that rate; the better of the two is taken.
 """
 
 import itertools
@@ -33,7 +34,7 @@ def choose(survivals: Sequence[Sequence[float]], drafting: Sequence[bool], costs
         found = tokens_per_ms(gains, drafting, lengths, costs)
         if found >= rate:
             best, rate = lengths, found
-    if rows == 1:
+    if rows == 1 or costs.padded:
         return best
     price = rate * _position_ms(rows, sum(best), costs)
     paying = [sum(1 for chance in chances if chance > price) for chances in survivals]
@@ -54,14 +55,8 @@ def tokens_per_ms(
     drafts of each row.
     """
     given = [gain[length] for gain, length in zip(gains, lengths, strict=True)]
-    followed = list(itertools.compress(lengths, drafting))
-    passes: list[float] = []
-    if followed:
-        # The first pass reads what has become certain, and drafts one token. Only the rows that draft are computed to
-        # their end, in every pass.
-        passes.append(len(followed))
-        passes += [sum(1 for length in followed if length > done) for done in range(1, max(followed))]
-    return sum(given) / costs.step_ms(len(lengths), len(lengths) + sum(lengths), passes)
+    passes = costs.passes(list(itertools.compress(lengths, drafting)))
+    return sum(given) / costs.step_ms(len(lengths), costs.positions(lengths), passes)
 
 
 def gain(survival: Sequence[float], rows: int, costs: StepCosts) -> float:

@@ -24,6 +24,8 @@ _Weights = list[tuple[int, float]]  # of the points on an axis, as interpolation
 class StepCosts:
     """What was measured, with corrections. Without measurements every step costs the same, so that drafts seem free.
 
+    padded: every row costs what the step's longest one does, as in the recorded steps of a GPU.
+
     Raises AssertionError where axes and grid do not fit together.
     """
 
@@ -31,6 +33,7 @@ class StepCosts:
     counts: tuple[int, ...] = ()  # positions per row, ascending
     target_ms: tuple[tuple[float, ...], ...] = ()  # [rows][counts]: a step without a drafter
     draft_ms: tuple[float, ...] = ()  # [rows]: a drafter pass over so many positions
+    padded: bool = False
     scale: float = 0.0  # corrections are logarithms of factors
     target_points: tuple[tuple[float, ...], ...] = ()
     draft_points: tuple[float, ...] = ()
@@ -50,6 +53,24 @@ class StepCosts:
     def known(self) -> bool:
         """Whether anything was measured."""
         return bool(self.rows and self.counts)
+
+    def positions(self, drafts: Sequence[int]) -> int:
+        """Positions that a step computes whose rows verify so many drafts each."""
+        rows = len(drafts)
+        return rows * (1 + max(drafts, default=0)) if self.padded else rows + sum(drafts)
+
+    def passes(self, drafts: Sequence[int]) -> list[float]:
+        """Positions of each pass of the learned drafter that drafts so many tokens behind each row that it follows.
+
+        The first pass reads what has become certain, and drafts one token. Only the rows that draft are computed to
+        their end, in every pass.
+        """
+        if not drafts:
+            return []
+        rows, deepest = float(len(drafts)), max(1, *drafts)
+        if self.padded:
+            return [rows] * deepest
+        return [rows, *(float(sum(1 for count in drafts if count > done)) for done in range(1, deepest))]
 
     def step_ms(self, rows: int, positions: float, passes: Sequence[float] = ()) -> float:
         """Milliseconds of a step of `rows` rows with `positions` positions together, drafter passes included.

@@ -49,6 +49,20 @@ def test_a_row_verifies_what_the_row_before_it_was_asked_to_propose():
     world.finish()
 
 
+def test_a_row_verifies_nothing_where_the_last_one_that_is_known_left_nothing():
+    """Suffix matches come in runs. Whether the row in flight has left any is not known."""
+    world = World(draft_tokens=3)
+    world.submit(prompt(10), max_tokens=50)
+    steps = [world.plan(), world.plan()]
+    settle(world, steps[0], RowResult(tokens=(1,)))
+    steps.append(world.plan())
+    for waiting in (0, 0, 7, None):
+        settle(world, steps[-2], RowResult(tokens=(1,), waiting=waiting))
+        steps.append(world.plan())
+    assert [drafts(step) for step in steps] == [[0], [3], [3], [0], [0], [3], [3]]
+    assert all(proposals(step) == [3] for step in steps)
+
+
 def test_nothing_is_proposed_behind_a_token_that_is_not_known():
     world = World(draft_tokens=3, learned=True, step_tokens=64)
     world.submit(prompt(100), max_tokens=50)

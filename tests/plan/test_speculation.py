@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -95,3 +96,19 @@ def test_the_passes_of_a_step_are_those_that_its_rows_ask_for(monkeypatch: pytes
         (2, 6, [2], 500),
         (2, 6, [], 500),
     ]
+
+
+def test_matches_of_few_rows_are_not_paid_for_by_all():
+    """One row of four has a match that holds: where all rows cost what the longest does, that is too little."""
+    for padded in (False, True):
+        speculation = Speculation(7, False, replace(COSTS, padded=padded))
+        jobs = [ActiveJob(make_job(f"{n}", (1, 2, 3), max_tokens=10**6), 0, 10**6) for n in range(4)]
+        asked: list[list[int]] = []
+        for _ in range(400):
+            asked.append(speculation.lengths(jobs))
+            outs = [RowResult(tokens=(0,) * (1 + n), proposed=n, accepted=n) for n in (asked[-1][0], 0, 0, 0)]
+            rows = tuple(Row(slot=slot, start=None, count=1 + n, drafts=n) for slot, n in enumerate(asked[-1]))
+            for job, row, out in zip(jobs, rows, outs, strict=True):
+                speculation.settled(job, row, out)
+            speculation.took(Step(number=1, rows=rows), StepResult(number=1, rows=tuple(outs)), 0.01)
+        assert (mean([max(lengths) for lengths in asked[-100:]]) < 0.5) is padded

@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -139,3 +140,17 @@ def test_a_drafter_that_does_not_pay_for_long_is_left_and_later_taken_up_again()
     for _ in range(PATIENCE):
         worth = worth.seen(1.1)
     assert worth.pays
+
+
+def test_where_all_rows_cost_what_the_longest_does_they_are_as_long():
+    """One row's drafts hold, the others' hardly: alone it would draft; among many it is not worth their positions."""
+    mean = costs(1.0)
+    padded = replace(mean, padded=True)
+    assert padded.positions([3, 0, 1]) == 12
+    assert mean.positions([3, 0, 1]) == 7
+    assert padded.passes([2, 0]) == [2.0, 2.0]
+    assert mean.passes([2, 0]) == [2.0, 1.0]
+    rows = [[0.99] * 4, *[[0.01] * 4] * 15]
+    assert choose(rows[:1], [False], padded) == [4]
+    assert choose(rows, [False] * 16, padded) == [0] * 16
+    assert choose(rows, [False] * 16, mean) == [4, *[0] * 15]
