@@ -10,6 +10,7 @@ from redline.plan.active import ActiveJob
 from redline.tune.acceptance import ALL_KEEP, JOB_KEEPS, Acceptance, rates, survival
 from redline.tune.choose import Worth, choose, gain
 from redline.tune.costs import StepCosts
+from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Row, RowResult, Step, StepResult
 
 EVERY = 8  # steps between two decisions
@@ -43,8 +44,8 @@ class Speculation:
         """Whether there is a learned drafter and it pays."""
         return self._learned and self._worth.pays
 
-    def lengths(self, jobs: Sequence[ActiveJob]) -> list[int]:
-        """For each job, whose next row samples, the most drafts to propose behind that row.
+    def lengths(self, jobs: Sequence[ActiveJob], most: int = PAGE_TOKENS) -> list[int]:
+        """For each job, whose next row samples, the most drafts to propose behind that row; `most` at most.
 
         Decided every EVERY steps: what is known changes slowly, and a decision costs up to a millisecond, which a small
         model's step would notice.
@@ -52,23 +53,23 @@ class Speculation:
         if not self._most or not jobs:
             return [0] * len(jobs)
         if not self.costs.known:
-            return [max(0, min(self._most, job.room - 2)) for job in jobs]
+            return [max(0, min(self._most, most, job.room - 2)) for job in jobs]
         self._until_next -= 1
         if self._until_next < 0:
             self._until_next = EVERY - 1
-            chosen = self._choose(jobs)
+            chosen = self._choose(jobs, most)
             self._chosen = dict(zip(jobs, chosen, strict=True))
             self._usual = round(sum(chosen) / len(chosen))
-        return [max(0, min(self._chosen.get(job, self._usual), job.room - 2)) for job in jobs]
+        return [max(0, min(self._chosen.get(job, self._usual), most, job.room - 2)) for job in jobs]
 
-    def _choose(self, jobs: Sequence[ActiveJob]) -> list[int]:
+    def _choose(self, jobs: Sequence[ActiveJob], most: int) -> list[int]:
         if self._learned:
-            chances = survival(Acceptance(), rates(self._by_learned, self._most))
+            chances = survival(Acceptance(), rates(self._by_learned, min(self._most, most)))
             self._worth = self._worth.seen(gain(chances, len(jobs), self.costs))
         drafting = [job.drafting and self.follows for job in jobs]
         by_learned, by_suffix = rates(self._by_learned, self._most), rates(self._by_suffix, self._most)
         survivals = [
-            survival(job.acceptance, (by_learned if learned else by_suffix)[: max(0, job.room - 2)])
+            survival(job.acceptance, (by_learned if learned else by_suffix)[: max(0, min(most, job.room - 2))])
             for job, learned in zip(jobs, drafting, strict=True)
         ]
         if self.costs.padded:  # rows that have no match pay for those that have one

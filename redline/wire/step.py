@@ -37,12 +37,30 @@ class Row(Record, frozen=True):
     samples: bool = True  # false in every chunk of a prefill but the last
 
 
+class Shape(Record, frozen=True):
+    """The size of a recorded decode step."""
+
+    rows: int
+    positions: int  # of each row: its last token and the drafts behind it
+    longest: int  # context of any row, in tokens
+
+
+class Recorded(Record, frozen=True):
+    """What one rank can replay now."""
+
+    rank: int = 0
+    shapes: tuple[Shape, ...] = ()
+
+
 class Step(Message, frozen=True):
     """One pass of the model. A step mixes prefill chunks, plain decode rows and verify rows."""
 
     number: int
     begins: tuple[Begin, ...] = ()
     rows: tuple[Row, ...] = ()  # none: an idle step
+    # What its decode rows replay: it holds them and their contexts, and every rank has reported it. A row verifies no
+    # more drafts than it has positions for. None: nothing that is recorded holds them, and the host leads.
+    shape: Shape | None = None
 
 
 class TokenLogprobs(Record, frozen=True):
