@@ -184,10 +184,9 @@ class Planner:
         budget = self._config.step_tokens - len(decoding)
         spare = budget // 2 if prompts or (self._waiting and self._free_slots) else budget
         parts: list[_Part] = []
-        most = self._recorded.drafts(len(decoding))
         for job in decoding:
             # Matches of the text's own past come in runs: where the last row that is known had none, none is awaited.
-            drafts = min(job.proposed, spare, most) if job.drafting or job.waiting else 0
+            drafts = min(job.proposed, spare) if job.drafting or job.waiting else 0
             if drafts:
                 drafts = self._paged(job, job.planned + 1 + job.drafting, drafts)
             parts.append(_Part(job, 1 + drafts, decodes=True))

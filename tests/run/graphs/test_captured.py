@@ -258,8 +258,10 @@ def test_a_step_replays_the_shape_that_it_names_or_the_host_leads_it(captured: O
             step = msgspec.structs.replace(_named(runner, *rows), **changes)
             ran.clear()
             before, led = runner.replays, runner.led["shape"]
-            given = [row.tokens for row in runner.launch(step).wait().rows]
+            results = runner.launch(step).wait().rows
+            given = [row.tokens for row in results]
             captures.catch_up()
+            assert all(row.proposed == len(row.tokens) - 1 == row.accepted for row in results)
             assert (runner.replays - before, runner.led["shape"] - led) == (len(ran), 1 - len(ran))
             assert given == [answer[first : first + len(new)] for first, new in zip(at, given, strict=True)]
             return ran[0] if ran else None, [len(new) for new in given]
