@@ -23,7 +23,7 @@ from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.unabsorb import unabsorb
-from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.layouts.tiled import Tiled, Tiled8
 from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a
 from redline.kernels.inputs import Inputs
@@ -42,9 +42,17 @@ class GpuServed:
     recordable = True  # a pass takes nothing from the host
 
     def __init__(
-        self, config: Eagle3Config, state: Mapping[str, Tensor], embedding_VD: Tensor, target_head: Tiled
+        self,
+        config: Eagle3Config,
+        state: Mapping[str, Tensor],
+        embedding_VD: Tensor,
+        target_head: Tiled,
+        head_bits: int = 16,
     ) -> None:
-        """state: by our names. AssertionError where the drafter's attention is not latent."""
+        """state: by our names. head_bits: 16, or 8: the drafter's head, or its copy of the target's, is rounded.
+
+        AssertionError where the drafter's attention is not latent.
+        """
         assert config.architecture == "mla", "the GPU's kernels serve drafters with latent attention"
         device, at = embedding_VD.device, "layers.0"
 
@@ -77,7 +85,12 @@ class GpuServed:
         self._gates = gates_weight(None, plain(f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"))
         self._down = Tiled.prepare(plain(f"{at}.mlp.down_proj.weight"))
         self._norm = vector("norm.weight")
-        self._head = target_head if config.draft_vocab_size is None else Tiled.prepare(plain("lm_head.weight"))
+        shared = config.draft_vocab_size is None
+        self._head: Tiled | Tiled8
+        if head_bits == 8:
+            self._head = Tiled8.prepare(target_head if shared else state["lm_head.weight"].detach(), device)
+        else:
+            self._head = target_head if shared else Tiled.prepare(plain("lm_head.weight"))
         self.inv_freq = config.inv_freq().to(device)
         # Sums of squares of rows whose norm is divided out already: 2 D of the attention's input, D of the head's.
         d = config.hidden_size

@@ -203,7 +203,7 @@ class DecodeStep:
     def _keep(self, normed_BD: Tensor, fed_BD: Tensor) -> None:
         shared, drafter = self._shared, self._shared.drafter
         assert drafter is not None
-        token_B, _ = best(drafter.logits(normed_BD))
+        token_B = drafter.likeliest(normed_BD)
         shared.fed[: self.shape.rows] = fed_BD
         keep_drafts(
             *(token_B, self._plan_BC, shared.standing, shared.results),

@@ -69,8 +69,12 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def drafters(request: pytest.FixtureRequest) -> Pair:
+    return pair_of(request.param)
+
+
+def pair_of(name: str, head_bits: int = 16) -> Pair:
     torch.manual_seed(3)
-    drafter = Eagle3(CONFIGS[request.param])
+    drafter = Eagle3(CONFIGS[name])
     with torch.no_grad():
         for parameter in drafter.parameters():
             spread = torch.randn_like(parameter)
@@ -81,7 +85,7 @@ def drafters(request: pytest.FixtureRequest) -> Pair:
     pair = Pair(drafter, copy.deepcopy(drafter))
     for each, device, laid_out in zip(pair, (DEVICE, CPU), (Tiled, Matrix), strict=True):
         norm = torch.ones(HIDDEN, device=device)
-        each.prepare(K2(TARGET, embedding.to(device), (), norm, laid_out.prepare(head.to(device))))
+        each.prepare(K2(TARGET, embedding.to(device), (), norm, laid_out.prepare(head.to(device))), head_bits)
     assert isinstance(pair.ours.served, GpuServed)
     assert isinstance(pair.theirs.served, Served)
     return pair
@@ -212,6 +216,23 @@ def test_a_gpus_fused_features_are_the_features(drafters: Pair, sources: list[in
         fused = ours.fuse(features.to(DEVICE), sources)
     with meaning():
         assert_near(fused, theirs.fuse(features.float(), sources))
+
+
+@pytest.mark.parametrize("head", ["own", "the target's", "reduced"])
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_a_gpus_head_in_8_bits_drafts_as_a_cpus_does(head: str, rows: int):
+    drafters = pair_of({"own": "3.1", "the target's": "EAGLE-3", "reduced": "reduced, normed residual"}[head], 8)
+    normed = Work().bf16(rows, 128)[:, :HIDDEN]
+    ours, theirs = drafters
+    with kernels():
+        logits, drafted = ours.logits(normed.to(DEVICE)).cpu(), ours.likeliest(normed.to(DEVICE)).cpu()
+    with meaning():
+        wanted = theirs.logits(normed.float())
+    known = wanted[0].isfinite()
+    assert torch.equal(logits.isfinite(), wanted.isfinite())
+    assert_near(logits[:, known], wanted[:, known])
+    assert torch.equal(logits.argmax(-1), drafted)
+    assert known[drafted].all()
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9])
