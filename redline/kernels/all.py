@@ -18,6 +18,7 @@ from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.experts_down import experts_down
 from redline.kernels.hopper.decode.experts_up import experts_up
 from redline.kernels.hopper.decode.gates import gates
+from redline.kernels.hopper.decode.grouped import attend_grouped, keep_rows
 from redline.kernels.hopper.decode.head import head, head_8
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
@@ -40,6 +41,6 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, gates),
     *(choose_experts, experts_up, experts_down, head, head_8, best.hopper, settle_rows, read_rows, keep_drafts),
-    *(norm_states, join_rows),
+    *(norm_states, join_rows, keep_rows, attend_grouped),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),
 )

@@ -102,7 +102,10 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
     ("text", "words"),
     [
         ("port = 8000", r"missing required field `weights`"),
-        ('weights = "w"\nporrt = 1', r"unknown key porrt; did you mean port\? the keys are weights, host, .*head_bits$"),
+        (
+            'weights = "w"\nporrt = 1',
+            r"unknown key porrt; did you mean port\? the keys are weights, host, .*head_bits$",
+        ),
         ('weights = "w"\n[engine]\nkv_memry = 1', r"unknown key engine\.kv_memry; did you mean engine\.kv_memory\?"),
         ('weights = "w"\nmax-model-len = 1', r"unknown key max-model-len; did you mean engine\.max_model_len\?"),
         ('weights = "w"\n[engine]\nport = 1', r"unknown key engine\.port; did you mean port\?"),
