@@ -242,7 +242,7 @@ class Eagle3(nn.Module):
         ids = self.token_ids()
         self._ids = None if ids is None else ids.to(model.device)
         state = self.state_dict()
-        if isinstance(model.head, Tiled) and self.config.architecture == "mla":
+        if isinstance(model.head, Tiled):
             self._served = GpuServed(self.config, state, model.embedding_VD, model.head, head_bits)
         else:
             self._served = Served(self.config, state, model, head_bits)

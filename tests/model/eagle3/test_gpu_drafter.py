@@ -47,6 +47,16 @@ CONFIGS = {
     "3.1": FULL,
     "EAGLE-3": replace(FULL, fc_norm=False, norm_output=False, draft_vocab_size=None),
     "reduced, normed residual": replace(FULL, norm_before_residual=True, fc_norm=False, draft_vocab_size=48),
+    "Llama": Eagle3Config.for_target(TARGET, architecture="llama", num_key_value_heads=1, head_dim=64),
+    "Llama, wide and EAGLE-3": replace(
+        Eagle3Config.for_target(
+            TARGET, architecture="llama", num_attention_heads=4, num_key_value_heads=2, head_dim=40
+        ),
+        fc_norm=False,
+        norm_output=False,
+        norm_before_residual=True,
+        draft_vocab_size=48,
+    ),
     "normed residual": replace(FULL, norm_before_residual=True, norm_output=False),
 }
 PASSES = {
@@ -123,14 +133,15 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
 class Work:
     """Two slots' tokens, and their pages in random order. What no row was written to, place 0 among it, is NaN."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = FULL.kv_width) -> None:
+        """width: of a page's row."""
         self._g = torch.Generator().manual_seed(5)
         self.tokens = torch.randint(TARGET.vocab_size, (2, PLACES), generator=self._g)
         self.tables = torch.randperm(4, generator=self._g).to(torch.int32).view(2, 2)
-        plane = torch.full((4, PAGE_TOKENS, 128 + 64), torch.nan)
+        plane = torch.full((4, PAGE_TOKENS, width), torch.nan)
         for table, known in zip(self.tables.long(), KNOWN, strict=True):
             rows = plane[table].flatten(0, 1)
-            rows[1 : known + 1] = self.bf16(known, 128 + 64).float()
+            rows[1 : known + 1] = self.bf16(known, width).float()
             plane[table] = rows.unflatten(0, (2, PAGE_TOKENS))
         self.planes = plane.to(torch.bfloat16).to(DEVICE), plane
         self.before = self.planes[0].clone()
@@ -165,7 +176,7 @@ class Work:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_gpus_pass_is_the_pass(drafters: Pair, name: str):
-    work, rows = Work(), PASSES[name]
+    work, rows = Work(drafters.ours.config.kv_width), PASSES[name]
     feature = 3 * work.bf16(len(rows.slots), HIDDEN)
     before = feature.clone()
     given, wanted = work.read(drafters, rows, (feature, feature))
@@ -178,7 +189,10 @@ def test_a_gpus_pass_is_the_pass(drafters: Pair, name: str):
 
 def test_rows_take_what_those_before_them_fed_back(drafters: Pair):
     first = DraftRows([0, 0, 0, 1, 1], [70, 71, 72, 5, 6], range(5))
-    work, then = Work(), replace(first, positions=[71, 72, 73, 6, 7], ids=[9, 150, 0, 9, 31])
+    work, then = (
+        Work(drafters.ours.config.kv_width),
+        replace(first, positions=[71, 72, 73, 6, 7], ids=[9, 150, 0, 9, 31]),
+    )
     feature = work.bf16(5, HIDDEN)
     (_, ours), (_, theirs) = work.read(drafters, first, (feature, feature))
     for a, b in zip(*work.read(drafters, then, (ours, theirs)), strict=True):
@@ -186,14 +200,14 @@ def test_rows_take_what_those_before_them_fed_back(drafters: Pair):
     work.assert_written(first, then)
 
 
-@pytest.mark.parametrize("drafters", ["3.1"], indirect=True)
+@pytest.mark.parametrize("drafters", ["3.1", "Llama"], indirect=True)
 def test_rows_whose_products_are_the_librarys(drafters: Pair, monkeypatch: pytest.MonkeyPatch):
     def product(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
         return (x.float() @ weight.float()).to(out_dtype)
 
     if DEVICE.type == "cpu":
         monkeypatch.setattr(torch, "mm", product)  # a CPU's gives its inputs' type alone
-    work, positions = Work(), [range(127), range(STREAMED - 126)]
+    work, positions = Work(drafters.ours.config.kv_width), [range(127), range(STREAMED - 126)]
     rows = DraftRows(
         [0] * 127 + [1] * len(positions[1]), [t for each in positions for t in each], [STREAMED, 126, 9, 0, 127]
     )
