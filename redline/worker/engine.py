@@ -21,6 +21,7 @@ from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
+from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
@@ -114,6 +115,8 @@ class EngineCore:
             if speculation.head_bits not in HEAD_BITS:
                 raise ConfigError(f"head_bits is {speculation.head_bits}; expected 16 or 8")
             drafter = Eagle3.open(speculation.drafter, checkpoint.config)
+            if why_not(checkpoint.config, device) is None:
+                check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
         sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
         layout = fit(sizes, free, config.kv_memory, config.max_model_len)
         if progress is not None:

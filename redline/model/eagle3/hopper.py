@@ -12,14 +12,15 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftPages, DraftRows
 from redline.kernels.hopper.block import GpuMla
 from redline.kernels.hopper.decode.absorb import absorb
-from redline.kernels.hopper.decode.attend import attend
+from redline.kernels.hopper.decode.attend import ROPE, attend
 from redline.kernels.hopper.decode.dense import MOST_STREAMED, MOST_TOKENS
 from redline.kernels.hopper.decode.drafter_rows import join_rows, norm_states
-from redline.kernels.hopper.decode.gates import gates, gates_weight
-from redline.kernels.hopper.decode.grouped import attend_grouped, keep_rows
+from redline.kernels.hopper.decode.gates import HALF, gates, gates_weight
+from redline.kernels.hopper.decode.grouped import MOST_GROUP, MOST_WIDTH, attend_grouped, keep_rows
 from redline.kernels.hopper.decode.head import logits_of
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
@@ -33,6 +34,31 @@ from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import SKIP, looked_up
 from redline.ops.mla import angles
 from redline.wire.job import PAGE_TOKENS
+
+
+def check(config: Eagle3Config, place: str) -> None:
+    """CheckpointError, naming the field and what it may be, where the GPU's kernels have no form for a drafter's size.
+
+    config: as `Eagle3.open` leaves it. place: begins the message.
+    """
+    sizes: list[tuple[str, int, bool, str]] = [
+        ("intermediate_size", config.intermediate_size, config.intermediate_size % HALF == 0, f"multiples of {HALF}"),
+    ]
+    if config.architecture == "mla":
+        rank = config.kv_lora_rank
+        sizes += [
+            ("kv_lora_rank", rank, rank % 64 == 0 and 64 <= rank <= 512, "multiples of 64 up to 512"),
+            ("qk_rope_head_dim", config.qk_rope_head_dim, config.qk_rope_head_dim == ROPE, f"{ROPE}"),
+        ]
+    else:
+        heads, most = config.num_attention_heads, config.num_key_value_heads * MOST_GROUP
+        sizes += [
+            ("head_dim", config.head_dim, config.head_dim <= MOST_WIDTH, f"{MOST_WIDTH} at most"),
+            ("num_attention_heads", heads, heads <= most, f"{most} at most, {MOST_GROUP} for each key head"),
+        ]
+    for name, value, fits, supported in sizes:
+        if not fits:
+            raise CheckpointError(f"{place}: {name} is {value}; the GPU's kernels take {supported}")
 
 
 class GpuServed:

@@ -4,12 +4,13 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.emulator.emulator import emulation
@@ -18,7 +19,7 @@ from redline.kernels.hopper.linear import STREAMED
 from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
 from redline.kernels.kernel import fallbacks, references
-from redline.model.eagle3.hopper import GpuServed
+from redline.model.eagle3.hopper import GpuServed, check
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
@@ -107,6 +108,30 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
             monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"intermediate_size": 76}, "intermediate_size is 76; the GPU's kernels take multiples of 8"),
+        ({"kv_lora_rank": 96}, "kv_lora_rank is 96; the GPU's kernels take multiples of 64 up to 512"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim is 32; the GPU's kernels take 64"),
+        ({"architecture": "llama", "kv_lora_rank": 0, "head_dim": 258}, "head_dim is 258; .* take 256 at most"),
+        (
+            {"architecture": "llama", "head_dim": 8, "num_attention_heads": 65, "num_key_value_heads": 1},
+            "num_attention_heads is 65; the GPU's kernels take 64 at most, 64 for each key head",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_size_that_the_kernels_do_not_take_is_refused_by_name(changes: dict[str, Any], reason: str):
+    with pytest.raises(CheckpointError, match=f"^drafter/config.json: {reason}$"):
+        check(replace(FULL, **changes), "drafter/config.json")
+
+
+def test_every_size_that_is_tried_here_is_one_that_the_kernels_take():
+    for config in CONFIGS.values():
+        check(config, "drafter/config.json")
 
 
 @contextlib.contextmanager
@@ -247,6 +272,9 @@ def test_a_gpus_head_in_8_bits_drafts_as_a_cpus_does(head: str, rows: int):
     assert_near(logits[:, known], wanted[:, known])
     assert torch.equal(logits.argmax(-1), drafted)
     assert known[drafted].all()
+    with kernels():
+        of_nothing = ours.likeliest(torch.full_like(normed, torch.nan).to(DEVICE)).cpu()
+    assert known[of_nothing].all(), "rows that are no numbers still draft tokens"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9])

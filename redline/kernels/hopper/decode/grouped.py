@@ -20,6 +20,7 @@ from redline.ops.mla import stored
 from redline.ops.op import Case, Cost, Op
 from redline.wire.job import PAGE_TOKENS
 
+MOST_GROUP, MOST_WIDTH = 64, 256  # heads that share a key head, and values of a head
 _PROGRAMS = 528  # of a grid, if there are pages enough: four to a multiprocessor of an NVIDIA H200
 _PAGES = torch.bfloat16, torch.float8_e4m3fn
 
@@ -122,8 +123,11 @@ def _attend_reference(args: AttendGroupedArgs) -> Tensor:
 def _attend_triton(args: AttendGroupedArgs) -> Tensor:
     from redline.kernels.hopper.triton import grouped
 
-    *tensors, key_heads, scale, max_length, skip = args
-    return grouped.attend(*tensors, key_heads, scale, splits_of(args.q_QHX.shape[0], key_heads, max_length), skip)
+    splits = splits_of(args.q_QHX.shape[0], args.key_heads, args.max_length)
+    return grouped.attend(
+        *(args.q_QHX, args.cos, args.sin, args.tokens_Q, args.slots_Q, args.lengths_Q, args.tables, args.plane),
+        *(args.key_heads, args.scale, splits, args.skip),
+    )
 
 
 def _attend_fits(args: AttendGroupedArgs) -> bool:
@@ -133,8 +137,8 @@ def _attend_fits(args: AttendGroupedArgs) -> bool:
         args.q_QHX.is_contiguous()
         and args.plane.dtype in _PAGES
         and args.plane[0].is_contiguous()
-        and heads <= 64 * args.key_heads
-        and x <= 256
+        and heads <= MOST_GROUP * args.key_heads
+        and x <= MOST_WIDTH
     )
 
 
@@ -174,7 +178,10 @@ def _attend_cases() -> Iterator[Case]:
     bf16, fp8 = torch.bfloat16, torch.float8_e4m3fn
 
     def make(lengths: tuple[int, ...], heads: int, key_heads: int, x: int, dtype: torch.dtype = bf16):
-        return lambda g: random_rows(g, lengths, heads, key_heads, x, dtype)
+        def inputs(g: torch.Generator) -> AttendGroupedArgs:
+            return random_rows(g, lengths, heads, key_heads, x, dtype)
+
+        return inputs
 
     yield Case("3, nano", make((3,), 4, 4, 64))
     yield Case("64, 65 and 200, nano", make((64, 65, 200), 4, 4, 64))
