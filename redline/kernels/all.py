@@ -31,6 +31,7 @@ from redline.kernels.hopper.step.keep_drafts import keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import step_rows
+from redline.kernels.hopper.step.suffix_match import suffix_match
 from redline.kernels.kernel import Kernel
 
 CPU: tuple[Kernel[Any, Any, Any], ...] = (
@@ -40,7 +41,8 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
 # The launches of a decode step on a GPU, in their order, and what many tokens take in their place.
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, gates),
-    *(choose_experts, experts_up, experts_down, head, head_8, best.hopper, settle_rows, read_rows, keep_drafts),
+    *(choose_experts, experts_up, experts_down, head, head_8, best.hopper, settle_rows, suffix_match),
+    *(read_rows, keep_drafts),
     *(norm_states, join_rows, keep_rows, attend_grouped),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),
 )

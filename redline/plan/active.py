@@ -5,7 +5,6 @@ what has been settled. Between the two lie the steps in flight. Their drafts cou
 and `length` are the most that it can come to; `slack` says by how much less it may be.
 """
 
-from redline.tune.acceptance import Acceptance
 from redline.wire.delta import Finish
 from redline.wire.job import PAGE_TOKENS, Job, PageHash, PageId
 
@@ -17,7 +16,6 @@ class ActiveJob:
     """
 
     __slots__ = (
-        "acceptance",
         "arrival",
         "cached_tokens",
         "computed",
@@ -44,6 +42,7 @@ class ActiveJob:
         "slot",
         "stop_ids",
         "target",
+        "waiting",
     )
 
     def __init__(self, job: Job, arrival: int, limit: int) -> None:
@@ -62,13 +61,13 @@ class ActiveJob:
         self.length = self.prompt  # tokens that the slot will hold when every launched step has run, at most
         self.slack = 0  # drafts in flight
         self.proposed = 0  # drafts that the slot may hold for the next row
+        self.waiting = True  # for all that is known, drafts wait for the next row
         self.drafting = False  # the learned drafter has read all that was launched, and follows on
         self.flights = 0  # launched steps with a row of this job that are not settled
 
         self.generated: list[int] = []
         self.computed = 0  # positions [0, computed) are settled or cached
         self.read = 0  # where the last row ended that the learned drafter has read
-        self.acceptance = Acceptance()
         self.hashes: list[PageHash] = list(job.pages)
         # Whether the planner may hash pages behind the prompt's own. Their chain must carry the salt, which is in the
         # prompt's first hash, and every image, which only the prompt's own hashes know.
@@ -131,6 +130,7 @@ class ActiveJob:
         self.pages = []
         self.sent = self.planned = self.computed = self.kept = self.read = self.proposed = 0
         self.drafting = False
+        self.waiting = True
         self.length = self.known
 
 

@@ -106,15 +106,17 @@ class Runner:
         self.model = model
         self.drafter = drafter
         self.kv = KvPool(model, layout, drafter)
-        self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=suffix)
         recorded = model.device.type == "cuda" if captured is None else captured
+        # Recorded steps have the device look for matches. Of the steps that the host leads among them, none does.
+        of_host = suffix and not (recorded and model.recordable)
+        self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=of_host)
         self.drafting = Drafting(drafter, self.slots, self.kv, certain=recorded)
         self._layers = drafter.config.layer_ids if drafter is not None else ()
         self.replays = 0
         self.led: Counter[str] = Counter()
         self._captured: CapturedSteps | None = None
         if recorded:
-            self._captured = CapturedSteps(SharedState(model, self.slots, self.kv, drafter), 1 + drafts)
+            self._captured = CapturedSteps(SharedState(model, self.slots, self.kv, drafter, suffix=suffix), 1 + drafts)
         self._steps: queue.SimpleQueue[tuple[Step, Future[WaitForStep]] | None] = queue.SimpleQueue()
         self._queued: deque[Queued] = deque()
         self._thread: threading.Thread | None = None

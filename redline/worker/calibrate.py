@@ -12,7 +12,7 @@ from redline.tune.costs import StepCosts
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
 
-ROWS = 1, 4, 16  # rows of a step
+ROWS = 1, 4, 16, 64  # rows of a step; on a CPU, whose time grows with them, as far as 16
 COUNTS = 1, 2, 4, 8  # positions of a row
 REPEATS = 10  # timed steps of each kind, of which the fastest counts
 PASSES = 3  # of the drafter, in a step that measures them: the one that reads, and two that follow
@@ -27,7 +27,8 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
     """
     if runner.slots.tokens.shape[1] <= PAGE_TOKENS:
         return StepCosts()
-    rows = tuple(count for count in ROWS if count <= min(len(runner.slots.at), runner.kv.pages))
+    most = min(len(runner.slots.at), runner.kv.pages, ROWS[-1] if runner.overlaps else 16)
+    rows = tuple(count for count in ROWS if count <= most)
     counts = tuple(sorted({1, 1 + draft_tokens, *(count for count in COUNTS if count <= 1 + draft_tokens)}))
     for slot in range(rows[-1]):
         begin = Begin(
@@ -51,9 +52,9 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
             best[rows_count_passes] = min(best[rows_count_passes], _step(runner, *rows_count_passes))
     target = tuple(tuple(best[r, c, 0] for c in counts) for r in rows)
     if runner.drafter is None:
-        return StepCosts(rows, counts, target)
+        return StepCosts(rows, counts, target, padded=runner.overlaps)
     drafts = (max(best[r, 1, PASSES] - best[r, 1, 0], LEAST_MS) / PASSES for r in rows)
-    return StepCosts(rows, counts, target, tuple(drafts))
+    return StepCosts(rows, counts, target, tuple(drafts), padded=runner.overlaps)
 
 
 def _step(runner: Runner, rows: int, count: int, propose: int) -> float:

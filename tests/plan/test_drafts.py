@@ -49,6 +49,20 @@ def test_a_row_verifies_what_the_row_before_it_was_asked_to_propose():
     world.finish()
 
 
+def test_a_row_verifies_nothing_where_the_last_one_that_is_known_left_nothing():
+    """Suffix matches come in runs. Whether the row in flight has left any is not known."""
+    world = World(draft_tokens=3)
+    world.submit(prompt(10), max_tokens=50)
+    steps = [world.plan(), world.plan()]
+    settle(world, steps[0], RowResult(tokens=(1,)))
+    steps.append(world.plan())
+    for waiting in (0, 0, 7, None):
+        settle(world, steps[-2], RowResult(tokens=(1,), waiting=waiting))
+        steps.append(world.plan())
+    assert [drafts(step) for step in steps] == [[0], [3], [3], [0], [0], [3], [3]]
+    assert all(proposals(step) == [3] for step in steps)
+
+
 def test_nothing_is_proposed_behind_a_token_that_is_not_known():
     world = World(draft_tokens=3, learned=True, step_tokens=64)
     world.submit(prompt(100), max_tokens=50)
@@ -308,11 +322,11 @@ def test_a_drafter_that_does_not_pay_is_left_after_many_steps_that_say_so_and_no
 
 
 def test_what_steps_take_changes_what_is_drafted():
-    """The grid says that drafts are free; on the machine, each costs almost as much as a step."""
+    """The grid says that drafts are free; on the machine, each costs more than a step."""
     costs = StepCosts(rows=(1,), counts=(1, 2, 4), target_ms=((10, 10, 10),))
 
     def seconds(step: Step, result: StepResult) -> float:
-        return 0.01 * sum(1 + 0.8 * row.proposed for row in result.rows)
+        return 0.01 * sum(1 + 1.5 * row.proposed for row in result.rows)
 
     world = World(draft_tokens=3, costs=costs, seconds=seconds, max_model_len=2000, pages=40)
     world.submit(prompt(5), max_tokens=1500)
@@ -324,7 +338,7 @@ def test_what_steps_take_changes_what_is_drafted():
             world.settle()
     early, late = asked[:20], asked[-200:]
     assert sum(early) / len(early) > 2
-    assert sum(late) / len(late) < 1
+    assert sum(late) / len(late) < 1, asked
     world.check_end()
 
 
@@ -333,7 +347,7 @@ def test_steps_with_prompts_teach_nothing_about_costs():
     world = World(draft_tokens=1, costs=costs, seconds=lambda *_: 1.0, ahead=0)
     world.submit(prompt(100), max_tokens=1)
     world.finish()
-    assert world.planner._speculation.costs is costs
+    assert world.planner._speculation.times.ms(1, 0, 0) == 10
 
 
 # The books

@@ -1,5 +1,7 @@
 """A drafter that costs nothing: what followed the last time that the answer's latest tokens stood together.
 
+This is the host's; recorded rounds have the device look (`kernels/hopper/step/suffix_match.py`).
+
 The last WINDOW tokens of prompt and answer stand in a ring. Their trigrams hash into a table of heads, and each
 position points at the one before it with the same hash, as in LZ77: appending is O(1), and a collision is harmless,
 since a match is compared token by token before it counts. About 0.4 MB a job.
@@ -8,9 +10,8 @@ since a match is compared token by token before it counts. About 0.4 MB a job.
 from array import array
 from collections.abc import Sequence
 
-WINDOW = 1 << 15  # tokens that are remembered
-SHORTEST = 3  # tokens that must match: one or two are often chance
-DEPTH = 32  # a longer match says no more
+from redline.kernels.hopper.step.suffix_match import DEPTH, SHORTEST, WINDOW
+
 CANDIDATES = 16  # earlier places that are compared, latest first
 
 

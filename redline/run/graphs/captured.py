@@ -23,12 +23,12 @@ from redline.kernels.hopper.step.step_rows import (
     FACTS,
     KEEP,
     MOST_DRAFTS,
-    MOST_GIVEN,
     MOST_PAGES,
     NEW,
     RAN,
     TOKENS,
 )
+from redline.kernels.hopper.step.suffix_match import SHORTEST
 from redline.run.drafting.learned import SURE
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Piece, Recorder
@@ -50,7 +50,7 @@ class Outcome(NamedTuple):
     before: int
     ran: int
     tokens: list[int]
-    drafts: list[int]  # what the drafter made behind them
+    drafts: list[int]  # what was drafted behind them
 
     def span(self, row: Row) -> Span:
         """The row with the positions that ran."""
@@ -62,7 +62,10 @@ class Outcome(NamedTuple):
         if self.ran and not self.tokens:
             return RowResult(error=not_finite(self.before - 1))
         return RowResult(
-            tokens=tuple(self.tokens), proposed=max(0, self.ran - 1), accepted=max(0, len(self.tokens) - 1)
+            tokens=tuple(self.tokens),
+            proposed=max(0, self.ran - 1),
+            accepted=max(0, len(self.tokens) - 1),
+            waiting=len(self.drafts),
         )
 
 
@@ -226,8 +229,7 @@ class CapturedSteps:
         for row, outcome in zip(replay.step.rows, replay.outcomes, strict=True):
             if outcome.tokens:
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
-                if self.drafts:
-                    self._slots.at[row.slot].proposal = Proposal(outcome.drafts)
+                self._slots.at[row.slot].proposal = Proposal(outcome.drafts)
 
     def _shape(self, rows: Sequence[Row], drafts: int) -> Shape | None:
         """The cheapest recorded one that holds these rows, each with so many drafts, if there is one."""
@@ -253,7 +255,7 @@ class CapturedSteps:
         filling = min((row.slot for row in rows), key=lambda slot: at[slot].length, default=nobody)
         spare = (nobody * tables.shape[1],) * MOST_PAGES, (self._shared.spare_page,) * MOST_PAGES
         lines: list[list[int]] = []
-        for row, (most, foreseen) in zip(rows, asked, strict=True):
+        for row, (most, given) in zip(rows, asked, strict=True):
             slot = at[row.slot]
             news = _NO_NEWS if slot.told else (slot.length, *_facts(slot))
             slot.told = True
@@ -265,32 +267,25 @@ class CapturedSteps:
             else:
                 self._slots.add_pages(row.slot, row.new_pages)
             propose = row.propose if row.drafting else -1
-            padded = (*foreseen, *(0,) * (MOST_GIVEN - len(foreseen)))
-            lines.append([row.slot, 1 + most, *news, *cells, *pages, propose, slot.length, len(foreseen), *padded])
-        filler = [filling, 0, *_NO_NEWS, *spare[0], *spare[1], -1, 0, 0, *(0,) * MOST_GIVEN]
+            match = (SURE if row.drafting else SHORTEST) if row.propose and self._shared.suffix else 0
+            padded = (*given, *(0,) * (MOST_DRAFTS - len(given)))
+            lines.append([row.slot, 1 + most, *news, *cells, *pages, propose, match, len(given), *padded])
+        filler = [filling, 0, *_NO_NEWS, *spare[0], *spare[1], -1, 0, 0, *(0,) * MOST_DRAFTS]
         lines += [filler] * (shape.rows - len(rows))
         buffers.plan[: shape.rows] = buffers.plan.new_tensor(lines)
 
     def _drafts(self, row: Row) -> tuple[int, Sequence[int]]:
-        """How many drafts the row verifies at most, and the tokens that the host expects from `slot.length` on.
+        """How many drafts the row verifies at most, and those of the host's own.
 
-        The host's account of a slot may be behind: the device takes what is expected for drafts as far as it was right
-        about the tokens that came since. It is what the host itself has proposed, or else a match of the text's own
-        past, if it is long enough to stand in for the drafter; else the drafts are those that the device has.
+        What the host has proposed counts where it has changed the slot, or leads the drafter; else the drafts are those
+        that wait on the device.
         """
-        slot = self._slots.at[row.slot]
-        if not row.drafts:
-            return 0, ()
-        drafts = min(row.drafts, MOST_DRAFTS)
-        if not slot.told or (row.drafting and not self.drafts):
-            tokens = slot.proposal.until(drafts).tokens
-            slot.proposal = NOTHING
-            return len(tokens), tokens
-        tokens: Sequence[int] = ()
-        if slot.suffix is not None:
-            found, match = slot.suffix.propose(MOST_GIVEN)
-            tokens = found if match >= SURE or not row.drafting else ()
-        return drafts if row.drafting else min(drafts, len(tokens)), tokens
+        slot, drafts = self._slots.at[row.slot], min(row.drafts, MOST_DRAFTS)
+        if slot.told and not (row.drafting and not self.drafts):
+            return drafts, ()
+        tokens = slot.proposal.until(drafts).tokens
+        slot.proposal = NOTHING
+        return len(tokens), tokens
 
 
 _NO_NEWS = KEEP, *(0,) * FACTS

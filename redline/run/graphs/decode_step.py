@@ -34,6 +34,7 @@ from redline.kernels.hopper.step.step_rows import (
     SlotTensors,
     step_rows,
 )
+from redline.kernels.hopper.step.suffix_match import suffix_match
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
@@ -61,12 +62,15 @@ class SharedState:
     The last slot and the last page are nobody's: what is not to be kept goes there.
     """
 
-    def __init__(self, model: K2, slots: Slots, kv: KvPool, drafter: Eagle3 | None = None) -> None:
-        """drafter: prepared for the model."""
+    def __init__(
+        self, model: K2, slots: Slots, kv: KvPool, drafter: Eagle3 | None = None, *, suffix: bool = False
+    ) -> None:
+        """drafter: prepared for the model. suffix: whether drafts may come of the text's own past too."""
         self.model = model
         self.slots = slots
         self.kv = kv
         self.drafter = drafter
+        self.suffix = suffix
         self.layers: Sequence[int] = () if drafter is None else drafter.config.layer_ids
 
         def zeros(*shape: int) -> Tensor:
@@ -81,6 +85,7 @@ class SharedState:
             facts=zeros(count, FACTS),
             drafts=zeros(count, MOST_DRAFTS),
             drafted=zeros(count),
+            by=zeros(count),
         )
         if drafter is not None:
             pairs = drafter.served.inv_freq.shape[0]
@@ -131,7 +136,8 @@ class DecodeStep:
         self._logits_TV = shared.model.logits(hidden)
 
     def settle(self, kind: SamplingKind) -> None:
-        """Chooses tokens from the logits, and writes those that are certain into the slots and the results.
+        """Chooses tokens from the logits, and writes those that are certain into the slots and the results; behind
+        them, drafts from the text's own past where it repeats itself.
 
         It must follow `forward`.
         """
@@ -143,6 +149,8 @@ class DecodeStep:
             token_T = self._drawn(logits_TV, token_T, narrowed=kind == SamplingKind.NARROWED)
             finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
         settle_rows(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results)
+        if shared.suffix:
+            suffix_match(self._plan_BC, shared.standing, shared.results)
 
     def _drawn(self, logits_TV: Tensor, likeliest_T: Tensor, *, narrowed: bool) -> Tensor:
         shared, (rows, positions, _) = self._shared, self.shape

@@ -16,11 +16,14 @@ from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows
 from redline.kernels.hopper.step.step_rows import (
     ASKED,
+    BY_SUFFIX,
     CELLS,
     KEEP,
     LENGTH,
     LIMIT,
+    MATCH,
     MOST_DRAFTS,
+    NEW,
     PAGES,
     RESULT_COLUMNS,
     SLOT,
@@ -30,8 +33,10 @@ from redline.kernels.hopper.step.step_rows import (
     random_slots,
     step_rows,
 )
+from redline.kernels.hopper.step.suffix_match import suffix_match
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case
+from redline.run.drafting.suffix import Suffix
 from redline.wire.job import PAGE_TOKENS
 from tests.seeds import fresh_generator
 
@@ -113,7 +118,7 @@ def test_the_counters_are_as_they_were_when_a_launch_has_ended():
 # --------------------------------------------------------------------------------------------------------- the step
 
 
-STEP = step_rows, settle_rows, read_rows, keep_drafts
+STEP = step_rows, settle_rows, suffix_match, read_rows, keep_drafts
 
 
 @pytest.mark.parametrize(
@@ -153,6 +158,7 @@ def test_a_copy_of_a_row_sees_the_news_of_that_row():
         facts=torch.full((3, 6), 9),
         drafts=torch.zeros(3, MOST_DRAFTS, dtype=torch.int64),
         drafted=torch.zeros(3, dtype=torch.int64),
+        by=torch.zeros(3, dtype=torch.int64),
     )
     plan = random_plan(generator(), random_slots(generator(), 2, pages), rows, 1, 1)
     plan[:, SLOT], plan[0, ASKED], plan[1:, LENGTH] = 1, 1, KEEP
@@ -163,3 +169,27 @@ def test_a_copy_of_a_row_sees_the_news_of_that_row():
     assert step.ids_T.tolist() == [300 + 64] * rows
     assert step.lengths_Q.tolist() == [65] * rows
     assert step.rows_T.tolist() == [33 * PAGE_TOKENS] + [50 * PAGE_TOKENS + t % PAGE_TOKENS for t in range(1, rows)]
+
+
+def test_the_device_finds_what_the_host_finds():
+    """Texts in which few places are candidates, so that the host compares all of them too."""
+    g = generator()
+    found = 0
+    for alphabet, length in [(300, 900), (40, 200), (2, 12), (1, 40), (60, 30)]:
+        text = torch.randint(alphabet, (length,), generator=g)
+        if length > 60:
+            text[-20:] = text[40:60]
+        slots = random_slots(g, 1, 16)
+        plan = random_plan(g, slots, 1, 1, 4)
+        plan[0, SLOT], plan[0, ASKED], plan[0, MATCH] = 0, 1, 3
+        slots.tokens[0, :length], slots.lengths[0], slots.drafted[0] = text, length, 0
+        results = torch.zeros(64, RESULT_COLUMNS, dtype=torch.int64)
+        results[0, NEW] = 1
+        host = Suffix()
+        host.extend(text.tolist())
+        tokens, _ = host.propose(MOST_DRAFTS)
+        suffix_match.op.reference(suffix_match.op.args(plan, slots, results))
+        assert slots.drafts[0, : slots.drafted[0]].tolist() == tokens
+        assert bool(tokens) == (slots.by[0] == BY_SUFFIX)
+        found += bool(tokens)
+    assert found >= 3

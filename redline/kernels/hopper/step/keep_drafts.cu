@@ -11,6 +11,7 @@ struct KeepDraftsLaunch {
     const i64* facts;    // [slots, FACTS]
     i64* drafts;   // [slots, MOST_DRAFTS]
     i64* drafted;  // [slots]
+    const i64* by;   // [slots]
     i64* results;  // [B or more, RESULT_COLUMNS]
     const float* frequencies;  // [pairs]
     i64* ids;                  // [B]
@@ -33,7 +34,8 @@ KERNEL(keep_drafts, KeepDraftsLaunch) {
     i64 slot = load_global_i64(plan + PLAN_SLOT), limit = load_global_i64(a.facts + slot * FACTS);
     i64 done = load_global_i64(a.drafted + slot), place = load_global(a.contexts + row);
     i64 wanted = least(least(load_global_i64(plan + PLAN_PROPOSE), limit - load_global_i64(a.lengths + slot) - 1), MOST_DRAFTS);
-    bool live = load_global_i64(plan + PLAN_ASKED) > 0 && load_global_i64(result + RESULT_NEW) > 0 && done < wanted;
+    bool live = load_global_i64(plan + PLAN_ASKED) > 0 && load_global_i64(result + RESULT_NEW) > 0 && done < wanted
+        && load_global_i64(a.by + slot) != BY_SUFFIX;
     bool writes = live && done + 1 < wanted && place <= limit - 2;  // behind the last draft no page is sure
     for (u32 pair = lane_index(); pair < a.pairs; pair += 32) {
         float angle = (float)(place - 1) * load_global_f32(a.frequencies + pair);

@@ -17,6 +17,7 @@ from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.step.read_rows import random_results
 from redline.kernels.hopper.step.step_rows import (
     ASKED,
+    BY_SUFFIX,
     DEFINES,
     DRAFTED,
     DRAFTS,
@@ -59,13 +60,15 @@ class KeepDraftsArgs(NamedTuple):
 
 
 def reference(args: KeepDraftsArgs) -> None:
-    """A row that wants no more drafts keeps none. Its next row, and that of a last draft, goes to the spare page.
-    Recordable: no shape depends on a number."""
+    """A row that wants no more drafts keeps none, and neither does one that a match has drafted for.
+
+    Its next row, and that of a last draft, goes to the spare page. Recordable: no shape depends on a number.
+    """
     plan_BC, slots, following = args.plan_BC, args.slots, args.next
     rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
     results, limit_B, done_B = args.results[:rows], slots.facts[slot_B, LIMIT], slots.drafted[slot_B]
     wanted_B = torch.minimum(plan_BC[:, PROPOSE], limit_B - slots.lengths[slot_B] - 1).clamp(max=MOST_DRAFTS)
-    live_B = (plan_BC[:, ASKED] > 0) & (results[:, NEW] > 0) & (done_B < wanted_B)
+    live_B = (plan_BC[:, ASKED] > 0) & (results[:, NEW] > 0) & (done_B < wanted_B) & (slots.by[slot_B] != BY_SUFFIX)
     token_B, column_B = args.token_B.clamp(min=0), done_B * live_B
     into_B = slots.or_nobody(live_B, slot_B)
     slots.drafts[into_B, column_B] = token_B * live_B
@@ -112,6 +115,7 @@ def cuda(args: KeepDraftsArgs) -> None:
         facts=slots.facts,
         drafts=slots.drafts,
         drafted=slots.drafted,
+        by=slots.by,
         results=args.results,
         frequencies=args.frequencies,
         ids=following.ids_B,

@@ -11,6 +11,7 @@ struct SettleRowsLaunch {
     i64* tokens;        // [slots, reach]
     i64* lengths;       // [slots]
     i64* drafted;       // [slots]
+    i64* by;            // [slots]
     i64* results;       // [B or more, RESULT_COLUMNS]
     u32 count, positions, reach;
 };
@@ -47,6 +48,9 @@ KERNEL(settle_rows, SettleRowsLaunch) {
         }
     store_global_i64(result + RESULT_NEW, held);
     store_global_i64(result + RESULT_DRAFTED, 0);
-    if (load_global_i64(plan + PLAN_ASKED) > 0) store_global_i64(a.drafted + slot, 0);
+    if (load_global_i64(plan + PLAN_ASKED) > 0) {
+        store_global_i64(a.drafted + slot, 0);
+        store_global_i64(a.by + slot, BY_DRAFTER);
+    }
     if (held) store_global_i64(a.lengths + slot, before + held);
 }

@@ -16,6 +16,8 @@ from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.step.step_rows import (
     ASKED,
     BEFORE,
+    BY_DRAFTER,
+    BY_NOBODY,
     DEFINES,
     DRAFTED,
     LIMIT,
@@ -40,7 +42,10 @@ class SettleRowsArgs(NamedTuple):
     finite_T: Tensor  # bool [T]: whether its logits are finite
     ids_T: Tensor  # int64 [T]: what ran at each position
     plan_BC: Tensor  # int64 [B, C]: as `step_rows` had it
-    slots: SlotTensors  # tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified
+    slots: (
+        SlotTensors  # tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified, and
+    )
+    # by the drafter's, who makes the next ones unless a match does
     results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read; NEW, DRAFTED and TOKENS are written
 
 
@@ -60,7 +65,10 @@ def reference(args: SettleRowsArgs) -> None:
     into_BK = slots.or_nobody(prefix_BK > 0, slot_B[:, None])
     slots.tokens[into_BK, (length_B[:, None] + of_row_K) * prefix_BK] = token_BK * prefix_BK
     slots.lengths[slots.or_nobody(new_B > 0, slot_B)] = (length_B + new_B) * (new_B > 0)
-    slots.drafted[slots.or_nobody(plan_BC[:, ASKED] > 0, slot_B)] = 0
+    asked_B = slots.or_nobody(plan_BC[:, ASKED] > 0, slot_B)
+    slots.drafted[asked_B] = 0
+    slots.by[asked_B] = BY_DRAFTER
+    slots.by[-1] = BY_NOBODY
     results[:, NEW], results[:, DRAFTED], results[:, TOKENS : TOKENS + positions] = new_B, 0, token_BK
 
 
@@ -84,6 +92,7 @@ def cuda(args: SettleRowsArgs) -> None:
         tokens=slots.tokens,
         lengths=slots.lengths,
         drafted=slots.drafted,
+        by=slots.by,
         results=args.results,
         count=count,
         positions=args.token_T.shape[0] // max(count, 1),

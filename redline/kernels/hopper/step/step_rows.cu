@@ -12,6 +12,7 @@ struct StepRowsLaunch {
     i64* facts;                // [slots, FACTS]
     const i64* drafts;         // [slots, MOST_DRAFTS]
     i64* drafted;              // [slots]
+    const i64* by;             // [slots]
     i64* results;              // [B or more, RESULT_COLUMNS]
     const float* frequencies;  // [pairs]
     i64* ids;                  // [T]
@@ -48,23 +49,6 @@ FN void take_over(const StepRowsLaunch& a, const i64* plan) {
     for (u32 i = 0; i < FACTS; i++) store_global_i64(a.facts + slot * FACTS + i, fact[i]);
 }
 
-// A row's drafts: what the host foresees, if it was right about the tokens that came since; else those of the drafter.
-struct Drafts {
-    const i64* first;
-    i64 count;
-    bool foreseen;
-};
-
-FN Drafts drafts_of(const StepRowsLaunch& a, const i64* plan, i64 slot, i64 length) {
-    i64 at = load_global_i64(plan + PLAN_AT), given = load_global_i64(plan + PLAN_GIVEN), known = length - at;
-    bool right = known >= 0 && known < given;
-    for (u32 i = 0; i < MOST_GIVEN; i++)
-        if (right && i < known)
-            right = load_global_i64(a.tokens + slot * a.reach + at + i) == load_global_i64(plan + PLAN_FORESEEN + i);
-    if (right) return {plan + PLAN_FORESEEN + known, least(given - known, MOST_DRAFTS), true};
-    return {a.drafts + slot * MOST_DRAFTS, least(load_global_i64(a.drafted + slot), MOST_DRAFTS), false};
-}
-
 KERNEL(step_rows, StepRowsLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
@@ -77,8 +61,9 @@ KERNEL(step_rows, StepRowsLaunch) {
     const i64* plan = a.plan + row * PLAN_COLUMNS;
     i64 slot = load_global_i64(plan + PLAN_SLOT), asked = load_global_i64(plan + PLAN_ASKED);
     i64 length = load_global_i64(a.lengths + slot), limit = load_global_i64(a.facts + slot * FACTS);
-    Drafts drafts = drafts_of(a, plan, slot, length);
-    i64 ran = not_negative(least(least(asked, 1 + drafts.count), limit - length));
+    i64 given = load_global_i64(plan + PLAN_GIVEN), count = given > 0 ? given : load_global_i64(a.drafted + slot);
+    const i64* drafts = given > 0 ? plan + PLAN_DRAFTS_GIVEN : a.drafts + slot * MOST_DRAFTS;
+    i64 ran = not_negative(least(least(asked, 1 + count), limit - length));
     bool live = place_in_row < ran;
     // A job at its limit has no page for its last token's position; the one before has been computed.
     i64 start = not_negative(least(length - 1, limit - 2)), place = live ? start + place_in_row : start;
@@ -90,14 +75,15 @@ KERNEL(step_rows, StepRowsLaunch) {
     if (lane_index() != 0) return;
     i64 last = load_global_i64(a.tokens + slot * a.reach + start);
     i64 page = load_global((u32*)a.tables + slot * a.pages + place / PAGE_TOKENS);
-    store_global_i64(a.ids + token, live && place_in_row ? load_global_i64(drafts.first + place_in_row - 1) : last);
+    store_global_i64(a.ids + token, live && place_in_row ? load_global_i64(drafts + place_in_row - 1) : last);
     store_global_i64(a.rows + token, (live ? page : a.spare_page) * PAGE_TOKENS + (live ? place : token) % PAGE_TOKENS);
     store_global(a.slots + token, (u32)slot);
     store_global(a.contexts + token, (u32)place + 1);
     if (place_in_row == 0) {
         store_global_i64(a.results + row * RESULT_COLUMNS + RESULT_BEFORE, length);
         store_global_i64(a.results + row * RESULT_COLUMNS + RESULT_RAN, ran);
-        i64 by = drafts.foreseen ? BY_HOST : BY_DRAFTER;
-        store_global_i64(a.results + row * RESULT_COLUMNS + RESULT_BY, ran > 1 ? by : 0);
+        i64 of_given = load_global_i64(plan + PLAN_PROPOSE) < 0 ? BY_SUFFIX : BY_DRAFTER;
+        i64 by = given > 0 ? of_given : load_global_i64(a.by + slot);
+        store_global_i64(a.results + row * RESULT_COLUMNS + RESULT_BY, ran > 1 ? by : BY_NOBODY);
     }
 }

@@ -22,7 +22,6 @@ MOST_ROWS = 64
 MOST_POSITIONS = 8  # of a row: its last token and the drafts behind it
 MOST_PAGES = 2  # new ones of a row that a plan has room for
 MOST_DRAFTS = MOST_POSITIONS - 1
-MOST_GIVEN = 2 * MOST_DRAFTS + 1  # tokens that the host foresees; the first of them may be known by now
 
 # Columns of a plan, int64.
 SLOT = 0
@@ -32,10 +31,10 @@ SLOT_FACTS = slice(3, 9)  # where LENGTH is given
 CELLS = slice(9, 9 + MOST_PAGES)  # of all page tables in one row, into which PAGES go
 PAGES = slice(CELLS.stop, CELLS.stop + MOST_PAGES)
 PROPOSE = PAGES.stop  # drafts that the drafter makes behind the row, at most; -1: it does not read the row
-AT = PROPOSE + 1  # the place of the first token that the host foresees
-GIVEN = AT + 1  # how many tokens it foresees
-FORESEEN = slice(GIVEN + 1, GIVEN + 1 + MOST_GIVEN)
-COLUMNS = FORESEEN.stop
+MATCH = PROPOSE + 1  # tokens of the least match of the text's own past that is drafted from; 0: none is looked for
+GIVEN = MATCH + 1  # drafts that the host gives the row, in the place of those that wait in its slot
+DRAFTS_GIVEN = slice(GIVEN + 1, GIVEN + 1 + MOST_DRAFTS)
+COLUMNS = DRAFTS_GIVEN.stop
 
 KEEP = -1
 
@@ -43,12 +42,12 @@ KEEP = -1
 LIMIT, TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED = range(6)
 FACTS = SLOT_FACTS.stop - SLOT_FACTS.start
 
-# Columns of a result, int64: the slot's length before, positions that ran, tokens that came of them, how many tokens
-# the drafter then made, who drafted what was verified (BY_*); those tokens, and those drafts.
+# Columns of a result, int64: the slot's length before, positions that ran, tokens that came of them, how many drafts
+# then lie behind them, who made those that were verified (BY_*); those tokens, and those drafts.
 BEFORE, RAN, NEW, DRAFTED, BY, TOKENS = range(6)
 DRAFTS = TOKENS + MOST_POSITIONS
 RESULT_COLUMNS = DRAFTS + MOST_DRAFTS
-BY_NOBODY, BY_DRAFTER, BY_HOST = range(3)
+BY_NOBODY, BY_DRAFTER, BY_SUFFIX = range(3)
 
 DEFINES = {
     "PLAN_SLOT": SLOT,
@@ -58,9 +57,9 @@ DEFINES = {
     "PLAN_CELLS": CELLS.start,
     "PLAN_PAGES": PAGES.start,
     "PLAN_PROPOSE": PROPOSE,
-    "PLAN_AT": AT,
+    "PLAN_MATCH": MATCH,
     "PLAN_GIVEN": GIVEN,
-    "PLAN_FORESEEN": FORESEEN.start,
+    "PLAN_DRAFTS_GIVEN": DRAFTS_GIVEN.start,
     "PLAN_COLUMNS": COLUMNS,
     "FACTS": FACTS,
     "RESULT_BEFORE": BEFORE,
@@ -71,11 +70,11 @@ DEFINES = {
     "RESULT_TOKENS": TOKENS,
     "RESULT_DRAFTS": DRAFTS,
     "RESULT_COLUMNS": RESULT_COLUMNS,
-    "BY_HOST": BY_HOST,
+    "BY_NOBODY": BY_NOBODY,
     "BY_DRAFTER": BY_DRAFTER,
+    "BY_SUFFIX": BY_SUFFIX,
     "MOST_POSITIONS": MOST_POSITIONS,
     "MOST_DRAFTS": MOST_DRAFTS,
-    "MOST_GIVEN": MOST_GIVEN,
 }
 THREADS = 256  # eight positions of a block
 
@@ -88,8 +87,9 @@ class SlotTensors:
     tables: Tensor  # int32 [slots, pages per slot]: its pages, in order
     lengths: Tensor  # int64 [slots]: tokens that it has
     facts: Tensor  # int64 [slots, FACTS]: its limit, and how its tokens are drawn
-    drafts: Tensor  # int64 [slots, MOST_DRAFTS]: what the drafter made behind the slot's last token
+    drafts: Tensor  # int64 [slots, MOST_DRAFTS]: what waits behind the slot's last token to be verified
     drafted: Tensor  # int64 [slots]: how many of them there are
+    by: Tensor  # int64 [slots]: who made them (BY_*)
 
     def or_nobody(self, which: Tensor, slots: Tensor) -> Tensor:
         """`slots` where `which` holds, elsewhere the last slot. int64, in the shape that both broadcast to."""
@@ -121,15 +121,17 @@ class StepRowsArgs(NamedTuple):
 def reference(args: StepRowsArgs) -> StepRows:
     """-> the inputs of B K positions, row by row. No shape depends on a number, so a graph can record it.
 
-    The drafts of a row are what the host foresees, as far as it was right about the tokens that came since; where it
-    foresees nothing, those of the drafter. A position that no row needs repeats the first one of its row, and its
-    latent goes to the spare page.
+    The drafts of a row are what the host gives it; where it gives none, what waits in the slot. A position that no row
+    needs repeats the first one of its row, and its latent goes to the spare page.
     """
     plan_BC, slots, positions = args.plan_BC, args.slots, args.positions
     rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
     _take_over(plan_BC, slots)
     length_B, limit_B = slots.lengths[slot_B], slots.facts[slot_B, LIMIT]
-    drafts_BD, count_B, by_B = _drafts(plan_BC, slots, length_B)
+    given_B = plan_BC[:, GIVEN] > 0
+    drafts_BD = torch.where(given_B[:, None], plan_BC[:, DRAFTS_GIVEN], slots.drafts[slot_B])
+    count_B = torch.where(given_B, plan_BC[:, GIVEN], slots.drafted[slot_B])
+    by_B = torch.where(given_B, torch.where(plan_BC[:, PROPOSE] < 0, BY_SUFFIX, BY_DRAFTER), slots.by[slot_B])
     ran_B = torch.minimum(torch.minimum(plan_BC[:, ASKED], 1 + count_B), limit_B - length_B).clamp(min=0)
     of_row_K = torch.arange(positions, device=plan_BC.device)
     live_BK = of_row_K < ran_B[:, None]
@@ -163,23 +165,6 @@ def _take_over(plan_BC: Tensor, slots: SlotTensors) -> None:
     slots.facts[into_B] = plan_BC[:, SLOT_FACTS] * told_B[:, None]
     slots.drafted[into_B] = 0
     slots.tables.view(-1)[plan_BC[:, CELLS]] = plan_BC[:, PAGES].int()
-
-
-def _drafts(plan_BC: Tensor, slots: SlotTensors, length_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The drafts of each row [B, MOST_DRAFTS], how many they are, and who made them (BY_*)."""
-    slot_B, at_B, given_B = plan_BC[:, SLOT], plan_BC[:, AT], plan_BC[:, GIVEN]
-    known_B = length_B - at_B  # of what is foreseen, so many tokens have come meanwhile
-    of_given_G = torch.arange(MOST_GIVEN, device=plan_BC.device)
-    place_BG = (at_B[:, None] + of_given_G).clamp(0, slots.tokens.shape[1] - 1)
-    right_BG = slots.tokens[slot_B[:, None], place_BG] == plan_BC[:, FORESEEN]
-    right_B = (right_BG | (of_given_G >= known_B[:, None])).all(1)
-    follows_B = right_B & (known_B >= 0) & (known_B < given_B)
-    of_draft_D = torch.arange(MOST_DRAFTS, device=plan_BC.device)
-    place_BD = (known_B[:, None] + of_draft_D).clamp(0, MOST_GIVEN - 1)
-    foreseen_BD = plan_BC[:, FORESEEN].gather(1, place_BD)
-    drafts_BD = torch.where(follows_B[:, None], foreseen_BD, slots.drafts[slot_B])
-    count_B = torch.where(follows_B, given_B - known_B, slots.drafted[slot_B]).clamp(max=MOST_DRAFTS)
-    return drafts_BD, count_B, torch.where(follows_B, BY_HOST, BY_DRAFTER)
 
 
 _Launch = launch_record("step/step_rows.cu", "StepRowsLaunch")
@@ -216,6 +201,7 @@ def cuda(args: StepRowsArgs) -> StepRows:
         facts=slots.facts,
         drafts=slots.drafts,
         drafted=slots.drafted,
+        by=slots.by,
         results=args.results,
         frequencies=args.frequencies,
         ids=step.ids_T,
@@ -252,9 +238,10 @@ def random_slots(g: torch.Generator, slots: int, pages: int) -> SlotTensors:
     tokens = torch.randint(1000, (slots + 1, reach), generator=g)
     drafts = torch.randint(1000, (slots + 1, MOST_DRAFTS), generator=g)
     drafted = torch.randint(MOST_DRAFTS + 1, (slots + 1,), generator=g)
-    for part in (lengths, facts, tables, tokens, drafts, drafted):
+    by = torch.randint(BY_DRAFTER, BY_SUFFIX + 1, (slots + 1,), generator=g)
+    for part in (lengths, facts, tables, tokens, drafts, drafted, by):
         part[-1] = 0
-    return SlotTensors(tokens, tables, lengths, facts, drafts, drafted)
+    return SlotTensors(tokens, tables, lengths, facts, drafts, drafted, by)
 
 
 def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, positions: int) -> Tensor:
@@ -266,20 +253,16 @@ def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, po
     plan[:, LENGTH], plan[:, CELLS] = KEEP, nobody * pages
     plan[:real, ASKED] = torch.randint(1, positions + 1, (real,), generator=g)
     plan[:, PROPOSE] = torch.randint(-1, MOST_DRAFTS + 1, (rows,), generator=g)
-    plan[:real, FORESEEN] = torch.randint(1000, (real, MOST_GIVEN), generator=g)
+    plan[:, MATCH] = torch.randint(6, (rows,), generator=g)
+    plan[:real, DRAFTS_GIVEN] = torch.randint(1000, (real, MOST_DRAFTS), generator=g)
     for row in range(0, real, 2):
         plan[row, SLOT_FACTS] = torch.randint(1 << 40, (FACTS,), generator=g)
         plan[row, LENGTH] = torch.randint(1, slots.tokens.shape[1] - 10, (1,), generator=g)
         plan[row, SLOT_FACTS.start + LIMIT] = plan[row, LENGTH] + torch.randint(10, (1,), generator=g)
         plan[row, CELLS.start] = plan[row, SLOT] * pages + torch.randint(pages, (1,), generator=g)
         plan[row, PAGES.start] = torch.randint((nobody + 1) * pages, (1,), generator=g)
-    for row in range(0, real, 3):  # the host foresees something, which begins up to three tokens ago, or is wrong
-        slot = int(plan[row, SLOT])
-        length = int(slots.lengths[slot] if plan[row, LENGTH] == KEEP else plan[row, LENGTH])
-        known = min(int(torch.randint(4, (1,), generator=g)), length)
-        plan[row, AT], plan[row, GIVEN] = length - known, torch.randint(MOST_GIVEN + 1, (1,), generator=g)
-        if row % 2 == 0:
-            plan[row, FORESEEN.start : FORESEEN.start + known] = slots.tokens[slot, length - known : length]
+    for row in range(0, real, 3):
+        plan[row, GIVEN] = torch.randint(MOST_DRAFTS + 1, (1,), generator=g)
     return plan
 
 

@@ -1,0 +1,140 @@
+"""Behind a settled step, drafts from the text's own past: what followed when a slot's latest tokens stood there before.
+
+What `run/drafting/suffix.py` does for the host, from tokens that only the device knows yet, and over every earlier
+place rather than over some candidates.
+
+B rows of a step.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
+from redline.kernels.hopper.step.read_rows import random_results
+from redline.kernels.hopper.step.step_rows import (
+    ASKED,
+    BY_SUFFIX,
+    DEFINES,
+    DRAFTED,
+    DRAFTS,
+    MATCH,
+    MOST_DRAFTS,
+    NEW,
+    SLOT,
+    SlotTensors,
+    random_plan,
+    random_slots,
+)
+from redline.kernels.kernel import Kernel
+from redline.ops.op import Case, Cost, Op
+
+WINDOW = 1 << 15  # tokens that are looked at; a place among them has 16 bits in what blocks compare
+SHORTEST = 3  # tokens that must match: one or two are often chance
+DEPTH = 32  # a longer match says no more
+THREADS = 1024
+
+
+class SuffixMatchArgs(NamedTuple):
+    """What `suffix_match` takes."""
+
+    plan_BC: Tensor  # int64 [B, COLUMNS]: SLOT, ASKED and MATCH are read
+    slots: SlotTensors  # settled; drafts, drafted and by are written where a match is long enough
+    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS], settled; DRAFTED and DRAFTS are written there
+
+
+def reference(args: SuffixMatchArgs) -> None:
+    """The longest match counts, the latest of several; one that reaches into its own continuation is a repetition, and
+    goes on as one. Recordable: no shape depends on a number."""
+    plan_BC, slots = args.plan_BC, args.slots
+    rows, slot_B = plan_BC.shape[0], plan_BC[:, SLOT]
+    results, length_B = args.results[:rows], slots.lengths[slot_B]
+    window = min(WINDOW, slots.tokens.shape[1])
+    oldest_B = (length_B - window).clamp(min=0)
+    count_B = length_B - oldest_B
+    of_window_W = torch.arange(window, device=plan_BC.device)
+    at_BW = (oldest_B[:, None] + of_window_W).clamp(max=slots.tokens.shape[1] - 1)
+    text_BW = slots.tokens[slot_B[:, None], at_BW]
+    # Of the match that ends before place p of the window: how many tokens are equal, going back.
+    going_BW = (of_window_W > 0) & (of_window_W < count_B[:, None])
+    equal_BW = torch.zeros_like(text_BW)
+    for back in range(1, DEPTH + 1):
+        theirs_BW = text_BW.gather(1, (of_window_W - back).clamp(min=0).expand(rows, window))
+        mine_B1 = text_BW.gather(1, (count_B - back).clamp(min=0)[:, None])
+        going_BW = going_BW & (of_window_W >= back) & (theirs_BW == mine_B1)
+        equal_BW += going_BW
+    key_B = (equal_BW * (1 << 16) + of_window_W).amax(1)
+    matched_B, end_B = key_B >> 16, key_B & 0xFFFF
+    asked_B = (plan_BC[:, ASKED] > 0) & (plan_BC[:, MATCH] > 0) & (results[:, NEW] > 0)
+    found_B = asked_B & (matched_B >= SHORTEST) & (matched_B >= plan_BC[:, MATCH])
+    of_draft_D = torch.arange(MOST_DRAFTS, device=plan_BC.device)
+    place_BD = end_B[:, None] + of_draft_D % (count_B - end_B).clamp(min=1)[:, None]
+    drafts_BD = text_BW.gather(1, place_BD.clamp(max=window - 1)) * found_B[:, None]
+    into_B = slots.or_nobody(found_B, slot_B)
+    slots.drafts[into_B] = drafts_BD
+    slots.drafted[into_B] = MOST_DRAFTS * found_B
+    slots.by[into_B] = BY_SUFFIX * found_B
+    results[:, DRAFTED] = torch.where(found_B, MOST_DRAFTS, results[:, DRAFTED])
+    of_results = slice(DRAFTS, DRAFTS + MOST_DRAFTS)
+    results[:, of_results] = torch.where(found_B[:, None], drafts_BD, results[:, of_results])
+
+
+_Launch = launch_record("step/suffix_match.cu", "SuffixMatchLaunch")
+
+
+@functools.cache
+def _kernel() -> CudaKernel:
+    defines = {**DEFINES, "WINDOW": WINDOW, "DEPTH": DEPTH, "SHORTEST": SHORTEST}
+    return CudaKernel(
+        "step/suffix_match.cu", "suffix_match", _Launch, defines, shared=THREADS // 32 * 4, threads=THREADS
+    )
+
+
+def cuda(args: SuffixMatchArgs) -> None:
+    """The reference's result; a block has a row, and reads its window once."""
+    slots = args.slots
+    given = _Launch(
+        plan=args.plan_BC,
+        tokens=slots.tokens,
+        lengths=slots.lengths,
+        drafts=slots.drafts,
+        drafted=slots.drafted,
+        by=slots.by,
+        results=args.results,
+        reach=slots.tokens.shape[1],
+    )
+    _kernel().launch(given, args.plan_BC.shape[0])
+
+
+def cost(args: SuffixMatchArgs) -> Cost:
+    """The window of every row, at most, and its plan."""
+    rows = args.plan_BC.shape[0]
+    return Cost(args.plan_BC.nbytes + rows * 8 * min(WINDOW, args.slots.tokens.shape[1]))
+
+
+def cases() -> Iterator[Case]:
+    """Texts of few different tokens, which repeat themselves often; and one longer than the window."""
+
+    def make(rows: int, real: int, pages: int, alphabet: int):
+        def inputs(g: torch.Generator) -> SuffixMatchArgs:
+            slots = random_slots(g, real + 3, pages)
+            slots.tokens[:-1] = torch.randint(alphabet, slots.tokens[:-1].shape, generator=g)
+            plan = random_plan(g, slots, rows, real, 4)
+            results = random_results(g, plan, slots, 4)
+            return SuffixMatchArgs(plan, slots, results)
+
+        return inputs
+
+    yield Case("B=1", make(1, 1, 2, 3))
+    yield Case("B=4, one to fill the shape", make(4, 3, 8, 4))
+    yield Case("B=8, a repetition", make(8, 8, 4, 1))
+    yield Case("B=64", make(64, 40, 8, 8))
+    yield Case("B=2, longer than the window", make(2, 2, 600, 20))
+
+
+suffix_match = Kernel(
+    Op("suffix_match", SuffixMatchArgs, reference, cost, cases, writes=("slots", "results")), cuda, "hopper"
+)
