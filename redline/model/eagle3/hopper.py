@@ -67,8 +67,6 @@ class GpuServed:
     What `serve.Served` does, on a GPU.
     """
 
-    recordable = True  # a pass takes nothing from the host
-
     def __init__(
         self,
         config: Eagle3Config,

@@ -63,11 +63,6 @@ class Served:
         self.chains = mla and config.draft_vocab_size in (None, config.vocab_size)
         self.inv_freq = config.inv_freq().to(model.device)
 
-    @property
-    def recordable(self) -> bool:
-        """Whether a pass takes nothing from the host. The references do, so on a GPU it cannot be recorded."""
-        return self.inv_freq.device.type == "cpu"
-
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [..., rope width / 2], of integer positions."""
         return angles(positions, self.inv_freq)

@@ -35,7 +35,7 @@ from redline.run.graphs.graph import Piece, Recorder
 from redline.run.graphs.shapes import Shape, shapes
 from redline.run.sampling.on_device import signed
 from redline.run.sampling.on_host import is_greedy, is_narrowed, is_unadjusted
-from redline.run.slots import NOTHING, Proposal, Slot, Span
+from redline.run.slots import NOTHING, Proposal, Slot
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Row, RowResult, Step, StepResult
 
@@ -51,10 +51,6 @@ class Outcome(NamedTuple):
     ran: int
     tokens: list[int]
     drafts: list[int]  # what was drafted behind them
-
-    def span(self, row: Row) -> Span:
-        """The row with the positions that ran."""
-        return Span(row, row.slot, self.before - 1, self.ran)
 
     @property
     def result(self) -> RowResult:
@@ -116,7 +112,7 @@ class Replay:
 
 
 class _Recorded(NamedTuple):
-    step: DecodeStep
+    step: DecodeStep  # whose tensors the pieces read
     forward: Piece
     settle: tuple[Piece, ...]  # in the order of SamplingKind; those that could be recorded
     draft: tuple[Piece, ...]  # as many drafts as the shape verifies, the first one, one more; none without a drafter
@@ -139,7 +135,6 @@ class CapturedSteps:
         self._replays: deque[Replay] = deque()  # those that the host's account of the slots lacks
         self._recorded: dict[Shape, _Recorded] = {}  # the cheapest first
         reach = shared.slots.tables.shape[1] * PAGE_TOKENS
-        self.drafts = shared.drafter is not None and shared.drafter.served.recordable
         self._wanted = shapes(len(shared.slots.at), positions, reach) if shared.model.recordable else []
 
     def record(self) -> None:
@@ -152,9 +147,6 @@ class CapturedSteps:
             made = self._record(shape, list(SamplingKind)) or self._record(shape, [SamplingKind.LIKELIEST])
             if made is not None:  # better one kind than none
                 recorded[shape] = made
-            elif self.drafts:
-                self.drafts = False  # the host leads the drafter of all shapes, or of none
-                return self.record()
         self._recorded = {shape: recorded[shape] for shape in sorted(recorded, key=_cost)}
         _log.info("%d of %d shapes of decode steps are recorded", len(recorded), len(self._wanted))
 
@@ -162,7 +154,7 @@ class CapturedSteps:
         step = DecodeStep(self._shared, shape)
         self._plan(shape, (), (), _HostBuffers(self._shared.plan, self._shared.results))
         settles = [functools.partial(step.settle, kind) for kind in kinds]
-        drafts = [step.draft_all, step.draft, step.draft_on] if self.drafts else []
+        drafts = [step.draft_all, step.draft, step.draft_on] if self._shared.drafter is not None else []
         try:
             forward, *rest = self._recorder.record(step.forward, *settles, *drafts)
         except Exception as error:
@@ -170,7 +162,7 @@ class CapturedSteps:
                 raise
             _log.warning("decode steps of %s, %s, cannot be recorded: %s", shape, [kind.name for kind in kinds], error)
             return None
-        step.forget(features=self.drafts or self._shared.drafter is None)
+        step.forget()
         return _Recorded(step, forward, tuple(rest[: len(settles)]), tuple(rest[len(settles) :]))
 
     def refusal(self, step: Step) -> str | None:
@@ -189,7 +181,7 @@ class CapturedSteps:
         shape = self._shape(step.rows, min(MOST_DRAFTS, max(row.drafts for row in step.rows)))
         return None if shape is not None and self._kind(step) < len(self._recorded[shape].settle) else "shape"
 
-    def launch(self, step: Step) -> tuple[Replay, DecodeStep]:
+    def launch(self, step: Step) -> Replay:
         """Gives the step to the device without waiting for it. `refusal` must have given None."""
         self._note_landed()
         asked = [self._drafts(row) for row in step.rows]
@@ -201,7 +193,7 @@ class CapturedSteps:
         self._shared.plan.copy_(buffers.plan, non_blocking=True)
         recorded.forward()
         recorded.settle[self._kind(step)]()
-        if self.drafts and any(row.drafting for row in step.rows):
+        if any(row.drafting for row in step.rows):
             whole, first, further = recorded.draft
             wanted = max(1, *(min(row.propose, MOST_DRAFTS) for row in step.rows if row.drafting))
             if wanted == max(1, shape.positions - 1):
@@ -213,7 +205,7 @@ class CapturedSteps:
         buffers.results.copy_(self._shared.results, non_blocking=True)
         replay = Replay(step, buffers.results, self._recorder.mark())
         self._replays.append(replay)
-        return replay, recorded.step
+        return replay
 
     def catch_up(self) -> None:
         """Waits for the device, and brings the host's account of every slot to the present."""
@@ -277,11 +269,11 @@ class CapturedSteps:
     def _drafts(self, row: Row) -> tuple[int, Sequence[int]]:
         """How many drafts the row verifies at most, and those of the host's own.
 
-        What the host has proposed counts where it has changed the slot, or leads the drafter; else the drafts are those
-        that wait on the device.
+        What the host has proposed counts where it has changed the slot; else the drafts are those that wait on the
+        device.
         """
         slot, drafts = self._slots.at[row.slot], min(row.drafts, MOST_DRAFTS)
-        if slot.told and not (row.drafting and not self.drafts):
+        if slot.told:
             return drafts, ()
         tokens = slot.proposal.until(drafts).tokens
         slot.proposal = NOTHING
