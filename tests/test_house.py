@@ -38,7 +38,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("mode
 
 FLAGS = {
     "serve": "--host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
-    "--draft --draft-tokens --draft-trace --log-level",
+    "--draft --draft-tokens --draft-head-bits --draft-trace --log-level",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
     "doctor": "",
@@ -63,7 +63,7 @@ KEYS = """
     weights host port served_model_name keys_file log_level
     engine.kv_memory engine.max_model_len engine.max_running engine.step_tokens engine.kv_dtype engine.device
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
-    engine.speculation.drafter engine.speculation.suffix
+    engine.speculation.drafter engine.speculation.suffix engine.speculation.head_bits
 """
 
 
@@ -105,7 +105,7 @@ def test_the_keys_of_a_deployment_are_those_that_we_decided_on():
 
 
 # Of what the flags of `serve` say in other words than the file: who drafts, which are two keys, and how.
-SPELLED = {"--draft": "type", "--draft-tokens": "tokens", "--draft-trace": "trace"}
+SPELLED = {"--draft": "type"} | {f"--draft-{key}": key for key in ("tokens", "head-bits", "trace")}
 
 
 def test_every_flag_of_serve_is_the_spelling_of_a_key():

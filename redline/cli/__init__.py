@@ -90,6 +90,14 @@ def serve(
             help="Tokens drafted per step and request, 0 to 15 at most; fewer where they do not pay. Absent: 3.",
         ),
     ] = None,
+    draft_head_bits: Annotated[
+        int | None,
+        typer.Option(
+            metavar="16|8",
+            help="How the drafter's head is kept: 8 halves the bytes of a pass's largest part on a GPU, and drafts are "
+            "rounded a little. Absent: 16.",
+        ),
+    ] = None,
     draft_trace: Annotated[
         str | None,
         typer.Option(
@@ -115,6 +123,7 @@ def serve(
         "engine.device": device,
         "engine.speculation": draft,
         "engine.speculation.tokens": draft_tokens,
+        "engine.speculation.head_bits": draft_head_bits,
         "engine.speculation.trace": draft_trace,
     }
     flags = {key: value for key, value in given.items() if value is not None}

@@ -142,6 +142,7 @@ class Sizes:
 
     positions    of a decode row, at most: its last token and its drafts
     gpu_kernels  whether the GPU's own kernels run the model; they alone read NVFP4, and they alone are recorded
+    head_bits    of the head that drafts: 16, or 8
     """
 
     config: K2Config
@@ -153,6 +154,7 @@ class Sizes:
     gpu_kernels: bool = False
     drafter: Eagle3Config | None = None
     drafter_parameters: int = 0
+    head_bits: int = 16
 
     @property
     def draft_bytes(self) -> int:
@@ -181,11 +183,20 @@ class Sizes:
         return Needs(
             weights=self.weight_bytes,
             # As it is read, in float32; and as its ops want it, in bf16.
-            drafter=(2 if self.device == "cuda" else 6) * self.drafter_parameters,
+            drafter=(2 if self.device == "cuda" else 6) * self.drafter_parameters + self._head_bytes,
             slots=slots * (8 * (max_model_len + 1) + 4 * pages) + angles * (max_model_len + 1) + self.page_bytes,
             scratch=self._scratch(max_model_len),
             recorded=self.recorded_steps(max_model_len).whole,
         )
+
+    @property
+    def _head_bytes(self) -> int:
+        """Bytes that a head in 8 bits takes beyond what the drafter would take: negative where it has its own."""
+        if self.drafter is None or self.head_bits == 16:
+            return 0
+        rows, hidden = self.drafter.draft_vocab_size or self.drafter.vocab_size, self.drafter.hidden_size
+        own = 0 if self.drafter.draft_vocab_size is None else 2 * rows * hidden
+        return (rows * (hidden + 4) if self.gpu_kernels else 2 * rows * hidden) - own
 
     def _scratch(self, max_model_len: int) -> int:
         c, exact = self.config, self.kv_dtype == torch.float32

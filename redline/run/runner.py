@@ -207,20 +207,7 @@ class Runner:
             result = self.run(step)
             return lambda: result
         self.replays += 1
-        replay, replayed = captured.launch(step)
-        if not captured.drafts and any(row.drafting for row in step.rows):
-            captured.catch_up()  # drafts are made of tokens that the host must know
-            spans = [
-                (i, outcome.span(row)) for i, (row, outcome) in enumerate(zip(step.rows, replay.outcomes, strict=True))
-            ]
-            sound = [(i, span) for i, span in spans if replay.outcomes[i].tokens]
-            self.drafting.follow(
-                [span for _, span in sound],
-                [i * replayed.shape.positions for i, _ in sound],
-                [len(replay.outcomes[i].tokens) for i, _ in sound],
-                replayed.features,
-            )
-        return replay.result
+        return captured.launch(step).result
 
     def run(self, step: Step) -> StepResult:
         """Runs the step now, in this thread, and gives its result.

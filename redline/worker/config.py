@@ -22,6 +22,7 @@ class Learned(_Drafts, frozen=True, kw_only=True, tag="learned"):
 
     drafter: str  # its folder
     suffix: bool = True  # above it, matches of the text's own past where they are long
+    head_bits: int = 16  # of a number of its head; 8: half the bytes of a pass's largest part, drafts rounded a little
 
 
 class Suffix(_Drafts, frozen=True, kw_only=True, tag="suffix"):
@@ -29,6 +30,7 @@ class Suffix(_Drafts, frozen=True, kw_only=True, tag="suffix"):
 
 
 DraftConfig = Learned | Suffix
+HEAD_BITS = 16, 8  # what a drafter's head is kept in
 
 
 def drafts_of(source: str) -> DraftConfig:

@@ -21,6 +21,7 @@ from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
+from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
@@ -34,7 +35,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
-from redline.worker.config import EngineConfig, Learned, Suffix
+from redline.worker.config import HEAD_BITS, EngineConfig, Learned, Suffix
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
@@ -109,7 +110,13 @@ class EngineCore:
         free = free_memory(device)
         speculation = config.speculation
         plan_of(config, device)  # what it refuses is refused before the weights are read
-        drafter = Eagle3.open(speculation.drafter, checkpoint.config) if isinstance(speculation, Learned) else None
+        drafter = None
+        if isinstance(speculation, Learned):
+            if speculation.head_bits not in HEAD_BITS:
+                raise ConfigError(f"head_bits is {speculation.head_bits}; expected 16 or 8")
+            drafter = Eagle3.open(speculation.drafter, checkpoint.config)
+            if why_not(checkpoint.config, device) is None:
+                check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
         sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
         layout = fit(sizes, free, config.kv_memory, config.max_model_len)
         if progress is not None:
@@ -125,7 +132,8 @@ class EngineCore:
         torch.set_num_threads(1 if device.type == "cpu" and native.library() is not None else native.threads())
         model = load(checkpoint, device)
         if drafter is not None:
-            drafter.prepare(model)
+            assert isinstance(speculation, Learned), "it names the drafter"
+            drafter.prepare(model, speculation.head_bits)
         return cls(model, layout, config, f"{checkpoint.fingerprint} {config.kv_dtype}", drafter)
 
     @property
@@ -311,6 +319,7 @@ def sizes_of(
         gpu_kernels=why_not(model, device) is None,
         drafter=drafter and drafter.config,
         drafter_parameters=drafter.parameter_count if drafter is not None else 0,
+        head_bits=config.speculation.head_bits if isinstance(config.speculation, Learned) else 16,
     )
 
 

@@ -84,6 +84,15 @@ def test_each_part_follows_what_it_is_made_of():
     drafter = tiny_drafter()
     drafts = Sizes(tiny_model().config, drafter=drafter.config, drafter_parameters=drafter.parameter_count, positions=4)
     assert drafts.needs(100).drafter >= 6 * sum(parameter.numel() for parameter in drafter.parameters())
+    rows, hidden = drafter.config.vocab_size, drafter.config.hidden_size
+    for sizes, own, of_target in (
+        (drafts, 0, 2 * rows * hidden),
+        (replace(drafts, device="cuda", gpu_kernels=True), rows * (4 - hidden), rows * (4 + hidden)),
+    ):
+        shared = replace(sizes, drafter=replace(drafter.config, draft_vocab_size=None))
+        for each, more in ((sizes, own), (shared, of_target)):
+            rounded = replace(each, head_bits=8).needs(100).drafter
+            assert rounded - each.needs(100).drafter == more
     assert fit(drafts, PLENTY).draft_bytes == 64 * drafter.config.kv_width * 2 + 4 * drafter.config.hidden_size
 
 

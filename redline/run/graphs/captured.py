@@ -36,7 +36,7 @@ from redline.run.graphs.graph import Piece, Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import signed
 from redline.run.sampling.on_host import is_greedy, is_narrowed, is_unadjusted
-from redline.run.slots import NOTHING, Proposal, Slot, Span
+from redline.run.slots import NOTHING, Proposal, Slot
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Recorded, Row, RowResult, Shape, Step, StepResult
 
@@ -52,10 +52,6 @@ class Outcome(NamedTuple):
     ran: int
     tokens: list[int]
     drafts: list[int]  # what was drafted behind them
-
-    def span(self, row: Row) -> Span:
-        """The row with the positions that ran."""
-        return Span(row, row.slot, self.before - 1, self.ran)
 
     @property
     def result(self) -> RowResult:
@@ -117,7 +113,7 @@ class Replay:
 
 
 class _Recorded(NamedTuple):
-    step: DecodeStep
+    step: DecodeStep  # whose tensors the pieces read
     forward: Piece
     settle: tuple[Piece, ...]  # in the order of SamplingKind; those that could be recorded
     draft: tuple[Piece, ...]  # as many drafts as the shape verifies, the first one, one more; none without a drafter
@@ -141,7 +137,6 @@ class CapturedSteps:
         self._recorded: dict[Shape, _Recorded] = {}
         self.report = Recorded()  # of these; any thread may read it
         reach = shared.slots.tables.shape[1] * PAGE_TOKENS
-        self.drafts = shared.drafter is not None and shared.drafter.served.recordable
         wanted = shapes(len(shared.slots.at), positions, reach) if shared.model.recordable else []
         # The largest first: all others find the memory between their pieces in what it has taken.
         self._first = sorted(wanted[:FIRST_SHAPES], key=lambda shape: (-shape.rows * shape.positions, -shape.longest))
@@ -158,16 +153,11 @@ class CapturedSteps:
             made = self._record(shape)
             if made is not None:
                 self._recorded[shape] = made
-            elif self.drafts:
-                self.drafts = False  # the host leads the drafter of all shapes, or of none
-                self._recorded.clear()
-                return self.record()
         self.report = Recorded(shapes=tuple(self._recorded))
         _log.info(
             "%d of %d shapes of decode steps are recorded, in %.1f s; %d more will be while nothing runs",
             *(len(self._recorded), len(self._first), time.perf_counter() - began, len(self._left)),
         )
-        return None
 
     def record_more(self) -> bool:
         """Records one more of the shapes that `record` has left; false where there was none. No step may be on its way.
@@ -200,7 +190,7 @@ class CapturedSteps:
         step = DecodeStep(self._shared, shape)
         self._plan(shape, (), (), _HostBuffers(self._shared.plan, self._shared.results))
         settles = [functools.partial(step.settle, kind) for kind in kinds]
-        drafts = [step.draft_all, step.draft, step.draft_on] if self.drafts else []
+        drafts = [step.draft_all, step.draft, step.draft_on] if self._shared.drafter is not None else []
         try:
             forward, *rest = self._recorder.record(step.forward, *settles, *drafts)
         except Exception as error:
@@ -208,7 +198,7 @@ class CapturedSteps:
                 raise
             _log.warning("decode steps of %s, %s, cannot be recorded: %s", shape, [kind.name for kind in kinds], error)
             return None
-        step.forget(features=self.drafts or self._shared.drafter is None)
+        step.forget()
         return _Recorded(step, forward, tuple(rest[: len(settles)]), tuple(rest[len(settles) :]))
 
     def refusal(self, step: Step) -> str | None:
@@ -226,7 +216,7 @@ class CapturedSteps:
                 return "a page's first row"  # the drafter's, which comes with the feature that the last page keeps
         return None if self._holds(step) else "shape"
 
-    def launch(self, step: Step) -> tuple[Replay, DecodeStep]:
+    def launch(self, step: Step) -> Replay:
         """Gives the step to the device without waiting for it. `refusal` must have given None."""
         self._note_landed()
         shape = step.shape
@@ -238,7 +228,7 @@ class CapturedSteps:
         self._shared.plan.copy_(buffers.plan, non_blocking=True)
         recorded.forward()
         recorded.settle[self._kind(step)]()
-        if self.drafts and any(row.drafting for row in step.rows):
+        if any(row.drafting for row in step.rows):
             whole, first, further = recorded.draft
             wanted = max(1, *(min(row.propose, MOST_DRAFTS) for row in step.rows if row.drafting))
             if wanted == max(1, shape.positions - 1):
@@ -250,7 +240,7 @@ class CapturedSteps:
         buffers.results.copy_(self._shared.results, non_blocking=True)
         replay = Replay(step, buffers.results, self._recorder.mark())
         self._replays.append(replay)
-        return replay, recorded.step
+        return replay
 
     def catch_up(self) -> None:
         """Waits for the device, and brings the host's account of every slot to the present."""
@@ -313,11 +303,11 @@ class CapturedSteps:
     def _drafts(self, row: Row, most: int) -> tuple[int, Sequence[int]]:
         """How many drafts the row verifies, `most` at most, and those of the host's own.
 
-        What the host has proposed counts where it has changed the slot, or leads the drafter; else the drafts are those
-        that wait on the device.
+        What the host has proposed counts where it has changed the slot; else the drafts are those that wait on the
+        device.
         """
         slot, drafts = self._slots.at[row.slot], min(row.drafts, most)
-        if slot.told and not (row.drafting and not self.drafts):
+        if slot.told:
             return drafts, ()
         tokens = slot.proposal.until(drafts).tokens
         slot.proposal = NOTHING

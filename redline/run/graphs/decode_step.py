@@ -112,7 +112,7 @@ class DecodeStep:
 
     def __init__(self, shared: SharedState, shape: Shape) -> None:
         self.shape = shape
-        self.features: Tensor | None = None  # of the last step, [T, layers * D]
+        self._features: Tensor | None = None  # of the last step, [T, layers * D]
         self._shared = shared
         self._plan_BC = shared.plan[: shape.rows]
         positions = shape.rows * shape.positions
@@ -132,7 +132,7 @@ class DecodeStep:
             **step._asdict(), chunks=(), tokens_Q=self._tokens_Q, tables=shared.slots.tables, longest=shape.longest
         )
         self._ids_T = step.ids_T
-        hidden, self.features = shared.model.forward(inputs, shared.kv.planes, shared.layers)
+        hidden, self._features = shared.model.forward(inputs, shared.kv.planes, shared.layers)
         self._logits_TV = shared.model.logits(hidden)
 
     def settle(self, kind: SamplingKind) -> None:
@@ -171,7 +171,7 @@ class DecodeStep:
 
     def draft(self) -> None:
         """The drafter reads the tokens that became certain, and makes the first draft behind each row."""
-        shared, drafter, features = self._shared, self._shared.drafter, self.features
+        shared, drafter, features = self._shared, self._shared.drafter, self._features
         assert drafter is not None
         assert features is not None, "a drafter reads what forward has kept"
         read = read_rows(
@@ -211,15 +211,13 @@ class DecodeStep:
     def _keep(self, normed_BD: Tensor, fed_BD: Tensor) -> None:
         shared, drafter = self._shared, self._shared.drafter
         assert drafter is not None
-        token_B, _ = best(drafter.logits(normed_BD))
+        token_B = drafter.likeliest(normed_BD)
         shared.fed[: self.shape.rows] = fed_BD
         keep_drafts(
             *(token_B, self._plan_BC, shared.standing, shared.results),
             *(self._following, drafter.served.inv_freq, shared.spare_page),
         )
 
-    def forget(self, *, features: bool) -> None:
+    def forget(self) -> None:
         """Lets the next recording have the memory that lies between the pieces: each step writes it anew."""
-        self._ids_T = self._logits_TV = self._slots_B = None
-        if features:
-            self.features = None
+        self._ids_T = self._logits_TV = self._slots_B = self._features = None

@@ -23,6 +23,7 @@ from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.step.step_rows import SLOT, SlotTensors
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
+from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
@@ -375,6 +376,50 @@ def test_drafts_change_nothing(captured: Open, speculation: DraftConfig, drafts:
     assert sum(answer.accepted for answer in answers.values()) > 0 or isinstance(speculation, Learned)
     for asked in jobs:
         assert answers[asked.id].tokens == alone(asked).tokens
+
+
+OTHER_DRAFTERS: dict[str, tuple[dict[str, Any], int]] = {
+    "a head in 8 bits": ({}, 8),
+    "the target's head in 8 bits": ({"draft_vocab_size": None}, 8),
+    "a part of the vocabulary": ({"draft_vocab_size": 96}, 16),
+    "a part of the vocabulary in 8 bits": ({"draft_vocab_size": 96}, 8),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DRAFTERS)
+def test_other_drafters_change_nothing_and_draft_the_targets_tokens(
+    captured: Open, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """In recorded rounds what the device keeps are ids of the target's vocabulary, whatever the drafter calls them."""
+    sizes, head_bits = OTHER_DRAFTERS[name]
+    torch.manual_seed(4)
+    drafter = Eagle3(Eagle3Config.for_target(tiny_model().config, **sizes))
+    known = set(range(VOCABULARY))
+    if drafter.token_ids() is not None:
+        drafter.keep(torch.randperm(VOCABULARY)[:96])
+        known = set(drafter.token_ids().tolist())
+    drafter.prepare(tiny_model(), head_bits)
+    drafted: set[int] = set()
+
+    def keep_drafts(token_B: torch.Tensor, *rest: Any) -> None:
+        drafted.update(token_B.tolist())
+        kept(token_B, *rest)
+
+    kept = decode_step.keep_drafts
+    monkeypatch.setattr(decode_step, "keep_drafts", keep_drafts)
+    asked = [job(f"{n}", prompt(seed=n, length=40 + 25 * n), max_tokens=60 - n, logprobs=None) for n in range(3)]
+    led, replayed = (opened(speculation=LEARNED, drafter=drafter) for opened in (open_tiny_engine, captured))
+    replayed_answers, led_answers = answers_of(replayed, asked), answers_of(led, asked)
+    assert replayed.runner.replays > 20
+    assert len(drafted) > 10
+    assert drafted <= known
+    for one in asked:
+        assert replayed_answers[one.id].tokens == led_answers[one.id].tokens == alone(one).tokens
+        assert replayed_answers[one.id].accepted == led_answers[one.id].accepted
+
+
+def open_tiny_engine(**config: Any) -> EngineCore:
+    return open_engine(tiny_model(), **config)
 
 
 def test_drafts_of_the_models_own_answer_all_hold(captured: Open):
