@@ -5,7 +5,6 @@ what has been settled. Between the two lie the steps in flight. Their drafts cou
 and `length` are the most that it can come to; `slack` says by how much less it may be.
 """
 
-from redline.tune.acceptance import Acceptance
 from redline.wire.delta import Finish
 from redline.wire.job import PAGE_TOKENS, Job, PageHash, PageId
 
@@ -17,7 +16,6 @@ class ActiveJob:
     """
 
     __slots__ = (
-        "acceptance",
         "arrival",
         "cached_tokens",
         "computed",
@@ -70,7 +68,6 @@ class ActiveJob:
         self.generated: list[int] = []
         self.computed = 0  # positions [0, computed) are settled or cached
         self.read = 0  # where the last row ended that the learned drafter has read
-        self.acceptance = Acceptance()
         self.hashes: list[PageHash] = list(job.pages)
         # Whether the planner may hash pages behind the prompt's own. Their chain must carry the salt, which is in the
         # prompt's first hash, and every image, which only the prompt's own hashes know.

@@ -502,7 +502,7 @@ class Planner:
             job.planned -= rejected
             job.length -= rejected
             job.computed += len(outcome.tokens)
-            self._speculation.settled(job, row, outcome)
+            self._speculation.settled(row, outcome)
             job.waiting = outcome.waiting != 0
         else:
             job.computed = row.start + row.count

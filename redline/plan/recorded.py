@@ -25,8 +25,8 @@ class RecordedShapes:
         if self._reports.get(recorded.rank) is recorded:
             return
         self._reports[recorded.rank] = recorded
-        all_reports = [frozenset(report.shapes) for report in self._reports.values()]
-        self._shapes = frozenset.intersection(*all_reports) if len(all_reports) == self._ranks else frozenset()
+        first, *others = (frozenset(report.shapes) for report in self._reports.values())
+        self._shapes = first.intersection(*others) if len(self._reports) == self._ranks else frozenset()
         self._ways.clear()
 
     def choose(self, rows: int, positions: int, longest: int) -> Shape | None:

@@ -322,11 +322,11 @@ def test_a_drafter_that_does_not_pay_is_left_after_many_steps_that_say_so_and_no
 
 
 def test_what_steps_take_changes_what_is_drafted():
-    """The grid says that drafts are free; on the machine, each costs almost as much as a step."""
+    """The grid says that drafts are free; on the machine, each costs more than a step."""
     costs = StepCosts(rows=(1,), counts=(1, 2, 4), target_ms=((10, 10, 10),))
 
     def seconds(step: Step, result: StepResult) -> float:
-        return 0.01 * sum(1 + 0.8 * row.proposed for row in result.rows)
+        return 0.01 * sum(1 + 1.5 * row.proposed for row in result.rows)
 
     world = World(draft_tokens=3, costs=costs, seconds=seconds, max_model_len=2000, pages=40)
     world.submit(prompt(5), max_tokens=1500)
@@ -338,7 +338,7 @@ def test_what_steps_take_changes_what_is_drafted():
             world.settle()
     early, late = asked[:20], asked[-200:]
     assert sum(early) / len(early) > 2
-    assert sum(late) / len(late) < 1
+    assert sum(late) / len(late) < 1, asked
     world.check_end()
 
 
@@ -347,7 +347,7 @@ def test_steps_with_prompts_teach_nothing_about_costs():
     world = World(draft_tokens=1, costs=costs, seconds=lambda *_: 1.0, ahead=0)
     world.submit(prompt(100), max_tokens=1)
     world.finish()
-    assert world.planner._speculation.costs is costs
+    assert world.planner._speculation.times.ms(1, 0, 0) == 10
 
 
 # The books

@@ -67,7 +67,9 @@ def test_every_wanted_shape_is_recorded_and_takes_no_more_than_is_counted(drafts
         assert set(runner.recorded.shapes) == set(wanted) == set(counted.shapes)
         assert all(len(recorded.settle) == len(SamplingKind) for recorded in captured._recorded.values())
         taken = held() - before - pages - needs.slots
-        later = f", a later one takes {statistics.median(seconds):.2f} s (at most {max(seconds):.2f})" if seconds else ""
+        later = (
+            f", a later one takes {statistics.median(seconds):.2f} s (at most {max(seconds):.2f})" if seconds else ""
+        )
         print(
             f"{drafts} drafts: {min(len(wanted), FIRST_SHAPES)} shapes in {first_s:.1f} s take {first / 1e6:.0f} MB, "
             f"all {len(wanted)} {taken / 1e6:.0f} MB; {counted.whole / 1e6:.0f} counted, of which "
