@@ -12,6 +12,7 @@ run out, the youngest running job is pre-empted and waits in front of all others
 every job becomes the oldest.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -337,22 +338,25 @@ class Planner:
 
     def _rows(self, parts: Sequence[_Part]) -> tuple[Row, ...]:
         """Plans these rows. Nothing is proposed that the next step would have no place for."""
-        sampling = [part.job for part in parts if part.samples]
-        lengths = iter(self._speculation.lengths(sampling, self._recorded.drafts(len(sampling))))
-        spare = self._config.step_tokens - len(self._running)
+        sampling = [part.samples for part in parts]
+        jobs = [part.job for part in itertools.compress(parts, sampling)]
+        lengths = iter(self._speculation.lengths(jobs, self._recorded.drafts(len(jobs))))
+        spare, follows = self._config.step_tokens - len(self._running), self._speculation.follows
         rows: list[Row] = []
-        for part in parts:
-            propose = min(next(lengths), spare) if part.samples else 0
-            follows = part.samples and part.job.drafting and self._speculation.follows
-            if propose or follows:  # the drafter's row of the token that this row gives lies at the next place
-                propose = min(propose, self._paged(part.job, part.job.planned + part.positions, max(1, propose)))
+        for part, samples in zip(parts, sampling, strict=True):
+            job = part.job
+            job.drafting = job.drafting and follows
+            propose = min(next(lengths), spare) if samples else 0
+            if propose or (samples and job.drafting):
+                # The drafter's row of the token that this row gives lies at the next place.
+                propose = min(propose, self._paged(job, job.planned + part.positions, max(1, propose)))
                 spare -= propose
-            rows.append(self._row(part, propose))
+            rows.append(self._row(part, samples, propose))
         return tuple(rows)
 
-    def _row(self, part: _Part, propose: int) -> Row:
+    def _row(self, part: _Part, samples: bool, propose: int) -> Row:
         job, count, decodes = part
-        samples, drafts = part.samples, count - 1 if decodes else 0
+        drafts = count - 1 if decodes else 0
         start, end = job.planned, job.planned + count
         job.planned = end
         if samples:
@@ -360,7 +364,6 @@ class Planner:
         job.slack += drafts
         job.flights += 1
         job.proposed = propose
-        job.drafting = job.drafting and self._speculation.follows
         slot = job.slot
         assert slot is not None
         new_pages: tuple[PageId, ...] = ()
@@ -383,6 +386,8 @@ class Planner:
     def _paged(self, job: ActiveJob, end: int, extra: int) -> int:
         """How many of `extra` positions behind [0, end), which has pages, have pages too. Takes pages that are free or
         idle; nobody is pre-empted for a draft."""
+        if end + extra <= len(job.pages) * PAGE_TOKENS:  # nearly always
+            return extra
         wanted = min(end + extra, job.target)
         while wanted > len(job.pages) * PAGE_TOKENS and self._pool.free + self._pool.idle:
             job.pages += self._take(1)

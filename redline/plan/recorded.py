@@ -16,6 +16,7 @@ class RecordedShapes:
         self._ranks = ranks
         self._reports: dict[int, Recorded] = {}
         self._shapes: frozenset[Shape] = frozenset()
+        self._drafts: dict[int, int] = {}  # by rows
         self._ways: dict[tuple[int, int], list[Shape]] = {}  # by rows and positions: what may hold them, the best first
         for report in reports:
             self.report(report)
@@ -25,9 +26,12 @@ class RecordedShapes:
         if self._reports.get(recorded.rank) is recorded:
             return
         self._reports[recorded.rank] = recorded
-        first, *others = (frozenset(report.shapes) for report in self._reports.values())
-        self._shapes = first.intersection(*others) if len(self._reports) == self._ranks else frozenset()
+        shapes = frozenset(recorded.shapes)
+        for report in self._reports.values():
+            shapes &= frozenset(report.shapes)
+        self._shapes = shapes if len(self._reports) == self._ranks else frozenset()
         self._ways.clear()
+        self._drafts.clear()
 
     def choose(self, rows: int, positions: int, longest: int) -> Shape | None:
         """The cheapest that holds so many rows of so many positions, whose contexts have `longest` tokens at most.
@@ -46,4 +50,8 @@ class RecordedShapes:
 
     def drafts(self, rows: int) -> int:
         """How many drafts each of so many rows verifies at most; a page of them where no shape bounds that."""
-        return max((shape.positions - 1 for shape in self._shapes if shape.rows >= rows), default=PAGE_TOKENS)
+        most = self._drafts.get(rows)
+        if most is None:
+            holding = [shape.positions - 1 for shape in self._shapes if shape.rows >= rows]
+            most = self._drafts[rows] = max(holding, default=PAGE_TOKENS)
+        return most

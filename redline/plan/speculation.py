@@ -79,7 +79,8 @@ class Speculation:
             if self._until_next < 0:
                 self._until_next = EVERY - 1
                 self._chosen = self._choose(jobs, most)
-        return [max(0, min(self._chosen, most, job.room - 2)) for job in jobs]
+        chosen = min(self._chosen, most)
+        return [max(0, min(chosen, job.room - 2)) for job in jobs]
 
     def _choose(self, jobs: Sequence[ActiveJob], most: int) -> int:
         self._take_in()
@@ -87,11 +88,11 @@ class Speculation:
         if not self._until_probe:
             self._until_probe = PROBE
             return 0
-        learned = self._by_learned.survival()[:most]
+        learned, suffix = self._by_learned.survival()[:most], self._by_suffix.survival()[:most]
         if self._learned:
             self._worth = self._worth.seen(gain(learned, len(jobs), self.times))
         followed = sum(job.drafting for job in jobs) if self.follows else 0
-        by_suffix = Rows(len(jobs) - followed, self._by_suffix.survival()[:most], self._matched)
+        by_suffix = Rows(len(jobs) - followed, suffix, self._matched)
         depth = choose(Rows(followed, learned), by_suffix, self.times)
         # Nothing is learnt of drafts that are not asked for: what was learnt fades, so that they are tried again.
         if not depth or not followed:

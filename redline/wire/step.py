@@ -78,9 +78,7 @@ class RowResult(Record, frozen=True):
     tokens: tuple[int, ...] = ()  # none where the row does not sample
     proposed: int = 0  # drafts that were verified
     accepted: int = 0  # how many of them held; a decode row gives one token more
-    waiting: int | None = (
-        None  # drafts that lie behind the row for the next one; None: not known, perhaps as many as asked
-    )
+    waiting: int | None = None  # drafts that lie behind the row for the next one; None: not known
     logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, start + count] that are prompt
     error: str | None = None
