@@ -81,7 +81,10 @@ def _run(
     domains = len({question.domain for question in questions})
     rates: list[Rate] = []
     with ExitStack() as stack, Working("loading the engines of each variant") as working:
-        engines = {name: stack.enter_context(Engine.open(folder, one)) for name, one in opened.items()}
+        engines: dict[str, Engine] = {}
+        for name, one in opened.items():
+            engines[name] = stack.enter_context(Engine.open(folder, one))
+            engines[name].record_all()
         askers = {name: Asker(engine, config.max_tokens, config.temperature) for name, engine in engines.items()}
         asked, total = 0, len(config.batch) * domains * config.rounds * len(askers)
         working.show(0, total, what="turns of asking")

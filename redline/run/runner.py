@@ -149,7 +149,8 @@ class Runner:
     def record_more(self) -> bool:
         """Records one more of the shapes that were not recorded at the start; false where none is left.
 
-        Takes seconds with a large model. The runner must be idle. Raises what the device's own failure raised.
+        Takes seconds with a large model; what is launched meanwhile waits. Any thread may call it, until the runner is
+        closed. Raises what the device's own failure raised.
         """
         return self._captured is not None and self._by_thread(self._captured.record_more).result()
 

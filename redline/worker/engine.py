@@ -156,14 +156,16 @@ class EngineCore:
             summary=summary,
         )
 
-    def serve(self, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None) -> None:
+    def serve(self, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None, *, record: bool = True) -> None:
         """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
+
+        record: whether shapes that the start has left are recorded while there is nothing to do.
 
         Raises WorkerLost where no further step should be tried.
         """
         try:
             with torch.inference_mode():
-                lead(self.planner, self.runner, inbox, outbox, self.trace, pulse)
+                lead(self.planner, self.runner, inbox, outbox, self.trace, pulse, record=record)
         finally:
             self.runner.close()
             if self.trace is not None:
@@ -206,7 +208,7 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            self.engine.serve(self._inbox, self._outbox)
+            self.engine.serve(self._inbox, self._outbox, record=False)
         except WorkerLost as error:
             self._lost = str(error)
         except Exception as error:
@@ -261,6 +263,18 @@ class Engine:
                     told()  # their last deltas are not to be taken for those of a later job
                 raise
         return deltas
+
+    def record_all(self) -> None:
+        """Record the shapes of decode steps that a server records while nothing runs: what is timed before is slower.
+
+        An engine beside its caller does so only here, since the caller may want the device for itself. Raises
+        WorkerLost where the loop has ended, and a device's own error.
+        """
+        with self._generating:
+            if not self._loop.is_alive():
+                raise WorkerLost(self._lost)
+            while self.engine.runner.record_more():
+                pass
 
     def close(self) -> None:
         """Abort what runs, end the loop and wait for its thread; a later `generate` raises WorkerLost."""

@@ -45,8 +45,7 @@ class Runner(Protocol):
         ...
 
     def record_more(self) -> bool:
-        """Records one more shape; false where none is left. Called while no step is on its way. Raises a device's own
-        error."""
+        """Records one more shape; false where none is left. Raises a device's own error."""
         ...
 
     def launch(self, step: Step) -> Pending:
@@ -127,11 +126,15 @@ def lead(
     outbox: Outbox,
     trace: Trace | None = None,
     pulse: Pulse | None = None,
+    *,
+    record: bool = True,
 ) -> None:
     """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
 
-    Where there is nothing to do the runner records shapes, one at a time: a job that comes waits for one at most. Sends
-    deltas as they come, and a Load when one differs from the last, at most every LOAD_INTERVAL_S. A trace is told
+    record: whether the runner records shapes while there is nothing to do, one at a time: a job that comes waits for
+    one at most.
+
+    Sends deltas as they come, and a Load when one differs from the last, at most every LOAD_INTERVAL_S. A trace is told
     of every job and delta. Raises WorkerLost after a device error or MOST_FAILURES failed steps in a row, once every
     job has been told.
     """
@@ -147,7 +150,7 @@ def lead(
         messages = _prove(planner, inbox) if idle and not proven else []
         proven = idle and not messages
         messages = messages or inbox.drain(wait=False)
-        if idle and not messages and not _record_more(runner, pulse):
+        if idle and not messages and not (record and _record_more(runner, pulse)):
             messages = inbox.drain(wait=True, timeout=loads.due_in())
         pulse.turns, pulse.waits = pulse.turns + 1, False
         for message in messages:

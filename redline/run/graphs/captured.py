@@ -160,7 +160,7 @@ class CapturedSteps:
         )
 
     def record_more(self) -> bool:
-        """Records one more of the shapes that `record` has left; false where there was none. No step may be on its way.
+        """Records one more of the shapes that `record` has left; false where there was none.
 
         One that cannot be recorded is logged and left out. Raises what the device's own failure raised.
         """

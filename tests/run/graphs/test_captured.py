@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -37,7 +38,9 @@ from redline.run.sampling.on_device import Odds, sample_rows, signed, uniforms
 from redline.run.sampling.on_host import is_unadjusted, sample_each, uniform
 from redline.run.slots import Slot, Slots
 from redline.wire.channel import MemoryChannel
+from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
+from redline.wire.news import Stop
 from redline.wire.step import Begin, Recorded, Row, Shape, Step
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore, sizes_of
@@ -189,20 +192,44 @@ def test_shapes_that_the_start_has_left_are_recorded_while_nothing_runs(
     wanted = shapes(2, 4, 1024)
     core = captured(speculation=SUFFIX, max_running=2)
     assert set(core.runner.recorded.shapes) == set(wanted[:4]) == set(itertools.starmap(Shape, FOUR))
-    engine = Engine(core, cast(Any, None), cast(Any, None))
+    inbox, outbox = MemoryChannel(), MemoryChannel()
     asked = job("asked", prompt(seed=3, length=30), max_tokens=40, **GREEDY)
+    told: list[Delta] = []
+    thread = threading.Thread(target=core.serve, args=[inbox, outbox])
+    thread.start()
     try:
-        for _ in range(1000):
-            if len(core.runner.recorded.shapes) == len(wanted) - 1:
-                break
+        late, deadline = {shape for shape in wanted if shape != Shape(2, 3, 1024)}, time.monotonic() + 10
+        while set(core.runner.recorded.shapes) != late and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert set(core.runner.recorded.shapes) == {shape for shape in wanted if shape != Shape(2, 3, 1024)}
-        (told,) = engine.generate([asked]).values()
+        assert set(core.runner.recorded.shapes) == late
+        inbox.put(asked)
+        while not told or told[-1].finish is None:
+            told += [message for message in outbox.drain(wait=True, timeout=10) if isinstance(message, Delta)]
+    finally:
+        inbox.put(Stop())
+        thread.join(10)
+    assert tuple(token for delta in told for token in delta.tokens) == alone(asked).tokens
+    assert core.planner._recorded._shapes == late
+    assert core.runner.led == {"prompt": 1}
+
+
+def test_an_engine_beside_its_caller_records_what_is_left_where_it_is_told_to(
+    captured: Open, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 4)
+    core = captured(speculation=SUFFIX, max_running=2)
+    engine = Engine(core, cast(Any, None), cast(Any, None))
+    asked = [job(f"{n}", prompt(seed=n, length=30), max_tokens=20, **GREEDY) for n in range(3)]
+    try:
+        for one in asked:
+            (told,) = engine.generate([one]).values()
+            assert tuple(token for delta in told for token in delta.tokens) == alone(one).tokens
+            assert len(core.runner.recorded.shapes) == (4 if one is asked[0] else len(shapes(2, 4, 1024)))
+            engine.record_all()
     finally:
         engine.close()
-    assert tuple(token for delta in told for token in delta.tokens) == alone(asked).tokens
-    assert set(core.planner._recorded._shapes) == set(core.runner.recorded.shapes)
-    assert core.runner.led == {"prompt": 1}
+    with pytest.raises(WorkerLost, match="the engine is closed"):
+        engine.record_all()
 
 
 FOUR = (1, 1, 1024), (2, 1, 1024), (1, 4, 1024), (2, 4, 1024)
