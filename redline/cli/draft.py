@@ -79,7 +79,8 @@ def synth(
         "shard": shard,
     }
     speculation = None if draft is None else drafts_of(draft)
-    engine = EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, speculation=speculation)
+    step = batch if batch > 512 else None  # a step needs a token for each answer; fewer is the device's own choice
+    engine = EngineConfig(max_running=batch, step_tokens=step, device=device, speculation=speculation)
     raise typer.Exit(_worked(run, fill(SynthConfig, "synth", values, {"engine": engine})))
 
 

@@ -7,7 +7,8 @@ taken back.
 
 No job starves. Jobs are admitted in the order in which they came; every step gives one row to each running job that
 generates. What is left of the budget goes to prompts, the oldest first, and to drafts, which leave half of it to the
-prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
+prompts. Where throughput counts and nobody waits for a first token, waiting jobs may be admitted several at once
+(`admit_together`): fewer steps have prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
 run out, the youngest running job is pre-empted and waits in front of all others. So the oldest job always advances, and
 every job becomes the oldest.
 """
@@ -43,6 +44,7 @@ class PlanConfig:
     step_tokens: int = 512  # positions computed in one step, at most
     max_running: int = 64  # jobs at once, each in a slot
     max_waiting: int = 1024  # jobs beyond those that free slots can take
+    admit_together: int = 1  # waiting jobs are admitted once so many slots are free, or as many as jobs wait
     ahead: int = 1  # steps that may be unsettled while the next is planned
     draft_tokens: int = 0  # drafts of one row, at most; 0: no speculation
     learned: bool = False  # a learned drafter is loaded; otherwise drafts are suffix matches
@@ -55,6 +57,10 @@ class PlanConfig:
             )
         if self.step_tokens > MOST_STEP_TOKENS:
             raise ConfigError(f"step_tokens is {self.step_tokens:,}; a step computes {MOST_STEP_TOKENS:,} at most")
+        if not 1 <= self.admit_together <= self.max_running:
+            raise ConfigError(
+                f"admit_together is {self.admit_together}; expected 1 to max_running, which is {self.max_running}"
+            )
         if self.max_waiting < 0 or self.ahead < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
         if not 0 <= self.draft_tokens <= PAGE_TOKENS:
@@ -110,6 +116,7 @@ class Planner:
         self._draining: set[ActiveJob] = set()  # ended, with steps in flight: they still hold slot and pages
         self._flights: deque[_PlannedStep] = deque()
         self._free_slots = list(reversed(range(config.max_running)))
+        self._admitting = False  # until nobody waits or no slot is free
         self._arrivals = 0
         self._steps = 0
         self._replayed = 0
@@ -191,7 +198,9 @@ class Planner:
             parts.append(_Part(job, job.next_count(budget), decodes=False))
             budget -= parts[-1].positions
         begins: list[Begin] = []
-        while budget and self._waiting and self._free_slots:
+        enough = min(self._config.admit_together, len(self._waiting))
+        self._admitting = self._admitting or bool(prompts) or len(self._free_slots) >= enough
+        while self._admitting and budget and self._waiting and self._free_slots:
             begin = self._admit(self._waiting[0])
             if begin is None:
                 break
@@ -199,6 +208,7 @@ class Planner:
             job = self._running[-1]
             parts.append(_Part(job, job.next_count(budget), decodes=False))
             budget -= parts[-1].positions
+        self._admitting = self._admitting and bool(self._waiting and self._free_slots)
         if not parts:
             assert self._flights or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
             return None

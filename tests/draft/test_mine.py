@@ -73,10 +73,11 @@ def scored_sequence(tokens: list[int], steps: list[torch.Tensor]) -> Scores:
     """States are logits here; the target is sure of every token that follows."""
     ids = torch.tensor(tokens)
     last = torch.nn.functional.one_hot(ids.roll(-1), V).float() * 20
-    return score(
-        ids, torch.arange(len(ids)) >= PROMPT, last, steps,
+    (found,) = score(
+        ids, torch.arange(len(ids)) >= PROMPT, last, steps, [len(ids)],
         target=lambda x: x, drafter=lambda x: x, vocabulary=V, serving=Serving(own=True),
     )  # fmt: skip
+    return found
 
 
 def foretelling(tokens: list[int], steps: int) -> list[torch.Tensor]:

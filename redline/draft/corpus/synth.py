@@ -6,7 +6,7 @@ Ctrl-C or a full disk.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from pathlib import Path
@@ -30,10 +30,10 @@ from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig, Learned
-from redline.worker.engine import Engine, pick_device
+from redline.worker.engine import STEP_TOKENS, Engine, pick_device
 from redline.worker.job_runner import JobRunner
 
-WAVE = 8  # jobs that the engine is given at a time, in multiples of those that it runs at once
+TOGETHER = 4  # the part of the slots whose jobs begin together on a GPU
 NAMED = 20  # skipped prompts that are printed one by one
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -193,7 +193,7 @@ def synth(
 ) -> Done:
     """Answers what the corpus does not hold yet, and appends. Whatever is raised, what was appended stays.
 
-    progress(answers there, answers in all, new tokens) is called with every step of an answer. Raises ConfigError where
+    progress(answers there, answers in all, new tokens) is called as answers end. Raises ConfigError where
     the corpus is of another target or sampling, OSError where the disk is full.
     """
     out = Path(config.out)
@@ -208,32 +208,52 @@ def synth(
         about = about_of(config, target.fingerprint)
         claim(out, about)
         start = time.monotonic()
-        size = WAVE * config.engine.max_running
-        for first in range(0, len(waiting), size):
-            wave = waiting[first : first + size]
-            jobs = [_job(config, about, target, prompt) for prompt in wave]
-            answers = {job.id: _Answer(prompt, job) for prompt, job in zip(wave, jobs, strict=True)}
+        answers: dict[JobId, _Answer] = {}  # those in the making
 
-            def take(delta: Delta, answers: dict[JobId, _Answer] = answers) -> None:
-                nonlocal ended, tokens
-                answer = answers[delta.job]
-                answer.add(delta)
-                tokens += len(delta.tokens)
-                if delta.finish in ("stop", "length"):
-                    writer.append(answer.example(delta.finish))
-                    ended += 1
-                elif delta.finish is not None:
-                    skipped.append(f"{delta.job}: {delta.error or delta.finish}")
-                progress(ended, total, len(delta.tokens))
+        def jobs() -> Iterator[Job]:
+            for prompt in waiting:
+                job = _job(config, about, target, prompt)
+                answers[job.id] = _Answer(prompt, job)
+                yield job
 
-            target.generate(jobs, take)
+        def take(delta: Delta) -> None:
+            nonlocal ended, tokens
+            answer = answers[delta.job]
+            answer.add(delta)
+            if delta.finish is None:
+                return
+            del answers[delta.job]
+            tokens += answer.count
+            if delta.finish in ("stop", "length"):
+                writer.append(answer.example(delta.finish))
+                ended += 1
+            else:
+                skipped.append(f"{delta.job}: {delta.error or delta.finish}")
+            progress(ended, total, answer.count)
+
+        target.run(jobs(), take)
     answered = ended - (len(asked) - len(waiting))
     return Done(answers=answered, tokens=tokens, seconds=time.monotonic() - start, skipped=tuple(skipped))
 
 
 def open_engine(config: SynthConfig) -> AbstractContextManager[JobRunner]:
     """The engine that answers. Raises ConfigError or CheckpointError where it cannot be loaded."""
-    return Engine.open(config.weights, config.engine)
+    return Engine.open(config.weights, in_bulk(config.engine))
+
+
+def in_bulk(config: EngineConfig) -> EngineConfig:
+    """The config for answers that nobody waits for, in what it leaves open.
+
+    On a GPU a step with prompts is led by the host and costs as much as ten that are replayed, whether it takes one
+    prompt or twenty: jobs begin a quarter of the slots at a time, in steps that hold their prompts. On a CPU a step
+    costs what it computes.
+    """
+    if pick_device(config.device).type == "cpu":
+        return config
+    together = max(config.admit_together, config.max_running // TOGETHER)
+    return msgspec.structs.replace(
+        config, admit_together=together, step_tokens=config.step_tokens or max(STEP_TOKENS["cuda"], 256 * together)
+    )
 
 
 def about_of(config: SynthConfig, fingerprint: str) -> About:
@@ -268,6 +288,11 @@ class _Answer:
         self._start = len(job.tokens)
         self._tokens = list(job.tokens)
         self._rounds: list[tuple[int, int, int]] = []
+
+    @property
+    def count(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._tokens) - self._start
 
     def add(self, delta: Delta) -> None:
         if delta.proposed:
