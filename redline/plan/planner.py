@@ -34,6 +34,7 @@ HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
 
 
+WORTH_A_STEP = 8  # pages that two prompts share, for which a step is made instead of computing them twice
 MOST_STEP_TOKENS = 1 << 16  # the log probabilities of so many prompt tokens, with 20 alternatives each, are 23 MB
 
 
@@ -460,13 +461,18 @@ class Planner:
         So the n choices of one request, and requests that begin alike and come together, compute what they share once,
         each but the first only from its last full page on. Nobody waits for ever: the older job settles the page, and
         the cache has it, or it leaves. Who stands behind loses nothing: fewer positions come before its own.
+
+        Where jobs are admitted together, steps with prompts are what is to be saved: only WORTH_A_STEP pages or more
+        are waited for.
         """
-        if index >= job.usable:
+        last = index if self._config.admit_together == 1 else index + WORTH_A_STEP - 1
+        if last >= job.usable:
             return False
-        hash, exact = job.hashes[index], bool(job.generated) and job.exact
+        hash, exact = job.hashes[last], bool(job.generated) and job.exact
         return any(
-            other.kept <= index < len(other.job.pages)
-            and other.hashes[index] == hash
+            other.kept <= index
+            and last < len(other.job.pages)
+            and other.hashes[last] == hash
             and (other.exact or not exact)
             and (other.drafting or not self._speculation.follows)
             for other in self._running
