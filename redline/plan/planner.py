@@ -7,10 +7,12 @@ taken back.
 
 No job starves. Jobs are admitted in the order in which they came; every step gives one row to each running job that
 generates. What is left of the budget goes to prompts, the oldest first, and to drafts, which leave half of it to the
-prompts. Where throughput counts and nobody waits for a first token, waiting jobs may be admitted several at once
-(`admit_together`): fewer steps have prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
+prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
 run out, the youngest running job is pre-empted and waits in front of all others. So the oldest job always advances, and
 every job becomes the oldest.
+
+Where throughput counts and nobody waits for a first token, waiting jobs are admitted several at once
+(`admit_together`), each prompt whole where it fits: fewer steps have prompts.
 """
 
 from collections import deque
@@ -202,6 +204,8 @@ class Planner:
         enough = min(self._config.admit_together, len(self._waiting))
         self._admitting = self._admitting or bool(prompts) or len(self._free_slots) >= enough
         while self._admitting and budget and self._waiting and self._free_slots:
+            if begins and self._config.admit_together > 1 and self._waiting[0].known > budget:
+                break  # in two parts it would cost two steps
             begin = self._admit(self._waiting[0])
             if begin is None:
                 break

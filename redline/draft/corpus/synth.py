@@ -30,10 +30,11 @@ from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
 from redline.worker.config import EngineConfig, Learned
-from redline.worker.engine import STEP_TOKENS, Engine, pick_device
+from redline.worker.engine import Engine, pick_device
 from redline.worker.job_runner import JobRunner
 
-TOGETHER = 4  # the part of the slots whose jobs begin together on a GPU
+TOGETHER = 2  # one in so many slots is free before jobs begin together on a GPU
+BULK_TOKENS = 8192  # positions of a step there: prompts are taken in whole
 NAMED = 20  # skipped prompts that are printed one by one
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -58,6 +59,8 @@ class SynthConfig(Record, frozen=True):
 
 
 Open = Callable[[SynthConfig], AbstractContextManager[JobRunner]]
+Told = Callable[[int, float], object]
+"""What hears of a verb's work when it is done: its tokens, and its seconds without loading."""
 
 
 class Done(Record, frozen=True):
@@ -69,7 +72,7 @@ class Done(Record, frozen=True):
     skipped: tuple[str, ...]  # prompts that the engine refused: "id: reason"
 
 
-def run(config: SynthConfig, console: Console) -> int:
+def run(config: SynthConfig, console: Console, told: Told = lambda tokens, seconds: None) -> int:
     """0; 1 where the disk is full; 130 after Ctrl-C. Raises ConfigError, CheckpointError."""
     asked = check(config)
     check_output(Path(config.out))
@@ -96,6 +99,7 @@ def run(config: SynthConfig, console: Console) -> int:
         kept = _kept(config, before, "the disk is full")
         console.print(kept, style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
+    told(done.tokens, done.seconds)
     rate = done.tokens / max(done.seconds, 1e-9)
     console.print(
         f"{done.answers:,} new answers, {done.tokens:,} tokens ({rate:,.0f} tokens/s); {config.out} holds "
@@ -245,15 +249,14 @@ def in_bulk(config: EngineConfig) -> EngineConfig:
     """The config for answers that nobody waits for, in what it leaves open.
 
     On a GPU a step with prompts is led by the host and costs as much as ten that are replayed, whether it takes one
-    prompt or twenty: jobs begin a quarter of the slots at a time, in steps that hold their prompts. On a CPU a step
-    costs what it computes.
+    prompt or thirty: jobs begin half of the slots at a time, in steps that hold their prompts. On a CPU a step costs
+    what it computes.
     """
     if pick_device(config.device).type == "cpu":
         return config
     together = max(config.admit_together, config.max_running // TOGETHER)
-    return msgspec.structs.replace(
-        config, admit_together=together, step_tokens=config.step_tokens or max(STEP_TOKENS["cuda"], 256 * together)
-    )
+    step_tokens = config.step_tokens or max(BULK_TOKENS, config.max_running)
+    return msgspec.structs.replace(config, admit_together=together, step_tokens=step_tokens)
 
 
 def about_of(config: SynthConfig, fingerprint: str) -> About:
