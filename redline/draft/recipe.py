@@ -108,7 +108,8 @@ def stages_of(
 ) -> tuple[list[Stage], Path]:
     """The stages of a recipe, and the folder of all that they make.
 
-    path: of the recipe. out, device: win over what it says. Raises ConfigError naming file and table.key, and CheckpointError where the target cannot be opened.
+    path: of the recipe. out, device: win over what it says. Raises ConfigError naming file and table.key, and
+    CheckpointError where the target cannot be opened.
     """
     top = _read(path)
     here = path.resolve().parent
