@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
@@ -16,7 +17,7 @@ from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
 from redline.draft.corpus import synth as room
 from redline.draft.corpus.corpus import read_examples
-from redline.draft.corpus.synth import SynthConfig, run, synth, wanted
+from redline.draft.corpus.synth import SynthConfig, in_bulk, run, synth, wanted
 from redline.errors import ConfigError
 from redline.model.k2.write import random_checkpoint
 from redline.wire.delta import Delta
@@ -107,6 +108,16 @@ def test_each_prompt_becomes_an_example(folder: Path, tmp_path: Path, parrot: Pa
         assert one.tokens[-1] in parrot.tokenizer.stop_ids  # the drafter has to learn where answers end
         assert one.rounds == ((one.prompt, 3, 1),)
         assert one.finish == "stop"
+
+
+def test_in_bulk_a_gpu_takes_prompts_in_together_and_a_cpu_as_they_come(monkeypatch: pytest.MonkeyPatch):
+    assert in_bulk(EngineConfig(device="cpu")) == EngineConfig(device="cpu")
+    monkeypatch.setattr(room, "pick_device", lambda name: torch.device("cuda"))
+    found = in_bulk(EngineConfig())
+    assert (found.admit_together, found.step_tokens) == (32, 8192)
+    told = in_bulk(EngineConfig(max_running=8, step_tokens=64, admit_together=6))
+    assert (told.admit_together, told.step_tokens) == (6, 64)
+    assert in_bulk(EngineConfig(max_running=1)).admit_together == 1
 
 
 def test_a_run_that_is_cut_off_at_any_point_loses_and_doubles_nothing(folder: Path, tmp_path: Path, parrot: Parrot):
