@@ -80,7 +80,9 @@ def run(
 
     origin: where and when the numbers were made, to be saved with them. Raises ConfigError.
     """
-    stages, out = stages_of(Path(config.recipe), config.out and Path(config.out), origin, told, config.device)
+    stages, out = stages_of(
+        Path(config.recipe), None if config.out is None else Path(config.out), origin, told, config.device
+    )
     try:
         with alone(out):
             status = run_stages(stages, out, console)

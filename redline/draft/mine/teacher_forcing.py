@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from redline.draft.corpus.corpus import Example
 from redline.draft.corpus.target import States, Target
 from redline.draft.mine.difficulty import Scores, Serving, score
-from redline.draft.train.ttt import choose, unroll
+from redline.draft.train.ttt import Way, choose, unroll
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.worker.engine import pick_device
@@ -29,7 +29,7 @@ class TeacherForcing:
         self._target = target
         self._drafter = drafter.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
         self._drafter.attach(target.embedding, target.head)
-        self._way, _ = choose(device, config.num_attention_heads, config.query_width, config.value_width)
+        self._way: Way = choose(device, config.num_attention_heads, config.query_width, config.value_width)[0]
         # A CPU is busy with one sequence; a GPU is not, and a launch costs what many sequences cost.
         self.together = 1 if device.type == "cpu" else BATCH_TOKENS
 
