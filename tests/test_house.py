@@ -50,18 +50,19 @@ FLAGS = {
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",
     "draft train": "--out --capture --corpus --start --settings --steps --tokens --seconds --lr "
-    "--tokens-per-batch --max-length --loss --steps-ahead --l2-sp --architecture --draft-vocab-size --seed",
+    "--tokens-per-batch --max-length --loss --steps-ahead --l2-sp --architecture --draft-vocab-size --seed --device",
     "draft mine": "--draft --corpus --out --traces --k --proposals --temperature --top-p --examples --traffic --budget "
     "--replay --cap --equal-domains --choose --answers --windows --window-tokens --max-tokens --batch --seed --device",
     "draft eval": "--draft --prompts --corpus --domain --count --k --mode --rounds --temperature --top-p --max-tokens "
     "--batch --suffix --offline --seed --save --device",
     "draft export": "--draft --out --latent",
-    "draft run": "--out",
+    "draft run": "--out --device",
 }
 
 KEYS = """
     weights host port served_model_name keys_file log_level
-    engine.kv_memory engine.max_model_len engine.max_running engine.step_tokens engine.kv_dtype engine.device
+    engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
+    engine.device
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.drafter engine.speculation.suffix engine.speculation.head_bits
 """

@@ -36,7 +36,13 @@ from redline.worker.config import HEAD_BITS, SUFFIX, EngineConfig, Learned, Suff
 MOST_DRAFTS = 15  # of one row in a step; more never pay
 
 # The most of each number; but for step_tokens the true bound is the machine's or the model's, far below these.
-_MOST = {"kv_memory": 2**50, "max_model_len": 2**31, "max_running": 4096, "step_tokens": MOST_STEP_TOKENS}
+_MOST = {
+    "kv_memory": 2**50,
+    "max_model_len": 2**31,
+    "max_running": 4096,
+    "admit_together": 4096,
+    "step_tokens": MOST_STEP_TOKENS,
+}
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 

@@ -10,6 +10,9 @@ generates. What is left of the budget goes to prompts, the oldest first, and to 
 prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
 run out, the youngest running job is pre-empted and waits in front of all others. So the oldest job always advances, and
 every job becomes the oldest.
+
+Where throughput counts and nobody waits for a first token, waiting jobs are admitted several at once
+(`admit_together`), each prompt whole where it fits: fewer steps have prompts.
 """
 
 import itertools
@@ -35,6 +38,7 @@ HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
 
 
+WORTH_A_STEP = 8  # pages that two prompts share, for which a step is made instead of computing them twice
 MOST_STEP_TOKENS = 1 << 16  # the log probabilities of so many prompt tokens, with 20 alternatives each, are 23 MB
 
 
@@ -45,6 +49,7 @@ class PlanConfig:
     step_tokens: int = 512  # positions computed in one step, at most
     max_running: int = 64  # jobs at once, each in a slot
     max_waiting: int = 1024  # jobs beyond those that free slots can take
+    admit_together: int = 1  # waiting jobs are admitted once so many slots are free, or as many as jobs wait
     ahead: int = 1  # steps that may be unsettled while the next is planned
     draft_tokens: int = 0  # drafts of one row, at most; 0: no speculation
     learned: bool = False  # a learned drafter is loaded; otherwise drafts are suffix matches
@@ -57,6 +62,10 @@ class PlanConfig:
             )
         if self.step_tokens > MOST_STEP_TOKENS:
             raise ConfigError(f"step_tokens is {self.step_tokens:,}; a step computes {MOST_STEP_TOKENS:,} at most")
+        if not 1 <= self.admit_together <= self.max_running:
+            raise ConfigError(
+                f"admit_together is {self.admit_together}; expected 1 to max_running, which is {self.max_running}"
+            )
         if self.max_waiting < 0 or self.ahead < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
         if not 0 <= self.draft_tokens <= PAGE_TOKENS:
@@ -113,6 +122,7 @@ class Planner:
         self._draining: set[ActiveJob] = set()  # ended, with steps in flight: they still hold slot and pages
         self._flights: deque[_PlannedStep] = deque()
         self._free_slots = list(reversed(range(config.max_running)))
+        self._admitting = False  # until nobody waits or no slot is free
         self._arrivals = 0
         self._steps = 0
         self._replayed = 0
@@ -199,7 +209,11 @@ class Planner:
             parts.append(_Part(job, job.next_count(budget), decodes=False))
             budget -= parts[-1].positions
         begins: list[Begin] = []
-        while budget and self._waiting and self._free_slots:
+        enough = min(self._config.admit_together, len(self._waiting))
+        self._admitting = self._admitting or bool(prompts) or len(self._free_slots) >= enough
+        while self._admitting and budget and self._waiting and self._free_slots:
+            if begins and self._config.admit_together > 1 and self._waiting[0].known > budget:
+                break  # in two parts it would cost two steps
             begin = self._admit(self._waiting[0])
             if begin is None:
                 break
@@ -207,6 +221,7 @@ class Planner:
             job = self._running[-1]
             parts.append(_Part(job, job.next_count(budget), decodes=False))
             budget -= parts[-1].positions
+        self._admitting = self._admitting and bool(self._waiting and self._free_slots)
         if not parts:
             assert self._flights or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
             return None
@@ -470,13 +485,18 @@ class Planner:
         So the n choices of one request, and requests that begin alike and come together, compute what they share once,
         each but the first only from its last full page on. Nobody waits for ever: the older job settles the page, and
         the cache has it, or it leaves. Who stands behind loses nothing: fewer positions come before its own.
+
+        Where jobs are admitted together, steps with prompts are what is to be saved: only WORTH_A_STEP pages or more
+        are waited for.
         """
-        if index >= job.usable:
+        last = index if self._config.admit_together == 1 else index + WORTH_A_STEP - 1
+        if last >= job.usable:
             return False
-        hash, exact = job.hashes[index], bool(job.generated) and job.exact
+        hash, exact = job.hashes[last], bool(job.generated) and job.exact
         return any(
-            other.kept <= index < len(other.job.pages)
-            and other.hashes[index] == hash
+            other.kept <= index
+            and last < len(other.job.pages)
+            and other.hashes[last] == hash
             and (other.exact or not exact)
             and (other.drafting or not self._speculation.follows)
             for other in self._running

@@ -44,6 +44,7 @@ class EngineConfig(Record, frozen=True):
     kv_memory: int | None = None  # bytes for the pages; absent: a quarter of the memory that is left, at most 4 GiB
     max_model_len: int | None = None  # tokens of one job, prompt and answer; absent: what fits
     max_running: int = 64  # jobs in one step
+    admit_together: int = 1  # waiting jobs begin once so many can: fewer steps with prompts, later first tokens
     step_tokens: int | None = None  # positions computed in one step; absent: 512, on a GPU 2048
     kv_dtype: str = "bf16"  # of the pages: bf16, fp8 (e4m3, half the bytes) or float32
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one

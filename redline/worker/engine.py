@@ -7,7 +7,7 @@ benchmarks.
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -226,10 +226,25 @@ class Engine:
         """
         deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
         assert len(deltas) == len(jobs), "two jobs have the same id"
+
+        def keep(delta: Delta) -> None:
+            deltas[delta.job].append(delta)
+            if on_delta is not None:
+                on_delta(delta)
+
+        self.run(jobs, keep)
+        return deltas
+
+    def run(self, jobs: Iterable[Job], on_delta: Callable[[Delta], object]) -> None:
+        """As `generate`, of any number of jobs: it keeps no delta, and takes a job from `jobs` when it is wanted.
+
+        An exception from `jobs` is treated as one from `on_delta`.
+        """
         waiting, running = iter(jobs), set[JobId]()
 
         def submit(count: int) -> None:
             for job in itertools.islice(waiting, count):
+                assert job.id not in running, f"two jobs have the id {job.id}"
                 running.add(job.id)
                 self._inbox.put(job)
 
@@ -240,29 +255,26 @@ class Engine:
                 messages = self._outbox.drain(wait=True, timeout=5.0)
                 if not messages and not self._loop.is_alive():
                     raise WorkerLost(self._lost)
-                new = [message for message in messages if isinstance(message, Delta) and message.job in deltas]
+                new = [message for message in messages if isinstance(message, Delta) and message.job in running]
             for delta in new:
-                deltas[delta.job].append(delta)
                 if delta.finish is not None:
                     running.discard(delta.job)
             return new
 
         with self._generating:
-            submit(OUTSTANDING)
             try:
+                submit(OUTSTANDING)
                 while running:
                     new = told()
                     submit(OUTSTANDING - len(running))
                     for delta in new:
-                        if on_delta is not None:
-                            on_delta(delta)
+                        on_delta(delta)
             except BaseException:
                 for id in running:
                     self._inbox.put(Abort(job=id))
                 while running and self._loop.is_alive():
                     told()  # their last deltas are not to be taken for those of a later job
                 raise
-        return deltas
 
     def record_all(self) -> None:
         """Record the shapes of decode steps that a server records while nothing runs: what is timed before is slower.
@@ -314,6 +326,7 @@ def plan_of(config: EngineConfig, device: torch.device) -> PlanConfig:
     return PlanConfig(
         step_tokens=STEP_TOKENS[device.type] if config.step_tokens is None else config.step_tokens,
         max_running=config.max_running,
+        admit_together=config.admit_together,
         draft_tokens=config.draft_tokens,
         learned=isinstance(config.speculation, Learned) and config.draft_tokens > 0,
     )

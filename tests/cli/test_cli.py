@@ -317,14 +317,12 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
         (
             "draft synth t --prompts p --out o",
             "redline.draft.corpus.synth.run",
-            SynthConfig(weights="t", out="o", prompts=("p",), engine=EngineConfig(step_tokens=512)),
+            SynthConfig(weights="t", out="o", prompts=("p",), engine=EngineConfig()),
         ),
         (
             "draft synth t --prompts p --out o --draft suffix",
             "redline.draft.corpus.synth.run",
-            SynthConfig(
-                weights="t", out="o", prompts=("p",), engine=EngineConfig(step_tokens=512, speculation=Suffix())
-            ),
+            SynthConfig(weights="t", out="o", prompts=("p",), engine=EngineConfig(speculation=Suffix())),
         ),
         (
             "draft mine t --draft d --corpus c --out o",

@@ -77,6 +77,46 @@ def test_more_jobs_than_the_planner_sees_at_a_time(engine: Engine, monkeypatch: 
     assert max(seen) <= 3
 
 
+def test_a_job_is_taken_from_its_source_when_it_is_wanted(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.worker.engine.OUTSTANDING", 3)
+    taken, ended, ahead = 0, 0, list[int]()
+
+    def jobs() -> Iterator[Job]:
+        nonlocal taken
+        for n in range(20):
+            taken += 1
+            ahead.append(taken - ended)
+            yield job(engine, f"{n}", prompt(n, 5), max_tokens=n % 4 + 1)
+
+    def take(delta: Delta) -> None:
+        nonlocal ended
+        ended += delta.finish is not None
+
+    engine.run(jobs(), take)
+    assert (taken, ended) == (20, 20)
+    assert max(ahead) <= 2 * 3  # three that run, and as many whose ends are not told yet
+
+
+def test_an_exception_in_the_source_of_jobs_aborts_those_that_run(engine: Engine):
+    def jobs() -> Iterator[Job]:
+        yield job(engine, "first", prompt(1, 20), max_tokens=400)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(jobs(), lambda delta: None)
+    assert len(answer(engine.generate([job(engine, "after", prompt(1, 20))])[JobId("after")])) == 8
+
+
+def test_jobs_that_begin_together_get_the_answers_that_they_get_alone(engine: Engine, folder: Path):
+    def jobs(opened: Engine) -> list[Job]:
+        return [job(opened, f"{n}", prompt(n, 10 + n), max_tokens=3 + n % 5) for n in range(14)]
+
+    alone = engine.generate(jobs(engine))
+    with Engine.open(folder, msgspec.structs.replace(CONFIG, admit_together=CONFIG.max_running)) as other:
+        together = other.generate(jobs(other))
+    assert {id: answer(deltas) for id, deltas in together.items()} == {id: answer(alone[id]) for id in alone}
+
+
 def test_a_stop_id_ends_an_answer(engine: Engine):
     whole = answer(engine.generate([job(engine, "whole", prompt(1, 20), max_tokens=20)])[JobId("whole")])
     stop = whole[7]
