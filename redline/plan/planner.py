@@ -23,12 +23,13 @@ from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import may_enter, refusal, token_limit
 from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import PrefixCache
+from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta, Fault, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
 from redline.wire.news import Load
-from redline.wire.step import Begin, Row, RowResult, Step, StepResult, TokenLogprobs
+from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
@@ -104,6 +105,7 @@ class Planner:
         self._hash_page = hash_page
         self._pool = PagePool(pages)
         self._cache = PrefixCache(self._pool)
+        self._recorded = RecordedShapes()
         self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
         self._waiting: deque[ActiveJob] = deque()
@@ -147,6 +149,10 @@ class Planner:
         self._waiting.append(active)
         return []
 
+    def report(self, recorded: Recorded) -> None:
+        """Takes in which shapes of decode steps can be replayed from now on."""
+        self._recorded.report(recorded)
+
     def abort(self, id: JobId) -> list[Delta]:
         """Ends a job now, with one delta. One that has ended already is no mistake, and gives none: the message crossed
         its last delta."""
@@ -171,7 +177,7 @@ class Planner:
     def next_step(self) -> Step | None:
         """The next step to launch; None when nothing can be planned before another step is settled.
 
-        A step never has two rows of one slot, and a Begin always comes with a row.
+        A step never has two rows of one slot, and a Begin always comes with a row. Decode rows stand before all others.
         """
         if len(self._flights) > self._config.ahead:
             return None
@@ -205,9 +211,17 @@ class Planner:
             assert self._flights or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
             return None
         self._steps += 1
-        step = Step(number=self._steps, begins=tuple(begins), rows=self._rows(parts))
+        rows = self._rows(parts)
+        step = Step(number=self._steps, begins=tuple(begins), rows=rows, shape=self._shape(parts[: len(decoding)]))
         self._flights.append(_PlannedStep(step, [part.job for part in parts]))
         return step
+
+    def _shape(self, decoding: Sequence[_Part]) -> Shape | None:
+        """What these decode rows replay, once their pages are sent."""
+        if not decoding:
+            return None
+        positions = max(part.positions for part in decoding)
+        return self._recorded.choose(len(decoding), positions, PAGE_TOKENS * max(part.job.sent for part in decoding))
 
     def _ready(self) -> tuple[list[ActiveJob], list[ActiveJob]]:
         """Running jobs that can have a row now: those that decode, each with a page for its next position, and those
@@ -325,7 +339,8 @@ class Planner:
     def _rows(self, parts: Sequence[_Part]) -> tuple[Row, ...]:
         """Plans these rows. Nothing is proposed that the next step would have no place for."""
         sampling = [part.samples for part in parts]
-        lengths = iter(self._speculation.lengths([part.job for part in itertools.compress(parts, sampling)]))
+        jobs = [part.job for part in itertools.compress(parts, sampling)]
+        lengths = iter(self._speculation.lengths(jobs, self._recorded.drafts(len(jobs))))
         spare, follows = self._config.step_tokens - len(self._running), self._speculation.follows
         rows: list[Row] = []
         for part, samples in zip(parts, sampling, strict=True):

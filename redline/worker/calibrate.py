@@ -7,6 +7,7 @@ slots and pages before it reads it.
 import math
 import time
 
+from redline.plan.recorded import RecordedShapes
 from redline.run.runner import Runner
 from redline.tune.costs import StepCosts
 from redline.wire.job import PAGE_TOKENS, PageId, Sampling
@@ -46,10 +47,11 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
     wanted = [(r, c, 0) for r in rows for c in counts]
     if runner.drafter is not None:
         wanted += [(r, 1, PASSES) for r in rows]
+    shapes = RecordedShapes(runner.recorded)
     best = dict.fromkeys(wanted, math.inf)
     for _ in range(REPEATS):  # each in turn, so that a slow moment of the machine meets all; and the best of some
         for rows_count_passes in wanted:
-            best[rows_count_passes] = min(best[rows_count_passes], _step(runner, *rows_count_passes))
+            best[rows_count_passes] = min(best[rows_count_passes], _step(runner, shapes, *rows_count_passes))
     target = tuple(tuple(best[r, c, 0] for c in counts) for r in rows)
     if runner.drafter is None:
         return StepCosts(rows, counts, target, padded=runner.overlaps)
@@ -57,12 +59,17 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
     return StepCosts(rows, counts, target, tuple(drafts), padded=runner.overlaps)
 
 
-def _step(runner: Runner, rows: int, count: int, propose: int) -> float:
-    """Milliseconds of one step of decode rows that verify count - 1 drafts each, and draft `propose` tokens."""
+def _step(runner: Runner, shapes: RecordedShapes, rows: int, count: int, propose: int) -> float:
+    """Milliseconds of one step of decode rows that verify count - 1 drafts each, and draft `propose` tokens.
+
+    Where no shape has so many positions it is the time of one that has the most, in proportion.
+    """
     for slot in range(rows):
         runner.place(slot, PROMPT + 1, _tokens(runner, slot + 1, count - 1))
+    shape = shapes.choose(rows, count, PAGE_TOKENS)
     step = Step(
         number=0,
+        shape=shape,
         rows=tuple(
             Row(slot=slot, start=None, count=count, drafts=count - 1, propose=propose, drafting=propose > 0)
             for slot in range(rows)
@@ -70,7 +77,8 @@ def _step(runner: Runner, rows: int, count: int, propose: int) -> float:
     )
     start = time.perf_counter()
     runner.launch(step).wait()
-    return (time.perf_counter() - start) * 1000
+    beyond = 1 if shape is None else max(1, count / shape.positions)
+    return (time.perf_counter() - start) * 1000 * beyond
 
 
 def _tokens(runner: Runner, seed: int, count: int) -> tuple[int, ...]:

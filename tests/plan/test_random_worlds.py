@@ -10,8 +10,10 @@ import pytest
 
 from redline.tune.choose import Worth
 from redline.tune.costs import StepCosts
+from redline.wire.step import Shape
 from tests.fakes import VOCABULARY, World, chain
 
+SHAPES = tuple(Shape(*size) for size in ((8, 1, 512), (2, 1, 128), (4, 3, 512), (8, 2, 256), (1, 8, 512)))
 COSTS = StepCosts(rows=(1, 8), counts=(1, 4, 8), target_ms=((5, 6, 9), (9, 20, 38)), draft_ms=(0.5, 1.5))
 
 
@@ -35,6 +37,7 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False) -> World:
         costs=COSTS if measured else None,
         seconds=(lambda step, _: 1e-3 * (1 + chain(step.number, seed) % 40)) if measured else None,
         fails=(lambda seed_, position: chain(seed_, position, seed) % 997 == 0) if seed % 5 == 0 else lambda *_: False,
+        shapes=SHAPES[: seed % (1 + len(SHAPES))],
     )
     roots = [random_tokens(random_, random_.randrange(1, 200)) for _ in range(3)]
     hurry = random_.choice([0.5, 0.7])  # how often a step is planned rather than settled
@@ -88,6 +91,7 @@ def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned
     assert sum(load.preemptions for load in loads) > 5, "too few pre-emptions to learn from"
     assert sum(load.prompt_tokens_cached for load in loads) > 5000
     assert sum(world.runner.resumed_bits_compared for world in worlds) > 1000
+    assert sum(world.runner.replays for world in worlds) > 1000
     if not draft_tokens:
         return
     assert sum(load.accepted_tokens for load in loads) > 500

@@ -38,10 +38,10 @@ from redline.kernels.hopper.step.suffix_match import suffix_match
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
-from redline.run.graphs.shapes import Shape
 from redline.run.kv import KvPool
 from redline.run.sampling.on_device import Odds, sample_rows
 from redline.run.slots import Slots
+from redline.wire.step import Shape
 
 
 class SamplingKind(IntEnum):
@@ -153,7 +153,7 @@ class DecodeStep:
             suffix_match(self._plan_BC, shared.standing, shared.results)
 
     def _drawn(self, logits_TV: Tensor, likeliest_T: Tensor, *, narrowed: bool) -> Tensor:
-        shared, (rows, positions, _) = self._shared, self.shape
+        shared, rows, positions = self._shared, self.shape.rows, self.shape.positions
         facts_TC = shared.standing.facts[self._plan_BC[:, SLOT]].repeat_interleave(positions, 0)
         temperature_T, top_p_T, min_p_T = facts_TC[:, TEMPERATURE : MIN_P + 1].view(torch.float64).unbind(1)
         cold_T = temperature_T == 0
