@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Generic, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,6 +24,7 @@ from redline.ops.add_norm import rms_norm
 from redline.ops.formats import E4M3_MOST, Plain, W, Weight
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
+from redline.ops.staged import staged
 from redline.wire.job import PAGE_TOKENS
 
 FILL = 64  # tokens, to a multiple of which `prefill_whole` fills its chunks
@@ -278,8 +280,8 @@ def prefill_whole(
     as in `mla_prefill`. spans: (first token, tokens) of each chunk. rows_T int64 [T]: page * 64 + place of each token's
     row, already in its page. Writes out_THV [T, H, V] at the chunks' tokens.
     """
-    index = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(rows_T.device)
-    rows = _rows_of(plane, rows_T[index]).to(q_THX.dtype)
+    token_N = np.concatenate([np.arange(first, first + count) for first, count in spans])
+    rows = _rows_of(plane, rows_T[staged(token_N, rows_T.device)]).to(q_THX.dtype)
     w_uk, w_uv = w.w_uk.dense().to(rows.dtype), w.w_uv.dense().to(rows.dtype)
     heads, rank, _ = w_uk.shape
     latent, rope = rows[:, :rank], rows[:, rank:]
@@ -292,17 +294,18 @@ def prefill_whole(
         by_size.setdefault(count.bit_length(), []).append(number)
     for numbers in by_size.values():  # of like lengths, so that at most half is filling
         # Filled to few different lengths: a library may plan anew for each shape.
-        longest = -(-max(spans[number][1] for number in numbers) // FILL) * FILL
-        place_CS = torch.zeros(len(numbers), longest, dtype=torch.int64)
-        real_CS = torch.zeros(len(numbers), longest, dtype=torch.bool)
-        for line, number in enumerate(numbers):
-            count = spans[number][1]
-            place_CS[line, :count] = torch.arange(places[number], places[number] + count)
-            real_CS[line, :count] = True
-        place_CS, real_CS = place_CS.to(rows.device), real_CS.to(rows.device)
-        q, k, v = (x[place_CS].transpose(1, 2) for x in (q_THX[index], keys, values))
+        counts = [spans[number][1] for number in numbers]
+        place_CS = np.zeros((len(numbers), -(-max(counts) // FILL) * FILL), dtype=np.int64)
+        line_R = np.repeat(np.arange(len(numbers)), counts)
+        at_R = np.concatenate([np.arange(count) for count in counts])
+        place_CS[line_R, at_R] = np.repeat([places[number] for number in numbers], counts) + at_R
+        # In one copy, and with no mask of booleans: the host would wait for how many of them hold.
+        parts = place_CS.ravel(), token_N[place_CS].ravel(), line_R, at_R, token_N[place_CS[line_R, at_R]]
+        given = staged(np.concatenate(parts), rows.device).split([len(part) for part in parts])
+        place, token = (part.view(place_CS.shape) for part in given[:2])
+        q, k, v = (x.transpose(1, 2) for x in (q_THX[token], keys[place], values[place]))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # filling stands behind, unseen
-        out_THV[index[place_CS[real_CS]]] = o.transpose(1, 2)[real_CS]
+        out_THV[given[4]] = o.transpose(1, 2)[given[2], given[3]]
 
 
 # ------------------------------------------------------------------------------------------------------------ cases

@@ -30,6 +30,7 @@ from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import SKIP, looked_up
 from redline.ops.mla import angles
+from redline.ops.staged import staged
 from redline.wire.job import PAGE_TOKENS
 
 
@@ -101,7 +102,7 @@ class GpuServed:
 
     def fuse(self, features_NF: Tensor, sources: Sequence[int] | None = None) -> Tensor:
         """The target's states side by side [N, S D] -> fused features bf16 [T, D], of rows `sources` or of all."""
-        x = features_NF if sources is None else features_NF[list(sources)]
+        x = features_NF if sources is None else features_NF[staged(sources, features_NF.device)]
         x = x.to(torch.bfloat16)
         if self._fc_norms is not None:
             x = norm_states(x.contiguous(), self._fc_norms, self._eps)
