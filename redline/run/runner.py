@@ -87,8 +87,8 @@ class Runner:
     """One model, its pages and its slots; perhaps a drafter, prepared for the model, and suffix matches.
 
     `replays` counts the steps whose decode rows were replayed, `chunks` those whose prompts were launched without
-    waiting for the device, `led` those that the host waited for, by why. One step may be counted twice: its decode rows,
-    and its prompts.
+    waiting for the device, `led` those that the host waited for, by why. One step may be counted twice: for its decode
+    rows, and for its prompts.
     """
 
     def __init__(
@@ -185,20 +185,23 @@ class Runner:
 
     def _start(self, step: Step, captured: CapturedSteps) -> WaitForStep:
         """Launches the step's decode rows, and behind them its prompts. Waits for neither, where it need not."""
-        decoding = msgspec.structs.replace(step, begins=(), rows=tuple(row for row in step.rows if row.start is None))
-        refusal = captured.refusal(decoding) if decoding.rows else None
+        if step.begins:
+            self._begin(step.begins)
+            step = msgspec.structs.replace(step, begins=())
+        prompts = tuple(row for row in step.rows if row.start is not None)
+        decoding = tuple(row for row in step.rows if row.start is None) if prompts else step.rows
+        decode = msgspec.structs.replace(step, rows=decoding) if prompts else step
+        refusal = captured.refusal(decode) if decoding else None
         if refusal is not None or not step.rows:
             if refusal is not None:
                 self.led[refusal] += 1
             result = self.run(step)
             return lambda: result
-        if len(decoding.rows) == len(step.rows):
-            return self._replay(decoding, captured)
+        if not prompts:
+            return self._replay(decode, captured)
         try:
-            replayed = self._replay(decoding, captured) if decoding.rows else None
-            read = self._read(
-                msgspec.structs.replace(step, rows=tuple(row for row in step.rows if row.start is not None))
-            )
+            replayed = self._replay(decode, captured) if decoding else None
+            read = self._read(msgspec.structs.replace(step, rows=prompts))
         except Exception:
             self._fail(step)
             raise
@@ -223,15 +226,11 @@ class Runner:
         return replay.result
 
     def _read(self, step: Step) -> WaitForStep:
-        """Launches a step of prompts; where they need the host, it is led, and awaited."""
+        """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""
         assert self._chunks is not None, "there are chunks where steps are recorded"
-        for begin in step.begins:
-            self.slots.empty(begin.slot)
-        for begin in step.begins:
-            self._begin(begin)
         if self._chunks.refused(step.rows):
             self.led["prompt"] += 1
-            result = self.run(msgspec.structs.replace(step, begins=()))
+            result = self.run(step)
             return lambda: result
         self.chunks += 1
         return self._chunks.launch(step)
@@ -242,8 +241,6 @@ class Runner:
         Rows of a slot that has an error get that error and do not run. Where the step raises, the slots of its rows
         have an error from then on, since the next step may be launched already.
         """
-        for begin in step.begins:
-            self.slots.empty(begin.slot)
         try:
             return self._run(step)
         except Exception:
@@ -257,8 +254,7 @@ class Runner:
     def _run(self, step: Step) -> StepResult:
         if self._captured is not None:
             self._captured.catch_up()
-        for begin in step.begins:
-            self._begin(begin)
+        self._begin(step.begins)
         results: list[RowResult] = []
         spans: list[Span] = []
         places: list[int] = []
@@ -275,13 +271,16 @@ class Runner:
                 results[place] = result
         return StepResult(number=step.number, rows=tuple(results))
 
-    def _begin(self, begin: Begin) -> None:
-        try:
-            self.slots.begin(begin)
-        except Exception as error:
-            if is_device_error(error):
-                raise
-            self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # this job's alone
+    def _begin(self, begins: Sequence[Begin]) -> None:
+        for begin in begins:
+            self.slots.empty(begin.slot)
+        for begin in begins:
+            try:
+                self.slots.begin(begin)
+            except Exception as error:
+                if is_device_error(error):
+                    raise
+                self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # this job's alone
 
     def _compute(self, spans: Sequence[Span]) -> list[RowResult]:
         asked: list[int] = []  # tokens of the step: all of a decode row, the last of a prompt, where the row samples
