@@ -185,9 +185,11 @@ class Runner:
 
     def _start(self, step: Step, captured: CapturedSteps) -> WaitForStep:
         """Launches the step's decode rows, and behind them its prompts. Waits for neither, where it need not."""
-        if step.begins:
-            self._begin(step.begins)
-            step = msgspec.structs.replace(step, begins=())
+        for begin in step.begins:
+            self.slots.empty(begin.slot)
+        for begin in step.begins:
+            self._begin(begin)
+        step = msgspec.structs.replace(step, begins=()) if step.begins else step
         prompts = tuple(row for row in step.rows if row.start is not None)
         decoding = tuple(row for row in step.rows if row.start is None) if prompts else step.rows
         decode = msgspec.structs.replace(step, rows=decoding) if prompts else step
@@ -241,6 +243,8 @@ class Runner:
         Rows of a slot that has an error get that error and do not run. Where the step raises, the slots of its rows
         have an error from then on, since the next step may be launched already.
         """
+        for begin in step.begins:
+            self.slots.empty(begin.slot)
         try:
             return self._run(step)
         except Exception:
@@ -254,7 +258,8 @@ class Runner:
     def _run(self, step: Step) -> StepResult:
         if self._captured is not None:
             self._captured.catch_up()
-        self._begin(step.begins)
+        for begin in step.begins:
+            self._begin(begin)
         results: list[RowResult] = []
         spans: list[Span] = []
         places: list[int] = []
@@ -271,16 +276,13 @@ class Runner:
                 results[place] = result
         return StepResult(number=step.number, rows=tuple(results))
 
-    def _begin(self, begins: Sequence[Begin]) -> None:
-        for begin in begins:
-            self.slots.empty(begin.slot)
-        for begin in begins:
-            try:
-                self.slots.begin(begin)
-            except Exception as error:
-                if is_device_error(error):
-                    raise
-                self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # this job's alone
+    def _begin(self, begin: Begin) -> None:
+        try:
+            self.slots.begin(begin)
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # this job's alone
 
     def _compute(self, spans: Sequence[Span]) -> list[RowResult]:
         asked: list[int] = []  # tokens of the step: all of a decode row, the last of a prompt, where the row samples

@@ -146,6 +146,8 @@ class GpuServed:
             return q, inputs.tokens_Q
         a = product(x, w.w_a, torch.float32)
         q_a = split_a(a, w.q_norm, w.kv_norm, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, w.eps)
+        if not inputs.tokens_Q.shape[0]:  # a prompt that nobody drafts from: its latents are all
+            return q_a[:0], inputs.tokens_Q
         rows_R = inputs.tokens_Q.long()
         q = product(q_a[rows_R], w.w_q, torch.bfloat16).view(rows_R.shape[0], w.heads, w.width)
         q = rotate_heads(q, inputs.cos_T[rows_R], inputs.sin_T[rows_R])

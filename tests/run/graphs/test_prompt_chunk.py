@@ -319,6 +319,7 @@ def test_a_drafters_row_without_a_page_comes_with_the_slots_next_row(captured: O
     engine = captured(speculation=LEARNED)
     runner, runs = engine.runner, Runs(engine.runner)
     tokens = prompt(seed=4, length=64)
+    runner.kv.draft.zero_()
     try:
         runs.read(0, prompt(seed=1, length=70)).wait()  # so that the slot's table names its second page
         before = runner.kv.draft[1].clone()
