@@ -3,10 +3,11 @@
 A step is: forward over all rows, then settle: verify each row's drafts, append what is certain to its slot, and draft
 what the slot's next row will verify. The next step finds it there.
 
-On a GPU a thread runs them, and nothing is awaited between two: the planner plans the next while one computes. Steps of
-nothing but plain decode rows are recorded and replayed (`captured.py`); the thread leads the rest. On a CPU the kernels
-have every core, and a step runs in the thread that waits for it: a second thread would take cores and Python from it.
-That thread enters `torch.inference_mode` once for all steps, as the GPU's does.
+On a GPU a thread runs them, and nothing is awaited between two: the planner plans the next while one computes. Decode
+rows are recorded and replayed (`captured.py`), a step's prompts are launched behind them (`prompt_chunk.py`), and the
+thread leads the rest. On a CPU the kernels have every core, and a step runs in the thread that waits for it: a second
+thread would take cores and Python from it. That thread enters `torch.inference_mode` once for all steps, as the GPU's
+does.
 """
 
 import functools
@@ -32,6 +33,7 @@ from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verif
 from redline.run.fit import Layout
 from redline.run.graphs.captured import CapturedSteps, not_finite
 from redline.run.graphs.decode_step import SharedState
+from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool
 from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, uniform
 from redline.run.slots import Proposal, Slots, Span
@@ -87,7 +89,9 @@ WaitForStep = Callable[[], StepResult]
 class Runner:
     """One model, its pages and its slots; perhaps a drafter, prepared for the model, and suffix matches.
 
-    `replays` counts the steps that were replayed, `led` the others, by why.
+    `replays` counts the steps whose decode rows were replayed, `chunks` those whose prompts were launched without
+    waiting for the device, `led` those that the host waited for, by why. One step may be counted twice: for its decode
+    rows, and for its prompts.
     """
 
     def __init__(
@@ -118,9 +122,13 @@ class Runner:
         self._layers = drafter.config.layer_ids if drafter is not None else ()
         self.replays = 0
         self.led: Counter[str] = Counter()
+        self.chunks = 0
         self._captured: CapturedSteps | None = None
+        self._chunks: PromptChunks | None = None
         if recorded:
-            self._captured = CapturedSteps(SharedState(model, self.slots, self.kv, drafter, suffix=suffix), 1 + drafts)
+            shared = SharedState(model, self.slots, self.kv, drafter, suffix=suffix)
+            self._captured = CapturedSteps(shared, 1 + drafts)
+            self._chunks = PromptChunks(shared, self._captured, self.drafting)
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._queued: deque[Queued] = deque()
         self._thread: threading.Thread | None = None
@@ -201,14 +209,45 @@ class Runner:
                 work()
 
     def _start(self, step: Step, captured: CapturedSteps) -> WaitForStep:
-        refusal = captured.refusal(step)
-        if refusal is not None:
-            if step.rows:
+        """Launches the step's decode rows, and behind them its prompts. Waits for neither, where it need not."""
+        for begin in step.begins:
+            self.slots.empty(begin.slot)
+        for begin in step.begins:
+            self._begin(begin)
+        step = msgspec.structs.replace(step, begins=()) if step.begins else step
+        prompts = tuple(row for row in step.rows if row.start is not None)
+        decoding = tuple(row for row in step.rows if row.start is None) if prompts else step.rows
+        decode = msgspec.structs.replace(step, rows=decoding) if prompts else step
+        refusal = captured.refusal(decode) if decoding else None
+        if refusal is not None or not step.rows:
+            if refusal is not None:
                 self.led[refusal] += 1
             result = self.run(step)
             return lambda: result
+        if not prompts:
+            return self._replay(decode, captured)
+        try:
+            replayed = self._replay(decode, captured) if decoding else None
+            read = self._read(msgspec.structs.replace(step, rows=prompts))
+        except Exception:
+            self._fail(step)
+            raise
+        return read if replayed is None else functools.partial(_together, step, replayed, read)
+
+    def _replay(self, step: Step, captured: CapturedSteps) -> WaitForStep:
+        """Launches a step of decode rows that can be replayed."""
         self.replays += 1
         return captured.launch(step).result
+
+    def _read(self, step: Step) -> WaitForStep:
+        """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""
+        assert self._chunks is not None, "there are chunks where steps are recorded"
+        if self._chunks.refused(step.rows):
+            self.led["prompt"] += 1
+            result = self.run(step)
+            return lambda: result
+        self.chunks += 1
+        return self._chunks.launch(step)
 
     def run(self, step: Step) -> StepResult:
         """Runs the step now, in this thread, and gives its result.
@@ -221,9 +260,12 @@ class Runner:
         try:
             return self._run(step)
         except Exception:
-            for row in step.rows:
-                self.slots.at[row.slot].error = "the step before failed"
+            self._fail(step)
             raise
+
+    def _fail(self, step: Step) -> None:
+        for row in step.rows:
+            self.slots.at[row.slot].error = "the step before failed"
 
     def _run(self, step: Step) -> StepResult:
         if self._captured is not None:
@@ -395,6 +437,13 @@ class Runner:
             for some, of_some in zip(hidden[:count].split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True)
             for row_V, token in zip(self.model.logits(some), of_some.tolist(), strict=True)
         )
+
+
+def _together(step: Step, decoded: WaitForStep, read: WaitForStep) -> StepResult:
+    """The result of a step from that of its decode rows and that of its prompts."""
+    of_decoding, of_prompts = iter(decoded().rows), iter(read().rows)
+    rows = tuple(next(of_decoding if row.start is None else of_prompts) for row in step.rows)
+    return StepResult(number=step.number, rows=rows, replayed=True)
 
 
 _NOTHING = RowResult()

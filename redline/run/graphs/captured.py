@@ -40,7 +40,7 @@ from redline.run.slots import NOTHING, Proposal, Slot
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Recorded, Row, RowResult, Shape, Step, StepResult
 
-HOST_BUFFERS = 4  # steps whose plan or result the host may still hold
+HOST_BUFFERS = 8  # plans or results that the host may still hold: two of a step, where a prompt ends in it
 
 _log = logging.getLogger(__name__)
 
@@ -71,6 +71,12 @@ def not_finite(position: int) -> str:
     return f"the model gave a logit that is not finite at position {position}"
 
 
+def is_hosts(slot: Slot) -> bool:
+    """Whether only the host can choose what comes behind the slot's tokens."""
+    # The slot may be further than its account here, never less far.
+    return slot.sampling.logprobs is not None or not is_unadjusted(slot.sampling, slot.length - slot.prompt)
+
+
 class _HostBuffers(NamedTuple):
     """Where a step's plan leaves the host, and its result arrives."""
 
@@ -81,8 +87,10 @@ class _HostBuffers(NamedTuple):
 class Replay:
     """A replayed step on its way. Any thread may ask for its outcomes; the first to ask waits for the device."""
 
-    def __init__(self, step: Step, results: Tensor, wait: Callable[[], None]) -> None:
+    def __init__(self, step: Step, slots: Sequence[Slot], results: Tensor, wait: Callable[[], None]) -> None:
+        """slots: those of the step's rows, as the host has them at the launch."""
         self.step = step
+        self.slots = slots
         self.landed = False
         self._results = results
         self._wait = wait
@@ -188,7 +196,7 @@ class CapturedSteps:
 
     def _record_kinds(self, shape: Shape, kinds: Sequence[SamplingKind]) -> _Recorded | None:
         step = DecodeStep(self._shared, shape)
-        self._plan(shape, (), (), _HostBuffers(self._shared.plan, self._shared.results))
+        self._plan(shape, (), (), self._shared.plan)
         settles = [functools.partial(step.settle, kind) for kind in kinds]
         drafts = [step.draft_all, step.draft, step.draft_on] if self._shared.drafter is not None else []
         try:
@@ -202,15 +210,12 @@ class CapturedSteps:
         return _Recorded(step, forward, tuple(rest[: len(settles)]), tuple(rest[len(settles) :]))
 
     def refusal(self, step: Step) -> str | None:
-        """Why the host must lead this step, in a word or two; None where the step can be replayed."""
-        if not step.rows or step.begins or any(row.start is not None for row in step.rows):
-            return "prompt"
+        """Why the host must lead this step of decode rows, in a word or two; None where it can be replayed."""
         for row in step.rows:
             slot = self._slots.at[row.slot]
             if slot.error is not None:
                 return "error"
-            # The slot may be further than its account here, never less far.
-            if slot.sampling.logprobs is not None or not is_unadjusted(slot.sampling, slot.length - slot.prompt):
+            if is_hosts(slot):
                 return "sampling"
             if row.drafting and slot.behind:
                 return "a page's first row"  # the drafter's, which comes with the feature that the last page keeps
@@ -218,16 +223,13 @@ class CapturedSteps:
 
     def launch(self, step: Step) -> Replay:
         """Gives the step to the device without waiting for it. `refusal` must have given None."""
-        self._note_landed()
+        self.note_landed()
         shape = step.shape
         assert shape is not None, "only a step that is ours is launched"
-        asked = [self._drafts(row, shape.positions - 1) for row in step.rows]
-        recorded, buffers = self._recorded[shape], self._host_buffers[self._count % HOST_BUFFERS]
-        self._count += 1
-        self._plan(shape, step.rows, asked, buffers)
-        self._shared.plan.copy_(buffers.plan, non_blocking=True)
+        recorded = self._recorded[shape]
+        self.send(shape, step.rows, [self._drafts(row, shape.positions - 1) for row in step.rows])
         recorded.forward()
-        recorded.settle[self._kind(step)]()
+        recorded.settle[self.kind(step)]()
         if any(row.drafting for row in step.rows):
             whole, first, further = recorded.draft
             wanted = max(1, *(min(row.propose, MOST_DRAFTS) for row in step.rows if row.drafting))
@@ -237,40 +239,60 @@ class CapturedSteps:
                 first()
                 for _ in range(1, wanted):
                     further()
-        buffers.results.copy_(self._shared.results, non_blocking=True)
-        replay = Replay(step, buffers.results, self._recorder.mark())
+        return self.fetch(step)
+
+    def send(self, shape: Shape, rows: Sequence[Row], asked: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Sends the plan of these rows to the device, without waiting for it. `fetch` must follow, for the same rows.
+
+        asked: of each row, how many drafts it verifies at most, and the tokens that the host gives it.
+        """
+        plan = self._host_buffers[self._count % HOST_BUFFERS].plan
+        self._plan(shape, rows, asked, plan)
+        self._shared.plan.copy_(plan, non_blocking=True)
+
+    def fetch(self, step: Step) -> Replay:
+        """Asks the device for what came of the rows that were sent, and does not wait for it."""
+        results = self._host_buffers[self._count % HOST_BUFFERS].results
+        self._count += 1
+        results.copy_(self._shared.results, non_blocking=True)
+        replay = Replay(step, [self._slots.at[row.slot] for row in step.rows], results, self.mark())
         self._replays.append(replay)
         return replay
+
+    def mark(self) -> Callable[[], None]:
+        """A call that waits until the device has done all that it was given before this one."""
+        return self._recorder.mark()
 
     def catch_up(self) -> None:
         """Waits for the device, and brings the host's account of every slot to the present."""
         while self._replays:
             self._note(self._replays.popleft())
 
-    def _note_landed(self) -> None:
+    def note_landed(self) -> None:
         """Takes in the results that have been read already, and the one whose buffers the next step needs."""
         while self._replays and (self._replays[0].landed or len(self._replays) == HOST_BUFFERS):
             self._note(self._replays.popleft())
 
     def _note(self, replay: Replay) -> None:
-        for row, outcome in zip(replay.step.rows, replay.outcomes, strict=True):
-            if outcome.tokens:
+        for row, slot, outcome in zip(replay.step.rows, replay.slots, replay.outcomes, strict=True):
+            if outcome.tokens and self._slots.at[row.slot] is slot:  # else another job has it by now
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
-                self._slots.at[row.slot].proposal = Proposal(outcome.drafts)
+                slot.proposal = Proposal(outcome.drafts)
 
     def _holds(self, step: Step) -> bool:
         """Whether the shape that the step names is recorded here, and holds its rows and their contexts."""
         shape, at = step.shape, self._slots.at
         recorded = None if shape is None else self._recorded.get(shape)
-        if shape is None or recorded is None or shape.rows < len(step.rows) or self._kind(step) >= len(recorded.settle):
+        if shape is None or recorded is None or shape.rows < len(step.rows) or self.kind(step) >= len(recorded.settle):
             return False
         return shape.longest >= PAGE_TOKENS * max(at[row.slot].pages + len(row.new_pages) for row in step.rows)
 
-    def _kind(self, step: Step) -> SamplingKind:
+    def kind(self, step: Step) -> SamplingKind:
+        """What the rows of a step need at most."""
         return max(_kind(self._slots.at[row.slot].sampling) for row in step.rows)
 
     def _plan(
-        self, shape: Shape, rows: Sequence[Row], asked: Sequence[tuple[int, Sequence[int]]], buffers: _HostBuffers
+        self, shape: Shape, rows: Sequence[Row], asked: Sequence[tuple[int, Sequence[int]]], plan: Tensor
     ) -> None:
         """Writes the plan of a step. Behind its rows stand rows that repeat the shortest one.
 
@@ -298,7 +320,7 @@ class CapturedSteps:
             lines.append([row.slot, 1 + most, *news, *cells, *pages, propose, match, len(given), *padded])
         filler = [filling, 0, *_NO_NEWS, *spare[0], *spare[1], -1, 0, 0, *(0,) * MOST_DRAFTS]
         lines += [filler] * (shape.rows - len(rows))
-        buffers.plan[: shape.rows] = buffers.plan.new_tensor(lines)
+        plan[: shape.rows] = plan.new_tensor(lines)
 
     def _drafts(self, row: Row, most: int) -> tuple[int, Sequence[int]]:
         """How many drafts the row verifies, `most` at most, and those of the host's own.
