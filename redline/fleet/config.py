@@ -27,8 +27,10 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from redline.api.access import is_loopback
 from redline.errors import ConfigError
 from redline.plan.planner import MOST_STEP_TOKENS
+from redline.tune.synthetic import read_acceptance
 from redline.wire.base import Record
 from redline.worker.config import SUFFIX, EngineConfig, Learned, Suffix, drafts_of, new_spelling
 
@@ -36,6 +38,8 @@ MOST_DRAFTS = 15  # of one row in a step; more never pay
 
 # The most of each number; but for step_tokens the true bound is the machine's or the model's, far below these.
 _MOST = {"kv_memory": 2**50, "max_model_len": 2**31, "max_running": 4096, "step_tokens": MOST_STEP_TOKENS}
+
+_SYNTHETIC = "synthetic_acceptance"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -84,6 +88,9 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     engine = _table(values, "engine")
     if isinstance(engine.get("kv_memory"), str):
         engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
+    drafting = _table(values, "engine.speculation")
+    if isinstance(drafting.get(_SYNTHETIC), str):
+        drafting[_SYNTHETIC] = read_acceptance(drafting[_SYNTHETIC], f"{source}: engine.speculation.{_SYNTHETIC}")
     _check_type(engine, source)
     try:
         config = msgspec.convert(values, ServeConfig)
@@ -104,6 +111,15 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     if not 0 <= tokens <= MOST_DRAFTS:
         raise ConfigError(
             f"{source}: engine.speculation.tokens is {tokens}; expected 0 to {MOST_DRAFTS} (0: drafts nothing)"
+        )
+    try:
+        rates = config.engine.synthetic_rates()
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if rates and not is_loopback(config.host):
+        raise ConfigError(
+            f"{source}: engine.speculation.{_SYNTHETIC} is for benchmarks: answers are made of drafts that a draw let "
+            f"pass; host is {config.host}, which others reach, so leave one of the two out"
         )
     return config
 

@@ -21,6 +21,7 @@ from redline.kernels.hopper.step.step_rows import SLOT, SlotTensors
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
 from redline.model.eagle3.serve import Served
+from redline.ops.draws import signed, uniforms
 from redline.plan.speculation import Speculation
 from redline.run.graphs import decode_step
 from redline.run.graphs.captured import _facts
@@ -28,7 +29,7 @@ from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import Shape, shapes
 from redline.run.runner import Runner
-from redline.run.sampling.on_device import Odds, sample_rows, signed, uniforms
+from redline.run.sampling.on_device import Odds, sample_rows
 from redline.run.sampling.on_host import is_unadjusted, sample_each, uniform
 from redline.run.slots import Slot, Slots
 from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
