@@ -42,8 +42,8 @@ FLAGS = {
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
     "doctor": "",
-    "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --kv-dtype --batch --context "
-    "--repeats --save",
+    "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k --accept "
+    "--kv-dtype --batch --context --repeats --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "
     "--repeats --synthetic-acceptance --save",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
