@@ -6,14 +6,14 @@ read what is not there. `World` drives a planner against it and compares every a
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from redline.plan.planner import PlanConfig, Planner
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId, Sampling
-from redline.wire.step import Begin, Row, RowResult, Step, StepResult, TokenLogprobs
+from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 VOCABULARY = 97
 
@@ -107,7 +107,18 @@ class FakePending:
 class FakeRunner:
     """Runs steps as a device would, on contents that can be verified. `fails(seed, position)` gives a row an error."""
 
-    def __init__(self, pages: int, config: PlanConfig, fails: Callable[[int, int], bool] = lambda *_: False) -> None:
+    def __init__(
+        self,
+        pages: int,
+        config: PlanConfig,
+        fails: Callable[[int, int], bool] = lambda *_: False,
+        shapes: Sequence[Shape] = (),
+        more: Sequence[Shape] = (),
+    ) -> None:
+        """shapes: recorded at the start. more: recorded one by one while nothing runs."""
+        self.recorded = Recorded(shapes=tuple(shapes))
+        self.more = list(more)
+        self.replays = 0  # steps that have named a shape
         self.pages = [_Page() for _ in range(pages)]
         self.config = config
         self.fails = fails
@@ -134,7 +145,32 @@ class FakeRunner:
         assert {begin.slot for begin in step.begins} <= set(slots), "a job begins without a row"
         for begin in step.begins:
             self._begin(begin)
-        return FakePending(StepResult(number=step.number, rows=tuple(self._run(row) for row in step.rows)))
+        most = None if step.shape is None else step.shape.positions - 1
+        rows = tuple(self._run(row, most) for row in step.rows)
+        self._verify_shape(step)
+        return FakePending(StepResult(number=step.number, rows=rows))
+
+    def record_more(self) -> bool:
+        if not self.more:
+            return False
+        self.recorded = Recorded(shapes=(*self.recorded.shapes, self.more.pop(0)))
+        return True
+
+    def _verify_shape(self, step: Step) -> None:
+        """That the shape is recorded and holds the decode rows; and that it is the cheapest of those with as many
+        positions as they have, or with the most that there are."""
+        rows = [row for row in step.rows if row.start is None]
+        longest = PAGE_TOKENS * max((len(self.slots[row.slot].table) for row in rows), default=0)
+        holding = [shape for shape in self.recorded.shapes if shape.rows >= len(rows) and shape.longest >= longest]
+        if step.shape is None:
+            assert not rows or not holding, f"{holding[0]} holds a step that names none"
+            return
+        self.replays += 1
+        assert step.shape in holding, f"{step.shape} does not hold what names it, or is not recorded"
+        positions = min(max(row.count for row in rows), max(shape.positions for shape in holding))
+        least = min(shape.rows * shape.positions for shape in holding if shape.positions >= positions)
+        assert step.shape.positions >= positions
+        assert step.shape.rows * step.shape.positions == least
 
     def _begin(self, begin: Begin) -> None:
         assert 0 <= begin.slot < self.config.max_running
@@ -159,13 +195,13 @@ class FakeRunner:
         if first is not None:
             assert bits == first[: slot.computed], f"job {seed} resumes from pages with other bits"
 
-    def _run(self, row: Row) -> RowResult:
+    def _run(self, row: Row, most: int | None) -> RowResult:
         slot = self.slots[row.slot]
         slot.table += row.new_pages
         assert row.count > 0
         assert 0 <= row.propose <= self.config.draft_tokens
         assert row.samples or not row.propose, "drafts are asked for behind a token that is not known"
-        result = self._known(slot, row, row.start) if row.start is not None else self._decode(slot, row)
+        result = self._known(slot, row, row.start) if row.start is not None else self._decode(slot, row, most)
         slot.asked = row.propose
         return result
 
@@ -197,7 +233,8 @@ class FakeRunner:
         logprobs = (_logprobs(slot.tokens, len(slot.tokens) - 1),) if sampling.logprobs is not None else ()
         return RowResult(tokens=(slot.tokens[-1],), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
 
-    def _decode(self, slot: _Slot, row: Row) -> RowResult:
+    def _decode(self, slot: _Slot, row: Row, most: int | None) -> RowResult:
+        """most: drafts that are verified, at most."""
         assert row.samples
         assert row.count == 1 + row.drafts
         assert row.drafts <= slot.asked, "more drafts than were asked for"
@@ -206,7 +243,7 @@ class FakeRunner:
         assert start >= slot.begin.prompt, "a decode row in the prompt"
         if len(slot.tokens) >= slot.limit:
             return RowResult()
-        drafts = slot.proposals[: min(row.drafts, slot.limit - len(slot.tokens) - 1)]
+        drafts = slot.proposals[: min(row.drafts, slot.limit - len(slot.tokens) - 1)][:most]
         end = start + 1 + len(drafts)
         self._verify_table(slot, row, end)
         self._verify_pages(slot, start)
@@ -356,15 +393,17 @@ class World:
         fails: Callable[[int, int], bool] = lambda *_: False,
         costs: StepCosts | None = None,
         seconds: Callable[[Step, StepResult], float] | None = None,
+        shapes: Sequence[Shape] = (),
         **config: int,
     ) -> None:
-        """seconds: what the planner is told that a step took."""
+        """seconds: what the planner is told that a step took. shapes: that the runner has recorded."""
         self.config = PlanConfig(**config)
         self.max_model_len = max_model_len
         self.pages = pages
         self.planner = Planner(pages, self.config, max_model_len, hash_page, costs)
         self._seconds = seconds
-        self.runner = FakeRunner(pages, self.config, fails)
+        self.runner = FakeRunner(pages, self.config, fails, shapes)
+        self.planner.report(self.runner.recorded)
         self.stories: dict[JobId, Story] = {}  # in the order of submission
         self.flights: deque[tuple[Step, FakePending]] = deque()
         self._of_slot: dict[int, Story] = {}

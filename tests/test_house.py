@@ -38,32 +38,34 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("mode
 
 FLAGS = {
     "serve": "--host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
-    "--draft --draft-tokens --draft-trace --synthetic-acceptance --log-level",
+    "--draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
     "doctor": "",
-    "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k --accept "
-    "--kv-dtype --batch --context --repeats --save",
+    "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
+    "--draft-head-bits --accept --kv-dtype --batch --context --repeats --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "
     "--repeats --synthetic-acceptance --save",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",
     "draft train": "--out --capture --corpus --start --settings --steps --tokens --seconds --lr "
-    "--tokens-per-batch --max-length --loss --steps-ahead --l2-sp --architecture --draft-vocab-size --seed",
+    "--tokens-per-batch --max-length --loss --steps-ahead --l2-sp --architecture --draft-vocab-size --seed --device",
     "draft mine": "--draft --corpus --out --traces --k --proposals --temperature --top-p --examples --traffic --budget "
     "--replay --cap --equal-domains --choose --answers --windows --window-tokens --max-tokens --batch --seed --device",
     "draft eval": "--draft --prompts --corpus --domain --count --k --mode --rounds --temperature --top-p --max-tokens "
     "--batch --suffix --offline --seed --save --device",
     "draft export": "--draft --out --latent",
-    "draft run": "--out",
+    "draft run": "--out --device",
 }
 
 KEYS = """
     weights host port served_model_name keys_file log_level
-    engine.kv_memory engine.max_model_len engine.max_running engine.step_tokens engine.kv_dtype engine.device
+    engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
+    engine.device
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix
+    engine.speculation.head_bits
 """
 
 
@@ -105,7 +107,7 @@ def test_the_keys_of_a_deployment_are_those_that_we_decided_on():
 
 
 # Of what the flags of `serve` say in other words than the file: who drafts, which are two keys, and how.
-SPELLED = {"--draft": "type", "--draft-tokens": "tokens", "--draft-trace": "trace"}
+SPELLED = {"--draft": "type"} | {f"--draft-{key}": key for key in ("tokens", "head-bits", "trace")}
 
 
 def test_every_flag_of_serve_is_the_spelling_of_a_key():

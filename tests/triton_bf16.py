@@ -1,6 +1,7 @@
 """Triton's interpreter keeps bf16 as raw 16-bit integers and computes with those; here it computes with their values.
 
-Seen in Triton 3.6 to 3.9: products and sums of bf16 are off by orders of magnitude, and float32 is cut, not rounded.
+Seen in Triton 3.6 to 3.9: products and sums of bf16 are off by orders of magnitude, float32 is cut, not rounded, and an
+integer becomes the bf16 of those bits.
 Seen in Triton 3.7: float32 that rounds up to the next power of two becomes half of it as e4m3.
 """
 
@@ -39,6 +40,8 @@ def mend() -> None:
             return float32(source)
         if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
             return handle(rounded(source.data), tl.bfloat16)
+        if source.dtype.scalar.is_int() and to.scalar == tl.bfloat16:
+            return handle(rounded(source.data.astype(np.float32)), tl.bfloat16)
         return cast(self, source, to)
 
     def mended_convert(self: Any, source: Any, to: Any, mode: Any) -> Any:

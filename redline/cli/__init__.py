@@ -95,6 +95,14 @@ def serve(
             help="Tokens drafted per step and request, 0 to 15 at most; fewer where they do not pay. Absent: 3.",
         ),
     ] = None,
+    draft_head_bits: Annotated[
+        int | None,
+        typer.Option(
+            metavar="16|8",
+            help="How the drafter's head is kept: 8 halves the bytes of a pass's largest part on a GPU, and drafts are "
+            "rounded a little. Absent: 16.",
+        ),
+    ] = None,
     draft_trace: Annotated[
         str | None,
         typer.Option(
@@ -121,6 +129,7 @@ def serve(
         "engine.device": device,
         "engine.speculation": draft,
         "engine.speculation.tokens": draft_tokens,
+        "engine.speculation.head_bits": draft_head_bits,
         "engine.speculation.trace": draft_trace,
         "engine.speculation.synthetic_acceptance": synthetic_acceptance,
     }
@@ -226,6 +235,9 @@ def bench_decode(
     k: Annotated[
         list[int] | None, typer.Option("--k", min=1, help="Drafts of a round (repeatable). Absent: 1 to 4.")
     ] = None,
+    draft_head_bits: Annotated[
+        int | None, typer.Option(metavar="16|8", help="How the drafter's head is kept, as `serve` has it. Absent: 16.")
+    ] = None,
     accept: Annotated[
         str | None,
         typer.Option(
@@ -272,6 +284,7 @@ def bench_decode(
         "tokens": tokens and tuple(tokens),
         "draft_shape": draft_shape,
         "k": k and tuple(k),
+        "draft_head_bits": draft_head_bits,
         "accept": accept,
     }
     given: dict[str, Any] = {name: value for name, value in of_a_shape.items() if value is not None}
@@ -283,11 +296,12 @@ def bench_decode(
         raise typer.Exit(run(folder, batches, contexts, kv_dtype or "bf16", repeats or 40, save, plain_console()))
     if folder is not None or shape is None:
         raise ConfigError("give a checkpoint's folder or --shape, one of the two")
-    of_rounds = {name: given.pop(name) for name in ("draft_shape", "k", "accept") if name in given}
+    of_rounds = {name: given.pop(name) for name in ("draft_shape", "k", "draft_head_bits", "accept") if name in given}
     if "draft_shape" in of_rounds and "tokens" in given:
         raise ConfigError("--tokens and --draft-shape: a round has 1 + K tokens of each row; give --k")
     if of_rounds and "draft_shape" not in of_rounds:
-        raise ConfigError(f"--{next(iter(of_rounds))} is of rounds; give --draft-shape too, such as eagle3-mla")
+        name = next(iter(of_rounds)).replace("_", "-")
+        raise ConfigError(f"--{name} is of rounds; give --draft-shape too, such as eagle3-mla")
     config = DepthConfig(
         shape=shape,
         batch=tuple(batch or (1,)),

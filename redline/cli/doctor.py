@@ -13,7 +13,6 @@ from redline.kernels.hopper.kernel import why_not
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.run.fit import KV_MOST, KV_SHARE, Sizes, fit
-from redline.run.graphs.shapes import shapes
 from redline.worker.config import EngineConfig
 from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
 
@@ -91,8 +90,7 @@ def _memory(sizes: Sizes, free: int) -> list[str]:
     needs, left = sizes.needs(layout.max_model_len), sizes.left(free, layout.max_model_len)
     lines = needs.explain()[1:]  # the weights stand above
     if sizes.gpu_kernels:
-        wanted = shapes(sizes.max_running, sizes.positions, layout.max_model_len)
-        lines.append("recorded shapes  " + ", ".join(f"{rows} x {positions}" for rows, positions, _ in wanted))
+        lines.extend(sizes.recorded_steps(layout.max_model_len).explain())
     lines.append(f"memory           {free / 1e9:.2f} GB free - {needs.whole / 1e9:.2f} GB = {left / 1e9:.2f} GB")
     share = f"{KV_SHARE:.0%} of that, at most {KV_MOST / 1e9:.2f} GB, and of one job at least"
     lines.append(f"for pages        {share} = {layout.kv_bytes / 1e9:.2f} GB")

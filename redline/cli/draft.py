@@ -79,7 +79,8 @@ def synth(
         "shard": shard,
     }
     speculation = None if draft is None else drafts_of(draft)
-    engine = EngineConfig(max_running=batch, step_tokens=max(512, batch), device=device, speculation=speculation)
+    step = batch if batch > 512 else None  # a step needs a token for each answer; fewer is the device's own choice
+    engine = EngineConfig(max_running=batch, step_tokens=step, device=device, speculation=speculation)
     raise typer.Exit(_worked(run, fill(SynthConfig, "synth", values, {"engine": engine})))
 
 
@@ -140,6 +141,7 @@ def train(
         int | None, typer.Option(help="Tokens that it knows. Absent: all; 0: no head of its own, the target's.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed, the same result. \\[default: 1]")] = None,
+    device: Device = None,
 ) -> None:
     """A drafter from the target's states: EAGLE-3 with training-time test. Several GPUs: under `accelerate launch`.
 
@@ -164,6 +166,7 @@ def train(
         "recipe.seed": seed,
         "drafter.architecture": architecture,
         "drafter.draft_vocab_size": draft_vocab_size,
+        "device": device,
     }
     given: dict[str, Any] = {key: value for key, value in flags.items() if value is not None}
     config = read_train(settings, {"target": str(target), "out": str(out), **given})
@@ -313,12 +316,16 @@ def run_recipe(
         Path, typer.Argument(metavar="recipe.toml", help="Such as redline/draft/recipe_example.toml; docs/draft.md.")
     ],
     out: Annotated[Path | None, typer.Option(help="The folder of everything. Absent: what the recipe says.")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="cpu or cuda, of every stage. Absent: what the recipe says, else the GPU, if any."),
+    ] = None,
 ) -> None:
     """The whole factory from one file. What is done is passed over; OUT/drafter is what `serve --draft` takes."""
     from redline.bench.record import provenance
     from redline.draft.recipe import RunConfig, run
 
-    config = RunConfig(recipe=str(recipe), out=None if out is None else str(out))
+    config = RunConfig(recipe=str(recipe), out=None if out is None else str(out), device=device)
     raise typer.Exit(_worked(run, config, provenance("torch")))
 
 

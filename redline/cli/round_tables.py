@@ -32,6 +32,7 @@ from redline.ops.op import Machine
 from redline.progress import Working
 from redline.tune.synthetic import GOLDEN, rates_of, read_acceptance
 from redline.wire.base import Record
+from redline.worker.config import HEAD_BITS
 from redline.worker.engine import free_memory, pick_device
 
 EAGLE3_MLA = "eagle3-mla"
@@ -44,6 +45,7 @@ class RoundsConfig(Record, frozen=True):
     step: DepthConfig  # its tokens are 1 + k
     draft_shape: str
     k: tuple[int, ...] = (1, 2, 3, 4)  # drafts of a round
+    draft_head_bits: int = 16  # of the drafter's head: 16, or 8
     accept: str = GOLDEN_NAME  # mean tokens of a round by k; or, of one k, a length or rates (`tune.synthetic`)
 
 
@@ -71,6 +73,8 @@ def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
     """
     if config.draft_shape != EAGLE3_MLA:
         raise ConfigError(f"draft-shape is {config.draft_shape!r}; expected {EAGLE3_MLA}")
+    if config.draft_head_bits not in HEAD_BITS:
+        raise ConfigError(f"draft-head-bits is {config.draft_head_bits}; expected 16 or 8")
     found: list[RoundCase] = []
     for context, rows, k in itertools.product(config.step.context, config.step.batch, config.k):
         asked = msgspec.structs.replace(config.step, context=(context,), batch=(rows,), tokens=(1 + k,))
@@ -82,8 +86,8 @@ def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
                 f"{rows} rows with --k {k} are {rows * depth.tokens} tokens; the GPU's decode kernels, which alone are "
                 f"recorded, take up to {most_decoded(depth.config)} of {depth.shape}"
             )
-        drafter = Eagle3Config.for_target(depth.config)
-        found.append(RoundCase(depth=depth, drafter=drafter, rates=_rates(config, k)))
+        drafter, rates = Eagle3Config.for_target(depth.config), _rates(config, k)
+        found.append(RoundCase(depth=depth, drafter=drafter, rates=rates, head_bits=config.draft_head_bits))
     return found
 
 
@@ -114,8 +118,8 @@ def _bench_rounds(
         machine = measure(device, min(largest.depth.config.weight_bytes, READ_BYTES))
         if device.type == "cpu" and native.library() is not None:
             torch.set_num_threads(1)
-        with Working("building") as working:
-            try:
+        try:
+            with Working("building") as working:
                 model, drafter = _models(measured, device, working)
                 for number, case in enumerate(measured):
                     working.show(number, len(measured), what="rounds")
@@ -124,14 +128,15 @@ def _bench_rounds(
                     hosts.append(timing.host_ms)
                     _keep(records[-1], timing, save)
                     _release(device)
-            except torch.OutOfMemoryError as error:
-                raise memory.refusal(free) from error
+        except torch.OutOfMemoryError as error:
+            raise memory.refusal(free) from error
+        finally:
+            if records:  # of an interrupted run too
+                _print(records, hosts, machine, console)
+        if save is not None:
+            say(console, f"added to {save}", "dim")
     finally:
         torch.set_num_threads(threads)
-        if records:
-            _print(records, hosts, machine, console)
-            if save is not None:
-                say(console, f"added to {save}", "dim")
     return 0
 
 
@@ -150,7 +155,7 @@ def _models(measured: Sequence[RoundCase], device: torch.device, working: Workin
         working.show(done / whole, 1.0)
 
     model = random_k2(first.depth, made) if device.type == "cpu" else forced_k2(first.depth, most, made, device)
-    drafter = random_drafter(model, first.drafter)
+    drafter = random_drafter(model, first.drafter, first.head_bits)
     _release(device)
     return model, drafter
 
@@ -177,7 +182,7 @@ def _print(records: Sequence[RoundRecord], hosts: Sequence[float], machine: Mach
     first = records[0]
     table = Table(
         title=f"rounds, {first.shape} on {machine.name}: {first.layers} layers, {first.kv_dtype} pages, "
-        f"routing {first.routing}",
+        f"routing {first.routing}, drafter's head in {first.draft_head_bits} bits",
         caption=f"floor: {machine.bytes_per_s / 1e9:.1f} GB/s or {machine.flops_per_s / 1e12:.2f} TFLOP/s, the larger "
         "(both measured here, now); none: ms of a step without drafts; x: tokens/s over those; host: ms in which a "
         "round's copies and pieces are enqueued",

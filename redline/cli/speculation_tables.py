@@ -93,7 +93,10 @@ def _run(
     domains = len({question.domain for question in questions})
     rates: list[Rate] = []
     with ExitStack() as stack, Working("loading the engines of each variant") as working:
-        engines = {name: stack.enter_context(Engine.open(folder, one)) for name, one in opened.items()}
+        engines: dict[str, Engine] = {}
+        for name, one in opened.items():
+            engines[name] = stack.enter_context(Engine.open(folder, one))
+            engines[name].record_all()
         ends = config.synthetic_acceptance is None
         askers = {
             name: Asker(engine, config.max_tokens, config.temperature, ends=ends) for name, engine in engines.items()

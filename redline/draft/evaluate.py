@@ -32,7 +32,7 @@ from redline.chat.tokenizer import Tokenizer
 from redline.disk import check_output, save
 from redline.draft.corpus.corpus import Example, read_examples
 from redline.draft.corpus.prompts import prompts, read_prompts
-from redline.draft.corpus.synth import INTERRUPTED, check_target, sampling_check
+from redline.draft.corpus.synth import INTERRUPTED, check_target, in_bulk, sampling_check
 from redline.draft.corpus.target import Target
 from redline.draft.mine.difficulty import Scores, Serving, walk
 from redline.draft.mine.report import drawn, length_plot, narrow, tell_skipped
@@ -48,7 +48,7 @@ from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine
 
 Mode = Literal["greedy", "sampled"]
-BATCH = 64  # prompts that are asked at once
+BATCH = 64  # prompts that are asked at once, for each 16 that run: few steps are ends of batches
 HELD_OUT = 1_000_003  # added to the seed: other prompts than those that synth draws
 ENOUGH = 1000  # rounds from which a difference of a point is no accident
 
@@ -222,7 +222,8 @@ def _ask_all(
         hopeless = len(found[domain]) >= prompts_of[domain] and not rounds[domain]  # nothing is ever proposed here
         return rounds[domain] < config.rounds and not hopeless
 
-    for turn, batch in _batches(asked, again=mode == "sampled" and config.rounds > 0, missing=missing):
+    size = BATCH * max(1, config.batch // 16)
+    for turn, batch in _batches(asked, again=mode == "sampled" and config.rounds > 0, missing=missing, size=size):
         jobs = jobs_of(engine, batch, config, mode, turn)
         deltas = engine.generate(jobs)
         for one, job in zip(batch, jobs, strict=True):
@@ -236,7 +237,7 @@ def _ask_all(
 
 
 def _batches(
-    asked: Sequence[Asked], *, again: bool, missing: Callable[[str], bool]
+    asked: Sequence[Asked], *, again: bool, missing: Callable[[str], bool], size: int
 ) -> Iterator[tuple[int, list[Asked]]]:
     """Prompts in batches, those of domains that still need rounds, the domains taking turns."""
     domains: dict[str, list[Asked]] = defaultdict(list)
@@ -246,7 +247,7 @@ def _batches(
     while turn == 0 or again:
         place = 0
         while wanted := [d for d in domains if place < len(domains[d]) and missing(d)]:
-            each = max(1, BATCH // len(wanted))
+            each = max(1, size // len(wanted))
             yield turn, [one for domain in wanted for one in domains[domain][place : place + each]]
             place += each
         if not any(missing(domain) for domain in domains):
@@ -390,10 +391,12 @@ def _run(config: EvalConfig, asked: Sequence[Asked], console: Console, origin: M
     def open_engine(k: int) -> Engine:
         return Engine.open(
             config.target,
-            EngineConfig(
-                max_running=config.batch,
-                device=config.device,
-                speculation=Learned(drafter=config.draft, tokens=k, adaptive=False, suffix=config.suffix),
+            in_bulk(
+                EngineConfig(
+                    max_running=config.batch,
+                    device=config.device,
+                    speculation=Learned(drafter=config.draft, tokens=k, adaptive=False, suffix=config.suffix),
+                )
             ),
         )
 

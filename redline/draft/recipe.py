@@ -16,6 +16,7 @@ set there. Without [mine] the first drafter is evaluated and exported. recipe_ex
 import shlex
 import tomllib
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +49,13 @@ class RunConfig(Record, frozen=True):
 
     recipe: str
     out: str | None = None  # wins over the recipe's
+    device: str | None = None  # of every stage; wins over all that the recipe says
 
 
 class _Top(Record, frozen=True):
     target: str
     out: str | None = None
+    device: str | None = None  # of every stage that names none: cpu or cuda; absent: the GPU, if there is one
     corpus: tuple[str, ...] = ()  # the base set, where there is one; then there is no [synth]
     synth: dict[str, Any] | None = None
     stream: bool = False  # the trainer computes the states as it needs them; nothing is captured
@@ -63,12 +66,23 @@ class _Top(Record, frozen=True):
     eval: dict[str, Any] | None = None
 
 
-def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = None) -> int:
+TellStage = Callable[[str, int, float], object]
+"""What hears of the work of [synth] and of captures: the stage's name, its tokens, its seconds without loading."""
+
+
+def run(
+    config: RunConfig,
+    console: Console,
+    origin: Mapping[str, Any] | None = None,
+    told: TellStage = lambda stage, tokens, seconds: None,
+) -> int:
     """Runs a recipe: 0 when the drafter is exported, 130 after Ctrl-C, else the status of the stage that ended it.
 
     origin: where and when the numbers were made, to be saved with them. Raises ConfigError.
     """
-    stages, out = stages_of(Path(config.recipe), None if config.out is None else Path(config.out), origin)
+    stages, out = stages_of(
+        Path(config.recipe), None if config.out is None else Path(config.out), origin, told, config.device
+    )
     try:
         with alone(out):
             status = run_stages(stages, out, console)
@@ -87,10 +101,17 @@ def run(config: RunConfig, console: Console, origin: Mapping[str, Any] | None = 
     return status
 
 
-def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = None) -> tuple[list[Stage], Path]:
-    """The stages of a recipe, and the folder of all that they make. path: of the recipe. out: wins over the recipe's.
+def stages_of(
+    path: Path,
+    out: Path | None,
+    origin: Mapping[str, Any] | None = None,
+    told: TellStage = lambda stage, tokens, seconds: None,
+    device: str | None = None,
+) -> tuple[list[Stage], Path]:
+    """The stages of a recipe, and the folder of all that they make.
 
-    Raises ConfigError naming file and table.key, and CheckpointError where the target cannot be opened.
+    path: of the recipe. out, device: win over what it says. Raises ConfigError naming file and table.key, and
+    CheckpointError where the target cannot be opened.
     """
     top = _read(path)
     here = path.resolve().parent
@@ -108,24 +129,27 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
     stages: list[Stage] = []
 
     def table(name: str, kind: type[Record], given: Mapping[str, Any], paths: Mapping[str, Any]) -> Any:
-        return fill(kind, f"{path}: {name}", given, paths)
+        return fill(kind, f"{path}: {name}", {**somewhere, **given, **forced}, paths)
 
+    somewhere = {} if top.device is None else {"device": top.device}
+    forced = {} if device is None else {"device": device}
     corpus = tuple(str(here / name) for name in top.corpus)
     outside = tuple(map(Path, corpus))
     if top.synth is not None:
         values, reads = _beside(here, top.synth, ("prompts",))
-        engine: Any = values.get("engine")
+        engine: Any = values.get("engine", {})
         for key, value in engine.items() if isinstance(engine, dict) else ():
             now = new_spelling(key, value, "synth.engine")
             if now is not None:
                 raise ConfigError(f"{path}: synth.engine.{key}: no such key; it is {now} now")
+        if isinstance(engine, dict):
+            values["engine"] = {**somewhere, **engine, **forced}
         corpus = (str(out / "corpus.jsonl"),)
         paths = {"weights": target, "out": corpus[0]}
-        config = table("synth", SynthConfig, values, paths)
+        config = fill(SynthConfig, f"{path}: synth", values, paths)
         made = (out / "corpus.jsonl", out / "corpus.jsonl.about.json")
-        stages.append(
-            Stage("synth", config, synth.run, made, reads, facts, (*paths, "engine"), ("count",), synth.check)
-        )
+        work = partial(synth.run, told=partial(told, "synth"))
+        stages.append(Stage("synth", config, work, made, reads, facts, (*paths, "engine"), ("count",), synth.check))
 
     def captured(name: str, source: tuple[str, ...], reads: tuple[Path, ...]) -> dict[str, Any]:
         """The trainer's source: a capture, or, streamed, the corpus itself."""
@@ -135,7 +159,8 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
         paths = {"target": target, "corpus": source, "out": str(folder)}
         config = table("capture", CaptureConfig, top.capture, paths)
         idle = (*paths, "device", "shard_bytes")
-        stages.append(Stage(name, config, capture.run, (folder,), reads, facts, idle, ("disk",), capture.check))
+        work = partial(capture.run, told=partial(told, name))
+        stages.append(Stage(name, config, work, (folder,), reads, facts, idle, ("disk",), capture.check))
         return {"capture": str(folder), "corpus": ()}
 
     def trained(name: str, title: str, values: Mapping[str, Any], source: Mapping[str, Any], start: str | None) -> str:
@@ -144,7 +169,8 @@ def stages_of(path: Path, out: Path | None, origin: Mapping[str, Any] | None = N
         if start is not None:
             paths["start"] = start
         config, reads = table(title, TrainConfig, values, paths), outside if top.stream else ()
-        stages.append(Stage(name, config, train.run, (folder,), reads, facts, tuple(paths), check=train.check))
+        idle = (*paths, "device")
+        stages.append(Stage(name, config, train.run, (folder,), reads, facts, idle, check=train.check))
         return str(folder)
 
     if top.train is None:

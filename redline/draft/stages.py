@@ -12,6 +12,7 @@ package that the third stage imports.
 """
 
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -59,6 +60,7 @@ class _Stamp(Record, frozen=True):
     stamp: str
     done: bool
     ground: str = ""  # the stamp without what grows
+    seconds: float = 0.0  # of the run that ended it
 
 
 def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
@@ -91,13 +93,22 @@ def run_stages(stages: Sequence[Stage], out: Path, console: Console) -> int:
                 _empty(stage, out, console)
             save(path, msgspec.json.encode(_Stamp(stamp=stamp, done=False, ground=ground)))
         console.rule(title)
+        began = time.monotonic()
         status = stage.run(stage.config, console)
         if status:
             return status
+        seconds = round(time.monotonic() - began, 2)
+        console.print(f"{title}: {seconds:,.0f} s", style="dim", markup=False, highlight=False)
         missing = [str(made) for made in stage.makes if not made.exists()]
         assert not missing, f"stage {stage.name} has not made {', '.join(missing)}"
-        save(path, msgspec.json.encode(_Stamp(stamp=stamp, done=True, ground=ground)))
+        save(path, msgspec.json.encode(_Stamp(stamp=stamp, done=True, ground=ground, seconds=seconds)))
     return 0
+
+
+def seconds_of(stage: Stage, out: Path) -> float | None:
+    """What the run that ended the stage took, loading included; None where it is not done."""
+    found = _read(_stamp_file(stage, out))
+    return found.seconds if found is not None and found.done else None
 
 
 def _is_done(stage: Stage, stamp: str, out: Path) -> bool:

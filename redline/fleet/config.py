@@ -16,6 +16,7 @@ kv_dtype = "fp8"                       # bf16 where nothing is said
 [engine.speculation]                   # absent: none
 type = "learned"                       # by a drafter of this model; or "suffix", which needs none
 drafter = "weights/kimi-k2.6-eagle3"   # its folder
+head_bits = 8                          # how its head is kept; 16 where nothing is said
 """
 
 import difflib
@@ -32,12 +33,18 @@ from redline.errors import ConfigError
 from redline.plan.planner import MOST_STEP_TOKENS
 from redline.tune.synthetic import read_acceptance
 from redline.wire.base import Record
-from redline.worker.config import SUFFIX, EngineConfig, Learned, Suffix, drafts_of, new_spelling
+from redline.worker.config import HEAD_BITS, SUFFIX, EngineConfig, Learned, Suffix, drafts_of, new_spelling
 
 MOST_DRAFTS = 15  # of one row in a step; more never pay
 
 # The most of each number; but for step_tokens the true bound is the machine's or the model's, far below these.
-_MOST = {"kv_memory": 2**50, "max_model_len": 2**31, "max_running": 4096, "step_tokens": MOST_STEP_TOKENS}
+_MOST = {
+    "kv_memory": 2**50,
+    "max_model_len": 2**31,
+    "max_running": 4096,
+    "admit_together": 4096,
+    "step_tokens": MOST_STEP_TOKENS,
+}
 
 _SYNTHETIC = "synthetic_acceptance"
 
@@ -112,6 +119,9 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         raise ConfigError(
             f"{source}: engine.speculation.tokens is {tokens}; expected 0 to {MOST_DRAFTS} (0: drafts nothing)"
         )
+    drafts = config.engine.speculation
+    if isinstance(drafts, Learned) and drafts.head_bits not in HEAD_BITS:
+        raise ConfigError(f"{source}: engine.speculation.head_bits is {drafts.head_bits}; expected 16 or 8")
     try:
         rates = config.engine.synthetic_rates()
     except ConfigError as error:

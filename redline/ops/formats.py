@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 INT4_GROUP = 32
+INT8_STEPS = 127
 
 
 class Weight(Protocol):
@@ -111,6 +112,18 @@ class Int4:
         """[..., N, K]. Exact in float32: a code of 4 bits times a bf16 scale's 8 significant bits fit in 24."""
         groups = (self.codes() - 8).float().unflatten(-1, (-1, INT4_GROUP))
         return (groups * self.scale.float()[..., None]).flatten(-2).to(dtype)
+
+
+def int8_round(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds each row to 127 steps up and down to its largest magnitude -> (q int8 [N, K], scale float32 [N]).
+
+    A weight is q * scale. The scale of a row that is not all finite is NaN, and so is then the whole row.
+    """
+    weight_NK = weight_NK.float()
+    most_N = weight_NK.abs().amax(1)
+    scale_N = torch.where(most_N.isfinite(), most_N / INT8_STEPS, torch.nan)
+    q_NK = (weight_NK / scale_N.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round().nan_to_num(0.0)
+    return q_NK.clamp(-INT8_STEPS, INT8_STEPS).to(torch.int8), scale_N
 
 
 def int4_scale(weight: Tensor) -> Tensor:

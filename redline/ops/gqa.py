@@ -1,8 +1,8 @@
 """Grouped-query attention over pages, for the Llama-style body of a drafter.   H heads, G key heads, X width of a head.
 
-Plain torch, no kernel: no target of ours has such a body, and the drafters that have one are other people's. A page row
-is [rotated keys (G X) | values (G X)]; head h reads key head h // (H / G). Arguments are those of `ops.mla`, whose
-records tell their shapes.
+Plain torch: no target of ours has such a body, and the drafters that have one are other people's. On a GPU
+`kernels/hopper/decode/grouped.py` does it. A page row is [rotated keys (G X) | values (G X)]; head h reads key head
+h // (H / G). Arguments are those of `ops.mla`, whose records tell their shapes.
 """
 
 from dataclasses import dataclass

@@ -278,7 +278,7 @@ def prefill_whole(
     as in `mla_prefill`. spans: (first token, tokens) of each chunk. rows_T int64 [T]: page * 64 + place of each token's
     row, already in its page. Writes out_THV [T, H, V] at the chunks' tokens.
     """
-    index = torch.cat([torch.arange(first, first + count) for first, count in spans]).to(rows_T.device)
+    index, groups = _side_by_side(tuple(spans), rows_T.device)
     rows = _rows_of(plane, rows_T[index]).to(q_THX.dtype)
     w_uk, w_uv = w.w_uk.dense().to(rows.dtype), w.w_uv.dense().to(rows.dtype)
     heads, rank, _ = w_uk.shape
@@ -286,23 +286,52 @@ def prefill_whole(
     keys = torch.einsum("nr,hrx->nhx", latent, w_uk)
     keys = torch.cat([keys, rope[:, None].expand(-1, heads, -1)], -1)
     values = torch.einsum("nr,hvr->nhv", latent, w_uv)
+    queries = q_THX[index]
+    for group in groups:
+        q, k, v = (x[group.place_CS].transpose(1, 2) for x in (queries, keys, values))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # filling stands behind, unseen
+        out_THV[group.token_R] = o.transpose(1, 2).flatten(0, 1)[group.real_R]
+
+
+class _Group(NamedTuple):
+    """C chunks of like lengths side by side, filled to S tokens each; R of these tokens are no filling."""
+
+    place_CS: Tensor  # int64: where the token lies among those of all chunks
+    real_R: Tensor  # int64: where the tokens that are no filling lie in the flattened [C * S]
+    token_R: Tensor  # int64: where they lie in the step
+
+
+@functools.lru_cache(maxsize=2)  # all layers of a step ask the same
+def _side_by_side(spans: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, list[_Group]]:
+    """The step's tokens that are in `spans`, int64, and their groups; on the device, which is not waited for.
+
+    Of like lengths, so that at most half is filling; and of few different sizes, lines of filling among them, since a
+    library plans anew for each shape, which takes it longer than many such steps.
+    """
+    tokens = [torch.arange(first, first + count) for first, count in spans]
     places = list(accumulate((count for _, count in spans), initial=0))
     by_size: dict[int, list[int]] = {}
     for number, (_, count) in enumerate(spans):
         by_size.setdefault(count.bit_length(), []).append(number)
-    for numbers in by_size.values():  # of like lengths, so that at most half is filling
-        # Filled to few different lengths: a library may plan anew for each shape.
-        longest = -(-max(spans[number][1] for number in numbers) // FILL) * FILL
-        place_CS = torch.zeros(len(numbers), longest, dtype=torch.int64)
-        real_CS = torch.zeros(len(numbers), longest, dtype=torch.bool)
+    groups: list[_Group] = []
+    for bits, numbers in by_size.items():
+        fill = max(FILL, 1 << max(0, bits - 3))  # four lengths between two powers of two
+        longest = -(-max(spans[number][1] for number in numbers) // fill) * fill
+        place_CS = torch.zeros(_lines(len(numbers)), longest, dtype=torch.int64)
+        real: list[Tensor] = []
         for line, number in enumerate(numbers):
             count = spans[number][1]
             place_CS[line, :count] = torch.arange(places[number], places[number] + count)
-            real_CS[line, :count] = True
-        place_CS, real_CS = place_CS.to(rows.device), real_CS.to(rows.device)
-        q, k, v = (x[place_CS].transpose(1, 2) for x in (q_THX[index], keys, values))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)  # filling stands behind, unseen
-        out_THV[index[place_CS[real_CS]]] = o.transpose(1, 2)[real_CS]
+            real.append(torch.arange(line * longest, line * longest + count))
+        token_R = torch.cat([tokens[number] for number in numbers])
+        groups.append(_Group(*(x.to(device) for x in (place_CS, torch.cat(real), token_R))))
+    return torch.cat(tokens).to(device), groups
+
+
+def _lines(count: int) -> int:
+    """The next of 1, 2, 3, 4, 6, 8, 12, 16, ..."""
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if count <= power * 3 // 4 and power > 2 else power
 
 
 # ------------------------------------------------------------------------------------------------------------ cases

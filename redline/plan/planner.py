@@ -10,8 +10,12 @@ generates. What is left of the budget goes to prompts, the oldest first, and to 
 prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
 run out, the youngest running job is pre-empted and waits in front of all others. So the oldest job always advances, and
 every job becomes the oldest.
+
+Where throughput counts and nobody waits for a first token, waiting jobs are admitted several at once
+(`admit_together`), each prompt whole where it fits: fewer steps have prompts.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,17 +26,19 @@ from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import may_enter, refusal, token_limit
 from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import PrefixCache
+from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta, Fault, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
 from redline.wire.news import Load
-from redline.wire.step import Begin, Row, RowResult, Step, StepResult, TokenLogprobs
+from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
 
 
+WORTH_A_STEP = 8  # pages that two prompts share, for which a step is made instead of computing them twice
 MOST_STEP_TOKENS = 1 << 16  # the log probabilities of so many prompt tokens, with 20 alternatives each, are 23 MB
 
 
@@ -43,6 +49,7 @@ class PlanConfig:
     step_tokens: int = 512  # positions computed in one step, at most
     max_running: int = 64  # jobs at once, each in a slot
     max_waiting: int = 1024  # jobs beyond those that free slots can take
+    admit_together: int = 1  # waiting jobs are admitted once so many slots are free, or as many as jobs wait
     ahead: int = 1  # steps that may be unsettled while the next is planned
     draft_tokens: int = 0  # drafts of one row, at most; 0: no speculation
     learned: bool = False  # a learned drafter is loaded; otherwise drafts are suffix matches
@@ -55,6 +62,10 @@ class PlanConfig:
             )
         if self.step_tokens > MOST_STEP_TOKENS:
             raise ConfigError(f"step_tokens is {self.step_tokens:,}; a step computes {MOST_STEP_TOKENS:,} at most")
+        if not 1 <= self.admit_together <= self.max_running:
+            raise ConfigError(
+                f"admit_together is {self.admit_together}; expected 1 to max_running, which is {self.max_running}"
+            )
         if self.max_waiting < 0 or self.ahead < 0:
             raise ConfigError(f"max_waiting is {self.max_waiting} and ahead {self.ahead}: neither can be negative")
         if not 0 <= self.draft_tokens <= PAGE_TOKENS:
@@ -103,6 +114,7 @@ class Planner:
         self._hash_page = hash_page
         self._pool = PagePool(pages)
         self._cache = PrefixCache(self._pool)
+        self._recorded = RecordedShapes()
         self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
         self._waiting: deque[ActiveJob] = deque()
@@ -110,6 +122,7 @@ class Planner:
         self._draining: set[ActiveJob] = set()  # ended, with steps in flight: they still hold slot and pages
         self._flights: deque[_PlannedStep] = deque()
         self._free_slots = list(reversed(range(config.max_running)))
+        self._admitting = False  # until nobody waits or no slot is free
         self._arrivals = 0
         self._steps = 0
         self._replayed = 0
@@ -146,6 +159,10 @@ class Planner:
         self._waiting.append(active)
         return []
 
+    def report(self, recorded: Recorded) -> None:
+        """Takes in which shapes of decode steps can be replayed from now on."""
+        self._recorded.report(recorded)
+
     def abort(self, id: JobId) -> list[Delta]:
         """Ends a job now, with one delta. One that has ended already is no mistake, and gives none: the message crossed
         its last delta."""
@@ -170,7 +187,7 @@ class Planner:
     def next_step(self) -> Step | None:
         """The next step to launch; None when nothing can be planned before another step is settled.
 
-        A step never has two rows of one slot, and a Begin always comes with a row.
+        A step never has two rows of one slot, and a Begin always comes with a row. Decode rows stand before all others.
         """
         if len(self._flights) > self._config.ahead:
             return None
@@ -192,7 +209,11 @@ class Planner:
             parts.append(_Part(job, job.next_count(budget), decodes=False))
             budget -= parts[-1].positions
         begins: list[Begin] = []
-        while budget and self._waiting and self._free_slots:
+        enough = min(self._config.admit_together, len(self._waiting))
+        self._admitting = self._admitting or bool(prompts) or len(self._free_slots) >= enough
+        while self._admitting and budget and self._waiting and self._free_slots:
+            if begins and self._config.admit_together > 1 and self._waiting[0].known > budget:
+                break  # in two parts it would cost two steps
             begin = self._admit(self._waiting[0])
             if begin is None:
                 break
@@ -200,13 +221,22 @@ class Planner:
             job = self._running[-1]
             parts.append(_Part(job, job.next_count(budget), decodes=False))
             budget -= parts[-1].positions
+        self._admitting = self._admitting and bool(self._waiting and self._free_slots)
         if not parts:
             assert self._flights or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
             return None
         self._steps += 1
-        step = Step(number=self._steps, begins=tuple(begins), rows=self._rows(parts))
+        rows = self._rows(parts)
+        step = Step(number=self._steps, begins=tuple(begins), rows=rows, shape=self._shape(parts[: len(decoding)]))
         self._flights.append(_PlannedStep(step, [part.job for part in parts]))
         return step
+
+    def _shape(self, decoding: Sequence[_Part]) -> Shape | None:
+        """What these decode rows replay, once their pages are sent."""
+        if not decoding:
+            return None
+        positions = max(part.positions for part in decoding)
+        return self._recorded.choose(len(decoding), positions, PAGE_TOKENS * max(part.job.sent for part in decoding))
 
     def _ready(self) -> tuple[list[ActiveJob], list[ActiveJob]]:
         """Running jobs that can have a row now: those that decode, each with a page for its next position, and those
@@ -323,22 +353,25 @@ class Planner:
 
     def _rows(self, parts: Sequence[_Part]) -> tuple[Row, ...]:
         """Plans these rows. Nothing is proposed that the next step would have no place for."""
-        sampling = [part.job for part in parts if part.samples]
-        lengths = iter(self._speculation.lengths(sampling))
-        spare = self._config.step_tokens - len(self._running)
+        sampling = [part.samples for part in parts]
+        jobs = [part.job for part in itertools.compress(parts, sampling)]
+        lengths = iter(self._speculation.lengths(jobs, self._recorded.drafts(len(jobs))))
+        spare, follows = self._config.step_tokens - len(self._running), self._speculation.follows
         rows: list[Row] = []
-        for part in parts:
-            propose = min(next(lengths), spare) if part.samples else 0
-            follows = part.samples and part.job.drafting and self._speculation.follows
-            if propose or follows:  # the drafter's row of the token that this row gives lies at the next place
-                propose = min(propose, self._paged(part.job, part.job.planned + part.positions, max(1, propose)))
+        for part, samples in zip(parts, sampling, strict=True):
+            job = part.job
+            job.drafting = job.drafting and follows
+            propose = min(next(lengths), spare) if samples else 0
+            if propose or (samples and job.drafting):
+                # The drafter's row of the token that this row gives lies at the next place.
+                propose = min(propose, self._paged(job, job.planned + part.positions, max(1, propose)))
                 spare -= propose
-            rows.append(self._row(part, propose))
+            rows.append(self._row(part, samples, propose))
         return tuple(rows)
 
-    def _row(self, part: _Part, propose: int) -> Row:
+    def _row(self, part: _Part, samples: bool, propose: int) -> Row:
         job, count, decodes = part
-        samples, drafts = part.samples, count - 1 if decodes else 0
+        drafts = count - 1 if decodes else 0
         start, end = job.planned, job.planned + count
         job.planned = end
         if samples:
@@ -346,7 +379,6 @@ class Planner:
         job.slack += drafts
         job.flights += 1
         job.proposed = propose
-        job.drafting = job.drafting and self._speculation.follows
         slot = job.slot
         assert slot is not None
         new_pages: tuple[PageId, ...] = ()
@@ -369,6 +401,8 @@ class Planner:
     def _paged(self, job: ActiveJob, end: int, extra: int) -> int:
         """How many of `extra` positions behind [0, end), which has pages, have pages too. Takes pages that are free or
         idle; nobody is pre-empted for a draft."""
+        if end + extra <= len(job.pages) * PAGE_TOKENS:  # nearly always
+            return extra
         wanted = min(end + extra, job.target)
         while wanted > len(job.pages) * PAGE_TOKENS and self._pool.free + self._pool.idle:
             job.pages += self._take(1)
@@ -451,13 +485,18 @@ class Planner:
         So the n choices of one request, and requests that begin alike and come together, compute what they share once,
         each but the first only from its last full page on. Nobody waits for ever: the older job settles the page, and
         the cache has it, or it leaves. Who stands behind loses nothing: fewer positions come before its own.
+
+        Where jobs are admitted together, steps with prompts are what is to be saved: only WORTH_A_STEP pages or more
+        are waited for.
         """
-        if index >= job.usable:
+        last = index if self._config.admit_together == 1 else index + WORTH_A_STEP - 1
+        if last >= job.usable:
             return False
-        hash, exact = job.hashes[index], bool(job.generated) and job.exact
+        hash, exact = job.hashes[last], bool(job.generated) and job.exact
         return any(
-            other.kept <= index < len(other.job.pages)
-            and other.hashes[index] == hash
+            other.kept <= index
+            and last < len(other.job.pages)
+            and other.hashes[last] == hash
             and (other.exact or not exact)
             and (other.drafting or not self._speculation.follows)
             for other in self._running

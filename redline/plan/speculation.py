@@ -10,6 +10,7 @@ from redline.plan.active import ActiveJob
 from redline.tune.acceptance import KEEPS, REST_KEEPS, Acceptance
 from redline.tune.choose import Rows, Worth, choose, gain
 from redline.tune.costs import RoundTimes, StepCosts
+from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Row, RowResult, Step, StepResult
 
 EVERY = 8  # steps between two decisions, and between two steps whose times are taken in
@@ -65,8 +66,8 @@ class Speculation:
         """Whether there is a learned drafter and it pays."""
         return self._learned and self._worth.pays
 
-    def lengths(self, jobs: Sequence[ActiveJob]) -> list[int]:
-        """For each job, whose next row samples, the most drafts to propose behind that row.
+    def lengths(self, jobs: Sequence[ActiveJob], most: int = PAGE_TOKENS) -> list[int]:
+        """For each job, whose next row samples, the most drafts to propose behind that row; `most` at most.
 
         Decided every EVERY steps: what is known changes slowly, and a decision takes time that a small model's step
         would notice.
@@ -77,20 +78,21 @@ class Speculation:
             self._until_next -= 1
             if self._until_next < 0:
                 self._until_next = EVERY - 1
-                self._chosen = self._choose(jobs)
-        return [max(0, min(self._chosen, job.room - 2)) for job in jobs]
+                self._chosen = self._choose(jobs, most)
+        chosen = min(self._chosen, most)
+        return [max(0, min(chosen, job.room - 2)) for job in jobs]
 
-    def _choose(self, jobs: Sequence[ActiveJob]) -> int:
+    def _choose(self, jobs: Sequence[ActiveJob], most: int) -> int:
         self._take_in()
         self._until_probe -= 1
         if not self._until_probe:
             self._until_probe = PROBE
             return 0
-        learned = self._by_learned.survival()
+        learned, suffix = self._by_learned.survival()[:most], self._by_suffix.survival()[:most]
         if self._learned:
             self._worth = self._worth.seen(gain(learned, len(jobs), self.times))
         followed = sum(job.drafting for job in jobs) if self.follows else 0
-        by_suffix = Rows(len(jobs) - followed, self._by_suffix.survival(), self._matched)
+        by_suffix = Rows(len(jobs) - followed, suffix, self._matched)
         depth = choose(Rows(followed, learned), by_suffix, self.times)
         # Nothing is learnt of drafts that are not asked for: what was learnt fades, so that they are tried again.
         if not depth or not followed:

@@ -4,17 +4,19 @@ Beside the pages stand the weights, a drafter, what running jobs are written in,
 its recorded steps. These are bounds from sizes alone, not measurements; tests hold them against what a step takes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.k2.config import K2Config, Nvfp4Experts
-from redline.run.graphs.shapes import shapes
+from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_host import SCORED_ROWS
 from redline.wire.job import PAGE_TOKENS
+from redline.wire.step import Shape
 
 KV_SHARE = 0.25  # of the memory that is left for pages, where nothing is said; at most KV_MOST
 KV_MOST = 4 << 30
@@ -94,12 +96,53 @@ class Needs:
             yield "recorded steps", self.recorded
 
 
+class ShapeMemory(NamedTuple):
+    """Bytes of one recorded shape."""
+
+    launches: int
+    between: int  # what lies between launches and pieces, of which all shapes share the largest
+
+
+@dataclass(frozen=True)
+class RecordedSteps:
+    """The recorded shapes of decode steps in the order of their recording, with their memory."""
+
+    shapes: Mapping[Shape, ShapeMemory]
+
+    @property
+    def between(self) -> int:
+        """Bytes that lie between launches and pieces: one shape runs at a time."""
+        return max((memory.between for memory in self.shapes.values()), default=0)
+
+    @property
+    def whole(self) -> int:
+        """Bytes of all of it."""
+        return sum(memory.launches for memory in self.shapes.values()) + self.between
+
+    def explain(self) -> list[str]:
+        """A line for each shape, and one for what they share."""
+        later = len(self.shapes) - FIRST_SHAPES
+        when = f"the last {later} while nothing runs" if later > 0 else "all before the first job"
+        lines = [f"recorded shapes  {len(self.shapes)} of rows x positions, contexts to so many tokens; {when}"]
+        for shape, memory in self.shapes.items():
+            size = f"{shape.rows} x {shape.positions}"
+            lines.append(
+                f"  {size:<6} to {shape.longest:<9,} {memory.launches / 1e6:,.1f} MB of launches, "
+                f"{memory.between / 1e6:,.1f} MB between them"
+            )
+        launches, between = (size / 1e6 for size in (self.whole - self.between, self.between))
+        shared = f"{between:,.1f} MB between them, which all share"
+        lines.append(f"recorded memory  {launches:,.1f} MB of launches + {shared} = {self.whole / 1e6:,.1f} MB")
+        return lines
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What decides how much memory an engine needs, but for pages and the length of jobs.
 
     positions    of a decode row, at most: its last token and its drafts
     gpu_kernels  whether the GPU's own kernels run the model; they alone read NVFP4, and they alone are recorded
+    head_bits    of the head that drafts: 16, or 8
     """
 
     config: K2Config
@@ -111,6 +154,7 @@ class Sizes:
     gpu_kernels: bool = False
     drafter: Eagle3Config | None = None
     drafter_parameters: int = 0
+    head_bits: int = 16
 
     @property
     def draft_bytes(self) -> int:
@@ -139,11 +183,20 @@ class Sizes:
         return Needs(
             weights=self.weight_bytes,
             # As it is read, in float32; and as its ops want it, in bf16.
-            drafter=(2 if self.device == "cuda" else 6) * self.drafter_parameters,
+            drafter=(2 if self.device == "cuda" else 6) * self.drafter_parameters + self._head_bytes,
             slots=slots * (8 * (max_model_len + 1) + 4 * pages) + angles * (max_model_len + 1) + self.page_bytes,
             scratch=self._scratch(max_model_len),
-            recorded=self._recorded(max_model_len),
+            recorded=self.recorded_steps(max_model_len).whole,
         )
+
+    @property
+    def _head_bytes(self) -> int:
+        """Bytes that a head in 8 bits takes beyond what the drafter would take: negative where it has its own."""
+        if self.drafter is None or self.head_bits == 16:
+            return 0
+        rows, hidden = self.drafter.draft_vocab_size or self.drafter.vocab_size, self.drafter.hidden_size
+        own = 0 if self.drafter.draft_vocab_size is None else 2 * rows * hidden
+        return (rows * (hidden + 4) if self.gpu_kernels else 2 * rows * hidden) - own
 
     def _scratch(self, max_model_len: int) -> int:
         c, exact = self.config, self.kv_dtype == torch.float32
@@ -171,19 +224,29 @@ class Sizes:
         whole = tokens * token + asked * row + max_model_len * context + fixed + scored
         return whole + LIBRARIES[self.device]
 
-    def _recorded(self, max_model_len: int) -> int:
-        """Bytes of the launches of all shapes, and of the memory between them, which all shapes share."""
+    def recorded_steps(self, max_model_len: int) -> RecordedSteps:
+        """What is recorded for jobs of `max_model_len` tokens: before the first job or later, all of it is counted."""
         if not self.gpu_kernels:
-            return 0
-        wanted = shapes(self.max_running, self.positions, _pages(max_model_len) * PAGE_TOKENS)
+            return RecordedSteps({})
         c = self.config
-        launches = len(wanted) * (LAUNCHES * c.num_hidden_layers + 64)
-        if self.drafter is not None:  # as many passes as there are drafts, a first one, and one more
-            launches += sum(LAUNCHES * (shape.positions + 1) for shape in wanted)
-        most = max(shape.rows * shape.positions for shape in wanted)
-        layer = 4 * (8 * c.hidden_size + 2 * c.num_attention_heads * (c.kv_width + c.kv_lora_rank + c.v_head_dim))
-        between = most * (layer + 4 * 4 * c.vocab_size) + DRAWN_ROWS * DRAWN_BYTES * c.vocab_size
-        return launches * RECORDED_LAUNCH + between
+        heads = c.num_attention_heads
+        # Of every position: its stream in several forms, absorbed queries and what attention gives, its logits.
+        position = (
+            4 * (8 * c.hidden_size + 2 * heads * (c.kv_width + c.kv_lora_rank + c.v_head_dim)) + 16 * c.vocab_size
+        )
+        if self.drafter is not None:  # the features that it reads, and its one layer
+            features = len(self.drafter.layer_ids) * c.hidden_size
+            position += 4 * (2 * features + 8 * c.hidden_size + 3 * self.drafter.intermediate_size)
+
+        def memory(shape: Shape) -> ShapeMemory:
+            launches = LAUNCHES * c.num_hidden_layers + 64
+            if self.drafter is not None:  # as many passes as there are drafts, a first one, and one more
+                launches += LAUNCHES * (shape.positions + 1)
+            between = shape.rows * shape.positions * position
+            return ShapeMemory(launches * RECORDED_LAUNCH, between + DRAWN_ROWS * DRAWN_BYTES * c.vocab_size)
+
+        wanted = shapes(self.max_running, self.positions, _pages(max_model_len) * PAGE_TOKENS)
+        return RecordedSteps({shape: memory(shape) for shape in wanted})
 
     def left(self, free: int, max_model_len: int) -> int:
         """Bytes of `free` for pages, for jobs of `max_model_len` tokens; negative where even the rest does not fit."""

@@ -9,6 +9,7 @@ have every core, and a step runs in the thread that waits for it: a second threa
 That thread enters `torch.inference_mode` once for all steps, as the GPU's does.
 """
 
+import functools
 import itertools
 import logging
 import queue
@@ -16,6 +17,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -34,7 +36,9 @@ from redline.run.kv import KvPool
 from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
 from redline.run.slots import Proposal, Slots, Span
 from redline.wire.job import Sampling
-from redline.wire.step import Begin, RowResult, Step, StepResult, TokenLogprobs
+from redline.wire.step import Begin, Recorded, RowResult, Step, StepResult, TokenLogprobs
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +125,7 @@ class Runner:
         if recorded:
             shared = SharedState(model, self.slots, self.kv, drafter, suffix=suffix, rates=rates)
             self._captured = CapturedSteps(shared, 1 + drafts)
-        self._steps: queue.SimpleQueue[tuple[Step, Future[WaitForStep]] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._queued: deque[Queued] = deque()
         self._thread: threading.Thread | None = None
         self._recorded: Future[None] = Future()
@@ -135,20 +139,44 @@ class Runner:
         """Whether a launched step runs before it is waited for."""
         return self._thread is not None
 
+    @property
+    def recorded(self) -> Recorded:
+        """The shapes of decode steps that can be replayed now."""
+        return Recorded() if self._captured is None else self._captured.report
+
     def launch(self, step: Step) -> Launched | Queued:
         """Queues the step; `wait` of what comes back gives its result. One and the same thread must launch and wait."""
         if self._captured is None:
             return Queued(step, self, self._queued)
-        future: Future[WaitForStep] = Future()
-        self._steps.put((step, future))
-        return Launched(future)
+        return Launched(self._by_thread(functools.partial(self._start, step, self._captured)))
+
+    def record_more(self) -> bool:
+        """Records one more of the shapes that were not recorded at the start; false where none is left.
+
+        Takes seconds with a large model; what is launched meanwhile waits. Any thread may call it, until the runner is
+        closed. Raises what the device's own failure raised.
+        """
+        return self._captured is not None and self._by_thread(self._captured.record_more).result()
+
+    def _by_thread(self, work: Callable[[], T]) -> "Future[T]":
+        """Has the thread do it, behind all that it was given before."""
+        future: Future[T] = Future()
+
+        def done() -> None:
+            try:
+                future.set_result(work())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._work.put(done)
+        return future
 
     def close(self) -> None:
         """Lets launched steps finish, and ends the thread."""
         while self._queued:
             self._queued.popleft().run()
         if self._thread is not None:
-            self._steps.put(None)
+            self._work.put(None)
             self._thread.join()
             _log.info("%d steps were replayed; led by the host: %s", self.replays, dict(self.led))
 
@@ -173,12 +201,8 @@ class Runner:
                 self._recorded.set_exception(error)
                 return
             self._recorded.set_result(None)
-            while (work := self._steps.get()) is not None:
-                step, future = work
-                try:
-                    future.set_result(self._start(step, captured))
-                except Exception as error:
-                    future.set_exception(error)
+            while (work := self._work.get()) is not None:
+                work()
 
     def _start(self, step: Step, captured: CapturedSteps) -> WaitForStep:
         refusal = captured.refusal(step)
@@ -188,20 +212,7 @@ class Runner:
             result = self.run(step)
             return lambda: result
         self.replays += 1
-        replay, replayed = captured.launch(step)
-        if not captured.drafts and any(row.drafting for row in step.rows):
-            captured.catch_up()  # drafts are made of tokens that the host must know
-            spans = [
-                (i, outcome.span(row)) for i, (row, outcome) in enumerate(zip(step.rows, replay.outcomes, strict=True))
-            ]
-            sound = [(i, span) for i, span in spans if replay.outcomes[i].tokens]
-            self.drafting.follow(
-                [span for _, span in sound],
-                [i * replayed.shape.positions for i, _ in sound],
-                [len(replay.outcomes[i].tokens) for i, _ in sound],
-                replayed.features,
-            )
-        return replay.result
+        return captured.launch(step).result
 
     def run(self, step: Step) -> StepResult:
         """Runs the step now, in this thread, and gives its result.

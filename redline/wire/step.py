@@ -37,12 +37,30 @@ class Row(Record, frozen=True):
     samples: bool = True  # false in every chunk of a prefill but the last
 
 
+class Shape(Record, frozen=True):
+    """The size of a recorded decode step."""
+
+    rows: int
+    positions: int  # of each row: its last token and the drafts behind it
+    longest: int  # context of any row, in tokens
+
+
+class Recorded(Record, frozen=True):
+    """What one rank can replay now."""
+
+    rank: int = 0
+    shapes: tuple[Shape, ...] = ()
+
+
 class Step(Message, frozen=True):
     """One pass of the model. A step mixes prefill chunks, plain decode rows and verify rows."""
 
     number: int
     begins: tuple[Begin, ...] = ()
     rows: tuple[Row, ...] = ()  # none: an idle step
+    # What its decode rows replay: it holds them and their contexts, and every rank has reported it. A row verifies no
+    # more drafts than it has positions for. None: nothing that is recorded holds them, and the host leads.
+    shape: Shape | None = None
 
 
 class TokenLogprobs(Record, frozen=True):
@@ -60,9 +78,7 @@ class RowResult(Record, frozen=True):
     tokens: tuple[int, ...] = ()  # none where the row does not sample
     proposed: int = 0  # drafts that were verified
     accepted: int = 0  # how many of them held; a decode row gives one token more
-    waiting: int | None = (
-        None  # drafts that lie behind the row for the next one; None: not known, perhaps as many as asked
-    )
+    waiting: int | None = None  # drafts that lie behind the row for the next one; None: not known
     logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, start + count] that are prompt
     error: str | None = None

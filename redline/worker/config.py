@@ -26,6 +26,7 @@ class Learned(_Drafts, frozen=True, kw_only=True, tag="learned"):
 
     drafter: str  # its folder
     suffix: bool = True  # above it, matches of the text's own past where they are long
+    head_bits: int = 16  # of a number of its head; 8: half the bytes of a pass's largest part, drafts rounded a little
 
 
 class Suffix(_Drafts, frozen=True, kw_only=True, tag="suffix"):
@@ -33,6 +34,7 @@ class Suffix(_Drafts, frozen=True, kw_only=True, tag="suffix"):
 
 
 DraftConfig = Learned | Suffix
+HEAD_BITS = 16, 8  # what a drafter's head is kept in
 
 
 def drafts_of(source: str) -> DraftConfig:
@@ -46,6 +48,7 @@ class EngineConfig(Record, frozen=True):
     kv_memory: int | None = None  # bytes for the pages; absent: a quarter of the memory that is left, at most 4 GiB
     max_model_len: int | None = None  # tokens of one job, prompt and answer; absent: what fits
     max_running: int = 64  # jobs in one step
+    admit_together: int = 1  # waiting jobs begin once so many can: fewer steps with prompts, later first tokens
     step_tokens: int | None = None  # positions computed in one step; absent: 512, on a GPU 2048
     kv_dtype: str = "bf16"  # of the pages: bf16, fp8 (e4m3, half the bytes) or float32
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one

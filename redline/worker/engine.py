@@ -7,7 +7,7 @@ benchmarks.
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
+from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
@@ -34,7 +35,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
-from redline.worker.config import EngineConfig, Learned, Suffix
+from redline.worker.config import HEAD_BITS, EngineConfig, Learned, Suffix
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
@@ -110,7 +111,13 @@ class EngineCore:
         free = free_memory(device)
         speculation = config.speculation
         plan_of(config, device)  # what it refuses is refused before the weights are read
-        drafter = Eagle3.open(speculation.drafter, checkpoint.config) if isinstance(speculation, Learned) else None
+        drafter = None
+        if isinstance(speculation, Learned):
+            if speculation.head_bits not in HEAD_BITS:
+                raise ConfigError(f"head_bits is {speculation.head_bits}; expected 16 or 8")
+            drafter = Eagle3.open(speculation.drafter, checkpoint.config)
+            if why_not(checkpoint.config, device) is None:
+                check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
         sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
         layout = fit(sizes, free, config.kv_memory, config.max_model_len)
         if progress is not None:
@@ -126,7 +133,8 @@ class EngineCore:
         torch.set_num_threads(1 if device.type == "cpu" and native.library() is not None else native.threads())
         model = load(checkpoint, device)
         if drafter is not None:
-            drafter.prepare(model)
+            assert isinstance(speculation, Learned), "it names the drafter"
+            drafter.prepare(model, speculation.head_bits)
         return cls(model, layout, config, f"{checkpoint.fingerprint} {config.kv_dtype}", drafter)
 
     @property
@@ -149,14 +157,16 @@ class EngineCore:
             summary=summary,
         )
 
-    def serve(self, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None) -> None:
+    def serve(self, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None, *, record: bool = True) -> None:
         """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
+
+        record: whether shapes that the start has left are recorded while there is nothing to do.
 
         Raises WorkerLost where no further step should be tried.
         """
         try:
             with torch.inference_mode():
-                lead(self.planner, self.runner, inbox, outbox, self.trace, pulse)
+                lead(self.planner, self.runner, inbox, outbox, self.trace, pulse, record=record)
         finally:
             self.runner.close()
             if self.trace is not None:
@@ -199,7 +209,7 @@ class Engine:
 
     def _serve(self) -> None:
         try:
-            self.engine.serve(self._inbox, self._outbox)
+            self.engine.serve(self._inbox, self._outbox, record=False)
         except WorkerLost as error:
             self._lost = str(error)
         except Exception as error:
@@ -217,10 +227,25 @@ class Engine:
         """
         deltas: dict[JobId, list[Delta]] = {job.id: [] for job in jobs}
         assert len(deltas) == len(jobs), "two jobs have the same id"
+
+        def keep(delta: Delta) -> None:
+            deltas[delta.job].append(delta)
+            if on_delta is not None:
+                on_delta(delta)
+
+        self.run(jobs, keep)
+        return deltas
+
+    def run(self, jobs: Iterable[Job], on_delta: Callable[[Delta], object]) -> None:
+        """As `generate`, of any number of jobs: it keeps no delta, and takes a job from `jobs` when it is wanted.
+
+        An exception from `jobs` is treated as one from `on_delta`.
+        """
         waiting, running = iter(jobs), set[JobId]()
 
         def submit(count: int) -> None:
             for job in itertools.islice(waiting, count):
+                assert job.id not in running, f"two jobs have the id {job.id}"
                 running.add(job.id)
                 self._inbox.put(job)
 
@@ -231,29 +256,38 @@ class Engine:
                 messages = self._outbox.drain(wait=True, timeout=5.0)
                 if not messages and not self._loop.is_alive():
                     raise WorkerLost(self._lost)
-                new = [message for message in messages if isinstance(message, Delta) and message.job in deltas]
+                new = [message for message in messages if isinstance(message, Delta) and message.job in running]
             for delta in new:
-                deltas[delta.job].append(delta)
                 if delta.finish is not None:
                     running.discard(delta.job)
             return new
 
         with self._generating:
-            submit(OUTSTANDING)
             try:
+                submit(OUTSTANDING)
                 while running:
                     new = told()
                     submit(OUTSTANDING - len(running))
                     for delta in new:
-                        if on_delta is not None:
-                            on_delta(delta)
+                        on_delta(delta)
             except BaseException:
                 for id in running:
                     self._inbox.put(Abort(job=id))
                 while running and self._loop.is_alive():
                     told()  # their last deltas are not to be taken for those of a later job
                 raise
-        return deltas
+
+    def record_all(self) -> None:
+        """Record the shapes of decode steps that a server records while nothing runs: what is timed before is slower.
+
+        An engine beside its caller does so only here, since the caller may want the device for itself. Raises
+        WorkerLost where the loop has ended, and a device's own error.
+        """
+        with self._generating:
+            if not self._loop.is_alive():
+                raise WorkerLost(self._lost)
+            while self.engine.runner.record_more():
+                pass
 
     def close(self) -> None:
         """Abort what runs, end the loop and wait for its thread; a later `generate` raises WorkerLost."""
@@ -294,6 +328,7 @@ def plan_of(config: EngineConfig, device: torch.device) -> PlanConfig:
     return PlanConfig(
         step_tokens=STEP_TOKENS[device.type] if config.step_tokens is None else config.step_tokens,
         max_running=config.max_running,
+        admit_together=config.admit_together,
         draft_tokens=config.draft_tokens,
         learned=isinstance(config.speculation, Learned) and config.draft_tokens > 0,
     )
@@ -313,6 +348,7 @@ def sizes_of(
         gpu_kernels=why_not(model, device) is None,
         drafter=drafter and drafter.config,
         drafter_parameters=drafter.parameter_count if drafter is not None else 0,
+        head_bits=config.speculation.head_bits if isinstance(config.speculation, Learned) else 16,
     )
 
 

@@ -1,6 +1,6 @@
 """What a caller needs of `worker.engine.Engine`, as a protocol without torch, so that tests can stand in for it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from redline.chat.template import Style
@@ -31,4 +31,8 @@ class JobRunner(Protocol):
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
     ) -> Mapping[JobId, Sequence[Delta]]:
         """Run jobs to their ends: the deltas of each job, in order. Raises WorkerLost, as `Engine.generate` does."""
+        ...
+
+    def run(self, jobs: Iterable[Job], on_delta: Callable[[Delta], object]) -> None:
+        """As `generate`, but keeps no delta, and takes a job when it is wanted."""
         ...

@@ -18,7 +18,7 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job
 from redline.wire.news import Load, Stop
-from redline.wire.step import RowResult, Step, StepResult
+from redline.wire.step import Recorded, RowResult, Step, StepResult
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 
@@ -38,6 +38,15 @@ class Pending(Protocol):
 
 class Runner(Protocol):
     """Runs steps, one after another, in the order of their launches."""
+
+    @property
+    def recorded(self) -> Recorded:
+        """The shapes of decode steps that it can replay now."""
+        ...
+
+    def record_more(self) -> bool:
+        """Records one more shape; false where none is left. Raises a device's own error."""
+        ...
 
     def launch(self, step: Step) -> Pending:
         """Starts a step and returns, on a GPU at once; `wait` gives what came of it. Raises where it cannot begin."""
@@ -95,6 +104,7 @@ def turn(
 
     Raises WorkerLost, and settles nothing, where no further step should be tried; `failures` counts from turn to turn.
     """
+    planner.report(runner.recorded)
     # After a step that could not be launched none is: the jobs of that step never began, and have to end first.
     step = planner.next_step() if last is None or last.launched else None
     in_flight = StepInFlight(step, _launch(runner, step), time.monotonic()) if step else None
@@ -116,8 +126,13 @@ def lead(
     outbox: Outbox,
     trace: Trace | None = None,
     pulse: Pulse | None = None,
+    *,
+    record: bool = True,
 ) -> None:
     """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
+
+    record: whether the runner records shapes while there is nothing to do, one at a time: a job that comes waits for
+    one at most.
 
     Sends deltas as they come, and a Load when one differs from the last, at most every LOAD_INTERVAL_S. A trace is told
     of every job and delta. Raises WorkerLost after a device error or MOST_FAILURES failed steps in a row, once every
@@ -134,8 +149,9 @@ def lead(
         pulse.waits = idle
         messages = _prove(planner, inbox) if idle and not proven else []
         proven = idle and not messages
-        if not messages:
-            messages = inbox.drain(wait=idle, timeout=loads.due_in() if idle else None)
+        messages = messages or inbox.drain(wait=False)
+        if idle and not messages and not (record and _record_more(runner, pulse)):
+            messages = inbox.drain(wait=True, timeout=loads.due_in())
         pulse.turns, pulse.waits = pulse.turns + 1, False
         for message in messages:
             match message:
@@ -233,6 +249,17 @@ def _prove(planner: Planner, inbox: Inbox) -> list[Wire]:
         if messages := inbox.drain(wait=False):
             return messages
     return []
+
+
+def _record_more(runner: Runner, pulse: Pulse) -> bool:
+    """Records one more shape, while there are no jobs; false where none is left. Raises WorkerLost."""
+    pulse.waits = False
+    try:
+        return runner.record_more()
+    except Exception as error:
+        raise WorkerLost(f"a shape could not be recorded: {one_line(error)}") from error
+    finally:
+        pulse.waits = True
 
 
 def _submit(planner: Planner, job: Job) -> list[Delta]:

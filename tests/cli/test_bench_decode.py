@@ -129,7 +129,7 @@ def test_rounds_of_a_shape_are_measured_said_and_kept(tmp_path: Path):
     for said in ("rounds, kimi-nano", "drafter  ", "tokens/s", "idle", "added to"):
         assert said in done.output
     records = json.loads(result.read_bytes())
-    more = "k accept verify_ms draft_ms baseline_ms tokens_per_s idle_share"
+    more = "k accept verify_ms draft_ms baseline_ms tokens_per_s idle_share draft_head_bits"
     assert all(set(record) == {*KEYS.split(), *more.split()} for record in records)
     assert [(r["rows"], r["k"], r["tokens_per_row"]) for r in records] == [(1, 1, 2), (1, 2, 3), (2, 1, 2), (2, 2, 3)]
     assert [r["accept"] for r in records] == pytest.approx([1.83, 2.43, 1.83, 2.43])
@@ -139,9 +139,11 @@ def test_rounds_of_a_shape_are_measured_said_and_kept(tmp_path: Path):
 
 def test_a_stated_length_is_of_one_k(tmp_path: Path):
     result = tmp_path / "rounds.json"
-    words = [*ROUNDS, "--k", "2", "--accept", "2.88", "--save", str(result)]
+    words = [*ROUNDS, "--k", "2", "--accept", "2.88", "--draft-head-bits", "8", "--save", str(result)]
     assert CliRunner().invoke(app, words).exit_code == 0
-    assert json.loads(result.read_bytes())[0]["accept"] == pytest.approx(2.88)
+    (record,) = json.loads(result.read_bytes())
+    assert record["accept"] == pytest.approx(2.88)
+    assert record["draft_head_bits"] == 8
 
 
 @pytest.mark.parametrize(
@@ -155,6 +157,8 @@ def test_a_stated_length_is_of_one_k(tmp_path: Path):
         ("--draft-shape eagle3-mla --k 8 --accept 2", "up to 64 rows and 7 drafts"),
         ("--draft-shape eagle3-mla --batch 65", "up to 64 rows"),
         ("--draft-shape eagle3-mla --tokens 4", "give --k"),
+        ("--draft-shape eagle3-mla --draft-head-bits 4", "draft-head-bits is 4; expected 16 or 8"),
+        ("--draft-head-bits 8", "--draft-head-bits is of rounds"),
         ("--k 3", "--k is of rounds; give --draft-shape too"),
         ("--accept golden", "--accept is of rounds"),
     ],

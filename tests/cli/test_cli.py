@@ -22,8 +22,10 @@ from redline.draft.mine.mine import MineConfig
 from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.shapes import shape
 from redline.model.k2.write import random_checkpoint
 from redline.ops.op import Machine
+from redline.run.fit import Sizes
 from redline.worker.config import EngineConfig, Suffix
 from tests.tiny_model import kernel_config
 
@@ -125,6 +127,18 @@ def test_doctor_says_what_is_wrong_with_the_files_and_answers_all_the_same(tiny:
     assert done.exit_code == 1
     assert "truncated" in done.output
     assert "floor " in done.output
+
+
+def test_doctor_prints_every_recorded_shape_with_its_memory():
+    from redline.cli import doctor
+
+    sizes = Sizes(shape("kimi-nano"), device="cuda", gpu_kernels=True, max_running=2, positions=4)
+    said = doctor._memory(sizes, 140 << 30)
+    recorded = sizes.recorded_steps(65_536).explain()
+    assert len(recorded) == 2 + 2 * 4 * 3
+    start = said.index(recorded[0])
+    assert said[start : start + len(recorded)] == recorded
+    assert "MB of launches" in recorded[1]
 
 
 def test_the_floor_of_doctor_is_measured_over_the_bytes_that_a_token_reads(tiny: Path, monkeypatch: pytest.MonkeyPatch):
@@ -303,14 +317,12 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
         (
             "draft synth t --prompts p --out o",
             "redline.draft.corpus.synth.run",
-            SynthConfig(weights="t", out="o", prompts=("p",), engine=EngineConfig(step_tokens=512)),
+            SynthConfig(weights="t", out="o", prompts=("p",), engine=EngineConfig()),
         ),
         (
             "draft synth t --prompts p --out o --draft suffix",
             "redline.draft.corpus.synth.run",
-            SynthConfig(
-                weights="t", out="o", prompts=("p",), engine=EngineConfig(step_tokens=512, speculation=Suffix())
-            ),
+            SynthConfig(weights="t", out="o", prompts=("p",), engine=EngineConfig(speculation=Suffix())),
         ),
         (
             "draft mine t --draft d --corpus c --out o",

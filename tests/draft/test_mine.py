@@ -13,14 +13,18 @@ from rich.console import Console
 
 from redline.chat.generation import GenerationConfig
 from redline.draft.corpus.corpus import Example, read_examples
+from redline.draft.corpus.target import Target
 from redline.draft.corpus.traces import read_traces
 from redline.draft.mine.buckets import Scored, buckets, rejections, since_control
 from redline.draft.mine.choose import answer_tokens, choose, mix, uniform, weights, window
 from redline.draft.mine.difficulty import Scores, Serving, compare, distribution, score, walk
 from redline.draft.mine.mine import MineConfig
 from redline.draft.mine.mine import run as mine
-from redline.draft.mine.teacher_forcing import TeacherForcing
+from redline.draft.mine.teacher_forcing import TeacherForcing, _like_lengths
 from redline.errors import ConfigError
+from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.k2.write import random_checkpoint
+from tests.tiny_model import kernel_config, prompt
 
 ONEHOT, SAMPLED = Serving("onehot"), Serving("sampled")
 FLAT = torch.zeros(1, 8)
@@ -73,10 +77,11 @@ def scored_sequence(tokens: list[int], steps: list[torch.Tensor]) -> Scores:
     """States are logits here; the target is sure of every token that follows."""
     ids = torch.tensor(tokens)
     last = torch.nn.functional.one_hot(ids.roll(-1), V).float() * 20
-    return score(
-        ids, torch.arange(len(ids)) >= PROMPT, last, steps,
+    (found,) = score(
+        ids, torch.arange(len(ids)) >= PROMPT, last, steps, [len(ids)],
         target=lambda x: x, drafter=lambda x: x, vocabulary=V, serving=Serving(own=True),
     )  # fmt: skip
+    return found
 
 
 def foretelling(tokens: list[int], steps: int) -> list[torch.Tensor]:
@@ -92,6 +97,53 @@ def test_row_t_of_step_j_is_held_against_token_t_plus_2_plus_j(monkeypatch: pyte
     assert found.hit_Rk.tolist() == found.there_Rk.tolist()
     assert found.there_Rk.sum(1).tolist() == [3, 3, 2, 1]
     assert found.longest_R.tolist() == pytest.approx([4, 4, 3, 2])
+
+
+def test_sequences_behind_one_another_are_scored_as_each_alone(monkeypatch: pytest.MonkeyPatch):
+    generator = torch.Generator().manual_seed(0)
+    lengths = [8, 3, 1, 2, 12, 4]
+    prompts = [3, 1, 1, 1, 3, 4]
+    tokens = [torch.randint(V, (n,), generator=generator) for n in lengths]
+    answers = [torch.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)]
+    last, *steps = ([torch.randn(n, V, generator=generator) for n in lengths] for _ in range(4))
+    monkeypatch.setattr("redline.draft.mine.difficulty.PIECE_BYTES", 5 * 4 * V)
+
+    def scored_together(places: list[int]) -> list[Scores]:
+        def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([parts[place] for place in places])
+
+        return score(
+            joined(tokens), joined(answers), joined(last), [joined(step) for step in steps],
+            [lengths[place] for place in places],
+            target=lambda x: x, drafter=lambda x: x, vocabulary=V, serving=Serving(),
+        )  # fmt: skip
+
+    together = scored_together(list(range(6)))
+    for place, found in enumerate(together):
+        (alone,) = scored_together([place])
+        for field in ("position_R", "accept_Rk", "ceiling_Rk", "hit_Rk", "there_Rk"):
+            assert np.array_equal(getattr(found, field), getattr(alone, field)), (place, field)
+    assert [len(found.position_R) for found in together] == [4, 1, 0, 0, 8, 0]
+
+
+def test_a_gpus_groups_of_like_lengths_find_what_one_sequence_at_a_time_finds(tmp_path: Path):
+    random_checkpoint(tmp_path, kernel_config())
+    target = Target.open(tmp_path, torch.device("cpu"))
+    torch.manual_seed(0)
+    forcing = TeacherForcing(target, Eagle3(Eagle3Config.for_target(target.config, layer_ids=target.layer_ids)))
+    examples = [
+        Example(id=f"{n}", domain="d", tokens=prompt(n, length), prompt=length // 3 + 1, finish="stop")
+        for n, length in enumerate((9, 40, 2, 41, 70, 12, 300))
+    ]
+    alone = list(forcing.scores(examples, 3, Serving()))
+    forcing.together = 128
+    assert _like_lengths(examples, 128) == [[6], [4], [3, 1, 5], [0, 2]]
+    together = list(forcing.scores(examples, 3, Serving()))
+    for one, other in zip(alone, together, strict=True):
+        assert np.array_equal(one.position_R, other.position_R)
+        assert np.array_equal(one.there_Rk, other.there_Rk)
+        np.testing.assert_allclose(one.accept_Rk, other.accept_Rk, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(one.ceiling_Rk, other.ceiling_Rk, rtol=1e-3, atol=1e-6)
 
 
 def test_a_drafter_that_is_right_one_token_late_never_hits():

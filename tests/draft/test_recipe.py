@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from redline.bench.runs.draft_run import accepted, took
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.draft import recipe as module
 from redline.draft.mine.mine import MineConfig
 from redline.draft.recipe import RunConfig, read_train, run, stages_of
-from redline.draft.stages import Stage, fill, run_stages, stamp_of
+from redline.draft.stages import Stage, fill, run_stages, seconds_of, stamp_of
 from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
@@ -24,6 +25,7 @@ from redline.model.k2.write import random_checkpoint
 from redline.wire.base import Record
 from tests.tiny_model import kernel_config
 
+EXAMPLE = Path(module.__file__).with_name("recipe_example.toml")
 QUIET = Console(file=io.StringIO())
 
 
@@ -175,8 +177,33 @@ def test_a_recipe_that_is_wrong_is_one_line(tiny: Path, tmp_path: Path, text: st
     assert "\n" not in str(error.value)
 
 
+def test_a_recipes_device_is_that_of_every_stage_that_names_none_and_a_flag_wins(tiny: Path, tmp_path: Path):
+    path = tmp_path / "r.toml"
+    path.write_text(
+        f'target = "{tiny}"\nout = "o"\ndevice = "cuda"\n[synth]\ncount = 1\n[capture]\ndevice = "cpu"\n'
+        "[train.recipe.budget]\nsteps = 1\n[mine]\n[eval]\n"
+    )
+
+    def devices(flag: str | None) -> dict[str, str | None]:
+        stages, _ = stages_of(path, None, device=flag)
+        configs = {stage.name: stage.config for stage in stages if stage.name != "export"}
+        return {name: getattr(config, "engine", config).device for name, config in configs.items()}
+
+    both = {"capture": "cpu", "mine-capture": "cpu"}
+    others = dict.fromkeys(("synth", "base", "mine", "mined", "eval"), "cuda")
+    assert devices(None) == others | both
+    assert devices("cpu") == dict.fromkeys(others | both, "cpu")
+
+
+@pytest.mark.parametrize("path", [EXAMPLE, *sorted(Path("models/kimi-nano-eagle3").glob("*.toml"))], ids=str)
+def test_a_recipe_that_is_shipped_is_one_of_every_stage(path: Path):
+    assert [stage.name for stage in stages_of(path, None)[0]] == [
+        "synth", "capture", "base", "mine", "mine-capture", "mined", "eval", "export"
+    ]  # fmt: skip
+
+
 def test_the_example_is_a_recipe_of_every_stage():
-    stages, _ = stages_of(Path(module.__file__).with_name("recipe_example.toml"), None)
+    stages, _ = stages_of(EXAMPLE, None)
     assert [stage.name for stage in stages] == [
         "synth", "capture", "base", "mine", "mine-capture", "mined", "eval", "export"
     ]  # fmt: skip
@@ -296,7 +323,21 @@ def factory(tiny: Path, tmp_path: Path) -> RunConfig:
 def test_the_whole_factory_ends_in_a_folder_that_opens(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config, out = factory(tiny, tmp_path), tmp_path / "out"
     screen = io.StringIO()
-    assert run(config, Console(file=screen, width=200), {"machine": "here"}) == 0
+    told: list[tuple[str, int]] = []
+    status = run(
+        config, Console(file=screen, width=200), {"machine": "here"}, lambda *one: told.append((one[0], one[1]))
+    )
+    assert status == 0
+    stages, _ = stages_of(Path(config.recipe), None)
+    assert all(seconds_of(stage, out) is not None for stage in stages)
+    assert seconds_of(stages[0], tmp_path) is None
+    assert [name for name, _ in told] == ["synth", "capture", "mine-capture"]
+    figures = {one.name: one for one in (took(stage, out, {"synth": (9, 3.0)}) for stage in stages)}
+    assert (figures["synth"].tokens_per_s, figures["capture"].tokens) == (3, None)
+    assert figures["base"].tokens == json.loads((out / "base/training/result.json").read_bytes())["tokens"] > 0
+    (length,) = accepted(out / "eval.json", "here")
+    assert (length.k, length.mode, set(length.by_domain)) == (2, "greedy", {"a", "b"})
+    assert length.mean == pytest.approx(sum(length.by_domain.values()) / 2, abs=1e-4)
     assert screen.getvalue().splitlines()[-1] == f"redline serve {tiny} --draft {out / 'drafter'}"
     Eagle3.open(out / "drafter", Checkpoint.open(tiny).config)
     assert sorted(path.name for path in (out / "drafter").iterdir()) == ["config.json", "model.safetensors"]

@@ -30,6 +30,7 @@ drafter = "weights/kimi-eagle3"
 tokens = 5
 adaptive = false
 suffix = false
+head_bits = 8
 trace = "accepted.jsonl"
 """
 
@@ -63,7 +64,8 @@ def test_a_file_states_every_key_and_its_paths_are_relative_to_it(tmp_path: Path
     assert (engine.kv_memory, engine.max_model_len) == (3 * 2**29, 4096)
     assert (engine.max_running, engine.step_tokens, engine.kv_dtype, engine.device) == (8, 256, "float32", "cpu")
     drafter, trace = str(tmp_path / "weights/kimi-eagle3"), str(tmp_path / "accepted.jsonl")
-    assert engine.speculation == Learned(drafter=drafter, tokens=5, adaptive=False, suffix=False, trace=trace)
+    how: dict[str, Any] = {"tokens": 5, "adaptive": False, "suffix": False, "head_bits": 8, "trace": trace}
+    assert engine.speculation == Learned(drafter=drafter, **how)
 
 
 def test_suffix_drafts_without_a_folder(tmp_path: Path):
@@ -93,7 +95,8 @@ def test_a_flag_changes_who_drafts_and_the_file_still_says_how(tmp_path: Path):
     flags: dict[str, Any] = {"engine.speculation": "suffix"}
     assert read(write(tmp_path, WHOLE), flags).engine.speculation == Suffix(**how)
     flags["engine.speculation"] = "other"
-    assert read(write(tmp_path, WHOLE), flags).engine.speculation == Learned(drafter="other", suffix=False, **how)
+    other = Learned(drafter="other", suffix=False, head_bits=8, **how)
+    assert read(write(tmp_path, WHOLE), flags).engine.speculation == other
     flags |= {"engine.speculation.tokens": 2, "engine.speculation.trace": "here"}
     assert read(write(tmp_path, SUFFIX), flags).engine.speculation == Learned(drafter="other", tokens=2, trace="here")
     flags = {"engine.speculation.tokens": 2}
@@ -114,7 +117,10 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
     ("text", "words"),
     [
         ("port = 8000", r"missing required field `weights`"),
-        ('weights = "w"\nporrt = 1', r"unknown key porrt; did you mean port\? the keys are weights, host, .*suffix$"),
+        (
+            'weights = "w"\nporrt = 1',
+            r"unknown key porrt; did you mean port\? the keys are weights, host, .*head_bits$",
+        ),
         ('weights = "w"\n[engine]\nkv_memry = 1', r"unknown key engine\.kv_memry; did you mean engine\.kv_memory\?"),
         ('weights = "w"\nmax-model-len = 1', r"unknown key max-model-len; did you mean engine\.max_model_len\?"),
         ('weights = "w"\n[engine]\nport = 1', r"unknown key engine\.port; did you mean port\?"),
@@ -137,6 +143,10 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
         ('weights = "w"\n[engine]\nkv_memory = "2 bags"', r"engine\.kv_memory is '2 bags'; expected a size"),
         ('weights = "w"\nengine = 1', r"engine"),
         (SUFFIX + "tokens = 16", r"engine\.speculation\.tokens is 16; expected 0 to 15"),
+        (
+            SUFFIX.replace("suffix", "learned") + 'drafter = "d"\nhead_bits = 4',
+            r"engine\.speculation\.head_bits is 4; expected 16 or 8",
+        ),
         (SUFFIX + "tokens = -1", r"engine\.speculation\.tokens is -1; expected 0 to 15"),
         (SUFFIX + "tokns = 1", r"unknown key engine\.speculation\.tokns; did you mean engine\.speculation\.tokens\?"),
         (

@@ -21,7 +21,7 @@ from redline.ops.op import Case, Op
 OPS = tuple(dict.fromkeys(kernel.op for kernel in (*CPU, *HOPPER, transformer, draft_fuse, draft_pass, draft_chain)))
 
 # Stored in tiles, whose padding is multiplied too; all of it is Kimi-Nano's and these tests', as Kimi's sizes fit.
-TILED = {"project_a", "project_q", "project_out", "gates", "head"}
+TILED = {"project_a", "project_q", "project_out", "gates", "head", "head_8"}
 # Their references look at every key of a chunk, or at empty parts, and go through many ops that a kernel does as one.
 WASTEFUL = {"mla_prefill", "transformer", "draft_pass", "draft_chain", "unabsorb"}
 
@@ -44,7 +44,7 @@ def test_an_op_costs_what_its_reference_multiplies(op: Op[Any, Any, Any]):
 
 
 # Ops that read all they are given and write all that they return, once.
-WHOLE = {"linear", "add_norm", "route_experts", "best", "absorb", "unabsorb", "head", "sample"}
+WHOLE = {"linear", "add_norm", "route_experts", "best", "absorb", "unabsorb", "head", "head_8", "sample"}
 
 
 def small(op: Op[Any, Any, Any]) -> list[tuple[Case, tuple[Any, ...]]]:

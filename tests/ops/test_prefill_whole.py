@@ -9,7 +9,7 @@ from redline.wire.job import PAGE_TOKENS
 def test_chunks_together_are_the_chunks_one_by_one():
     g = torch.Generator().manual_seed(1)
     w = random_weights(g, *NANO)
-    counts = (1, 70, 64, 3, 129, 65)
+    counts = (1, 70, 64, 3, 129, 65, 80, 90)  # five of like lengths, and so a line of filling
     pages = sum(-(-count // PAGE_TOKENS) for count in counts)
     plane = torch.randn(pages, PAGE_TOKENS, w.rank + w.rope, generator=g)
     order = torch.randperm(pages, generator=g).to(torch.int32)

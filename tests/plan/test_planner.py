@@ -43,6 +43,13 @@ def test_neither_a_queue_nor_the_steps_ahead_can_be_negative_and_both_may_be_non
             PlanConfig(**wrong)
 
 
+def test_jobs_are_admitted_together_by_as_many_as_there_are_slots_at_most():
+    assert PlanConfig(max_running=4, admit_together=4).admit_together == 4
+    for wrong in (0, 5):
+        with pytest.raises(ConfigError, match=f"admit_together is {wrong}; expected 1 to max_running, which is 4"):
+            PlanConfig(max_running=4, admit_together=wrong)
+
+
 # Rows
 
 
@@ -514,3 +521,49 @@ def test_the_load_counts_each_prompt_once_and_every_token():
     assert (load.prompt_tokens, load.generation_tokens) == (180, 450)
     assert load.pages_used + load.pages_cached <= load.pages_total == 6
     assert len(stories) == 3
+
+
+# Together
+
+
+def begun(world: World) -> list[int]:
+    """How many jobs begin in each step of all that are left."""
+    counts: list[int] = []
+    while not world.planner.idle:
+        step = world.plan()
+        counts.append(len(step.begins) if step is not None else 0)
+        while world.flights:
+            world.settle()
+    return [count for count in counts if count]
+
+
+def test_waiting_jobs_begin_once_enough_slots_are_free_and_the_last_of_them_together():
+    def world(together: int) -> World:
+        world = World(pages=40, max_running=4, ahead=0, admit_together=together)
+        for n in range(11):
+            world.submit(prompt(5, n), max_tokens=3 + n)
+        return world
+
+    assert begun(world(1)) == [4, *[1] * 7]
+    assert begun(world(2)) == [4, 2, 2, 2, 1]
+    assert begun(world(4)) == [4, 4, 3]
+
+
+def test_prompts_that_begin_together_wait_for_no_short_beginning_that_they_share():
+    def steps(shared: int, together: int) -> list[int]:
+        world = World(pages=100, max_model_len=1024, max_running=4, ahead=0, admit_together=together, step_tokens=4096)
+        for n in range(4):
+            world.submit(prompt(shared) + prompt(9, n + 1))
+        return begun(world)
+
+    assert steps(7 * PAGE_TOKENS, 1) == [1, 3]
+    assert steps(7 * PAGE_TOKENS, 4) == [4]
+    assert steps(8 * PAGE_TOKENS, 4) == [1, 3]
+
+
+def test_a_prompt_that_would_be_cut_waits_for_a_step_of_its_own_where_jobs_begin_together():
+    for together, expected in ((1, [2]), (2, [1, 1])):
+        world = World(pages=40, max_running=2, ahead=0, admit_together=together, step_tokens=100)
+        world.submit(prompt(60, 1))
+        world.submit(prompt(60, 2))
+        assert begun(world) == expected

@@ -10,8 +10,10 @@ import pytest
 
 from redline.tune.choose import Worth
 from redline.tune.costs import StepCosts
+from redline.wire.step import Shape
 from tests.fakes import VOCABULARY, World, chain
 
+SHAPES = tuple(Shape(*size) for size in ((8, 1, 512), (2, 1, 128), (4, 3, 512), (8, 2, 256), (1, 8, 512)))
 COSTS = StepCosts(rows=(1, 8), counts=(1, 4, 8), target_ms=((5, 6, 9), (9, 20, 38)), draft_ms=(0.5, 1.5))
 
 
@@ -19,7 +21,7 @@ def random_tokens(random_: random.Random, count: int) -> tuple[int, ...]:
     return tuple(random_.randrange(VOCABULARY) for _ in range(count))
 
 
-def live(seed: int, draft_tokens: int = 0, learned: bool = False) -> World:
+def live(seed: int, draft_tokens: int = 0, learned: bool = False, together: bool = False) -> World:
     """A world of its own geometry: arrivals that share prefixes, follow-up turns, aborts, faults, late settling; where
     there are drafts, steps of any cost, and a learned drafter that is left and taken up again."""
     random_ = random.Random(seed)
@@ -28,13 +30,15 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False) -> World:
         pages=random_.choice([7, 8, 9, 12, 24]),  # a job needs 7 at most
         ahead=seed % 4,
         step_tokens=random_.choice([8, 64, 100, 512]),
-        max_running=random_.randrange(1, 8),
+        max_running=(slots := random_.randrange(1, 8)),
+        admit_together=1 + seed % slots if together else 1,
         max_waiting=random_.choice([3, 100]),
         draft_tokens=draft_tokens,
         learned=learned,
         costs=COSTS if measured else None,
         seconds=(lambda step, _: 1e-3 * (1 + chain(step.number, seed) % 40)) if measured else None,
         fails=(lambda seed_, position: chain(seed_, position, seed) % 997 == 0) if seed % 5 == 0 else lambda *_: False,
+        shapes=SHAPES[: seed % (1 + len(SHAPES))],
     )
     roots = [random_tokens(random_, random_.randrange(1, 200)) for _ in range(3)]
     hurry = random_.choice([0.5, 0.7])  # how often a step is planned rather than settled
@@ -70,17 +74,18 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False) -> World:
 
 
 @pytest.mark.parametrize(
-    ("draft_tokens", "learned", "seeds"),
+    ("draft_tokens", "learned", "together", "seeds"),
     [
-        (0, False, range(100)),
-        (0, False, range(100, 200)),
-        (3, False, range(50)),
-        (1, True, range(50)),
-        (7, True, range(50, 120)),
+        (0, False, False, range(100)),
+        (0, False, False, range(100, 200)),
+        (0, False, True, range(100)),
+        (3, False, False, range(50)),
+        (1, True, False, range(50)),
+        (7, True, True, range(50, 120)),
     ],
 )
-def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned: bool, seeds: range):
-    worlds = [live(seed, draft_tokens, learned) for seed in seeds]
+def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned: bool, together: bool, seeds: range):
+    worlds = [live(seed, draft_tokens, learned, together) for seed in seeds]
     finishes = [story.finish for world in worlds for story in world.stories.values()]
     assert {"stop", "length", "aborted", "error"} == set(finishes)
     assert len(finishes) > 500
@@ -88,6 +93,7 @@ def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned
     assert sum(load.preemptions for load in loads) > 5, "too few pre-emptions to learn from"
     assert sum(load.prompt_tokens_cached for load in loads) > 5000
     assert sum(world.runner.resumed_bits_compared for world in worlds) > 1000
+    assert sum(world.runner.replays for world in worlds) > 1000
     if not draft_tokens:
         return
     assert sum(load.accepted_tokens for load in loads) > 500

@@ -14,6 +14,7 @@ from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.model.k2.shapes import shape
 from redline.model.k2.write import tiny_config
 from redline.run.fit import Layout, Sizes, fit
+from redline.run.graphs.shapes import shapes
 from redline.run.kv import KvPool
 from tests.tiny_model import tiny_drafter, tiny_model
 
@@ -79,10 +80,42 @@ def test_each_part_follows_what_it_is_made_of():
     gpu = replace(base, device="cuda", gpu_kernels=True)
     assert gpu.needs(1000).recorded > 0
     assert replace(gpu, positions=4).needs(100_000).recorded > gpu.needs(1000).recorded
+    assert replace(gpu, drafter=tiny_drafter().config).needs(1000).recorded > gpu.needs(1000).recorded
     drafter = tiny_drafter()
     drafts = Sizes(tiny_model().config, drafter=drafter.config, drafter_parameters=drafter.parameter_count, positions=4)
     assert drafts.needs(100).drafter >= 6 * sum(parameter.numel() for parameter in drafter.parameters())
+    rows, hidden = drafter.config.vocab_size, drafter.config.hidden_size
+    for sizes, own, of_target in (
+        (drafts, 0, 2 * rows * hidden),
+        (replace(drafts, device="cuda", gpu_kernels=True), rows * (4 - hidden), rows * (4 + hidden)),
+    ):
+        shared = replace(sizes, drafter=replace(drafter.config, draft_vocab_size=None))
+        for each, more in ((sizes, own), (shared, of_target)):
+            rounded = replace(each, head_bits=8).needs(100).drafter
+            assert rounded - each.needs(100).drafter == more
     assert fit(drafts, PLENTY).draft_bytes == 64 * drafter.config.kv_width * 2 + 4 * drafter.config.hidden_size
+
+
+@pytest.mark.parametrize(("positions", "count"), [(1, 21), (4, 84), (8, 156)])
+def test_all_shapes_are_counted_and_explained_to_the_sum(positions: int, count: int):
+    """Those that are recorded before the first job, and those that wait for idle times."""
+    gpu = Sizes(KIMI, device="cuda", gpu_kernels=True, positions=positions)
+    recorded = gpu.recorded_steps(100_000)
+    assert [*recorded.shapes] == shapes(64, positions, 100_032)
+    assert len(recorded.shapes) == count
+    assert recorded.between == max(memory.between for memory in recorded.shapes.values())
+    assert gpu.needs(100_000).recorded == recorded.whole
+    first, *lines, total = recorded.explain()
+    assert first.startswith(f"recorded shapes  {count} of rows x positions")
+    assert first.endswith(f"the last {count - 24} while nothing runs" if count > 24 else "all before the first job")
+    assert [line.split()[:5] for line in lines] == [
+        [f"{shape.rows}", "x", f"{shape.positions}", "to", f"{shape.longest:,}"] for shape in recorded.shapes
+    ]
+    launches = [float(line.split()[5].replace(",", "")) for line in lines]
+    between = [float(line.split()[9].replace(",", "")) for line in lines]
+    whole = float(total.split()[-2].replace(",", ""))
+    assert whole == pytest.approx(sum(launches) + max(between), rel=0.002)
+    assert whole == pytest.approx(recorded.whole / 1e6, abs=0.1)
 
 
 def test_nvfp4_is_as_large_as_bf16_where_it_is_not_read_as_it_is():

@@ -1,7 +1,11 @@
 """What steps cost is measured before the first job, and leaves nothing behind."""
 
+import functools
+
 import pytest
 
+from redline.run.runner import Runner
+from redline.wire.step import Recorded, Shape
 from redline.worker.calibrate import calibrate
 from redline.worker.config import Learned
 from tests.tiny_model import BOTH, SUFFIX, job, open_engine, prompt, run, run_alone, tiny_model
@@ -32,6 +36,35 @@ def test_an_engine_that_was_calibrated_answers_as_one_that_was_not():
         engine.runner.close()
     for one in asked:
         assert answers[one.id].tokens == run_alone(tiny_model(), one).tokens
+
+
+def test_what_is_yet_to_be_recorded_is_read_off_what_is(monkeypatch: pytest.MonkeyPatch):
+    """As if a step took a millisecond for each of its shape's tokens."""
+    ran: list[tuple[int, int, Shape | None]] = []
+
+    def step(runner: Runner, rows: int, count: int, propose: int, shape: Shape | None) -> float:
+        ran.append((rows, count, shape))
+        return float(rows if shape is None else shape.rows * shape.positions)
+
+    monkeypatch.setattr("redline.worker.calibrate._step", step)
+    monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
+    engine = open_engine(tiny_model(), speculation=SUFFIX, max_running=64, pages=64)
+    try:
+        engine.runner._captured.report = Recorded(
+            shapes=(*(Shape(r, c, 1024) for r in (1, 4, 16) for c in (1, 8)), DEEP)
+        )
+        costs = calibrate(engine.runner, draft_tokens=7)
+    finally:
+        engine.runner.close()
+    assert (costs.rows, costs.counts) == ((1, 4, 16, 64), (1, 2, 4, 8))
+    *few, many = costs.target_ms
+    assert few == [(r, 2.0 * r, 4.0 * r, 8.0 * r) for r in (1, 4, 16)]
+    assert many == (256.0, 256.0, 256.0, 512.0), "one shape for all, and beyond it in proportion"
+    cells = {(rows, count) for rows, count, _ in ran}
+    assert cells == {(1, 1), (1, 8), (4, 1), (4, 8), (16, 1), (16, 8), (64, 1), (64, 4)}
+
+
+DEEP = Shape(64, 4, 1024)
 
 
 @pytest.mark.parametrize(("longest", "drafts"), [(8, 3), (16, 15), (64, 15)])

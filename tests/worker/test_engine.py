@@ -1,12 +1,15 @@
 """The engine as its users drive it: jobs in, deltas out, and every page back."""
 
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
@@ -14,14 +17,17 @@ from redline.chat.hashing import make_job
 from redline.errors import CheckpointError, ConfigError, WorkerLost
 from redline.kernels.cpu.blocks.transformer import Predicted
 from redline.kernels.inputs import Inputs
+from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.config import EngineConfig
+from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, EngineCore
 from tests.tiny_model import kernel_config, prompt
 
+IDS = "eagle_aux_hidden_state_layer_ids"
 CONFIG = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=8, step_tokens=64)
 
 
@@ -69,6 +75,46 @@ def test_more_jobs_than_the_planner_sees_at_a_time(engine: Engine, monkeypatch: 
     deltas = engine.generate(jobs, lambda _: seen.append(engine.engine.planner.load().running))
     assert [len(answer(deltas[one.id])) for one in jobs] == [n % 4 + 1 for n in range(40)]
     assert max(seen) <= 3
+
+
+def test_a_job_is_taken_from_its_source_when_it_is_wanted(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.worker.engine.OUTSTANDING", 3)
+    taken, ended, ahead = 0, 0, list[int]()
+
+    def jobs() -> Iterator[Job]:
+        nonlocal taken
+        for n in range(20):
+            taken += 1
+            ahead.append(taken - ended)
+            yield job(engine, f"{n}", prompt(n, 5), max_tokens=n % 4 + 1)
+
+    def take(delta: Delta) -> None:
+        nonlocal ended
+        ended += delta.finish is not None
+
+    engine.run(jobs(), take)
+    assert (taken, ended) == (20, 20)
+    assert max(ahead) <= 2 * 3  # three that run, and as many whose ends are not told yet
+
+
+def test_an_exception_in_the_source_of_jobs_aborts_those_that_run(engine: Engine):
+    def jobs() -> Iterator[Job]:
+        yield job(engine, "first", prompt(1, 20), max_tokens=400)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.run(jobs(), lambda delta: None)
+    assert len(answer(engine.generate([job(engine, "after", prompt(1, 20))])[JobId("after")])) == 8
+
+
+def test_jobs_that_begin_together_get_the_answers_that_they_get_alone(engine: Engine, folder: Path):
+    def jobs(opened: Engine) -> list[Job]:
+        return [job(opened, f"{n}", prompt(n, 10 + n), max_tokens=3 + n % 5) for n in range(14)]
+
+    alone = engine.generate(jobs(engine))
+    with Engine.open(folder, msgspec.structs.replace(CONFIG, admit_together=CONFIG.max_running)) as other:
+        together = other.generate(jobs(other))
+    assert {id: answer(deltas) for id, deltas in together.items()} == {id: answer(alone[id]) for id in alone}
 
 
 def test_a_stop_id_ends_an_answer(engine: Engine):
@@ -300,6 +346,41 @@ def test_numbers_that_cannot_work_together_are_refused_before_the_weights_are_re
     monkeypatch.setattr("redline.worker.engine.load", read)
     with pytest.raises(ConfigError, match=words):
         EngineCore.load(folder, msgspec.structs.replace(CONFIG, **change))
+
+
+UNFIT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "its width": ({"hidden_size": 32, "target_hidden_size": 32}, {}, "hidden_size is 32; this target needs 64"),
+    "its states": ({"eagle_config": {}, IDS: [0, 2, 9]}, {}, r"\[0, 2, 9\]; this target has ids 0 .* to 3"),
+    "a tensor": ({}, {"fc.weight": torch.zeros(64, 64)}, r"fc.weight: expected .* \[64, 192\], found F32 \[64, 64\]"),
+    "an id": ({}, {"d2t": torch.arange(96) * 1000}, "d2t: draft id 1 is token 1001; the target has"),
+    "a size for a GPU": ({}, {}, "intermediate_size is 84; the GPU's kernels take multiples of 8"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_drafter_that_does_not_fit_is_refused_by_name_before_the_weights_are_read(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    values, tensors, words = UNFIT[name]
+    config = Eagle3Config.for_target(Checkpoint.open(folder).config, draft_vocab_size=96, intermediate_size=84)
+    Eagle3(config).save(tmp_path)
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    save_file({**load_file(weights), **tensors}, weights)
+    monkeypatch.setattr("redline.worker.engine.load", lambda *_: pytest.fail("the model's weights are read"))
+    if name == "a size for a GPU":
+        monkeypatch.setattr("redline.worker.engine.why_not", lambda *_: None)
+    asked = msgspec.structs.replace(CONFIG, speculation=Learned(drafter=str(tmp_path)))
+    with pytest.raises(CheckpointError, match=words) as caught:
+        EngineCore.load(folder, asked)
+    assert str(caught.value).startswith(str(tmp_path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_head_of_other_bits_is_refused_before_anything_is_read(folder: Path):
+    asked = msgspec.structs.replace(CONFIG, speculation=Learned(drafter="nowhere", head_bits=4))
+    with pytest.raises(ConfigError, match="head_bits is 4; expected 16 or 8"):
+        EngineCore.load(folder, asked)
 
 
 def test_a_folder_without_a_model_is_one_line(tmp_path: Path):

@@ -20,9 +20,10 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Load, Stop
-from redline.wire.step import Step, StepResult
+from redline.wire.step import Shape, Step, StepResult
 from redline.worker import loop
 from redline.worker.loop import StepInFlight, lead, turn
+from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 from tests.fakes import FakePending, FakeRunner, hash_page, make_job, whole_answer
 
@@ -435,6 +436,73 @@ def test_a_job_that_comes_while_the_books_are_checked_is_begun_at_once(monkeypat
     monkeypatch.setattr(planner, "submit", submit)
     lead(planner, FakeRunner(100_000, CONFIG), inbox, outbox)
     assert slices > 1000, "and at the end it is gone through from end to end"
+
+
+def test_shapes_are_recorded_one_at_a_time_while_nothing_runs():
+    """A job that comes waits for one recording at most, and none is made before it has ended."""
+    events: list[str] = []
+    recording, go_on = threading.Event(), threading.Event()
+
+    class Recording(FakeRunner):
+        def launch(self, step: Step) -> FakePending:
+            events.append("step")
+            return super().launch(step)
+
+        def record_more(self) -> bool:
+            events.append("record" if self.more else "none left")
+            if len(self.more) == 3:
+                recording.set()
+                assert go_on.wait(10)
+            return super().record_more()
+
+    more = [Shape(1, 1, 256), Shape(2, 1, 256), Shape(3, 1, 256), Shape(4, 1, 256)]
+    runner = Recording(32, CONFIG, shapes=[Shape(4, 1, 1024)], more=more)
+    with worker(runner) as it:
+        assert recording.wait(10)
+        job = make_job("a", PROMPT, max_tokens=20)
+        it.inbox.put(job)
+        go_on.set()
+        assert it.answer("a") == whole_answer(job, MAX_MODEL_LEN)
+        deadline = time.monotonic() + 10
+        while "none left" not in events and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert events == [
+        "record",
+        "record",
+        *["step"] * 20,
+        "record",
+        "record",
+        *["none left"] * events.count("none left"),
+    ]
+    assert runner.replays == 19
+
+
+def test_a_stop_waits_for_one_recording_at_most():
+    class Endless(FakeRunner):
+        def record_more(self) -> bool:
+            recorded.append(True)
+            inbox.put(Stop())
+            return True
+
+    recorded: list[bool] = []
+    inbox = MemoryChannel()
+    lead(Planner(32, CONFIG, MAX_MODEL_LEN, hash_page), Endless(32, CONFIG), inbox, MemoryChannel())
+    assert recorded == [True]
+
+
+def test_a_recording_that_hangs_is_no_rest():
+    """So that the worker is ended, as with a step that hangs."""
+    pulse, inbox, waited = Pulse(), MemoryChannel(), []
+
+    class Recording(FakeRunner):
+        def record_more(self) -> bool:
+            waited.append(pulse.waits)
+            inbox.put(Stop())
+            return False
+
+    planner = Planner(32, CONFIG, MAX_MODEL_LEN, hash_page)
+    lead(planner, Recording(32, CONFIG), inbox, MemoryChannel(), pulse=pulse)
+    assert waited == [False]
 
 
 def test_an_idle_loop_that_has_checked_its_books_rests(monkeypatch: pytest.MonkeyPatch):

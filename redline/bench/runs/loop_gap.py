@@ -27,6 +27,7 @@ from redline.chat.hashing import make_job
 from redline.model.k2.config import K2Config
 from redline.model.k2.random_hopper import random_gpu_k2
 from redline.model.k2.shapes import shape
+from redline.plan.recorded import RecordedShapes
 from redline.run.fit import Layout
 from redline.wire.job import PAGE_TOKENS, JobId, Sampling
 from redline.wire.step import Row, Step
@@ -104,11 +105,12 @@ def back_to_back(engine: EngineCore, steps: int) -> float:
     All steps are launched before any result is read. The slot's pages end on the way, and its table then names page 0:
     the text is wrong, the time is not.
     """
-    row = Row(slot=0, start=None, count=1)
-    launched = [engine.runner.launch(Step(number=n, rows=(row,))) for n in range(steps // 4)]
+    row, shapes = Row(slot=0, start=None, count=1), RecordedShapes(engine.runner.recorded)
+    named = shapes.choose(rows=1, positions=1, longest=PAGE_TOKENS * engine.runner.slots.at[0].pages)
+    launched = [engine.runner.launch(Step(number=n, rows=(row,), shape=named)) for n in range(steps // 4)]
     launched[-1].wait()
     began = time.perf_counter()
-    launched = [engine.runner.launch(Step(number=n, rows=(row,))) for n in range(steps)]
+    launched = [engine.runner.launch(Step(number=n, rows=(row,), shape=named)) for n in range(steps)]
     launched[-1].wait()
     return (time.perf_counter() - began) * 1000 / steps
 

@@ -91,6 +91,7 @@ def run(folder: Path, device: str, draft: Path | None, prompts: Sequence[Prompt]
     )
     with Engine.open(folder, config) as engine:
         print(engine.engine.ready.summary, flush=True)
+        engine.record_all()
         fallbacks.clear()
         jobs = jobs_of(engine, prompts)
         start = time.monotonic()

@@ -85,6 +85,7 @@ class RoundRecord(DepthRecord, frozen=True):
     baseline_ms     of a step without drafts, between the rounds
     tokens_per_s    of all rows together
     idle_share      of the device's time in which nothing ran, from a trace; None: on a CPU
+    draft_head_bits of the drafter's head
     """
 
     k: int
@@ -94,6 +95,7 @@ class RoundRecord(DepthRecord, frozen=True):
     baseline_ms: float
     tokens_per_s: float
     idle_share: float | None
+    draft_head_bits: int = 16
 
     @property
     def times(self) -> float:
@@ -168,12 +170,13 @@ def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
 def round_record(case: RoundCase, timing: RoundTiming, machine: Machine) -> RoundRecord:
     """What is kept of a measured round, as `record_of` keeps a step."""
     whole = Timing(timing.ms, timing.p10_ms, timing.p90_ms, timing.experts, ())
-    step = msgspec.structs.asdict(record_of(case.depth, whole, machine))
+    step: dict[str, Any] = msgspec.structs.asdict(record_of(case.depth, whole, machine))
     verify_ms, draft_ms = floors(case, timing.experts, machine)
     parts = ("verify", timing.verify_ms, verify_ms, 1), ("draft", timing.draft_ms, draft_ms, case.k)
     ops = tuple(OpRecord(name=name, us=1e3 * ms, floor_us=1e3 * floor, launches=n) for name, ms, floor, n in parts)
+    step.update(floor_ms=verify_ms + draft_ms, ops=ops)
     return RoundRecord(
-        **{**step, "floor_ms": verify_ms + draft_ms, "ops": ops},
+        **step,
         k=case.k,
         accept=case.accept,
         verify_ms=timing.verify_ms,
@@ -181,6 +184,7 @@ def round_record(case: RoundCase, timing: RoundTiming, machine: Machine) -> Roun
         baseline_ms=timing.baseline_ms,
         tokens_per_s=1e3 * case.depth.rows * case.accept / timing.ms,
         idle_share=timing.idle_share,
+        draft_head_bits=case.head_bits,
     )
 
 

@@ -45,22 +45,29 @@ from redline.ops.op import Cost, Machine
 from redline.run.fit import Layout
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
-from redline.run.graphs.shapes import CONTEXTS, Shape
+from redline.run.graphs.shapes import CONTEXTS
 from redline.run.kv import KvPool
 from redline.run.slots import Slots
 from redline.tune.synthetic import length_of
 from redline.wire.job import PAGE_TOKENS
+from redline.wire.step import Shape
 
 TRACED = 8  # rounds of a trace, back to back
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundCase:
-    """What one round is. depth: of its forward, whose tokens are 1 + k. rates: of synthetic acceptance, k of them."""
+    """What one round is.
+
+    depth      of its forward, whose tokens are 1 + k
+    rates      of synthetic acceptance, k of them
+    head_bits  of the drafter's head: 16, or 8
+    """
 
     depth: Depth
     drafter: Eagle3Config
     rates: tuple[float, ...]
+    head_bits: int = 16
 
     @property
     def k(self) -> int:
@@ -87,7 +94,9 @@ class RoundCase:
         context = rows * self.depth.context
         pages = context * c.kv_bytes_per_token(self.depth.kv_dtype)
         scores = 2 * context * c.num_attention_heads * (c.kv_width + c.kv_lora_rank)
-        further = Cost(2 * (drafter_weights(c) - fuse) + pages, 2 * rows * (drafter_weights(c) - fuse) + scores)
+        weights, head = drafter_weights(c) - fuse, head_rows(c)
+        rounded = head * (c.hidden_size - 4) if self.head_bits == 8 else 0  # bytes less: a byte a number, a scale a row
+        further = Cost(2 * weights - rounded + pages, 2 * rows * weights + scores)
         whole = Cost(2 * fuse, 2 * tokens * fuse)  # of the tokens that only leave a row, the projections are left out
         for _ in range(passes):
             whole += further
@@ -101,12 +110,19 @@ def drafter_weights(config: Eagle3Config) -> int:
     attention = 2 * d * (c.q_lora_rank + c.kv_width) + heads * (
         c.q_lora_rank * c.query_width + rank * (nope + value) + value * d
     )
-    head = d * (c.draft_vocab_size or c.vocab_size)
-    return d * c.fused_width + attention + 3 * d * c.intermediate_size + head
+    return d * c.fused_width + attention + 3 * d * c.intermediate_size + d * head_rows(c)
 
 
-def random_drafter(model: K2, config: Eagle3Config, seed: int = 0) -> Eagle3:
-    """A drafter of these sizes for the model, prepared, of random weights that are made where they stay."""
+def head_rows(config: Eagle3Config) -> int:
+    """Tokens that a drafter knows."""
+    return config.draft_vocab_size or config.vocab_size
+
+
+def random_drafter(model: K2, config: Eagle3Config, head_bits: int = 16, seed: int = 0) -> Eagle3:
+    """A drafter of these sizes for the model, prepared, of random weights that are made where they stay.
+
+    head_bits: as `Eagle3.prepare` takes it.
+    """
     generator = torch.Generator(model.device).manual_seed(seed)
 
     def made(like: Tensor) -> Tensor:
@@ -118,7 +134,7 @@ def random_drafter(model: K2, config: Eagle3Config, seed: int = 0) -> Eagle3:
     with torch.device("meta"):
         drafter = Eagle3(config)
     drafter.load_state_dict({name: made(like) for name, like in drafter.state_dict().items()}, assign=True)
-    drafter.prepare(model)
+    drafter.prepare(model, head_bits)
     return drafter.to("meta")  # what serves has been laid out
 
 
@@ -242,12 +258,13 @@ class _Rows:
         self._results = recorder.host_tensor(self._rows, RESULT_COLUMNS)
         self._noted = torch.zeros(TOKENS, dtype=torch.int64, device=model.device)  # the results' columns, summed
         self._runs = 0
-        self._step = step = DecodeStep(self._shared, Shape(self._rows, 1 + self._k, longest))
+        shape = Shape(rows=self._rows, positions=1 + self._k, longest=longest)
+        self._step = step = DecodeStep(self._shared, shape)
         pieces = [step.forward, functools.partial(step.settle, SamplingKind.LIKELIEST)]
         self._begin(depth.context + 1, longest)
         self._shared.plan[: self._rows] = self._plan.to(model.device)
         self._pieces = recorder.record(*pieces, *([step.draft_all] if drafter is not None else []))
-        step.forget(features=True)
+        step.forget()
         self._begin(depth.context + 1, longest)
 
     @property
@@ -289,8 +306,8 @@ class _Rows:
     def accepted(self, rates: tuple[float, ...]) -> float:
         """Tokens of a row's round, the mean over those noted. AssertionError where they are not by these rates."""
         count = self._runs * self._rows
-        sums: list[int] = self._noted.tolist()
-        ran, new, asked = sums[RAN] / count, sums[NEW] / count, length_of(rates)
+        ran, new = (int(self._noted[column]) / count for column in (RAN, NEW))
+        asked = length_of(rates)
         assert ran == self.tokens, f"rows verified {ran:g} positions of {self.tokens}"
         squares = sum((2 * place + 1) * rate for place, rate in enumerate(rates))  # of the drafts that hold, the mean
         spread = math.sqrt(max(0.0, squares - (asked - 1) ** 2) / count)

@@ -1,3 +1,4 @@
+# pyright: basic
 """What a device did and when, from torch.profiler's trace: the time in which nothing ran, and a picture.
 
 It is too much time rather than too little, since the profiler slows the host.

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from redline.disk import alone, check_room, human, is_full, sync, unwritable, write_whole
 from redline.draft.corpus.corpus import Example, Reader, read_about
+from redline.draft.corpus.synth import Told
 from redline.draft.corpus.target import Target, layers_of
 from redline.errors import ConfigError
 from redline.model.k2.checkpoint import Checkpoint
@@ -117,17 +118,17 @@ class Captured(Record, frozen=True):
     skipped: tuple[str, ...]
 
 
-def run(config: CaptureConfig, console: Console) -> int:
+def run(config: CaptureConfig, console: Console, told: Told = lambda tokens, seconds: None) -> int:
     """0, also where `disk` is reached; 1 where the disk is full; 130 after Ctrl-C.
 
     Raises ConfigError, and CheckpointError where the target cannot be read.
     """
     check(config)
     with alone(Path(config.out)):
-        return _run(config, console)
+        return _run(config, console, told)
 
 
-def _run(config: CaptureConfig, console: Console) -> int:
+def _run(config: CaptureConfig, console: Console, told: Told) -> int:
     out = Path(config.out)
     try:
         with Working("reading the corpus") as working:
@@ -170,6 +171,7 @@ def _run(config: CaptureConfig, console: Console) -> int:
         console.print(f"skipped {message}", style="yellow", highlight=False, markup=False, soft_wrap=True)
     if done.skipped:
         console.print(f"{len(done.skipped):,} examples were skipped", style="yellow", highlight=False)
+    told(done.tokens, done.seconds)
     rate = done.tokens / max(done.seconds, 1e-9)
     console.print(
         f"{done.tokens:,} tokens captured ({rate:,.0f} tokens/s); {_holds(out)}",

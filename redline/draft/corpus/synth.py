@@ -6,7 +6,7 @@ Ctrl-C or a full disk.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from hashlib import blake2b
 from pathlib import Path
@@ -33,7 +33,8 @@ from redline.worker.config import EngineConfig, Learned
 from redline.worker.engine import Engine, pick_device
 from redline.worker.job_runner import JobRunner
 
-WAVE = 8  # jobs that the engine is given at a time, in multiples of those that it runs at once
+TOGETHER = 2  # one in so many slots is free before jobs begin together on a GPU
+BULK_TOKENS = 8192  # positions of a step there: prompts are taken in whole
 NAMED = 20  # skipped prompts that are printed one by one
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 
@@ -58,6 +59,8 @@ class SynthConfig(Record, frozen=True):
 
 
 Open = Callable[[SynthConfig], AbstractContextManager[JobRunner]]
+Told = Callable[[int, float], object]
+"""What hears of a verb's work when it is done: its tokens, and its seconds without loading."""
 
 
 class Done(Record, frozen=True):
@@ -69,7 +72,7 @@ class Done(Record, frozen=True):
     skipped: tuple[str, ...]  # prompts that the engine refused: "id: reason"
 
 
-def run(config: SynthConfig, console: Console) -> int:
+def run(config: SynthConfig, console: Console, told: Told = lambda tokens, seconds: None) -> int:
     """0; 1 where the disk is full; 130 after Ctrl-C. Raises ConfigError, CheckpointError."""
     asked = check(config)
     check_output(Path(config.out))
@@ -96,6 +99,7 @@ def run(config: SynthConfig, console: Console) -> int:
         kept = _kept(config, before, "the disk is full")
         console.print(kept, style="red", highlight=False, markup=False, soft_wrap=True)
         return 1
+    told(done.tokens, done.seconds)
     rate = done.tokens / max(done.seconds, 1e-9)
     console.print(
         f"{done.answers:,} new answers, {done.tokens:,} tokens ({rate:,.0f} tokens/s); {config.out} holds "
@@ -193,7 +197,7 @@ def synth(
 ) -> Done:
     """Answers what the corpus does not hold yet, and appends. Whatever is raised, what was appended stays.
 
-    progress(answers there, answers in all, new tokens) is called with every step of an answer. Raises ConfigError where
+    progress(answers there, answers in all, new tokens) is called as answers end. Raises ConfigError where
     the corpus is of another target or sampling, OSError where the disk is full.
     """
     out = Path(config.out)
@@ -208,32 +212,51 @@ def synth(
         about = about_of(config, target.fingerprint)
         claim(out, about)
         start = time.monotonic()
-        size = WAVE * config.engine.max_running
-        for first in range(0, len(waiting), size):
-            wave = waiting[first : first + size]
-            jobs = [_job(config, about, target, prompt) for prompt in wave]
-            answers = {job.id: _Answer(prompt, job) for prompt, job in zip(wave, jobs, strict=True)}
+        answers: dict[JobId, _Answer] = {}  # those in the making
 
-            def take(delta: Delta, answers: dict[JobId, _Answer] = answers) -> None:
-                nonlocal ended, tokens
-                answer = answers[delta.job]
-                answer.add(delta)
-                tokens += len(delta.tokens)
-                if delta.finish in ("stop", "length"):
-                    writer.append(answer.example(delta.finish))
-                    ended += 1
-                elif delta.finish is not None:
-                    skipped.append(f"{delta.job}: {delta.error or delta.finish}")
-                progress(ended, total, len(delta.tokens))
+        def jobs() -> Iterator[Job]:
+            for prompt in waiting:
+                job = _job(config, about, target, prompt)
+                answers[job.id] = _Answer(prompt, job)
+                yield job
 
-            target.generate(jobs, take)
+        def take(delta: Delta) -> None:
+            nonlocal ended, tokens
+            answer = answers[delta.job]
+            answer.add(delta)
+            if delta.finish is None:
+                return
+            del answers[delta.job]
+            tokens += answer.count
+            if delta.finish in ("stop", "length"):
+                writer.append(answer.example(delta.finish))
+                ended += 1
+            else:
+                skipped.append(f"{delta.job}: {delta.error or delta.finish}")
+            progress(ended, total, answer.count)
+
+        target.run(jobs(), take)
     answered = ended - (len(asked) - len(waiting))
     return Done(answers=answered, tokens=tokens, seconds=time.monotonic() - start, skipped=tuple(skipped))
 
 
 def open_engine(config: SynthConfig) -> AbstractContextManager[JobRunner]:
     """The engine that answers. Raises ConfigError or CheckpointError where it cannot be loaded."""
-    return Engine.open(config.weights, config.engine)
+    return Engine.open(config.weights, in_bulk(config.engine))
+
+
+def in_bulk(config: EngineConfig) -> EngineConfig:
+    """The config for answers that nobody waits for, in what it leaves open.
+
+    On a GPU a step with prompts is led by the host and costs as much as ten that are replayed, whether it takes one
+    prompt or thirty: jobs begin half of the slots at a time, in steps that hold their prompts. On a CPU a step costs
+    what it computes.
+    """
+    if pick_device(config.device).type == "cpu":
+        return config
+    together = max(config.admit_together, config.max_running // TOGETHER)
+    step_tokens = config.step_tokens or max(BULK_TOKENS, config.max_running)
+    return msgspec.structs.replace(config, admit_together=together, step_tokens=step_tokens)
 
 
 def about_of(config: SynthConfig, fingerprint: str) -> About:
@@ -268,6 +291,11 @@ class _Answer:
         self._start = len(job.tokens)
         self._tokens = list(job.tokens)
         self._rounds: list[tuple[int, int, int]] = []
+
+    @property
+    def count(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self._tokens) - self._start
 
     def add(self, delta: Delta) -> None:
         if delta.proposed:

@@ -15,7 +15,7 @@ The ceiling is what a drafter reaches that knows all there is to know from the t
 drafter matches has no gap, however often its drafts are rejected: entropy that nobody can remove is not difficulty.
 With either kind of proposals q = p gives gap 0 (docs/draft_mining.md).
 
-R rows, k drafts, n tokens, D hidden, V vocabulary, C rows of one piece.
+R rows, k drafts, N tokens, M teachers, D hidden, V vocabulary, C rows of one piece.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,60 +73,60 @@ class Scores:
 
 
 def score(
-    tokens_n: Tensor,
-    loss_n: Tensor,
-    last_nD: Tensor,
+    tokens_N: Tensor,
+    loss_N: Tensor,
+    last_ND: Tensor,
     steps: Sequence[Tensor],
+    lengths: Sequence[int],
     *,
     target: Logits,
     drafter: Logits,
     vocabulary: int,
     serving: Serving,
-) -> Scores:
-    """The scores of one sequence, on the CPU.
+) -> list[Scores]:
+    """The scores of sequences that lie one behind another, each on the CPU; until the last one is done no step waits
+    for the device.
 
-    tokens_n: int64 [n]. loss_n: True where a token is the target's answer. last_nD: the target's normed states; row t
-    predicts token t + 1. steps: for each draft the drafter's normed states [n, D]; row t of step j predicts token t + 2
-    + j. target, drafter: from such states to logits. vocabulary: V.
+    tokens_N: int64 [N]. loss_N: True where a token is the target's answer. last_ND: the target's normed states; row t
+    predicts token t + 1. steps: for each draft the drafter's normed states [N, D]; row t of step j predicts token t + 2
+    + j. lengths: of the sequences, N in all. target, drafter: from such states to logits. vocabulary: V.
     """
-    n, k = tokens_n.shape[0], len(steps)
-    answer = loss_n.bool().cpu()
-    rows = (answer[1:-1] & answer[2:]).nonzero()[:, 0] if n > 2 else torch.empty(0, dtype=torch.int64)
-    place_n = torch.full((n,), -1, dtype=torch.int64)
-    place_n[rows] = torch.arange(rows.shape[0])  # of row t among the rows
-    accept, ceiling = torch.zeros(rows.shape[0], k), torch.zeros(rows.shape[0], k)
-    hit, there = torch.zeros(rows.shape[0], k, dtype=torch.bool), torch.zeros(rows.shape[0], k, dtype=torch.bool)
-    piece = max(1, PIECE_BYTES // (4 * vocabulary))
-    first = int(rows[0]) + 1 if rows.shape[0] else n
-    for begin in range(first, n - 1, piece):
-        teachers = torch.arange(begin, min(begin + piece, n - 1))  # rows of the target; each predicts the next token
-        teachers = teachers[answer[teachers + 1]]
-        if not teachers.shape[0]:
-            continue
-        p = distribution(target(last_nD[teachers.to(last_nD.device)]), serving)
+    device, k = last_ND.device, len(steps)
+    answer = loss_N.bool().cpu()
+    position_N = torch.cat([torch.arange(length) for length in lengths])
+    left_N = torch.cat([torch.arange(length, 0, -1) for length in lengths])  # tokens of the sequence from here on
+    follows_N = (left_N > 1) & answer.roll(-1)  # the next token is the answer's
+    rows = ((left_N > 2) & follows_N & answer.roll(-2)).nonzero()[:, 0]
+    place_N = torch.full((len(answer),), -1, dtype=torch.int64)
+    place_N[rows] = torch.arange(len(rows))  # of row t among the rows
+    accept, ceiling = (torch.zeros(len(rows), k, device=device) for _ in range(2))
+    hit = torch.zeros(len(rows), k, dtype=torch.bool, device=device)
+    there = torch.zeros(len(rows), k, dtype=torch.bool)
+    # Rows of the target; each predicts the next token. The one before an answer predicts what is never drafted.
+    teachers_M = (follows_N & answer & (position_N > 0)).nonzero()[:, 0]
+    for teachers in teachers_M.split(max(1, PIECE_BYTES // (4 * vocabulary))):
+        p = distribution(target(last_ND[teachers.to(device)]), serving)
         if serving.own:
-            p = torch.nn.functional.one_hot(tokens_n.to(p.device)[teachers.to(p.device) + 1], p.shape[-1]).float()
+            p = torch.nn.functional.one_hot(tokens_N.to(device)[(teachers + 1).to(device)], p.shape[-1]).float()
         for j in range(k):
-            place = place_n[(teachers - 1 - j).clamp(min=0)]
-            known = (place >= 0) & (teachers - 1 - j >= 0)
+            at = teachers - 1 - j
+            known = (position_N[teachers] > j) & (place_N[at.clamp(min=0)] >= 0)
             if not bool(known.any()):
                 continue
-            at = (teachers - 1 - j)[known].to(steps[j].device)
-            found = compare(p[known.to(p.device)], drafter(steps[j][at]), serving)
-            place = place[known]
+            at = at[known]
+            found = compare(p[known.nonzero()[:, 0].to(device)], drafter(steps[j][at.to(device)]), serving)
+            place = place_N[at].to(device)
             accept[place, j], ceiling[place, j], hit[place, j] = found
-            there[place, j] = True
-    return Scores(
-        position_R=(rows + 2).numpy(),
-        accept_Rk=accept.numpy(),
-        ceiling_Rk=ceiling.numpy(),
-        hit_Rk=hit.numpy(),
-        there_Rk=there.numpy(),
-    )
+            there[place_N[at], j] = True
+    counts = [int(part.sum()) for part in (place_N >= 0).split(list(lengths))]
+    whole = (position_N[rows] + 2, accept.cpu(), ceiling.cpu(), hit.cpu(), there)
+    return [
+        Scores(*(part.numpy() for part in parts)) for parts in zip(*(one.split(counts) for one in whole), strict=True)
+    ]
 
 
 def compare(p_CV: Tensor, logits_CV: Tensor, serving: Serving) -> tuple[Tensor, Tensor, Tensor]:
-    """acceptance, ceiling [C] float32 and whether the two agree on the best token [C], on the CPU."""
+    """acceptance, ceiling [C] float32 and whether the two agree on the best token [C]."""
     best_C = logits_CV.argmax(-1)
     hit_C = best_C == p_CV.argmax(-1)
     if serving.proposals == "onehot":
@@ -135,7 +135,7 @@ def compare(p_CV: Tensor, logits_CV: Tensor, serving: Serving) -> tuple[Tensor, 
         q_CV = distribution(logits_CV, Serving(temperature=serving.temperature))
         accept_C = torch.minimum(p_CV, q_CV).sum(-1).clamp(max=1)
         ceiling_C = torch.ones_like(accept_C)
-    return accept_C.cpu(), ceiling_C.cpu(), hit_C.cpu()
+    return accept_C, ceiling_C, hit_C
 
 
 def distribution(logits_CV: Tensor, serving: Serving) -> Tensor:

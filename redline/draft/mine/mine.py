@@ -24,7 +24,7 @@ from redline.chat.tokenizer import RESERVED, Tokenizer
 from redline.disk import alone, is_full, save, unwritable
 from redline.draft.corpus.corpus import About, Example, Writer, claim, read_examples
 from redline.draft.corpus.new_answers import answer_afresh
-from redline.draft.corpus.synth import check_target, existing, sampling_check
+from redline.draft.corpus.synth import check_target, existing, in_bulk, sampling_check
 from redline.draft.corpus.traces import read_traces
 from redline.draft.mine.buckets import Bucket, Scored, buckets, rejections, since_control
 from redline.draft.mine.choose import Choose, answer_tokens, choose, mix, weights, window
@@ -255,7 +255,7 @@ def _answer(
     wanted = {f"{example.id} again {number}" for example in chosen for number in range(1, answers + 1)}
     have = existing(path)
     if wanted - have:
-        engine_config = EngineConfig(max_running=config.batch, device=config.device)
+        engine_config = in_bulk(EngineConfig(max_running=config.batch, device=config.device))
         with (
             Working("fresh answers") as working,
             Engine.open(config.target, engine_config) as engine,

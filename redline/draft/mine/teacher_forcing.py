@@ -1,30 +1,37 @@
-"""A drafter scored by teacher forcing, over the target's states: the forward pass behind `mine` and `eval`."""
+"""A drafter scored by teacher forcing, over the target's states: the forward pass behind `mine` and `eval`.
 
-from collections.abc import Iterable, Iterator
+B sequences, T rows of the longest, N tokens of all, D hidden.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from redline.draft.corpus.corpus import Example
-from redline.draft.corpus.target import Target
+from redline.draft.corpus.target import States, Target
 from redline.draft.mine.difficulty import Scores, Serving, score
-from redline.draft.train.ttt import unroll
+from redline.draft.train.ttt import Way, choose, unroll
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.worker.engine import pick_device
 
-BATCH_TOKENS = 16_384  # tokens that go through the target at once
+BATCH_TOKENS = 16_384  # tokens that go through the target at once, and rows of the drafter, filling included
 
 
 class TeacherForcing:
     """A target and a drafter, loaded. On a CPU the drafter computes in float32, as when it serves; else in bf16."""
 
     def __init__(self, target: Target, drafter: Eagle3) -> None:
-        device = target.model.device
+        device, config = target.model.device, drafter.config
         self._target = target
         self._drafter = drafter.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16)
         self._drafter.attach(target.embedding, target.head)
+        self._way: Way = choose(device, config.num_attention_heads, config.query_width, config.value_width)[0]
+        # A CPU is busy with one sequence; a GPU is not, and a launch costs what many sequences cost.
+        self.together = 1 if device.type == "cpu" else BATCH_TOKENS
 
     @classmethod
     def open(cls, target: str, draft: str, device: str | None) -> "TeacherForcing":
@@ -45,20 +52,33 @@ class TeacherForcing:
         Raises ConfigError for an example that the target cannot read (`refusal`).
         """
         for batch in _batches(examples):
-            found = self._target.features([list(example.tokens) for example in batch])
-            for example, (features, last) in zip(batch, found, strict=True):
-                yield self._score(example, features, last, steps, serving)
+            states = self._target.features([example.tokens for example in batch])
+            groups = _like_lengths(batch, self.together)
+            scored = (
+                self._score([batch[place] for place in group], [states[place] for place in group], steps, serving)
+                for group in groups
+            )
+            by_place = dict(zip(chain(*groups), chain(*scored), strict=True))
+            yield from (by_place[place] for place in range(len(batch)))
 
-    def _score(self, example: Example, features: Tensor, last: Tensor, steps: int, serving: Serving) -> Scores:
-        tokens = torch.tensor(example.tokens, dtype=torch.int64, device=last.device)
-        model = self._target.model
+    def _score(
+        self, examples: Sequence[Example], states: Sequence[States], steps: int, serving: Serving
+    ) -> list[Scores]:
+        model, lengths = self._target.model, [len(example.tokens) for example in examples]
         with torch.inference_mode():
-            unrolled = unroll(self._drafter, tokens[None], features.flatten(1)[None], steps)
+            ids = [torch.tensor(example.tokens, dtype=torch.int64) for example in examples]
+            answer = [torch.arange(len(example.tokens)) >= example.prompt for example in examples]
+            tokens_BT = pad_sequence(ids, batch_first=True).to(model.device)
+            features_BTF = pad_sequence([features.flatten(1) for features, _ in states], batch_first=True)
+            rows = [torch.arange(length) + line * tokens_BT.shape[1] for line, length in enumerate(lengths)]
+            rows_N = torch.cat(rows).to(model.device)  # without filling
+            unrolled = unroll(self._drafter, tokens_BT, features_BTF, steps, self._way)
             return score(
-                tokens,
-                torch.arange(len(tokens)) >= example.prompt,
-                last,
-                [normed[0] for normed in unrolled],
+                tokens_BT.flatten()[rows_N],
+                torch.cat(answer),
+                torch.cat([last for _, last in states]),
+                [normed.flatten(0, 1)[rows_N] for normed in unrolled],
+                lengths,
                 target=lambda hidden: model.logits(hidden.to(model.dtype)),
                 drafter=self._drafter.logits,
                 vocabulary=model.config.vocab_size,
@@ -77,3 +97,15 @@ def _batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
         tokens += len(example.tokens)
     if batch:
         yield batch
+
+
+def _like_lengths(batch: Sequence[Example], rows: int) -> list[list[int]]:
+    """Places of the examples in groups of at most `rows` rows each, filling included; one that is longer is alone."""
+    groups: list[list[int]] = []
+    longest = 0
+    for place in sorted(range(len(batch)), key=lambda place: -len(batch[place].tokens)):
+        if not groups or (len(groups[-1]) + 1) * longest > rows:
+            groups.append([])
+            longest = len(batch[place].tokens)
+        groups[-1].append(place)
+    return groups

@@ -33,6 +33,7 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.progress import Working
 from redline.wire.base import Record
+from redline.worker.engine import pick_device
 
 INTERRUPTED = 130  # what a shell expects after Ctrl-C
 STATE_COPIES = 4  # of the parameters in a state, float32: weights, their average, two moments
@@ -69,6 +70,7 @@ class TrainConfig(Record, frozen=True):
     corpus: tuple[str, ...] = ()
     start: str | None = None
     drafter: Sizes = Sizes()
+    device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
 
 
 def run(config: TrainConfig, console: Console) -> int:
@@ -100,6 +102,7 @@ def _run(config: TrainConfig, console: Console) -> int:
 def check(config: TrainConfig) -> None:
     """Raises ConfigError naming the field, or the part that is not installed, before anything is loaded."""
     needs(*PARTS)
+    pick_device(config.device)
     recipe, budget = config.recipe, config.recipe.budget
     if budget.steps is None and budget.tokens is None and budget.seconds is None:
         raise ConfigError("recipe.budget is empty; expected steps, tokens or seconds (--steps, --tokens, --seconds)")
@@ -147,9 +150,11 @@ def train(config: TrainConfig, source: Source, layer_ids: tuple[int, ...], conso
     from accelerate.utils import set_seed  # pyright: ignore[reportMissingTypeStubs]
 
     out, folder = Path(config.out), Path(config.out) / "training"
-    cuda = torch.cuda.is_available()
+    on_gpu = pick_device(config.device).type == "cuda"
     accelerator = Accelerator(
-        mixed_precision="bf16" if cuda else "no", gradient_accumulation_steps=config.recipe.accumulate
+        cpu=config.device == "cpu",
+        mixed_precision="bf16" if on_gpu else "no",
+        gradient_accumulation_steps=config.recipe.accumulate,
     )
     main = accelerator.is_main_process
     if _is_done(folder, config):
@@ -230,8 +235,7 @@ def open_source(config: TrainConfig, console: Console) -> tuple[Source, tuple[in
     if config.capture is not None:
         stored = Stored(Path(config.capture), Checkpoint.open(config.target).fingerprint)
         return stored, stored.layer_ids
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    target = Target.open(Path(config.target), device)
+    target = Target.open(Path(config.target), pick_device(config.device))
     taught_by(config.corpus, target.fingerprint)
     corpus = read_examples(*map(Path, config.corpus))
     streamed = Streamed(target, corpus.examples)

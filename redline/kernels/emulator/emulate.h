@@ -171,6 +171,8 @@ FN u32 pack_f16(float lo, float hi) { return emulated::f32_to_f16(lo) | (u32)emu
 FN f32x2 unpack_f16(u32 v) { return {emulated::f16_to_f32((u16)v), emulated::f16_to_f32((u16)(v >> 16))}; }
 FN u32 multiply_f16(u32 a, u32 b) { f32x2 x = unpack_f16(a), y = unpack_f16(b); return pack_f16(x.x * y.x, x.y * y.y); }
 FN u32 multiply_bf16(u32 a, u32 b) { return pack_bf16(as_float(a << 16) * as_float(b << 16), as_float(a & 0xffff0000u) * as_float(b & 0xffff0000u)); }
+template <u32 SECOND>
+FN u32 widen_s8(u32 w) { u32 two = SECOND ? w >> 16 : w; return pack_bf16((float)(signed char)two, (float)(signed char)(two >> 8)); }
 FN u32 widen_e4m3(u16 v) { return pack_f16(emulated::e4m3((u8)v), emulated::e4m3((u8)(v >> 8))); }
 FN u16 pack_e4m3(float lo, float hi) { return emulated::to_e4m3(lo) | (u16)emulated::to_e4m3(hi) << 8; }
 template <u32 MASK, u32 MAGIC>

@@ -64,16 +64,18 @@ def read_tensors(folder: Path | str, config: Eagle3Config, wanted: Mapping[str, 
         for name, shape in shapes.items():
             if name not in names and name != "t2d":
                 raise CheckpointError(f"{path}: {name}: missing; expected {list(shape)}{_why_expected(name)}")
-        read = {name: file.get_tensor(stored) for name, stored in names.items() if name != _EMBEDDING}
-    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in read.items() if name not in _DTYPES}
-    if "d2t" in read:
-        d2t = read["d2t"].long()
-        known = _known(path, d2t, config.vocab_size)
-        if "t2d" in read and not torch.equal(read["t2d"], known):
-            raise CheckpointError(f"{path}: t2d: marks other tokens than those that d2t points to")
-        if "d2t" in wanted:
-            tensors.update(d2t=d2t, t2d=known)
-    return tensors
+        read = {name: file.get_tensor(names[name]) for name in _DTYPES if name in names}
+        tables: dict[str, Tensor] = {}
+        if "d2t" in read:
+            d2t = read["d2t"].long()
+            known = _known(path, d2t, config.vocab_size)
+            if "t2d" in read and not torch.equal(read["t2d"], known):
+                raise CheckpointError(f"{path}: t2d: marks other tokens than those that d2t points to")
+            if "d2t" in wanted:
+                tables = {"d2t": d2t, "t2d": known}
+        skipped = {_EMBEDDING, *_DTYPES}
+        weights = {name: file.get_tensor(stored) for name, stored in names.items() if name not in skipped}
+    return {name: tensor.to(torch.bfloat16) for name, tensor in weights.items()} | tables
 
 
 class _open:

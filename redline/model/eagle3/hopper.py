@@ -1,9 +1,10 @@
-"""A drafter with latent attention on a GPU: its weights in the layouts of the GPU's kernels, and its pass over pages.
+"""A drafter on a GPU: its weights in the layouts of the GPU's kernels, and its pass over pages.
 
 The arithmetic is that of `serve.Served`, in the launches of a decode step's dense layer. Up to 64 rows that pass takes
-nothing from the host, so it can be recorded.
+nothing from the host, so it can be recorded. `_Latent` and `_Grouped` are what the two bodies differ in: what a row
+leaves in its page, and how finished rows attend.
 
-T rows of a pass, R of them that are finished, D hidden, S states of the target that are read.
+T rows of a pass, R of them that are finished, D hidden, H heads, S states of the target that are read.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,19 +12,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftPages, DraftRows
 from redline.kernels.hopper.block import GpuMla
 from redline.kernels.hopper.decode.absorb import absorb
-from redline.kernels.hopper.decode.attend import attend
+from redline.kernels.hopper.decode.attend import ROPE, attend
 from redline.kernels.hopper.decode.dense import MOST_STREAMED, MOST_TOKENS
 from redline.kernels.hopper.decode.drafter_rows import join_rows, norm_states
-from redline.kernels.hopper.decode.gates import gates, gates_weight
+from redline.kernels.hopper.decode.gates import HALF, gates, gates_weight
+from redline.kernels.hopper.decode.grouped import MOST_GROUP, MOST_WIDTH, attend_grouped, keep_rows
 from redline.kernels.hopper.decode.head import logits_of
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
 from redline.kernels.hopper.decode.unabsorb import unabsorb
-from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.layouts.tiled import Tiled, Tiled8
 from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a
 from redline.kernels.inputs import Inputs
@@ -33,56 +36,70 @@ from redline.ops.mla import angles
 from redline.wire.job import PAGE_TOKENS
 
 
+def check(config: Eagle3Config, place: str) -> None:
+    """CheckpointError, naming the field and what it may be, where the GPU's kernels have no form for a drafter's size.
+
+    config: as `Eagle3.open` leaves it. place: begins the message.
+    """
+    sizes: list[tuple[str, int, bool, str]] = [
+        ("intermediate_size", config.intermediate_size, config.intermediate_size % HALF == 0, f"multiples of {HALF}"),
+    ]
+    if config.architecture == "mla":
+        rank = config.kv_lora_rank
+        sizes += [
+            ("kv_lora_rank", rank, rank % 64 == 0 and 64 <= rank <= 512, "multiples of 64 up to 512"),
+            ("qk_rope_head_dim", config.qk_rope_head_dim, config.qk_rope_head_dim == ROPE, f"{ROPE}"),
+        ]
+    else:
+        heads, most = config.num_attention_heads, config.num_key_value_heads * MOST_GROUP
+        sizes += [
+            ("head_dim", config.head_dim, config.head_dim <= MOST_WIDTH, f"{MOST_WIDTH} at most"),
+            ("num_attention_heads", heads, heads <= most, f"{most} at most, {MOST_GROUP} for each key head"),
+        ]
+    for name, value, fits, supported in sizes:
+        if not fits:
+            raise CheckpointError(f"{place}: {name} is {value}; the GPU's kernels take {supported}")
+
+
 class GpuServed:
     """A drafter's weights in tiles, made from its state and from the embedding and the head of its target.
 
-    What `serve.Served` does, for latent attention alone.
+    What `serve.Served` does, on a GPU.
     """
 
-    recordable = True  # a pass takes nothing from the host
-
     def __init__(
-        self, config: Eagle3Config, state: Mapping[str, Tensor], embedding_VD: Tensor, target_head: Tiled
+        self,
+        config: Eagle3Config,
+        state: Mapping[str, Tensor],
+        embedding_VD: Tensor,
+        target_head: Tiled,
+        head_bits: int = 16,
     ) -> None:
-        """state: by our names. AssertionError where the drafter's attention is not latent."""
-        assert config.architecture == "mla", "the GPU's kernels serve drafters with latent attention"
+        """state: by our names. head_bits: 16, or 8: the drafter's head, or its copy of the target's, is rounded."""
         device, at = embedding_VD.device, "layers.0"
-
-        def plain(*names: str) -> Tensor:
-            return torch.cat([state[name].detach().to(device, torch.bfloat16) for name in names])
-
-        def vector(name: str) -> Tensor:
-            return state[name].detach().to(device, torch.float32, copy=True)
-
+        reader = _Reader(state, device)
         self._config = config
         self._embedding_VD = embedding_VD
-        self._fc = Tiled.prepare(plain("fc.weight"))
-        norms = [vector(f"fc_norm.{i}.weight") for i in range(len(config.layer_ids))] if config.fc_norm else []
+        self._fc = reader.tiled("fc.weight")
+        norms = [reader.vector(f"fc_norm.{i}.weight") for i in range(len(config.layer_ids))] if config.fc_norm else []
         self._fc_norms = torch.stack(norms) if norms else None
-        self._input_norm = vector(f"{at}.input_layernorm.weight")
-        self._hidden_norm = vector(f"{at}.hidden_norm.weight")
-        kv_b = plain(f"{at}.self_attn.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
-        w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
-        self._attention = GpuMla(
-            w_a=Tiled.prepare(plain(f"{at}.self_attn.q_a_proj.weight", f"{at}.self_attn.kv_a_proj_with_mqa.weight")),
-            q_norm=vector(f"{at}.self_attn.q_a_layernorm.weight"),
-            kv_norm=vector(f"{at}.self_attn.kv_a_layernorm.weight"),
-            w_q=Tiled.prepare(plain(f"{at}.self_attn.q_b_proj.weight")),
-            w_uk=Tiled.prepare(w_uk.transpose(1, 2).contiguous()),
-            w_uv=Tiled.prepare(w_uv.contiguous()),
-            eps=config.rms_norm_eps,
-        )
-        self._o_proj = Tiled.prepare(plain(f"{at}.self_attn.o_proj.weight"))
-        self._mlp_norm = vector(f"{at}.post_attention_layernorm.weight")
-        self._gates = gates_weight(None, plain(f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"))
-        self._down = Tiled.prepare(plain(f"{at}.mlp.down_proj.weight"))
-        self._norm = vector("norm.weight")
-        self._head = target_head if config.draft_vocab_size is None else Tiled.prepare(plain("lm_head.weight"))
+        self._input_norm = reader.vector(f"{at}.input_layernorm.weight")
+        self._hidden_norm = reader.vector(f"{at}.hidden_norm.weight")
+        self._attention = (_Latent if config.architecture == "mla" else _Grouped)(config, reader, f"{at}.self_attn")
+        self._o_proj = reader.tiled(f"{at}.self_attn.o_proj.weight")
+        self._mlp_norm = reader.vector(f"{at}.post_attention_layernorm.weight")
+        self._gates = gates_weight(None, reader.plain(f"{at}.mlp.gate_proj.weight", f"{at}.mlp.up_proj.weight"))
+        self._down = reader.tiled(f"{at}.mlp.down_proj.weight")
+        self._norm = reader.vector("norm.weight")
+        shared = config.draft_vocab_size is None
+        self._head: Tiled | Tiled8
+        if head_bits == 8:
+            self._head = Tiled8.prepare(target_head if shared else state["lm_head.weight"].detach(), device)
+        else:
+            self._head = target_head if shared else reader.tiled("lm_head.weight")
         self.inv_freq = config.inv_freq().to(device)
-        # Sums of squares of rows whose norm is divided out already: 2 D of the attention's input, D of the head's.
-        d = config.hidden_size
-        self._normed_inputs = torch.full((1, MOST_STREAMED), 2 * d * (1 - config.rms_norm_eps), device=device)
-        self._normed = torch.full((1, MOST_TOKENS), float(d), device=device)
+        # Sums of squares of rows whose norm is divided out already: D of the head's input.
+        self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=device)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [..., rope width / 2], of integer positions."""
@@ -121,23 +138,75 @@ class GpuServed:
             *(inputs.ids_T, self._embedding_VD, self._input_norm, feature_TD.contiguous(), self._hidden_norm),
             *(inputs.tokens_Q, self._config.norm_before_residual, self._eps),
         )
-        q, tokens_Q = self._queries(x, inputs, plane)
+        q, at_Q = self._attention.project(x, inputs, plane)
         if not residual.shape[0]:
             return residual.to(torch.bfloat16), residual.to(torch.bfloat16)
-        parts = [
-            self._finish(residual[rows], q, tokens_Q[rows], inputs, rows, plane) for rows in _groups(residual.shape[0])
-        ]
+        parts = [self._finish(residual[rows], q, at_Q[rows], inputs, rows, plane) for rows in _groups(len(residual))]
         if len(parts) == 1:
             return parts[0]
         normed, fed = zip(*parts, strict=True)
         return torch.cat(normed), torch.cat(fed)
 
-    def _queries(self, x: Tensor, inputs: Inputs, plane: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the rows' latents. -> rotated queries [., H, N + P], and which of them each finished row takes."""
-        w = self._attention
+    def _finish(
+        self, residual: Tensor, q: Tensor, at_Q: Tensor, inputs: Inputs, rows: slice, plane: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Attention, MLP and last norm of up to 64 rows. at_Q: as `project` gives it."""
+        eps = self._eps
+        y = self._attention.attend(q, at_Q, inputs, rows, plane)
+        residual, x, squares = project_out(y, self._o_proj, residual, self._mlp_norm)
+        _, h, _, _ = gates(x, squares, self._gates, 0, self._config.intermediate_size, eps)
+        residual, _, _ = project_out(h, self._down, residual, self._norm)
+        residual, normed = norm_rows(residual, None, self._norm, eps)
+        normed = normed[:, : self._config.hidden_size]
+        return normed, normed if self._config.norm_output else residual.to(torch.bfloat16)
+
+    def logits(self, normed_RD: Tensor) -> Tensor:
+        """bf16 [R, D], normed -> float32 [R, draft vocabulary]."""
+        return logits_of(normed_RD, self._head, self._normed)
+
+
+class _Reader:
+    def __init__(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        self._state = state
+        self._device = device
+
+    def plain(self, *names: str) -> Tensor:
+        return torch.cat([self._state[name].detach().to(self._device, torch.bfloat16) for name in names])
+
+    def vector(self, name: str) -> Tensor:
+        """In float32, and its own memory: training goes on beside what is served."""
+        return self._state[name].detach().to(self._device, torch.float32, copy=True)
+
+    def tiled(self, *names: str) -> Tiled:
+        return Tiled.prepare(self.plain(*names))
+
+
+class _Latent:
+    """Attention over latents. A row leaves its latent and its rotated key."""
+
+    def __init__(self, config: Eagle3Config, reader: _Reader, at: str) -> None:
+        kv_b = reader.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
+        w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
+        self._scale = config.softmax_scale
+        self._w = GpuMla(
+            w_a=reader.tiled(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
+            q_norm=reader.vector(f"{at}.q_a_layernorm.weight"),
+            kv_norm=reader.vector(f"{at}.kv_a_layernorm.weight"),
+            w_q=reader.tiled(f"{at}.q_b_proj.weight"),
+            w_uk=Tiled.prepare(w_uk.transpose(1, 2).contiguous()),
+            w_uv=Tiled.prepare(w_uv.contiguous()),
+            eps=config.rms_norm_eps,
+        )
+        # Sums of squares of rows whose norm is divided out already: 2 D of the attention's input.
+        squares = 2 * config.hidden_size * (1 - config.rms_norm_eps)
+        self._normed_inputs = torch.full((1, MOST_STREAMED), squares, device=w_uk.device)
+
+    def project(self, x: Tensor, inputs: Inputs, plane: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the rows' latents. -> rotated queries [., H, N + P], and int32 [R], which of them a row takes."""
+        w = self._w
         if x.shape[0] <= MOST_STREAMED:
             squares = self._normed_inputs[:, : -(-x.shape[0] // MOST_TOKENS) * MOST_TOKENS].contiguous()
-            q_a, q_squares, kv = project_a(x, squares, w.w_a, w.q_norm, self._eps)
+            q_a, q_squares, kv = project_a(x, squares, w.w_a, w.q_norm, w.eps)
             q = project_q(
                 *(q_a, q_squares, w.w_q, w.heads, kv, w.kv_norm),
                 *(inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, w.eps),
@@ -150,24 +219,39 @@ class GpuServed:
         q = rotate_heads(q, inputs.cos_T[rows_R], inputs.sin_T[rows_R])
         return q, torch.arange(rows_R.shape[0], dtype=torch.int32, device=x.device)
 
-    def _finish(
-        self, residual: Tensor, q: Tensor, tokens_Q: Tensor, inputs: Inputs, rows: slice, plane: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Attention, MLP and last norm of up to 64 rows."""
-        w, eps = self._attention, self._eps
-        longest = inputs.longest or inputs.tables.shape[1] * PAGE_TOKENS
-        contexts = tokens_Q, inputs.slots_Q[rows], inputs.lengths_Q[rows], inputs.tables
-        parts = attend(absorb(q, w.w_uk), *contexts, plane, self._config.softmax_scale, longest, SKIP)
-        residual, x, squares = project_out(unabsorb(*parts, w.w_uv), self._o_proj, residual, self._mlp_norm)
-        _, h, _, _ = gates(x, squares, self._gates, 0, self._config.intermediate_size, eps)
-        residual, _, _ = project_out(h, self._down, residual, self._norm)
-        residual, normed = norm_rows(residual, None, self._norm, eps)
-        normed = normed[:, : self._config.hidden_size]
-        return normed, normed if self._config.norm_output else residual.to(torch.bfloat16)
+    def attend(self, q: Tensor, at_Q: Tensor, inputs: Inputs, rows: slice, plane: Tensor) -> Tensor:
+        """-> bf16 [R, H V padded], of the finished rows `rows`."""
+        contexts = at_Q, inputs.slots_Q[rows], inputs.lengths_Q[rows], inputs.tables
+        parts = attend(absorb(q, self._w.w_uk), *contexts, plane, self._scale, _longest(inputs), SKIP)
+        return unabsorb(*parts, self._w.w_uv)
 
-    def logits(self, normed_RD: Tensor) -> Tensor:
-        """bf16 [R, D], normed -> float32 [R, draft vocabulary]."""
-        return logits_of(normed_RD, self._head, self._normed)
+
+class _Grouped:
+    """Attention with grouped keys and values, which a row leaves, its keys rotated."""
+
+    def __init__(self, config: Eagle3Config, reader: _Reader, at: str) -> None:
+        self._scale = config.softmax_scale
+        self._heads, self._key_heads = config.num_attention_heads, config.num_key_value_heads
+        self._w_q = reader.tiled(f"{at}.q_proj.weight")
+        self._w_kv = reader.tiled(f"{at}.k_proj.weight", f"{at}.v_proj.weight")
+
+    def project(self, x: Tensor, inputs: Inputs, plane: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the rows' keys and values. -> queries of the finished rows float32 [R, H, X], and the rows, int32."""
+        kv = product(x, self._w_kv, torch.float32)
+        keep_rows(kv, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, self._key_heads)
+        asked = x[inputs.tokens_Q.long()]
+        q = product(asked, self._w_q, torch.float32) if len(asked) else kv.new_empty(0, self._w_q.outputs)
+        return q.unflatten(1, (self._heads, -1)), inputs.tokens_Q
+
+    def attend(self, q: Tensor, at_Q: Tensor, inputs: Inputs, rows: slice, plane: Tensor) -> Tensor:
+        """-> bf16 [R, H X padded], of the finished rows `rows`."""
+        given = q[rows], inputs.cos_T, inputs.sin_T, at_Q, inputs.slots_Q[rows], inputs.lengths_Q[rows]
+        longest = _longest(inputs)
+        return attend_grouped(*given, inputs.tables, plane, self._key_heads, self._scale, longest, SKIP)
+
+
+def _longest(inputs: Inputs) -> int:
+    return inputs.longest or inputs.tables.shape[1] * PAGE_TOKENS
 
 
 def _groups(rows: int) -> list[slice]:

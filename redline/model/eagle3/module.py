@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor, nn
 
+from redline.kernels.by_chip import best
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config, default_layer_ids
@@ -219,10 +220,20 @@ class Eagle3(nn.Module):
         ids = ids.to(draft.device)
         return draft.new_full((*draft.shape[:-1], self.config.vocab_size), -torch.inf).index_copy(-1, ids, draft)
 
+    def likeliest(self, normed_RD: Tensor) -> Tensor:
+        """Normed [R, D] -> int64 [R], tokens of the target's vocabulary. Only after `prepare`; it can be recorded.
+
+        Whatever the numbers are, it is a token that the drafter knows.
+        """
+        ids_R = best(self.served.logits(normed_RD).float())[0]
+        return ids_R if self._ids is None else self._ids[ids_R]
+
     # Serving.
 
-    def prepare(self, model: K2) -> None:
+    def prepare(self, model: K2, head_bits: int = 16) -> None:
         """Makes the weights' forms for the ops, once, on the model's device; embedding and head are the model's own.
+
+        head_bits  16; or 8: the head that drafts is rounded (`int8_round`), which halves its bytes on a GPU
 
         From then on `fuse`, `angles`, `logits` and `forward` go through the ops. Training a prepared drafter changes
         nothing that is served: prepare it again.
@@ -231,10 +242,10 @@ class Eagle3(nn.Module):
         ids = self.token_ids()
         self._ids = None if ids is None else ids.to(model.device)
         state = self.state_dict()
-        if isinstance(model.head, Tiled) and self.config.architecture == "mla":
-            self._served = GpuServed(self.config, state, model.embedding_VD, model.head)
+        if isinstance(model.head, Tiled):
+            self._served = GpuServed(self.config, state, model.embedding_VD, model.head, head_bits)
         else:
-            self._served = Served(self.config, state, model)
+            self._served = Served(self.config, state, model, head_bits)
 
     @property
     def served(self) -> Served | GpuServed:

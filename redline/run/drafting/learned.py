@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from redline.kernels.by_chip import best
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.one_call import draft_chain
@@ -169,9 +168,9 @@ class Drafting:
     def _choose(
         self, drafter: Eagle3, slots: Sequence[int], done: int, normed: Tensor
     ) -> list[tuple[int, Tensor | None]]:
-        logits_RV = drafter.logits(normed)
         if all(map(self._drafts_the_best, slots)):
-            return [(token, None) for token in best(logits_RV)[0].tolist()]
+            return [(token, None) for token in drafter.likeliest(normed).tolist()]
+        logits_RV = drafter.logits(normed)
         of = [self._slots.at[slot] for slot in slots]
         return [draft_token(row_V, slot.sampling, slot.length, done) for row_V, slot in zip(logits_RV, of, strict=True)]
 

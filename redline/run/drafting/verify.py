@@ -112,7 +112,12 @@ def draft_token(logits_V: Tensor, sampling: Sampling, position: int, index: int)
         return int(logits_V.argmax()), None
     sound_V = logits_V.nan_to_num(nan=-_HUGE, posinf=_HUGE, neginf=-torch.inf)
     q_V = (sound_V / sampling.temperature).softmax(-1)
-    return pick(q_V, uniform_of(sampling.seed, _DRAFT + _STREAMS * index, position)), q_V
+    token = pick(q_V, uniform_of(sampling.seed, _DRAFT + _STREAMS * index, position))
+    if token < len(q_V):
+        return token, q_V
+    q_V = torch.zeros_like(q_V)  # nothing is above -infinity, or too much for the temperature: one draft is certain
+    q_V[0] = 1
+    return 0, q_V
 
 
 def _own_draws(

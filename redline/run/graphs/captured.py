@@ -9,6 +9,7 @@ import functools
 import logging
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -33,11 +34,11 @@ from redline.ops.draws import signed
 from redline.run.drafting.learned import SURE
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Piece, Recorder
-from redline.run.graphs.shapes import Shape, shapes
+from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_host import is_greedy, is_narrowed, is_unadjusted
-from redline.run.slots import NOTHING, Proposal, Slot, Span
+from redline.run.slots import NOTHING, Proposal, Slot
 from redline.wire.job import PAGE_TOKENS, Sampling
-from redline.wire.step import Row, RowResult, Step, StepResult
+from redline.wire.step import Recorded, Row, RowResult, Shape, Step, StepResult
 
 HOST_BUFFERS = 4  # steps whose plan or result the host may still hold
 
@@ -51,10 +52,6 @@ class Outcome(NamedTuple):
     ran: int
     tokens: list[int]
     drafts: list[int]  # what was drafted behind them
-
-    def span(self, row: Row) -> Span:
-        """The row with the positions that ran."""
-        return Span(row, row.slot, self.before - 1, self.ran)
 
     @property
     def result(self) -> RowResult:
@@ -116,7 +113,7 @@ class Replay:
 
 
 class _Recorded(NamedTuple):
-    step: DecodeStep
+    step: DecodeStep  # whose tensors the pieces read
     forward: Piece
     settle: tuple[Piece, ...]  # in the order of SamplingKind; those that could be recorded
     draft: tuple[Piece, ...]  # as many drafts as the shape verifies, the first one, one more; none without a drafter
@@ -137,32 +134,63 @@ class CapturedSteps:
         ]
         self._count = 0
         self._replays: deque[Replay] = deque()  # those that the host's account of the slots lacks
-        self._recorded: dict[Shape, _Recorded] = {}  # the cheapest first
+        self._recorded: dict[Shape, _Recorded] = {}
+        self.report = Recorded()  # of these; any thread may read it
         reach = shared.slots.tables.shape[1] * PAGE_TOKENS
-        self.drafts = shared.drafter is not None and shared.drafter.served.recordable
-        self._wanted = shapes(len(shared.slots.at), positions, reach) if shared.model.recordable else []
+        wanted = shapes(len(shared.slots.at), positions, reach) if shared.model.recordable else []
+        # The largest first: all others find the memory between their pieces in what it has taken.
+        self._first = sorted(wanted[:FIRST_SHAPES], key=lambda shape: (-shape.rows * shape.positions, -shape.longest))
+        self._left = deque(wanted[FIRST_SHAPES:])
 
     def record(self) -> None:
-        """Records every shape. A shape that cannot be recorded is logged, and the host leads its steps.
+        """Records the first shapes; `record_more` records the others. A shape that cannot be recorded is logged, and no
+        step replays it.
 
         Raises what the device's own failure raised.
         """
-        recorded: dict[Shape, _Recorded] = {}
-        for shape in self._wanted:
-            made = self._record(shape, list(SamplingKind)) or self._record(shape, [SamplingKind.LIKELIEST])
-            if made is not None:  # better one kind than none
-                recorded[shape] = made
-            elif self.drafts:
-                self.drafts = False  # the host leads the drafter of all shapes, or of none
-                return self.record()
-        self._recorded = {shape: recorded[shape] for shape in sorted(recorded, key=_cost)}
-        _log.info("%d of %d shapes of decode steps are recorded", len(recorded), len(self._wanted))
+        began = time.perf_counter()
+        for shape in self._first:
+            made = self._record(shape)
+            if made is not None:
+                self._recorded[shape] = made
+        self.report = Recorded(shapes=tuple(self._recorded))
+        _log.info(
+            "%d of %d shapes of decode steps are recorded, in %.1f s; %d more will be while nothing runs",
+            *(len(self._recorded), len(self._first), time.perf_counter() - began, len(self._left)),
+        )
 
-    def _record(self, shape: Shape, kinds: Sequence[SamplingKind]) -> _Recorded | None:
+    def record_more(self) -> bool:
+        """Records one more of the shapes that `record` has left; false where there was none.
+
+        One that cannot be recorded is logged and left out. Raises what the device's own failure raised.
+        """
+        if not self._left:
+            return False
+        shape, began, made = self._left.popleft(), time.perf_counter(), None
+        try:
+            made = self._record(shape)
+        except Exception as error:
+            if is_device_error(error):
+                raise
+            _log.warning("%s cannot be recorded: %s", shape, error)
+        if made is not None:
+            self._recorded[shape] = made
+            self.report = Recorded(shapes=tuple(self._recorded))
+            _log.info(
+                "%s is recorded, in %.1f s: %d shapes by now, and %d to come",
+                *(shape, time.perf_counter() - began, len(self._recorded), len(self._left)),
+            )
+        return True
+
+    def _record(self, shape: Shape) -> _Recorded | None:
+        """Better one kind of sampling than none. Raises what the device's own failure raised."""
+        return self._record_kinds(shape, list(SamplingKind)) or self._record_kinds(shape, [SamplingKind.LIKELIEST])
+
+    def _record_kinds(self, shape: Shape, kinds: Sequence[SamplingKind]) -> _Recorded | None:
         step = DecodeStep(self._shared, shape)
         self._plan(shape, (), (), _HostBuffers(self._shared.plan, self._shared.results))
         settles = [functools.partial(step.settle, kind) for kind in kinds]
-        drafts = [step.draft_all, step.draft, step.draft_on] if self.drafts else []
+        drafts = [step.draft_all, step.draft, step.draft_on] if self._shared.drafter is not None else []
         try:
             forward, *rest = self._recorder.record(step.forward, *settles, *drafts)
         except Exception as error:
@@ -170,7 +198,7 @@ class CapturedSteps:
                 raise
             _log.warning("decode steps of %s, %s, cannot be recorded: %s", shape, [kind.name for kind in kinds], error)
             return None
-        step.forget(features=self.drafts or self._shared.drafter is None)
+        step.forget()
         return _Recorded(step, forward, tuple(rest[: len(settles)]), tuple(rest[len(settles) :]))
 
     def refusal(self, step: Step) -> str | None:
@@ -186,22 +214,21 @@ class CapturedSteps:
                 return "sampling"
             if row.drafting and slot.behind:
                 return "a page's first row"  # the drafter's, which comes with the feature that the last page keeps
-        shape = self._shape(step.rows, min(MOST_DRAFTS, max(row.drafts for row in step.rows)))
-        return None if shape is not None and self._kind(step) < len(self._recorded[shape].settle) else "shape"
+        return None if self._holds(step) else "shape"
 
-    def launch(self, step: Step) -> tuple[Replay, DecodeStep]:
+    def launch(self, step: Step) -> Replay:
         """Gives the step to the device without waiting for it. `refusal` must have given None."""
         self._note_landed()
-        asked = [self._drafts(row) for row in step.rows]
-        shape = self._shape(step.rows, max(most for most, _ in asked))
+        shape = step.shape
         assert shape is not None, "only a step that is ours is launched"
+        asked = [self._drafts(row, shape.positions - 1) for row in step.rows]
         recorded, buffers = self._recorded[shape], self._host_buffers[self._count % HOST_BUFFERS]
         self._count += 1
         self._plan(shape, step.rows, asked, buffers)
         self._shared.plan.copy_(buffers.plan, non_blocking=True)
         recorded.forward()
         recorded.settle[self._kind(step)]()
-        if self.drafts and any(row.drafting for row in step.rows):
+        if any(row.drafting for row in step.rows):
             whole, first, further = recorded.draft
             wanted = max(1, *(min(row.propose, MOST_DRAFTS) for row in step.rows if row.drafting))
             if wanted == max(1, shape.positions - 1):
@@ -213,7 +240,7 @@ class CapturedSteps:
         buffers.results.copy_(self._shared.results, non_blocking=True)
         replay = Replay(step, buffers.results, self._recorder.mark())
         self._replays.append(replay)
-        return replay, recorded.step
+        return replay
 
     def catch_up(self) -> None:
         """Waits for the device, and brings the host's account of every slot to the present."""
@@ -231,14 +258,13 @@ class CapturedSteps:
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
                 self._slots.at[row.slot].proposal = Proposal(outcome.drafts)
 
-    def _shape(self, rows: Sequence[Row], drafts: int) -> Shape | None:
-        """The cheapest recorded one that holds these rows, each with so many drafts, if there is one."""
-        at, count, positions = self._slots.at, len(rows), 1 + drafts
-        longest = PAGE_TOKENS * max(at[row.slot].pages + len(row.new_pages) for row in rows)
-        for shape in self._recorded:
-            if shape.rows >= count and shape.positions >= positions and shape.longest >= longest:
-                return shape
-        return None
+    def _holds(self, step: Step) -> bool:
+        """Whether the shape that the step names is recorded here, and holds its rows and their contexts."""
+        shape, at = step.shape, self._slots.at
+        recorded = None if shape is None else self._recorded.get(shape)
+        if shape is None or recorded is None or shape.rows < len(step.rows) or self._kind(step) >= len(recorded.settle):
+            return False
+        return shape.longest >= PAGE_TOKENS * max(at[row.slot].pages + len(row.new_pages) for row in step.rows)
 
     def _kind(self, step: Step) -> SamplingKind:
         return max(_kind(self._slots.at[row.slot].sampling) for row in step.rows)
@@ -274,14 +300,14 @@ class CapturedSteps:
         lines += [filler] * (shape.rows - len(rows))
         buffers.plan[: shape.rows] = buffers.plan.new_tensor(lines)
 
-    def _drafts(self, row: Row) -> tuple[int, Sequence[int]]:
-        """How many drafts the row verifies at most, and those of the host's own.
+    def _drafts(self, row: Row, most: int) -> tuple[int, Sequence[int]]:
+        """How many drafts the row verifies, `most` at most, and those of the host's own.
 
-        What the host has proposed counts where it has changed the slot, or leads the drafter; else the drafts are those
-        that wait on the device.
+        What the host has proposed counts where it has changed the slot; else the drafts are those that wait on the
+        device.
         """
-        slot, drafts = self._slots.at[row.slot], min(row.drafts, MOST_DRAFTS)
-        if slot.told and not (row.drafting and not self.drafts):
+        slot, drafts = self._slots.at[row.slot], min(row.drafts, most)
+        if slot.told:
             return drafts, ()
         tokens = slot.proposal.until(drafts).tokens
         slot.proposal = NOTHING
@@ -303,8 +329,3 @@ def _kind(sampling: Sampling) -> SamplingKind:
     if is_greedy(sampling):
         return SamplingKind.LIKELIEST
     return SamplingKind.NARROWED if is_narrowed(sampling) else SamplingKind.WHOLE
-
-
-def _cost(shape: Shape) -> tuple[int, int]:
-    """What a step costs is its positions, then the contexts that attention may have to combine."""
-    return shape.rows * shape.positions, shape.longest

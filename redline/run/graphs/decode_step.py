@@ -38,10 +38,10 @@ from redline.kernels.hopper.step.suffix_match import suffix_match
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
-from redline.run.graphs.shapes import Shape
 from redline.run.kv import KvPool
 from redline.run.sampling.on_device import Odds, sample_rows
 from redline.run.slots import Slots
+from redline.wire.step import Shape
 
 
 class SamplingKind(IntEnum):
@@ -124,7 +124,7 @@ class DecodeStep:
 
     def __init__(self, shared: SharedState, shape: Shape) -> None:
         self.shape = shape
-        self.features: Tensor | None = None  # of the last step, [T, layers * D]
+        self._features: Tensor | None = None  # of the last step, [T, layers * D]
         self._shared = shared
         self._plan_BC = shared.plan[: shape.rows]
         positions = shape.rows * shape.positions
@@ -144,7 +144,7 @@ class DecodeStep:
             **step._asdict(), chunks=(), tokens_Q=self._tokens_Q, tables=shared.slots.tables, longest=shape.longest
         )
         self._ids_T = step.ids_T
-        hidden, self.features = shared.model.forward(inputs, shared.kv.planes, shared.layers)
+        hidden, self._features = shared.model.forward(inputs, shared.kv.planes, shared.layers)
         self._logits_TV = shared.model.logits(hidden)
 
     def settle(self, kind: SamplingKind) -> None:
@@ -165,7 +165,7 @@ class DecodeStep:
             suffix_match(self._plan_BC, shared.standing, shared.results)
 
     def _drawn(self, logits_TV: Tensor, likeliest_T: Tensor, *, narrowed: bool) -> Tensor:
-        shared, (rows, positions, _) = self._shared, self.shape
+        shared, rows, positions = self._shared, self.shape.rows, self.shape.positions
         facts_TC = shared.standing.facts[self._plan_BC[:, SLOT]].repeat_interleave(positions, 0)
         temperature_T, top_p_T, min_p_T = facts_TC[:, TEMPERATURE : MIN_P + 1].view(torch.float64).unbind(1)
         cold_T = temperature_T == 0
@@ -183,7 +183,7 @@ class DecodeStep:
 
     def draft(self) -> None:
         """The drafter reads the tokens that became certain, and makes the first draft behind each row."""
-        shared, drafter, features = self._shared, self._shared.drafter, self.features
+        shared, drafter, features = self._shared, self._shared.drafter, self._features
         assert drafter is not None
         assert features is not None, "a drafter reads what forward has kept"
         read = read_rows(
@@ -223,15 +223,13 @@ class DecodeStep:
     def _keep(self, normed_BD: Tensor, fed_BD: Tensor) -> None:
         shared, drafter = self._shared, self._shared.drafter
         assert drafter is not None
-        token_B, _ = best(drafter.logits(normed_BD))
+        token_B = drafter.likeliest(normed_BD)
         shared.fed[: self.shape.rows] = fed_BD
         keep_drafts(
             *(token_B, self._plan_BC, shared.standing, shared.results),
             *(self._following, drafter.served.inv_freq, shared.spare_page),
         )
 
-    def forget(self, *, features: bool) -> None:
+    def forget(self) -> None:
         """Lets the next recording have the memory that lies between the pieces: each step writes it anew."""
-        self._ids_T = self._logits_TV = self._slots_B = None
-        if features:
-            self.features = None
+        self._ids_T = self._logits_TV = self._slots_B = self._features = None

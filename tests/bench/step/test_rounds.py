@@ -1,5 +1,6 @@
 """What a round of speculation must read, and that what is timed is one: on a CPU, and with the GPU's model there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def test_kimis_drafter_reads_what_the_public_one_does(k: int, gigabytes: float):
     assert kimi(k).draft_cost(k).bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
 
 
+def test_a_head_in_8_bits_is_half_of_its_bytes_less_its_scales():
+    whole, rounded = kimi(2), replace(kimi(2), head_bits=8)
+    assert whole.draft_cost(2).bytes - rounded.draft_cost(2).bytes == 2 * 163_840 * (7168 - 4)
+    assert whole.draft_cost(2).flops == rounded.draft_cost(2).flops
+
+
 def test_a_drafters_weights_are_its_matrices():
     config = Eagle3Config.for_target(kernel_config())
     assert drafter_weights(config) == sum(one.numel() for one in Eagle3(config).parameters() if one.dim() > 1)
@@ -128,8 +135,8 @@ def test_given_experts_are_those_that_the_model_reads():
         rows = _Rows(model, kv, case, tables, 1, Recorder(CPU), drafter)
         rows._shared.slots.tokens.fill_(7)
         rows.run()
-        assert rows._step.features is not None
-        hidden.append(rows._step.features.clone())
+        assert rows._step._features is not None
+        hidden.append(rows._step._features.clone())
     assert torch.equal(hidden[0], hidden[1])
     assert not torch.equal(hidden[0], hidden[2])
 

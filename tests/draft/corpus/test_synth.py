@@ -4,11 +4,12 @@ import errno
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
@@ -16,7 +17,7 @@ from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
 from redline.draft.corpus import synth as room
 from redline.draft.corpus.corpus import read_examples
-from redline.draft.corpus.synth import SynthConfig, run, synth, wanted
+from redline.draft.corpus.synth import SynthConfig, in_bulk, run, synth, wanted
 from redline.errors import ConfigError
 from redline.model.k2.write import random_checkpoint
 from redline.wire.delta import Delta
@@ -43,10 +44,13 @@ class Parrot:
     def generate(
         self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
     ) -> dict[JobId, list[Delta]]:
-        assert on_delta is not None
-        self.asked += jobs
+        raise NotImplementedError
+
+    def run(self, jobs: Iterable[Job], on_delta: Callable[[Delta], object]) -> None:
+        asked = list(jobs)
+        self.asked += asked
         count = 0
-        for job in reversed(jobs):
+        for job in reversed(asked):
             end = self.tokenizer.stop_ids[1]
             if len(job.tokens) > self.limit:
                 deltas = [Delta(job=job.id, finish="error", error=f"the prompt is {len(job.tokens)} tokens")]
@@ -58,7 +62,6 @@ class Parrot:
                 self.before_delta(count)
                 count += 1
                 on_delta(delta)
-        return {}
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +108,16 @@ def test_each_prompt_becomes_an_example(folder: Path, tmp_path: Path, parrot: Pa
         assert one.tokens[-1] in parrot.tokenizer.stop_ids  # the drafter has to learn where answers end
         assert one.rounds == ((one.prompt, 3, 1),)
         assert one.finish == "stop"
+
+
+def test_in_bulk_a_gpu_takes_prompts_in_together_and_a_cpu_as_they_come(monkeypatch: pytest.MonkeyPatch):
+    assert in_bulk(EngineConfig(device="cpu")) == EngineConfig(device="cpu")
+    monkeypatch.setattr(room, "pick_device", lambda name: torch.device("cuda"))
+    found = in_bulk(EngineConfig())
+    assert (found.admit_together, found.step_tokens) == (32, 8192)
+    told = in_bulk(EngineConfig(max_running=8, step_tokens=64, admit_together=6))
+    assert (told.admit_together, told.step_tokens) == (6, 64)
+    assert in_bulk(EngineConfig(max_running=1)).admit_together == 1
 
 
 def test_a_run_that_is_cut_off_at_any_point_loses_and_doubles_nothing(folder: Path, tmp_path: Path, parrot: Parrot):

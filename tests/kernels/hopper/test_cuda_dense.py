@@ -11,18 +11,18 @@ from redline.kernels.hopper.decode import dense
 from redline.kernels.hopper.decode.choose_experts import Pairs
 from redline.kernels.hopper.decode.embed import embed
 from redline.kernels.hopper.decode.gates import gates, gates_parts, gates_weight
-from redline.kernels.hopper.decode.head import head
+from redline.kernels.hopper.decode.head import head, head_8
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
-from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.layouts.tiled import Tiled, Tiled8
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case
 from tests.seeds import fresh_generator
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-KERNELS: tuple[Kernel[Any, Any, Any], ...] = (embed, project_a, project_q, project_out, gates, head)
+KERNELS: tuple[Kernel[Any, Any, Any], ...] = (embed, project_a, project_q, project_out, gates, head, head_8)
 CASES = [
     pytest.param(kernel, case, id=f"{kernel.op.name}: {case.name}")
     for kernel in KERNELS
@@ -103,7 +103,9 @@ def test_a_row_of_the_cache_that_e4m3_cannot_hold_is_its_largest_number_of_eithe
 @pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.op.name)
 def test_few_multiprocessors_take_many_tiles_each(kernel: Kernel[Any, Any, Any], monkeypatch: pytest.MonkeyPatch):
     few_multiprocessors(monkeypatch, 8 if kernel is project_q else 1)  # a block writes at most one page row
-    name = {"project_q": "T=8 nano e4m3 pages", "head": "T=8 nano's width"}.get(kernel.op.name, "T=8 nano")
+    name = {"project_q": "T=8 nano e4m3 pages", "head": "T=8 nano's width", "head_8": "T=8 nano's width"}.get(
+        kernel.op.name, "T=8 nano"
+    )
     case = next(case for case in kernel.op.cases() if case.name.startswith(name))
     check(kernel, case.make(torch.Generator().manual_seed(1)))
 
@@ -114,6 +116,7 @@ def test_wide_products_that_take_several_batches_keep_to_the_reference(monkeypat
     x, squares = dense.random_x(g, 3, 7168)
     check(head, (x, squares, dense.random_tiled(g, 16 * 6, 7168), 1e-5))
     check(project_out, (x, dense.random_tiled(g, 16 * 6, 7168), torch.randn(3, 96, generator=g), torch.ones(96)))
+    check(head_8, (x, Tiled8.prepare(torch.randn(16 * 6, 7168, generator=g))))
 
 
 PER_TOKEN = {"embed": (0,), "project_q": (0, 4, 6, 7, 8), "project_out": (0, 2)}  # arguments; else the first
@@ -131,7 +134,9 @@ def of_tokens(kernel: Kernel[Any, Any, Any], args: tuple[Any, ...], tokens: int)
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.op.name)
 def test_a_token_has_the_same_bits_in_any_company(kernel: Kernel[Any, Any, Any]):
-    name = {"embed": "T=8 nano", "project_q": "T=8 odd", "head": "T=8 nano's width"}.get(kernel.op.name, "T=8 Kimi's")
+    name = {"embed": "T=8 nano", "project_q": "T=8 odd", "head": "T=8 nano's width", "head_8": "T=8 nano's width"}.get(
+        kernel.op.name, "T=8 Kimi's"
+    )
     case = next(case for case in kernel.op.cases() if case.small and case.name.startswith(name))
     args = case.make(torch.Generator().manual_seed(5))
     whole = of_tokens(kernel, args, dense.MOST_TOKENS)
@@ -146,14 +151,15 @@ def test_a_token_has_the_same_bits_in_any_company(kernel: Kernel[Any, Any, Any])
 def test_every_plan_has_room_and_does_not_change_bits_with_the_tokens():
     shapes = [(7168, 132), (1536, 768), (8192, 448), (7168, 280), (18432, 448), (7168, 2304), (7168, 10240)]
     small = [(128, 48), (384, 44), (512, 20), (768, 20), (384, 256), (1408, 7), (6144, 100)]
-    for inputs, row_tiles in [*shapes, *small]:
-        for operands in (False, True):
-            plans = [dense.plan(inputs, row_tiles, columns, 132, operands=operands) for columns in (1, 2, 4, 8)]
-            assert len({(plan.warps, plan.units, plan.slices) for plan in plans}) == 1
-            for plan in plans:
-                assert plan.shared <= 227 << 10
-                assert plan.free_stages >= 1
-                assert plan.x_at % 16 == plan.sums_at % 16 == plan.operands_at % 16 == 0
+    cuts = [(*sizes, operands, 16) for sizes in [*shapes, *small] for operands in (False, True)]
+    cuts += [(inputs, tiles, False, 8) for inputs, tiles in [(7168, 10240), (7168, 2000), (512, 256), (256, 6)]]
+    for inputs, row_tiles, operands, bits in cuts:
+        plans = [dense.plan(inputs, row_tiles, columns, 132, operands=operands, bits=bits) for columns in (1, 2, 4, 8)]
+        assert len({(plan.warps, plan.units, plan.slices) for plan in plans}) == 1
+        for plan in plans:
+            assert plan.shared <= 227 << 10
+            assert plan.free_stages >= 1
+            assert plan.x_at % 16 == plan.sums_at % 16 == plan.operands_at % 16 == 0
 
 
 @pytest.mark.parametrize(
@@ -169,6 +175,31 @@ def test_tiles_give_back_the_weight(n: int, k: int):
     assert torch.equal(one.data, tiled.data[1])
     padding = tiled.data.transpose(-3, -2).flatten(-2).flatten(-3, -2)
     assert padding[:, n:].count_nonzero() == padding[..., k:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(("n", "k"), [(16, 256), (1, 1), (17, 33), (48, 7168), (8200, 70)])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_weight_in_8_bits_is_near_the_weight(n: int, k: int, tiled: bool):
+    weight = (torch.randn(n, k) * torch.rand(n, 1)).to(torch.bfloat16)
+    eighth = Tiled8.prepare(Tiled.prepare(weight) if tiled else weight)
+    assert eighth.shape == (n, k)
+    assert eighth.data.shape == (-(-n // 16), -(-k // 256) * 4, 16, 64)
+    assert eighth.nbytes == eighth.data.numel() + 4 * len(eighth.scales)
+    step = weight.float().abs().amax(1, keepdim=True) / 127
+    assert ((eighth.dense() - weight).abs() <= 0.501 * step).all()
+    assert torch.equal(eighth.dense().abs().amax(1), weight.float().abs().amax(1) / 127 * 127)
+    padding = eighth.data.transpose(1, 2).flatten(2).flatten(0, 1)
+    assert padding[n:].count_nonzero() == padding[:, k:].count_nonzero() == 0
+
+
+def test_a_row_in_8_bits_that_is_not_finite_is_no_number_and_others_are_what_they_are():
+    weight = torch.randn(20, 40)
+    weight[3, 5], weight[7, 0], weight[9] = torch.nan, -torch.inf, 0.0
+    dense_NK = Tiled8.prepare(weight).dense()
+    assert dense_NK[[3, 7]].isnan().all()
+    assert not dense_NK[9].any()
+    others = [i for i in range(20) if i not in (3, 7)]
+    assert torch.equal(dense_NK[others], Tiled8.prepare(weight[others]).dense())
 
 
 def test_a_tile_is_what_a_warp_multiplies():

@@ -184,7 +184,8 @@ def test_the_device_finds_what_the_host_finds():
         slots = random_slots(g, 1, 16)
         plan = random_plan(g, slots, 1, 1, 4)
         plan[0, SLOT], plan[0, ASKED], plan[0, MATCH] = 0, 1, 3
-        slots.tokens[0, :length], slots.lengths[0], slots.drafted[0] = text, length, 0
+        slots.tokens[0, :length], slots.lengths[0] = text, length
+        slots.drafted[0] = slots.by[0] = 0
         results = torch.zeros(64, RESULT_COLUMNS, dtype=torch.int64)
         results[0, NEW] = 1
         host = Suffix()

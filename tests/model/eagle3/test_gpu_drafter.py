@@ -4,12 +4,13 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.emulator.emulator import emulation
@@ -18,7 +19,7 @@ from redline.kernels.hopper.linear import STREAMED
 from redline.kernels.hopper.triton import dense as streamed
 from redline.kernels.hopper.triton import linear
 from redline.kernels.kernel import fallbacks, references
-from redline.model.eagle3.hopper import GpuServed
+from redline.model.eagle3.hopper import GpuServed, check
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
@@ -47,6 +48,16 @@ CONFIGS = {
     "3.1": FULL,
     "EAGLE-3": replace(FULL, fc_norm=False, norm_output=False, draft_vocab_size=None),
     "reduced, normed residual": replace(FULL, norm_before_residual=True, fc_norm=False, draft_vocab_size=48),
+    "Llama": Eagle3Config.for_target(TARGET, architecture="llama", num_key_value_heads=1, head_dim=64),
+    "Llama, wide and EAGLE-3": replace(
+        Eagle3Config.for_target(
+            TARGET, architecture="llama", num_attention_heads=4, num_key_value_heads=2, head_dim=40
+        ),
+        fc_norm=False,
+        norm_output=False,
+        norm_before_residual=True,
+        draft_vocab_size=48,
+    ),
     "normed residual": replace(FULL, norm_before_residual=True, norm_output=False),
 }
 PASSES = {
@@ -69,8 +80,12 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def drafters(request: pytest.FixtureRequest) -> Pair:
+    return pair_of(request.param)
+
+
+def pair_of(name: str, head_bits: int = 16) -> Pair:
     torch.manual_seed(3)
-    drafter = Eagle3(CONFIGS[request.param])
+    drafter = Eagle3(CONFIGS[name])
     with torch.no_grad():
         for parameter in drafter.parameters():
             spread = torch.randn_like(parameter)
@@ -81,7 +96,7 @@ def drafters(request: pytest.FixtureRequest) -> Pair:
     pair = Pair(drafter, copy.deepcopy(drafter))
     for each, device, laid_out in zip(pair, (DEVICE, CPU), (Tiled, Matrix), strict=True):
         norm = torch.ones(HIDDEN, device=device)
-        each.prepare(K2(TARGET, embedding.to(device), (), norm, laid_out.prepare(head.to(device))))
+        each.prepare(K2(TARGET, embedding.to(device), (), norm, laid_out.prepare(head.to(device))), head_bits)
     assert isinstance(pair.ours.served, GpuServed)
     assert isinstance(pair.theirs.served, Served)
     return pair
@@ -93,6 +108,30 @@ def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE.type == "cpu":
         for module in (linear, streamed):
             monkeypatch.setattr(module, "block_rows", lambda outputs: 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"intermediate_size": 76}, "intermediate_size is 76; the GPU's kernels take multiples of 8"),
+        ({"kv_lora_rank": 96}, "kv_lora_rank is 96; the GPU's kernels take multiples of 64 up to 512"),
+        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim is 32; the GPU's kernels take 64"),
+        ({"architecture": "llama", "kv_lora_rank": 0, "head_dim": 258}, "head_dim is 258; .* take 256 at most"),
+        (
+            {"architecture": "llama", "head_dim": 8, "num_attention_heads": 65, "num_key_value_heads": 1},
+            "num_attention_heads is 65; the GPU's kernels take 64 at most, 64 for each key head",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_size_that_the_kernels_do_not_take_is_refused_by_name(changes: dict[str, Any], reason: str):
+    with pytest.raises(CheckpointError, match=f"^drafter/config.json: {reason}$"):
+        check(replace(FULL, **changes), "drafter/config.json")
+
+
+def test_every_size_that_is_tried_here_is_one_that_the_kernels_take():
+    for config in CONFIGS.values():
+        check(config, "drafter/config.json")
 
 
 @contextlib.contextmanager
@@ -119,14 +158,15 @@ def assert_near(ours: Tensor, theirs: Tensor) -> None:
 class Work:
     """Two slots' tokens, and their pages in random order. What no row was written to, place 0 among it, is NaN."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = FULL.kv_width) -> None:
+        """width: of a page's row."""
         self._g = torch.Generator().manual_seed(5)
         self.tokens = torch.randint(TARGET.vocab_size, (2, PLACES), generator=self._g)
         self.tables = torch.randperm(4, generator=self._g).to(torch.int32).view(2, 2)
-        plane = torch.full((4, PAGE_TOKENS, 128 + 64), torch.nan)
+        plane = torch.full((4, PAGE_TOKENS, width), torch.nan)
         for table, known in zip(self.tables.long(), KNOWN, strict=True):
             rows = plane[table].flatten(0, 1)
-            rows[1 : known + 1] = self.bf16(known, 128 + 64).float()
+            rows[1 : known + 1] = self.bf16(known, width).float()
             plane[table] = rows.unflatten(0, (2, PAGE_TOKENS))
         self.planes = plane.to(torch.bfloat16).to(DEVICE), plane
         self.before = self.planes[0].clone()
@@ -161,7 +201,7 @@ class Work:
 
 @pytest.mark.parametrize("name", PASSES)
 def test_a_gpus_pass_is_the_pass(drafters: Pair, name: str):
-    work, rows = Work(), PASSES[name]
+    work, rows = Work(drafters.ours.config.kv_width), PASSES[name]
     feature = 3 * work.bf16(len(rows.slots), HIDDEN)
     before = feature.clone()
     given, wanted = work.read(drafters, rows, (feature, feature))
@@ -174,7 +214,10 @@ def test_a_gpus_pass_is_the_pass(drafters: Pair, name: str):
 
 def test_rows_take_what_those_before_them_fed_back(drafters: Pair):
     first = DraftRows([0, 0, 0, 1, 1], [70, 71, 72, 5, 6], range(5))
-    work, then = Work(), replace(first, positions=[71, 72, 73, 6, 7], ids=[9, 150, 0, 9, 31])
+    work, then = (
+        Work(drafters.ours.config.kv_width),
+        replace(first, positions=[71, 72, 73, 6, 7], ids=[9, 150, 0, 9, 31]),
+    )
     feature = work.bf16(5, HIDDEN)
     (_, ours), (_, theirs) = work.read(drafters, first, (feature, feature))
     for a, b in zip(*work.read(drafters, then, (ours, theirs)), strict=True):
@@ -182,14 +225,14 @@ def test_rows_take_what_those_before_them_fed_back(drafters: Pair):
     work.assert_written(first, then)
 
 
-@pytest.mark.parametrize("drafters", ["3.1"], indirect=True)
+@pytest.mark.parametrize("drafters", ["3.1", "Llama"], indirect=True)
 def test_rows_whose_products_are_the_librarys(drafters: Pair, monkeypatch: pytest.MonkeyPatch):
     def product(x: Tensor, weight: Tensor, out_dtype: torch.dtype) -> Tensor:
         return (x.float() @ weight.float()).to(out_dtype)
 
     if DEVICE.type == "cpu":
         monkeypatch.setattr(torch, "mm", product)  # a CPU's gives its inputs' type alone
-    work, positions = Work(), [range(127), range(STREAMED - 126)]
+    work, positions = Work(drafters.ours.config.kv_width), [range(127), range(STREAMED - 126)]
     rows = DraftRows(
         [0] * 127 + [1] * len(positions[1]), [t for each in positions for t in each], [STREAMED, 126, 9, 0, 127]
     )
@@ -212,6 +255,26 @@ def test_a_gpus_fused_features_are_the_features(drafters: Pair, sources: list[in
         fused = ours.fuse(features.to(DEVICE), sources)
     with meaning():
         assert_near(fused, theirs.fuse(features.float(), sources))
+
+
+@pytest.mark.parametrize("head", ["own", "the target's", "reduced"])
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_a_gpus_head_in_8_bits_drafts_as_a_cpus_does(head: str, rows: int):
+    drafters = pair_of({"own": "3.1", "the target's": "EAGLE-3", "reduced": "reduced, normed residual"}[head], 8)
+    normed = Work().bf16(rows, 128)[:, :HIDDEN]
+    ours, theirs = drafters
+    with kernels():
+        logits, drafted = ours.logits(normed.to(DEVICE)).cpu(), ours.likeliest(normed.to(DEVICE)).cpu()
+    with meaning():
+        wanted = theirs.logits(normed.float())
+    known = wanted[0].isfinite()
+    assert torch.equal(logits.isfinite(), wanted.isfinite())
+    assert_near(logits[:, known], wanted[:, known])
+    assert torch.equal(logits.argmax(-1), drafted)
+    assert known[drafted].all()
+    with kernels():
+        of_nothing = ours.likeliest(torch.full_like(normed, torch.nan).to(DEVICE)).cpu()
+    assert known[of_nothing].all(), "rows that are no numbers still draft tokens"
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9])

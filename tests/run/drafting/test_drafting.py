@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.forward import predicted
 from redline.model.k2.write import random_checkpoint
+from redline.run.runner import Runner
 from redline.tune.choose import Worth
 from redline.wire.delta import Delta
 from redline.wire.job import Job, PageId, Sampling
@@ -111,21 +113,55 @@ def test_what_an_engine_with_a_drafter_draws_is_distributed_as_the_model_says():
     assert chi_square_z(counts.flatten(), pairs * DRAWS) < 4
 
 
-def test_a_drafter_that_gives_no_numbers_costs_nobody_an_answer():
-    broken = Eagle3(Eagle3Config.for_target(tiny_model().config))
+def _all(drafter: Eagle3) -> None:
+    for parameter in drafter.parameters():
+        parameter.fill_(torch.nan)
+
+
+BROKEN: dict[str, tuple[dict[str, Any], Callable[[Eagle3], object]]] = {
+    "everything": ({}, _all),
+    "everything, reduced": ({"draft_vocab_size": 96}, _all),
+    "everything, Llama": ({"architecture": "llama"}, _all),
+    "a weight of the fusion": ({}, lambda drafter: drafter.fc.weight[3, 5].fill_(torch.nan)),
+    "infinite states": ({"architecture": "llama"}, lambda drafter: drafter.fc.weight.fill_(torch.inf)),
+    "the last norm": ({}, lambda drafter: drafter.norm.weight.fill_(torch.nan)),
+    "rows of the head": ({}, lambda drafter: drafter.lm_head.weight[5:9].fill_(torch.nan)),
+    "an infinite column of the head": ({}, lambda drafter: drafter.lm_head.weight[:, 0].fill_(torch.inf)),
+    "the same, reduced": ({"draft_vocab_size": 96}, lambda drafter: drafter.lm_head.weight[:, 0].fill_(-torch.inf)),
+}
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
+@pytest.mark.parametrize("head_bits", [16, 8])
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_drafter_that_gives_no_numbers_costs_nobody_an_answer(
+    monkeypatch: pytest.MonkeyPatch, name: str, head_bits: int, captured: bool
+):
+    sizes, broken = BROKEN[name]
+    torch.manual_seed(4)
+    drafter = Eagle3(Eagle3Config.for_target(tiny_model().config, **sizes))
     with torch.no_grad():
-        broken.norm.weight.fill_(torch.nan)
-    broken.prepare(tiny_model())
-    drawn = {"temperature": 1.0, "seed": 4}
+        broken(drafter)
+    drafter.prepare(tiny_model(), head_bits)
+    monkeypatch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=captured))
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "seeded": {"temperature": 1.0, "seed": 5, "seeded": True},
+        "drawn": {"temperature": 1.0, "seed": 4},
+        "lukewarm": {"temperature": 0.3, "top_p": 0.9},
+    }
     asked = [
-        job("greedy", prompt(1, 70)),
-        job("drawn", prompt(2, 70), **drawn),
-        job("lukewarm", prompt(3, 9), top_p=0.9),
+        job(kind, prompt(n, 70 - 9 * n), max_tokens=20, logprobs=None, **how)
+        for n, (kind, how) in enumerate(kinds.items())
     ]
-    answers = answers_of(open_engine(tiny_model(), drafter=broken, speculation=BOTH), asked)
-    assert [answer.finish for answer in answers.values()] == ["length"] * 3
+    engine = open_engine(tiny_model(), drafter=drafter, speculation=BOTH)
+    answers = answers_of(engine, asked)
+    assert [(answer.finish, answer.error) for answer in answers.values()] == [("length", None)] * 4
+    assert all(0 <= token < VOCABULARY for answer in answers.values() for token in answer.tokens)
     assert answers["drawn"].proposed > 0
-    assert answers["greedy"].tokens == run_alone(tiny_model(), asked[0]).tokens
+    assert engine.runner.replays > 10 or not captured
+    for one in asked[: 4 if captured else 2]:  # led, drafts that are drawn are verified block by block
+        assert answers[one.id].tokens == run_alone(tiny_model(), one).tokens, one.id
 
 
 def test_a_draft_behind_which_the_model_gives_no_number_does_not_end_the_job(monkeypatch: pytest.MonkeyPatch):

@@ -228,6 +228,16 @@ def test_a_request_that_wants_one_answer_gets_the_likeliest_drafts(options: dict
     assert draft_token(torch.tensor([0.1, 2.0, 2.0, -torch.inf]), asked(**options), 3, 1) == (1, None)
 
 
+@pytest.mark.parametrize("logits", [[-torch.inf] * V, [torch.nan] * V, [3e38, -3e38] + [0.0] * (V - 2)], ids=repr)
+def test_a_draft_is_a_token_and_a_possible_one_whatever_the_logits_are(logits: list[float]):
+    for temperature in (0.01, 1.0):
+        token, q_V = draft_token(torch.tensor(logits), asked(temperature=temperature), 3, 1)
+        assert 0 <= token < V
+        assert q_V is not None
+        assert float(q_V[token]) > 0
+        assert float(q_V.sum()) == pytest.approx(1)
+
+
 ONE_ANSWER: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "greedy with penalties": {"temperature": 0.0, "frequency_penalty": 1.1, "repetition_penalty": 1.2},

@@ -3,39 +3,50 @@
 On a CPU a recorded piece is a plain call of the same torch operations over the same tensors.
 """
 
+import dataclasses
 import functools
 import itertools
 import random
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from redline.errors import WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.step.step_rows import SLOT, SlotTensors
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
+from redline.model.eagle3.hopper import GpuServed
+from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.ops.draws import signed, uniforms
+from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.run.graphs import decode_step
-from redline.run.graphs.captured import _facts
+from redline.run.graphs.captured import CapturedSteps, _facts
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
-from redline.run.graphs.shapes import Shape, shapes
+from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.runner import Runner
 from redline.run.sampling.on_device import Odds, sample_rows
 from redline.run.sampling.on_host import is_unadjusted, sample_each, uniform
 from redline.run.slots import Slot, Slots
+from redline.wire.channel import MemoryChannel
+from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
-from redline.wire.step import Begin, Row, Step
-from redline.worker.config import DraftConfig, Learned, Suffix
-from redline.worker.engine import EngineCore
+from redline.wire.news import Stop
+from redline.wire.step import Begin, Recorded, Row, Shape, Step
+from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
+from redline.worker.engine import Engine, EngineCore, sizes_of
 from tests.tiny_model import (
     BOTH,
     LEARNED,
@@ -103,21 +114,25 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_which_shapes_are_recorded_is_a_function_of_the_configuration(slots: int, positions: int, reach: int):
     wanted = shapes(slots, positions, reach)
     assert wanted == shapes(slots, positions, reach)
-    assert len(set(wanted)) == len(wanted) <= 24
+    assert len(set(wanted)) == len(wanted)
     rows, most = min(slots, 64), min(positions, 8)
-    for count, asked in ((rows, most), (1, most), (rows, 1), (1, 1)):  # every step has a shape, and small ones a small
-        assert any(shape.rows >= count and shape.positions >= asked and shape.longest >= reach for shape in wanted)
-    assert Shape(1, 1, reach) in wanted
+    first = wanted[:FIRST_SHAPES]
+    for count, asked in ((rows, min(most, 4)), (min(rows, 32), most), (1, most), (rows, 1), (1, 1)):
+        assert any(shape.rows >= count and shape.positions >= asked and shape.longest >= reach for shape in first)
+    assert Shape(1, 1, reach) in first
     assert max(shape.rows for shape in wanted) < 2 * rows or rows == 1
-    assert max(shape.positions for shape in wanted) == most
+    assert {shape.positions for shape in wanted} == set(range(1, most + 1))
     assert max(shape.longest for shape in wanted) == reach
+    assert max(shape.rows * shape.positions for shape in wanted) <= 256
 
 
 def test_the_shapes_of_kimi_with_three_drafts():
-    assert [tuple(shape) for shape in shapes(64, 4, 262_144)] == [
-        *((rows, positions, 262_144) for rows, positions in FEW_FIRST),
-        *((rows, positions, 2048) for rows, positions in FEW_FIRST[:10]),
-    ]
+    wanted = [(shape.rows, shape.positions, shape.longest) for shape in shapes(64, 4, 262_144)]
+    assert wanted[:28] == [(*size, longest) for longest in (262_144, 2048) for size in FEW_FIRST]
+    assert len(wanted) == 7 * 4 * 3
+    between = [*itertools.product((1, 2, 4, 8, 16, 32, 64), (2, 3))]
+    assert set(wanted[28:56]) == {(*size, longest) for size in between for longest in (262_144, 2048)}
+    assert {longest for _, _, longest in wanted[56:]} == {16_384}
 
 
 FEW_FIRST = (
@@ -126,18 +141,125 @@ FEW_FIRST = (
 )
 
 
+def test_a_step_of_more_than_256_tokens_is_not_recorded():
+    deepest = {shape.rows: shape.positions for shape in sorted(shapes(64, 8, 2048), key=lambda shape: shape.positions)}
+    assert deepest == {1: 8, 2: 8, 4: 8, 8: 8, 16: 8, 32: 8, 64: 4}
+
+
 def test_what_is_recorded_does_not_depend_on_a_clock(captured: Open, monkeypatch: pytest.MonkeyPatch):
     """As on a machine where an hour goes by between any two looks at the clock."""
     hours = itertools.count(0.0, 3600.0)
     with monkeypatch.context() as patch:
-        patch.setattr("time.monotonic", lambda: next(hours))
-        runner = captured(speculation=SUFFIX).runner
-    runner.close()
-    assert runner._captured is not None
-    assert set(runner._captured._recorded) == set(shapes(16, 4, 1024))
+        for clock in ("monotonic", "perf_counter"):
+            patch.setattr(f"time.{clock}", lambda: next(hours))
+        runner = captured(speculation=SUFFIX, max_running=64, max_model_len=20_000, pages=320).runner
+        try:
+            wanted = shapes(64, 4, 20_032)
+            assert set(runner.recorded.shapes) == set(wanted[:FIRST_SHAPES])
+            for count in range(FIRST_SHAPES + 1, len(wanted) + 1):
+                assert runner.record_more()
+                assert set(runner.recorded.shapes) == set(wanted[:count])
+            assert not runner.record_more()
+        finally:
+            runner.close()
 
 
-def test_the_cheapest_recorded_shape_that_holds_a_step_replays_it(captured: Open):
+def test_memory_is_counted_for_all_that_is_recorded(captured: Open):
+    config = EngineConfig(speculation=SUFFIX, max_model_len=20_000)
+    counted = sizes_of(tiny_model().config, config, tiny_model().device, torch.bfloat16)
+    counted = dataclasses.replace(counted, device="cuda", gpu_kernels=True).recorded_steps(20_000)
+    runner = captured(speculation=SUFFIX, max_running=64, max_model_len=20_000, pages=320).runner
+    try:
+        while runner.record_more():
+            pass
+        assert set(runner.recorded.shapes) == set(counted.shapes)
+        largest = runner.recorded.shapes[0]  # all others find their memory in its
+        assert counted.shapes[largest].between == counted.between
+    finally:
+        runner.close()
+
+
+def test_shapes_that_the_start_has_left_are_recorded_while_nothing_runs(
+    captured: Open, monkeypatch: pytest.MonkeyPatch
+):
+    """And are replayed from then on, unless they cannot be recorded."""
+    record = Recorder.record
+
+    def failing(recorder: Recorder, *pieces: Any) -> Any:
+        if pieces[0].__self__.shape == Shape(2, 3, 1024):
+            raise RuntimeError("out of memory")
+        return record(recorder, *pieces)
+
+    monkeypatch.setattr(Recorder, "record", failing)
+    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 4)
+    wanted = shapes(2, 4, 1024)
+    core = captured(speculation=SUFFIX, max_running=2)
+    assert set(core.runner.recorded.shapes) == set(wanted[:4]) == set(itertools.starmap(Shape, FOUR))
+    inbox, outbox = MemoryChannel(), MemoryChannel()
+    asked = job("asked", prompt(seed=3, length=30), max_tokens=40, **GREEDY)
+    told: list[Delta] = []
+    thread = threading.Thread(target=core.serve, args=[inbox, outbox])
+    thread.start()
+    try:
+        late, deadline = {shape for shape in wanted if shape != Shape(2, 3, 1024)}, time.monotonic() + 10
+        while set(core.runner.recorded.shapes) != late and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert set(core.runner.recorded.shapes) == late
+        inbox.put(asked)
+        while not told or told[-1].finish is None:
+            told += [message for message in outbox.drain(wait=True, timeout=10) if isinstance(message, Delta)]
+    finally:
+        inbox.put(Stop())
+        thread.join(10)
+    assert tuple(token for delta in told for token in delta.tokens) == alone(asked).tokens
+    assert core.planner._recorded._shapes == late
+    assert core.runner.led == {"prompt": 1}
+
+
+def test_an_engine_beside_its_caller_records_what_is_left_where_it_is_told_to(
+    captured: Open, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 4)
+    core = captured(speculation=SUFFIX, max_running=2)
+    engine = Engine(core, cast(Any, None), cast(Any, None))
+    asked = [job(f"{n}", prompt(seed=n, length=30), max_tokens=20, **GREEDY) for n in range(3)]
+    try:
+        for one in asked:
+            (told,) = engine.generate([one]).values()
+            assert tuple(token for delta in told for token in delta.tokens) == alone(one).tokens
+            assert len(core.runner.recorded.shapes) == (4 if one is asked[0] else len(shapes(2, 4, 1024)))
+            engine.record_all()
+    finally:
+        engine.close()
+    with pytest.raises(WorkerLost, match="the engine is closed"):
+        engine.record_all()
+
+
+FOUR = (1, 1, 1024), (2, 1, 1024), (1, 4, 1024), (2, 4, 1024)
+
+
+def test_a_device_that_breaks_while_it_records_ends_the_worker(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 1)
+    core = captured(max_running=2)
+    channel, outbox = MemoryChannel(), MemoryChannel()
+
+    def broken(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(Recorder, "record", broken)
+    with pytest.raises(WorkerLost, match="could not be recorded: AcceleratorError: CUDA error"):
+        core.serve(channel, outbox)
+
+
+def _named(runner: Runner, *rows: Row, number: int = 1) -> Step:
+    """A step of decode rows, and the shape that the planner would have named."""
+    at = runner.slots.at
+    longest = PAGE_TOKENS * max(at[row.slot].pages + len(row.new_pages) for row in rows)
+    shape = RecordedShapes(runner.recorded).choose(len(rows), max(row.count for row in rows), longest)
+    return Step(number=number, rows=rows, shape=shape)
+
+
+def test_a_step_replays_the_shape_that_it_names_or_the_host_leads_it(captured: Open):
     tokens = prompt(seed=3, length=30)
     answer = alone(job("asked", tokens, max_tokens=40, **GREEDY)).tokens
     runner = captured(speculation=SUFFIX).runner
@@ -145,28 +267,49 @@ def test_the_cheapest_recorded_shape_that_holds_a_step_replays_it(captured: Open
     assert captures is not None
     kept = [Shape(2, 1, 1024), Shape(8, 1, 1024), Shape(8, 4, 1024)]
     captures._recorded = {shape: captures._recorded[shape] for shape in kept}
+    captures.report = Recorded(shapes=tuple(kept))
+    ran: list[Shape] = []
+
+    def forward(shape: Shape, whole: Callable[[], None]) -> None:
+        ran.append(shape)
+        whole()
+
+    for shape, recorded in captures._recorded.items():
+        captures._recorded[shape] = recorded._replace(forward=functools.partial(forward, shape, recorded.forward))
     try:
         for slot in range(9):
             _begin(runner, tokens, limit=64, slot=slot)
 
-        def replayed(slots: int, drafts: int = 0) -> tuple[Shape | None, list[int]]:
-            """The shape of a step of so many rows, and how many of the answer's tokens it gave to each."""
+        def replayed(slots: int, drafts: int = 0, **changes: Any) -> tuple[Shape | None, list[int]]:
+            """The shape that ran in a step of so many rows, and how many of the answer's tokens it gave to each."""
             at = [runner.slots.at[slot].length - 30 for slot in range(slots)]
             for slot in range(slots):
                 runner.place(slot, 30 + at[slot], answer[at[slot] : at[slot] + drafts])
-            rows = tuple(Row(slot=slot, start=None, count=1 + drafts, drafts=drafts) for slot in range(slots))
-            shape, before = captures._shape(rows, drafts), runner.replays
-            given = [row.tokens for row in runner.launch(Step(number=1, rows=rows)).wait().rows]
+            rows = (Row(slot=slot, start=None, count=1 + drafts, drafts=drafts) for slot in range(slots))
+            step = msgspec.structs.replace(_named(runner, *rows), **changes)
+            ran.clear()
+            before, led = runner.replays, runner.led["shape"]
+            results = runner.launch(step).wait().rows
+            given = [row.tokens for row in results]
             captures.catch_up()
-            assert runner.replays - before == (shape is not None)
+            assert all(row.proposed == len(row.tokens) - 1 == row.accepted for row in results)
+            assert (runner.replays - before, runner.led["shape"] - led) == (len(ran), 1 - len(ran))
             assert given == [answer[first : first + len(new)] for first, new in zip(at, given, strict=True)]
-            return shape, [len(new) for new in given]
+            return ran[0] if ran else None, [len(new) for new in given]
 
         assert replayed(1) == (kept[0], [1])
         assert replayed(3) == (kept[1], [1] * 3)
         assert replayed(1, drafts=1) == (kept[2], [2])
         assert replayed(8, drafts=3) == (kept[2], [4] * 8)
+        assert replayed(2, drafts=7) == (kept[2], [4] * 2), "as many as the shape has positions for"
+        assert replayed(1, drafts=1, shape=kept[0]) == (kept[0], [1])
+        assert replayed(1, shape=kept[2]) == (kept[2], [1])
         assert replayed(9) == (None, [1] * 9)
+        assert replayed(1, shape=None) == (None, [1])
+        assert replayed(3, shape=kept[0]) == (None, [1] * 3), "more rows than it has"
+        assert replayed(1, shape=Shape(1, 1, 1024)) == (None, [1]), "which is not recorded here"
+        captures._recorded[Shape(4, 1, 64)] = captures._recorded[kept[0]]
+        assert replayed(1, shape=Shape(4, 1, 64)) == (None, [1]), "shorter than the row's context"
     finally:
         runner.close()
 
@@ -263,6 +406,107 @@ def test_drafts_change_nothing(captured: Open, speculation: DraftConfig, drafts:
     assert sum(answer.accepted for answer in answers.values()) > 0 or isinstance(speculation, Learned)
     for asked in jobs:
         assert answers[asked.id].tokens == alone(asked).tokens
+
+
+OTHER_DRAFTERS: dict[str, tuple[dict[str, Any], int]] = {
+    "a head in 8 bits": ({}, 8),
+    "the target's head in 8 bits": ({"draft_vocab_size": None}, 8),
+    "a part of the vocabulary": ({"draft_vocab_size": 96}, 16),
+    "a part of the vocabulary in 8 bits": ({"draft_vocab_size": 96}, 8),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_DRAFTERS)
+def test_other_drafters_change_nothing_and_draft_the_targets_tokens(
+    captured: Open, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """In recorded rounds what the device keeps are ids of the target's vocabulary, whatever the drafter calls them."""
+    sizes, head_bits = OTHER_DRAFTERS[name]
+    torch.manual_seed(4)
+    drafter = Eagle3(Eagle3Config.for_target(tiny_model().config, **sizes))
+    known = set(range(VOCABULARY))
+    if drafter.token_ids() is not None:
+        drafter.keep(torch.randperm(VOCABULARY)[:96])
+        known = set(drafter.token_ids().tolist())
+    drafter.prepare(tiny_model(), head_bits)
+    drafted: set[int] = set()
+
+    def keep_drafts(token_B: torch.Tensor, *rest: Any) -> None:
+        drafted.update(token_B.tolist())
+        kept(token_B, *rest)
+
+    kept = decode_step.keep_drafts
+    monkeypatch.setattr(decode_step, "keep_drafts", keep_drafts)
+    asked = [job(f"{n}", prompt(seed=n, length=40 + 25 * n), max_tokens=60 - n, logprobs=None) for n in range(3)]
+    led, replayed = (opened(speculation=LEARNED, drafter=drafter) for opened in (open_tiny_engine, captured))
+    replayed_answers, led_answers = answers_of(replayed, asked), answers_of(led, asked)
+    assert replayed.runner.replays > 20
+    assert len(drafted) > 10
+    assert drafted <= known
+    for one in asked:
+        assert replayed_answers[one.id].tokens == led_answers[one.id].tokens == alone(one).tokens
+        assert replayed_answers[one.id].accepted == led_answers[one.id].accepted
+
+
+class GpuServedBesideACpu(GpuServed):
+    """Whose features are bf16 as on a GPU, beside a model whose stream is float32."""
+
+    def fuse(self, features_NF: torch.Tensor, sources: Sequence[int] | None = None) -> torch.Tensor:
+        return super().fuse(features_NF, sources).float()
+
+    def forward(
+        self, inputs: Inputs, feature_TD: torch.Tensor, plane: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(inputs, feature_TD.to(torch.bfloat16), plane)
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler")
+def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_drafts(
+    captured: Open, monkeypatch: pytest.MonkeyPatch
+):
+    """Its kernels, thread by thread on the CPU; a part of the vocabulary, its head in 8 bits."""
+    model = tiny_model()
+    config = Eagle3Config.for_target(model.config, architecture="llama", num_key_value_heads=2, draft_vocab_size=96)
+    torch.manual_seed(4)
+    drafter = Eagle3(config)
+    drafter.keep(torch.randperm(VOCABULARY)[:96])
+    drafter.prepare(model, 8)
+    asked = [job(f"{n}", prompt(seed=n, length=59 + n), max_tokens=8, logprobs=None) for n in range(2)]
+    drafted: list[list[list[int]]] = []
+
+    def launch(self: CapturedSteps, step: Step) -> Any:
+        replay = launched(self, step)
+        drafted[-1].extend(outcome.drafts for outcome in replay.outcomes)
+        return replay
+
+    def emulating(runner: Runner) -> None:
+        with emulation():
+            serve(runner)
+
+    launched, serve = CapturedSteps.launch, Runner._serve
+    monkeypatch.setattr(CapturedSteps, "launch", launch)
+    answers: list[dict[str, Answer]] = []
+    for on_gpu in (False, True):
+        if on_gpu:
+            head = Tiled.prepare(model.head.dense())
+            monkeypatch.setattr(
+                drafter, "_served", GpuServedBesideACpu(config, drafter.state_dict(), model.embedding_VD, head, 8)
+            )
+            monkeypatch.setattr(Runner, "_serve", emulating)
+        before = fallbacks.copy()
+        drafted.append([])
+        answers.append(answers_of(captured(speculation=LEARNED, drafter=drafter, max_running=2), asked))
+        if on_gpu:
+            assert all(fallbacks[name] == before[name] for name in ("keep_rows", "attend_grouped", "head_8", "gates"))
+    assert [answer.tokens for answer in answers[0].values()] == [answer.tokens for answer in answers[1].values()]
+    assert [one.tokens for one in answers[0].values()] == [alone(one).tokens for one in asked]
+    pairs = [*zip(*(itertools.chain.from_iterable(each) for each in drafted), strict=True)]
+    assert len(pairs) > 20
+    assert sum(a == b for a, b in pairs) > 0.9 * len(pairs)
+
+
+def open_tiny_engine(**config: Any) -> EngineCore:
+    return open_engine(tiny_model(), **config)
 
 
 def test_drafts_of_the_models_own_answer_all_hold(captured: Open):
@@ -450,7 +694,7 @@ def test_a_step_can_be_launched_before_the_one_before_is_read(captured: Open):
     runner = captured().runner
     try:
         _begin(runner, tokens, limit=70)
-        steps = [Step(number=n, rows=(Row(slot=0, start=None, count=1),)) for n in range(20)]
+        steps = [_named(runner, Row(slot=0, start=None, count=1), number=n) for n in range(20)]
         launched = [runner.launch(step) for step in steps]
         assert [token for one in reversed(launched) for token in one.wait().rows[0].tokens] == [*answer[20:0:-1]]
     finally:
@@ -465,8 +709,8 @@ def test_the_board_is_nobodys_where_no_row_writes(captured: Open):
         for slot in range(3):
             _begin(runner, prompt(seed=slot, length=20), limit=60, slot=slot)
         planes, tokens = runner.kv.planes.clone(), runner.slots.tokens.clone()
-        rows = tuple(Row(slot=slot, start=None, count=1) for slot in range(3))
-        runner.launch(Step(number=1, rows=rows)).wait()
+        rows = (Row(slot=slot, start=None, count=1) for slot in range(3))
+        runner.launch(_named(runner, *rows)).wait()
         changed = (runner.kv.planes != planes).any(-1).any(0)
         changed[runner.kv.pages] = False
         assert changed.nonzero().tolist() == [[slot, 20] for slot in range(3)]
@@ -487,7 +731,7 @@ def _greedy() -> Sampling:
 
 def _decode(runner: Runner, drafts: int) -> tuple[tuple[int, ...], int, int]:
     row = Row(slot=0, start=None, count=1 + drafts, drafts=drafts)
-    given = runner.launch(Step(number=1, rows=(row,))).wait().rows[0]
+    given = runner.launch(_named(runner, row)).wait().rows[0]
     assert given.error is None
     return given.tokens, given.proposed, given.accepted
 
@@ -549,7 +793,7 @@ def test_a_drafters_rows_stay_in_their_slots_own_pages(captured: Open, monkeypat
     monkeypatch.setattr(Served, "forward", forward)
     monkeypatch.setattr(decode_step, "keep_drafts", keep_drafts)
     monkeypatch.setattr(
-        Speculation, "lengths", lambda self, jobs: [min(n, pick.choice((0, 1, 2, 3))) for n in lengths(self, jobs)]
+        Speculation, "lengths", lambda self, *asked: [min(n, pick.choice((0, 1, 2, 3))) for n in lengths(self, *asked)]
     )
     jobs = [
         job(
@@ -584,8 +828,8 @@ def test_behind_its_last_draft_a_row_writes_nothing(captured: Open):
         begin(1, 70, 6, 7)
         before = runner.kv.draft[6, 0].clone()
         wanted = {0: 1, 1: 3}
-        rows = tuple(Row(slot=slot, start=None, count=1, drafting=True, propose=n) for slot, n in wanted.items())
-        runner.launch(Step(number=1, rows=rows)).wait()
+        rows = (Row(slot=slot, start=None, count=1, drafting=True, propose=n) for slot, n in wanted.items())
+        runner.launch(_named(runner, *rows)).wait()
         assert runner.replays == 1
         assert torch.equal(runner.kv.draft[6, 0], before)
     finally:

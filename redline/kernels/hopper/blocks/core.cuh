@@ -264,6 +264,15 @@ FN u32 widen_e4m3(u16 v) {
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(both) : "h"(v));
     return both;
 }
+// Two of four int8, the first or the second ones, as bf16, exactly: 0x43ss is 128 + the low seven bits, and, where the sign
+// is set, has 128 in its exponent; without them it is what is too much.
+template <u32 SECOND>
+FN u32 widen_s8(u32 w) {
+    u32 v, difference;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(w), "r"(0x43434343u), "n"(SECOND ? 0x4342 : 0x4140));
+    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(difference) : "r"(v & 0xff7fff7fu), "r"(v & 0xff80ff80u));
+    return difference;
+}
 // (w & mask) | magic
 template <u32 MASK, u32 MAGIC>
 FN u32 and_or(u32 w) {

@@ -1,7 +1,8 @@
 // y = W x for T <= 8 tokens: the dense products of a decode step, and what follows them.        N outputs, K inputs.
 //
 // The weights stream once through shared memory, in tiles of 16 outputs x 32 inputs (layouts/tiled.py): they are the 16 rows
-// of mma.sync, the tokens are its 8 columns. K is shared by WARPS_PER_TILE warps, each of which keeps its part of x in
+// of mma.sync, the tokens are its 8 columns. Integers of 8 bits come in tiles of 16 x 64 and become bf16 on their way into
+// mma.sync, exactly; a row's scale is applied to its sum. K is shared by WARPS_PER_TILE warps, each of which keeps its part of x in
 // registers for the whole kernel.
 //
 // Four warps are a group with a ring of its own. One bulk copy fills a stage: a piece of UNITS tiles for each of them, in
@@ -12,7 +13,7 @@
 // A column's sums depend on its own x alone: in order of K within a warp, then over the warps. So a token has the same
 // bits whatever the number of tokens.
 //
-// Macros: INPUTS (K, padded), WARPS_PER_TILE, UNITS, STAGES, FREE_STAGES (not under x), EARLY_STAGES (before the grid in
+// Macros: INPUTS (K, padded), BITS (of a weight, 16 or 8), RING (bytes before the ring), WARPS_PER_TILE, UNITS, STAGES, FREE_STAGES (not under x), EARLY_STAGES (before the grid in
 // front has ended), COLUMNS (1, 2, 4 or 8 >= T), SLICES (parts of K whose x is in registers by turns), TILES (sums that a
 // warp keeps), ROW_TILES, BATCHED (more tiles than sums: these come in batches), EPILOGUE and its sizes; and bytes from the
 // beginning of shared memory: X_AT, SUMS_AT (BATCHED: a room for two batches), OPERANDS_AT (0: none).
@@ -23,21 +24,24 @@
 #define PROJECT_OUT 3
 #define GATES 4
 #define HEAD 5
+#define HEAD_8 6
 #if EPILOGUE == GATES && CHOSEN
 #include "choose.cuh"
 #endif
 
-constexpr u32 TILE_ROWS = 16, TILE_BYTES = 1024, MOST_TOKENS = 8, MOST_PARTS = 256;
+constexpr u32 TILE_ROWS = 16, TILE_BYTES = 1024, TILE_INPUTS = TILE_BYTES * 8 / BITS / TILE_ROWS;
+constexpr u32 MOST_TOKENS = 8, MOST_PARTS = 256;
 constexpr u32 WARPS = THREADS / 32, GROUPS = WARPS / 4;
 constexpr u32 TILES_AT_ONCE = WARPS / WARPS_PER_TILE, K_GROUPS = WARPS_PER_TILE / 4;
 constexpr u32 SLICE_INPUTS = INPUTS / SLICES;
-constexpr u32 SHARE = SLICE_INPUTS / 32 / WARPS_PER_TILE;  // units of 32 inputs, of a warp, in a slice
+constexpr u32 SHARE = SLICE_INPUTS / TILE_INPUTS / WARPS_PER_TILE;  // units, a tile's inputs, of a warp, in a slice
+constexpr u32 UNIT_X = TILE_INPUTS / 8;                             // registers of x that a lane has of a unit
 constexpr u32 PIECES = SHARE / UNITS;
 constexpr u32 PIECE_BYTES = UNITS * TILE_BYTES, STAGE_BYTES = 4 * PIECE_BYTES;
 constexpr u32 X_BYTES = SLICE_INPUTS * 2, X_STRIDE = X_BYTES + 64;  // 64: two tokens' rows begin in different banks
 constexpr u32 SUMS_BYTES = TILE_ROWS * COLUMNS * 4;                 // of a warp and a tile
 constexpr u32 BATCH = TILES * TILES_AT_ONCE;                        // tiles whose sums are kept at a time
-static_assert(PIECES * UNITS * WARPS_PER_TILE * SLICES * 32 == INPUTS, "K comes apart into pieces");
+static_assert(PIECES * UNITS * WARPS_PER_TILE * SLICES * TILE_INPUTS == INPUTS, "K comes apart into pieces");
 static_assert(SLICES == 1 || (FREE_STAGES == STAGES && !BATCHED), "x of the next slice needs a room of its own");
 static_assert(EARLY_STAGES <= FREE_STAGES && FREE_STAGES <= STAGES, "stages");
 static_assert(BATCH * 64 <= THREADS, "a thread finishes two rows for one token");
@@ -46,7 +50,6 @@ static_assert(BATCH * 64 <= THREADS, "a thread finishes two rows for one token")
 // read the sums may take the ring's place.
 constexpr u32 BARRIERS = 0, X_BARRIER = GROUPS * STAGES * 16, RSTD = X_BARRIER + 16;
 constexpr u32 SQUARES = RSTD + 4 * MOST_TOKENS, ROW_SQUARES = SQUARES + WARPS * 4 * MOST_TOKENS;
-constexpr u32 RING = 1024;
 static_assert(ROW_SQUARES + 4 * WARPS <= RING, "the small things fit");
 
 // ------------------------------------------------------------------------------------------------------ the epilogues
@@ -307,6 +310,34 @@ FN void share_side(const Arguments&, const Side&) {}
 FN void end_side(const Arguments&, const Side&) {}
 #endif
 
+#if EPILOGUE == HEAD_8
+struct Head8Launch {
+    const u8* weights;     // int8 [ROW_TILES, INPUTS / 64, 16, 64]
+    const u8* x;           // bf16 [T, INPUTS]
+    const float* squares;  // null: x is normed already
+    const float* scales;   // [OUTPUTS]
+    float* logits;         // [T, OUTPUTS]
+    u32 tokens, parts;
+    float eps;
+};
+using Arguments = Head8Launch;
+constexpr bool NORMED = false, HALVES = false;
+
+FN u32x4 load_operands(const Arguments& a, u32 row, u32) {
+    u32x2 scales = load_global_2(a.scales + row);
+    return {scales.x, scales.y, 0, 0};
+}
+FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float, u32x4 scales) {
+    store_f32_pair(a.logits + (u64)token * OUTPUTS + row, lo * as_float(scales.x), hi * as_float(scales.y));
+    return 0.f;
+}
+
+struct Side {};
+FN Side begin_side(const Arguments&) { return {}; }
+FN void share_side(const Arguments&, const Side&) {}
+FN void end_side(const Arguments&, const Side&) {}
+#endif
+
 // --------------------------------------------------------------------------------------------------------- the stream
 
 // A block's row tiles. Those with one more than others lie between those, so that neighbours on the chip have like loads.
@@ -357,7 +388,7 @@ FN bool is_left(const Walk& w) { return w.slice < SLICES; }
 FN const u8* place(const Walk& w) {
     u32 tile = w.first + w.tile * TILES_AT_ONCE;
     u32 unit = ((w.slice * K_GROUPS + w.k_group) * PIECES + w.piece) * 4 * UNITS;
-    return w.weights + (u64)(tile * (INPUTS / 32) + unit) * TILE_BYTES;
+    return w.weights + (u64)(tile * (INPUTS / TILE_INPUTS) + unit) * TILE_BYTES;
 }
 FN void advance(Walk& w) {
     if (++w.piece < PIECES) return;
@@ -420,16 +451,19 @@ FN void request_x(const Arguments& a, u32 slice) {
     for (u32 token = 0; token < a.tokens; token++)
         copy_bulk(shared_base() + X_AT + token * X_STRIDE, a.x + (token * SLICES + slice) * X_BYTES, X_BYTES, barrier);
 }
-// The warp's fragments: lane 4g + t has inputs 8t to 8t + 7 of token g in each of its units.
-FN void read_x(u32 (&x)[SHARE][4], u32 tokens) {
+// The warp's fragments: lane 4g + t has a quarter, the t-th, of each of its units of token g.
+FN void read_x(u32 (&x)[SHARE][UNIT_X], u32 tokens) {
     u32 token = lane_index() / 4, k_group = warp_index() % WARPS_PER_TILE / 4, place = warp_index() % 4;
-    u32 at = shared_base() + X_AT + token * X_STRIDE + lane_index() % 4 * 16;
+    u32 at = shared_base() + X_AT + token * X_STRIDE + lane_index() % 4 * (4 * UNIT_X);
 #pragma unroll
     for (u32 i = 0; i < SHARE; i++) {
         u32 unit = ((k_group * PIECES + i / UNITS) * 4 + place) * UNITS + i % UNITS;
-        u32x4 v = {0, 0, 0, 0};
-        if (token < tokens) v = load_shared_4(at + unit * 64);
-        x[i][0] = v.x, x[i][1] = v.y, x[i][2] = v.z, x[i][3] = v.w;
+#pragma unroll
+        for (u32 j = 0; j < UNIT_X; j += 4) {
+            u32x4 v = {0, 0, 0, 0};
+            if (token < tokens) v = load_shared_4(at + unit * (16 * UNIT_X) + 4 * j);
+            x[i][j] = v.x, x[i][j + 1] = v.y, x[i][j + 2] = v.z, x[i][j + 3] = v.w;
+        }
     }
 }
 // Of token `warp`: squares [parts][8], summed lane by lane in order.
@@ -450,18 +484,31 @@ FN void make_rstd(const Arguments& a) {
 
 // ---------------------------------------------------------------------------------------------------------- the product
 
+#if BITS == 8
+// Four integers times two registers of x. `upper` is of row g, `lower` of row g + 8.
+FN void multiply_four(float (&c)[4], u32 upper, u32 lower, u32 x0, u32 x1) {
+    mma_bf16(c, widen_s8<0>(upper), widen_s8<0>(lower), widen_s8<1>(upper), widen_s8<1>(lower), x0, x1);
+}
+#endif
 // UNITS tiles times the fragments from x on.
-FN void multiply_piece(float (&even)[4], float (&odd)[4], u32 piece, const u32 (*x)[4]) {
+FN void multiply_piece(float (&even)[4], float (&odd)[4], u32 piece, const u32 (*x)[UNIT_X]) {
     u32 at = piece + lane_index() * 16;
 #pragma unroll
     for (u32 i = 0; i < UNITS; i++) {
         u32x4 top = load_shared_4(at + i * TILE_BYTES), bottom = load_shared_4(at + i * TILE_BYTES + TILE_BYTES / 2);
+#if BITS == 8
+        multiply_four(even, top.x, bottom.x, x[i][0], x[i][1]);
+        multiply_four(odd, top.y, bottom.y, x[i][2], x[i][3]);
+        multiply_four(even, top.z, bottom.z, x[i][4], x[i][5]);
+        multiply_four(odd, top.w, bottom.w, x[i][6], x[i][7]);
+#else
         mma_bf16(even, top.x, bottom.x, top.y, bottom.y, x[i][0], x[i][1]);
         mma_bf16(odd, top.z, bottom.z, top.w, bottom.w, x[i][2], x[i][3]);
+#endif
     }
 }
 // One tile times the warp's slice of x, added to `sum`.
-FN void multiply_tile(float (&sum)[4], const u32 (&x)[SHARE][4], Ring& ring, Walk& wanted) {
+FN void multiply_tile(float (&sum)[4], const u32 (&x)[SHARE][UNIT_X], Ring& ring, Walk& wanted) {
     float even[4] = {}, odd[4] = {};
 #pragma unroll
     for (u32 piece = 0; piece < PIECES; piece++) {
@@ -514,11 +561,14 @@ FN Item item_of(const Arguments& a, Run run, u32 batch) {
 FN u32 operands_at(const Item& item) {
     return shared_base() + OPERANDS_AT + (thread_index() / MOST_TOKENS * COLUMNS + item.token) * 16;
 }
-// Returns the thread's squares that count.
-FN float finish_batch(const Arguments& a, Run run, u32 batch) {
+// `early`: the operands, where ASKED_EARLY. Returns the thread's squares that count.
+constexpr bool ASKED_EARLY = EPILOGUE == HEAD_8;  // its batches are many, and short
+FN float finish_batch(const Arguments& a, Run run, u32 batch, u32x4 early) {
     Item item = item_of(a, run, batch);
     if (!item.exists) return 0.f;
-    u32x4 operands = OPERANDS_AT ? load_shared_4(operands_at(item)) : load_operands(a, item.row, item.token);
+    u32x4 operands = OPERANDS_AT   ? load_shared_4(operands_at(item))
+                     : ASKED_EARLY ? early
+                                   : load_operands(a, item.row, item.token);
     float rstd = NORMED ? load_shared_f32(shared_base() + RSTD + 4 * item.token) : 1.f;
     u32 at = sums_at(batch, item.tile % TILES_AT_ONCE * WARPS_PER_TILE, item.tile / TILES_AT_ONCE);
     return finish(a, item.row, item.token, total(at, item.lo, item.token), total(at, item.hi, item.token), rstd, operands);
@@ -589,11 +639,13 @@ KERNEL(dense, Arguments) {
     if (NORMED) make_rstd(a);
     if (OPERANDS_AT && item.exists) store_shared_4(operands_at(item), operands);
 
-    u32 x[SHARE][4];
+    u32 x[SHARE][UNIT_X];
     u32 count = wanted.count, batches = (run.end - run.first + BATCH - 1) / BATCH;
     float squares = 0.f;
     for (u32 batch = 0; batch < batches; batch++) {
         float sums[TILES][4] = {};
+        u32x4 early = {0, 0, 0, 0};
+        if (ASKED_EARLY && item_of(a, run, batch).exists) early = load_operands(a, item_of(a, run, batch).row, 0);
         for (u32 slice = 0; slice < SLICES; slice++) {
             if (SLICES > 1 || batch == 0) {
                 barrier_wait(shared_base() + X_BARRIER, slice & 1);
@@ -612,7 +664,7 @@ KERNEL(dense, Arguments) {
         if (batch == 0) share_side(a, side);
         sync_block();
         if (batch == 0) end_side(a, side);
-        squares += finish_batch(a, run, batch);
+        squares += finish_batch(a, run, batch, early);
     }
 #if EPILOGUE == PROJECT_A || EPILOGUE == PROJECT_OUT
     store_squares(a.squares_out, squares);

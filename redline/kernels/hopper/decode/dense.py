@@ -19,7 +19,7 @@ from torch import Tensor
 
 from redline.kernels.hopper.kernel import CudaKernel, emulating
 from redline.kernels.hopper.layouts.records import Slabs
-from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, TILE_N, Tiled, padded
+from redline.kernels.hopper.layouts.tiled import PAD_K, TILE_K, TILE_N, Tiled, Tiled8, padded
 from redline.kernels.record import Record
 from redline.ops.op import Cost
 
@@ -33,11 +33,11 @@ RTOL = 18432 / 16 * 2**-24 * 1.5
 
 _WARPS = 16
 _ROOM = 227 << 10  # bytes of shared memory that a block can have
-_RING = 1024  # where the ring begins; barriers and small sums lie before it
+_RING = {16: 1024, 8: 2048}  # by the bits of a weight, where the ring begins; barriers and small sums lie before it
 _IN_FLIGHT = 192 << 10  # bytes that a ring holds; more reads no faster
-_MOST_STAGES = 6
+_MOST_STAGES = {16: 6, 8: 12}
 _X_PAD = 64  # bytes between the tokens' rows of x
-_MOST_SHARE = 16  # units of x in a warp's registers, 4 registers each
+_MOST_SHARE = 16  # units of x in a warp's registers, 4 registers each; half as many of 8 bits, 8 registers each
 _MOST_SLICE = 10  # the same where the next ones come into a room of their own, 8 KB each
 _MOST_TILES = {16: 4, 4: 2}  # warps of a tile -> sums in a warp's registers, 4 registers each
 _WITH_OPERANDS = ("PROJECT_A", "PROJECT_Q", "PROJECT_OUT")
@@ -60,20 +60,24 @@ class Plan:
     tiles: int
     batched: bool
     blocks: int
+    ring: int
     x_at: int
     sums_at: int
     operands_at: int
     shared: int
 
 
-def plan(inputs: int, row_tiles: int, columns: int, multiprocessors: int, *, operands: bool) -> Plan:
-    """inputs: padded. operands: 16 bytes for each pair of outputs. warps, units and stages for 7168 inputs (up to four
-    tiles a block), 1536 and 8192 are those of a trial on an NVIDIA H200; the rest follows their pattern, untimed."""
+def plan(inputs: int, row_tiles: int, columns: int, multiprocessors: int, *, operands: bool, bits: int = 16) -> Plan:
+    """inputs: padded. operands: 16 bytes for each pair of outputs. bits: of a weight, 16 or 8. warps, units and stages
+    for 7168 inputs (up to four tiles a block), 1536 and 8192 of 16 bits are those of a trial on an NVIDIA H200; the
+    rest follows their pattern, untimed."""
     blocks = min(multiprocessors, row_tiles)
-    warps = 16 if inputs >= 7168 and inputs % (16 * TILE_K) == 0 else 4
+    unit, ring = TILE_K * 16 // bits, _RING[bits]
+    warps = 16 if inputs >= 7168 and inputs % (16 * unit) == 0 else 4
     at_once = _WARPS // warps
-    share = inputs // TILE_K // warps
-    most_share = _MOST_SHARE if share <= _MOST_SHARE else _MOST_SLICE
+    share = inputs // unit // warps
+    in_registers = _MOST_SHARE * bits // 16
+    most_share = in_registers if share <= in_registers else _MOST_SLICE * bits // 16
     slices = next(n for n in range(1, share + 1) if share % n == 0 and share // n <= most_share)
     tiles = -(-row_tiles // blocks // at_once)
     batched = tiles > _MOST_TILES[warps] and slices == 1
@@ -84,21 +88,21 @@ def plan(inputs: int, row_tiles: int, columns: int, multiprocessors: int, *, ope
     x = columns * (inputs // slices * 2 + _X_PAD)
     sums = _WARPS * tiles * TILE_N * columns * 4
     sums_room = 2 * sums if batched else 0
-    stages = 2 if units == 7 else min(_MOST_STAGES, _IN_FLIGHT // stage)
+    stages = 2 if units == 7 else min(_MOST_STAGES[bits], _IN_FLIGHT // stage)
     operands_room = tiles * at_once * TILE_N // 2 * columns * 16 if operands and not batched else 0
-    if _RING + stages * stage + columns * _X_PAD + operands_room > _ROOM:
+    if ring + stages * stage + columns * _X_PAD + operands_room > _ROOM:
         operands_room = 0
-    room = _ROOM - _RING - sums_room - operands_room
+    room = _ROOM - ring - sums_room - operands_room
     if slices > 1:
         stages = min(stages, (room - x) // stage)
     free = min(stages, (room - x) // stage)
     assert stages > 0 <= free, f"no room for {inputs} inputs, {columns} columns"
-    x_at = _RING + free * stage
-    end = max(_RING + stages * stage, x_at + x, 0 if batched else _RING + sums)
+    x_at = ring + free * stage
+    end = max(ring + stages * stage, x_at + x, 0 if batched else ring + sums)
     return Plan(
-        *(warps, units, stages, free, free, columns, slices, tiles, batched, blocks),
+        *(warps, units, stages, free, free, columns, slices, tiles, batched, blocks, ring),
         x_at=x_at,
-        sums_at=end if batched else _RING,
+        sums_at=end if batched else ring,
         operands_at=end if operands_room else 0,
         shared=end + sums_room + operands_room,
     )
@@ -117,12 +121,15 @@ def _kernel(
     epilogue: str,
     inputs: int,
     row_tiles: int,
+    bits: int,
     cut: Plan,
     sizes: tuple[tuple[str, int | str], ...],
 ) -> CudaKernel:
     defines: dict[str, int | str] = {
         "EPILOGUE": epilogue,
         "INPUTS": inputs,
+        "BITS": bits,
+        "RING": cut.ring,
         "ROW_TILES": row_tiles,
         "WARPS_PER_TILE": cut.warps,
         "UNITS": cut.units,
@@ -142,17 +149,19 @@ def _kernel(
 
 
 @functools.cache
-def _plan_of(inputs: int, row_tiles: int, tokens: int, multiprocessors: int, operands: bool) -> Plan:
-    return plan(inputs, row_tiles, 1 << (tokens - 1).bit_length(), multiprocessors, operands=operands)
+def _plan_of(inputs: int, row_tiles: int, tokens: int, multiprocessors: int, operands: bool, bits: int) -> Plan:
+    return plan(inputs, row_tiles, 1 << (tokens - 1).bit_length(), multiprocessors, operands=operands, bits=bits)
 
 
-def kernel_of(launch: type[Record], epilogue: str, w: Tiled, tokens: int, **sizes: int | str) -> tuple[CudaKernel, int]:
+def kernel_of(
+    launch: type[Record], epilogue: str, w: Tiled | Tiled8, tokens: int, **sizes: int | str
+) -> tuple[CudaKernel, int]:
     """The program, and its blocks. launch: the struct of the epilogue; sizes: its own macros."""
-    row_tiles, units = w.data.shape[-4], w.data.shape[-3]
-    count = multiprocessors(w.data.device)
-    cut = _plan_of(units * TILE_K, row_tiles, tokens, count, epilogue in _WITH_OPERANDS)
+    row_tiles, bits = w.data.shape[-4], 8 * w.data.itemsize
+    inputs, count = w.data.shape[-3] * w.data.shape[-1], multiprocessors(w.data.device)
+    cut = _plan_of(inputs, row_tiles, tokens, count, epilogue in _WITH_OPERANDS, bits)
     sizes = {"OUTPUTS": w.outputs, "NORM_INPUTS": w.inputs, **sizes}
-    return _kernel(launch, epilogue, units * TILE_K, row_tiles, cut, tuple(sizes.items())), cut.blocks
+    return _kernel(launch, epilogue, inputs, row_tiles, bits, cut, tuple(sizes.items())), cut.blocks
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -196,7 +205,7 @@ def streams(x: Tensor, w: Tiled | Slabs) -> bool:
 # ----------------------------------------------------------------------------------------------------- for references
 
 
-def product(x: Tensor, w: Tiled | Slabs) -> Tensor:
+def product(x: Tensor, w: Tiled | Tiled8 | Slabs) -> Tensor:
     """x bf16 [T, K padded] -> W x of each token, float32 [T, N]."""
     return x[:, : w.inputs].float() @ w.dense().float().T
 
@@ -219,7 +228,7 @@ def pad_columns(x: Tensor, to: int = PAD_K) -> Tensor:
     return torch.nn.functional.pad(x, (0, padded(x.shape[-1], to) - x.shape[-1]))
 
 
-def cost_of(w: Tiled | Slabs, tokens: int, *others: Tensor) -> Cost:
+def cost_of(w: Tiled | Tiled8 | Slabs, tokens: int, *others: Tensor) -> Cost:
     """The weights once, and every tensor of `others`, read or written beside them; padding is counted in both."""
     return Cost(w.nbytes + sum(x.nbytes for x in others), 2 * tokens * w.data.numel())
 

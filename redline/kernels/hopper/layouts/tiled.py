@@ -1,17 +1,24 @@
-"""A bf16 weight in tiles of 16 outputs x 32 inputs, as the GPU's kernels stream it.        N outputs, K inputs.
+"""A weight in tiles of 16 outputs x 32 inputs of bf16, or x 64 of int8, as the GPU's kernels stream it.
 
-A tile is 1 KB, row-major, and is what one warp multiplies in two mma.sync: lane 4g + t finds its fragments in the 16
-bytes at row g, columns 8t to 8t + 7, and in the same of row g + 8. Tiles of a row follow one another, so a warp's share
-of K is one bulk copy.
+A tile is 1 KB, row-major, and is what one warp multiplies in two mma.sync, or in four: lane 4g + t finds its fragments
+in the t-th 16 bytes of row g, and in the same of row g + 8. Tiles of a row follow one another, so a warp's share of K
+is one bulk copy.
+
+N outputs, K inputs.
 """
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from redline.ops.formats import int8_round
+
 TILE_N, TILE_K = 16, 32
 PAD_K = 128  # inputs, to a multiple of which K is padded: four warps share it
+TILE_K_8, PAD_K_8 = 64, 256  # the same of a weight in 8 bits
+_ROWS_AT_ONCE = 4096  # of a weight that is rounded, so that float32 copies stay small
 
 
 def padded(size: int, to: int) -> int:
@@ -49,3 +56,59 @@ class Tiled:
     def nbytes(self) -> int:
         """Bytes of the data, the padding counted."""
         return self.data.nbytes
+
+
+@dataclass(frozen=True)
+class Tiled8:
+    """data int8 [N / 16, K / 64, 16, 64], N padded to 16 and K to 256 with zeros; scales float32 [N padded].
+
+    A number is its integer times the scale of its row.
+    """
+
+    data: Tensor
+    scales: Tensor
+    outputs: int
+    inputs: int
+
+    @staticmethod
+    def prepare(weight: Tensor | Tiled, device: torch.device | None = None) -> "Tiled8":
+        """weight [N, K] in floating point or in tiles of bf16, on any device; new memory there, or on `device`.
+
+        Rounded as `int8_round` says.
+        """
+        n, k = weight.shape
+        device = device or weight.data.device
+        k_padded = padded(k, PAD_K_8)
+        data = torch.zeros(padded(n, TILE_N) // TILE_N, k_padded // TILE_K_8, TILE_N, TILE_K_8, dtype=torch.int8)
+        data, scales = data.to(device), torch.zeros(padded(n, TILE_N), device=device)
+        for first in range(0, n, _ROWS_AT_ONCE):
+            end = min(first + _ROWS_AT_ONCE, n)
+            codes, scale = int8_round(_rows(weight, first, end).to(device))
+            full = F.pad(codes, (0, k_padded - k, 0, padded(end, TILE_N) - end))
+            tiles = full.unflatten(1, (-1, TILE_K_8)).unflatten(0, (-1, TILE_N)).transpose(1, 2)
+            data[first // TILE_N : first // TILE_N + tiles.shape[0]] = tiles
+            scales[first:end] = scale
+        return Tiled8(data, scales, n, k)
+
+    def dense(self) -> Tensor:
+        """[N, K] float32: the rounded weight."""
+        full = self.data.transpose(1, 2).flatten(2).flatten(0, 1)
+        return (full * self.scales[:, None])[: self.outputs, : self.inputs]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(N, K), the padding left out."""
+        return self.outputs, self.inputs
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scales, the padding counted."""
+        return self.data.nbytes + self.scales.nbytes
+
+
+def _rows(weight: Tensor | Tiled, first: int, end: int) -> Tensor:
+    """Rows [first, end) of a weight, `first` a multiple of 16."""
+    if isinstance(weight, Tensor):
+        return weight[first:end]
+    tiles = slice(first // TILE_N, padded(end, TILE_N) // TILE_N)
+    return Tiled(weight.data[tiles], end - first, weight.inputs).dense()

@@ -82,13 +82,14 @@ def _heads(x_SHX: Tensor) -> Tensor:
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
     """-> (o [1, H, C, V], log-sum-exp float32 [1, H, C, 1]); keys [1, H, S, X]."""
-    count = q.shape[2]
+    heads, count = q.shape[1:3]
+    fill = 0, 0, 0, padded(count, FILL) - count
+    q = torch.nn.functional.pad(q, fill)
     if causal:  # only filled queries see the filled keys, which lie behind the last one
-        fill = padded(count, FILL) - count
-        q, k, v = (torch.nn.functional.pad(x, (0, 0, 0, fill)) for x in (q, k, v))
+        k, v = (torch.nn.functional.pad(x, fill) for x in (k, v))
     given = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
     o, lse = given[0], given[1]
-    return o[:, :, :count], lse.reshape(*q.shape[:3], 1)[:, :, :count].float()
+    return o[:, :, :count], lse.reshape(1, heads, -1, 1)[:, :, :count].float()
 
 
 def _joined(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:

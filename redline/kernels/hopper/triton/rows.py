@@ -43,7 +43,7 @@ def add_norm(residual_TD: Tensor, partial_TD: Tensor | None, gamma_D: Tensor, ep
 
 
 @triton.jit
-def _stored(x, plane):
+def as_stored(x, plane):
     """x as a page holds it; e4m3 saturates, and NaN stays NaN."""
     if plane.dtype.element_ty == tl.float8e4nv:
         x = tl.where(x > 448.0, 448.0, tl.where(x < -448.0, -448.0, x))
@@ -67,14 +67,14 @@ def _split_a(
     r = tl.arange(0, R)
     latent = tl.load(at + RQ + r).to(tl.float32)
     latent *= tl.rsqrt(tl.sum(latent * latent, 0) / R + eps) * tl.load(kv_gamma + r)
-    tl.store(place + r, _stored(latent, plane))
+    tl.store(place + r, as_stored(latent, plane))
     p = tl.arange(0, HALF)
     even = tl.load(at + RQ + R + 2 * p, mask=2 * p < P, other=0.0).to(tl.float32)
     odd = tl.load(at + RQ + R + 2 * p + 1, mask=2 * p < P, other=0.0).to(tl.float32)
     c = tl.load(cos + token * (P // 2) + p, mask=2 * p < P, other=0.0)
     s = tl.load(sin + token * (P // 2) + p, mask=2 * p < P, other=0.0)
-    tl.store(place + R + 2 * p, _stored(even * c - odd * s, plane), mask=2 * p < P)
-    tl.store(place + R + 2 * p + 1, _stored(even * s + odd * c, plane), mask=2 * p < P)
+    tl.store(place + R + 2 * p, as_stored(even * c - odd * s, plane), mask=2 * p < P)
+    tl.store(place + R + 2 * p + 1, as_stored(even * s + odd * c, plane), mask=2 * p < P)
 
 
 def split_a(
