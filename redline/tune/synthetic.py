@@ -36,7 +36,7 @@ def rates_of(acceptance: Acceptance, drafts: int, place: str) -> tuple[float, ..
     if not 1 <= acceptance <= 1 + drafts:
         raise ConfigError(
             f"{place} is {acceptance:g}; expected the mean tokens of a round, 1 to {1 + drafts}: one of the "
-            f"target's own and up to {drafts} drafts (or rates with a comma, such as 0.83,0.6)"
+            "target's own and its drafts (or rates with a comma, such as 0.83,0.6)"
         )
     whole = math.floor(acceptance - 1)
     return tuple(1.0 if place < whole else acceptance - 1 - whole if place == whole else 0.0 for place in range(drafts))
