@@ -29,13 +29,13 @@ from redline.kernels.hopper.faults import is_device_error
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.run.drafting.learned import Drafting
-from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen
+from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen, verify_synthetic
 from redline.run.fit import Layout
 from redline.run.graphs.captured import CapturedSteps, not_finite
 from redline.run.graphs.decode_step import SharedState
 from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool
-from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, uniform
+from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
 from redline.run.slots import Proposal, Slots, Span
 from redline.wire.job import Sampling
 from redline.wire.step import Begin, Recorded, RowResult, Step, StepResult, TokenLogprobs
@@ -103,10 +103,12 @@ class Runner:
         *,
         suffix: bool = False,
         drafts: int = 0,
+        rates: Sequence[float] = (),
         captured: bool | None = None,
     ) -> None:
         """slots    how many jobs run at once
         drafts   of a row, at most
+        rates    of synthetic acceptance (`tune.synthetic.rates_of`); none: drafts are compared with the target's tokens
         captured whether decode steps are recorded, and a thread runs all steps; None: on a GPU
 
         Raises what the recording raised, and ConfigError where the machine does not give the memory for pages.
@@ -118,7 +120,8 @@ class Runner:
         # Recorded steps have the device look for matches. Of the steps that the host leads among them, none does.
         of_host = suffix and not (recorded and model.recordable)
         self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=of_host)
-        self.drafting = Drafting(drafter, self.slots, self.kv, certain=recorded)
+        self._rates = rates
+        self.drafting = Drafting(drafter, self.slots, self.kv, certain=recorded or bool(rates))
         self._layers = drafter.config.layer_ids if drafter is not None else ()
         self.replays = 0
         self.led: Counter[str] = Counter()
@@ -126,7 +129,7 @@ class Runner:
         self._captured: CapturedSteps | None = None
         self._chunks: PromptChunks | None = None
         if recorded:
-            shared = SharedState(model, self.slots, self.kv, drafter, suffix=suffix)
+            shared = SharedState(model, self.slots, self.kv, drafter, suffix=suffix, rates=rates)
             self._captured = CapturedSteps(shared, 1 + drafts)
             self._chunks = PromptChunks(shared, self._captured, self.drafting)
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -347,7 +350,9 @@ class Runner:
             # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
             drafts = span.drafts.until(sound - 1)
             try:
-                if is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
+                if self._rates:
+                    given = self._verify_synthetic(span.slot, drafts.tokens, out, first, chosen, position)
+                elif is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
                     given = verify_chosen(chosen[first : first + sound], drafts.tokens)
                 else:
                     given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
@@ -414,6 +419,20 @@ class Runner:
         slot, tokens = self.slots.at[number], self.slots.tokens[number]
         prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
         return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
+
+    def _verify_synthetic(
+        self, number: int, drafts: Sequence[int], out: Predicted, first: int, chosen: Sequence[int], position: int
+    ) -> Verified:
+        """The drafts that a draw says hold, and the target's own token behind them. first: of the slot's positions."""
+        slot, tokens = self.slots.at[number], self.slots.tokens[number]
+        held = verify_synthetic(self._rates, slot.sampling.seed, position, len(drafts))
+        if is_chosen_alone(slot.sampling, position - slot.prompt, None):
+            return Verified([*drafts[:held], chosen[first + held]], held)
+        # The slot has the drafts behind its tokens.
+        generated = tokens[slot.prompt : position + held]
+        logits_V = out.logits()[first + held]
+        token = sample_token(logits_V, slot.sampling, tokens[: slot.prompt], generated, position + held)
+        return Verified([*drafts[:held], token], held)
 
     def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
         """A result for each row: what it sampled, and log probabilities of prompt tokens where they are asked for."""

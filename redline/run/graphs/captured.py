@@ -30,11 +30,11 @@ from redline.kernels.hopper.step.step_rows import (
     TOKENS,
 )
 from redline.kernels.hopper.step.suffix_match import SHORTEST
+from redline.ops.draws import signed
 from redline.run.drafting.learned import SURE
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Piece, Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
-from redline.run.sampling.on_device import signed
 from redline.run.sampling.on_host import is_greedy, is_narrowed, is_unadjusted
 from redline.run.slots import NOTHING, Proposal, Slot
 from redline.wire.job import PAGE_TOKENS, Sampling

@@ -18,7 +18,7 @@ from torch import Tensor
 from redline.kernels.by_chip import best
 from redline.kernels.hopper.step.keep_drafts import NextRows, keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
-from redline.kernels.hopper.step.settle_rows import settle_rows
+from redline.kernels.hopper.step.settle_rows import settle_rows, shares_of
 from redline.kernels.hopper.step.step_rows import (
     BEFORE,
     COLUMNS,
@@ -58,14 +58,25 @@ class SharedState:
     plan      int64 [MOST_ROWS, COLUMNS], filled before a step
     results   int64 [MOST_ROWS, RESULT_COLUMNS], read after it
     standing  where each slot stands
+    shares    int64 [MOST_DRAFTS]: of synthetic acceptance, as `settle_rows` reads them
 
     The last slot and the last page are nobody's: what is not to be kept goes there.
     """
 
     def __init__(
-        self, model: K2, slots: Slots, kv: KvPool, drafter: Eagle3 | None = None, *, suffix: bool = False
+        self,
+        model: K2,
+        slots: Slots,
+        kv: KvPool,
+        drafter: Eagle3 | None = None,
+        *,
+        suffix: bool = False,
+        rates: Sequence[float] = (),
     ) -> None:
-        """drafter: prepared for the model. suffix: whether drafts may come of the text's own past too."""
+        """drafter: prepared for the model. suffix: whether drafts may come of the text's own past too.
+
+        rates: of synthetic acceptance (`tune.synthetic.rates_of`); none: drafts are compared with the target's tokens.
+        """
         self.model = model
         self.slots = slots
         self.kv = kv
@@ -78,6 +89,7 @@ class SharedState:
 
         self.plan = zeros(MOST_ROWS, COLUMNS)
         self.results = zeros(MOST_ROWS, RESULT_COLUMNS)
+        self.shares = torch.tensor(shares_of(rates), device=model.device)
         count = slots.tokens.shape[0]
         self.standing = SlotTensors(
             *(slots.tokens, slots.tables),
@@ -148,7 +160,7 @@ class DecodeStep:
         if kind != SamplingKind.LIKELIEST:
             token_T = self._drawn(logits_TV, token_T, narrowed=kind == SamplingKind.NARROWED)
             finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
-        settle_rows(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results)
+        settle_rows(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results, shared.shares)
         if shared.suffix:
             suffix_match(self._plan_BC, shared.standing, shared.results)
 

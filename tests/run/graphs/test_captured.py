@@ -28,6 +28,7 @@ from redline.kernels.kernel import fallbacks
 from redline.model.eagle3.hopper import GpuServed
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
+from redline.ops.draws import signed, uniforms
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.run.graphs import decode_step
@@ -36,7 +37,7 @@ from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.runner import Runner
-from redline.run.sampling.on_device import Odds, sample_rows, signed, uniforms
+from redline.run.sampling.on_device import Odds, sample_rows
 from redline.run.sampling.on_host import is_unadjusted, sample_each, uniform
 from redline.run.slots import Slot, Slots
 from redline.wire.channel import MemoryChannel
