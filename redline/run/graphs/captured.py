@@ -19,7 +19,11 @@ from torch import Tensor
 from redline.kernels.hopper.faults import is_device_error
 from redline.kernels.hopper.step.step_rows import (
     BEFORE,
+    BY,
+    BY_DRAFTER,
+    BY_SUFFIX,
     DRAFTED,
+    DRAFTED_BY,
     DRAFTS,
     FACTS,
     KEEP,
@@ -38,7 +42,7 @@ from redline.run.sampling.on_device import signed
 from redline.run.sampling.on_host import is_greedy, is_narrowed, is_unadjusted
 from redline.run.slots import NOTHING, Proposal, Slot
 from redline.wire.job import PAGE_TOKENS, Sampling
-from redline.wire.step import Recorded, Row, RowResult, Shape, Step, StepResult
+from redline.wire.step import Drafter, Recorded, Row, RowResult, Shape, Step, StepResult
 
 HOST_BUFFERS = 4  # steps whose plan or result the host may still hold
 
@@ -50,8 +54,10 @@ class Outcome(NamedTuple):
 
     before: int
     ran: int
+    by: int  # who made the drafts that ran (BY_*)
     tokens: list[int]
     drafts: list[int]  # what was drafted behind them
+    drafted_by: int  # and by whom
 
     @property
     def result(self) -> RowResult:
@@ -62,8 +68,12 @@ class Outcome(NamedTuple):
             tokens=tuple(self.tokens),
             proposed=max(0, self.ran - 1),
             accepted=max(0, len(self.tokens) - 1),
+            by=_DRAFTERS.get(self.by),
             waiting=len(self.drafts),
         )
+
+
+_DRAFTERS: dict[int, Drafter] = {BY_DRAFTER: "learned", BY_SUFFIX: "suffix"}
 
 
 def not_finite(position: int) -> str:
@@ -98,8 +108,9 @@ class Replay:
                 rows: list[list[int]] = self._results[: len(self.step.rows)].tolist()
                 self._outcomes = [
                     Outcome(
-                        *(row[BEFORE], row[RAN], row[TOKENS : TOKENS + row[NEW]]),
+                        *(row[BEFORE], row[RAN], row[BY], row[TOKENS : TOKENS + row[NEW]]),
                         drafts=row[DRAFTS : DRAFTS + row[DRAFTED]],
+                        drafted_by=row[DRAFTED_BY],
                     )
                     for row in rows
                 ]
@@ -256,7 +267,8 @@ class CapturedSteps:
         for row, outcome in zip(replay.step.rows, replay.outcomes, strict=True):
             if outcome.tokens:
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
-                self._slots.at[row.slot].proposal = Proposal(outcome.drafts)
+                by = _DRAFTERS[outcome.drafted_by]
+                self._slots.at[row.slot].proposal = Proposal(outcome.drafts, by=by)
 
     def _holds(self, step: Step) -> bool:
         """Whether the shape that the step names is recorded here, and holds its rows and their contexts."""

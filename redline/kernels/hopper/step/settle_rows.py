@@ -20,6 +20,7 @@ from redline.kernels.hopper.step.step_rows import (
     BY_NOBODY,
     DEFINES,
     DRAFTED,
+    DRAFTED_BY,
     LIMIT,
     MOST_ROWS,
     NEW,
@@ -42,11 +43,10 @@ class SettleRowsArgs(NamedTuple):
     finite_T: Tensor  # bool [T]: whether its logits are finite
     ids_T: Tensor  # int64 [T]: what ran at each position
     plan_BC: Tensor  # int64 [B, C]: as `step_rows` had it
-    slots: (
-        SlotTensors  # tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified, and
-    )
-    # by the drafter's, who makes the next ones unless a match does
-    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read; NEW, DRAFTED and TOKENS are written
+    # Of the slots, tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified, and by the
+    # drafter's, who makes the next ones unless a match does.
+    slots: SlotTensors
+    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read; NEW, DRAFTED* and TOKENS are written
 
 
 def reference(args: SettleRowsArgs) -> None:
@@ -69,7 +69,8 @@ def reference(args: SettleRowsArgs) -> None:
     slots.drafted[asked_B] = 0
     slots.by[asked_B] = BY_DRAFTER
     slots.by[-1] = BY_NOBODY
-    results[:, NEW], results[:, DRAFTED], results[:, TOKENS : TOKENS + positions] = new_B, 0, token_BK
+    results[:, NEW], results[:, DRAFTED], results[:, DRAFTED_BY] = new_B, 0, BY_DRAFTER
+    results[:, TOKENS : TOKENS + positions] = token_BK
 
 
 _Launch = launch_record("step/settle_rows.cu", "SettleRowsLaunch")

@@ -43,8 +43,8 @@ LIMIT, TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED = range(6)
 FACTS = SLOT_FACTS.stop - SLOT_FACTS.start
 
 # Columns of a result, int64: the slot's length before, positions that ran, tokens that came of them, how many drafts
-# then lie behind them, who made those that were verified (BY_*); those tokens, and those drafts.
-BEFORE, RAN, NEW, DRAFTED, BY, TOKENS = range(6)
+# then lie behind them, who made those that were verified (BY_*) and those that lie behind; those tokens, those drafts.
+BEFORE, RAN, NEW, DRAFTED, BY, DRAFTED_BY, TOKENS = range(7)
 DRAFTS = TOKENS + MOST_POSITIONS
 RESULT_COLUMNS = DRAFTS + MOST_DRAFTS
 BY_NOBODY, BY_DRAFTER, BY_SUFFIX = range(3)
@@ -67,6 +67,7 @@ DEFINES = {
     "RESULT_NEW": NEW,
     "RESULT_DRAFTED": DRAFTED,
     "RESULT_BY": BY,
+    "RESULT_DRAFTED_BY": DRAFTED_BY,
     "RESULT_TOKENS": TOKENS,
     "RESULT_DRAFTS": DRAFTS,
     "RESULT_COLUMNS": RESULT_COLUMNS,
