@@ -43,7 +43,7 @@ class SettleRowsArgs(NamedTuple):
     finite_T: Tensor  # bool [T]: whether its logits are finite
     ids_T: Tensor  # int64 [T]: what ran at each position
     plan_BC: Tensor  # int64 [B, C]: as `step_rows` had it
-    # Of the slots, tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified, and by the
+    # Tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified, and by the
     # drafter's, who makes the next ones unless a match does.
     slots: SlotTensors
     results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read; NEW, DRAFTED* and TOKENS are written
