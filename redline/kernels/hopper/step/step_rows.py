@@ -34,9 +34,11 @@ PROPOSE = PAGES.stop  # drafts that the drafter makes behind the row, at most; -
 MATCH = PROPOSE + 1  # tokens of the least match of the text's own past that is drafted from; 0: none is looked for
 GIVEN = MATCH + 1  # drafts that the host gives the row, in the place of those that wait in its slot
 DRAFTS_GIVEN = slice(GIVEN + 1, GIVEN + 1 + MOST_DRAFTS)
-COLUMNS = DRAFTS_GIVEN.stop
+ALTERED = DRAFTS_GIVEN.stop  # how the row's logits are altered before its tokens are chosen (ADJUSTED, MASKED)
+COLUMNS = ALTERED + 1
 
 KEEP = -1
+ADJUSTED, MASKED = 1, 2  # by what its slot asks for; by masks that the host writes. 3: by both; 0: not at all
 
 # Facts of a slot, int64: its limit, and how its tokens are drawn. Three are the bits of a float64.
 LIMIT, TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED = range(6)
@@ -60,7 +62,10 @@ DEFINES = {
     "PLAN_MATCH": MATCH,
     "PLAN_GIVEN": GIVEN,
     "PLAN_DRAFTS_GIVEN": DRAFTS_GIVEN.start,
+    "PLAN_ALTERED": ALTERED,
     "PLAN_COLUMNS": COLUMNS,
+    "ADJUSTED": ADJUSTED,
+    "MASKED": MASKED,
     "FACTS": FACTS,
     "RESULT_BEFORE": BEFORE,
     "RESULT_RAN": RAN,
