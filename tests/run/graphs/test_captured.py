@@ -9,7 +9,7 @@ import itertools
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,15 +21,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from redline.errors import WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.step.step_rows import SLOT, SlotTensors
 from redline.kernels.inputs import Inputs
 from redline.kernels.kernel import fallbacks
+from redline.model.eagle3.hopper import GpuServed
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.run.graphs import decode_step
-from redline.run.graphs.captured import _facts, _way, _wishes
+from redline.run.graphs.captured import CapturedSteps, _facts, _way, _wishes
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
@@ -445,6 +447,63 @@ def test_other_drafters_change_nothing_and_draft_the_targets_tokens(
     for one in asked:
         assert replayed_answers[one.id].tokens == led_answers[one.id].tokens == alone(one).tokens
         assert replayed_answers[one.id].accepted == led_answers[one.id].accepted
+
+
+class GpuServedBesideACpu(GpuServed):
+    """Whose features are bf16 as on a GPU, beside a model whose stream is float32."""
+
+    def fuse(self, features_NF: torch.Tensor, sources: Sequence[int] | None = None) -> torch.Tensor:
+        return super().fuse(features_NF, sources).float()
+
+    def forward(
+        self, inputs: Inputs, feature_TD: torch.Tensor, plane: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().forward(inputs, feature_TD.to(torch.bfloat16), plane)
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="emulation needs a C++ compiler")
+def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_drafts(
+    captured: Open, monkeypatch: pytest.MonkeyPatch
+):
+    """Its kernels, thread by thread on the CPU; a part of the vocabulary, its head in 8 bits."""
+    model = tiny_model()
+    config = Eagle3Config.for_target(model.config, architecture="llama", num_key_value_heads=2, draft_vocab_size=96)
+    torch.manual_seed(4)
+    drafter = Eagle3(config)
+    drafter.keep(torch.randperm(VOCABULARY)[:96])
+    drafter.prepare(model, 8)
+    asked = [job(f"{n}", prompt(seed=n, length=59 + n), max_tokens=8, logprobs=None) for n in range(2)]
+    drafted: list[list[list[int]]] = []
+
+    def launch(self: CapturedSteps, step: Step) -> Any:
+        replay = launched(self, step)
+        drafted[-1].extend(outcome.drafts for outcome in replay.outcomes)
+        return replay
+
+    def emulating(runner: Runner) -> None:
+        with emulation():
+            serve(runner)
+
+    launched, serve = CapturedSteps.launch, Runner._serve
+    monkeypatch.setattr(CapturedSteps, "launch", launch)
+    answers: list[dict[str, Answer]] = []
+    for on_gpu in (False, True):
+        if on_gpu:
+            head = Tiled.prepare(model.head.dense())
+            monkeypatch.setattr(
+                drafter, "_served", GpuServedBesideACpu(config, drafter.state_dict(), model.embedding_VD, head, 8)
+            )
+            monkeypatch.setattr(Runner, "_serve", emulating)
+        before = fallbacks.copy()
+        drafted.append([])
+        answers.append(answers_of(captured(speculation=LEARNED, drafter=drafter, max_running=2), asked))
+        if on_gpu:
+            assert all(fallbacks[name] == before[name] for name in ("keep_rows", "attend_grouped", "head_8", "gates"))
+    assert [answer.tokens for answer in answers[0].values()] == [answer.tokens for answer in answers[1].values()]
+    assert [one.tokens for one in answers[0].values()] == [alone(one).tokens for one in asked]
+    pairs = [*zip(*(itertools.chain.from_iterable(each) for each in drafted), strict=True)]
+    assert len(pairs) > 20
+    assert sum(a == b for a, b in pairs) > 0.9 * len(pairs)
 
 
 def open_tiny_engine(**config: Any) -> EngineCore:
