@@ -154,6 +154,23 @@ def _decode(runner: Runner, row: Row) -> Any:
     return given
 
 
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "led by the host"])
+def test_a_result_says_who_made_the_drafts(recorded: bool):
+    """The prompt repeats itself, which is a match until the answer goes elsewhere; then there is the drafter."""
+    asked = job("asked", prompt(seed=2, length=20) * 3, max_tokens=60, logprobs=None, logit_bias=((9, 1.0),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=recorded))
+        engine = open_engine(tiny_model(), speculation=BOTH)
+    try:
+        answer = run(engine, [asked])["asked"]
+        load = engine.planner.load()
+    finally:
+        engine.runner.close()
+    assert told(answer) == alone(asked)
+    assert 0 < load.suffix_draft_tokens < load.draft_tokens == answer.proposed
+    assert load.suffix_accepted_tokens <= load.accepted_tokens == answer.accepted
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a bias of no token": ({"logit_bias": ((VOCABULARY, 1.0),)}, "a token beyond the vocabulary"),
     "a ban of no token": ({"min_tokens": 5, "stop_ids": (-1,)}, "a token beyond the vocabulary"),
