@@ -38,14 +38,14 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("mode
 
 FLAGS = {
     "serve": "--host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
-    "--draft --draft-tokens --draft-head-bits --draft-trace --log-level",
+    "--draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
     "doctor": "",
-    "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --kv-dtype --batch --context "
-    "--repeats --save",
+    "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
+    "--draft-head-bits --accept --kv-dtype --batch --context --repeats --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "
-    "--repeats --save",
+    "--repeats --synthetic-acceptance --save",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",
@@ -64,7 +64,8 @@ KEYS = """
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
     engine.device
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
-    engine.speculation.drafter engine.speculation.suffix engine.speculation.head_bits
+    engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix
+    engine.speculation.head_bits
 """
 
 

@@ -31,6 +31,11 @@ bench = typer.Typer(no_args_is_help=True, help="Speed, each number beside the le
 app.add_typer(bench, name="bench")
 app.add_typer(draft, name="draft")
 
+SYNTHETIC = (
+    "For benchmarks: drafting and verifying run in full, and a draw says how many drafts hold. 0.83,0.6,0.45: the "
+    "share of rounds in which the first 1, 2, 3 all hold; 2.88: the mean tokens of a round. Answers are not the "
+    "model's, so a server listens on this machine alone. Absent: drafts are verified."
+)
 Folder = Annotated[Path, typer.Argument(help="A checkpoint's folder: config.json, *.safetensors, tiktoken.model.")]
 
 
@@ -104,6 +109,7 @@ def serve(
             metavar="FILE", help="Write what was accepted where, for `redline draft mine`. The file holds users' text."
         ),
     ] = None,
+    synthetic_acceptance: Annotated[str | None, typer.Option(metavar="RATES|LENGTH", help=SYNTHETIC)] = None,
 ) -> None:
     """Serve a model over the OpenAI API.
 
@@ -125,6 +131,7 @@ def serve(
         "engine.speculation.tokens": draft_tokens,
         "engine.speculation.head_bits": draft_head_bits,
         "engine.speculation.trace": draft_trace,
+        "engine.speculation.synthetic_acceptance": synthetic_acceptance,
     }
     flags = {key: value for key, value in given.items() if value is not None}
     raise typer.Exit(run_server(deployment.read(source, flags), Terminal()))
@@ -217,6 +224,28 @@ def bench_decode(
         list[int] | None,
         typer.Option(min=1, help="Tokens of each row of a shape, as in verifying drafts (repeatable). Absent: 1."),
     ] = None,
+    draft_shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="eagle3-mla",
+            help="Of a shape: measure rounds of speculation, with a drafter of this body in the public size. A round "
+            "verifies 1 + K tokens of each row and drafts K more.",
+        ),
+    ] = None,
+    k: Annotated[
+        list[int] | None, typer.Option("--k", min=1, help="Drafts of a round (repeatable). Absent: 1 to 4.")
+    ] = None,
+    draft_head_bits: Annotated[
+        int | None, typer.Option(metavar="16|8", help="How the drafter's head is kept, as `serve` has it. Absent: 16.")
+    ] = None,
+    accept: Annotated[
+        str | None,
+        typer.Option(
+            metavar="golden|LENGTH|RATES",
+            help="Mean tokens of a row's round. golden: 1.83, 2.43, 2.88, 3.24, 3.46 with 1 to 5 drafts. A length such "
+            "as 2.88, or rates such as 0.83,0.6,0.45, of one --k. Absent: golden.",
+        ),
+    ] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="Of the pages: bf16, fp8 or, of a checkpoint, float32. Absent: bf16.")
     ] = None,
@@ -237,7 +266,12 @@ def bench_decode(
         Path | None, typer.Option(help="Write the result as JSON; a shape's cases are added to the file's list.")
     ] = None,
 ) -> None:
-    """Milliseconds per decode step by batch and context, with floor and ratio; of a shape, also of each op."""
+    """Milliseconds per decode step by batch and context, with floor and ratio; of a shape, also of each op.
+
+    With --draft-shape a round of speculation instead: the round, what verifies and what drafts in it, the step without
+    drafts beside it in the same run, floors, tokens/s, and the time in which the device did nothing.
+    """
+    from redline.cli.round_tables import RoundsConfig, bench_rounds
     from redline.cli.step_tables import DepthConfig, bench_depth
     from redline.cli.step_tables import bench_decode as run
 
@@ -248,6 +282,10 @@ def bench_decode(
         "routing": routing,
         "overlap": overlap,
         "tokens": tokens and tuple(tokens),
+        "draft_shape": draft_shape,
+        "k": k and tuple(k),
+        "draft_head_bits": draft_head_bits,
+        "accept": accept,
     }
     given: dict[str, Any] = {name: value for name, value in of_a_shape.items() if value is not None}
     if folder is not None and shape is None:
@@ -258,6 +296,12 @@ def bench_decode(
         raise typer.Exit(run(folder, batches, contexts, kv_dtype or "bf16", repeats or 40, save, plain_console()))
     if folder is not None or shape is None:
         raise ConfigError("give a checkpoint's folder or --shape, one of the two")
+    of_rounds = {name: given.pop(name) for name in ("draft_shape", "k", "draft_head_bits", "accept") if name in given}
+    if "draft_shape" in of_rounds and "tokens" in given:
+        raise ConfigError("--tokens and --draft-shape: a round has 1 + K tokens of each row; give --k")
+    if of_rounds and "draft_shape" not in of_rounds:
+        name = next(iter(of_rounds)).replace("_", "-")
+        raise ConfigError(f"--{name} is of rounds; give --draft-shape too, such as eagle3-mla")
     config = DepthConfig(
         shape=shape,
         batch=tuple(batch or (1,)),
@@ -267,6 +311,8 @@ def bench_decode(
         save=None if save is None else str(save),
         **given,
     )
+    if of_rounds:
+        raise typer.Exit(bench_rounds(RoundsConfig(step=config, **of_rounds), plain_console()))
     raise typer.Exit(bench_depth(config, plain_console()))
 
 
@@ -289,6 +335,7 @@ def bench_speculate(
         int, typer.Option(min=1, help="Tokens already there, where the parts of a step are timed.")
     ] = 512,
     repeats: Annotated[int, typer.Option(min=1, help="Timed steps of each part.")] = 40,
+    synthetic_acceptance: Annotated[str | None, typer.Option(metavar="RATES|LENGTH", help=SYNTHETIC)] = None,
     save: Annotated[Path | None, typer.Option(help="Write the result as JSON.")] = None,
 ) -> None:
     """Acceptance and tokens/s by domain for k = 0..7 and suffix matches, what verifying and drafting cost."""
@@ -307,6 +354,7 @@ def bench_speculate(
         temperature=temperature,
         context=context,
         repeats=repeats,
+        synthetic_acceptance=synthetic_acceptance,
         save=None if save is None else str(save),
     )
     raise typer.Exit(measure(config, plain_console()))

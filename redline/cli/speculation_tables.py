@@ -29,6 +29,7 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.progress import Working
+from redline.tune.synthetic import Acceptance, rates_of, read_acceptance
 from redline.wire.base import Record
 from redline.wire.job import PAGE_TOKENS
 from redline.worker.config import EngineConfig
@@ -49,6 +50,7 @@ class SpeculateConfig(Record, frozen=True):
     temperature: float = 0.0  # 0: greedy
     context: int = 512  # tokens already there, where the parts of a step are timed
     repeats: int = 40  # timed steps of each part
+    synthetic_acceptance: str | None = None  # a length or rates (`tune.synthetic`); None: drafts are verified
     save: str | None = None  # a file for the result
     device: str | None = None  # cpu or cuda; None: the GPU, if there is one
 
@@ -58,6 +60,10 @@ def run(config: SpeculateConfig, console: Console) -> int:
     folder = Path(config.folder)
     if config.save is not None:
         check_output(Path(config.save))
+    acceptance = _synthetic(config)
+    if acceptance is not None:
+        for k in config.k:
+            rates_of(acceptance, k, f"synthetic-acceptance, with --k {k},")
     target = Checkpoint.open(folder).config
     Eagle3.open(config.draft, target)  # so that a wrong folder is said before anything is loaded
     paths = [Path(name) for name in config.prompts] or sorted((folder / "eval").glob("*.jsonl"))
@@ -69,6 +75,11 @@ def run(config: SpeculateConfig, console: Console) -> int:
     return until_interrupted(lambda: _run(config, folder, target, questions, console), console)
 
 
+def _synthetic(config: SpeculateConfig) -> Acceptance | None:
+    text = config.synthetic_acceptance
+    return None if text is None else read_acceptance(text, "synthetic-acceptance")
+
+
 def _run(
     config: SpeculateConfig, folder: Path, target: K2Config, questions: Sequence[Question], console: Console
 ) -> int:
@@ -76,7 +87,8 @@ def _run(
     pages = max(config.batch) * (2 + longest // PAGE_TOKENS) + 8
     row_bytes = 2 * (target.num_hidden_layers + 8) * target.kv_width  # a drafter's row is no wider than a few layers'
     opened: dict[str, EngineConfig] = variants(
-        config.draft, config.k, max(config.batch), longest, pages * PAGE_TOKENS * row_bytes, config.device
+        *(config.draft, config.k, max(config.batch), longest, pages * PAGE_TOKENS * row_bytes, config.device),
+        _synthetic(config),
     )
     domains = len({question.domain for question in questions})
     rates: list[Rate] = []
@@ -85,7 +97,10 @@ def _run(
         for name, one in opened.items():
             engines[name] = stack.enter_context(Engine.open(folder, one))
             engines[name].record_all()
-        askers = {name: Asker(engine, config.max_tokens, config.temperature) for name, engine in engines.items()}
+        ends = config.synthetic_acceptance is None
+        askers = {
+            name: Asker(engine, config.max_tokens, config.temperature, ends=ends) for name, engine in engines.items()
+        }
         asked, total = 0, len(config.batch) * domains * config.rounds * len(askers)
         working.show(0, total, what="turns of asking")
 

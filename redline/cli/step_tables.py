@@ -155,7 +155,7 @@ def bench_depth(config: DepthConfig, console: Console) -> int:
     if save is not None:
         check_output(save)
         if save.exists():
-            read(save)  # so that a file of something else is said before minutes of measuring
+            read(save, DepthRecord)  # so that a file of something else is said before minutes of measuring
     kept = "nothing was saved" if save is None else f"{save} holds the cases that were measured"
     return until_interrupted(lambda: _bench_depth(config, measured, build, device, save, console), console, kept)
 
@@ -168,7 +168,7 @@ def _bench_depth(
     machine: Machine | None = None
     try:
         for case in measured:
-            for line in _said(case, config):
+            for line in describe(case, config, Memory(case)):
                 console.print(line, highlight=False, soft_wrap=True, markup=False)
             _check_memory(case, device)
             if machine is None:
@@ -239,15 +239,15 @@ def _overlap(config: DepthConfig, forced: bool) -> float | None:
             raise ConfigError(f"routing is {other!r}; expected uniform or correlated")
 
 
-def _said(case: Depth, config: DepthConfig) -> list[str]:
-    """What is built, and what of it is not the whole model."""
+def describe(case: Depth, config: DepthConfig, memory: Memory) -> list[str]:
+    """What is built, what of it is not the whole model, and what it takes."""
     layers, whole = case.config.num_hidden_layers, shape(config.shape).n_routed_experts
     lines = [f"{case.shape}: {layers} layers, {case.rows} rows x {case.tokens} tokens, context {case.context:,}"]
     if case.physical < layers:
         lines.append(f"aliased          {layers} layers on {case.physical} in memory, in turn")
     if case.config.n_routed_experts < whole:
         lines.append(f"fewer experts    {case.config.n_routed_experts} of {whole} in a layer: rows share more of them")
-    return lines + Memory(case).explain()
+    return lines + memory.explain()
 
 
 def _check_memory(case: Depth, device: torch.device) -> None:

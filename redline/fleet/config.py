@@ -28,8 +28,10 @@ from typing import Any, Literal, cast
 
 import msgspec
 
+from redline.api.access import is_loopback
 from redline.errors import ConfigError
 from redline.plan.planner import MOST_STEP_TOKENS
+from redline.tune.synthetic import read_acceptance
 from redline.wire.base import Record
 from redline.worker.config import HEAD_BITS, SUFFIX, EngineConfig, Learned, Suffix, drafts_of, new_spelling
 
@@ -43,6 +45,8 @@ _MOST = {
     "admit_together": 4096,
     "step_tokens": MOST_STEP_TOKENS,
 }
+
+_SYNTHETIC = "synthetic_acceptance"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -91,6 +95,9 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     engine = _table(values, "engine")
     if isinstance(engine.get("kv_memory"), str):
         engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
+    drafting = _table(values, "engine.speculation")
+    if isinstance(drafting.get(_SYNTHETIC), str):
+        drafting[_SYNTHETIC] = read_acceptance(drafting[_SYNTHETIC], f"{source}: engine.speculation.{_SYNTHETIC}")
     _check_type(engine, source)
     try:
         config = msgspec.convert(values, ServeConfig)
@@ -115,6 +122,15 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     drafts = config.engine.speculation
     if isinstance(drafts, Learned) and drafts.head_bits not in HEAD_BITS:
         raise ConfigError(f"{source}: engine.speculation.head_bits is {drafts.head_bits}; expected 16 or 8")
+    try:
+        rates = config.engine.synthetic_rates()
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
+    if rates and not is_loopback(config.host):
+        raise ConfigError(
+            f"{source}: engine.speculation.{_SYNTHETIC} is for benchmarks: answers are made of drafts that a draw let "
+            f"pass; host is {config.host}, which others reach, so leave one of the two out"
+        )
     return config
 
 

@@ -83,6 +83,9 @@ def serve(config: ServeConfig, console: Console) -> int:
     if speculation is not None and speculation.trace is not None:
         warning = f"warning: users' text is written to {speculation.trace} (engine.speculation.trace)"
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
+    if config.engine.synthetic_rates():
+        warning = "warning: synthetic acceptance: a draw says which drafts hold, so the answers are not the model's"
+        console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
     try:
         with lines_on_stderr(config.log_level):

@@ -23,6 +23,7 @@ from redline.ops.add_norm import rms_norm
 from redline.ops.formats import E4M3_MOST, Plain, W, Weight
 from redline.ops.linear import ROUNDED
 from redline.ops.op import Case, Cost, Op
+from redline.ops.staged import staged
 from redline.wire.job import PAGE_TOKENS
 
 FILL = 64  # tokens, to a multiple of which `prefill_whole` fills its chunks
@@ -324,8 +325,8 @@ def _side_by_side(spans: tuple[tuple[int, int], ...], device: torch.device) -> t
             place_CS[line, :count] = torch.arange(places[number], places[number] + count)
             real.append(torch.arange(line * longest, line * longest + count))
         token_R = torch.cat([tokens[number] for number in numbers])
-        groups.append(_Group(*(x.to(device) for x in (place_CS, torch.cat(real), token_R))))
-    return torch.cat(tokens).to(device), groups
+        groups.append(_Group(*(staged(x, device) for x in (place_CS, torch.cat(real), token_R))))
+    return staged(torch.cat(tokens), device), groups
 
 
 def _lines(count: int) -> int:

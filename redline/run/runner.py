@@ -3,10 +3,11 @@
 A step is: forward over all rows, then settle: verify each row's drafts, append what is certain to its slot, and draft
 what the slot's next row will verify. The next step finds it there.
 
-On a GPU a thread runs them, and nothing is awaited between two: the planner plans the next while one computes. Steps of
-nothing but plain decode rows are recorded and replayed (`captured.py`); the thread leads the rest. On a CPU the kernels
-have every core, and a step runs in the thread that waits for it: a second thread would take cores and Python from it.
-That thread enters `torch.inference_mode` once for all steps, as the GPU's does.
+On a GPU a thread runs them, and nothing is awaited between two: the planner plans the next while one computes. Decode
+rows are recorded and replayed (`captured.py`), a step's prompts are launched behind them (`prompt_chunk.py`), and the
+thread leads the rest. On a CPU the kernels have every core, and a step runs in the thread that waits for it: a second
+thread would take cores and Python from it. That thread enters `torch.inference_mode` once for all steps, as the GPU's
+does.
 """
 
 import functools
@@ -28,12 +29,13 @@ from redline.kernels.hopper.faults import is_device_error
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.run.drafting.learned import Drafting
-from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen
+from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen, verify_synthetic
 from redline.run.fit import Layout
 from redline.run.graphs.captured import CapturedSteps, not_finite
 from redline.run.graphs.decode_step import SharedState
+from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool
-from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, uniform
+from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sample_each, sample_token, uniform
 from redline.run.slots import Proposal, Slots, Span
 from redline.wire.job import Sampling
 from redline.wire.step import Begin, Recorded, RowResult, Step, StepResult, TokenLogprobs
@@ -87,7 +89,9 @@ WaitForStep = Callable[[], StepResult]
 class Runner:
     """One model, its pages and its slots; perhaps a drafter, prepared for the model, and suffix matches.
 
-    `replays` counts the steps that were replayed, `led` the others, by why.
+    `replays` counts the steps whose decode rows were replayed, `chunks` those whose prompts were launched without
+    waiting for the device, `led` those that the host waited for, by why. One step may be counted twice: for its decode
+    rows, and for its prompts.
     """
 
     def __init__(
@@ -99,10 +103,12 @@ class Runner:
         *,
         suffix: bool = False,
         drafts: int = 0,
+        rates: Sequence[float] = (),
         captured: bool | None = None,
     ) -> None:
         """slots    how many jobs run at once
         drafts   of a row, at most
+        rates    of synthetic acceptance (`tune.synthetic.rates_of`); none: drafts are compared with the target's tokens
         captured whether decode steps are recorded, and a thread runs all steps; None: on a GPU
 
         Raises what the recording raised, and ConfigError where the machine does not give the memory for pages.
@@ -114,13 +120,18 @@ class Runner:
         # Recorded steps have the device look for matches. Of the steps that the host leads among them, none does.
         of_host = suffix and not (recorded and model.recordable)
         self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=of_host)
-        self.drafting = Drafting(drafter, self.slots, self.kv, certain=recorded)
+        self._rates = rates
+        self.drafting = Drafting(drafter, self.slots, self.kv, certain=recorded or bool(rates))
         self._layers = drafter.config.layer_ids if drafter is not None else ()
         self.replays = 0
         self.led: Counter[str] = Counter()
+        self.chunks = 0
         self._captured: CapturedSteps | None = None
+        self._chunks: PromptChunks | None = None
         if recorded:
-            self._captured = CapturedSteps(SharedState(model, self.slots, self.kv, drafter, suffix=suffix), 1 + drafts)
+            shared = SharedState(model, self.slots, self.kv, drafter, suffix=suffix, rates=rates)
+            self._captured = CapturedSteps(shared, 1 + drafts)
+            self._chunks = PromptChunks(shared, self._captured, self.drafting)
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._queued: deque[Queued] = deque()
         self._thread: threading.Thread | None = None
@@ -201,14 +212,45 @@ class Runner:
                 work()
 
     def _start(self, step: Step, captured: CapturedSteps) -> WaitForStep:
-        refusal = captured.refusal(step)
-        if refusal is not None:
-            if step.rows:
+        """Launches the step's decode rows, and behind them its prompts. Waits for neither, where it need not."""
+        for begin in step.begins:
+            self.slots.empty(begin.slot)
+        for begin in step.begins:
+            self._begin(begin)
+        step = msgspec.structs.replace(step, begins=()) if step.begins else step
+        prompts = tuple(row for row in step.rows if row.start is not None)
+        decoding = tuple(row for row in step.rows if row.start is None) if prompts else step.rows
+        decode = msgspec.structs.replace(step, rows=decoding) if prompts else step
+        refusal = captured.refusal(decode) if decoding else None
+        if refusal is not None or not step.rows:
+            if refusal is not None:
                 self.led[refusal] += 1
             result = self.run(step)
             return lambda: result
+        if not prompts:
+            return self._replay(decode, captured)
+        try:
+            replayed = self._replay(decode, captured) if decoding else None
+            read = self._read(msgspec.structs.replace(step, rows=prompts))
+        except Exception:
+            self._fail(step)
+            raise
+        return read if replayed is None else functools.partial(_together, step, replayed, read)
+
+    def _replay(self, step: Step, captured: CapturedSteps) -> WaitForStep:
+        """Launches a step of decode rows that can be replayed."""
         self.replays += 1
         return captured.launch(step).result
+
+    def _read(self, step: Step) -> WaitForStep:
+        """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""
+        assert self._chunks is not None, "there are chunks where steps are recorded"
+        if self._chunks.refused(step.rows):
+            self.led["prompt"] += 1
+            result = self.run(step)
+            return lambda: result
+        self.chunks += 1
+        return self._chunks.launch(step)
 
     def run(self, step: Step) -> StepResult:
         """Runs the step now, in this thread, and gives its result.
@@ -221,9 +263,12 @@ class Runner:
         try:
             return self._run(step)
         except Exception:
-            for row in step.rows:
-                self.slots.at[row.slot].error = "the step before failed"
+            self._fail(step)
             raise
+
+    def _fail(self, step: Step) -> None:
+        for row in step.rows:
+            self.slots.at[row.slot].error = "the step before failed"
 
     def _run(self, step: Step) -> StepResult:
         if self._captured is not None:
@@ -305,7 +350,9 @@ class Runner:
             # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
             drafts = span.drafts.until(sound - 1)
             try:
-                if is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
+                if self._rates:
+                    given = self._verify_synthetic(span.slot, drafts.tokens, out, first, chosen, position)
+                elif is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
                     given = verify_chosen(chosen[first : first + sound], drafts.tokens)
                 else:
                     given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
@@ -374,6 +421,20 @@ class Runner:
         prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
         return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
 
+    def _verify_synthetic(
+        self, number: int, drafts: Sequence[int], out: Predicted, first: int, chosen: Sequence[int], position: int
+    ) -> Verified:
+        """The drafts that a draw says hold, and the target's own token behind them. first: of the slot's positions."""
+        slot, tokens = self.slots.at[number], self.slots.tokens[number]
+        held = verify_synthetic(self._rates, slot.sampling.seed, position, len(drafts))
+        if is_chosen_alone(slot.sampling, position - slot.prompt, None):
+            return Verified([*drafts[:held], chosen[first + held]], held)
+        # The slot has the drafts behind its tokens.
+        generated = tokens[slot.prompt : position + held]
+        logits_V = out.logits()[first + held]
+        token = sample_token(logits_V, slot.sampling, tokens[: slot.prompt], generated, position + held)
+        return Verified([*drafts[:held], token], held)
+
     def _with_prompts(self, spans: Sequence[Span], sampled: Sequence[RowResult], hidden: Tensor) -> list[RowResult]:
         """A result for each row: what it sampled, and log probabilities of prompt tokens where they are asked for."""
         results: list[RowResult] = []
@@ -396,6 +457,13 @@ class Runner:
             for some, of_some in zip(hidden[:count].split(SCORED_ROWS), tokens.split(SCORED_ROWS), strict=True)
             for row_V, token in zip(self.model.logits(some), of_some.tolist(), strict=True)
         )
+
+
+def _together(step: Step, decoded: WaitForStep, read: WaitForStep) -> StepResult:
+    """The result of a step from that of its decode rows and that of its prompts."""
+    of_decoding, of_prompts = iter(decoded().rows), iter(read().rows)
+    rows = tuple(next(of_decoding if row.start is None else of_prompts) for row in step.rows)
+    return StepResult(number=step.number, rows=rows, replayed=True)
 
 
 _NOTHING = RowResult()

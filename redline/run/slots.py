@@ -18,6 +18,7 @@ from torch import Tensor
 from redline.kernels.cpu.blocks.step_inputs import StepMemory, memory, step_inputs
 from redline.kernels.inputs import Chunk, Inputs
 from redline.model.k2.cpu import K2
+from redline.ops.staged import staged
 from redline.run.drafting.suffix import Suffix
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Begin, Drafter, Row
@@ -126,7 +127,7 @@ class Slots:
         slot = Slot(begin.prompt, len(begin.tokens), begin.limit, sampling=begin.sampling)
         slot.behind = begin.drafting and bool(begin.pages)
         if least >= 0 and most < self._vocabulary:
-            self.tokens[number, : slot.length] = torch.tensor(begin.tokens, device=self.tokens.device)
+            self.tokens[number, : slot.length] = staged(begin.tokens, self.tokens.device)
             if self._suffix:
                 slot.suffix = Suffix()
                 slot.suffix.extend(begin.tokens)
@@ -141,8 +142,7 @@ class Slots:
         """Appends page ids to a slot's table."""
         if pages:
             have = self.at[slot].pages
-            new = torch.tensor(pages, dtype=torch.int32, device=self.tables.device)
-            self.tables[slot, have : have + len(pages)] = new
+            self.tables[slot, have : have + len(pages)] = staged(pages, self.tables.device, torch.int32)
             self.at[slot].pages = have + len(pages)
 
     def span(self, row: Row) -> Span:
@@ -185,8 +185,7 @@ class Slots:
         elif len(tokens) == 1:
             self.tokens[number, position] = tokens[0]
         else:
-            new = torch.tensor(tokens, device=self.tokens.device)
-            self.tokens[number, position : position + len(tokens)] = new
+            self.tokens[number, position : position + len(tokens)] = staged(tokens, self.tokens.device)
 
     def inputs(self, spans: Sequence[Span], model: K2) -> Inputs:
         """The step's tokens in the order of its spans: prompt positions as chunks, generated ones as queries.
@@ -215,9 +214,9 @@ class Slots:
         slot, position, query = np.array(slots), np.array(positions), np.array(queries, dtype=np.int64)
         page, place = np.divmod(position, PAGE_TOKENS)
         index = [slot * self.tokens.shape[1] + position, slot * self.tables.shape[1] + page, place, position]
-        id_T, page_T, place_T, position_T = torch.from_numpy(np.array(index)).to(device).unbind(0)
-        asked = np.array([query, slot[query], position[query] + 1], dtype=np.int32)
-        tokens_Q, slots_Q, lengths_Q = torch.from_numpy(asked).to(device).unbind(0)
+        id_T, page_T, place_T, position_T = staged(np.array(index), device).unbind(0)
+        asked = np.array([query, slot[query], position[query] + 1])
+        tokens_Q, slots_Q, lengths_Q = staged(asked, device, torch.int32).unbind(0)
         if self.tokens.is_cpu:
             cos, sin = (of_all[position_T] for of_all in self._all_angles(model))
         else:

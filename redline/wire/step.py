@@ -96,4 +96,4 @@ class StepResult(Record, frozen=True):
 
     number: int
     rows: tuple[RowResult, ...]  # in the order of the step's rows
-    replayed: bool = False  # from a recorded graph; otherwise led by the host, launch by launch
+    replayed: bool = False  # its decode rows, from a recorded graph; otherwise led by the host, launch by launch

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from redline.tune.synthetic import rates_of
 from redline.wire.base import Record
 
 SUFFIX = "suffix"  # what a person writes in the place of a drafter's folder
@@ -15,6 +16,9 @@ class _Drafts(Record, frozen=True, kw_only=True, omit_defaults=True):
     tokens: int = 3  # drafts that a step verifies per row, at most 15; 0: drafts nothing
     adaptive: bool = True  # fewer where they do not pay; false: always `tokens`
     trace: str | None = None  # a file for what was accepted where; it holds users' text
+    # For benchmarks, and their answers are no model's: a length (mean tokens of a round) or rates, by which it is drawn
+    # how many drafts hold (`tune.synthetic`).
+    synthetic_acceptance: float | tuple[float, ...] | None = None
 
 
 class Learned(_Drafts, frozen=True, kw_only=True, tag="learned"):
@@ -54,6 +58,13 @@ class EngineConfig(Record, frozen=True):
     def draft_tokens(self) -> int:
         """Drafts of a row in a step, at most; 0: there are none."""
         return 0 if self.speculation is None else self.speculation.tokens
+
+    def synthetic_rates(self) -> tuple[float, ...]:
+        """The rates of synthetic acceptance, () where drafts are verified. Raises ConfigError where they are none."""
+        drafts = self.speculation
+        if drafts is None or drafts.synthetic_acceptance is None:
+            return ()
+        return rates_of(drafts.synthetic_acceptance, drafts.tokens, "engine.speculation.synthetic_acceptance")
 
 
 def new_spelling(key: str, value: Any, table: str = "engine") -> str | None:

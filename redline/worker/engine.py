@@ -80,7 +80,8 @@ class EngineCore:
             case None:
                 suffix = False
         drafts = plan.draft_tokens
-        self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts)
+        rates = config.synthetic_rates()
+        self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts, rates=rates)
         self.planner = Planner(
             layout.pages,
             replace(plan, ahead=int(self.runner.overlaps)),
@@ -323,6 +324,7 @@ def kv_dtype_of(name: str) -> torch.dtype:
 
 def plan_of(config: EngineConfig, device: torch.device) -> PlanConfig:
     """What bounds the planner's steps. Raises ConfigError where numbers of the config cannot work together."""
+    config.synthetic_rates()  # what it refuses is refused here
     return PlanConfig(
         step_tokens=STEP_TOKENS[device.type] if config.step_tokens is None else config.step_tokens,
         max_running=config.max_running,

@@ -37,7 +37,7 @@ def test_ctrl_c_is_one_line_and_code_130(capsys: pytest.CaptureFixture[str], mon
     assert capsys.readouterr().err == "stopped: some_bench has saved nothing\n"
 
 
-@pytest.mark.parametrize("name", ["step_profile", "loop_gap", "prefill_layer"])
+@pytest.mark.parametrize("name", ["step_profile", "loop_gap", "prefill_layer", "prompts_beside"])
 def test_a_result_that_could_not_be_saved_is_said_before_the_work(name: str, tmp_path: Path):
     flag = "--out" if name == "step_profile" else "--save"
     command = [sys.executable, "-m", f"redline.bench.runs.{name}", flag, str(tmp_path)]

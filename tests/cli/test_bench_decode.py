@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from redline.bench.step.depth import Depth
-from redline.cli import app, step_tables
+from redline.cli import app, round_tables, step_tables
+from redline.cli.round_tables import RoundsConfig, round_cases
 from redline.cli.step_tables import DepthConfig
 from redline.errors import ConfigError
 
@@ -24,7 +26,8 @@ KEYS = """shape gpu ranks layers physical_layers experts rows tokens_per_row con
 @pytest.fixture(autouse=True)
 def _cpu(monkeypatch: pytest.MonkeyPatch):
     """Whatever this machine has."""
-    monkeypatch.setattr(step_tables, "pick_device", lambda name: torch.device("cpu"))
+    for module in (step_tables, round_tables):
+        monkeypatch.setattr(module, "pick_device", lambda name: torch.device("cpu"))
 
 
 def test_a_shape_is_measured_said_and_kept(tmp_path: Path):
@@ -110,3 +113,70 @@ def test_routing_that_is_none_is_refused(asked: dict[str, object], says: str):
 def test_where_the_model_routes_nobody_else_does():
     with pytest.raises(ConfigError, match="the model routes"):
         step_tables.cases(DepthConfig(shape="kimi-nano", routing="uniform"), forced=False)
+
+
+# ----------------------------------------------------------------------------------------------------------- rounds
+
+
+ROUNDS = [*SMALL, "--draft-shape", "eagle3-mla"]
+
+
+def test_rounds_of_a_shape_are_measured_said_and_kept(tmp_path: Path):
+    result = tmp_path / "rounds-cpu.json"
+    words = [*ROUNDS, "--batch", "1", "--batch", "2", "--k", "1", "--k", "2", "--save", str(result)]
+    done = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    for said in ("rounds, kimi-nano", "drafter  ", "tokens/s", "idle", "added to"):
+        assert said in done.output
+    records = json.loads(result.read_bytes())
+    more = "k accept verify_ms draft_ms baseline_ms tokens_per_s idle_share draft_head_bits"
+    assert all(set(record) == {*KEYS.split(), *more.split()} for record in records)
+    assert [(r["rows"], r["k"], r["tokens_per_row"]) for r in records] == [(1, 1, 2), (1, 2, 3), (2, 1, 2), (2, 2, 3)]
+    assert [r["accept"] for r in records] == pytest.approx([1.83, 2.43, 1.83, 2.43])
+    for record in records:
+        assert record["tokens_per_s"] == pytest.approx(1e3 * record["rows"] * record["accept"] / record["ms"])
+
+
+def test_a_stated_length_is_of_one_k(tmp_path: Path):
+    result = tmp_path / "rounds.json"
+    words = [*ROUNDS, "--k", "2", "--accept", "2.88", "--draft-head-bits", "8", "--save", str(result)]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    (record,) = json.loads(result.read_bytes())
+    assert record["accept"] == pytest.approx(2.88)
+    assert record["draft_head_bits"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--draft-shape eagle9", "draft-shape is 'eagle9'; expected eagle3-mla"),
+        ("--draft-shape eagle3-mla --accept 2.88", "accept is 2.88, of one --k; 4 were given"),
+        ("--draft-shape eagle3-mla --k 6", "golden, which has lengths for --k 1 to 5"),
+        ("--draft-shape eagle3-mla --k 2 --accept 3.5", "accept is 3.5; expected the mean tokens of a round, 1 to 3"),
+        ("--draft-shape eagle3-mla --k 2 --accept some", "accept is 'some'; expected a length"),
+        ("--draft-shape eagle3-mla --k 8 --accept 2", "up to 64 rows and 7 drafts"),
+        ("--draft-shape eagle3-mla --batch 65", "up to 64 rows"),
+        ("--draft-shape eagle3-mla --tokens 4", "give --k"),
+        ("--draft-shape eagle3-mla --draft-head-bits 4", "draft-head-bits is 4; expected 16 or 8"),
+        ("--draft-head-bits 8", "--draft-head-bits is of rounds"),
+        ("--k 3", "--k is of rounds; give --draft-shape too"),
+        ("--accept golden", "--accept is of rounds"),
+    ],
+)
+def test_rounds_that_are_none_are_refused(words: str, says: str):
+    done = CliRunner().invoke(app, [*SMALL, *words.split()])
+    assert isinstance(done.exception, ConfigError)
+    assert re.search(says, str(done.exception))
+
+
+def test_a_round_that_the_gpus_kernels_cannot_record_is_refused_by_name():
+    step = DepthConfig(shape="kimi-k2.6", batch=(16,))
+    with pytest.raises(ConfigError, match=r"16 rows with --k 4 are 80 tokens; the GPU's decode kernels.*64"):
+        round_cases(RoundsConfig(step=step, draft_shape="eagle3-mla", k=(4,)), forced=True)
+    fitting = round_cases(RoundsConfig(step=step, draft_shape="eagle3-mla", k=(3,)), forced=True)
+    assert fitting[0].depth.tokens == 4
+
+
+def test_a_drafter_is_of_a_shape_and_not_of_a_checkpoint():
+    done = CliRunner().invoke(app, ["bench", "decode", "nowhere", "--draft-shape", "eagle3-mla"])
+    assert "--draft-shape is of a --shape" in str(done.exception)

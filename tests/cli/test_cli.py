@@ -204,6 +204,23 @@ def test_bench_speculate_compares_every_variant_with_no_drafts_and_times_the_par
     assert all(ms > 0 for ms in parts.values())
 
 
+def test_bench_speculate_at_a_stated_acceptance_accepts_so_much(tiny: Path, tmp_path: Path):
+    drafter, prompts, result = tmp_path / "drafter", tmp_path / "prompts.jsonl", tmp_path / "speculate.json"
+    Eagle3(Eagle3Config.for_target(Checkpoint.open(tiny).config)).save(drafter)
+    prompts.write_text(json.dumps({"domain": "code", "messages": [{"role": "user", "content": "hello"}]}))
+    words = ["bench", "speculate", tiny, "--draft", drafter, "--prompts", prompts, "--batch", "1", "--rounds", "1"]
+    words += ["--max-tokens", "40", "--repeats", "1", "--context", "70"]
+    typed(*words, "--k", "2", "--synthetic-acceptance", "2", "--save", result)
+    by_variant = {rate["variant"]: rate for rate in json.loads(result.read_bytes())["rates"]}
+    assert set(by_variant) == {"off", "k2"}
+    assert by_variant["k2"]["length"] == pytest.approx(2, abs=0.15), "the last round has less room"
+    wrong = [*words, "--k", "3", "--k", "1", "--synthetic-acceptance", "2.5"]
+    done = CliRunner().invoke(app, list(map(str, wrong)))
+    assert "synthetic-acceptance, with --k 1, is 2.5; expected the mean tokens of a round, 1 to 2" in str(
+        done.exception
+    )
+
+
 # --------------------------------------------------------------------------------------------------- draft export
 
 

@@ -75,6 +75,21 @@ def test_suffix_drafts_without_a_folder(tmp_path: Path):
     assert read(tmp_path, {}).engine.draft_tokens == 0
 
 
+def test_synthetic_acceptance_is_a_length_or_rates_in_the_file_and_as_text(tmp_path: Path):
+    def rates(text: str, **flags: Any) -> tuple[float, ...]:
+        return read(write(tmp_path, SUFFIX + text), flags).engine.synthetic_rates()
+
+    assert rates("") == ()
+    assert rates("synthetic_acceptance = 3") == (1.0, 1.0, 0.0)
+    assert rates("synthetic_acceptance = [0.83, 0.6, 0.45]") == (0.83, 0.6, 0.45)
+    flag = {"engine.speculation.synthetic_acceptance": "0.5,0.25,0"}
+    assert rates("synthetic_acceptance = 3", **flag) == (0.5, 0.25, 0.0)
+    here = {**flag, "host": "localhost"}
+    assert rates("", **here) == (0.5, 0.25, 0.0)
+    with pytest.raises(ConfigError, match=r"host is 10\.1\.2\.3"):
+        rates("", **{**flag, "host": "10.1.2.3"})
+
+
 def test_a_flag_changes_who_drafts_and_the_file_still_says_how(tmp_path: Path):
     how = {"tokens": 5, "adaptive": False, "trace": str(tmp_path / "accepted.jsonl")}
     flags: dict[str, Any] = {"engine.speculation": "suffix"}
@@ -134,6 +149,16 @@ def test_a_flag_wins_over_the_file(tmp_path: Path):
         ),
         (SUFFIX + "tokens = -1", r"engine\.speculation\.tokens is -1; expected 0 to 15"),
         (SUFFIX + "tokns = 1", r"unknown key engine\.speculation\.tokns; did you mean engine\.speculation\.tokens\?"),
+        (
+            SUFFIX + "synthetic_acceptance = 5",
+            r"engine\.speculation\.synthetic_acceptance is 5; expected the mean tokens",
+        ),
+        (SUFFIX + "synthetic_acceptance = [0.5, 0.6, 0]", r"synthetic_acceptance is 0\.5, 0\.6, 0; .* never rise"),
+        (SUFFIX + 'synthetic_acceptance = "much"', r"synthetic_acceptance is 'much'; expected a length such as"),
+        (
+            'host = "0.0.0.0"\n' + SUFFIX + "synthetic_acceptance = 2.5",
+            r"synthetic_acceptance is for benchmarks: .*; host is 0\.0\.0\.0, which others reach",
+        ),
         (
             SUFFIX + 'drafter = "d"',
             r'unknown key engine\.speculation\.drafter; .* \("suffix"\) type, tokens,',

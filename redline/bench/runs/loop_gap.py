@@ -14,17 +14,15 @@ import itertools
 import json
 import logging
 import random
-import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
 
 from redline.bench.program import output, program
 from redline.bench.record import provenance
+from redline.bench.step.trace import ON_DEVICE, draw, idle_share, intervals, joined, traced
 from redline.chat.hashing import make_job
 from redline.model.k2.config import K2Config
 from redline.model.k2.random_hopper import random_gpu_k2
@@ -39,41 +37,6 @@ from redline.worker.loop import StepInFlight, turn
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "loop-gap.json"
 FINGERPRINT = "loop gap"
-ON_DEVICE = "kernel", "gpu_memcpy", "gpu_memset"
-BY_HOST = "cudaGraphLaunch", "cudaEventSynchronize", "cudaMemcpyAsync", "cudaLaunchKernel"
-SHOWN = 4  # steps of the picture
-
-
-class Busy(NamedTuple):
-    """An interval in microseconds in which something ran on the device."""
-
-    start: float
-    end: float
-
-
-def joined(intervals: Sequence[Busy]) -> list[Busy]:
-    """The union of the intervals, in order: kernels overlap where one begins before the one in front has ended."""
-    found: list[Busy] = []
-    for start, end in sorted(intervals):
-        if found and start <= found[-1].end:
-            found[-1] = Busy(found[-1].start, max(found[-1].end, end))
-        else:
-            found.append(Busy(start, end))
-    return found
-
-
-def idle_share(busy: Sequence[Busy]) -> float:
-    """The share of the time from the first to the last of joined intervals in which nothing ran.
-
-    Raises IndexError where there is no interval.
-    """
-    return 1 - sum(end - start for start, end in busy) / (busy[-1].end - busy[0].start)
-
-
-def intervals(trace: dict[str, Any], names: Sequence[str], of: str) -> list[Busy]:
-    """The complete events of a chrome trace whose field `of` ("cat" or "name") is one of `names`, in microseconds."""
-    events = (event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get(of) in names)
-    return [Busy(event["ts"], event["ts"] + event["dur"]) for event in events]
 
 
 def random_engine(config: K2Config, in_memory: int, engine_config: EngineConfig, device: torch.device) -> EngineCore:
@@ -152,42 +115,6 @@ def back_to_back(engine: EngineCore, steps: int) -> float:
     return (time.perf_counter() - began) * 1000 / steps
 
 
-def traced(answering: Answering, steps: int) -> dict[str, Any]:
-    """The chrome trace of so many tokens, as parsed JSON; its times are microseconds."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-        answering.milliseconds(steps)
-        torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return json.loads(path.read_text())
-
-
-def draw(trace: dict[str, Any], ms: float, title: str, path: Path) -> None:
-    """A picture at `path` of SHOWN steps out of the middle: what the host asks for, and what the device does.
-
-    ms: milliseconds of one step, which decide how much is shown.
-    """
-    import matplotlib.pyplot as plt
-
-    busy = joined(intervals(trace, ON_DEVICE, "cat"))
-    middle = busy[len(busy) // 2].start
-    end = middle + SHOWN * ms * 1000
-    lanes = [("device", busy), *((name, intervals(trace, [name], "name")) for name in BY_HOST)]
-    figure, axes = plt.subplots(figsize=(12, 3))
-    for lane, (_, found) in enumerate(lanes):
-        shown = [(start - middle, stop - start) for start, stop in found if stop > middle and start < end]
-        axes.broken_barh(shown, (-lane - 0.4, 0.8), color="C0" if lane == 0 else "C1")
-    axes.set_yticks([-lane for lane in range(len(lanes))], [name for name, _ in lanes])
-    axes.set_xlim(0, end - middle)
-    axes.set_xlabel("microseconds")
-    axes.set_title(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> None:
     """Measures as the command line says, and writes JSON and a picture. Raises SystemExit where torch sees no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -220,7 +147,7 @@ def main() -> None:
         answering = Answering(engine, asked.context, 7 * asked.steps)
         answering.milliseconds(asked.steps)
         through = answering.milliseconds(asked.steps)
-        trace = traced(answering, asked.steps)
+        trace = traced(lambda: answering.milliseconds(asked.steps))
         alone = back_to_back(engine, asked.steps)
         answering.end()
         engine.runner.close()

@@ -156,7 +156,8 @@ def _peer() -> list[str]:
 
 def main() -> None:
     """Writes docs/speed.md. Raises ConfigError where a file of results holds anything else."""
-    PAGE.write_text(page([record for path in sorted(RESULTS.glob("decode-*.json")) for record in read(path)]))
+    files = sorted(RESULTS.glob("decode-*.json"))
+    PAGE.write_text(page([record for path in files for record in read(path, DepthRecord)]))
     print(f"written: {PAGE}")
 
 

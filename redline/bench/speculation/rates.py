@@ -38,6 +38,7 @@ from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.one_call import draft_chain
 from redline.model.eagle3.serve import Served
 from redline.model.k2.cpu import K2
+from redline.tune.synthetic import Acceptance
 from redline.wire.base import Record
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
@@ -104,15 +105,25 @@ class Part(Record, frozen=True):
 
 
 def variants(
-    draft: str, ks: Sequence[int], batch: int, max_model_len: int, kv_memory: int, device: str | None
+    draft: str,
+    ks: Sequence[int],
+    batch: int,
+    max_model_len: int,
+    kv_memory: int,
+    device: str | None,
+    synthetic: Acceptance | None = None,
 ) -> dict[str, EngineConfig]:
     """The configurations of the engines that are compared, by name. draft: a folder.
 
-    ks: numbers of drafts, one engine each. batch: rows at once. kv_memory: bytes of each engine's pages.
+    ks: numbers of drafts, one engine each. batch: rows at once. kv_memory: bytes of each engine's pages. synthetic:
+    acceptance that is drawn, of "off" and k1 .. k7, which are then all.
     """
     plain = EngineConfig(kv_memory=kv_memory, max_model_len=max_model_len, max_running=batch, device=device)
     fixed = {f"k{k}": Learned(drafter=draft, tokens=k, adaptive=False, suffix=False) for k in ks}
-    speculations = {"off": None, **fixed, "suffix": Suffix(), "auto": Learned(drafter=draft)}
+    if synthetic is not None:
+        fixed = {name: msgspec.structs.replace(one, synthetic_acceptance=synthetic) for name, one in fixed.items()}
+    served = {"suffix": Suffix(), "auto": Learned(drafter=draft)} if synthetic is None else {}
+    speculations = {"off": None, **fixed, **served}
     return {name: msgspec.structs.replace(plain, speculation=one) for name, one in speculations.items()}
 
 
@@ -139,10 +150,12 @@ def read_questions(paths: Sequence[Path], tokenizer: Tokenizer, style: Style, mo
 
 class Asker:
     """Asks one engine, and takes the time. max_tokens: of each answer. temperature: 0 is greedy; above it tokens are
-    drawn without a seed of the request's own."""
+    drawn without a seed of the request's own. ends: whether answers end where the model says so, which under synthetic
+    acceptance means nothing."""
 
-    def __init__(self, engine: Engine, max_tokens: int, temperature: float = 0.0) -> None:
+    def __init__(self, engine: Engine, max_tokens: int, temperature: float = 0.0, *, ends: bool = True) -> None:
         self._engine = engine
+        self._ends = ends
         self._temperature = temperature
         self._max_tokens = max_tokens
         self._numbers = itertools.count()
@@ -150,7 +163,7 @@ class Asker:
     def ask(self, questions: Sequence[Question]) -> Outcome:
         """All at once. Tokens count from the first step in which every answer has begun."""
         asked = {JobId(f"question-{next(self._numbers)}"): question for question in questions}
-        stop_ids = self._engine.tokenizer.stop_ids
+        stop_ids = self._engine.tokenizer.stop_ids if self._ends else ()
         sampling = Sampling(max_tokens=self._max_tokens, temperature=self._temperature, stop_ids=stop_ids)
         # A salt for each time: a prompt that was asked before would be found in the cache, and begin later than it did.
         jobs: list[Job] = [

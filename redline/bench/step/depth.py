@@ -239,19 +239,19 @@ def _op_time(stage: Stage, depth: Depth, experts: float, fresh: Work, repeats: i
 def _times(work: Work, before: Work, after: Work, repeats: int, device: torch.device) -> list[float]:
     """Milliseconds of each timed run of `work`. On a GPU by its own clock, everything enqueued ahead, so that it never
     waits for Python; `before` and `after` are not timed."""
-    spans: list[tuple[_Mark, _Mark]] = []
+    spans: list[tuple[Mark, Mark]] = []
     for _ in range(WARM_UP + repeats):
         before()
-        start = _Mark(device)
+        start = Mark(device)
         work()
-        spans.append((start, _Mark(device)))
+        spans.append((start, Mark(device)))
         after()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return [start.until(end) for start, end in spans[WARM_UP:]]
 
 
-class _Mark:
+class Mark:
     """A moment: of the GPU's stream, or of the CPU."""
 
     def __init__(self, device: torch.device) -> None:
@@ -261,7 +261,7 @@ class _Mark:
             self._event.record()
         self._seconds = time.perf_counter()
 
-    def until(self, end: "_Mark") -> float:
+    def until(self, end: "Mark") -> float:
         """Milliseconds from this moment to `end`."""
         if self._event is not None and end._event is not None:
             return self._event.elapsed_time(end._event)

@@ -22,6 +22,7 @@ from redline.kernels.cpu.panels import Experts, Matrix, stack_experts
 from redline.kernels.cpu.route_experts import route_experts
 from redline.kernels.inputs import Inputs
 from redline.model.k2.config import Int4Experts, K2Config
+from redline.model.k2.cpu import K2
 from redline.ops.formats import INT4_GROUP, Int4
 from redline.ops.mla import MlaWeights, rounds
 from redline.ops.moe import Routed
@@ -78,6 +79,20 @@ class CpuStep:
             routed = _route(x, block.experts)
             self.routing[layer] = routed.ids_TK
         return residual, moe(x, block.shared_gate_up, block.shared_down, routed, rounds(plane))
+
+
+def random_k2(depth: Depth, progress: Progress) -> K2:
+    """The model whose step `CpuStep` is, whole, so that the engine's own pieces can run it."""
+    config, random = depth.config, _Random(depth.config, torch.Generator().manual_seed(0))
+    whole = Memory(depth).weights
+    made: list[Block] = []
+    for layer in range(depth.physical):
+        made.append(random.block(layer))
+        progress(whole * (layer + 1) // depth.physical, whole)
+    blocks = [made[depth.physical_layer(layer)] for layer in range(config.num_hidden_layers)]
+    embedding_VD = random.normal(config.vocab_size, config.hidden_size).to(torch.bfloat16)
+    head = random.matrix(config.vocab_size, config.hidden_size)
+    return K2(config, embedding_VD, blocks, random.norm(config.hidden_size), head)
 
 
 class _Ops:

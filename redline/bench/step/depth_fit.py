@@ -14,9 +14,14 @@ class Memory:
     """Bytes of weights and pages that a case takes.
 
     Pages are every layer's own, weights only those of the physical layers.
+
+    drafter  bytes of a drafter, where there is one
+    grows    tokens that a row gains while it is measured, beyond those of the first step
     """
 
     depth: Depth
+    drafter: int = 0
+    grows: int = 0
 
     @property
     def ends(self) -> int:
@@ -43,7 +48,7 @@ class Memory:
     @property
     def tokens(self) -> int:
         """Tokens that one row's pages hold, whole pages counted."""
-        return -(-(self.depth.context + self.depth.tokens) // PAGE_TOKENS) * PAGE_TOKENS
+        return -(-(self.depth.context + self.depth.tokens + self.grows) // PAGE_TOKENS) * PAGE_TOKENS
 
     @property
     def kv(self) -> int:
@@ -52,8 +57,8 @@ class Memory:
 
     @property
     def whole(self) -> int:
-        """Bytes in all: weights and pages."""
-        return self.weights + self.kv
+        """Bytes in all: weights, the drafter and pages."""
+        return self.weights + self.drafter + self.kv
 
     def explain(self) -> list[str]:
         """Lines for a reader: each number with its arithmetic."""
@@ -69,11 +74,13 @@ class Memory:
             f"{config.kv_width} values x {depth.kv_dtype.itemsize} bytes = {_size(self.kv)}",
             f"in all           {_size(self.whole)}",
         ]
+        if self.drafter:
+            lines.insert(3, f"drafter          {_size(self.drafter)}, half of it while it is laid out")
         return lines[1:] if moe <= 0 else lines
 
     def layers_that_fit(self, free: int) -> int:
         """How many physical layers fit into `free` bytes, the dense ones among them; no more than the step has."""
-        left = free - self.ends - self.dense - self.kv
+        left = free - self.ends - self.dense - self.drafter - self.kv
         if left < 0:
             return 0
         return min(self.depth.dense + left // self.layer, self.depth.config.num_hidden_layers)

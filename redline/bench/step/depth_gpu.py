@@ -79,6 +79,36 @@ class GpuStep:
         return self._depth, self._model, self._blocks, self._inputs, self._planes
 
 
+class ForcedK2(GpuK2):
+    """A model on a GPU whose experts are given, not chosen.
+
+    routing: int32 [layers, tokens, k]; a step of fewer tokens reads the first of them. It stays where it is, so that
+    recorded steps read what was written there last.
+    """
+
+    def __init__(self, model: GpuK2, tokens: int) -> None:
+        super().__init__(model.config, model.embedding_VD, model.gpu_blocks, model.norm, _tiled(model.head))
+        c, generator = model.config, torch.Generator(model.device).manual_seed(0)
+        self.routing = draw(generator, c.num_hidden_layers, 1, tokens, c.n_routed_experts, c.num_experts_per_tok)
+
+    def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
+        """As `GpuK2.forward`."""
+        return super().forward(replace(inputs, routing=self.routing[:, : inputs.count]), planes, layers)
+
+
+def forced_k2(depth: Depth, tokens: int, progress: Progress, device: torch.device = CUDA) -> ForcedK2:
+    """A model of this depth for steps of so many tokens at most."""
+    whole, layers = Memory(depth).weights, range(depth.config.num_hidden_layers)
+    place = [depth.physical_layer(layer) for layer in layers]
+    model = random_gpu_k2(depth.config, place, device, progress=lambda n, of: progress(whole * n // of, whole))
+    return ForcedK2(model, tokens)
+
+
+def _tiled(head: object) -> Tiled:
+    assert isinstance(head, Tiled), "a GPU's head is tiled"
+    return head
+
+
 def _inputs(depth: Depth, model: GpuK2, routing: Tensor) -> Inputs:
     """Rows after `context` tokens each; their tokens see those before them."""
     device, count = model.device, depth.rows * depth.tokens

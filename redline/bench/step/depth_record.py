@@ -4,13 +4,14 @@
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import torch
 
 from redline.bench.record import provenance
 from redline.bench.step.depth import Depth, Timing
+from redline.bench.step.rounds import RoundCase, RoundTiming, floors
 from redline.disk import hold, save, written
 from redline.errors import ConfigError
 from redline.ops.op import Machine
@@ -75,6 +76,36 @@ class DepthRecord(Record, frozen=True):
         return PEER.get(self.tokens) if case == PEER_CASE and PEER_GPU in self.gpu else None
 
 
+class RoundRecord(DepthRecord, frozen=True):
+    """A round of speculation, measured: ms is the round's, tokens_per_row 1 + k, and its ops are its two parts.
+
+    accept          tokens of a row's round, the mean that was asked for
+    verify_ms       from the plan to the tokens that are certain
+    draft_ms        of the drafter's k passes
+    baseline_ms     of a step without drafts, between the rounds
+    tokens_per_s    of all rows together
+    idle_share      of the device's time in which nothing ran, from a trace; None: on a CPU
+    draft_head_bits of the drafter's head
+    """
+
+    k: int
+    accept: float
+    verify_ms: float
+    draft_ms: float
+    baseline_ms: float
+    tokens_per_s: float
+    idle_share: float | None
+    draft_head_bits: int = 16
+
+    @property
+    def times(self) -> float:
+        """Tokens per second over those of steps without drafts."""
+        return self.accept * self.baseline_ms / self.ms
+
+
+R = TypeVar("R", bound=DepthRecord)
+
+
 class Peer(NamedTuple):
     """ms: vLLM 0.26 on one NVIDIA H200, the step of a batch of so many, its slope per layer carried to 61 layers.
 
@@ -88,6 +119,9 @@ class Peer(NamedTuple):
 PEER_GPU = "H200"
 PEER_CASE = "kimi-k2.6", 1, 61, 384, 1024, "bf16", "uniform"  # shape, ranks, layers, experts, context, pages, routing
 PEER = {1: Peer(13.4, 7.67), 4: Peer(22.9, 15.6), 8: Peer(37.5, 25.5), 32: Peer(104.0, 70.0)}
+
+
+_WHAT = {DepthRecord: "measured steps", RoundRecord: "measured rounds"}
 
 
 def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
@@ -133,6 +167,27 @@ def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
     )
 
 
+def round_record(case: RoundCase, timing: RoundTiming, machine: Machine) -> RoundRecord:
+    """What is kept of a measured round, as `record_of` keeps a step."""
+    whole = Timing(timing.ms, timing.p10_ms, timing.p90_ms, timing.experts, ())
+    step: dict[str, Any] = msgspec.structs.asdict(record_of(case.depth, whole, machine))
+    verify_ms, draft_ms = floors(case, timing.experts, machine)
+    parts = ("verify", timing.verify_ms, verify_ms, 1), ("draft", timing.draft_ms, draft_ms, case.k)
+    ops = tuple(OpRecord(name=name, us=1e3 * ms, floor_us=1e3 * floor, launches=n) for name, ms, floor, n in parts)
+    step.update(floor_ms=verify_ms + draft_ms, ops=ops)
+    return RoundRecord(
+        **step,
+        k=case.k,
+        accept=case.accept,
+        verify_ms=timing.verify_ms,
+        draft_ms=timing.draft_ms,
+        baseline_ms=timing.baseline_ms,
+        tokens_per_s=1e3 * case.depth.rows * case.accept / timing.ms,
+        idle_share=timing.idle_share,
+        draft_head_bits=case.head_bits,
+    )
+
+
 def routing_name(overlap: float | None) -> str:
     """How the experts were chosen, in words: model, uniform, or correlated with the probability."""
     if overlap is None:
@@ -140,14 +195,14 @@ def routing_name(overlap: float | None) -> str:
     return f"correlated {overlap:g}" if overlap else "uniform"
 
 
-def read(path: Path) -> list[DepthRecord]:
-    """The measured steps of a file. Raises ConfigError where it cannot be read, or holds anything else."""
+def read(path: Path, kind: type[R]) -> list[R]:
+    """The measured cases of a file. Raises ConfigError where it cannot be read, or holds anything but this kind."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=list[DepthRecord])
+        return msgspec.json.decode(path.read_bytes(), type=list[kind])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: expected a list of measured steps: {error}") from None
+        raise ConfigError(f"{path}: expected a list of {_WHAT[kind]}: {error}") from None
 
 
 def append(path: Path, record: DepthRecord) -> None:
@@ -160,7 +215,7 @@ def append(path: Path, record: DepthRecord) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         held = hold(path, wait_s=WAIT_S)
     try:
-        records = [*(read(path) if path.exists() else []), record]
+        records = [*(read(path, type(record)) if path.exists() else []), record]
         save(path, msgspec.json.format(msgspec.json.encode(records), indent=1) + b"\n")
     finally:
         held.release()

@@ -41,6 +41,7 @@ from redline.kernels.inputs import Inputs
 from redline.model.k2.forward import attend
 from redline.ops.gqa import GqaWeights, gqa_decode, gqa_prefill, heads_and_row
 from redline.ops.mla import MlaWeights, rounds, stored
+from redline.ops.staged import staged
 from redline.wire.job import PAGE_TOKENS
 
 SKIP = 1  # place 0 of a job
@@ -86,13 +87,11 @@ def forward(args: DraftPassArgs) -> tuple[Tensor, Tensor]:
 def looked_up(pages: DraftPages, rows: DraftRows) -> Inputs:
     """The rows as a pass reads them: their tokens, rotations and places."""
 
-    def tensor(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=pages.tokens.device)
-
-    slot_T, position_T, query_R = tensor(rows.slots), tensor(rows.positions), tensor(rows.queries)
+    device = pages.tokens.device
+    slot_T, position_T, query_R = (staged(each, device) for each in (rows.slots, rows.positions, rows.queries))
     place_T = position_T + 1
     return Inputs(
-        ids_T=pages.tokens[slot_T, place_T] if rows.ids is None else tensor(rows.ids),
+        ids_T=pages.tokens[slot_T, place_T] if rows.ids is None else staged(rows.ids, device),
         cos_T=pages.cos[position_T],
         sin_T=pages.sin[position_T],
         rows_T=pages.tables[slot_T, place_T // PAGE_TOKENS].long() * PAGE_TOKENS + place_T % PAGE_TOKENS,

@@ -33,6 +33,7 @@ from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import SKIP, looked_up
 from redline.ops.mla import angles
+from redline.ops.staged import staged
 from redline.wire.job import PAGE_TOKENS
 
 
@@ -118,7 +119,7 @@ class GpuServed:
 
     def fuse(self, features_NF: Tensor, sources: Sequence[int] | None = None) -> Tensor:
         """The target's states side by side [N, S D] -> fused features bf16 [T, D], of rows `sources` or of all."""
-        x = features_NF if sources is None else features_NF[list(sources)]
+        x = features_NF if sources is None else features_NF[staged(sources, features_NF.device)]
         x = x.to(torch.bfloat16)
         if self._fc_norms is not None:
             x = norm_states(x.contiguous(), self._fc_norms, self._eps)
@@ -214,6 +215,8 @@ class _Latent:
             return q, inputs.tokens_Q
         a = product(x, w.w_a, torch.float32)
         q_a = split_a(a, w.q_norm, w.kv_norm, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, w.eps)
+        if not inputs.tokens_Q.shape[0]:  # a prompt that nobody drafts from: its latents are all
+            return q_a[:0], inputs.tokens_Q
         rows_R = inputs.tokens_Q.long()
         q = product(q_a[rows_R], w.w_q, torch.bfloat16).view(rows_R.shape[0], w.heads, w.width)
         q = rotate_heads(q, inputs.cos_T[rows_R], inputs.sin_T[rows_R])

@@ -41,7 +41,7 @@ class GpuK2(K2):
     ) -> None:
         super().__init__(config, embedding_VD, (), norm, head_VD)
         self.gpu_blocks = blocks
-        self._most_decoded = min(MOST_DECODED, MOST_PAIRS // max(config.num_experts_per_tok, 1))
+        self._most_decoded = most_decoded(config)
         # Sums of squares of rows whose norm is divided out already.
         self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=self.device)
 
@@ -93,6 +93,11 @@ class GpuK2(K2):
         """Normed hidden states, bf16 [R, D] -> logits float32 [R, V]."""
         assert isinstance(self.head, Tiled)
         return logits_of(hidden_RD, self.head, self._normed)
+
+
+def most_decoded(config: K2Config) -> int:
+    """Tokens of a step that the decode kernels compute, which alone can be recorded."""
+    return min(MOST_DECODED, MOST_PAIRS // max(config.num_experts_per_tok, 1))
 
 
 class _Features:

@@ -19,6 +19,7 @@ from redline.kernels.cpu.blocks.draft_pass import DraftRows
 from redline.model.eagle3.module import Eagle3
 from redline.model.eagle3.one_call import draft_chain
 from redline.model.eagle3.serve import Served
+from redline.ops.staged import staged
 from redline.run.drafting.verify import draft_token
 from redline.run.kv import KvPool
 from redline.run.sampling.on_host import is_greedy
@@ -63,6 +64,15 @@ class Drafting:
             [wanted[i] for i in reading],
             features_TF,
         )
+
+    def read(self, spans: Sequence[Span], firsts: Sequence[int], features_TF: Tensor) -> None:
+        """The drafter reads the tokens of prompts that the host knows, and drafts nothing. As in `follow`.
+
+        The row of a token that is still to be chosen is left out.
+        """
+        assert self._drafter is not None, "a row is for a drafter that is not there"
+        counts = [span.count for span in spans]
+        self._read(self._drafter, spans, firsts, counts, [0] * len(spans), features_TF)
 
     def _wanted(self, span: Span) -> int:
         """How many tokens the learned drafter is to propose. A suffix match is left in the slot at once."""
@@ -117,10 +127,12 @@ class Drafting:
         feature = drafter.served.fuse(features_TF, sources)
         ends = [i for i, position in enumerate(positions) if position % PAGE_TOKENS == PAGE_TOKENS - 1]
         if ends:
-            self._kv.tails[self._pages([slots[i] for i in ends], [positions[i] for i in ends])] = feature[ends]
+            tails = self._pages([slots[i] for i in ends], [positions[i] for i in ends])
+            self._kv.tails[tails] = feature[self._index(ends)]
         if late:
             kept = [i for i in range(len(slots)) if i not in late]
-            feature, slots, positions = feature[kept], [slots[i] for i in kept], [positions[i] for i in kept]
+            feature = feature[self._index(kept)]
+            slots, positions = [slots[i] for i in kept], [positions[i] for i in kept]
             queries = [kept.index(i) for i in queries]
         if behind:
             tails = self._pages([span.slot for span in behind], [span.start - 1 for span in behind])
@@ -196,4 +208,8 @@ class Drafting:
         return drafter.served.read(feature, self._places, rows, self._kv.draft)
 
     def _pages(self, slots: Sequence[int], positions: Sequence[int]) -> Tensor:
-        return self._slots.tables[slots, [position // PAGE_TOKENS for position in positions]].long()
+        pages = [position // PAGE_TOKENS for position in positions]
+        return self._slots.tables[self._index(slots), self._index(pages)].long()
+
+    def _index(self, places: Sequence[int]) -> Tensor:
+        return staged(places, self._slots.tables.device)

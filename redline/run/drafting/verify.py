@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from redline.ops.draws import VERDICT
 from redline.run.sampling.on_host import (
     adjusted,
     is_greedy,
@@ -89,6 +90,15 @@ def verify_chosen(chosen: list[int], drafts: Sequence[int]) -> Verified:
             break
         accepted += 1
     return Verified(chosen[: accepted + 1], accepted)
+
+
+def verify_synthetic(rates: Sequence[float], seed: int, position: int, drafts: int) -> int:
+    """How many of `drafts` hold where the verdict is drawn, as `settle_rows` draws it too.
+
+    rates: of rounds in which the first 1, 2 ... all hold (`tune.synthetic`). position: as in `verify`.
+    """
+    draw = uniform_of(seed, VERDICT, position)
+    return sum(draw < rate for rate in rates[:drafts])
 
 
 def draft_token(logits_V: Tensor, sampling: Sampling, position: int, index: int) -> tuple[int, Tensor | None]:

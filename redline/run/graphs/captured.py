@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from redline.kernels.hopper.faults import is_device_error
@@ -37,17 +38,19 @@ from redline.kernels.hopper.step.step_rows import (
     TOKENS,
 )
 from redline.kernels.hopper.step.suffix_match import SHORTEST
+from redline.ops.draws import signed
+from redline.ops.staged import staged
 from redline.run.drafting.learned import SURE
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Piece, Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
-from redline.run.sampling.on_device import MOST_TOP, logprobs_of_row, signed
+from redline.run.sampling.on_device import MOST_TOP, logprobs_of_row
 from redline.run.sampling.on_host import is_greedy, is_narrowed
 from redline.run.slots import NOTHING, Proposal, Slot
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Drafter, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
-HOST_BUFFERS = 4  # steps whose plan or result the host may still hold
+HOST_BUFFERS = 8  # plans or results that the host may still hold: two of a step, where a prompt ends in it
 FOR_EVER = 1 << 62  # a length that no slot has
 _NO_MASKS: Mapping[int, Callable[[], Tensor]] = {}
 
@@ -88,7 +91,7 @@ def not_finite(position: int) -> str:
     return f"the model gave a logit that is not finite at position {position}"
 
 
-class _HostBuffers(NamedTuple):
+class HostBuffers(NamedTuple):
     """Where a step's plan leaves the host, and its result arrives."""
 
     plan: Tensor
@@ -110,13 +113,14 @@ class Replay:
     """A replayed step on its way. Any thread may ask for its outcomes; the first to ask waits for the device."""
 
     def __init__(
-        self, step: Step, buffers: _HostBuffers, logprobs: Sequence[int | None], wait: Callable[[], None]
+        self, step: Step, slots: Sequence[Slot], positions: int, buffers: HostBuffers, wait: Callable[[], None]
     ) -> None:
-        """logprobs: of each row, how many likeliest tokens are told beside the chosen ones; None: nothing is."""
+        """slots: those of the step's rows, as the host has them at the launch. positions: of each row."""
         self.step = step
+        self.slots = slots
         self.landed = False
         self._buffers = buffers
-        self._logprobs = logprobs
+        self._positions = positions
         self._wait = wait
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []
@@ -141,10 +145,9 @@ class Replay:
             return self._outcomes
 
     def _scored(self, place: int, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
-        count, shape = self._logprobs[place], self.step.shape
-        if count is None or shape is None:
+        count, first = self.slots[place].sampling.logprobs, place * self._positions
+        if count is None:
             return ()
-        first = place * shape.positions
         rows: list[list[float]] = self._buffers.scores[first : first + len(tokens)].tolist()
         return tuple(logprobs_of_row(row, token, count) for row, token in zip(rows, tokens, strict=True))
 
@@ -172,7 +175,7 @@ class CapturedSteps:
         self._recorder = Recorder(shared.plan.device)
         host_tensor = self._recorder.host_tensor
         self._host_buffers = [
-            _HostBuffers(host_tensor(shared.plan), host_tensor(shared.results), host_tensor(shared.scores))
+            HostBuffers(host_tensor(shared.plan), host_tensor(shared.results), host_tensor(shared.scores))
             for _ in range(HOST_BUFFERS)
         ]
         self._count = 0
@@ -254,14 +257,12 @@ class CapturedSteps:
         return _Recorded(step, forward, settle, rest[0] if scored else None, tuple(rest[len(scores) :]))
 
     def refusal(self, step: Step) -> str | None:
-        """Why the host must lead this step, in a word or two; None where the step can be replayed."""
-        if not step.rows or step.begins or any(row.start is not None for row in step.rows):
-            return "prompt"
+        """Why the host must lead this step of decode rows, in a word or two; None where it can be replayed."""
         for row in step.rows:
             slot = self._slots.at[row.slot]
             if slot.error is not None:
                 return "error"
-            if (refusal := self._way(row.slot).refusal) is not None:
+            if (refusal := self.refuses(row.slot)) is not None:
                 return refusal
             if row.drafting and slot.behind:
                 return "a page's first row"  # the drafter's, which comes with the feature that the last page keeps
@@ -273,25 +274,18 @@ class CapturedSteps:
         masks: by place among the step's rows, what gives the tokens that the row may choose from, as `DecodeStep.allow`
         takes them. It is called when the device has the forward to do.
         """
-        self._note_landed()
+        self.note_landed()
         shape = step.shape
         assert shape is not None, "only a step that is ours is launched"
-        asked = [self._drafts(row, shape.positions - 1) for row in step.rows]
-        recorded, buffers = self._recorded[shape], self._host_buffers[self._count % HOST_BUFFERS]
-        self._count += 1
-        logprobs = [self._slots.at[row.slot].sampling.logprobs for row in step.rows]
-        kind, adjusted = self._settling(step)
-        settle = recorded.settle[kind, adjusted or bool(masks)]
-        self._plan(shape, step.rows, asked, masks, buffers.plan)
-        self._shared.plan.copy_(buffers.plan, non_blocking=True)
+        recorded = self._recorded[shape]
+        kind, adjusted = self.settling(step)
+        self.send(shape, step.rows, [self._drafts(row, shape.positions - 1) for row in step.rows], masks)
         recorded.forward()
         for place, allowed in masks.items():
             recorded.step.allow(place, allowed())
-        settle()
-        if recorded.score is not None and any(count is not None for count in logprobs):
+        recorded.settle[kind, adjusted or bool(masks)]()
+        if recorded.score is not None and self.scores(step):
             recorded.score()
-            scored = shape.rows * shape.positions
-            buffers.scores[:scored].copy_(self._shared.scores[:scored], non_blocking=True)
         if any(row.drafting for row in step.rows):
             whole, first, further = recorded.draft
             wanted = max(1, *(min(row.propose, MOST_DRAFTS) for row in step.rows if row.drafting))
@@ -301,27 +295,56 @@ class CapturedSteps:
                 first()
                 for _ in range(1, wanted):
                     further()
+        return self.fetch(step, shape)
+
+    def send(
+        self,
+        shape: Shape,
+        rows: Sequence[Row],
+        asked: Sequence[tuple[int, Sequence[int]]],
+        masks: Container[int] = (),
+    ) -> None:
+        """Sends the plan of these rows to the device, without waiting for it. `fetch` must follow, for the same rows.
+
+        asked: of each row, how many drafts it verifies at most, and the tokens that the host gives it. masks: which
+        rows have masks.
+        """
+        plan = self._host_buffers[self._count % HOST_BUFFERS].plan
+        self._plan(shape, rows, asked, masks, plan)
+        self._shared.plan.copy_(plan, non_blocking=True)
+
+    def fetch(self, step: Step, shape: Shape) -> Replay:
+        """Asks the device for what came of the rows that were sent in this shape, and does not wait for it."""
+        buffers = self._host_buffers[self._count % HOST_BUFFERS]
+        self._count += 1
         buffers.results.copy_(self._shared.results, non_blocking=True)
-        replay = Replay(step, buffers, logprobs, self._recorder.mark())
+        if self.scores(step):
+            scored = len(step.rows) * shape.positions
+            buffers.scores[:scored].copy_(self._shared.scores[:scored], non_blocking=True)
+        slots = [self._slots.at[row.slot] for row in step.rows]
+        replay = Replay(step, slots, shape.positions, buffers, self.mark())
         self._replays.append(replay)
         return replay
+
+    def mark(self) -> Callable[[], None]:
+        """A call that waits until the device has done all that it was given before this one."""
+        return self._recorder.mark()
 
     def catch_up(self) -> None:
         """Waits for the device, and brings the host's account of every slot to the present."""
         while self._replays:
             self._note(self._replays.popleft())
 
-    def _note_landed(self) -> None:
+    def note_landed(self) -> None:
         """Takes in the results that have been read already, and the one whose buffers the next step needs."""
         while self._replays and (self._replays[0].landed or len(self._replays) == HOST_BUFFERS):
             self._note(self._replays.popleft())
 
     def _note(self, replay: Replay) -> None:
-        for row, outcome in zip(replay.step.rows, replay.outcomes, strict=True):
-            if outcome.tokens:
+        for row, slot, outcome in zip(replay.step.rows, replay.slots, replay.outcomes, strict=True):
+            if outcome.tokens and self._slots.at[row.slot] is slot:  # else another job has it by now
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
-                by = _DRAFTERS[outcome.drafted_by]
-                self._slots.at[row.slot].proposal = Proposal(outcome.drafts, by=by)
+                slot.proposal = Proposal(outcome.drafts, by=_DRAFTERS[outcome.drafted_by])
 
     def _holds(self, step: Step) -> bool:
         """Whether the shape that the step names is recorded here, and holds its rows and their contexts."""
@@ -329,15 +352,22 @@ class CapturedSteps:
         recorded = None if shape is None else self._recorded.get(shape)
         if shape is None or recorded is None or shape.rows < len(step.rows):
             return False
-        scored = any(at[row.slot].sampling.logprobs is not None for row in step.rows)
-        if self._settling(step) not in recorded.settle or (scored and recorded.score is None):
+        if self.settling(step) not in recorded.settle or (recorded.score is None and self.scores(step)):
             return False
         return shape.longest >= PAGE_TOKENS * max(at[row.slot].pages + len(row.new_pages) for row in step.rows)
 
-    def _settling(self, step: Step) -> tuple[SamplingKind, bool]:
+    def settling(self, step: Step) -> tuple[SamplingKind, bool]:
         """What the step's rows need at most, and whether the logits of any are adjusted."""
         kind = max(self._way(row.slot).kind for row in step.rows)
         return kind, any(self._is_adjusted(row.slot) for row in step.rows)
+
+    def scores(self, step: Step) -> bool:
+        """Whether log probabilities of any row's tokens are asked for."""
+        return any(self._slots.at[row.slot].sampling.logprobs is not None for row in step.rows)
+
+    def refuses(self, number: int) -> str | None:
+        """Why the device cannot choose a slot's tokens as its job asks for, in a few words; None where it can."""
+        return self._way(number).refusal
 
     def _is_adjusted(self, number: int) -> bool:
         # The slot may be further than its account here, never less far.
@@ -393,8 +423,8 @@ class CapturedSteps:
         """Tells the device what a slot asks of its logits, and counts the tokens that it has."""
         slot, wishes = self._slots.at[number], self._shared.wishes
         ids, numbers = _wishes(slot)
-        wishes.tokens[number].copy_(wishes.tokens.new_tensor(ids, device="cpu"), non_blocking=True)
-        wishes.numbers[number].copy_(wishes.numbers.new_tensor(numbers, device="cpu"), non_blocking=True)
+        wishes.tokens[number] = staged(ids, wishes.tokens.device, torch.int32)
+        wishes.numbers[number] = staged(torch.tensor(numbers), wishes.numbers.device, torch.float32)
         if self._way(number).penalties:
             tokens, counts = self._slots.tokens[number], wishes.counts[number]
             counts.zero_()

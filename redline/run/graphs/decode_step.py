@@ -19,7 +19,7 @@ from redline.kernels.by_chip import best
 from redline.kernels.hopper.step.adjust import SlotWishes, adjust, count_tokens
 from redline.kernels.hopper.step.keep_drafts import NextRows, keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
-from redline.kernels.hopper.step.settle_rows import settle_rows
+from redline.kernels.hopper.step.settle_rows import settle_rows, shares_of
 from redline.kernels.hopper.step.step_rows import (
     BEFORE,
     COLUMNS,
@@ -64,14 +64,25 @@ class SharedState:
     wishes    what each slot asks of its logits
     masks     int32 [positions of a step, at most, ceil(V / 32)]: allowed tokens, for rows that are MASKED
     scores    float64 [positions of a step, at most, TOP_LOGPROBS.stop]: where log probabilities are asked for
+    shares    int64 [MOST_DRAFTS]: of synthetic acceptance, as `settle_rows` reads them
 
     The last slot and the last page are nobody's: what is not to be kept goes there.
     """
 
     def __init__(
-        self, model: K2, slots: Slots, kv: KvPool, drafter: Eagle3 | None = None, *, suffix: bool = False
+        self,
+        model: K2,
+        slots: Slots,
+        kv: KvPool,
+        drafter: Eagle3 | None = None,
+        *,
+        suffix: bool = False,
+        rates: Sequence[float] = (),
     ) -> None:
-        """drafter: prepared for the model. suffix: whether drafts may come of the text's own past too."""
+        """drafter: prepared for the model. suffix: whether drafts may come of the text's own past too.
+
+        rates: of synthetic acceptance (`tune.synthetic.rates_of`); none: drafts are compared with the target's tokens.
+        """
         self.model = model
         self.slots = slots
         self.kv = kv
@@ -88,6 +99,7 @@ class SharedState:
         self.wishes = SlotWishes.empty(count, vocabulary, model.device)
         self.masks = torch.full((positions, -(-vocabulary // 32)), -1, dtype=torch.int32, device=model.device)
         self.scores = torch.zeros(positions, TOP_LOGPROBS.stop, dtype=torch.float64, device=model.device)
+        self.shares = torch.tensor(shares_of(rates), device=model.device)
         self.standing = SlotTensors(
             *(slots.tokens, slots.tables),
             lengths=zeros(count),
@@ -170,7 +182,7 @@ class DecodeStep:
         if kind != SamplingKind.LIKELIEST:
             token_T = self._drawn(logits_TV, token_T, narrowed=kind == SamplingKind.NARROWED)
             finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
-        settle_rows(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results)
+        settle_rows(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results, shared.shares)
         if adjusted:
             count_tokens(self._plan_BC, shared.results, shared.wishes.counts)
         if shared.suffix:

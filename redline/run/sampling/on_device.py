@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.sample import sample
+from redline.ops.draws import uniforms
 from redline.ops.sample import AT_ONCE
 from redline.run.sampling.on_host import likeliest
 from redline.wire.step import TokenLogprobs
@@ -22,7 +23,7 @@ class Odds(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     top_k: Tensor  # 0: all
-    seed: Tensor  # 64 bits, as `signed` gives them
+    seed: Tensor  # 64 bits, as `ops.draws.signed` gives them
     position: Tensor
 
 
@@ -62,26 +63,3 @@ def logprobs_of_row(row: Sequence[float], token: int, count: int) -> TokenLogpro
     """What a row of `score_rows` says of its token and of the `count` best ones, MOST_TOP at most."""
     top = zip(map(int, row[TOP_TOKENS][:count]), row[TOP_LOGPROBS][:count], strict=True)
     return TokenLogprobs(token=token, logprob=row[LOGPROB], rank=int(row[RANK]), top=tuple(top))
-
-
-def uniforms(seed_T: Tensor, position_T: Tensor) -> Tensor:
-    """`on_host.uniform` of each pair, float64 [T]. seed_T: as `signed` gives them, int64."""
-    bits_T = _mix(seed_T ^ _mix(position_T))
-    return _shifted(bits_T, 11).double() * 2.0**-53
-
-
-def signed(bits: int) -> int:
-    """The int64 that has the lowest 64 bits of this number."""
-    return (bits + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = x + signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * signed(0x94D049BB133111EB)
-    return x ^ _shifted(x, 31)
-
-
-def _shifted(x: Tensor, count: int) -> Tensor:
-    """Shifted to the right with zeros from the left, although int64 has a sign."""
-    return (x >> count) & ((1 << (64 - count)) - 1)

@@ -42,7 +42,7 @@ def record(**changes: Any) -> DepthRecord:
 
 def test_the_page_is_what_the_committed_results_make():
     files = sorted((ROOT / "benchmarks" / "results").glob("decode-*.json"))
-    records = [one for path in files for one in read(path)]
+    records = [one for path in files for one in read(path, DepthRecord)]
     assert (ROOT / "docs" / "speed.md").read_text() == speed_page.page(records), (
         "python -m redline.bench.runs.speed_page"
     )

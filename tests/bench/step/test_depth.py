@@ -187,8 +187,8 @@ def test_a_record_says_what_was_measured_and_where(tmp_path: Path):
     path = tmp_path / "results" / "decode-h200.json"
     append(path, record)
     append(path, msgspec.structs.replace(record, rows=8))
-    assert [one.rows for one in read(path)] == [4, 8]
-    assert read(path)[0] == record
+    assert [one.rows for one in read(path, DepthRecord)] == [4, 8]
+    assert read(path, DepthRecord)[0] == record
 
 
 def test_two_runs_that_add_to_one_file_lose_nothing(tmp_path: Path):
@@ -200,7 +200,7 @@ def test_two_runs_that_add_to_one_file_lose_nothing(tmp_path: Path):
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(add, range(24)))
-    assert sorted(one.rows for one in read(path)) == list(range(24))
+    assert sorted(one.rows for one in read(path, DepthRecord)) == list(range(24))
 
 
 @pytest.mark.parametrize(
@@ -217,4 +217,4 @@ def test_a_file_of_something_else_is_not_added_to(tmp_path: Path):
     path = tmp_path / "decode.json"
     path.write_text('{"folder": "kimi-nano"}')
     with pytest.raises(ConfigError, match="expected a list of measured steps"):
-        read(path)
+        read(path, DepthRecord)

@@ -14,7 +14,7 @@ from redline.kernels.emulator.emulator import emulation
 from redline.kernels.hopper.step.adjust import adjust
 from redline.kernels.hopper.step.keep_drafts import keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
-from redline.kernels.hopper.step.settle_rows import settle_rows
+from redline.kernels.hopper.step.settle_rows import settle_rows, shares_of
 from redline.kernels.hopper.step.step_rows import (
     ASKED,
     BY_SUFFIX,
@@ -131,8 +131,9 @@ def test_a_step_begins_and_ends_as_its_reference(kernel: Kernel[Any, Any, Any], 
         check(kernel, case.make(generator()))
 
 
-def test_steps_that_follow_one_another_leave_what_the_references_leave():
-    g = generator()
+@pytest.mark.parametrize("rates", [(), (0.9, 0.5, 0.25)])
+def test_steps_that_follow_one_another_leave_what_the_references_leave(rates: tuple[float, ...]):
+    g, shares = generator(), torch.tensor(shares_of(rates))
     slots, results = random_slots(g, 9, 8), torch.zeros(64, RESULT_COLUMNS, dtype=torch.int64)
     their_slots, their_results = copy.deepcopy(slots), results.clone()
     frequencies = torch.ones(32)
@@ -144,8 +145,9 @@ def test_steps_that_follow_one_another_leave_what_the_references_leave():
         drafts = mine.ids_T.view(8, 4)[:, 1:]
         tokens = torch.cat([torch.where(hit, drafts, 5), torch.full((8, 1), 6)], 1).flatten()
         finite = torch.rand(32, generator=g) < 0.9
-        emulated(settle_rows, tokens, finite, mine.ids_T, plan, slots, results)
-        settle_rows.op.reference(settle_rows.op.args(tokens, finite, mine.ids_T, plan, their_slots, their_results))
+        given = tokens, finite, mine.ids_T, plan
+        emulated(settle_rows, *given, slots, results, shares)
+        settle_rows.op.reference(settle_rows.op.args(*given, their_slots, their_results, shares))
         same((slots, results), (their_slots, their_results))
 
 

@@ -28,6 +28,7 @@ from redline.kernels.kernel import fallbacks
 from redline.model.eagle3.hopper import GpuServed
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.eagle3.serve import Served
+from redline.ops.draws import signed, uniforms
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.run.graphs import decode_step
@@ -36,7 +37,7 @@ from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.runner import Runner
-from redline.run.sampling.on_device import Odds, sample_rows, signed, uniforms
+from redline.run.sampling.on_device import Odds, sample_rows
 from redline.run.sampling.on_host import sample_each, uniform
 from redline.run.slots import Slot, Slots
 from redline.wire.channel import MemoryChannel
@@ -214,7 +215,7 @@ def test_shapes_that_the_start_has_left_are_recorded_while_nothing_runs(
         thread.join(10)
     assert tuple(token for delta in told for token in delta.tokens) == alone(asked).tokens
     assert core.planner._recorded._shapes == late
-    assert core.runner.led == {"prompt": 1}
+    assert not core.runner.led
 
 
 def test_an_engine_beside_its_caller_records_what_is_left_where_it_is_told_to(
@@ -335,8 +336,8 @@ def test_one_answer_is_replayed_behind_its_prompt(captured: Open, kind: str):
     asked = job("asked", prompt(seed=1, length=70), max_tokens=150, logprobs=None, **KINDS[kind])
     engine = captured()
     assert answers_of(engine, [asked])["asked"] == alone(asked)
-    assert engine.runner.replays == 149
-    assert engine.runner.led == {"prompt": 1}
+    assert (engine.runner.replays, engine.runner.chunks) == (149, 1)
+    assert not engine.runner.led
 
 
 def test_a_recording_that_fails_ends_the_start_and_is_not_waited_for(captured: Open, monkeypatch: pytest.MonkeyPatch):
@@ -558,7 +559,7 @@ def test_a_row_that_draws_without_a_seed_stays_in_the_recorded_round(captured: O
     asked = job("asked", prompt(seed=1, length=70), max_tokens=40, logprobs=None, temperature=1.0, seed=3)
     engine = captured(speculation=msgspec.structs.replace(LEARNED, tokens=2))
     assert answers_of(engine, [asked])["asked"].tokens == alone(asked).tokens
-    assert set(engine.runner.led) <= {"prompt"}
+    assert not engine.runner.led
     assert engine.runner.replays > 10
 
 

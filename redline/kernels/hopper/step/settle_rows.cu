@@ -1,6 +1,6 @@
 // Which drafts of each row hold, and the tokens that come of it (settle_rows.py): a thread to a row.
 //
-// Macros: as in step_rows.cu, and MOST_POSITIONS of a row.
+// Macros: as in step_rows.cu, MOST_POSITIONS of a row, FACT_SEED of a slot, and VERDICT, a stream of random numbers.
 #include "core.cuh"
 
 struct SettleRowsLaunch {
@@ -12,9 +12,23 @@ struct SettleRowsLaunch {
     i64* lengths;       // [slots]
     i64* drafted;       // [slots]
     i64* by;            // [slots]
+    const i64* facts;   // [slots, FACTS]
+    const i64* shares;  // [MOST_DRAFTS]
     i64* results;       // [B or more, RESULT_COLUMNS]
     u32 count, positions, reach;
 };
+
+// Two rounds of splitmix64 over (seed, position), in a stream of their own: ops/draws.py.
+FN u64 mix(u64 x) {
+    x += 0x9E3779B97F4A7C15ull;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9ull;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBull;
+    return x ^ x >> 31;
+}
+FN i64 drawn(i64 seed, i64 position) {
+    u64 of_stream = mix((u64)seed ^ mix(~(u64)VERDICT));
+    return (i64)(mix(of_stream ^ mix((u64)position)) >> 11);
+}
 
 KERNEL(settle_rows, SettleRowsLaunch) {
     let_next_grid_start();
@@ -25,7 +39,7 @@ KERNEL(settle_rows, SettleRowsLaunch) {
     i64* result = a.results + row * RESULT_COLUMNS;
     i64 slot = load_global_i64(plan + PLAN_SLOT);
     i64 before = load_global_i64(result + RESULT_BEFORE), ran = load_global_i64(result + RESULT_RAN);
-    i64 token[MOST_POSITIONS], draft[MOST_POSITIONS];
+    i64 token[MOST_POSITIONS], draft[MOST_POSITIONS], share[MOST_POSITIONS];
     bool finite[MOST_POSITIONS];
 #pragma unroll
     for (u32 k = 0; k < MOST_POSITIONS; k++)
@@ -33,14 +47,22 @@ KERNEL(settle_rows, SettleRowsLaunch) {
             token[k] = load_global_i64(chosen + k);
             finite[k] = load_global_u8(a.finite + row * a.positions + k);
             draft[k] = k ? load_global_i64(ids + k) : 0;
+            share[k] = k ? load_global_i64(a.shares + k - 1) : 0;
         }
+    bool synthetic = load_global_i64(a.shares) >= 0;
+    i64 draw = synthetic ? drawn(load_global_i64(a.facts + slot * FACTS + FACT_SEED), before) : 0;
     i64 held = 0;
 #pragma unroll
     for (u32 k = 0; k < MOST_POSITIONS; k++)
         if (k < a.positions) {
             // Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
-            bool holds = held == k && k < ran && finite[k] && (k == 0 || token[k - 1] == draft[k]);
+            bool right = k == 0 || (synthetic ? draw < share[k] : token[k - 1] == draft[k]);
+            bool holds = held == k && k < ran && finite[k] && right;
             if (holds) {
+                if (k && synthetic) {  // a draft that holds is the token, whatever was drawn there
+                    store_global_i64(a.tokens + slot * a.reach + before + k - 1, draft[k]);
+                    store_global_i64(result + RESULT_TOKENS + k - 1, draft[k]);
+                }
                 store_global_i64(a.tokens + slot * a.reach + before + k, token[k]);
                 held++;
             }

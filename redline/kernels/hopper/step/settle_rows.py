@@ -1,12 +1,14 @@
 """A decode step's end: which drafts hold, and the tokens that are certain, into their slots and into the results.
 
 Each position's token was drawn as without drafts, and a draft holds while it equals the draw (run/drafting/verify.py).
+Under synthetic acceptance, which is for benchmarks, a draw from (seed, position) alone says how many drafts hold.
 
-B rows of a step, K positions of each, T = B K.
+B rows of a step, K positions of each, T = B K, D = MOST_DRAFTS.
 """
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,10 +24,12 @@ from redline.kernels.hopper.step.step_rows import (
     DRAFTED,
     DRAFTED_BY,
     LIMIT,
+    MOST_DRAFTS,
     MOST_ROWS,
     NEW,
     RAN,
     RESULT_COLUMNS,
+    SEED,
     SLOT,
     TOKENS,
     SlotTensors,
@@ -33,6 +37,7 @@ from redline.kernels.hopper.step.step_rows import (
     random_slots,
 )
 from redline.kernels.kernel import Kernel
+from redline.ops.draws import VERDICT, uniforms_of
 from redline.ops.op import Case, Cost, Op
 
 
@@ -43,10 +48,23 @@ class SettleRowsArgs(NamedTuple):
     finite_T: Tensor  # bool [T]: whether its logits are finite
     ids_T: Tensor  # int64 [T]: what ran at each position
     plan_BC: Tensor  # int64 [B, C]: as `step_rows` had it
-    # Tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified, and by the
-    # drafter's, who makes the next ones unless a match does.
+    # Tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified, and by the drafter's,
+    # who makes the next ones unless a match does.
     slots: SlotTensors
     results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read; NEW, DRAFTED* and TOKENS are written
+    # int64 [D], of 2^53: in how large a share of rounds the first 1, 2 ... drafts all hold, whatever was drawn there
+    # (`shares_of`); NO_SHARES: they hold while they equal what was drawn.
+    shares_D: Tensor
+
+
+NO_SHARES = (-1,) * MOST_DRAFTS
+
+
+def shares_of(rates: Sequence[float]) -> tuple[int, ...]:
+    """What `shares_D` holds for these rates, from 0 to 1; for none, NO_SHARES. Drafts beyond the rates never hold."""
+    if not rates:
+        return NO_SHARES
+    return *(math.ceil(rate * 2**53) for rate in rates[:MOST_DRAFTS]), *(0,) * (MOST_DRAFTS - len(rates))
 
 
 def reference(args: SettleRowsArgs) -> None:
@@ -59,7 +77,13 @@ def reference(args: SettleRowsArgs) -> None:
     # Drafts may go where no answer would have gone: where the numbers end, so do the drafts.
     holds_BK = finite_BK & (of_row_K < results[:, RAN, None])
     if positions > 1:
-        holds_BK[:, 1:] &= token_BK[:, :-1] == args.ids_T.view(rows, -1)[:, 1:]
+        draft_BD, synthetic = args.ids_T.view(rows, -1)[:, 1:], args.shares_D[0] >= 0
+        draw_B1 = uniforms_of(slots.facts[slot_B, SEED], VERDICT, length_B)[:, None] * 2.0**53
+        right_BD = torch.where(synthetic, draw_B1 < args.shares_D[: positions - 1], token_BK[:, :-1] == draft_BD)
+        holds_BK[:, 1:] &= right_BD
+        # A draft that holds is the token, whatever was drawn there.
+        held_BD = synthetic & (holds_BK.long().cumprod(1)[:, 1:] > 0)
+        token_BK = torch.cat([torch.where(held_BD, draft_BD, token_BK[:, :-1]), token_BK[:, -1:]], 1)
     prefix_BK = holds_BK.long().cumprod(1)
     new_B = prefix_BK.sum(1)
     into_BK = slots.or_nobody(prefix_BK > 0, slot_B[:, None])
@@ -78,7 +102,8 @@ _Launch = launch_record("step/settle_rows.cu", "SettleRowsLaunch")
 
 @functools.cache
 def _kernel() -> CudaKernel:
-    return CudaKernel("step/settle_rows.cu", "settle_rows", _Launch, DEFINES, shared=0, threads=MOST_ROWS)
+    defines = {**DEFINES, "FACT_SEED": SEED, "VERDICT": VERDICT}
+    return CudaKernel("step/settle_rows.cu", "settle_rows", _Launch, defines, shared=0, threads=MOST_ROWS)
 
 
 def cuda(args: SettleRowsArgs) -> None:
@@ -94,7 +119,9 @@ def cuda(args: SettleRowsArgs) -> None:
         lengths=slots.lengths,
         drafted=slots.drafted,
         by=slots.by,
+        facts=slots.facts,
         results=args.results,
+        shares=args.shares_D,
         count=count,
         positions=args.token_T.shape[0] // max(count, 1),
         reach=slots.tokens.shape[1],
@@ -108,9 +135,9 @@ def cost(args: SettleRowsArgs) -> Cost:
 
 
 def cases() -> Iterator[Case]:
-    """Up to 64 rows of up to 8 positions, drafts that hold and that do not, and rows that fill the shape."""
+    """Up to 64 rows of up to 8 positions, drafts that hold and not, rows that fill the shape, drawn verdicts."""
 
-    def make(rows: int, real: int, positions: int):
+    def make(rows: int, real: int, positions: int, rates: Sequence[float] = ()):
         def inputs(g: torch.Generator) -> SettleRowsArgs:
             slots = random_slots(g, real + 3, 4)
             plan = random_plan(g, slots, rows, real, positions)
@@ -123,7 +150,8 @@ def cases() -> Iterator[Case]:
             ids = torch.randint(1000, (rows, positions), generator=g)
             token = torch.cat([ids[:, 1:] + wrong.long(), torch.randint(1000, (rows, 1), generator=g)], 1).flatten()
             finite = torch.rand(rows * positions, generator=g) < 0.95
-            return SettleRowsArgs(token, finite, ids.flatten(), plan, slots, results)
+            shares = torch.tensor(shares_of(rates))
+            return SettleRowsArgs(token, finite, ids.flatten(), plan, slots, results, shares)
 
         return inputs
 
@@ -131,6 +159,7 @@ def cases() -> Iterator[Case]:
     yield Case("B=4 K=3, one to fill the shape", make(4, 3, 3))
     yield Case("B=8 K=5", make(8, 8, 5))
     yield Case("B=64 K=8", make(64, 40, 8))
+    yield Case("B=64 K=8, drawn verdicts", make(64, 40, 8, rates=(1.0, 0.9, 0.7, 0.5, 0.4, 0.3, 0.2)))
 
 
 settle_rows = Kernel(

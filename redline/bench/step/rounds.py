@@ -1,0 +1,344 @@
+"""Milliseconds of a round of speculation at a model's true depth: 1 + k tokens of each row verified, k more drafted.
+
+The engine's own pieces (`run.graphs.decode_step`), recorded as they serve, over random weights, pages of random rows
+and forced routing; acceptance is synthetic. Rounds go on from what they accept, as in serving, and steps without drafts
+run between them, so that both meet the same moments of the machine.
+
+B rows, T = B (1 + k) tokens of a round.
+"""
+
+import functools
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.bench.step.depth import WARM_UP, Depth, Mark
+from redline.bench.step.depth_gpu import ForcedK2
+from redline.bench.step.routing import distinct, draw
+from redline.bench.step.trace import ON_DEVICE, idle_share, intervals, joined, traced
+from redline.kernels.hopper.step.step_rows import (
+    ASKED,
+    BY_DRAFTER,
+    CELLS,
+    KEEP,
+    LENGTH,
+    LIMIT,
+    NEW,
+    PAGES,
+    PROPOSE,
+    RAN,
+    SEED,
+    SLOT,
+    TOKENS,
+)
+from redline.model.eagle3.config import Eagle3Config
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.cpu import K2
+from redline.ops.op import Cost, Machine
+from redline.run.fit import Layout
+from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
+from redline.run.graphs.graph import Recorder
+from redline.run.graphs.shapes import CONTEXTS
+from redline.run.kv import KvPool
+from redline.run.slots import Slots
+from redline.tune.synthetic import length_of
+from redline.wire.job import PAGE_TOKENS
+from redline.wire.step import Shape
+
+TRACED = 8  # rounds of a trace, back to back
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundCase:
+    """What one round is.
+
+    depth      of its forward, whose tokens are 1 + k
+    rates      of synthetic acceptance, k of them
+    head_bits  of the drafter's head: 16, or 8
+    """
+
+    depth: Depth
+    drafter: Eagle3Config
+    rates: tuple[float, ...]
+    head_bits: int = 16
+
+    @property
+    def k(self) -> int:
+        """Drafts of a row."""
+        return self.depth.tokens - 1
+
+    @property
+    def accept(self) -> float:
+        """Tokens of a row's round, the mean."""
+        return length_of(self.rates)
+
+    def reach(self, repeats: int) -> int:
+        """Tokens that a row may have come to when `repeats` rounds have been timed, and all beside them."""
+        return self.depth.context + 2 + self.depth.tokens * (WARM_UP + repeats + TRACED + 1)
+
+    def draft_cost(self, passes: int) -> Cost:
+        """Bytes and operations of the drafter's pass over the round's tokens, and of `passes` - 1 further ones.
+
+        Each reads every weight once, but for those that fuse the target's states, which the first alone reads; and each
+        row's context.
+        """
+        c, rows, tokens = self.drafter, self.depth.rows, self.depth.rows * self.depth.tokens
+        fuse = c.hidden_size * c.fused_width
+        context = rows * self.depth.context
+        pages = context * c.kv_bytes_per_token(self.depth.kv_dtype)
+        scores = 2 * context * c.num_attention_heads * (c.kv_width + c.kv_lora_rank)
+        weights, head = drafter_weights(c) - fuse, head_rows(c)
+        rounded = head * (c.hidden_size - 4) if self.head_bits == 8 else 0  # bytes less: a byte a number, a scale a row
+        further = Cost(2 * weights - rounded + pages, 2 * rows * weights + scores)
+        whole = Cost(2 * fuse, 2 * tokens * fuse)  # of the tokens that only leave a row, the projections are left out
+        for _ in range(passes):
+            whole += further
+        return whole
+
+
+def drafter_weights(config: Eagle3Config) -> int:
+    """Numbers in the matrices of a drafter with latent attention, its own head among them."""
+    c, d = config, config.hidden_size
+    heads, rank, nope, value = c.num_attention_heads, c.kv_lora_rank, c.qk_nope_head_dim, c.v_head_dim
+    attention = 2 * d * (c.q_lora_rank + c.kv_width) + heads * (
+        c.q_lora_rank * c.query_width + rank * (nope + value) + value * d
+    )
+    return d * c.fused_width + attention + 3 * d * c.intermediate_size + d * head_rows(c)
+
+
+def head_rows(config: Eagle3Config) -> int:
+    """Tokens that a drafter knows."""
+    return config.draft_vocab_size or config.vocab_size
+
+
+def random_drafter(model: K2, config: Eagle3Config, head_bits: int = 16, seed: int = 0) -> Eagle3:
+    """A drafter of these sizes for the model, prepared, of random weights that are made where they stay.
+
+    head_bits: as `Eagle3.prepare` takes it.
+    """
+    generator = torch.Generator(model.device).manual_seed(seed)
+
+    def made(like: Tensor) -> Tensor:
+        weight = torch.empty(like.shape, dtype=torch.bfloat16, device=model.device)
+        if like.dim() == 1:  # a norm
+            return weight.uniform_(0.5, 1.5, generator=generator)
+        return weight.normal_(0, like.shape[-1] ** -0.5, generator=generator)
+
+    with torch.device("meta"):
+        drafter = Eagle3(config)
+    drafter.load_state_dict({name: made(like) for name, like in drafter.state_dict().items()}, assign=True)
+    drafter.prepare(model, head_bits)
+    return drafter.to("meta")  # what serves has been laid out
+
+
+class RoundTiming(NamedTuple):
+    """A measured round, in milliseconds: medians, and p10 and p90 of the whole.
+
+    experts: distinct ones of all layers together, the mean over rounds; on a CPU, where the model routes, as many as
+    independent routing chooses. tokens: of a row's round, as accepted. host_ms: in which a round's work was enqueued.
+    trace: None on a CPU.
+    """
+
+    ms: float
+    p10_ms: float
+    p90_ms: float
+    verify_ms: float
+    draft_ms: float
+    baseline_ms: float
+    host_ms: float
+    experts: float
+    tokens: float
+    trace: dict[str, Any] | None
+
+    @property
+    def idle_share(self) -> float | None:
+        """The share of the traced time in which the device did nothing; None on a CPU."""
+        return None if self.trace is None else idle_share(joined(intervals(self.trace, ON_DEVICE, "cat")))
+
+
+def floors(case: RoundCase, experts: float, machine: Machine) -> tuple[float, float]:
+    """The least milliseconds of (verifying, drafting). experts: distinct ones of all layers together."""
+    first = case.draft_cost(1)
+    further = case.draft_cost(2).seconds(machine) - first.seconds(machine)
+    return 1e3 * case.depth.cost(experts).seconds(machine), 1e3 * (first.seconds(machine) + (case.k - 1) * further)
+
+
+def measure_round(model: K2, drafter: Eagle3, case: RoundCase, repeats: int, seed: int = 0) -> RoundTiming:
+    """Times `repeats` rounds and as many steps without drafts, in turns, with fresh experts each time.
+
+    model: a ForcedK2 where experts are forced. drafter: prepared for it. Raises AssertionError where a row did not
+    verify as many drafts as the case says, or drafts did not hold as often.
+    """
+    depth, device = case.depth, model.device
+    with torch.inference_mode():
+        kv, tables = _pages(model, drafter, case, repeats)
+        recorder = Recorder(device)
+        plain, rounds = (_Rows(model, kv, case, tables, repeats, recorder, of) for of in (None, drafter))
+        reroute = _Reroute(model, depth, seed)
+        spans: dict[_Rows, list[tuple[float, list[Mark]]]] = {plain: [], rounds: []}
+        for number in range(WARM_UP + repeats):
+            for one in (plain, rounds) if number % 2 else (rounds, plain):
+                reroute(one.tokens)
+                began = time.perf_counter()
+                marks = one.run()
+                spans[one].append((1e3 * (time.perf_counter() - began), marks))
+                if one is rounds:
+                    one.note()
+                    reroute.count(one.tokens)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        trace = traced(lambda: [rounds.run() for _ in range(TRACED)]) if device.type == "cuda" else None
+        timed = spans[rounds][WARM_UP:]
+        whole = sorted(marks[0].until(marks[-1]) for _, marks in timed)
+        return RoundTiming(
+            ms=statistics.median(whole),
+            p10_ms=whole[len(whole) // 10],
+            p90_ms=whole[len(whole) * 9 // 10],
+            verify_ms=statistics.median(marks[0].until(marks[1]) for _, marks in timed),
+            draft_ms=statistics.median(marks[1].until(marks[-1]) for _, marks in timed),
+            baseline_ms=statistics.median(marks[0].until(marks[-1]) for _, marks in spans[plain][WARM_UP:]),
+            host_ms=statistics.median(host for host, _ in timed),
+            experts=reroute.experts(rounds.tokens, WARM_UP + repeats),
+            tokens=rounds.accepted(case.rates),
+            trace=trace,
+        )
+
+
+def _pages(model: K2, drafter: Eagle3, case: RoundCase, repeats: int) -> tuple[KvPool, Tensor]:
+    """Pages of random rows, and each row's int32 [B, pages]."""
+    depth, config = case.depth, model.config
+    each = -(-case.reach(repeats) // PAGE_TOKENS)
+    of_draft = PAGE_TOKENS * drafter.config.kv_bytes_per_token(depth.kv_dtype)
+    page_bytes = PAGE_TOKENS * config.kv_bytes_per_token(depth.kv_dtype) + of_draft
+    kv = KvPool(
+        model, Layout(depth.rows * each, _longest(case, repeats), depth.kv_dtype, page_bytes, of_draft), drafter
+    )
+    for plane in (*kv.planes, kv.draft, kv.tails):
+        plane.copy_(torch.randn(plane.shape, device=model.device))
+    return kv, torch.randperm(kv.pages, device=model.device).to(torch.int32).view(depth.rows, each)
+
+
+def _longest(case: RoundCase, repeats: int) -> int:
+    """The context of the recorded shape that serves such rows."""
+    reach = case.reach(repeats)
+    return next((context for context in sorted(CONTEXTS) if context >= reach), -(-reach // PAGE_TOKENS) * PAGE_TOKENS)
+
+
+class _Rows:
+    """Greedy rows that decode on and on, with a drafter or without: `run` enqueues one round."""
+
+    def __init__(
+        self,
+        model: K2,
+        kv: KvPool,
+        case: RoundCase,
+        tables: Tensor,
+        repeats: int,
+        recorder: Recorder,
+        drafter: Eagle3 | None,
+    ) -> None:
+        depth, self._rows = case.depth, case.depth.rows
+        self._k = case.k if drafter is not None else 0
+        longest = _longest(case, repeats)
+        slots = Slots(self._rows, longest, model.config.vocab_size, model.device)
+        slots.tokens.random_(model.config.vocab_size)
+        slots.tables[: self._rows, : tables.shape[1]] = tables
+        self._shared = SharedState(model, slots, kv, drafter, rates=case.rates if drafter is not None else ())
+        self._plan = recorder.host_tensor(self._shared.plan[: self._rows])
+        self._plan[:, SLOT], self._plan[:, ASKED], self._plan[:, LENGTH] = torch.arange(self._rows), 1 + self._k, KEEP
+        self._plan[:, CELLS], self._plan[:, PAGES] = self._shared.nobody * slots.tables.shape[1], kv.pages
+        self._plan[:, PROPOSE] = self._k or -1
+        self._results = recorder.host_tensor(self._shared.results[: self._rows])
+        self._noted = torch.zeros(TOKENS, dtype=torch.int64, device=model.device)  # the results' columns, summed
+        self._runs = 0
+        shape = Shape(rows=self._rows, positions=1 + self._k, longest=longest)
+        self._step = step = DecodeStep(self._shared, shape)
+        pieces = [step.forward, functools.partial(step.settle, SamplingKind.LIKELIEST)]
+        self._begin(depth.context + 1, longest)
+        self._shared.plan[: self._rows] = self._plan.to(model.device)
+        self._pieces = recorder.record(*pieces, *([step.draft_all] if drafter is not None else []))
+        step.forget()
+        self._begin(depth.context + 1, longest)
+
+    @property
+    def tokens(self) -> int:
+        """Positions of each row's round."""
+        return 1 + self._k
+
+    def _begin(self, length: int, limit: int) -> None:
+        """Where a row stands that has all its drafts. Its facts say that it is greedy: a temperature of 0."""
+        at, rows = self._shared.standing, self._rows
+        at.lengths[:rows], at.drafted[:rows], at.by[:rows] = length, self._k, BY_DRAFTER
+        at.facts[:rows] = 0
+        at.facts[:rows, LIMIT], at.facts[:rows, SEED] = limit, 1 + torch.arange(rows, device=at.facts.device)
+        at.drafts.random_(self._shared.model.config.vocab_size)
+
+    def run(self) -> list[Mark]:
+        """Enqueues a round: the plan from the host, the pieces, the results to the host.
+
+        Returns the moments before it, behind the tokens that are certain, and behind it.
+        """
+        shared, device = self._shared, self._noted.device
+        marks = [Mark(device)]
+        shared.plan[: self._rows].copy_(self._plan, non_blocking=True)
+        forward, settle, *draft = self._pieces
+        forward()
+        settle()
+        marks.append(Mark(device))
+        for piece in draft:
+            piece()
+        self._results.copy_(shared.results[: self._rows], non_blocking=True)
+        marks.append(Mark(device))
+        return marks
+
+    def note(self) -> None:
+        """Adds what came of the last round to what `accepted` tells."""
+        self._noted += self._shared.results[: self._rows, :TOKENS].sum(0)
+        self._runs += 1
+
+    def accepted(self, rates: tuple[float, ...]) -> float:
+        """Tokens of a row's round, the mean over those noted. AssertionError where they are not by these rates."""
+        count = self._runs * self._rows
+        ran, new = (int(self._noted[column]) / count for column in (RAN, NEW))
+        asked = length_of(rates)
+        assert ran == self.tokens, f"rows verified {ran:g} positions of {self.tokens}"
+        squares = sum((2 * place + 1) * rate for place, rate in enumerate(rates))  # of the drafts that hold, the mean
+        spread = math.sqrt(max(0.0, squares - (asked - 1) ** 2) / count)
+        assert abs(new - asked) <= 5 * spread + 1e-9, f"{new:g} tokens of a round, and {asked:g} were asked for"
+        return new
+
+
+class _Reroute:
+    """Draws a step's experts anew where they are forced, and counts the distinct ones."""
+
+    def __init__(self, model: K2, depth: Depth, seed: int) -> None:
+        self._model, self._depth = model, depth
+        self._generator = torch.Generator(model.device).manual_seed(seed)
+        moe_layers = depth.config.num_hidden_layers - depth.dense
+        self._chosen = torch.zeros(moe_layers, dtype=torch.int64, device=model.device)
+
+    def __call__(self, tokens: int) -> None:
+        """For a step of so many tokens of each row."""
+        c, depth = self._depth.config, self._depth
+        if isinstance(self._model, ForcedK2) and depth.overlap is not None:
+            sizes = c.num_hidden_layers, depth.rows, tokens, c.n_routed_experts, c.num_experts_per_tok
+            self._model.routing[:, : depth.rows * tokens] = draw(self._generator, *sizes, depth.overlap)
+
+    def count(self, tokens: int) -> None:
+        """Adds the step's experts, layer by layer."""
+        if isinstance(self._model, ForcedK2):
+            routing = self._model.routing[self._depth.dense :, : self._depth.rows * tokens]
+            self._chosen += distinct(routing, self._depth.config.n_routed_experts)
+
+    def experts(self, tokens: int, steps: int) -> float:
+        """Of all layers together, the mean over `steps` that were counted."""
+        if isinstance(self._model, ForcedK2):
+            return int(self._chosen.sum()) / steps
+        c = self._depth.config
+        missed = (1 - c.num_experts_per_tok / c.n_routed_experts) ** (self._depth.rows * tokens)
+        return len(self._chosen) * c.n_routed_experts * (1 - missed)

@@ -1,0 +1,206 @@
+"""`redline bench decode --shape ... --draft-shape ...`: the table of `bench.step.rounds`."""
+
+import gc
+import itertools
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from redline.bench.machine import measure
+from redline.bench.step.depth_cpu import random_k2
+from redline.bench.step.depth_fit import Memory
+from redline.bench.step.depth_gpu import forced_k2
+from redline.bench.step.depth_record import RoundRecord, append, read, round_record
+from redline.bench.step.rounds import RoundCase, RoundTiming, drafter_weights, measure_round, random_drafter
+from redline.bench.step.trace import draw
+from redline.cli.console import say, until_interrupted
+from redline.cli.step_tables import READ_BYTES, DepthConfig, builder, cases, describe
+from redline.disk import check_output
+from redline.errors import ConfigError
+from redline.kernels.cpu import native
+from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS
+from redline.model.eagle3.config import Eagle3Config
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.cpu import K2
+from redline.model.k2.hopper import most_decoded
+from redline.ops.op import Machine
+from redline.progress import Working
+from redline.tune.synthetic import GOLDEN, rates_of, read_acceptance
+from redline.wire.base import Record
+from redline.worker.config import HEAD_BITS
+from redline.worker.engine import free_memory, pick_device
+
+EAGLE3_MLA = "eagle3-mla"
+GOLDEN_NAME = "golden"
+
+
+class RoundsConfig(Record, frozen=True):
+    """What `redline bench decode --draft-shape` is told: a case for each of batch x k x context."""
+
+    step: DepthConfig  # its tokens are 1 + k
+    draft_shape: str
+    k: tuple[int, ...] = (1, 2, 3, 4)  # drafts of a round
+    draft_head_bits: int = 16  # of the drafter's head: 16, or 8
+    accept: str = GOLDEN_NAME  # mean tokens of a round by k; or, of one k, a length or rates (`tune.synthetic`)
+
+
+def bench_rounds(config: RoundsConfig, console: Console) -> int:
+    """Measures rounds of a shape, prints and saves case by case; the exit code: 0, or 130 after Ctrl-C.
+
+    Raises ConfigError.
+    """
+    device = pick_device(None)
+    builder(device)  # which refuses a GPU without kernels
+    measured = round_cases(config, forced=device.type != "cpu")
+    save = None if config.step.save is None else Path(config.step.save)
+    if save is not None:
+        check_output(save)
+        if save.exists():
+            read(save, RoundRecord)  # so that a file of something else is said before minutes of measuring
+    kept = "nothing was saved" if save is None else f"{save} holds the cases that were measured"
+    return until_interrupted(lambda: _bench_rounds(config, measured, device, save, console), console, kept)
+
+
+def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
+    """The cases that a config asks for, context by context. forced: as in `step_tables.cases`.
+
+    Raises ConfigError, before anything is built.
+    """
+    if config.draft_shape != EAGLE3_MLA:
+        raise ConfigError(f"draft-shape is {config.draft_shape!r}; expected {EAGLE3_MLA}")
+    if config.draft_head_bits not in HEAD_BITS:
+        raise ConfigError(f"draft-head-bits is {config.draft_head_bits}; expected 16 or 8")
+    found: list[RoundCase] = []
+    for context, rows, k in itertools.product(config.step.context, config.step.batch, config.k):
+        asked = msgspec.structs.replace(config.step, context=(context,), batch=(rows,), tokens=(1 + k,))
+        (depth,) = cases(asked, forced=forced)
+        if rows > MOST_ROWS or k > MOST_DRAFTS:
+            raise ConfigError(f"{rows} rows with --k {k}: a round has up to {MOST_ROWS} rows and {MOST_DRAFTS} drafts")
+        if forced and rows * depth.tokens > most_decoded(depth.config):
+            raise ConfigError(
+                f"{rows} rows with --k {k} are {rows * depth.tokens} tokens; the GPU's decode kernels, which alone are "
+                f"recorded, take up to {most_decoded(depth.config)} of {depth.shape}"
+            )
+        drafter, rates = Eagle3Config.for_target(depth.config), _rates(config, k)
+        found.append(RoundCase(depth=depth, drafter=drafter, rates=rates, head_bits=config.draft_head_bits))
+    return found
+
+
+def _rates(config: RoundsConfig, k: int) -> tuple[float, ...]:
+    if config.accept == GOLDEN_NAME:
+        if k > len(GOLDEN):
+            raise ConfigError(f"accept is golden, which has lengths for --k 1 to {len(GOLDEN)}; give a length for {k}")
+        return rates_of(GOLDEN[k - 1], k, "accept")
+    if len(config.k) != 1:
+        raise ConfigError(f"accept is {config.accept}, of one --k; {len(config.k)} were given, for which it is golden")
+    return rates_of(read_acceptance(config.accept, "accept"), k, "accept")
+
+
+def _bench_rounds(
+    config: RoundsConfig, measured: Sequence[RoundCase], device: torch.device, save: Path | None, console: Console
+) -> int:
+    repeats, threads = config.step.repeats, torch.get_num_threads()
+    torch.set_num_threads(native.threads())
+    records: list[RoundRecord] = []
+    hosts: list[float] = []
+    try:
+        largest = max(measured, key=lambda case: _memory(case, repeats).whole)
+        memory = _memory(largest, repeats)
+        for line in describe(largest.depth, config.step, memory):
+            say(console, line)
+        if memory.whole > (free := free_memory(device)):
+            raise memory.refusal(free)
+        machine = measure(device, min(largest.depth.config.weight_bytes, READ_BYTES))
+        if device.type == "cpu" and native.library() is not None:
+            torch.set_num_threads(1)
+        try:
+            with Working("building") as working:
+                model, drafter = _models(measured, device, working)
+                for number, case in enumerate(measured):
+                    working.show(number, len(measured), what="rounds")
+                    timing = measure_round(model, drafter, case, repeats)
+                    records.append(round_record(case, timing, machine))
+                    hosts.append(timing.host_ms)
+                    _keep(records[-1], timing, save)
+                    _release(device)
+        except torch.OutOfMemoryError as error:
+            raise memory.refusal(free) from error
+        finally:
+            if records:  # of an interrupted run too
+                _print(records, hosts, machine, console)
+        if save is not None:
+            say(console, f"added to {save}", "dim")
+    finally:
+        torch.set_num_threads(threads)
+    return 0
+
+
+def _memory(case: RoundCase, repeats: int) -> Memory:
+    """The drafter's weights lie there twice while they are laid out."""
+    grows = case.reach(repeats) - case.depth.context - case.depth.tokens
+    return Memory(case.depth, 2 * 2 * drafter_weights(case.drafter), grows)
+
+
+def _models(measured: Sequence[RoundCase], device: torch.device, working: Working) -> tuple[K2, Eagle3]:
+    """The target and the drafter of all cases, which differ in rows, tokens and context alone."""
+    most = max(case.depth.rows * case.depth.tokens for case in measured)
+    first = measured[0]
+
+    def made(done: int, whole: int) -> None:
+        working.show(done / whole, 1.0)
+
+    model = random_k2(first.depth, made) if device.type == "cpu" else forced_k2(first.depth, most, made, device)
+    drafter = random_drafter(model, first.drafter, first.head_bits)
+    _release(device)
+    return model, drafter
+
+
+def _release(device: torch.device) -> None:
+    gc.collect()  # the case before holds its own recordings
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _keep(record: RoundRecord, timing: RoundTiming, save: Path | None) -> None:
+    """Adds the case to the file, and draws its trace beside it."""
+    if save is None:
+        return
+    append(save, record)
+    if timing.trace is not None and find_spec("matplotlib") is not None:
+        what = f"{record.shape} on {record.gpu}: {record.rows} rows, k {record.k}, {record.ms:.2f} ms a round"
+        path = save.with_name(f"{save.stem}-{record.rows}-rows-k{record.k}.png")
+        draw(timing.trace, record.ms, f"{what}, idle {record.idle_share:.1%}", path)
+
+
+def _print(records: Sequence[RoundRecord], hosts: Sequence[float], machine: Machine, console: Console) -> None:
+    """hosts: milliseconds in which each case's round was enqueued."""
+    first = records[0]
+    table = Table(
+        title=f"rounds, {first.shape} on {machine.name}: {first.layers} layers, {first.kv_dtype} pages, "
+        f"routing {first.routing}, drafter's head in {first.draft_head_bits} bits",
+        caption=f"floor: {machine.bytes_per_s / 1e9:.1f} GB/s or {machine.flops_per_s / 1e12:.2f} TFLOP/s, the larger "
+        "(both measured here, now); none: ms of a step without drafts; x: tokens/s over those; host: ms in which a "
+        "round's copies and pieces are enqueued",
+    )
+    whole, parts = (
+        ("context", "rows", "k", "accept", "ms", "p10", "p90", "floor"),
+        ("verify", "floor", "draft", "floor"),
+    )
+    for name in (*whole, *parts, "none", "tokens/s", "x", "idle", "host"):
+        table.add_column(name, justify="right")
+    for record, host_ms in zip(records, hosts, strict=True):
+        verify, draft = record.ops
+        milliseconds = (record.ms, record.p10_ms, record.p90_ms, record.floor_ms, record.verify_ms)
+        figures = (*milliseconds, verify.floor_us / 1e3, record.draft_ms, draft.floor_us / 1e3, record.baseline_ms)
+        table.add_row(
+            *(f"{record.context:,}", str(record.rows), str(record.k), f"{record.accept:.2f}"),
+            *(f"{figure:.2f}" for figure in figures),
+            *(f"{record.tokens_per_s:,.1f}", f"{record.times:.2f}"),
+            *("-" if record.idle_share is None else f"{record.idle_share:.1%}", f"{host_ms:.2f}"),
+        )
+    console.print(table)

@@ -1,0 +1,135 @@
+"""The prompts of a step: a chunk that the host launches behind the step's decode rows, and does not wait for.
+
+The host knows all that a prompt's positions are made of: the slot, the places, the tokens. What it does not know is the
+token behind the last one. So that is chosen as in a recorded round, on the device: the last positions of prompts are
+rows of a decode step that has one position each, whose logits the chunk has computed. The token goes into its slot, the
+drafter leaves there what the slot's first decode row will verify, and the host reads both when it reads the step.
+
+T tokens of the chunk, R rows that sample, D hidden, F the width of the target's states side by side.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS, step_rows
+from redline.run.drafting.learned import Drafting
+from redline.run.graphs.captured import CapturedSteps, HostBuffers, Replay
+from redline.run.graphs.decode_step import DecodeStep, SharedState
+from redline.run.slots import Span
+from redline.wire.job import PAGE_TOKENS
+from redline.wire.step import Row, RowResult, Shape, Step, StepResult
+
+
+class PromptChunks:
+    """The chunks of one runner. Only the thread that runs its steps calls this; any thread may wait for a result."""
+
+    def __init__(self, shared: SharedState, captured: CapturedSteps, drafting: Drafting) -> None:
+        self._shared = shared
+        self._captured = captured
+        self._drafting = drafting
+
+    def refused(self, rows: Sequence[Row]) -> bool:
+        """Whether the host must wait for these rows of prompts, whose jobs have begun in their slots."""
+        if not self._shared.model.recordable or sum(row.samples for row in rows) > MOST_ROWS:
+            return True
+        return any(map(self._refuses, rows))
+
+    def _refuses(self, row: Row) -> bool:
+        if self._shared.slots.at[row.slot].sampling.prompt_logprobs is not None:
+            return True
+        return row.samples and self._captured.refuses(row.slot) is not None
+
+    def launch(self, step: Step) -> Callable[[], StepResult]:
+        """Gives a step of prompts' rows to the device; what comes back waits for the result.
+
+        The jobs have begun, and `refused` must have given False. Rows of a slot that has an error get that error and do
+        not run.
+        """
+        self._captured.note_landed()
+        slots = self._shared.slots
+        errors: list[str | None] = []
+        spans: list[Span] = []
+        for row in step.rows:
+            slots.add_pages(row.slot, row.new_pages)
+            errors.append(slots.at[row.slot].error)
+            if errors[-1] is None:
+                spans.append(slots.span(row))
+        replay = self._run(step.number, spans) if spans else None
+
+        def result() -> StepResult:
+            outcomes = iter(replay.outcomes if replay is not None else ())
+
+            def rows() -> Iterator[RowResult]:
+                for row, error in zip(step.rows, errors, strict=True):
+                    if error is not None:
+                        yield RowResult(error=error)
+                    else:
+                        yield next(outcomes).result if row.samples else RowResult()
+
+            return StepResult(number=step.number, rows=tuple(rows()))
+
+        return result
+
+    def _run(self, number: int, spans: Sequence[Span]) -> Replay:
+        """Runs the positions; gives what comes of those that sample, in their order."""
+        shared = self._shared
+        reading = any(span.row.drafting for span in spans)
+        inputs = shared.slots.inputs(spans, shared.model)
+        hidden_TD, features_TF = shared.model.forward(inputs, shared.kv.planes, shared.layers if reading else ())
+        firsts = list(itertools.accumulate((span.count for span in spans), initial=0))
+        if reading:
+            assert features_TF is not None, "a drafter reads what the model has kept"
+            followed = [i for i, span in enumerate(spans) if span.row.drafting]
+            self._drafting.read([spans[i] for i in followed], [firsts[i] for i in followed], features_TF)
+        sampling = [i for i, span in enumerate(spans) if span.row.samples]
+        ends = [firsts[i] + spans[i].count - 1 for i in sampling]
+        step = Step(number=number, rows=tuple(self._ending(spans[i].row) for i in sampling))
+        if not sampling:
+            nothing = HostBuffers(shared.plan, shared.results, shared.scores)
+            return Replay(step, (), 1, nothing, self._captured.mark())
+        return self._end(step, _rows(hidden_TD, ends), None if features_TF is None else _rows(features_TF, ends))
+
+    def _ending(self, row: Row) -> Row:
+        """The row as its last position alone. A drafter's row that has no page yet comes with the slot's next row."""
+        drafting = row.drafting and not self._shared.slots.at[row.slot].behind
+        return msgspec.structs.replace(row, new_pages=(), drafting=drafting)
+
+    def _end(self, step: Step, hidden_RD: Tensor, features_RF: Tensor | None) -> Replay:
+        captured, rows = self._captured, step.rows
+        end = _ChunkEnd(self._shared, len(rows))
+        captured.send(end.shape, rows, [(0, ())] * len(rows))
+        end.take(hidden_RD, features_RF)
+        kind, adjusted = captured.settling(step)
+        end.settle(kind, adjusted=adjusted)
+        if captured.scores(step):
+            end.score()
+        wanted = [min(row.propose, MOST_DRAFTS) for row in rows if row.drafting]
+        if wanted:
+            end.draft()
+            for _ in range(1, max(wanted)):
+                end.draft_on()
+        return captured.fetch(step, end.shape)
+
+
+class _ChunkEnd(DecodeStep):
+    """A decode step of one position a row, each the last of its prompt: the chunk stands in for its forward."""
+
+    def __init__(self, shared: SharedState, rows: int) -> None:
+        super().__init__(shared, Shape(rows, 1, shared.slots.tables.shape[1] * PAGE_TOKENS))
+
+    def take(self, hidden_RD: Tensor, features_RF: Tensor | None) -> None:
+        """Takes over the plan, and what the chunk computed of the rows: its last states, and those for the drafter."""
+        shared = self._shared
+        plan = self._plan_BC, shared.standing, shared.results
+        self._ids_T = step_rows(*plan, shared.frequencies, self.shape.positions, shared.spare_page).ids_T
+        self._features = features_RF
+        self._logits_TV = shared.model.logits(hidden_RD)
+
+
+def _rows(x_TX: Tensor, places: Sequence[int]) -> Tensor:
+    """The rows at these places [R, X]: an index would have to go to the device first."""
+    return torch.cat([x_TX[place : place + 1] for place in places])

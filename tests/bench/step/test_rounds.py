@@ -1,0 +1,187 @@
+"""What a round of speculation must read, and that what is timed is one: on a CPU, and with the GPU's model there."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.bench.step import rounds
+from redline.bench.step.depth import Depth
+from redline.bench.step.depth_cpu import random_k2
+from redline.bench.step.depth_fit import Memory
+from redline.bench.step.depth_gpu import ForcedK2, forced_k2
+from redline.bench.step.depth_record import DepthRecord, RoundRecord, append, read, round_record
+from redline.bench.step.rounds import (
+    RoundCase,
+    RoundTiming,
+    _pages,
+    _Rows,
+    drafter_weights,
+    floors,
+    measure_round,
+    random_drafter,
+)
+from redline.bench.step.trace import Busy, idle_share, joined
+from redline.errors import ConfigError
+from redline.model.eagle3.config import Eagle3Config
+from redline.model.eagle3.module import Eagle3
+from redline.model.k2.cpu import K2
+from redline.model.k2.shapes import KIMI_K26
+from redline.ops.op import Machine
+from redline.run.graphs.graph import Recorder
+from redline.tune.synthetic import rates_of
+from tests.bench.step.test_depth import H200, depth
+from tests.bench.step.test_depth_gpu import CONFIG as TILED
+from tests.tiny_model import CPU, kernel_config
+
+Models = tuple[K2, Eagle3]
+
+
+def round_case(config: Any, k: int = 3, length: float = 2.4, **changes: Any) -> RoundCase:
+    of: Depth = depth(config, **{"tokens": 1 + k, "context": 70, "rows": 2, **changes})
+    return RoundCase(depth=of, drafter=Eagle3Config.for_target(of.config), rates=rates_of(length, k, "accept"))
+
+
+def kimi(k: int, **changes: Any) -> RoundCase:
+    return round_case(KIMI_K26, k, 1.5, **{"rows": 1, "context": 0, **changes})
+
+
+def on_a_cpu(case: RoundCase) -> Models:
+    model = random_k2(case.depth, lambda done, whole: None)
+    return model, random_drafter(model, case.drafter)
+
+
+def forced_on_a_cpu(case: RoundCase) -> Models:
+    """The GPU's model, whose kernels' references run."""
+    model = forced_k2(case.depth, case.depth.rows * case.depth.tokens, lambda done, whole: None, CPU)
+    model.dtype = torch.bfloat16  # of its activations, as on a GPU
+    return model, random_drafter(model, case.drafter)
+
+
+# ----------------------------------------------------------------------------------------------------------- floors
+
+
+@pytest.mark.parametrize(("k", "gigabytes"), [(1, 3.68), (2, 7.06), (3, 10.43)])
+def test_kimis_drafter_reads_what_the_public_one_does(k: int, gigabytes: float):
+    assert kimi(k).draft_cost(k).bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
+
+
+def test_a_head_in_8_bits_is_half_of_its_bytes_less_its_scales():
+    whole, rounded = kimi(2), replace(kimi(2), head_bits=8)
+    assert whole.draft_cost(2).bytes - rounded.draft_cost(2).bytes == 2 * 163_840 * (7168 - 4)
+    assert whole.draft_cost(2).flops == rounded.draft_cost(2).flops
+
+
+def test_a_drafters_weights_are_its_matrices():
+    config = Eagle3Config.for_target(kernel_config())
+    assert drafter_weights(config) == sum(one.numel() for one in Eagle3(config).parameters() if one.dim() > 1)
+
+
+def test_the_floor_of_a_round_is_that_of_its_parts():
+    slow = Machine("slow", 1e9, 1e15)
+    case = kimi(3, context=1024)
+    verify, draft = floors(case, 480.0, slow)
+    assert verify == pytest.approx(case.depth.cost(480.0).bytes / 1e6)
+    assert draft == pytest.approx(case.draft_cost(3).bytes / 1e6)
+    assert draft > floors(kimi(3), 480.0, slow)[1], "its context is read too"
+
+
+def test_memory_has_the_drafter_and_what_rows_grow_by():
+    case = kimi(3, context=1024, physical=12)
+    plain = Memory(case.depth)
+    whole = Memory(case.depth, 4 * drafter_weights(case.drafter), case.reach(30) - 1028)
+    assert whole.whole - plain.whole > 4 * 1.84e9
+    assert any("drafter" in line for line in whole.explain())
+    assert not any("drafter" in line for line in plain.explain())
+    assert whole.layers_that_fit(100 * 10**9) <= plain.layers_that_fit(100 * 10**9)
+    assert Memory(case.depth, 0, 1000).kv > plain.kv
+
+
+# ----------------------------------------------------------------------------------------------------------- rounds
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_rounds_on_a_cpu_verify_all_drafts_and_accept_as_they_are_told(k: int):
+    case = round_case(kernel_config(), k, 1.7, context=64)
+    timing = measure_round(*on_a_cpu(case), case, repeats=12)
+    assert timing.tokens == pytest.approx(1.7, abs=0.35)
+    assert 0 < timing.verify_ms < timing.ms
+    assert 0 < timing.draft_ms < timing.ms
+    assert timing.baseline_ms > 0
+    assert timing.p10_ms <= timing.ms <= timing.p90_ms
+    assert timing.idle_share is None
+
+
+def test_rounds_of_the_gpus_model_read_the_experts_that_were_drawn(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rounds, "WARM_UP", 0)  # references take their time
+    case = round_case(TILED, 2, 2.0, rows=1, context=70, physical=2, overlap=1.0)
+    model, drafter = forced_on_a_cpu(case)
+    timing = measure_round(model, drafter, case, repeats=2)
+    assert timing.experts == 3 * 4, "all tokens of a row go where the first does"
+    assert timing.tokens == 2.0
+
+
+def test_given_experts_are_those_that_the_model_reads():
+    case = round_case(TILED, 1, 1.0, rows=1, physical=2)
+    model, drafter = forced_on_a_cpu(case)
+    assert isinstance(model, ForcedK2)
+    hidden: list[torch.Tensor] = []
+    for experts in ((0, 1, 2, 3), (0, 1, 2, 3), (4, 5, 6, 7)):
+        model.routing[:] = torch.tensor(experts, dtype=torch.int32)
+        torch.manual_seed(0)
+        kv, tables = _pages(model, drafter, case, repeats=1)
+        rows = _Rows(model, kv, case, tables, 1, Recorder(CPU), drafter)
+        rows._shared.slots.tokens.fill_(7)
+        rows.run()
+        assert rows._step._features is not None
+        hidden.append(rows._step._features.clone())
+    assert torch.equal(hidden[0], hidden[1])
+    assert not torch.equal(hidden[0], hidden[2])
+
+
+def test_rows_that_do_not_do_what_was_asked_are_no_measurement():
+    case = round_case(kernel_config(), 2, 3.0)
+    model, drafter = on_a_cpu(case)
+    with torch.inference_mode():
+        kv, tables = _pages(model, drafter, case, repeats=4)
+        rows = _Rows(model, kv, case, tables, 4, Recorder(CPU), drafter)
+        for _ in range(4):
+            rows.run()
+            rows.note()
+        assert rows.accepted(case.rates) == 3.0
+        with pytest.raises(AssertionError, match="3 tokens of a round, and 1 were asked for"):
+            rows.accepted((0.0, 0.0))
+        rows._shared.standing.drafted[0] = 0
+        rows.run()
+        rows.note()
+        with pytest.raises(AssertionError, match="positions of 3"):
+            rows.accepted(case.rates)
+
+
+# ---------------------------------------------------------------------------------------------------------- records
+
+
+def test_a_record_of_a_round_is_that_of_a_step_and_more(tmp_path: Path):
+    case = kimi(3, context=1024, physical=12, rows=8)
+    timing = RoundTiming(20.0, 19.0, 21.0, 17.0, 2.9, 16.0, 0.1, 60 * 170.0, 1.5, None)
+    record = round_record(case, timing, H200)
+    assert (record.k, record.tokens_per_row, record.rows, record.accept) == (3, 4, 8, 1.5)
+    assert record.tokens_per_s == pytest.approx(8 * 1.5 / 0.020)
+    assert record.times == pytest.approx(1.5 * 16 / 20)
+    verify, draft = record.ops
+    assert record.floor_ms == pytest.approx((verify.floor_us + draft.floor_us) / 1e3)
+    assert (verify.us, draft.us, draft.launches) == (17_000, 2_900, 3)
+    path = tmp_path / "rounds.json"
+    append(path, record)
+    append(path, record)
+    assert read(path, RoundRecord) == [record, record]
+    with pytest.raises(ConfigError, match="expected a list of measured steps"):
+        read(path, DepthRecord)
+
+
+def test_idle_is_what_no_interval_covers():
+    busy = joined([Busy(0, 4), Busy(2, 5), Busy(6, 10)])
+    assert busy == [Busy(0, 5), Busy(6, 10)]
+    assert idle_share(busy) == pytest.approx(0.1)
