@@ -13,7 +13,7 @@ from redline.plan.planner import PlanConfig, Planner
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId, Sampling
-from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
+from redline.wire.step import Begin, Drafter, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 VOCABULARY = 97
 
@@ -269,7 +269,9 @@ class FakeRunner:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.logprobs is not None:
             logprobs = tuple(_logprobs(slot.tokens, at) for at in range(first, len(slot.tokens)))
-        return RowResult(tokens=tuple(slot.tokens[first:]), proposed=len(drafts), accepted=accepted, logprobs=logprobs)
+        by: Drafter | None = ("learned" if row.drafting else "suffix") if drafts else None
+        tokens = tuple(slot.tokens[first:])
+        return RowResult(tokens=tokens, proposed=len(drafts), accepted=accepted, by=by, logprobs=logprobs)
 
     def _draft(self, slot: _Slot, row: Row, start: int) -> None:
         """The drafter reads what is certain, and the slot's next drafts are left for its next row.

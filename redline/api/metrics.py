@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
 from redline.wire.delta import Finish
 from redline.wire.news import Load
+from redline.wire.step import Drafter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -103,6 +104,14 @@ class Metrics:
             (*label, "position"),
             registry=self.registry,
         )
+        self._tokens_by = Counter(
+            "redline:draft_tokens", "Drafts that were verified, by who made them", (*label, "by"),
+            registry=self.registry,
+        )  # fmt: skip
+        self._accepted_by = Counter(
+            "redline:accepted_draft_tokens", "Drafts that were accepted, by who made them", (*label, "by"),
+            registry=self.registry,
+        )  # fmt: skip
         self._model_name = model_name
         self._clock = clock
         self._exposed, self._exposed_until = b"", -inf
@@ -126,6 +135,9 @@ class Metrics:
         self._drafts.inc(load.drafts - (last.drafts if last else 0))
         self._draft_tokens.inc(load.draft_tokens - (last.draft_tokens if last else 0))
         self._accepted_tokens.inc(load.accepted_tokens - (last.accepted_tokens if last else 0))
+        for (by, tokens, accepted), (_, tokens_then, accepted_then) in zip(_drafts(load), _drafts(last), strict=True):
+            self._tokens_by.labels(self._model_name, by).inc(tokens - tokens_then)
+            self._accepted_by.labels(self._model_name, by).inc(accepted - accepted_then)
         before = last.accepted_per_pos if last else ()
         for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, before, fillvalue=0)):
             self._accepted_per_pos.labels(self._model_name, str(place)).inc(now - then)
@@ -140,3 +152,11 @@ class Metrics:
         if now >= self._exposed_until:
             self._exposed, self._exposed_until = generate_latest(self.registry), now + EXPOSED_S
         return self._exposed
+
+
+def _drafts(load: Load | None) -> list[tuple[Drafter, int, int]]:
+    """Who has made drafts, how many were verified, and how many accepted."""
+    if load is None:
+        return [("learned", 0, 0), ("suffix", 0, 0)]
+    tokens, accepted = load.suffix_draft_tokens, load.suffix_accepted_tokens
+    return [("learned", load.draft_tokens - tokens, load.accepted_tokens - accepted), ("suffix", tokens, accepted)]

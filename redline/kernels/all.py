@@ -27,6 +27,7 @@ from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
 from redline.kernels.hopper.prefill.sort_pairs import sort_pairs
+from redline.kernels.hopper.step.adjust import adjust
 from redline.kernels.hopper.step.keep_drafts import keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows
@@ -41,8 +42,8 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
 # The launches of a decode step on a GPU, in their order, and what many tokens take in their place.
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, gates),
-    *(choose_experts, experts_up, experts_down, head, head_8, best.hopper, settle_rows, suffix_match),
-    *(read_rows, keep_drafts),
+    *(choose_experts, experts_up, experts_down, head, head_8, adjust, best.hopper, settle_rows),
+    *(suffix_match, read_rows, keep_drafts),
     *(norm_states, join_rows, keep_rows, attend_grouped),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),
 )

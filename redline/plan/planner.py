@@ -306,6 +306,8 @@ class Planner:
             drafts=self._speculation.drafts,
             draft_tokens=self._speculation.draft_tokens,
             accepted_tokens=self._speculation.accepted_tokens,
+            suffix_draft_tokens=self._speculation.suffix_draft_tokens,
+            suffix_accepted_tokens=self._speculation.suffix_accepted_tokens,
             accepted_per_pos=tuple(self._speculation.accepted_per_pos),
         )
 
@@ -527,7 +529,7 @@ class Planner:
             job.planned -= rejected
             job.length -= rejected
             job.computed += len(outcome.tokens)
-            self._speculation.settled(row, outcome)
+            self._speculation.settled(outcome)
             job.waiting = outcome.waiting != 0
         else:
             job.computed = row.start + row.count
@@ -555,6 +557,7 @@ class Planner:
             prompt_logprobs=prompt_logprobs,
             proposed=outcome.proposed,
             accepted=outcome.accepted,
+            by=outcome.by,
         )
 
     def _accept(self, job: ActiveJob, tokens: Sequence[int]) -> tuple[tuple[int, ...], Finish | None]:

@@ -11,7 +11,7 @@ from redline.tune.acceptance import KEEPS, REST_KEEPS, Acceptance
 from redline.tune.choose import Rows, Worth, choose, gain
 from redline.tune.costs import RoundTimes, StepCosts
 from redline.wire.job import PAGE_TOKENS
-from redline.wire.step import Row, RowResult, Step, StepResult
+from redline.wire.step import RowResult, Step, StepResult
 
 EVERY = 8  # steps between two decisions, and between two steps whose times are taken in
 PROBE = 128  # decisions between two that draft nothing, so that it is known what that takes
@@ -32,10 +32,12 @@ class Speculation:
         self._chosen = most  # at the last decision
         self._until_next = 0
         self._until_probe = PROBE
-        self._by_learned = Acceptance(most)  # of all jobs that the learned drafter follows
-        self._by_suffix = Acceptance(most)  # of all others
+        self._by_learned = Acceptance(most)  # of the learned drafter's own drafts
+        self._by_suffix = Acceptance(most)  # of matches of a text's own past, whoever else follows it
         self._matched = 1.0  # of these, the share that has drafts in steps where any has
-        self._outcomes: Counter[tuple[bool, int, int]] = Counter()  # rows by learned, proposed, accepted: all so far
+        self._outcomes: Counter[tuple[bool, int, int]] = (
+            Counter()
+        )  # rows by whether the drafter drafted, proposed, accepted: all so far
         self._taken_in: Counter[tuple[bool, int, int]] = Counter()  # of these, what the last decision knew
 
     @property
@@ -52,6 +54,16 @@ class Speculation:
     def accepted_tokens(self) -> int:
         """Drafts that held."""
         return sum(accepted * rows for (_, _, accepted), rows in self._outcomes.items())
+
+    @property
+    def suffix_draft_tokens(self) -> int:
+        """Drafts of matches of a text's own past that were verified."""
+        return sum(proposed * rows for (learned, proposed, _), rows in self._outcomes.items() if not learned)
+
+    @property
+    def suffix_accepted_tokens(self) -> int:
+        """How many of them held."""
+        return sum(accepted * rows for (learned, _, accepted), rows in self._outcomes.items() if not learned)
 
     @property
     def accepted_per_pos(self) -> list[int]:
@@ -116,10 +128,10 @@ class Speculation:
                 source.seen(proposed, accepted, rows)
         self._taken_in = self._outcomes.copy()
 
-    def settled(self, row: Row, outcome: RowResult) -> None:
+    def settled(self, outcome: RowResult) -> None:
         """Take in what came of the drafts of a decode row, of a job that has not ended."""
         if outcome.proposed:
-            self._outcomes[row.drafting, outcome.proposed, outcome.accepted] += 1
+            self._outcomes[outcome.by == "learned", outcome.proposed, outcome.accepted] += 1
 
     def took(self, step: Step, result: StepResult, seconds: float) -> None:
         """Take in that a step took so many seconds.

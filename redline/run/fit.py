@@ -11,9 +11,12 @@ from typing import NamedTuple
 import torch
 
 from redline.errors import ConfigError
+from redline.kernels.hopper.step.adjust import SlotWishes
+from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.k2.config import K2Config, Nvfp4Experts
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
+from redline.run.sampling.on_device import TOP_LOGPROBS
 from redline.run.sampling.on_host import SCORED_ROWS
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import Shape
@@ -70,7 +73,7 @@ class Needs:
 
     weights: int
     drafter: int  # its weights
-    slots: int  # tokens, page tables and angles of running jobs, and the page that is nobody's
+    slots: int  # tokens, page tables, angles and on a GPU wishes of running jobs, and the page that is nobody's
     scratch: int  # what a step computes in, at its most tokens and its longest context
     recorded: int  # steps on a GPU
 
@@ -184,10 +187,22 @@ class Sizes:
             weights=self.weight_bytes,
             # As it is read, in float32; and as its ops want it, in bf16.
             drafter=(2 if self.device == "cuda" else 6) * self.drafter_parameters + self._head_bytes,
-            slots=slots * (8 * (max_model_len + 1) + 4 * pages) + angles * (max_model_len + 1) + self.page_bytes,
+            slots=slots * (8 * (max_model_len + 1) + 4 * pages)
+            + angles * (max_model_len + 1)
+            + self.page_bytes
+            + self._wishes_bytes,
             scratch=self._scratch(max_model_len),
             recorded=self.recorded_steps(max_model_len).whole,
         )
+
+    @property
+    def _wishes_bytes(self) -> int:
+        """Bytes of what recorded steps know of requests: counts of tokens, masks and log probabilities."""
+        if self.device != "cuda":
+            return 0
+        vocabulary, positions = self.config.vocab_size, MOST_ROWS * MOST_POSITIONS
+        of_positions = positions * (4 * -(-vocabulary // 32) + 8 * TOP_LOGPROBS.stop)
+        return SlotWishes.bytes_of(self.max_running + 1, vocabulary) + of_positions
 
     @property
     def _head_bytes(self) -> int:

@@ -379,6 +379,7 @@ class Runner:
                     tokens=tuple(given.tokens),
                     proposed=proposed,
                     accepted=given.accepted,
+                    by=span.drafts.by if proposed else None,
                     logprobs=logprobs,
                 )
             )

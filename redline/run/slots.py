@@ -21,24 +21,26 @@ from redline.model.k2.cpu import K2
 from redline.ops.staged import staged
 from redline.run.drafting.suffix import Suffix
 from redline.wire.job import PAGE_TOKENS, Sampling
-from redline.wire.step import Begin, Row
+from redline.wire.step import Begin, Drafter, Row
 
 
 class Proposal(NamedTuple):
     """Drafts of the tokens that follow a slot's last one.
 
     q: float32 [drafts, V], what each was drawn from; None: they are certain of themselves (greedy, or a suffix match).
+    by: who made them.
     """
 
     tokens: list[int]
     q: Tensor | None = None
+    by: Drafter = "learned"
 
     def until(self, count: int) -> "Proposal":
         """The first `count` of them, or all where there are fewer."""
         return (
             self
             if count >= len(self.tokens)
-            else Proposal(self.tokens[:count], None if self.q is None else self.q[:count])
+            else Proposal(self.tokens[:count], None if self.q is None else self.q[:count], self.by)
         )
 
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from redline.wire.base import Message
 from redline.wire.job import JobId
-from redline.wire.step import TokenLogprobs
+from redline.wire.step import Drafter, TokenLogprobs
 
 Finish = Literal["stop", "length", "aborted", "error"]
 
@@ -28,6 +28,7 @@ class Delta(Message, frozen=True):
         TokenLogprobs, ...
     ] = ()  # the next ones: all have come when the first token comes, or the end
     proposed: int = 0  # drafts that the step behind this delta verified
-    accepted: int = 0  # how many of them held
+    accepted: int = 0  # how many of them held: the first of `tokens`
+    by: Drafter | None = None  # who made those drafts
     error: str | None = None  # one line, where finish is "error"
     fault: Fault | None = None  # whose that error is

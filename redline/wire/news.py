@@ -42,6 +42,8 @@ class Load(Message, frozen=True):
     drafts: int = 0  # rows that verified drafts
     draft_tokens: int = 0  # drafts that were verified
     accepted_tokens: int = 0  # drafts that were accepted
+    suffix_draft_tokens: int = 0  # of those verified, what matches of the text's own past have made
+    suffix_accepted_tokens: int = 0  # and of those accepted
     accepted_per_pos: tuple[int, ...] = ()  # how often the first, second ... draft of a row was accepted
 
 

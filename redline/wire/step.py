@@ -4,6 +4,8 @@ The tokens of a running job live in its slot on the device: `Begin` fills the sl
 `Row` says which positions to run. So step n+1 can be planned and launched before the tokens of step n are read.
 """
 
+from typing import Literal
+
 from redline.wire.base import Message, Record
 from redline.wire.job import PageId, Sampling
 
@@ -72,12 +74,17 @@ class TokenLogprobs(Record, frozen=True):
     top: tuple[tuple[int, float], ...] = ()  # best first
 
 
+Drafter = Literal["learned", "suffix"]
+"""Who makes drafts: a learned drafter, or a match of the text's own past."""
+
+
 class RowResult(Record, frozen=True):
     """What a row gave. `error` ends the job that owns the row, and that job only."""
 
     tokens: tuple[int, ...] = ()  # none where the row does not sample
     proposed: int = 0  # drafts that were verified
-    accepted: int = 0  # how many of them held; a decode row gives one token more
+    accepted: int = 0  # how many of them held; a decode row gives one token more, which is the model's own
+    by: Drafter | None = None  # who made those drafts
     waiting: int | None = None  # drafts that lie behind the row for the next one; None: not known
     logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, start + count] that are prompt

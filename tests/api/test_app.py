@@ -341,7 +341,15 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
         )
         for news in (
             load(steps=5, drafts=10, draft_tokens=30, accepted_tokens=12, accepted_per_pos=(8, 4, 0)),
-            load(steps=9, drafts=14, draft_tokens=40, accepted_tokens=16, accepted_per_pos=(10, 5, 1)),
+            load(
+                steps=9,
+                drafts=14,
+                draft_tokens=40,
+                accepted_tokens=16,
+                accepted_per_pos=(10, 5, 1),
+                suffix_draft_tokens=7,
+                suffix_accepted_tokens=3,
+            ),
             load(steps=1, drafts=1, draft_tokens=3, accepted_tokens=1, accepted_per_pos=(1, 0, 0)),  # a new worker
         ):
             world.gateway.deliver(news)
@@ -350,6 +358,10 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
         "vllm:spec_decode_num_drafts_total{M} 15.0",
         "vllm:spec_decode_num_draft_tokens_total{M} 43.0",
         "vllm:spec_decode_num_accepted_tokens_total{M} 17.0",
+        'redline:draft_tokens_total{by="learned",M} 36.0',
+        'redline:draft_tokens_total{by="suffix",M} 7.0',
+        'redline:accepted_draft_tokens_total{by="learned",M} 14.0',
+        'redline:accepted_draft_tokens_total{by="suffix",M} 3.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="0"} 11.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="1"} 5.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="2"} 1.0',

@@ -358,10 +358,11 @@ def test_the_load_counts_drafts_by_position():
     world.planner.submit(make_job("a", prompt(5), max_tokens=100))
     settle(world, world.planner.next_step(), RowResult(tokens=(1,)))
     for tokens, proposed in (((1, 2, 3), 2), ((1,), 2), ((1, 2), 2), ((1,), 0)):
-        row = RowResult(tokens=tokens, proposed=proposed, accepted=len(tokens) - 1)
+        row = RowResult(tokens=tokens, proposed=proposed, accepted=len(tokens) - 1, by="suffix" if proposed else None)
         settle(world, world.planner.next_step(), row)
     load = world.planner.load()
     assert (load.drafts, load.draft_tokens, load.accepted_tokens, load.accepted_per_pos) == (3, 6, 3, (2, 1))
+    assert (load.suffix_draft_tokens, load.suffix_accepted_tokens) == (6, 3)
 
 
 def test_without_speculation_no_row_says_a_word_of_it():

@@ -9,7 +9,7 @@ import pytest
 from redline.plan.active import ActiveJob
 from redline.plan.speculation import EVERY, PROBE, Speculation
 from redline.tune.costs import RoundTimes, StepCosts
-from redline.wire.step import Row, RowResult, Step, StepResult
+from redline.wire.step import Drafter, Row, RowResult, Step, StepResult
 from tests.fakes import make_job
 
 COSTS = StepCosts(rows=(1, 4), counts=(1, 2, 4, 8), target_ms=((10, 13, 18, 30), (14, 22, 40, 78)), draft_ms=(2.5, 2.5))
@@ -28,7 +28,9 @@ def served(speculation: Speculation, rate: float, rows: int, learned: bool = Tru
         while accepted < length and random_.random() < rate:
             accepted += 1
         row = Row(slot=0, start=None, count=1 + length, drafts=length, drafting=job.drafting)
-        settle(speculation, [row], [RowResult(tokens=(0,) * (accepted + 1), proposed=length, accepted=accepted)])
+        by: Drafter = "learned" if job.drafting else "suffix"
+        out = RowResult(tokens=(0,) * (accepted + 1), proposed=length, accepted=accepted, by=by)
+        settle(speculation, [row], [out])
         asked.append(length)
     return asked
 
@@ -39,8 +41,8 @@ def a_job(name: str) -> ActiveJob:
 
 def settle(speculation: Speculation, rows: Sequence[Row], outs: Sequence[RowResult]):
     """On a machine where every step takes what it should."""
-    for row, out in zip(rows, outs, strict=True):
-        speculation.settled(row, out)
+    for out in outs:
+        speculation.settled(out)
     depth, followed = max(row.drafts for row in rows), sum(row.drafting for row in rows)
     ms = speculation.times.ms(len(rows), depth, followed, sum(out.proposed > 0 for out in outs))
     speculation.took(Step(number=EVERY, rows=tuple(rows)), StepResult(number=EVERY, rows=tuple(outs)), ms / 1000)
@@ -80,10 +82,24 @@ def test_now_and_then_nothing_is_drafted_so_that_it_is_known_what_that_takes():
 def test_what_was_verified_is_counted_by_position():
     speculation = Speculation(3, True, StepCosts())
     for accepted in (3, 1, 0, 1):
-        speculation.settled(Row(slot=0, start=None, count=4, drafting=True), RowResult(proposed=3, accepted=accepted))
-    speculation.settled(Row(slot=0, start=None, count=4), RowResult(proposed=0))
+        speculation.settled(RowResult(proposed=3, accepted=accepted, by="learned"))
+    speculation.settled(RowResult(proposed=0))
     assert (speculation.drafts, speculation.draft_tokens, speculation.accepted_tokens) == (4, 12, 5)
     assert speculation.accepted_per_pos == [3, 1, 1]
+
+
+def test_a_match_in_a_row_that_the_drafter_follows_says_nothing_of_the_drafter():
+    """The drafter is never right: what matches it stands behind, which always hold, do not make it pay."""
+    speculation = Speculation(3, True, COSTS)
+    row = Row(slot=0, start=None, count=4, drafts=3, drafting=True)
+    by_learned = RowResult(tokens=(0,), proposed=3, accepted=0, by="learned")
+    by_suffix = RowResult(tokens=(0,) * 4, proposed=3, accepted=3, by="suffix")
+    for _ in range(1000):
+        speculation.lengths([a_job("job")])
+        settle(speculation, [row] * 4, [by_learned, *[by_suffix] * 3])
+    assert not speculation.follows
+    assert (speculation.draft_tokens, speculation.accepted_tokens) == (12_000, 9_000)
+    assert (speculation.suffix_draft_tokens, speculation.suffix_accepted_tokens) == (9_000, 9_000)
 
 
 def test_the_times_of_rounds_are_those_of_steps_that_drafted_as_they_verified(monkeypatch: pytest.MonkeyPatch):
@@ -122,6 +138,6 @@ def test_matches_of_few_rows_are_not_paid_for_by_all():
             length = speculation.lengths(jobs)[0]
             asked.append(length)
             rows = [Row(slot=slot, start=None, count=1 + length, drafts=length) for slot in range(4)]
-            held = RowResult(tokens=(0,) * (1 + length), proposed=length, accepted=length)
+            held = RowResult(tokens=(0,) * (1 + length), proposed=length, accepted=length, by="suffix")
             settle(speculation, rows, [held, *[RowResult(tokens=(0,))] * 3])
         assert (mean(asked[-500:]) < 1) is padded

@@ -25,7 +25,6 @@ from redline.kernels.hopper.step.step_rows import (
     ASKED,
     BY_DRAFTER,
     CELLS,
-    COLUMNS,
     KEEP,
     LENGTH,
     LIMIT,
@@ -33,7 +32,6 @@ from redline.kernels.hopper.step.step_rows import (
     PAGES,
     PROPOSE,
     RAN,
-    RESULT_COLUMNS,
     SEED,
     SLOT,
     TOKENS,
@@ -251,11 +249,11 @@ class _Rows:
         slots.tokens.random_(model.config.vocab_size)
         slots.tables[: self._rows, : tables.shape[1]] = tables
         self._shared = SharedState(model, slots, kv, drafter, rates=case.rates if drafter is not None else ())
-        self._plan = recorder.host_tensor(self._rows, COLUMNS)
+        self._plan = recorder.host_tensor(self._shared.plan[: self._rows])
         self._plan[:, SLOT], self._plan[:, ASKED], self._plan[:, LENGTH] = torch.arange(self._rows), 1 + self._k, KEEP
         self._plan[:, CELLS], self._plan[:, PAGES] = self._shared.nobody * slots.tables.shape[1], kv.pages
         self._plan[:, PROPOSE] = self._k or -1
-        self._results = recorder.host_tensor(self._rows, RESULT_COLUMNS)
+        self._results = recorder.host_tensor(self._shared.results[: self._rows])
         self._noted = torch.zeros(TOKENS, dtype=torch.int64, device=model.device)  # the results' columns, summed
         self._runs = 0
         shape = Shape(rows=self._rows, positions=1 + self._k, longest=longest)

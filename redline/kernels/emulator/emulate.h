@@ -185,6 +185,7 @@ FN float exp_exact(float x) { return __builtin_expf(x); }
 FN float cos_exact(float x) { return __builtin_cosf(x); }
 FN float sin_exact(float x) { return __builtin_sinf(x); }
 FN float larger(float a, float b) { return __builtin_fmaxf(a, b); }
+FN float rounded_product(float a, float b) { return a * b; }
 
 // Makes `name` callable from Python: run_<name>(arguments, grid, grid_y, threads, shared, seed, message, room).
 #define KERNEL(name, Arguments)                                                                                              \

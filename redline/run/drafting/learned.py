@@ -84,7 +84,7 @@ class Drafting:
         if slot.suffix is not None:
             tokens, match = slot.suffix.propose(count)
             if tokens and (match >= SURE or not span.row.drafting):
-                slot.proposal = Proposal(tokens)
+                slot.proposal = Proposal(tokens, by="suffix")
                 return 0
         return count if span.row.drafting else 0
 

@@ -3,8 +3,8 @@
 Where a row stands only the device knows: each slot's tokens, length and drafts are there. Forward runs the last token
 and the drafts, settle keeps what holds, and the drafter's passes leave what the next round verifies. So that round can
 be given to the device before this one has ended, and nothing on the host waits in between. Only what can be recorded
-(`graph.py`), and only rows whose logits are taken as they are. What a plan and a result hold:
-`kernels.hopper.step.step_rows`.
+(`graph.py`). What a plan and a result hold: `kernels.hopper.step.step_rows`. What a row asks of its logits, and the
+masks that the host may write between forward and settle: `kernels.hopper.step.adjust`.
 
 B rows of a shape, K positions of each, T = B K, D hidden, V vocabulary.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.by_chip import best
+from redline.kernels.hopper.step.adjust import SlotWishes, adjust, count_tokens
 from redline.kernels.hopper.step.keep_drafts import NextRows, keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows, shares_of
@@ -25,11 +26,13 @@ from redline.kernels.hopper.step.step_rows import (
     FACTS,
     MIN_P,
     MOST_DRAFTS,
+    MOST_POSITIONS,
     MOST_ROWS,
     RESULT_COLUMNS,
     SEED,
     SLOT,
     TEMPERATURE,
+    TOKENS,
     TOP_K,
     SlotTensors,
     step_rows,
@@ -39,7 +42,7 @@ from redline.kernels.inputs import Inputs
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
 from redline.run.kv import KvPool
-from redline.run.sampling.on_device import Odds, sample_rows
+from redline.run.sampling.on_device import TOP_LOGPROBS, Odds, sample_rows, score_rows
 from redline.run.slots import Slots
 from redline.wire.step import Shape
 
@@ -58,6 +61,9 @@ class SharedState:
     plan      int64 [MOST_ROWS, COLUMNS], filled before a step
     results   int64 [MOST_ROWS, RESULT_COLUMNS], read after it
     standing  where each slot stands
+    wishes    what each slot asks of its logits
+    masks     int32 [positions of a step, at most, ceil(V / 32)]: allowed tokens, for rows that are MASKED
+    scores    float64 [positions of a step, at most, TOP_LOGPROBS.stop]: where log probabilities are asked for
     shares    int64 [MOST_DRAFTS]: of synthetic acceptance, as `settle_rows` reads them
 
     The last slot and the last page are nobody's: what is not to be kept goes there.
@@ -89,8 +95,11 @@ class SharedState:
 
         self.plan = zeros(MOST_ROWS, COLUMNS)
         self.results = zeros(MOST_ROWS, RESULT_COLUMNS)
+        count, vocabulary, positions = slots.tokens.shape[0], model.config.vocab_size, MOST_ROWS * MOST_POSITIONS
+        self.wishes = SlotWishes.empty(count, vocabulary, model.device)
+        self.masks = torch.full((positions, -(-vocabulary // 32)), -1, dtype=torch.int32, device=model.device)
+        self.scores = torch.zeros(positions, TOP_LOGPROBS.stop, dtype=torch.float64, device=model.device)
         self.shares = torch.tensor(shares_of(rates), device=model.device)
-        count = slots.tokens.shape[0]
         self.standing = SlotTensors(
             *(slots.tokens, slots.tables),
             lengths=zeros(count),
@@ -147,20 +156,35 @@ class DecodeStep:
         hidden, self._features = shared.model.forward(inputs, shared.kv.planes, shared.layers)
         self._logits_TV = shared.model.logits(hidden)
 
-    def settle(self, kind: SamplingKind) -> None:
+    def allow(self, row: int, masks_KW: Tensor) -> None:
+        """Lets a row whose plan says MASKED choose among some tokens alone. Between `forward` and `settle`.
+
+        masks_KW: int32 [positions of the row, or fewer, ceil(V / 32)]: a bit for each token, the lowest first; position
+        i follows the row's first i drafts.
+        """
+        first = row * self.shape.positions
+        self._shared.masks[first : first + masks_KW.shape[0]].copy_(masks_KW, non_blocking=True)
+
+    def settle(self, kind: SamplingKind, *, adjusted: bool = False) -> None:
         """Chooses tokens from the logits, and writes those that are certain into the slots and the results; behind
         them, drafts from the text's own past where it repeats itself.
 
-        It must follow `forward`.
+        adjusted: whether the plan says of any row that its logits are altered. It must follow `forward`.
         """
         shared, logits_TV = self._shared, self._logits_TV
         assert logits_TV is not None, "a step is settled behind its forward"
         assert self._ids_T is not None
         token_T, finite_T = best(logits_TV)
+        if adjusted:
+            logits_TV = adjust(*(logits_TV, self._ids_T, self._plan_BC, shared.results, shared.wishes, shared.masks))
+            token_T, _ = best(logits_TV)
+            finite_T = finite_T & logits_TV.gather(1, token_T[:, None])[:, 0].isfinite()
         if kind != SamplingKind.LIKELIEST:
             token_T = self._drawn(logits_TV, token_T, narrowed=kind == SamplingKind.NARROWED)
             finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
         settle_rows(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results, shared.shares)
+        if adjusted:
+            count_tokens(self._plan_BC, shared.results, shared.wishes.counts)
         if shared.suffix:
             suffix_match(self._plan_BC, shared.standing, shared.results)
 
@@ -174,6 +198,13 @@ class DecodeStep:
         ).flatten()
         odds = Odds(temperature_T + cold_T, top_p_T, min_p_T, facts_TC[:, TOP_K], facts_TC[:, SEED], position_T)
         return torch.where(cold_T, likeliest_T, sample_rows(logits_TV, odds, narrowed=narrowed))
+
+    def score(self) -> None:
+        """Log probabilities of the tokens that `settle` has chosen, in the model's own distribution."""
+        shared, rows, positions = self._shared, self.shape.rows, self.shape.positions
+        assert self._logits_TV is not None, "what is scored has been computed"
+        token_T = shared.results[:rows, TOKENS : TOKENS + positions].flatten()
+        score_rows(self._logits_TV, token_T, shared.scores[: rows * positions])
 
     def draft_all(self) -> None:
         """As many drafts behind each row as a step of this shape verifies, one at least."""

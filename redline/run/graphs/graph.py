@@ -54,9 +54,9 @@ class Recorder:
         self._first = self._first or graph
         return graph.replay
 
-    def host_tensor(self, rows: int, columns: int) -> Tensor:
-        """int64 zeros [rows, columns] in the host's memory; pinned where there is a GPU, for copies without waiting."""
-        return torch.zeros(rows, columns, dtype=torch.int64, pin_memory=self._cuda)
+    def host_tensor(self, like: Tensor) -> Tensor:
+        """Zeros of this shape and type on the host; pinned where there is a GPU, for copies that nobody waits for."""
+        return torch.zeros(like.shape, dtype=like.dtype, pin_memory=self._cuda)
 
     def mark(self) -> Callable[[], None]:
         """A call that waits until the device has done all that it was given before this one."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS, step_rows
 from redline.run.drafting.learned import Drafting
-from redline.run.graphs.captured import CapturedSteps, Replay, is_hosts
+from redline.run.graphs.captured import CapturedSteps, HostBuffers, Replay
 from redline.run.graphs.decode_step import DecodeStep, SharedState
 from redline.run.slots import Span
 from redline.wire.job import PAGE_TOKENS
@@ -39,8 +39,9 @@ class PromptChunks:
         return any(map(self._refuses, rows))
 
     def _refuses(self, row: Row) -> bool:
-        slot = self._shared.slots.at[row.slot]
-        return slot.sampling.prompt_logprobs is not None or (row.samples and is_hosts(slot))
+        if self._shared.slots.at[row.slot].sampling.prompt_logprobs is not None:
+            return True
+        return row.samples and self._captured.refuses(row.slot) is not None
 
     def launch(self, step: Step) -> Callable[[], StepResult]:
         """Gives a step of prompts' rows to the device; what comes back waits for the result.
@@ -88,7 +89,8 @@ class PromptChunks:
         ends = [firsts[i] + spans[i].count - 1 for i in sampling]
         step = Step(number=number, rows=tuple(self._ending(spans[i].row) for i in sampling))
         if not sampling:
-            return Replay(step, (), shared.results, self._captured.mark())
+            nothing = HostBuffers(shared.plan, shared.results, shared.scores)
+            return Replay(step, (), 1, nothing, self._captured.mark())
         return self._end(step, _rows(hidden_TD, ends), None if features_TF is None else _rows(features_TF, ends))
 
     def _ending(self, row: Row) -> Row:
@@ -101,13 +103,16 @@ class PromptChunks:
         end = _ChunkEnd(self._shared, len(rows))
         captured.send(end.shape, rows, [(0, ())] * len(rows))
         end.take(hidden_RD, features_RF)
-        end.settle(captured.kind(step))
+        kind, adjusted = captured.settling(step)
+        end.settle(kind, adjusted=adjusted)
+        if captured.scores(step):
+            end.score()
         wanted = [min(row.propose, MOST_DRAFTS) for row in rows if row.drafting]
         if wanted:
             end.draft()
             for _ in range(1, max(wanted)):
                 end.draft_on()
-        return captured.fetch(step)
+        return captured.fetch(step, end.shape)
 
 
 class _ChunkEnd(DecodeStep):

@@ -1,8 +1,9 @@
-"""What `on_host.sample_each` does, from numbers that only the device knows, so that it can be recorded.
+"""What `on_host.sample_each` and `logprobs_of` do, from numbers that only the device knows, so that it can be recorded.
 
 T rows, V vocabulary.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 
 from redline.kernels.cpu.sample import sample
 from redline.ops.draws import uniforms
+from redline.ops.sample import AT_ONCE
+from redline.run.sampling.on_host import likeliest
+from redline.wire.step import TokenLogprobs
 
 
 class Odds(NamedTuple):
@@ -31,3 +35,31 @@ def sample_rows(logits_TV: Tensor, odds: Odds, *, narrowed: bool) -> Tensor:
     u_T = uniforms(odds.seed, odds.position)
     columns = odds.temperature, odds.top_p, odds.min_p, odds.top_k.double(), u_T
     return sample(logits_TV, torch.stack(columns, 1), narrowed)
+
+
+MOST_TOP = 20  # likeliest tokens of a position that are told: as many as the API gives
+LOGPROB, RANK = 0, 1  # columns of `score_rows`
+TOP_TOKENS = slice(2, 2 + MOST_TOP)
+TOP_LOGPROBS = slice(TOP_TOKENS.stop, TOP_TOKENS.stop + MOST_TOP)
+
+
+def score_rows(logits_TV: Tensor, token_T: Tensor, into_TC: Tensor) -> None:
+    """Writes each token's log probability and rank, and the likeliest tokens with theirs, as `on_host.logprobs_of`.
+
+    into_TC: float64 [T, TOP_LOGPROBS.stop], which holds each of these numbers exactly.
+    """
+    parts = (part.split(AT_ONCE) for part in (logits_TV, token_T, into_TC))
+    for some_RV, token_R, into_RC in zip(*parts, strict=True):
+        logs_RV = some_RV.log_softmax(-1)
+        chosen_R1 = logs_RV.gather(1, token_R.clamp(min=0)[:, None])  # -1 is no token, and nobody reads its row
+        best_RN = likeliest(logs_RV, min(MOST_TOP, logs_RV.shape[1]))
+        count = best_RN.shape[1]
+        into_RC[:, LOGPROB], into_RC[:, RANK] = chosen_R1[:, 0], 1 + (logs_RV > chosen_R1).sum(1)
+        into_RC[:, TOP_TOKENS][:, :count] = best_RN
+        into_RC[:, TOP_LOGPROBS][:, :count] = logs_RV.gather(1, best_RN)
+
+
+def logprobs_of_row(row: Sequence[float], token: int, count: int) -> TokenLogprobs:
+    """What a row of `score_rows` says of its token and of the `count` best ones, MOST_TOP at most."""
+    top = zip(map(int, row[TOP_TOKENS][:count]), row[TOP_LOGPROBS][:count], strict=True)
+    return TokenLogprobs(token=token, logprob=row[LOGPROB], rank=int(row[RANK]), top=tuple(top))

@@ -92,7 +92,8 @@ def adjusted(logits_V: Tensor, sampling: Sampling, prompt: Tensor, generated: Te
     if sampling.repetition_penalty != 1:
         seen = torch.cat([prompt, generated]).unique()
         value = logits_V[seen]
-        factor = sampling.repetition_penalty
+        # Not a number of Python's: a GPU would multiply by its inverse.
+        factor = torch.full((), sampling.repetition_penalty, dtype=torch.float64, device=value.device).float()
         logits_V[seen] = torch.where(value > 0, value / factor, value * factor)
     if sampling.presence_penalty or sampling.frequency_penalty:
         tokens, counts = generated.unique(return_counts=True)
@@ -160,6 +161,17 @@ def logprobs_of(logits_V: Tensor, token: int, count: int) -> TokenLogprobs:
     """The token's log probability (natural) and rank (from 1) in the model's own distribution, and the `count` best."""
     logs = logits_V.log_softmax(-1)
     chosen = float(logs[token])
-    best, tokens = logs.topk(min(count, logs.shape[0])) if count else (logs[:0], logs[:0].long())
-    top = tuple(zip(tokens.tolist(), best.tolist(), strict=True))
+    tokens = likeliest(logs, min(count, logs.shape[0]))
+    top = tuple(zip(tokens.tolist(), logs[tokens].tolist(), strict=True))
     return TokenLogprobs(token=token, logprob=chosen, rank=1 + int((logs > chosen).sum()), top=top)
+
+
+def likeliest(logs: Tensor, count: int) -> Tensor:
+    """The ids of the `count` likeliest tokens of each row, int64 [..., count]: best first, of equal ones the lowest.
+
+    logs: float32 [..., V]. Only this order is the same for every count and on every chip.
+    """
+    bits = (logs + 0.0).view(torch.int32).long()  # both zeros are one
+    rising = bits ^ (bits >> 31 & 0x7FFFFFFF)
+    ids = torch.arange(logs.shape[-1], device=logs.device)
+    return (rising << 32 | 0x7FFFFFFF - ids).topk(count).indices

@@ -11,6 +11,7 @@ from torch import Tensor
 from redline.kernels.by_chip import best
 from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.step.adjust import adjust
 from redline.kernels.hopper.step.keep_drafts import keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows, shares_of
@@ -118,7 +119,7 @@ def test_the_counters_are_as_they_were_when_a_launch_has_ended():
 # --------------------------------------------------------------------------------------------------------- the step
 
 
-STEP = step_rows, settle_rows, suffix_match, read_rows, keep_drafts
+STEP = step_rows, adjust, settle_rows, suffix_match, read_rows, keep_drafts
 
 
 @pytest.mark.parametrize(

@@ -138,13 +138,14 @@ def test_a_prompt_whose_first_token_needs_the_host_is_led(captured: Open):
     """Only the chunk in which it ends; those before it choose no token."""
     waves = [
         [job("decodes", prompt(seed=1, length=20), max_tokens=60, logprobs=None)],
-        [job("scored", prompt(seed=2, length=150), max_tokens=1, logprobs=2)],
-        [job("biased", prompt(seed=3, length=20), max_tokens=1, logprobs=None, logit_bias=((7, 100.0),))],
+        [job("scored", prompt(seed=2, length=150), max_tokens=9, logprobs=2)],
+        [job("penalized", prompt(seed=4, length=70), max_tokens=9, logprobs=1, repetition_penalty=1.5)],
+        [job("biased", prompt(seed=3, length=120), max_tokens=1, logprobs=None, logit_bias=((7, 9.0), (7, 91.0)))],
     ]
     engine = captured(step_tokens=64)
     answers, steps = answers_of(engine, *waves, every=6)
-    assert engine.runner.led == {"prompt": 2}
-    assert (engine.runner.replays, engine.runner.chunks) == (steps["decoding"], 3)
+    assert engine.runner.led == {"prompt": 1}
+    assert (engine.runner.replays, engine.runner.chunks) == (steps["decoding"], 7)
     for (asked,) in waves:
         assert answers[asked.id] == alone(asked)
 

@@ -300,6 +300,8 @@ FN float exp_exact(float x) { return expf(x); }
 FN float cos_exact(float x) { return cosf(x); }
 FN float sin_exact(float x) { return sinf(x); }
 FN float larger(float a, float b) { return fmaxf(a, b); }
+// Rounded, whatever is then added to it.
+FN float rounded_product(float a, float b) { return __fmul_rn(a, b); }
 
 #endif
 

@@ -70,6 +70,7 @@ KERNEL(settle_rows, SettleRowsLaunch) {
         }
     store_global_i64(result + RESULT_NEW, held);
     store_global_i64(result + RESULT_DRAFTED, 0);
+    store_global_i64(result + RESULT_DRAFTED_BY, BY_DRAFTER);
     if (load_global_i64(plan + PLAN_ASKED) > 0) {
         store_global_i64(a.drafted + slot, 0);
         store_global_i64(a.by + slot, BY_DRAFTER);

@@ -22,6 +22,7 @@ from redline.kernels.hopper.step.step_rows import (
     BY_NOBODY,
     DEFINES,
     DRAFTED,
+    DRAFTED_BY,
     LIMIT,
     MOST_DRAFTS,
     MOST_ROWS,
@@ -50,7 +51,7 @@ class SettleRowsArgs(NamedTuple):
     # Tokens and lengths are written; drafted becomes 0, since a row's drafts have been verified, and by the drafter's,
     # who makes the next ones unless a match does.
     slots: SlotTensors
-    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read; NEW, DRAFTED and TOKENS are written
+    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS]: BEFORE and RAN are read; NEW, DRAFTED* and TOKENS are written
     # int64 [D], of 2^53: in how large a share of rounds the first 1, 2 ... drafts all hold, whatever was drawn there
     # (`shares_of`); NO_SHARES: they hold while they equal what was drawn.
     shares_D: Tensor
@@ -92,7 +93,8 @@ def reference(args: SettleRowsArgs) -> None:
     slots.drafted[asked_B] = 0
     slots.by[asked_B] = BY_DRAFTER
     slots.by[-1] = BY_NOBODY
-    results[:, NEW], results[:, DRAFTED], results[:, TOKENS : TOKENS + positions] = new_B, 0, token_BK
+    results[:, NEW], results[:, DRAFTED], results[:, DRAFTED_BY] = new_B, 0, BY_DRAFTER
+    results[:, TOKENS : TOKENS + positions] = token_BK
 
 
 _Launch = launch_record("step/settle_rows.cu", "SettleRowsLaunch")

@@ -34,17 +34,19 @@ PROPOSE = PAGES.stop  # drafts that the drafter makes behind the row, at most; -
 MATCH = PROPOSE + 1  # tokens of the least match of the text's own past that is drafted from; 0: none is looked for
 GIVEN = MATCH + 1  # drafts that the host gives the row, in the place of those that wait in its slot
 DRAFTS_GIVEN = slice(GIVEN + 1, GIVEN + 1 + MOST_DRAFTS)
-COLUMNS = DRAFTS_GIVEN.stop
+ALTERED = DRAFTS_GIVEN.stop  # how the row's logits are altered before its tokens are chosen (ADJUSTED, MASKED)
+COLUMNS = ALTERED + 1
 
 KEEP = -1
+ADJUSTED, MASKED = 1, 2  # by what its slot asks for; by masks that the host writes. 3: by both; 0: not at all
 
 # Facts of a slot, int64: its limit, and how its tokens are drawn. Three are the bits of a float64.
 LIMIT, TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED = range(6)
 FACTS = SLOT_FACTS.stop - SLOT_FACTS.start
 
 # Columns of a result, int64: the slot's length before, positions that ran, tokens that came of them, how many drafts
-# then lie behind them, who made those that were verified (BY_*); those tokens, and those drafts.
-BEFORE, RAN, NEW, DRAFTED, BY, TOKENS = range(6)
+# then lie behind them, who made those that were verified (BY_*) and those that lie behind; those tokens, those drafts.
+BEFORE, RAN, NEW, DRAFTED, BY, DRAFTED_BY, TOKENS = range(7)
 DRAFTS = TOKENS + MOST_POSITIONS
 RESULT_COLUMNS = DRAFTS + MOST_DRAFTS
 BY_NOBODY, BY_DRAFTER, BY_SUFFIX = range(3)
@@ -60,13 +62,17 @@ DEFINES = {
     "PLAN_MATCH": MATCH,
     "PLAN_GIVEN": GIVEN,
     "PLAN_DRAFTS_GIVEN": DRAFTS_GIVEN.start,
+    "PLAN_ALTERED": ALTERED,
     "PLAN_COLUMNS": COLUMNS,
+    "ADJUSTED": ADJUSTED,
+    "MASKED": MASKED,
     "FACTS": FACTS,
     "RESULT_BEFORE": BEFORE,
     "RESULT_RAN": RAN,
     "RESULT_NEW": NEW,
     "RESULT_DRAFTED": DRAFTED,
     "RESULT_BY": BY,
+    "RESULT_DRAFTED_BY": DRAFTED_BY,
     "RESULT_TOKENS": TOKENS,
     "RESULT_DRAFTS": DRAFTS,
     "RESULT_COLUMNS": RESULT_COLUMNS,

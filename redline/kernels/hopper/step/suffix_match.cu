@@ -62,4 +62,5 @@ KERNEL(suffix_match, SuffixMatchLaunch) {
     store_global_i64(a.drafted + slot, MOST_DRAFTS);
     store_global_i64(a.by + slot, BY_SUFFIX);
     store_global_i64(result + RESULT_DRAFTED, MOST_DRAFTS);
+    store_global_i64(result + RESULT_DRAFTED_BY, BY_SUFFIX);
 }

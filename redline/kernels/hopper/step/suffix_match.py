@@ -20,6 +20,7 @@ from redline.kernels.hopper.step.step_rows import (
     BY_SUFFIX,
     DEFINES,
     DRAFTED,
+    DRAFTED_BY,
     DRAFTS,
     MATCH,
     MOST_DRAFTS,
@@ -43,7 +44,7 @@ class SuffixMatchArgs(NamedTuple):
 
     plan_BC: Tensor  # int64 [B, COLUMNS]: SLOT, ASKED and MATCH are read
     slots: SlotTensors  # settled; drafts, drafted and by are written where a match is long enough
-    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS], settled; DRAFTED and DRAFTS are written there
+    results: Tensor  # int64 [MOST_ROWS, RESULT_COLUMNS], settled; DRAFTED, DRAFTED_BY and DRAFTS are written there
 
 
 def reference(args: SuffixMatchArgs) -> None:
@@ -78,6 +79,7 @@ def reference(args: SuffixMatchArgs) -> None:
     slots.drafted[into_B] = MOST_DRAFTS * found_B
     slots.by[into_B] = BY_SUFFIX * found_B
     results[:, DRAFTED] = torch.where(found_B, MOST_DRAFTS, results[:, DRAFTED])
+    results[:, DRAFTED_BY] = torch.where(found_B, BY_SUFFIX, results[:, DRAFTED_BY])
     of_results = slice(DRAFTS, DRAFTS + MOST_DRAFTS)
     results[:, of_results] = torch.where(found_B[:, None], drafts_BD, results[:, of_results])
 

@@ -1,0 +1,235 @@
+"""Logits as their rows' requests want them: bias, penalties, stop ids banned for a while, masks of allowed tokens.
+
+What `run/sampling/on_host.adjusted` does, in its order and in float32, from numbers that only the device knows: where a
+slot stands, which tokens it has, which drafts stand before a position. A row that asks for nothing keeps its logits to
+the bit.
+
+B rows of a step, K positions of each, T = B K; V vocabulary, W = ceil(V / 32) words of a mask.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.kernels.hopper.kernel import CudaKernel, launch_record
+from redline.kernels.hopper.step.step_rows import (
+    ADJUSTED,
+    ALTERED,
+    BEFORE,
+    DEFINES,
+    MASKED,
+    MOST_POSITIONS,
+    MOST_ROWS,
+    NEW,
+    RESULT_COLUMNS,
+    SLOT,
+    TOKENS,
+    random_plan,
+    random_slots,
+)
+from redline.kernels.kernel import Kernel
+from redline.ops.op import Case, Cost, Op
+
+MOST_BIASES = 300  # tokens of a slot that have a bias: as many as the API takes
+MOST_STOPS = 96  # ids that end a slot's answer: the API takes 64, and a model has a few of its own
+IN_PROMPT = 1 << 30  # added to the count of a token that the prompt has
+
+# Columns of `SlotWishes.tokens`: up to how many tokens of the slot its stop ids are banned; and ids, behind them -1.
+STOPS_FROM = 0
+BIASED = slice(1, 1 + MOST_BIASES)
+STOPS = slice(BIASED.stop, BIASED.stop + MOST_STOPS)
+# Columns of `SlotWishes.numbers`: the penalties, and what is added to the tokens BIASED.
+PRESENCE, FREQUENCY, REPETITION = range(3)
+BIASES = slice(3, 3 + MOST_BIASES)
+
+PART = 2048  # tokens of a block
+THREADS = 256
+
+
+@dataclass(frozen=True)
+class SlotWishes:
+    """What slots ask of their logits. It is read only for rows whose plan has ADJUSTED."""
+
+    counts: Tensor  # int32 [slots, V]: how often the answer has a token, and IN_PROMPT where the prompt has it
+    tokens: Tensor  # int32 [slots, STOPS.stop]
+    numbers: Tensor  # float32 [slots, BIASES.stop]
+
+    @classmethod
+    def empty(cls, slots: int, vocabulary: int, device: torch.device) -> "SlotWishes":
+        """Of slots that ask for nothing yet."""
+        return cls(
+            counts=torch.zeros(slots, vocabulary, dtype=torch.int32, device=device),
+            tokens=torch.full((slots, STOPS.stop), -1, dtype=torch.int32, device=device),
+            numbers=torch.zeros(slots, BIASES.stop, device=device),
+        )
+
+    @staticmethod
+    def bytes_of(slots: int, vocabulary: int) -> int:
+        """Bytes that `empty` takes."""
+        return slots * 4 * (vocabulary + STOPS.stop + BIASES.stop)
+
+
+class AdjustArgs(NamedTuple):
+    """Adjusts the logits of every position whose row asks for it."""
+
+    logits_TV: Tensor  # float32; rows may lie apart
+    ids_T: Tensor  # int64 [T]: what ran at each position; a position sees its row's ids up to its own as tokens
+    plan_BC: Tensor  # int64 [B, C]: SLOT and ALTERED are read
+    results: Tensor  # int64 [B or more, RESULT_COLUMNS]: BEFORE is read
+    wishes: SlotWishes
+    masks_TW: Tensor  # int32 [T or more, W]: a bit for each token, 1 where it is allowed; read for rows that are MASKED
+
+
+def reference(args: AdjustArgs) -> Tensor:
+    """-> float32 [T, V], with -inf for what is banned. No shape depends on a number, so a graph can record it."""
+    logits_TV, plan_BC, wishes = args.logits_TV, args.plan_BC, args.wishes
+    (tokens, vocabulary), rows = logits_TV.shape, plan_BC.shape[0]
+    positions = tokens // rows
+    slot_T = plan_BC[:, SLOT].repeat_interleave(positions)
+    altered_T1 = plan_BC[:, ALTERED].repeat_interleave(positions)[:, None]
+    own_TC, numbers_TC = wishes.tokens[slot_T].long(), wishes.numbers[slot_T]
+    presence_T1, frequency_T1, repetition_T1 = numbers_TC[:, :3].split(1, 1)
+    of_row_T1 = torch.arange(positions, device=plan_BC.device).repeat(rows)[:, None]
+
+    biased_TM = own_TC[:, BIASED]
+    given_TM = numbers_TC[:, BIASES] * (biased_TM >= 0)
+    x_TV = logits_TV.scatter_add(1, biased_TM.clamp(min=0), given_TM)
+
+    ids_TK = args.ids_T.view(rows, positions).repeat_interleave(positions, 0)
+    of_row_K = torch.arange(positions, device=plan_BC.device)
+    before_TK = (of_row_K > 0) & (of_row_K <= of_row_T1)
+    count_TV = wishes.counts[slot_T].scatter_add(1, ids_TK, before_TK.int())
+    repeated_TV = torch.where(x_TV > 0, x_TV / repetition_T1, x_TV * repetition_T1)
+    x_TV = torch.where(count_TV > 0, repeated_TV, x_TV)
+    generated_TV = count_TV & (IN_PROMPT - 1)
+    x_TV = torch.where(generated_TV > 0, x_TV - (presence_T1 + frequency_T1 * generated_TV), x_TV)
+
+    stops_TS = own_TC[:, STOPS]
+    length_T1 = args.results[:rows, BEFORE].repeat_interleave(positions)[:, None] + of_row_T1
+    banned_TS = (stops_TS >= 0) & (length_T1 < own_TC[:, STOPS_FROM, None])
+    x_TV = x_TV.scatter_add(1, stops_TS.clamp(min=0), torch.where(banned_TS, -torch.inf, 0.0))
+
+    x_TV = torch.where(altered_T1 & ADJUSTED > 0, x_TV, logits_TV)
+    of_word = torch.arange(32, dtype=torch.int32, device=plan_BC.device)
+    allowed_TV = (args.masks_TW[:tokens, :, None] >> of_word & 1).flatten(1)[:, :vocabulary] > 0
+    return torch.where(allowed_TV | (altered_T1 & MASKED == 0), x_TV, -torch.inf)
+
+
+def count_tokens(plan_BC: Tensor, results: Tensor, counts: Tensor) -> None:
+    """Counts the tokens that a settled step has given to rows that are ADJUSTED. Recordable.
+
+    counts: int32 [slots, V], as in `SlotWishes`.
+    """
+    rows, of_row_K = plan_BC.shape[0], torch.arange(MOST_POSITIONS, device=plan_BC.device)
+    asked_B1 = plan_BC[:, ALTERED, None] & ADJUSTED > 0
+    new_BK = asked_B1 & (of_row_K < results[:rows, NEW, None])
+    token_BK = results[:rows, TOKENS : TOKENS + MOST_POSITIONS] * new_BK
+    place_BK = plan_BC[:, SLOT, None] * counts.shape[1] + token_BK
+    counts.view(-1).scatter_add_(0, place_BK.flatten(), new_BK.flatten().int())
+
+
+_Launch = launch_record("step/adjust.cu", "AdjustLaunch")
+
+
+@functools.cache
+def _kernel(width: int) -> CudaKernel:
+    columns = {
+        "TOKEN_STOPS_FROM": STOPS_FROM,
+        "TOKEN_BIASED": BIASED.start,
+        "TOKEN_STOPS": STOPS.start,
+        "TOKEN_COLUMNS": STOPS.stop,
+        "NUMBER_PRESENCE": PRESENCE,
+        "NUMBER_FREQUENCY": FREQUENCY,
+        "NUMBER_REPETITION": REPETITION,
+        "NUMBER_BIASES": BIASES.start,
+        "NUMBER_COLUMNS": BIASES.stop,
+        "MOST_BIASES": MOST_BIASES,
+        "MOST_STOPS": MOST_STOPS,
+        "IN_PROMPT": IN_PROMPT,
+    }
+    defines = {**DEFINES, **columns, "PART": PART, "WIDTH": width}
+    return CudaKernel("step/adjust.cu", "adjust", _Launch, defines, shared=0, threads=THREADS)
+
+
+def cuda(args: AdjustArgs) -> Tensor:
+    """The reference's result."""
+    logits_TV, wishes = args.logits_TV, args.wishes
+    (tokens, vocabulary), step = logits_TV.shape, logits_TV.stride(0)
+    adjusted_TV = torch.empty(tokens, vocabulary, dtype=torch.float32, device=logits_TV.device)
+    width = 4 if vocabulary % 4 == step % 4 == logits_TV.data_ptr() % 16 == 0 else 1
+    given = _Launch(
+        logits=logits_TV.data_ptr(),  # its rows may lie apart
+        ids=args.ids_T,
+        plan=args.plan_BC,
+        results=args.results,
+        counts=wishes.counts,
+        tokens=wishes.tokens,
+        numbers=wishes.numbers,
+        masks=args.masks_TW,
+        adjusted=adjusted_TV,
+        positions=tokens // max(args.plan_BC.shape[0], 1),
+        vocabulary=vocabulary,
+        step=step,
+        words=args.masks_TW.shape[1],
+    )
+    _kernel(width).launch(given, -(-vocabulary // PART), tokens)
+    return adjusted_TV
+
+
+def fits(args: AdjustArgs) -> bool:
+    """Whether the logits are float32 and each row is contiguous."""
+    return args.logits_TV.dtype == torch.float32 and args.logits_TV.stride(1) == 1
+
+
+def cost(args: AdjustArgs) -> Cost:
+    """The logits are read and written once. Counts are read once for each row, not for each of its positions, and the
+    lists of its slot; masks once for each position. Rows that ask for nothing read neither, which is not counted."""
+    rows, wishes = args.plan_BC.shape[0], args.wishes
+    words = args.masks_TW[: args.logits_TV.shape[0]].nbytes
+    return Cost(2 * args.logits_TV.nbytes + words + SlotWishes.bytes_of(rows, wishes.counts.shape[1]))
+
+
+def cases() -> Iterator[Case]:
+    """Rows that ask for everything, for some and for nothing, before and behind the least length of their answers."""
+
+    def make(rows: int, real: int, positions: int, vocabulary: int):
+        def inputs(g: torch.Generator) -> AdjustArgs:
+            def drawn(most: int, *shape: int) -> Tensor:
+                return torch.randint(most, shape, generator=g)
+
+            slots = random_slots(g, real + 3, 4)
+            plan = random_plan(g, slots, rows, real, positions)
+            plan[:real, ALTERED], plan[real:, ALTERED] = drawn(4, real), 0
+            results = torch.full((MOST_ROWS, RESULT_COLUMNS), -7)
+            results[:rows, BEFORE] = slots.lengths[plan[:, SLOT]]
+            wishes = SlotWishes.empty(real + 4, vocabulary, plan.device)
+            few = drawn(4, *wishes.counts.shape)
+            wishes.counts[:] = (few - 1).clamp(min=0) + IN_PROMPT * drawn(2, *wishes.counts.shape) * (few > 1)
+            wishes.numbers[:, :3] = torch.randn(real + 4, 3, generator=g)
+            wishes.numbers[:, REPETITION] = torch.rand(real + 4, generator=g) + 0.5
+            for slot in range(0, real + 4, 2):
+                biased, stops = min(MOST_BIASES, vocabulary) - 5 * slot, 1 + slot
+                wishes.tokens[slot, STOPS_FROM] = slots.lengths[slot] + drawn(positions + 1, 1)
+                wishes.tokens[slot, BIASED][: max(biased, 0)] = torch.randperm(vocabulary, generator=g)[
+                    : max(biased, 0)
+                ]
+                wishes.numbers[slot, BIASES] = 5 * torch.randn(MOST_BIASES, generator=g)
+                wishes.tokens[slot, STOPS][:stops] = drawn(vocabulary, stops)[:MOST_STOPS]
+            words = -(-vocabulary // 32)
+            masks = drawn(1 << 32, rows * positions, words).to(torch.int32)
+            logits = 3 * torch.randn(rows * positions, vocabulary, generator=g)
+            return AdjustArgs(logits, drawn(vocabulary, rows * positions), plan, results, wishes, masks)
+
+        return inputs
+
+    yield Case("B=1 K=1", make(1, 1, 1, 512))
+    yield Case("B=4 K=3, one to fill the shape, V no multiple of 4", make(4, 3, 3, 2051))
+    yield Case("B=16 K=8", make(16, 12, 8, 300))
+    yield Case("B=2 K=4 Kimi", make(2, 2, 4, 163840), small=False)
+
+
+adjust = Kernel(Op("adjust", AdjustArgs, reference, cost, cases, rtol=1e-7), cuda, "hopper", fits)
