@@ -160,10 +160,11 @@ class DecodeStep:
         """Lets a row whose plan says MASKED choose among some tokens alone. Between `forward` and `settle`.
 
         masks_KW: int32 [positions of the row, or fewer, ceil(V / 32)]: a bit for each token, the lowest first; position
-        i follows the row's first i drafts.
+        i follows the row's first i drafts. Positions behind them may have any token.
         """
-        first = row * self.shape.positions
-        self._shared.masks[first : first + masks_KW.shape[0]].copy_(masks_KW, non_blocking=True)
+        of_row_KW = self._shared.masks[row * self.shape.positions : (row + 1) * self.shape.positions]
+        of_row_KW[masks_KW.shape[0] :] = -1
+        of_row_KW[: masks_KW.shape[0]].copy_(masks_KW, non_blocking=True)
 
     def settle(self, kind: SamplingKind, *, adjusted: bool = False) -> None:
         """Chooses tokens from the logits, and writes those that are certain into the slots and the results; behind

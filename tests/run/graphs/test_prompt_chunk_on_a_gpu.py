@@ -70,7 +70,7 @@ def test_prompts_beside_decoding_rows_make_nobody_wait(speculation: DraftConfig 
         with no_waits():
             answers = run(engine, *waves(1000), every=12)
         assert [(name, one.error) for name, one in answers.items() if one.error is not None] == []
-        assert runner.chunks - chunks >= 8
+        assert runner.chunks - chunks >= 7
         assert answers["1000.again"].cached_tokens >= 1984
         assert not runner.led
     finally:

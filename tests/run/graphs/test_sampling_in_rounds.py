@@ -244,10 +244,14 @@ def test_masks_that_the_host_writes_between_the_pieces_decide_what_is_chosen(cap
         held, others = launched({0: only([drafts[0]], range(100, 110), [drafts[2]], [4])})
         assert (held[0], held[1] in range(100, 110), len(held)) == (drafts[0], True, 2)
         assert others == answer[1:5]
+        behind, _ = launched({0: only([drafts[0]])})
+        every, _ = launched({0: only([drafts[0]], *[range(VOCABULARY)] * 3)})
+        assert len(behind) >= 2
+        assert behind == every, "a position without a mask has none of the step before either"
         rejected, others = launched({})
         assert rejected == answer[1 : 1 + len(rejected)]
         assert others == answer[1:5]
-        assert len(calls) == 2
+        assert len(calls) == 4
     finally:
         runner.close()
 
