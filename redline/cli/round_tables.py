@@ -172,9 +172,10 @@ def _keep(record: RoundRecord, timing: RoundTiming, save: Path | None) -> None:
         return
     append(save, record)
     if timing.trace is not None and find_spec("matplotlib") is not None:
-        what = f"{record.shape} on {record.gpu}: {record.rows} rows, k {record.k}, {record.ms:.2f} ms a round"
-        path = save.with_name(f"{save.stem}-{record.rows}-rows-k{record.k}.png")
-        draw(timing.trace, record.ms, f"{what}, idle {record.idle_share:.1%}", path)
+        case = f"{record.rows} rows, k {record.k}, routing {record.routing}, head in {record.draft_head_bits} bits"
+        what = f"{record.shape} on {record.gpu}: {case}, {record.ms:.2f} ms a round, idle {record.idle_share:.1%}"
+        name = f"{record.rows}-rows-k{record.k}-{record.routing.replace(' ', '-')}-{record.draft_head_bits}-bits"
+        draw(timing.trace, record.ms, what, save.with_name(f"{save.stem}-{name}.png"))
 
 
 def _print(records: Sequence[RoundRecord], hosts: Sequence[float], machine: Machine, console: Console) -> None:
