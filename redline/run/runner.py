@@ -31,7 +31,7 @@ from redline.model.k2.cpu import K2
 from redline.run.drafting.learned import Drafting
 from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen, verify_synthetic
 from redline.run.fit import Layout
-from redline.run.graphs.captured import CapturedSteps, not_finite
+from redline.run.graphs.captured import CapturedSteps, no_choice, not_finite
 from redline.run.graphs.decode_step import SharedState
 from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool
@@ -362,7 +362,7 @@ class Runner:
                 results.append(RowResult(error=f"the next token could not be chosen: {error}"))  # this row's alone
                 continue
             if not given.tokens or not all(token in tokens for token in given.tokens):
-                results.append(RowResult(error=f"no token can be chosen for position {position}: {_NOT_A_CHOICE}"))
+                results.append(RowResult(error=no_choice(position)))
                 continue
             self.slots.append(span.slot, given.tokens, position)
             asked = slot.sampling.logprobs
@@ -467,4 +467,3 @@ def _together(step: Step, decoded: WaitForStep, read: WaitForStep) -> StepResult
 
 
 _NOTHING = RowResult()
-_NOT_A_CHOICE = "what was asked for leaves no finite logit"

@@ -41,7 +41,7 @@ from redline.kernels.hopper.step.suffix_match import SHORTEST
 from redline.ops.draws import signed
 from redline.ops.staged import staged
 from redline.run.drafting.learned import SURE
-from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
+from redline.run.graphs.decode_step import NO_CHOICE, DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Piece, Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import MOST_TOP, logprobs_of_row
@@ -67,12 +67,13 @@ class Outcome(NamedTuple):
     drafts: list[int]  # what was drafted behind them
     drafted_by: int  # and by whom
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the new tokens, where asked for
+    no_choice: bool = False  # what was asked for left nothing to choose from
 
     @property
     def result(self) -> RowResult:
-        """The row's result. A row that ran and gave no token met a logit that is not finite."""
+        """The row's result. One that ran and gave no token met a logit that is not finite, unless it left no choice."""
         if self.ran and not self.tokens:
-            return RowResult(error=not_finite(self.before - 1))
+            return RowResult(error=no_choice(self.before) if self.no_choice else not_finite(self.before - 1))
         return RowResult(
             tokens=tuple(self.tokens),
             proposed=max(0, self.ran - 1),
@@ -89,6 +90,11 @@ _DRAFTERS: dict[int, Drafter] = {BY_DRAFTER: "learned", BY_SUFFIX: "suffix"}
 def not_finite(position: int) -> str:
     """The error of a job whose logits at `position` are not all finite."""
     return f"the model gave a logit that is not finite at position {position}"
+
+
+def no_choice(position: int) -> str:
+    """The error of a job that leaves itself no token to choose for `position`, where the logits are finite."""
+    return f"no token can be chosen for position {position}: what was asked for leaves no finite logit"
 
 
 class HostBuffers(NamedTuple):
@@ -138,6 +144,7 @@ class Replay:
                         drafts=row[DRAFTS : DRAFTS + row[DRAFTED]],
                         drafted_by=row[DRAFTED_BY],
                         logprobs=self._scored(place, row[TOKENS : TOKENS + row[NEW]]),
+                        no_choice=row[TOKENS] == NO_CHOICE,
                     )
                     for place, row in enumerate(rows)
                 ]

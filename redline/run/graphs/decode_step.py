@@ -21,6 +21,7 @@ from redline.kernels.hopper.step.keep_drafts import NextRows, keep_drafts
 from redline.kernels.hopper.step.read_rows import read_rows
 from redline.kernels.hopper.step.settle_rows import settle_rows, shares_of
 from redline.kernels.hopper.step.step_rows import (
+    ALTERED,
     BEFORE,
     COLUMNS,
     FACTS,
@@ -45,6 +46,8 @@ from redline.run.kv import KvPool
 from redline.run.sampling.on_device import TOP_LOGPROBS, Odds, sample_rows, score_rows
 from redline.run.slots import Slots
 from redline.wire.step import Shape
+
+NO_CHOICE = -2  # in a token's place, where what its row asks for leaves nothing of logits that were finite
 
 
 class SamplingKind(IntEnum):
@@ -175,7 +178,8 @@ class DecodeStep:
         shared, logits_TV = self._shared, self._logits_TV
         assert logits_TV is not None, "a step is settled behind its forward"
         assert self._ids_T is not None
-        token_T, finite_T = best(logits_TV)
+        token_T, given_T = best(logits_TV)
+        finite_T = given_T
         if adjusted:
             logits_TV = adjust(*(logits_TV, self._ids_T, self._plan_BC, shared.results, shared.wishes, shared.masks))
             token_T, _ = best(logits_TV)
@@ -183,6 +187,9 @@ class DecodeStep:
         if kind != SamplingKind.LIKELIEST:
             token_T = self._drawn(logits_TV, token_T, narrowed=kind == SamplingKind.NARROWED)
             finite_T = finite_T & (token_T >= 0)  # what cannot be drawn is no token
+        if adjusted:
+            altered_T = self._plan_BC[:, ALTERED].repeat_interleave(self.shape.positions) > 0
+            token_T = token_T.masked_fill(given_T & altered_T & ~finite_T, NO_CHOICE)
         settle_rows(token_T, finite_T, self._ids_T, self._plan_BC, shared.standing, shared.results, shared.shares)
         if adjusted:
             count_tokens(self._plan_BC, shared.results, shared.wishes.counts)
