@@ -418,7 +418,9 @@ def search(asked: argparse.Namespace, wanted: Sequence[Mutant], journal: Path) -
         cache = folder / "cache"
         cache.mkdir()
         if native.cache_folder().exists():
-            shutil.copytree(native.cache_folder(), cache / "redline")  # what mutants build dies with the copy
+            # What mutants build dies with the copy. Names that end in a number are others' that are still being built.
+            unfinished = shutil.ignore_patterns("*.[0-9]*")
+            shutil.copytree(native.cache_folder(), cache / "redline", ignore=unfinished)
         trees: list[Tree] = []
         for number in range(asked.workers):
             (folder / str(number)).mkdir()
