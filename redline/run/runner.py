@@ -227,10 +227,11 @@ class Runner:
                 self.led[refusal] += 1
             result = self.run(step)
             return lambda: result
-        if not prompts:
-            return self._replay(decode, captured)
         try:
             replayed = self._replay(decode, captured) if decoding else None
+            if not prompts:
+                assert replayed is not None, "a step has rows"
+                return replayed
             read = self._read(msgspec.structs.replace(step, rows=prompts))
         except Exception:
             self._fail(step)

@@ -9,7 +9,7 @@ UNSEEN = 0.9  # share of drafts that is taken to hold before any was offered: le
 WEIGHT = 8.0  # UNSEEN counts like so many rows
 MOST = 100.0  # what was seen counts like so many rows, at most: a full batch is forgotten as soon as one stream
 KEEPS = 0.85  # share of the counts that stays with each decision while drafts are verified
-REST_KEEPS = 0.99  # the same while none are: they are tried again some hundred decisions later
+REST_KEEPS = 0.997  # the same while none are: they are tried again some five hundred decisions later
 
 
 class Acceptance:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from redline.tune.costs import RoundTimes
 
 PATIENCE = 4  # decisions that must say the same, one after another, before the learned drafter is left or taken up
-LEAVE, TAKE_UP = 1.03, 1.08  # left below, taken up above this gain: reading prompts, and choosing, cost time too
+LEAVE, TAKE_UP = 1.05, 1.15  # left below, taken up above this gain: reading prompts, and choosing, cost time too
+LEAST = 1.05  # what drafts must bring, to be asked for at all: what is known of them is an estimate
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,20 @@ class Rows:
 
 
 def choose(learned: Rows, suffix: Rows, times: RoundTimes) -> int:
-    """The drafts behind each row that give the most tokens per millisecond; the most of several that give as many.
+    """The drafts behind each row that give the most tokens per millisecond; the most of several that give as many. None
+    where that is less than LEAST times what no drafts give.
 
     learned: rows that the learned drafter follows. suffix: all others, whose drafts cost nothing to make. Where nothing
     was measured, all drafts seem free.
     """
     rows = learned.count + suffix.count
     drafted = learned.count + suffix.share * suffix.count
-    best, rate = 0, 0.0
-    for depth, (one, other) in enumerate(zip(learned.tokens(), suffix.tokens(), strict=True)):
-        found = (one + other) / times.ms(rows, depth, learned.count, drafted)
-        if found >= rate:
-            best, rate = depth, found
-    return best
+    rates = [
+        (one + other) / times.ms(rows, depth, learned.count, drafted)
+        for depth, (one, other) in enumerate(zip(learned.tokens(), suffix.tokens(), strict=True))
+    ]
+    best = max(reversed(range(len(rates))), key=rates.__getitem__)
+    return best if rates[best] >= LEAST * rates[0] else 0
 
 
 def gain(survival: Sequence[float], rows: int, times: RoundTimes) -> float:

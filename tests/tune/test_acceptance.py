@@ -51,6 +51,6 @@ def test_drafts_that_are_not_offered_are_forgiven():
     bad = Acceptance(3)
     bad.seen(3, 0, rows=200)
     assert bad.survival()[0] < 0.2
-    for _ in range(400):
+    for _ in range(1500):
         bad.fade(REST_KEEPS)
     assert bad.survival()[0] > 0.7

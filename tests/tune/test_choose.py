@@ -44,6 +44,15 @@ def test_drafts_grow_fewer_as_the_machine_fills():
     assert lengths[-1] <= 1
 
 
+def test_drafts_that_bring_less_than_estimates_err_by_are_not_asked_for():
+    """A draft holds in a third of the rows, and a position costs 0.3 of a step: 1.03 tokens for one."""
+    it = times(4.0, base_ms=10.0)
+    found = Rows(1, [0.33]).tokens()[1] / it.ms(1, 1, 0) * it.ms(1, 0, 0)
+    assert 1.0 < found < 1.05
+    assert choose(NOBODY, Rows(1, [0.33] + [0.0] * 6), it) == 0
+    assert choose(NOBODY, Rows(1, [0.45] + [0.0] * 6), it) == 1
+
+
 def test_a_slow_drafter_drafts_less():
     quick, slow, slowest = (choose(Rows(1, GOOD), NOBODY, times(0.2, ms)) for ms in (0.1, 2.0, 20.0))
     assert quick > slow > slowest == 1, "the first draft comes with the reading"
@@ -97,5 +106,5 @@ def test_a_drafter_that_does_not_pay_for_long_is_left_and_later_taken_up_again()
         worth = worth.seen(1.0)
     assert not worth.pays, "by a margin"
     for _ in range(PATIENCE):
-        worth = worth.seen(1.1)
+        worth = worth.seen(1.2)
     assert worth.pays

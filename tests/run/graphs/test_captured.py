@@ -838,3 +838,39 @@ def test_behind_its_last_draft_a_row_writes_nothing(captured: Open):
         assert torch.equal(runner.kv.draft[6, 0], before)
     finally:
         runner.close()
+
+
+def test_a_launch_that_raises_ends_its_jobs_before_the_next_step_runs(captured: Open, monkeypatch: pytest.MonkeyPatch):
+    """Slot 0 had a long job, which the device still knows of; its new one has been told to nobody when a launch fails
+    half way. The step behind, launched ahead, must not run where the long job's pages were."""
+    runner = captured(max_running=2).runner
+
+    def begin(slot: int, tokens: tuple[int, ...], first_page: int, pages: int, **asked: Any) -> None:
+        sampling = Sampling(max_tokens=400, temperature=0.0, **asked)
+        begins = Begin(
+            slot=slot, tokens=tokens, prompt=len(tokens), pages=(), sampling=sampling, limit=len(tokens) + 300
+        )
+        new = tuple(PageId(first_page + n) for n in range(pages))
+        row = Row(slot=slot, start=0, count=len(tokens), new_pages=new)
+        runner.launch(Step(number=0, begins=(begins,), rows=(row,))).wait()
+
+    def half_way(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    try:
+        begin(0, prompt(1, 300), 0, 5)
+        runner.launch(_named(runner, Row(slot=0, start=None, count=1))).wait()
+        begin(0, prompt(2, 10), 8, 1, prompt_logprobs=1)  # led: the device is told with the next plan
+        begin(1, prompt(3, 10), 9, 1, prompt_logprobs=1, frequency_penalty=0.5)
+        planes = runner.kv.planes.clone()
+        rows = [Row(slot=slot, start=None, count=1) for slot in range(2)]
+        with monkeypatch.context() as patch:
+            patch.setattr("redline.run.graphs.captured.CapturedSteps._tell_wishes", half_way)
+            failed = runner.launch(_named(runner, *rows))
+            with pytest.raises(torch.OutOfMemoryError):
+                failed.wait()
+        given = runner.launch(_named(runner, *rows)).wait().rows
+        assert [row.error for row in given] == ["the step before failed"] * 2
+        assert torch.equal(runner.kv.planes.view(torch.int16), planes.view(torch.int16))
+    finally:
+        runner.close()
