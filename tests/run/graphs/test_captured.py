@@ -47,6 +47,7 @@ from redline.wire.news import Stop
 from redline.wire.step import Begin, Recorded, Row, Shape, Step
 from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine, EngineCore, sizes_of
+from tests.run.graphs.conftest import Open
 from tests.tiny_model import (
     BOTH,
     LEARNED,
@@ -71,20 +72,6 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "seed": 6, "seeded": True, "repetition_penalty": 1.3, "presence_penalty": 0.2},
     {"logprobs": None, "logit_bias": ((3, 1.0), (3, 2.0))},  # of one token twice, which the host leads
 )
-
-Open = Callable[..., EngineCore]
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens engines whose decode steps are replayed."""
-
-    def opened(**config: Any) -> EngineCore:
-        with monkeypatch.context() as patch:
-            patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
-            return open_engine(tiny_model(), **config)
-
-    return opened
 
 
 def answers_of(engine: EngineCore, *waves: list[Job], every: int = 3) -> dict[str, Answer]:

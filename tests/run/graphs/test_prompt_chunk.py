@@ -19,6 +19,7 @@ from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
 from redline.worker.config import DraftConfig
 from redline.worker.engine import EngineCore
+from tests.run.graphs.conftest import Open
 from tests.tiny_model import (
     BOTH,
     LEARNED,
@@ -32,20 +33,6 @@ from tests.tiny_model import (
     run_alone,
     tiny_model,
 )
-
-Open = Callable[..., EngineCore]
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens engines whose decode steps are replayed."""
-
-    def opened(**config: Any) -> EngineCore:
-        with monkeypatch.context() as patch:
-            patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
-            return open_engine(tiny_model(), **config)
-
-    return opened
 
 
 @functools.cache

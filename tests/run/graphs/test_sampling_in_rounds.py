@@ -20,6 +20,7 @@ from redline.wire.job import PAGE_TOKENS, Job, PageId, Sampling
 from redline.wire.step import Begin, Row, Step
 from redline.worker.config import DraftConfig, Suffix
 from redline.worker.engine import EngineCore
+from tests.run.graphs.conftest import Open
 from tests.seeds import fresh_generator
 from tests.tiny_model import (
     BOTH,
@@ -57,20 +58,6 @@ ASKED: dict[str, dict[str, Any]] = {
     "least length": {"min_tokens": 12, "stop_ids": tuple(range(0, VOCABULARY, 8)), "logprobs": None},
     "nothing": {"logprobs": None},
 }
-
-Open = Callable[..., EngineCore]
-
-
-@pytest.fixture
-def captured(monkeypatch: pytest.MonkeyPatch) -> Open:
-    """Opens engines whose decode steps are replayed."""
-
-    def opened(**config: Any) -> EngineCore:
-        with monkeypatch.context() as patch:
-            patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=True))
-            return open_engine(tiny_model(), **config)
-
-    return opened
 
 
 def answers_of(engine: EngineCore, jobs: list[Job]) -> dict[str, Answer]:
