@@ -4,14 +4,13 @@ A limit is the best of several ways to reach it, each tried several times: distu
 """
 
 import math
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from redline.bench.record import cpu_name
 from redline.ops.op import Machine
 
 WORKING_SET_BYTES = 256 << 20  # larger than the last-level cache, on most machines
@@ -33,14 +32,6 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
-
-
-def cpu_name() -> str:
-    """The processor's model name from /proc/cpuinfo, or what Python knows of it where there is none."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _read_rate(device: torch.device, size: int, rounds: int) -> float:

@@ -5,9 +5,8 @@ import os
 import platform
 import subprocess
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
-
-from redline.bench.machine import cpu_name
 
 
 def provenance(*packages: str) -> dict[str, Any]:
@@ -28,6 +27,14 @@ def provenance(*packages: str) -> dict[str, Any]:
         "commit": os.environ.get("REDLINE_COMMIT") or commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M"),
     }
+
+
+def cpu_name() -> str:
+    """The processor's model name from /proc/cpuinfo, or what Python knows of it where there is none."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def commit() -> str:

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from redline.bench.machine import WORKING_SET_BYTES, cpu_name, measure
+from redline.bench.machine import WORKING_SET_BYTES, measure
+from redline.bench.record import cpu_name
 from redline.errors import CheckpointError, ConfigError
 from redline.kernels.cpu import native
 from redline.kernels.hopper.kernel import why_not

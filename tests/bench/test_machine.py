@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from redline.bench import machine as limits
-from redline.bench.machine import cpu_name, measure
+from redline.bench.machine import measure
+from redline.bench.record import cpu_name
 from redline.ops.op import Cost
 
 

@@ -12,9 +12,10 @@ import torch
 from typer.testing import CliRunner
 
 from redline.bench.step.depth import Depth
-from redline.cli import app, round_tables, step_tables
-from redline.cli.round_tables import RoundsConfig, round_cases
-from redline.cli.step_tables import DepthConfig
+from redline.cli import app
+from redline.cli.bench import round_tables, step_tables
+from redline.cli.bench.round_tables import RoundsConfig, round_cases
+from redline.cli.bench.step_tables import DepthConfig
 from redline.errors import ConfigError
 
 REDLINE = Path(sys.executable).with_name("redline")

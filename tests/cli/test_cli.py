@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.cli import app
-from redline.cli.speculation_tables import SpeculateConfig
+from redline.cli.bench.speculation_tables import SpeculateConfig
 from redline.draft.corpus.synth import SynthConfig
 from redline.draft.evaluate import EvalConfig
 from redline.draft.mine.mine import MineConfig
@@ -347,7 +347,11 @@ def test_eval_prints_a_table_and_saves_it(tiny: Path, tmp_path: Path):
             MineConfig(target="t", draft="d", out="o", corpus=("c",)),
         ),
         ("draft eval t --draft d", "redline.draft.evaluate.run", EvalConfig(target="t", draft="d")),
-        ("bench speculate t --draft d", "redline.cli.speculation_tables.run", SpeculateConfig(folder="t", draft="d")),
+        (
+            "bench speculate t --draft d",
+            "redline.cli.bench.speculation_tables.run",
+            SpeculateConfig(folder="t", draft="d"),
+        ),
     ],
 )
 def test_a_flag_that_is_not_given_is_what_a_recipe_says_without_its_key(

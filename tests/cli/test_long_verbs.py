@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from redline.bench.quality.answering import Greedy
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
-from redline.cli import app, step_tables
+from redline.cli import app
+from redline.cli.bench import step_tables
 from redline.errors import ConfigError
 from redline.model.eagle3.module import Eagle3, Eagle3Config
 from redline.model.k2.checkpoint import Checkpoint

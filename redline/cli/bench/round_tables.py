@@ -18,8 +18,8 @@ from redline.bench.step.depth_gpu import forced_k2
 from redline.bench.step.depth_record import RoundRecord, append, read, round_record
 from redline.bench.step.rounds import RoundCase, RoundTiming, drafter_weights, measure_round, random_drafter
 from redline.bench.step.trace import draw
+from redline.cli.bench.step_tables import READ_BYTES, DepthConfig, builder, cases, describe
 from redline.cli.console import say, until_interrupted
-from redline.cli.step_tables import READ_BYTES, DepthConfig, builder, cases, describe
 from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.kernels.cpu import native
