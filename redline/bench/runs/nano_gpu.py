@@ -1,14 +1,15 @@
-"""Kimi-Nano on a GPU against Kimi-Nano on a CPU: the same prompts, greedy, on the GPU with its drafter and without.
+"""Kimi-Nano on a GPU against Kimi-Nano on a CPU: the same prompts, greedy, on the GPU with drafts and without.
 
     python -m redline.bench.runs.nano_gpu --limit 1000 --save benchmarks/results/nano-gpu.json
 
-Answers are compared token for token. Where two part, the CPU says how far apart its two likeliest tokens were there: a
-difference is the rounding of kernels only where that is little. Both are graded by the evaluation's own checks.
+Answers are compared token for token: the GPU's with the CPU's, and the GPU's with drafts (its drafter's, and matches of
+the text's own past alone) with the GPU's without. Where two part, the CPU says how far apart its two likeliest tokens
+were there: a difference is the rounding of kernels only where that is little. All are graded as in `redline eval`.
 """
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -24,8 +25,9 @@ from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.kernels.kernel import fallbacks
+from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
-from redline.worker.config import EngineConfig, Learned
+from redline.worker.config import DraftConfig, EngineConfig, Learned, Suffix
 from redline.worker.engine import Engine
 
 CONTEXT = 8192
@@ -49,7 +51,7 @@ class Run(msgspec.Struct, frozen=True):
     """
 
     device: str
-    draft: bool
+    drafts: str  # who drafts: none, learned, suffix
     seconds: float
     tokens: int
     fallbacks: dict[str, int]
@@ -69,44 +71,62 @@ def jobs_of(engine: Engine, prompts: Sequence[Prompt]) -> list[Job]:
     return [job(number, conversation(prompt)) for number, prompt in enumerate(prompts)]
 
 
-def answers(engine: Engine, jobs: Sequence[Job]) -> list[tuple[int, ...]]:
-    """The tokens of each job's answer. Raises AssertionError where one ends in an error."""
-    deltas = engine.generate(jobs)
-    for job in jobs:
-        error = next((delta.error for delta in deltas[job.id] if delta.error), None)
-        assert error is None, f"{job.id}: {error}"
-    return [tuple(token for delta in deltas[job.id] for token in delta.tokens) for job in jobs]
+class Kept:
+    """An engine whose answers' tokens are kept, in the order of their jobs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.tokenizer, self.style, self.fingerprint = engine.tokenizer, engine.style, engine.fingerprint
+        self.tokens: list[tuple[int, ...]] = []
+
+    def generate(
+        self, jobs: Sequence[Job], on_delta: Callable[[Delta], object] | None = None
+    ) -> dict[JobId, list[Delta]]:
+        """What the engine answers. Raises AssertionError where an answer ends in an error."""
+        deltas = self._engine.generate(jobs, on_delta)
+        for job in jobs:
+            error = next((delta.error for delta in deltas[job.id] if delta.error), None)
+            assert error is None, f"{job.id}: {error}"
+        self.tokens = [tuple(token for delta in deltas[job.id] for token in delta.tokens) for job in jobs]
+        return deltas
+
+    def run(self, jobs: Iterable[Job], on_delta: Callable[[Delta], object]) -> None:
+        """As the engine does it; nothing is kept."""
+        self._engine.run(jobs, on_delta)
 
 
-def run(folder: Path, device: str, draft: Path | None, prompts: Sequence[Prompt]) -> tuple[Run, list[tuple[int, ...]]]:
-    """Answers every prompt on a device, timed, then once more to be graded; returns the figures and the timed tokens.
+def run(
+    folder: Path, device: str, speculation: DraftConfig | None, prompts: Sequence[Prompt]
+) -> tuple[Run, list[tuple[int, ...]]]:
+    """Answers every prompt on a device, timed and graded; returns the figures and the tokens of each answer.
 
-    draft: the drafter's folder; None: without. Raises ConfigError or CheckpointError where the engine cannot be opened.
+    speculation: who drafts; None: nobody. Raises ConfigError or CheckpointError where the engine cannot be opened.
     """
     config = EngineConfig(
         max_model_len=CONTEXT,
         device=device,
         kv_memory=1 << 30,
-        speculation=None if draft is None else Learned(drafter=str(draft)),
+        speculation=speculation,
     )
+    drafts = "none" if speculation is None else "learned" if isinstance(speculation, Learned) else "suffix"
     with Engine.open(folder, config) as engine:
         print(engine.engine.ready.summary, flush=True)
         engine.record_all()
         fallbacks.clear()
-        jobs = jobs_of(engine, prompts)
+        kept = Kept(engine)
         start = time.monotonic()
-        given = answers(engine, jobs)
+        given = Greedy(kept, MAX_TOKENS).answer(prompts, lambda: None)
         seconds = time.monotonic() - start
         called = dict(fallbacks)
-        grades = judge({"asked": prompts}, Greedy(engine, MAX_TOKENS).answer(prompts, lambda: None), False)
+        grades = judge({"asked": prompts}, given, False)
         right = {row.kind: round(row.percent, 2) for row in rows(grades, read_targets(folder / "eval"))}
         runner = engine.engine.runner
-        count = sum(map(len, given))
-        print(f"{device} {'with' if draft else 'without'} drafter: {count / seconds:,.0f} tokens/s", flush=True)
+        count = sum(map(len, kept.tokens))
+        print(f"{device}, drafts: {drafts}: {count / seconds:,.0f} tokens/s", flush=True)
         return (
             Run(
                 device=device,
-                draft=draft is not None,
+                drafts=drafts,
                 seconds=round(seconds, 2),
                 tokens=count,
                 fallbacks=called,
@@ -114,7 +134,7 @@ def run(folder: Path, device: str, draft: Path | None, prompts: Sequence[Prompt]
                 led=dict(runner.led),
                 right=right,
             ),
-            given,
+            kept.tokens,
         )
 
 
@@ -143,19 +163,35 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("models/kimi-nano"))
     parser.add_argument("--draft", type=Path, default=Path("models/kimi-nano-eagle3"))
     parser.add_argument("--limit", type=int, default=0, help="prompts; 0: all")
+    parser.add_argument(
+        "--gpu-alone", action="store_true", help="without the CPU's answers; it tells gaps all the same"
+    )
     parser.add_argument("--save", type=output)
     given = parser.parse_args()
     asked = [prompt for members in read_sets(given.folder / "eval").values() for prompt in members]
     prompts = asked[:: max(1, len(asked) // given.limit)] if given.limit else asked
-    cpu, wanted = run(given.folder, "cpu", None, prompts)
-    results, differences = [cpu], {}
-    for draft in (None, given.draft):
-        result, got = run(given.folder, "cuda", draft, prompts)
+    results: list[Run] = []
+    wanted: list[tuple[int, ...]] = []
+    if not given.gpu_alone:
+        cpu, wanted = run(given.folder, "cpu", None, prompts)
+        results.append(cpu)
+    without: list[tuple[int, ...]] = []
+    differences: dict[str, list[Difference]] = {}
+
+    def compare(name: str, ours: list[tuple[int, ...]], theirs: list[tuple[int, ...]]) -> None:
+        parted = differences[name] = list(gaps(given.folder, prompts, ours, theirs))
+        wide = sum(one.gap > TOLERANCE for one in parted)
+        equal = len(prompts) - len(parted)
+        print(f"{name}: {equal} of {len(prompts)} answers equal; {wide} part at a gap > {TOLERANCE}", flush=True)
+
+    for speculation in (None, Learned(drafter=str(given.draft)), Suffix()):
+        result, got = run(given.folder, "cuda", speculation, prompts)
         results.append(result)
-        parted = list(gaps(given.folder, prompts, got, wanted))
-        differences["with drafter" if draft else "without"] = parted
-        wide = [one for one in parted if one.gap > TOLERANCE]
-        print(f"{len(prompts) - len(parted)} of {len(prompts)} answers equal; {len(wide)} part at a gap > {TOLERANCE}")
+        if wanted:
+            compare(f"{result.drafts}, GPU and CPU", got, wanted)
+        without = without or got
+        if speculation is not None:
+            compare(f"{result.drafts} and none, GPU", got, without)
     record = {
         **provenance("torch", "triton"),
         "gpu": torch.cuda.get_device_name(),

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from redline.bench.program import output, program
@@ -26,7 +27,7 @@ from redline.bench.runs.loop_gap import random_engine
 from redline.chat.hashing import make_job
 from redline.model.k2.shapes import shape
 from redline.wire.job import JobId, Sampling
-from redline.worker.config import EngineConfig, Learned
+from redline.worker.config import EngineConfig, drafts_of
 from redline.worker.engine import EngineCore
 from redline.worker.loop import StepInFlight, turn
 
@@ -116,7 +117,7 @@ def opened(asked: argparse.Namespace, tokens: int) -> tuple[str, EngineCore]:
         kv_memory=asked.kv_gib << 30,
         step_tokens=asked.prompt + 8 * (asked.rows + 8),
         device="cuda",
-        speculation=None if draft is None else Learned(drafter=str(draft), adaptive=False),
+        speculation=None if draft is None else msgspec.structs.replace(drafts_of(str(draft)), adaptive=False),
     )
     if asked.shape is None:
         return asked.weights.name, EngineCore.load(asked.weights, config)
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures as the command line says, and writes JSON. Raises SystemExit where torch sees no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", type=Path, default=Path("models/kimi-nano"))
-    parser.add_argument("--draft", type=Path, help="the folder of a drafter for the weights")
+    parser.add_argument("--draft", type=Path, help="the folder of a drafter for the weights, or suffix")
     parser.add_argument("--shape", help="random weights of this shape instead")
     parser.add_argument("--layers", type=int, help="of the shape; all of them where nothing is said")
     parser.add_argument("--alias", type=int, help="layers of the shape in memory; the others are one of those")
