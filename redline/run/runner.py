@@ -31,7 +31,7 @@ from redline.model.k2.cpu import K2
 from redline.run.drafting.learned import Drafting
 from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen, verify_synthetic
 from redline.run.fit import Layout
-from redline.run.graphs.captured import CapturedSteps, no_choice, not_finite
+from redline.run.graphs.captured import CapturedSteps, Wants, no_choice, not_finite
 from redline.run.graphs.decode_step import SharedState
 from redline.run.graphs.prompt_chunk import PromptChunks
 from redline.run.kv import KvPool
@@ -221,14 +221,14 @@ class Runner:
         prompts = tuple(row for row in step.rows if row.start is not None)
         decoding = tuple(row for row in step.rows if row.start is None) if prompts else step.rows
         decode = msgspec.structs.replace(step, rows=decoding) if prompts else step
-        refusal = captured.refusal(decode) if decoding else None
-        if refusal is not None or not step.rows:
-            if refusal is not None:
-                self.led[refusal] += 1
+        wants = captured.wants(decode) if decoding else Wants(None)
+        if wants.refusal is not None or not step.rows:
+            if wants.refusal is not None:
+                self.led[wants.refusal] += 1
             result = self.run(step)
             return lambda: result
         try:
-            replayed = self._replay(decode, captured) if decoding else None
+            replayed = self._replay(decode, wants, captured) if decoding else None
             if not prompts:
                 assert replayed is not None, "a step has rows"
                 return replayed
@@ -238,10 +238,10 @@ class Runner:
             raise
         return read if replayed is None else functools.partial(_together, step, replayed, read)
 
-    def _replay(self, step: Step, captured: CapturedSteps) -> WaitForStep:
+    def _replay(self, step: Step, wants: Wants, captured: CapturedSteps) -> WaitForStep:
         """Launches a step of decode rows that can be replayed."""
         self.replays += 1
-        return captured.launch(step).result
+        return captured.launch(step, wants).result
 
     def _read(self, step: Step) -> WaitForStep:
         """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""

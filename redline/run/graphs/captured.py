@@ -11,9 +11,10 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,20 +22,31 @@ from redline.kernels.hopper.faults import is_device_error
 from redline.kernels.hopper.step.adjust import IN_PROMPT, MOST_BIASES, MOST_STOPS
 from redline.kernels.hopper.step.step_rows import (
     ADJUSTED,
+    ALTERED,
+    ASKED,
     BEFORE,
     BY,
     BY_DRAFTER,
     BY_SUFFIX,
+    CELLS,
+    COLUMNS,
     DRAFTED,
     DRAFTED_BY,
     DRAFTS,
-    FACTS,
+    DRAFTS_GIVEN,
+    GIVEN,
     KEEP,
+    LENGTH,
     MASKED,
+    MATCH,
     MOST_DRAFTS,
     MOST_PAGES,
     NEW,
+    PAGES,
+    PROPOSE,
     RAN,
+    SLOT,
+    SLOT_FACTS,
     TOKENS,
 )
 from redline.kernels.hopper.step.suffix_match import SHORTEST
@@ -66,18 +78,19 @@ class Outcome(NamedTuple):
     tokens: list[int]
     drafts: list[int]  # what was drafted behind them
     drafted_by: int  # and by whom
+    no_choice: bool  # what was asked for left nothing to choose from
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the new tokens, where asked for
-    no_choice: bool = False  # what was asked for left nothing to choose from
 
     @property
     def result(self) -> RowResult:
         """The row's result. One that ran and gave no token met a logit that is not finite, unless it left no choice."""
         if self.ran and not self.tokens:
             return RowResult(error=no_choice(self.before) if self.no_choice else not_finite(self.before - 1))
+        tokens = tuple(self.tokens)
         return RowResult(
-            tokens=tuple(self.tokens),
-            proposed=max(0, self.ran - 1),
-            accepted=max(0, len(self.tokens) - 1),
+            tokens=tokens,
+            proposed=self.ran - 1 if self.ran else 0,
+            accepted=len(tokens) - 1 if tokens else 0,
             by=_DRAFTERS.get(self.by),
             logprobs=self.logprobs,
             waiting=len(self.drafts),
@@ -113,21 +126,41 @@ class _Way(NamedTuple):
     kind: SamplingKind
     until: int  # the slot's logits are adjusted while it has fewer tokens
     penalties: bool  # which hang on the tokens that it has
+    scores: bool  # log probabilities of its tokens are asked for
+
+
+class Wants(NamedTuple):
+    """What the decode rows of a step ask of settle, all together."""
+
+    refusal: str | None  # why the host must lead the step, in a word or two; None: it can be replayed
+    kind: SamplingKind = SamplingKind.LIKELIEST
+    adjusted: bool = False  # some row's logits are
+    scores: bool = False  # log probabilities of some row's tokens are told
 
 
 class Replay:
     """A replayed step on its way. Any thread may ask for its outcomes; the first to ask waits for the device."""
 
     def __init__(
-        self, step: Step, slots: Sequence[Slot], positions: int, buffers: HostBuffers, wait: Callable[[], None]
+        self,
+        step: Step,
+        slots: Sequence[Slot],
+        positions: int,
+        buffers: HostBuffers,
+        wait: Callable[[], None],
+        *,
+        scored: bool,
     ) -> None:
-        """slots: those of the step's rows, as the host has them at the launch. positions: of each row."""
+        """slots: those of the step's rows, as the host has them at the launch. positions: of each row. scored: whether
+        log probabilities come too.
+        """
         self.step = step
         self.slots = slots
         self.landed = False
         self._buffers = buffers
         self._positions = positions
         self._wait = wait
+        self._scored = scored
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []
 
@@ -140,18 +173,25 @@ class Replay:
                 rows: list[list[int]] = self._buffers.results[: len(self.step.rows)].tolist()
                 self._outcomes = [
                     Outcome(
-                        *(row[BEFORE], row[RAN], row[BY], row[TOKENS : TOKENS + row[NEW]]),
-                        drafts=row[DRAFTS : DRAFTS + row[DRAFTED]],
-                        drafted_by=row[DRAFTED_BY],
-                        logprobs=self._scored(place, row[TOKENS : TOKENS + row[NEW]]),
-                        no_choice=row[TOKENS] == NO_CHOICE,
+                        row[BEFORE],
+                        row[RAN],
+                        row[BY],
+                        row[TOKENS : TOKENS + row[NEW]],
+                        row[DRAFTS : DRAFTS + row[DRAFTED]],
+                        row[DRAFTED_BY],
+                        row[TOKENS] == NO_CHOICE,
                     )
-                    for place, row in enumerate(rows)
+                    for row in rows
                 ]
+                if self._scored:
+                    self._outcomes = [
+                        outcome._replace(logprobs=self._logprobs(place, outcome.tokens))
+                        for place, outcome in enumerate(self._outcomes)
+                    ]
                 self.landed = True
             return self._outcomes
 
-    def _scored(self, place: int, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    def _logprobs(self, place: int, tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
         count, first = self.slots[place].sampling.logprobs, place * self._positions
         if count is None:
             return ()
@@ -160,7 +200,7 @@ class Replay:
 
     def result(self) -> StepResult:
         """The step's result; waits for the device as `outcomes` does."""
-        rows = tuple(outcome.result for outcome in self.outcomes)
+        rows = tuple([outcome.result for outcome in self.outcomes])
         return StepResult(number=self.step.number, rows=rows, replayed=True)
 
 
@@ -185,6 +225,7 @@ class CapturedSteps:
             HostBuffers(host_tensor(shared.plan), host_tensor(shared.results), host_tensor(shared.scores))
             for _ in range(HOST_BUFFERS)
         ]
+        self._nothing_new = _nothing_new(shared)
         self._count = 0
         self._replays: deque[Replay] = deque()  # those that the host's account of the slots lacks
         self._recorded: dict[Shape, _Recorded] = {}
@@ -245,7 +286,7 @@ class CapturedSteps:
         self, shape: Shape, kinds: Sequence[tuple[SamplingKind, bool]], *, scored: bool = True
     ) -> _Recorded | None:
         step = DecodeStep(self._shared, shape)
-        self._plan(shape, (), (), {}, self._shared.plan)
+        self.send(shape, ())
         settles = [functools.partial(step.settle, kind, adjusted=adjusted) for kind, adjusted in kinds]
         scores = [step.score] if scored else []
         drafts = [step.draft_all, step.draft, step.draft_on] if self._shared.drafter is not None else []
@@ -263,73 +304,88 @@ class CapturedSteps:
         settle = dict(zip(kinds, settled, strict=True))
         return _Recorded(step, forward, settle, rest[0] if scored else None, tuple(rest[len(scores) :]))
 
-    def refusal(self, step: Step) -> str | None:
-        """Why the host must lead this step of decode rows, in a word or two; None where it can be replayed."""
-        for row in step.rows:
-            slot = self._slots.at[row.slot]
+    def wants(self, step: Step) -> Wants:
+        """What a step of decode rows asks for, and whether the shape that it names is recorded here and holds it."""
+        wants, shape, at = self.asked(step.rows), step.shape, self._slots.at
+        if wants.refusal is not None:
+            return wants
+        recorded = None if shape is None else self._recorded.get(shape)
+        if shape is None or recorded is None or shape.rows < len(step.rows):
+            return Wants("shape")
+        if (wants.kind, wants.adjusted) not in recorded.settle or (wants.scores and recorded.score is None):
+            return Wants("shape")
+        if shape.longest < PAGE_TOKENS * max([at[row.slot].pages + len(row.new_pages) for row in step.rows]):
+            return Wants("shape")
+        return wants
+
+    def asked(self, rows: Sequence[Row]) -> Wants:
+        """What rows ask for, found in one look at them: at 64 of them the host's time counts."""
+        at, ways = self._slots.at, self._ways
+        kind, adjusted, scores = SamplingKind.LIKELIEST, False, False
+        for row in rows:
+            slot, way = at[row.slot], ways[row.slot]
+            if way is None or way.slot is not slot:
+                way = self._way(row.slot)
             if slot.error is not None:
-                return "error"
-            if (refusal := self.refuses(row.slot)) is not None:
-                return refusal
+                return Wants("error")
+            if way.refusal is not None:
+                return Wants(way.refusal)
             if row.drafting and slot.behind:
-                return "a page's first row"  # the drafter's, which comes with the feature that the last page keeps
-        return None if self._holds(step) else "shape"
+                return Wants("a page's first row")  # the drafter's: it comes with the feature that the last page keeps
+            if way.kind > kind:
+                kind = way.kind
+            # The slot may be further than its account here, never less far.
+            adjusted = adjusted or slot.length < way.until
+            scores = scores or way.scores
+        return Wants(None, kind, adjusted, scores)
 
-    def launch(self, step: Step, masks: Mapping[int, Callable[[], Tensor]] = _NO_MASKS) -> Replay:
-        """Gives the step to the device without waiting for it. `refusal` must have given None.
+    def launch(self, step: Step, wants: Wants, masks: Mapping[int, Callable[[], Tensor]] = _NO_MASKS) -> Replay:
+        """Gives the step to the device without waiting for it.
 
-        masks: by place among the step's rows, what gives the tokens that the row may choose from, as `DecodeStep.allow`
-        takes them. It is called when the device has the forward to do.
+        wants: the step's, without a refusal. masks: by place among the step's rows, what gives the tokens that the row
+        may choose from, as `DecodeStep.allow` takes them. It is called when the device has the forward to do.
         """
         self.note_landed()
         shape = step.shape
         assert shape is not None, "only a step that is ours is launched"
         recorded = self._recorded[shape]
-        kind, adjusted = self.settling(step)
-        self.send(shape, step.rows, [self._drafts(row, shape.positions - 1) for row in step.rows], masks)
+        self.send(shape, step.rows, masks)
         recorded.forward()
         for place, allowed in masks.items():
             recorded.step.allow(place, allowed())
-        recorded.settle[kind, adjusted or bool(masks)]()
-        if recorded.score is not None and self.scores(step):
+        recorded.settle[wants.kind, wants.adjusted or bool(masks)]()
+        if recorded.score is not None and wants.scores:
             recorded.score()
-        if any(row.drafting for row in step.rows):
+        if wanted := [row.propose for row in step.rows if row.drafting]:
             whole, first, further = recorded.draft
-            wanted = max(1, *(min(row.propose, MOST_DRAFTS) for row in step.rows if row.drafting))
-            if wanted == max(1, shape.positions - 1):
+            most = max(1, min(max(wanted), MOST_DRAFTS))
+            if most == max(1, shape.positions - 1):
                 whole()  # one call of the host, where several cost a small model's round a tenth of its time
             else:
                 first()
-                for _ in range(1, wanted):
+                for _ in range(1, most):
                     further()
-        return self.fetch(step, shape)
+        return self.fetch(step, shape, wants)
 
-    def send(
-        self,
-        shape: Shape,
-        rows: Sequence[Row],
-        asked: Sequence[tuple[int, Sequence[int]]],
-        masks: Container[int] = (),
-    ) -> None:
+    def send(self, shape: Shape, rows: Sequence[Row], masks: Collection[int] = ()) -> None:
         """Sends the plan of these rows to the device, without waiting for it. `fetch` must follow, for the same rows.
 
-        asked: of each row, how many drafts it verifies at most, and the tokens that the host gives it. masks: which
-        rows have masks.
+        masks: which rows have masks.
         """
         plan = self._host_buffers[self._count % HOST_BUFFERS].plan
-        self._plan(shape, rows, asked, masks, plan)
+        self._plan(shape, rows, masks, plan)
         self._shared.plan.copy_(plan, non_blocking=True)
 
-    def fetch(self, step: Step, shape: Shape) -> Replay:
+    def fetch(self, step: Step, shape: Shape, wants: Wants) -> Replay:
         """Asks the device for what came of the rows that were sent in this shape, and does not wait for it."""
         buffers = self._host_buffers[self._count % HOST_BUFFERS]
         self._count += 1
         buffers.results.copy_(self._shared.results, non_blocking=True)
-        if self.scores(step):
+        if wants.scores:
             scored = len(step.rows) * shape.positions
             buffers.scores[:scored].copy_(self._shared.scores[:scored], non_blocking=True)
         slots = [self._slots.at[row.slot] for row in step.rows]
-        replay = Replay(step, slots, shape.positions, buffers, self.mark())
+        replay = Replay(step, slots, shape.positions, buffers, self.mark(), scored=wants.scores)
         self._replays.append(replay)
         return replay
 
@@ -353,32 +409,9 @@ class CapturedSteps:
                 self._slots.learn(row.slot, outcome.tokens, outcome.before)
                 slot.proposal = Proposal(outcome.drafts, by=_DRAFTERS[outcome.drafted_by])
 
-    def _holds(self, step: Step) -> bool:
-        """Whether the shape that the step names is recorded here, and holds its rows and their contexts."""
-        shape, at = step.shape, self._slots.at
-        recorded = None if shape is None else self._recorded.get(shape)
-        if shape is None or recorded is None or shape.rows < len(step.rows):
-            return False
-        if self.settling(step) not in recorded.settle or (recorded.score is None and self.scores(step)):
-            return False
-        return shape.longest >= PAGE_TOKENS * max(at[row.slot].pages + len(row.new_pages) for row in step.rows)
-
-    def settling(self, step: Step) -> tuple[SamplingKind, bool]:
-        """What the step's rows need at most, and whether the logits of any are adjusted."""
-        kind = max(self._way(row.slot).kind for row in step.rows)
-        return kind, any(self._is_adjusted(row.slot) for row in step.rows)
-
-    def scores(self, step: Step) -> bool:
-        """Whether log probabilities of any row's tokens are asked for."""
-        return any(self._slots.at[row.slot].sampling.logprobs is not None for row in step.rows)
-
     def refuses(self, number: int) -> str | None:
         """Why the device cannot choose a slot's tokens as its job asks for, in a few words; None where it can."""
         return self._way(number).refusal
-
-    def _is_adjusted(self, number: int) -> bool:
-        # The slot may be further than its account here, never less far.
-        return self._slots.at[number].length < self._way(number).until
 
     def _way(self, number: int) -> _Way:
         slot, way = self._slots.at[number], self._ways[number]
@@ -386,45 +419,57 @@ class CapturedSteps:
             way = self._ways[number] = _way(slot, self._shared.model.config.vocab_size)
         return way
 
-    def _plan(
-        self,
-        shape: Shape,
-        rows: Sequence[Row],
-        asked: Sequence[tuple[int, Sequence[int]]],
-        masks: Container[int],
-        plan: Tensor,
-    ) -> None:
-        """Writes the plan of a step. Behind its rows stand rows that repeat the shortest one.
+    def _plan(self, shape: Shape, rows: Sequence[Row], masks: Collection[int], plan: Tensor) -> None:
+        """Writes the plan of a step on the host. Behind its rows stand rows that repeat the shortest one.
 
-        asked: as `_drafts` gives it for each row. masks: which rows have masks.
+        Most rows only go on: of them a column at a time is written, and what is new of a slot is written by itself.
+        masks: which rows have masks.
         """
-        tables, nobody = self._slots.tables, self._shared.nobody
-        at = self._slots.at
-        filling = min((row.slot for row in rows), key=lambda slot: at[slot].length, default=nobody)
-        spare = (nobody * tables.shape[1],) * MOST_PAGES, (self._shared.spare_page,) * MOST_PAGES
-        lines: list[list[int]] = []
-        for place, (row, (most, given)) in enumerate(zip(rows, asked, strict=True)):
-            slot, altered = at[row.slot], MASKED if place in masks else 0
-            if self._is_adjusted(row.slot):
-                altered |= ADJUSTED
-                if not slot.told:
+        at, ways, suffix = self._slots.at, self._ways, self._shared.suffix
+        filling = min((row.slot for row in rows), key=lambda slot: at[slot].length, default=self._shared.nobody)
+        lines = plan.numpy()[: shape.rows]
+        lines[:] = self._nothing_new
+        lines[len(rows) :, SLOT] = filling
+        most = shape.positions - 1
+        lines[: len(rows), _GOES_ON] = [
+            (
+                row.slot,
+                1 + min(row.drafts, most),
+                row.propose if row.drafting else -1,
+                (SURE if row.drafting else SHORTEST) if suffix and row.propose else 0,
+            )
+            for row in rows
+        ] or 0
+        for place, row in enumerate(rows):
+            slot, way = at[row.slot], ways[row.slot]
+            if way is None or way.slot is not slot:
+                way = self._way(row.slot)
+            adjusted = slot.length < way.until
+            if row.new_pages:
+                self._plan_pages(row, slot, lines[place])
+            if adjusted or place in masks:
+                lines[place, ALTERED] = (ADJUSTED if adjusted else 0) | (MASKED if place in masks else 0)
+            if not slot.told:
+                if adjusted:
                     self._tell_wishes(row.slot)
-            news = _NO_NEWS if slot.told else (slot.length, *_facts(slot))
-            slot.told = True
-            cells, pages = spare
-            if row.new_pages and len(row.new_pages) <= MOST_PAGES:
-                first, count = row.slot * tables.shape[1] + slot.pages, len(row.new_pages)
-                cells, pages = (*range(first, first + count), *cells[count:]), (*row.new_pages, *pages[count:])
-                slot.pages += count
-            else:
-                self._slots.add_pages(row.slot, row.new_pages)
-            propose = row.propose if row.drafting else -1
-            match = (SURE if row.drafting else SHORTEST) if row.propose and self._shared.suffix else 0
-            padded = (*given, *(0,) * (MOST_DRAFTS - len(given)))
-            lines.append([row.slot, 1 + most, *news, *cells, *pages, propose, match, len(given), *padded, altered])
-        filler = [filling, 0, *_NO_NEWS, *spare[0], *spare[1], -1, 0, 0, *(0,) * MOST_DRAFTS, 0]
-        lines += [filler] * (shape.rows - len(rows))
-        plan[: shape.rows] = plan.new_tensor(lines)
+                drafts = slot.proposal.until(min(row.drafts, most)).tokens
+                lines[place, LENGTH] = slot.length
+                lines[place, SLOT_FACTS] = _facts(slot)
+                lines[place, ASKED] = 1 + len(drafts)
+                lines[place, GIVEN] = len(drafts)
+                lines[place, DRAFTS_GIVEN][: len(drafts)] = drafts
+                slot.proposal, slot.told = NOTHING, True
+
+    def _plan_pages(self, row: Row, slot: Slot, line: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
+        """Tells the device of a row's new pages: in the row's line of the plan, or by a copy where they are many."""
+        count = len(row.new_pages)
+        if count > MOST_PAGES:
+            self._slots.add_pages(row.slot, row.new_pages)
+            return
+        first = row.slot * self._slots.tables.shape[1] + slot.pages
+        line[CELLS][:count] = range(first, first + count)
+        line[PAGES][:count] = row.new_pages
+        slot.pages += count
 
     def _tell_wishes(self, number: int) -> None:
         """Tells the device what a slot asks of its logits, and counts the tokens that it has."""
@@ -439,21 +484,16 @@ class CapturedSteps:
             generated = tokens[slot.prompt : slot.length]
             counts.scatter_add_(0, generated, counts.new_ones(()).expand(generated.shape))
 
-    def _drafts(self, row: Row, most: int) -> tuple[int, Sequence[int]]:
-        """How many drafts the row verifies, `most` at most, and those of the host's own.
 
-        What the host has proposed counts where it has changed the slot; else the drafts are those that wait on the
-        device.
-        """
-        slot, drafts = self._slots.at[row.slot], min(row.drafts, most)
-        if slot.told:
-            return drafts, ()
-        tokens = slot.proposal.until(drafts).tokens
-        slot.proposal = NOTHING
-        return len(tokens), tokens
+_GOES_ON = [SLOT, ASKED, PROPOSE, MATCH]  # columns of a plan that every row has its own of
 
 
-_NO_NEWS = KEEP, *(0,) * FACTS
+def _nothing_new(shared: SharedState) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """The line of a plan that fills a shape up, but for its slot: what it writes goes to a page that is nobody's."""
+    line = np.zeros(COLUMNS, np.int64)
+    line[LENGTH], line[PROPOSE] = KEEP, -1
+    line[CELLS], line[PAGES] = shared.nobody * shared.slots.tables.shape[1], shared.spare_page
+    return line
 
 
 def _facts(slot: Slot) -> tuple[int, ...]:
@@ -484,7 +524,9 @@ def _way(slot: Slot, vocabulary: int) -> _Way:
     until = slot.prompt + sampling.min_tokens if sampling.stop_ids else 0
     if penalties or sampling.logit_bias:
         until = FOR_EVER
-    return _Way(slot, _refusal(sampling, vocabulary), _kind(sampling), until, penalties)
+    return _Way(
+        slot, _refusal(sampling, vocabulary), _kind(sampling), until, penalties, scores=sampling.logprobs is not None
+    )
 
 
 def _refusal(sampling: Sampling, vocabulary: int) -> str | None:

@@ -90,7 +90,7 @@ class PromptChunks:
         step = Step(number=number, rows=tuple(self._ending(spans[i].row) for i in sampling))
         if not sampling:
             nothing = HostBuffers(shared.plan, shared.results, shared.scores)
-            return Replay(step, (), 1, nothing, self._captured.mark())
+            return Replay(step, (), 1, nothing, self._captured.mark(), scored=False)
         return self._end(step, _rows(hidden_TD, ends), None if features_TF is None else _rows(features_TF, ends))
 
     def _ending(self, row: Row) -> Row:
@@ -101,18 +101,18 @@ class PromptChunks:
     def _end(self, step: Step, hidden_RD: Tensor, features_RF: Tensor | None) -> Replay:
         captured, rows = self._captured, step.rows
         end = _ChunkEnd(self._shared, len(rows))
-        captured.send(end.shape, rows, [(0, ())] * len(rows))
+        asked = captured.asked(rows)
+        captured.send(end.shape, rows)
         end.take(hidden_RD, features_RF)
-        kind, adjusted = captured.settling(step)
-        end.settle(kind, adjusted=adjusted)
-        if captured.scores(step):
+        end.settle(asked.kind, adjusted=asked.adjusted)
+        if asked.scores:
             end.score()
         wanted = [min(row.propose, MOST_DRAFTS) for row in rows if row.drafting]
         if wanted:
             end.draft()
             for _ in range(1, max(wanted)):
                 end.draft_on()
-        return captured.fetch(step, end.shape)
+        return captured.fetch(step, end.shape, asked)
 
 
 class _ChunkEnd(DecodeStep):

@@ -32,7 +32,7 @@ from redline.ops.draws import signed, uniforms
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.run.graphs import decode_step
-from redline.run.graphs.captured import CapturedSteps, _facts, _way, _wishes
+from redline.run.graphs.captured import CapturedSteps, Wants, _facts, _way, _wishes
 from redline.run.graphs.decode_step import DecodeStep, SamplingKind, SharedState
 from redline.run.graphs.graph import Recorder
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
@@ -463,8 +463,8 @@ def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_draft
     asked = [job(f"{n}", prompt(seed=n, length=59 + n), max_tokens=8, logprobs=None) for n in range(2)]
     drafted: list[list[list[int]]] = []
 
-    def launch(self: CapturedSteps, step: Step) -> Any:
-        replay = launched(self, step)
+    def launch(self: CapturedSteps, step: Step, wants: Wants) -> Any:
+        replay = launched(self, step, wants)
         drafted[-1].extend(outcome.drafts for outcome in replay.outcomes)
         return replay
 

@@ -244,8 +244,9 @@ def test_masks_that_the_host_writes_between_the_pieces_decide_what_is_chosen(cap
 
 
 def _by_thread(runner: Runner, captures: CapturedSteps, step: Step, masks: dict[int, Callable[[], Tensor]]) -> Any:
-    assert captures.refusal(step) is None
-    return runner._by_thread(lambda: captures.launch(step, masks).result()).result().rows
+    wants = captures.wants(step)
+    assert wants.refusal is None
+    return runner._by_thread(lambda: captures.launch(step, wants, masks).result()).result().rows
 
 
 @pytest.mark.parametrize("case", [case for case in adjust.op.cases() if case.small], ids=lambda case: case.name)
