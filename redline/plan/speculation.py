@@ -14,6 +14,7 @@ from redline.wire.job import PAGE_TOKENS
 from redline.wire.step import RowResult, Step, StepResult
 
 EVERY = 8  # steps between two decisions, and between two steps whose times are taken in
+LIKE = 2  # steps of one kind before one whose time is its own
 PROBE = 128  # decisions between two that draft nothing, so that it is known what that takes
 MATCHED_RATE = 0.1  # share of a step's surprise that the share of rows with a match takes over
 
@@ -30,6 +31,8 @@ class Speculation:
         self._learned = learned
         self._worth = Worth()
         self._chosen = most  # at the last decision
+        self._kind: tuple[int, int] | None = None  # of the last step: its rows, as a power of two, and drafts
+        self._alike = 0  # steps of that kind before it, one after another
         self._until_next = 0
         self._until_probe = PROBE
         self._by_learned = Acceptance(most)  # of the learned drafter's own drafts
@@ -136,15 +139,21 @@ class Speculation:
     def took(self, step: Step, result: StepResult, seconds: float) -> None:
         """Take in that a step took so many seconds.
 
-        Times are learnt from every EVERY-th step, where it holds nothing but decode rows which drafted as they
-        verified.
+        Times are learnt from one step in EVERY, where it holds nothing but decode rows which drafted as they verified,
+        and so did the LIKE steps before it: of steps launched ahead of results, one's time is partly the other's.
         """
-        if not self.times.costs.known or step.number % EVERY or any(row.start is not None for row in step.rows):
+        if not self.times.costs.known:
+            return
+        depth = max([row.drafts for row in step.rows], default=0)
+        kind = None if not step.rows or step.rows[-1].start is not None else (len(step.rows).bit_length(), depth)
+        self._alike = self._alike + 1 if kind == self._kind else 0
+        self._kind = kind
+        if kind is None or self._alike % EVERY != LIKE:
             return
         ran = [(row, out) for row, out in zip(step.rows, result.rows, strict=True) if out.tokens]
         if not ran:
             return
-        depth, drafted = max(row.drafts for row, _ in ran), sum(out.proposed > 0 for _, out in ran)
+        drafted = sum(out.proposed > 0 for _, out in ran)
         followed = [row.propose for row, _ in ran if row.drafting]
         if len(followed) < len(ran) and depth:
             matching = sum(out.proposed > 0 for row, out in ran if not row.drafting)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from redline.plan.active import ActiveJob
-from redline.plan.speculation import EVERY, PROBE, Speculation
+from redline.plan.speculation import EVERY, LIKE, PROBE, Speculation
 from redline.tune.costs import RoundTimes, StepCosts
 from redline.wire.step import Drafter, Row, RowResult, Step, StepResult
 from tests.fakes import make_job
@@ -104,28 +104,35 @@ def test_a_match_in_a_row_that_the_drafter_follows_says_nothing_of_the_drafter()
 
 def test_the_times_of_rounds_are_those_of_steps_that_drafted_as_they_verified(monkeypatch: pytest.MonkeyPatch):
     seen: list[tuple[int, int, int, float, float]] = []
+    asked: list[list[tuple[int, int, int, float, float]]] = []
     monkeypatch.setattr(RoundTimes, "observed", lambda _, *round_: seen.append(round_))
     speculation = Speculation(7, True, COSTS)
 
-    def took(
-        *proposals: int, number: int = EVERY, drafting: bool = True, ran: bool = True, start: int | None = None
-    ) -> None:
+    def took(*proposals: int, drafting: bool = True, ran: bool = True, start: int | None = None) -> None:
         rows = tuple(
             Row(slot=slot, start=start, count=3, drafts=2, propose=propose, drafting=drafting)
             for slot, propose in enumerate(proposals)
         )
         outcome = RowResult(tokens=(1,), proposed=2) if ran else RowResult()
-        results = StepResult(number=number, rows=(outcome,) * len(rows))
-        speculation.took(Step(number=number, rows=rows), results, 0.5)
+        results = StepResult(number=0, rows=(outcome,) * len(rows))
+        speculation.took(Step(number=0, rows=rows), results, 0.5)
 
-    took(2, 1, 0)
-    took(2, 2)
-    took(0, 0, drafting=False)
-    took(3, 3)
-    took(2, number=EVERY + 1)
-    took(2, ran=False)
-    took(2, start=5)
-    assert seen == [(3, 2, 3, 3, 500), (2, 2, 2, 2, 500), (2, 2, 0, 2, 500)]
+    for kind in (
+        lambda: took(2, 1, 0, 2),
+        lambda: took(2, 2),
+        lambda: took(0, drafting=False),
+        lambda: took(3, 3, 3, 3),
+        lambda: took(2, ran=False),
+        lambda: took(2, start=5),
+    ):
+        for _ in range(LIKE):
+            kind()
+        assert not seen, "a step behind others of another kind is partly theirs"
+        for _ in range(EVERY):
+            kind()
+        asked.append([*seen])
+        seen.clear()
+    assert asked == [[(4, 2, 4, 4, 500)], [(2, 2, 2, 2, 500)], [(1, 2, 0, 1, 500)], [], [], []]
 
 
 def test_matches_of_few_rows_are_not_paid_for_by_all():
