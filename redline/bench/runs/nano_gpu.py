@@ -11,6 +11,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -183,6 +184,19 @@ def main() -> None:
         wide = sum(one.gap > TOLERANCE for one in parted)
         equal = len(prompts) - len(parted)
         print(f"{name}: {equal} of {len(prompts)} answers equal; {wide} part at a gap > {TOLERANCE}", flush=True)
+        print(f"gaps: {sorted(one.gap for one in parted)}", flush=True)
+        if given.save:  # what there is, since what follows takes minutes
+            given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record()), indent=1))
+
+    def record() -> dict[str, Any]:
+        return {
+            **provenance("torch", "triton"),
+            "gpu": torch.cuda.get_device_name(),
+            "prompts": len(prompts),
+            "tolerance": TOLERANCE,
+            "runs": results,
+            "differences": differences,
+        }
 
     for speculation in (None, Learned(drafter=str(given.draft)), Suffix()):
         result, got = run(given.folder, "cuda", speculation, prompts)
@@ -192,16 +206,6 @@ def main() -> None:
         without = without or got
         if speculation is not None:
             compare(f"{result.drafts} and none, GPU", got, without)
-    record = {
-        **provenance("torch", "triton"),
-        "gpu": torch.cuda.get_device_name(),
-        "prompts": len(prompts),
-        "tolerance": TOLERANCE,
-        "runs": results,
-        "differences": differences,
-    }
-    if given.save:
-        given.save.write_bytes(msgspec.json.format(msgspec.json.encode(record), indent=1))
 
 
 if __name__ == "__main__":
