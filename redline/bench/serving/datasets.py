@@ -1,7 +1,7 @@
 """What a load asks: random prompts, conversations of a file, prompt sets of ours, by the names of `vllm bench serve`.
 
-The same configuration, seed and vocabulary give the same prompts, whatever number of them is asked for. Lengths are in
-tokens of the text alone: a chat template adds its own, which the server's usage then counts too.
+The same configuration, seed and vocabulary give the same prompts. Lengths are in tokens of the text alone: a chat
+template adds its own, which the server's usage then counts too.
 """
 
 import gzip
