@@ -14,6 +14,7 @@ import ctypes
 import gc
 import heapq
 import http.client
+import math
 import multiprocessing
 import os
 import socket
@@ -160,6 +161,8 @@ class Act:
             self._at(now + max(script.head_s, script.first_s), self._whole)
             return
         self._due = now + max(script.head_s, script.first_s)
+        if script.in_step and (gap := script.gaps_s[0]):
+            self._due = math.ceil(self._due / gap) * gap
         self._at(now + script.head_s, self._open)
 
     @property
