@@ -115,7 +115,7 @@ class Stage:
             self._waiting.append(act)
         else:
             self._running += 1
-            act.begin()
+            act.begin(act.received)
 
     def leave(self, act: "Act") -> None:
         """An answer has ended, or its client has gone: the next one that waits begins."""
@@ -125,7 +125,7 @@ class Stage:
         self._running -= 1
         if self._waiting:
             self._running += 1
-            self._waiting.popleft().begin()
+            self._waiting.popleft().begin(time.perf_counter())
 
     def log(self) -> bytes:
         """What has happened since the log was emptied, as JSON of a `Log`."""
@@ -143,7 +143,7 @@ class Act:
         self._moments = say.moments(script, self._max_tokens)
         self._next = next(self._moments, None)
         self._path = line.path
-        self._received = time.perf_counter()
+        self.received = line.read_at
         self._head: float | None = None
         self._times: list[float] = []
         self._tokens: list[int] = []
@@ -153,9 +153,8 @@ class Act:
         self._faulted = False
         self._due = 0.0
 
-    def begin(self) -> None:
-        """Plans the head and the first event; they count from the request, or from the place that it has got."""
-        now = time.perf_counter()
+    def begin(self, now: float) -> None:
+        """Plans the head and the first event. now: from when they count."""
         script = self._script
         if script.fault in AT_THE_START or not self._body.stream:
             self._at(now + max(script.head_s, script.first_s), self._whole)
@@ -181,7 +180,7 @@ class Act:
         return Logged(
             name=self._script.name,
             path=self._path,
-            received=self._received,
+            received=self.received,
             head=self._head,
             events=tuple(self._times),
             tokens=tuple(self._tokens),
@@ -317,12 +316,15 @@ class Act:
 
 
 class Line(asyncio.Protocol):
-    """One connection. act: the answer that it is giving. full: the client does not read, so nothing can be written."""
+    """One connection. act: the answer that it is giving. read_at: when something was read from it last. full: the client
+    does not read, so nothing can be written.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
         self.act: Act | None = None
         self.path = ""
+        self.read_at = 0.0
         self.full = False
         self.when_free: Callable[[], None] | None = None
         self._parser: Any = httptools.HttpRequestParser(self)
@@ -352,6 +354,7 @@ class Line(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Reads requests. What is no HTTP ends the connection."""
+        self.read_at = time.perf_counter()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError:
