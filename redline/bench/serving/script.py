@@ -39,13 +39,13 @@ class Script(Record, frozen=True):
     name: under which the request is logged. tokens: of the answer; None: the body's max_tokens (or 16) less those of
     thinking. thinking: tokens before the answer. head_s: from the request to the response's head. first_s: from the
     request to the first event. gaps_s: from an event's planned time to the next one's, used in turn, over and over; 0:
-    as soon as the socket takes it. spread_s: each gap grows by a random time up to this, drawn by `seed`. in_step:
-    the first event waits for the next multiple of the first gap on the clock, so that all such answers move together,
-    as an engine's do. burst: tokens of each event, in turn. events_at_once: events of one write. halves_s: where not 0, each write comes in two halves
-    that are so far apart. newline: what ends a line of the stream. comments: a comment before each event. token_ids:
-    events carry them. usage: is sent where the request asks for it. usage_off: tokens by which usage's
-    completion_tokens lies. finish: the finish_reason; None: "stop" where `tokens` is given, else "length". after:
-    events before the fault; -1: not even the head is sent. logged: when each event left is kept.
+    as soon as the socket takes it. spread_s: each gap grows by a random time up to this, drawn by `seed`. in_step: the
+    first event waits for the next multiple of the first gap on the clock, so that all such answers move together, as an
+    engine's do. burst: tokens of each event, in turn. events_at_once: events of one write. halves_s: where not 0, each
+    write comes in two halves that are so far apart. newline: what ends a line of the stream. comments: a comment before
+    each event. token_ids: events carry them. usage: is sent where the request asks for it. usage_off: tokens by which
+    usage's completion_tokens lies. finish: the finish_reason; None: "stop" where `tokens` is given, else "length".
+    after: events before the fault; -1: not even the head is sent. logged: when each event left is kept.
     """
 
     name: str = ""

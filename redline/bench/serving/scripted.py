@@ -316,8 +316,10 @@ class Act:
 
 
 class Line(asyncio.Protocol):
-    """One connection. act: the answer that it is giving. read_at: when something was read from it last. full: the client
-    does not read, so nothing can be written.
+    """One connection.
+
+    act: the answer that it is giving. read_at: when something was read from it last. full: the client does not read, so
+    nothing can be written.
     """
 
     def __init__(self, stage: Stage) -> None:
