@@ -61,12 +61,22 @@ def heading(result: Result) -> str:
     parts = [
         f"{figures.get('model_id') or 'a model'} at {result.target.get('base_url', 'a server')}",
         str(figures.get("backend") or ""),
-        str(result.dataset.get("words") or result.dataset.get("name") or ""),
+        _dataset(result.dataset),
         f"{figures.get('num_prompts', '?')} requests",
         "as fast as places are free" if rate == "inf" else f"{rate:g} requests/s",
         "" if limit is None else f"{limit} at once",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _dataset(dataset: dict[str, Any]) -> str:
+    match dataset.get("dataset_name"):
+        case None:
+            return ""
+        case "random":
+            return f"random, {dataset.get('random_input_len')} in, {dataset.get('random_output_len')} out"
+        case name:
+            return f"{name} {dataset.get('dataset_path') or ''}".strip()
 
 
 def _throughput(figures: dict[str, Any]) -> Table:

@@ -53,7 +53,8 @@ def served(*answers: Answer, stopped: bool = False, **more: object) -> Result:
     return Result(
         kind="serve",
         figures={"model_id": "nano", "num_prompts": len(answers), **figures(measured, names=("ttft", "tpot", "itl"))},
-        target={"base_url": "http://h:1", "body": {"ignore_eos": True}},
+        target={"base_url": "http://h:1"},
+        dataset={"dataset_name": "random", "ignore_eos": True},
         pace=Pace(),
         generator=IDLE,
         stopped=stopped,
