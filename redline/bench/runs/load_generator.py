@@ -28,6 +28,7 @@ from redline.bench.program import count, output, program
 from redline.bench.record import provenance
 from redline.bench.serving.load import run_load
 from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.remarks import generator_remark
 from redline.bench.serving.script import Logged, Script
 from redline.bench.serving.scripted import Scripted
 from redline.bench.serving.target import Pace, Target
@@ -82,7 +83,7 @@ def push(server: Scripted, streams: int, events_at_once: int, tokens: int) -> di
         "tokens_per_s": each * streams / run.seconds,
         "tokens_per_read": each * streams / reads(run.answers),
         "server_tokens_per_s_per_core": (after.events - before.events) / (after.cpu_s - before.cpu_s),
-        "generator": msgspec.to_builtins(run.generator),
+        **kept_up(run),
     }
 
 
@@ -95,9 +96,15 @@ def paced(server: Scripted, streams: int, in_step: bool, tokens: int) -> tuple[E
     seen = {
         "tokens_per_s_per_core": streams * tokens / cpu,
         "tokens_per_read": streams * tokens / reads(run.answers),
-        "generator": msgspec.to_builtins(run.generator),
+        **kept_up(run),
     }
     return errors, seen
+
+
+def kept_up(run: Run) -> dict[str, Any]:
+    """How busy the load generator says that it was, and whether it calls itself a limit of what was measured."""
+    remark = generator_remark(run.generator, run.answers)
+    return {"generator": msgspec.to_builtins(run.generator), "calls_itself_the_limit": remark.warning}
 
 
 def reads(answers: Sequence[Answer]) -> int:
@@ -151,9 +158,17 @@ def _short(value: float) -> float:
 
 
 def _rounded(figures: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: _rounded(value) if isinstance(value, dict) else float(f"{value:.4g}") for name, value in figures.items()
-    }
+    rounded: dict[str, Any] = {}
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            rounded[name] = _rounded(value)
+        else:
+            rounded[name] = float(f"{value:.4g}") if isinstance(value, float) else value
+    return rounded
+
+
+def _busy(row: dict[str, Any]) -> str:
+    return f"busy {row['generator']['cpu_share']:.0%}{', the limit' if row['calls_itself_the_limit'] else ''}"
 
 
 def push_row(case: tuple[int, int], tries: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -177,7 +192,7 @@ def said(full_push: Sequence[dict[str, Any]], at_pace: Sequence[dict[str, Any]])
         yield (
             f"{row['streams']:3d} streams, {row['events_at_once']:2d} events in a write   "
             f"{row['tokens_per_s_per_core']:9,.0f} tokens/s per core (slowest round {row['slowest_round']:9,})   "
-            f"{row['tokens_per_read']:5.1f} tokens in a read   busy {row['generator']['cpu_share']:.0%}"
+            f"{row['tokens_per_read']:5.1f} tokens in a read   {_busy(row)}"
         )
     for row in at_pace:
         figures = row["all_rounds"]
@@ -187,7 +202,7 @@ def said(full_push: Sequence[dict[str, Any]], at_pace: Sequence[dict[str, Any]])
             f"{row['streams']:3d} streams, {'in step' if row['in_step'] else 'apart'}   "
             f"share of ITL {figures['itl_share']:+.3%}, of a single one {figures['itl_share_size_median']:.2%}   "
             f"error, ms, median (p99): {shown}   {row['tokens_per_s_per_core']:7,.0f} tokens/s per core   "
-            f"busy {row['generator']['cpu_share']:.0%}"
+            f"{_busy(row)}"
         )
 
 
