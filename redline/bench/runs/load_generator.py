@@ -190,13 +190,14 @@ def paced_row(case: tuple[int, bool], tries: Sequence[tuple[Errors, dict[str, An
 
 
 def said(full_push: Sequence[dict[str, Any]], at_pace: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """A line for each case."""
+    """A line for each case, and one that explains the second half."""
     for row in full_push:
         yield (
             f"{row['streams']:3d} streams, {row['events_at_once']:2d} events in a write   "
             f"{row['tokens_per_s_per_core']:9,.0f} tokens/s per core (slowest round {row['slowest_round']:9,})   "
             f"{row['tokens_per_read']:5.1f} tokens in a read   {_busy(row)}"
         )
+    yield f"one event in {ITL_S * 1e3:g} ms; errors in ms: median of all rounds (p99 of the quietest, p99 of all)"
     for row in at_pace:
         figures, quietest = row["all_rounds"], row["quietest_round"]
         shown = "   ".join(
@@ -207,7 +208,7 @@ def said(full_push: Sequence[dict[str, Any]], at_pace: Sequence[dict[str, Any]])
         yield (
             f"{row['streams']:3d} streams, {'in step' if row['in_step'] else 'apart'}   "
             f"share of ITL {figures['itl_share']:+.3%}, of a single one {figures['itl_share_size_median']:.2%}   "
-            f"error, ms, median (p99 of the quietest round, of all): {shown}   {row['tokens_per_s_per_core']:7,.0f} tokens/s per core   "
+            f"{shown}   {row['tokens_per_s_per_core']:7,.0f} tokens/s per core   "
             f"{_busy(row)}"
         )
 
