@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any
@@ -13,7 +14,7 @@ from redline.bench.serving.metrics import failure_of
 from redline.bench.serving.records import Answer
 from redline.bench.serving.remarks import remarks
 from redline.bench.serving.saved import Result
-from redline.bench.serving.sections import Plot, Section, Series, Table
+from redline.bench.serving.sections import Plot, Section, Series, Table, Words
 
 ROWS = {
     "ttft": "TTFT, to the first token",
@@ -32,8 +33,9 @@ CDF_POINTS = 400
 
 
 def serve_sections(result: Result) -> list[Section]:
-    """Throughput, latencies, failures, mismatches of usage, remarks, plots; of a result of vLLM's what its keys say."""
-    return [*serve_tables(result), *remarks(result), *serve_plots(result)]
+    """Who was asked, tables, remarks, plots, and where the numbers come from; of a result of vLLM's what its keys say."""
+    begin = Words(text=heading(result))
+    return [begin, *serve_tables(result), *remarks(result), *serve_plots(result), *_origin(result)]
 
 
 def serve_tables(result: Result) -> list[Section]:
@@ -52,6 +54,16 @@ def serve_tables(result: Result) -> list[Section]:
     if mismatches:
         found.append(_mismatches(mismatches))
     return found
+
+
+def _origin(result: Result) -> list[Section]:
+    known = result.provenance
+    if not known:
+        return []
+    machine = (
+        f"{known.get('machine')}, {known.get('cores')} cores, commit {known.get('commit')}, {known.get('date')} UTC"
+    )
+    return [Words(text=f"Measured from {machine}: {shlex.join(result.command)}")]
 
 
 def heading(result: Result) -> str:
