@@ -33,7 +33,7 @@ CDF_POINTS = 400
 
 
 def serve_sections(result: Result) -> list[Section]:
-    """Who was asked, tables, remarks, plots, and where the numbers come from; of a result of vLLM's what its keys say."""
+    """Who was asked, tables, remarks, plots, where the numbers come from; of a result of vLLM's what its keys say."""
     begin = Words(text=heading(result))
     return [begin, *serve_tables(result), *remarks(result), *serve_plots(result), *_origin(result)]
 
