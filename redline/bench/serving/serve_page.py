@@ -239,6 +239,7 @@ def _gaps(good: Sequence[Answer]) -> list[Plot]:
 
 def _rate(good: Sequence[Answer], began: float) -> Plot:
     rates = metrics.tokens_by_second(good)
+    rates = rates[:-1] if len(rates) > 2 else rates  # the last second is not whole
     seconds = tuple(began + second + 0.5 for second in range(len(rates)))
     line = Series(name="output tokens", x=seconds, y=tuple(rates))
     return Plot(title="Output tokens per second", x_label="s", y_label="tokens/s", series=(line,))

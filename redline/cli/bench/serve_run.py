@@ -105,7 +105,7 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
     if config.html is not None:
         from redline.bench.serving.page import render
 
-        save(Path(config.html), render(f"redline bench serve: {heading(result)}", serve_sections(result)).encode())
+        save(Path(config.html), render(f"redline bench serve: {figures['model_id']}", serve_sections(result)).encode())
         tell(f"written to {config.html}")
     if run.stopped and not _at_its_deadline(run, config.pace):
         return INTERRUPTED
