@@ -76,8 +76,8 @@ function ticks([low, high], log, most) {
   return found;
 }
 
-/** The range that shows all values, with a margin; from zero where `zero` says so or where zero is near. */
-function rangeOf(values, log, zero) {
+/** The range that shows all values, with a margin; from zero where the least is below `near` of the largest. */
+function rangeOf(values, log, near) {
   let low = Infinity;
   let high = -Infinity;
   for (const value of values) {
@@ -86,10 +86,11 @@ function rangeOf(values, log, zero) {
     if (at > high) high = at;
   }
   if (low > high) return [0, 1];
-  if (!log && low > 0 && (zero || low < 0.5 * high)) low = 0;
-  if (!log && high < 0 && zero) high = 0;
+  if (!log && low > 0 && low <= near * high) low = 0;
+  if (!log && high < 0 && high >= near * low) high = 0;
   const margin = (high - low) * 0.05 || (log ? 0.2 : Math.abs(high) * 0.1 || 1);
-  return [low === 0 && !log ? 0 : low - margin, high === 0 && zero ? 0 : high + margin];
+  const end = (value, by) => (value === 0 && !log && near > 0 ? 0 : value + by);
+  return [end(low, -margin), end(high, margin)];
 }
 
 /** The range moved, and cut where it is too long, so that it lies in `home`; it never gets shorter than a millionth. */
@@ -258,7 +259,7 @@ class Chart {
       plot.series.length > 1 ? this.legend() : null, this.svg, this.tip,
       plot.note ? html("figcaption", { class: "note" }, plot.note) : null);
     this.listen();
-    new ResizeObserver(() => this.resize()).observe(this.figure);
+    new ResizeObserver(() => requestAnimationFrame(() => this.resize())).observe(this.figure);
   }
 
   legend() {
@@ -292,8 +293,10 @@ class Chart {
     const width = this.barWidth(bars);
     const xs = [...seen.flatMap((one) => one.x), ...plot.marks.map((mark) => mark.x)];
     const ys = [...seen.flatMap((one) => [...one.y, ...one.low, ...one.high]), ...plot.marks.map((mark) => mark.y)];
-    const home = { x: rangeOf(xs, plot.log_x, false), y: rangeOf(ys, plot.log_y, bars.length > 0) };
-    if (bars.length) home.x = [home.x[0] - width / 2, home.x[1] + width / 2];
+    // A line or a bar that began above zero would make small differences look large.
+    const near = seen.every((one) => one.style === "points") ? 0.5 : 1;
+    const home = { x: rangeOf(xs, plot.log_x, bars.length ? 0 : 0.2), y: rangeOf(ys, plot.log_y, near) };
+    if (bars.length) home.x = [home.x[0] - width / 3, home.x[1] + width / 3];
     const chosen = this.view && this.isZoomed();
     this.home = home;
     this.show(chosen ? { x: within(this.view.x, home.x), y: within(this.view.y, home.y) } : null);
@@ -412,9 +415,9 @@ class Chart {
     }
     const alone = one.style === "line" && seen.length < 2; // a line of one point could not be seen
     if (one.style === "points" || one.style === "line and points" || alone) {
-      const many = seen.length > 800;
+      const many = seen.length > 150;
       const places = new Map(seen.map((point) => [`${Math.round(2 * point.px)} ${Math.round(2 * point.py)}`, point]));
-      const dots = [...places.values()].map((point) => shape(i % 4, point.px, bound(point.py), many ? 2 : 3.25));
+      const dots = [...places.values()].map((point) => shape(i % 4, point.px, bound(point.py), many ? (seen.length > 1000 ? 1.6 : 2.3) : 3.25));
       found.push(svg("path", { class: `points ${colour}${many ? " many" : ""}`, d: dots.join("") }));
     }
     return found;
