@@ -1,0 +1,322 @@
+"""A result in a file: what was measured under vLLM's keys, and beside it, under `redline`, what it was made from.
+
+Scripts that read the files of `vllm bench serve --save-result` read ours: the same keys stand at the top level. The key
+`redline` has what they leave out: where the numbers come from, how the load was put on, how busy the load generator
+was, and a row for each request, from which all figures can be made again. A row is compact: times are milliseconds from
+the run's beginning, rounded to a microsecond, those of chunks each from the one before.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from redline.bench.serving.metrics import LISTS
+from redline.bench.serving.records import Answer, Ask, Chunk, Failure, GeneratorLoad, Kind, Usage
+from redline.bench.serving.target import Pace, Target
+from redline.disk import save as save_bytes
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+FORMAT = 1
+SECRETS = ("key", "token", "auth", "secret", "cookie", "password", "credential", "signature")
+_LETTERS: dict[Kind, str] = {"answer": "a", "thinking": "t", "tool": "c"}
+_KINDS: dict[str, Kind] = {letter: kind for kind, letter in _LETTERS.items()}
+
+
+class Result(Record, frozen=True):
+    """What a verb of `redline bench` measured over HTTP.
+
+    kind: the verb, such as serve; `vllm` of a file that vLLM's client wrote, which has figures alone. figures: by key;
+    of kind serve they are `metrics.figures` and what describes the run, under vLLM's names. target, dataset: as given,
+    without secrets. began: Unix time. details: what a verb keeps beside, such as the parts of a sweep.
+    """
+
+    kind: str
+    figures: dict[str, Any]
+    command: tuple[str, ...] = ()
+    provenance: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    target: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    dataset: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    pace: Pace | None = None
+    generator: GeneratorLoad | None = None
+    began: float = 0.0
+    stopped: bool = False
+    notes: tuple[str, ...] = ()
+    details: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    answers: tuple[Answer, ...] = ()
+
+
+class Row(Record, frozen=True, omit_defaults=True):
+    """One request in a file. kinds: runs of chunks of one kind, such as t12a30: 12 of thinking, 30 of the answer; c is
+    a tool call's. texts are kept where that was asked for."""
+
+    index: int
+    max_tokens: int
+    planned: float
+    end: float
+    prompt_tokens: int | None = None
+    name: str = ""
+    taken: float | None = None
+    connected: float | None = None
+    sent: float | None = None
+    head: float | None = None
+    chunks: tuple[float, ...] = ()
+    kinds: str = ""
+    characters: tuple[int, ...] = ()
+    tokens: tuple[int | None, ...] = ()  # none: no event said
+    usage: Usage | None = None
+    finish: str | None = None
+    status: int | None = None
+    failure: Failure | None = None
+    error: str | None = None
+    text: str = ""
+    thinking: str = ""
+    calls: tuple[dict[str, Any], ...] = ()
+
+
+class _Ours(Record, frozen=True):
+    """The key `redline`."""
+
+    format: int
+    kind: str
+    command: tuple[str, ...]
+    provenance: dict[str, Any]
+    target: dict[str, Any]
+    dataset: dict[str, Any]
+    pace: dict[str, Any] | None
+    generator: GeneratorLoad | None
+    began: float
+    stopped: bool
+    notes: tuple[str, ...]
+    details: dict[str, Any]
+    rows: tuple[Row, ...]
+
+
+def save(path: Path, result: Result, *, detailed: bool = False) -> None:
+    """Write a result as JSON, whole or not at all. Raises ConfigError where the file cannot be written.
+
+    detailed: with vLLM's lists per request at the top level too, and with texts.
+    """
+    save_bytes(path, encode(result, detailed=detailed))
+
+
+def encode(result: Result, *, detailed: bool = False) -> bytes:
+    """The JSON of a result, one line for each key and each row."""
+    ours = _Ours(
+        format=FORMAT,
+        kind=result.kind,
+        command=result.command,
+        provenance=result.provenance,
+        target=result.target,
+        dataset=result.dataset,
+        pace=None if result.pace is None else _finite(msgspec.to_builtins(result.pace)),
+        generator=result.generator,
+        began=result.began,
+        stopped=result.stopped,
+        notes=result.notes,
+        details=result.details,
+        rows=tuple(row_of(answer, texts=detailed) for answer in result.answers),
+    )
+    left_out = () if detailed else LISTS
+    figures = {key: value for key, value in result.figures.items() if key not in left_out}
+    top = [_member(key, value) for key, value in _finite(figures).items()]
+    members = [_member(key, value) for key, value in msgspec.to_builtins(ours).items() if key != "rows"]
+    rows = b",\n  ".join(map(msgspec.json.encode, ours.rows))
+    members.append(b'"rows": [\n  ' + rows + b"\n ]")
+    top.append(b'"redline": {\n ' + b",\n ".join(members) + b"}")
+    return b"{" + b",\n".join(top) + b"}\n"
+
+
+def read(path: Path) -> Result:
+    """The result in a file of ours, or of vLLM's client: then of kind `vllm`, with figures alone.
+
+    Raises ConfigError where the file cannot be read, or is neither.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror or error})") from None
+    try:
+        found = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path}: is no result of a benchmark: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: is no result of a benchmark: expected one JSON object")
+    figures: dict[str, Any] = dict(found)  # pyright: ignore[reportUnknownArgumentType]
+    ours = figures.pop("redline", None)
+    if ours is None:
+        if not {"duration", "completed", "model_id"} <= set(figures):
+            raise ConfigError(f"{path}: is neither a result of `redline bench` nor one of `vllm bench serve`")
+        return Result(kind="vllm", figures=figures)
+    if isinstance(ours, dict) and ours.get("format", FORMAT) != FORMAT:  # pyright: ignore[reportUnknownMemberType]
+        raise ConfigError(f"{path}: has format {ours['format']}, this Redline reads format {FORMAT}")
+    try:
+        kept = msgspec.convert(ours, _Ours)
+        pace = None if kept.pace is None else msgspec.convert(_infinite(kept.pace), Pace)
+        answers = tuple(map(answer_of, kept.rows))
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{path}: its key `redline` cannot be read: {error}") from None
+    return Result(
+        kind=kept.kind,
+        figures=figures,
+        command=kept.command,
+        provenance=kept.provenance,
+        target=kept.target,
+        dataset=kept.dataset,
+        pace=pace,
+        generator=kept.generator,
+        began=kept.began,
+        stopped=kept.stopped,
+        notes=kept.notes,
+        details=kept.details,
+        answers=answers,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ secrets
+
+
+def without_secrets(target: Target) -> dict[str, Any]:
+    """A target as a result keeps it: no key, no values of headers, no fields of the body that sound secret."""
+    kept: dict[str, Any] = msgspec.to_builtins(target)
+    kept["key"] = None if target.key is None else "given"
+    kept["headers"] = dict.fromkeys(target.headers, "given")
+    kept["body"] = {name: "given" if _secret(name) else value for name, value in target.body.items()}
+    scheme, separator, rest = target.base_url.partition("://")
+    host, slash, path = rest.partition("/")
+    kept["base_url"] = f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
+    return kept
+
+
+def command_without_secrets(words: Sequence[str]) -> tuple[str, ...]:
+    """A command line as a result keeps it: what follows --header, --key or --extra-body with a secret is left out."""
+    kept: list[str] = []
+    option = ""
+    for word in words:
+        if word.startswith("--"):
+            option, equals, value = word.partition("=")
+            kept.append(option + equals + (_hidden(option, value) if equals else ""))
+        else:
+            kept.append(_hidden(option, word))
+    return tuple(kept)
+
+
+def _hidden(option: str, value: str) -> str:
+    match option.replace("_", "-"):
+        case "--header":
+            return value.partition("=")[0] + "=..."
+        case "--key":
+            return "..."
+        case "--extra-body" if _secret(value):
+            return "..."
+        case "--base-url" | "--url" if "@" in value:
+            return value.partition("://")[0] + "://..." + value[value.rindex("@") :]
+        case _:
+            return value
+
+
+def _secret(name: str) -> bool:
+    return any(word in name.lower() for word in SECRETS) and name.lower() not in ("max_tokens", "max_completion_tokens")
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+def row_of(answer: Answer, *, texts: bool = False) -> Row:
+    """An answer as a file keeps it; its prompt and what of the body was its own are left out."""
+    instants = [round(chunk.at * 1e6) for chunk in answer.chunks]
+    known = any(chunk.tokens is not None for chunk in answer.chunks)
+    kinds: list[Kind] = [chunk.kind for chunk in answer.chunks]
+    return Row(
+        index=answer.index,
+        max_tokens=answer.ask.max_tokens,
+        planned=round(answer.planned * 1000, 3),
+        end=round(answer.end * 1000, 3),
+        prompt_tokens=answer.ask.prompt_tokens,
+        name=answer.ask.name,
+        taken=_ms(answer.taken),
+        connected=_ms(answer.connected),
+        sent=_ms(answer.sent),
+        head=_ms(answer.head),
+        chunks=tuple((at - before) / 1000 for before, at in zip([0, *instants], instants, strict=False)),
+        kinds="".join(f"{_LETTERS[kind]}{len(list(run))}" for kind, run in groupby(kinds)),
+        characters=tuple(chunk.characters for chunk in answer.chunks),
+        tokens=tuple(chunk.tokens for chunk in answer.chunks) if known else (),
+        usage=answer.usage,
+        finish=answer.finish,
+        status=answer.status,
+        failure=answer.failure,
+        error=answer.error,
+        text=answer.text if texts else "",
+        thinking=answer.thinking if texts else "",
+        calls=answer.calls if texts else (),
+    )
+
+
+def answer_of(row: Row) -> Answer:
+    """The answer of a row; its prompt is empty text. Raises ValueError where the row contradicts itself."""
+    kinds = _kinds(row.kinds, len(row.chunks))
+    tokens = row.tokens or (None,) * len(row.chunks)
+    if not len(row.chunks) == len(row.characters) == len(tokens):
+        raise ValueError(f"request {row.index}: its chunks, characters and tokens are not equally many")
+    instants = accumulate(round(delta * 1000) for delta in row.chunks)
+    chunks = zip(instants, kinds, row.characters, tokens, strict=True)
+    return Answer(
+        index=row.index,
+        ask=Ask(max_tokens=row.max_tokens, text="", prompt_tokens=row.prompt_tokens, name=row.name),
+        planned=row.planned / 1000,
+        taken=_seconds(row.taken),
+        connected=_seconds(row.connected),
+        sent=_seconds(row.sent),
+        head=_seconds(row.head),
+        end=row.end / 1000,
+        chunks=tuple(Chunk(at=at / 1e6, kind=kind, characters=many, tokens=n) for at, kind, many, n in chunks),
+        text=row.text,
+        thinking=row.thinking,
+        calls=row.calls,
+        usage=row.usage,
+        finish=row.finish,
+        status=row.status,
+        failure=row.failure,
+        error=row.error,
+    )
+
+
+def _kinds(runs: str, chunks: int) -> list[Kind]:
+    found: list[Kind] = []
+    parts = re.findall(r"([a-z])([0-9]+)", runs)
+    if "".join(letter + count for letter, count in parts) != runs or any(letter not in _KINDS for letter, _ in parts):
+        raise ValueError(f"expected kinds such as t12a30, found {runs!r}")
+    if sum(int(count) for _, count in parts) != chunks:
+        raise ValueError(f"the kinds {runs!r} are not those of {chunks} chunks")
+    for letter, count in parts:
+        found.extend(_KINDS[letter] for _ in range(int(count)))
+    return found
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000
+
+
+# JSON has no infinity. vLLM writes a rate without a limit as the word inf; so do we, wherever one stands.
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: "inf" if isinstance(value, float) and math.isinf(value) else value for key, value in values.items()}
+
+
+def _infinite(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: math.inf if value == "inf" else value for key, value in values.items()}
+
+
+def _member(key: str, value: Any) -> bytes:
+    return msgspec.json.encode(key) + b": " + msgspec.json.encode(value)

@@ -1,0 +1,49 @@
+"""Answers made by hand, with times that one can work out on paper."""
+
+from typing import Any
+
+from redline.bench.serving.records import Answer, Ask, Chunk, GeneratorLoad, Kind, Run, Usage
+
+IDLE = GeneratorLoad(cpu_share=0.1, lag_p50=0.0001, lag_p99=0.0004, lag_most=0.002, late_sends=0)
+
+
+def answer(
+    index: int = 0,
+    *,
+    planned: float = 0.0,
+    sent: float | None = None,
+    at: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9),
+    kinds: str = "",
+    tokens: tuple[int | None, ...] = (),
+    text: str = "abcde",
+    thinking: str = "",
+    usage: Usage | None = None,
+    max_tokens: int = 64,
+    prompt_tokens: int | None = 10,
+    finish: str = "stop",
+    extra: dict[str, Any] | None = None,
+    **more: Any,
+) -> Answer:
+    """at: seconds after sent of each chunk. kinds: a letter for each, a, t or c; absent: all of the answer."""
+    begun = planned if sent is None else sent
+    names: dict[str, Kind] = {"a": "answer", "t": "thinking", "c": "tool"}
+    rows = zip(at, kinds or "a" * len(at), tokens or (None,) * len(at), strict=True)
+    chunks = tuple(Chunk(at=begun + after, kind=names[kind], characters=1, tokens=n) for after, kind, n in rows)
+    return Answer(
+        index=index,
+        ask=Ask(max_tokens=max_tokens, text="prompt", prompt_tokens=prompt_tokens, extra=extra or {}),
+        planned=planned,
+        sent=begun,
+        end=chunks[-1].at + 0.05 if chunks else begun + 0.05,
+        chunks=chunks,
+        text=text,
+        thinking=thinking,
+        usage=usage or Usage(prompt_tokens=prompt_tokens, completion_tokens=len(at)),
+        finish=finish,
+        status=200,
+        **more,
+    )
+
+
+def run(*answers: Answer, seconds: float = 2.0, stopped: bool = False) -> Run:
+    return Run(began=1_700_000_000.0, seconds=seconds, answers=answers, generator=IDLE, stopped=stopped)
