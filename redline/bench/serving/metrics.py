@@ -187,8 +187,9 @@ def figures(
     names: of NAMES, which get statistics. goodput: milliseconds by a name of SLOS, all of which a good request keeps.
     counts: who counts text, where a server says nothing.
 
-    Beside vLLM's keys: `failures`, how many by kind, those of UNFINISHED too, which `failed` leaves out; `output_tokens_sources`, how many answers were counted by whom;
-    `total_thinking_tokens` and `total_cached_tokens`, where the server says so.
+    Beside vLLM's keys: `failures`, how many by kind, those of UNFINISHED too, which `failed` leaves out;
+    `output_tokens_sources`, how many answers were counted by whom; `total_thinking_tokens` and `total_cached_tokens`,
+    where the server says so.
     """
     answers, seconds = run.answers, max(run.seconds, 1e-9)
     good = [answer for answer in answers if failure_of(answer) is None]

@@ -24,8 +24,8 @@ def remarks(result: Result) -> list[Words]:
         asked = sum(answer.failure != "skipped" for answer in result.answers)
         cut = sum(answer.failure == "deadline" for answer in result.answers)
         text = (
-            f"The run was ended early: {asked:,} of {len(result.answers):,} requests were asked, and {cut:,} of them were "
-            "cut off. What these had brought is in no figure, so throughput is a little too low."
+            f"The run was ended early: {asked:,} of {len(result.answers):,} requests were asked, and {cut:,} of them "
+            "were cut off. What these had brought is in no figure, so throughput is a little too low."
         )
         found.append(Words(text=text, warning=True))
     if result.generator is not None and good:
