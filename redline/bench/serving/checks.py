@@ -18,10 +18,10 @@ Check = Literal["usage", "output tokens", "text", "prompt tokens", "thinking tok
 END, THINKING, CALL = 1, 2, 6
 # Of a chat: the tokens of a template around a message, and those that open the answer.
 TEMPLATE, MESSAGE = 64, 16
-# A model may sample other tokens than the encoder would choose: more of them, since the encoder's are close to the
-# fewest. In one answer they may be half as many more: it may say over and over what the encoder would merge. In many
-# answers a tenth is much. Fewer they are hardly ever.
-MORE_IN_ONE, MORE_IN_ALL = 2, 10
+# A model may sample other tokens than the encoder would choose: more of them where it says over and over what the
+# encoder would merge, fewer where its tokens lie across the words into which the encoder cuts first. In one answer,
+# gibberish above all, either may be by half; in many answers together a tenth is much.
+OFF_IN_ONE, OFF_IN_ALL = 2, 10
 LOST = "\ufffd"  # stands for bytes that made no character: how many tokens they were is lost
 
 
@@ -98,8 +98,8 @@ def mismatches(answers: Sequence[Answer], counts: Counts | None = None) -> list[
 
 
 def _text_range(text: str, seen: int, silent: int, share: int) -> Range:
-    most = min(seen + max(8, seen // share), len(text.encode()))  # each token is a byte at least
-    return Range(seen - max(2, seen // 50), most + silent)
+    off = max(8, seen // share)
+    return Range(seen - off, min(seen + off, len(text.encode())) + silent)  # each token is a byte at least
 
 
 def _silent(answer: Answer) -> int:
@@ -114,7 +114,7 @@ def _text_checks(answer: Answer, said: int, counts: Counts) -> list[Mismatch]:
     if LOST in text:
         return []
     seen = sum(len(counts.encode(part)) for part in texts(answer))
-    allowed = _text_range(text, seen, _silent(answer), MORE_IN_ONE)
+    allowed = _text_range(text, seen, _silent(answer), OFF_IN_ONE)
     if allowed.least <= said <= allowed.most:
         return []
     return [_mismatch(answer, "text", said, seen, f"usage says {said} output tokens, its text encodes to {seen}")]
@@ -130,7 +130,7 @@ def _whole_text_checks(answers: Sequence[Answer], counts: Counts) -> list[Mismat
             said, silent = said + tokens, silent + _silent(answer)
             seen += sum(len(counts.encode(part)) for part in parts)
             whole += parts
-    allowed = _text_range("".join(whole), seen, silent, MORE_IN_ALL)
+    allowed = _text_range("".join(whole), seen, silent, OFF_IN_ALL)
     if allowed.least <= said <= allowed.most:
         return []
     text = f"usage says {said:,} output tokens in all, their texts encode to {seen:,}"
@@ -167,7 +167,7 @@ def _thinking_checks(answer: Answer, said: int, whole: int, counts: Counts | Non
         allowed = Range(seen, seen + THINKING)
     elif counts is not None and answer.thinking:
         seen = len(counts.encode(answer.thinking))
-        allowed = None if LOST in answer.thinking else _text_range(answer.thinking, seen, THINKING, MORE_IN_ONE)
+        allowed = None if LOST in answer.thinking else _text_range(answer.thinking, seen, THINKING, OFF_IN_ONE)
     elif not answer.thinking:
         seen, allowed = 0, Range(0, THINKING)
     else:
