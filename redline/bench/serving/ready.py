@@ -1,0 +1,157 @@
+"""What is asked of a server beside the load: whether it is there, which models it has, and what its drafts did."""
+
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import msgspec
+
+from redline.bench.serving.target import Target
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+LOADING_S, ABSENT_S = 600.0, 10.0  # a server that says 503 loads its model; where nobody listens, perhaps nobody will
+ANSWER_S = 30.0
+MOST_METRICS_BYTES = 16 << 20
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class Drafting(Record, frozen=True):
+    """Counters of speculative decoding since a server's start. accepted_at: by the place among a step's drafts."""
+
+    drafts: int = 0  # times that drafts were verified
+    tokens: int = 0
+    accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+
+
+def models(
+    target: Target,
+    seconds: float | None,
+    tell: Callable[[str], object],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], object] = time.sleep,
+) -> tuple[str, ...]:
+    """The names of a server's models, once it is ready; none where it has no /v1/models.
+
+    seconds: to wait for it; None: LOADING_S while it loads, ABSENT_S while nobody listens; 0: not at all. tell: called
+    with a line before it waits. clock, wait: for tests. Raises ConfigError where it is not there, or refuses the key.
+    """
+    place = f"{target.base_url}/v1/models"
+    began, told = clock(), False
+    with _http(target) as http:
+        while True:
+            try:
+                answer = http.get(place)
+                state, most = f"{target.base_url} is not ready (503)", LOADING_S
+            except httpx.TransportError as error:
+                answer = None
+                state, most = f"no server at {target.base_url} ({error or type(error).__name__})", ABSENT_S
+            if answer is not None and answer.status_code != 503:
+                return _names(place, answer)
+            most = most if seconds is None else seconds
+            if clock() - began >= most:
+                waited = f"; waited {most:g} s" if most else ""
+                raise ConfigError(f"{state}{waited}: is --base-url right? --ready-check-timeout-sec waits longer")
+            if not told:
+                tell(f"{state}; waiting {most:g} s at most, Ctrl-C leaves")
+                told = True
+            wait(0.5)
+
+
+def _names(place: str, answer: httpx.Response) -> tuple[str, ...]:
+    if answer.status_code in (401, 403):
+        raise ConfigError(f"{place} answers {answer.status_code}: set the server's key in OPENAI_API_KEY")
+    if answer.status_code != 200:
+        return ()
+    try:
+        return tuple(model.id for model in msgspec.json.decode(answer.content, type=_Models).data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ()
+
+
+def drafting(target: Target) -> Drafting | None:
+    """The counters of speculative decoding in a server's /metrics, under vLLM's names; None where it has none."""
+    try:
+        with _http(target) as http, http.stream("GET", f"{target.base_url}/metrics") as answer:
+            if answer.status_code != 200:
+                return None
+            data = b""
+            for part in answer.iter_bytes():
+                data += part
+                if len(data) > MOST_METRICS_BYTES:
+                    return None
+    except httpx.HTTPError:
+        return None
+    return counters(data.decode(errors="replace"))
+
+
+_LINE = re.compile(r"vllm:spec_decode_(\w+?)(?:_total)?(\{[^\n]*\})?\s+([0-9.eE+]+)(?:\s+\d+)?$")
+
+
+def counters(text: str) -> Drafting | None:
+    """`Drafting` from a page of Prometheus' format, summed over its labels; None where no line speaks of drafts."""
+    found: dict[str, int] = {}
+    places: dict[int, int] = {}
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        name, labels, value = match[1], match[2] or "", int(float(match[3]))
+        place = re.search(r'[{,]position="(\d{1,3})"', labels)
+        if name == "num_accepted_tokens_per_pos" and place is not None:
+            places[int(place[1])] = places.get(int(place[1]), 0) + value
+        elif name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+            found[name] = found.get(name, 0) + value
+    if not found:
+        return None
+    return Drafting(
+        drafts=found.get("num_drafts", 0),
+        tokens=found.get("num_draft_tokens", 0),
+        accepted=found.get("num_accepted_tokens", 0),
+        accepted_at=tuple(places.get(place, 0) for place in range(max(places, default=-1) + 1)),
+    )
+
+
+def drafting_figures(before: Drafting | None, after: Drafting | None) -> dict[str, Any]:
+    """What drafts did between two looks, under vLLM's keys; nothing where the server does not say, or drafted nothing.
+
+    Counters are the server's, so what others asked of it meanwhile is in them too.
+    """
+    if before is None or after is None or after.drafts <= before.drafts or after.tokens <= before.tokens:
+        return {}
+    drafts, tokens = after.drafts - before.drafts, after.tokens - before.tokens
+    accepted = after.accepted - before.accepted
+    earlier = (*before.accepted_at, *[0] * len(after.accepted_at))
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / tokens,
+        "spec_decode_acceptance_length": 1 + accepted / drafts,
+        "spec_decode_num_drafts": drafts,
+        "spec_decode_draft_tokens": tokens,
+        "spec_decode_accepted_tokens": accepted,
+        "spec_decode_per_position_acceptance_rates": [
+            (count - was) / drafts for count, was in zip(after.accepted_at, earlier, strict=False)
+        ],
+    }
+
+
+def _http(target: Target) -> httpx.Client:
+    headers = dict(target.headers)
+    if target.key is not None:
+        headers.setdefault("Authorization", f"Bearer {target.key}")
+    host = httpx.URL(target.base_url).host
+    here = host == "localhost" or host.startswith("127.") or host == "::1"
+    try:
+        return httpx.Client(headers=headers, timeout=ANSWER_S, verify=target.verify_tls, trust_env=not here)
+    except (ValueError, ImportError, OSError) as error:
+        raise ConfigError(f"the proxy or certificates of the environment cannot be used: {error}") from None

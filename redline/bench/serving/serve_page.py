@@ -1,0 +1,242 @@
+"""A result of `redline bench serve`, or of vLLM's client, as sections: tables, remarks and plots."""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from redline.bench.serving import metrics
+from redline.bench.serving.metrics import failure_of
+from redline.bench.serving.records import Answer
+from redline.bench.serving.remarks import remarks
+from redline.bench.serving.saved import Result
+from redline.bench.serving.sections import Plot, Section, Series, Table
+
+ROWS = {
+    "ttft": "TTFT, to the first token",
+    "answer_ttft": "to the first token of the answer",
+    "thinking": "thinking",
+    "tpot": "TPOT, per token after the first",
+    "itl": "ITL, between events",
+    "e2el": "E2EL, to the last token",
+    "ttft_from_schedule": "TTFT from the schedule",
+    "e2el_from_schedule": "E2EL from the schedule",
+    "client_queue_time": "wait before it was sent",
+    "e2el_including_client_queue": "E2EL with that wait",
+}
+MOST_ROWS = 20  # of failures and mismatches that are listed one by one
+CDF_POINTS = 400
+
+
+def serve_sections(result: Result) -> list[Section]:
+    """Throughput, latencies, failures, mismatches of usage, remarks, plots; of a result of vLLM's what its keys say."""
+    return [*serve_tables(result), *remarks(result), *serve_plots(result)]
+
+
+def serve_tables(result: Result) -> list[Section]:
+    """The tables of a result: what a terminal shows of it."""
+    figures = result.figures
+    found: list[Section] = [_throughput(figures)]
+    latencies = _latencies(figures)
+    if latencies.rows:
+        found.append(latencies)
+    if "spec_decode_acceptance_length" in figures:
+        found.append(_drafting(figures))
+    failed = [answer for answer in result.answers if failure_of(answer) is not None]
+    if failed:
+        found.append(_failures(failed))
+    mismatches: list[dict[str, Any]] = result.details.get("mismatches", [])
+    if mismatches:
+        found.append(_mismatches(mismatches))
+    return found
+
+
+def heading(result: Result) -> str:
+    """Who was asked what, how hard: one line."""
+    figures = result.figures
+    rate = figures.get("request_rate", "inf")
+    limit = figures.get("max_concurrency")
+    parts = [
+        f"{figures.get('model_id') or 'a model'} at {result.target.get('base_url', 'a server')}",
+        str(figures.get("backend") or ""),
+        str(result.dataset.get("words") or result.dataset.get("name") or ""),
+        f"{figures.get('num_prompts', '?')} requests",
+        "as fast as places are free" if rate == "inf" else f"{rate:g} requests/s",
+        "" if limit is None else f"{limit} at once",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _throughput(figures: dict[str, Any]) -> Table:
+    rows = [("requests completed", f"{figures['completed']:,}"), ("requests failed", f"{figures.get('failed') or 0:,}")]
+
+    def add(name: str, key: str, shape: str) -> None:
+        if figures.get(key) is not None:
+            rows.append((name, format(figures[key], shape)))
+
+    add("seconds", "duration", ",.2f")
+    add("requests/s", "request_throughput", ",.2f")
+    add("good requests/s (goodput)", "request_goodput", ",.2f")
+    add("output tokens/s", "output_throughput", ",.1f")
+    add("most output tokens in one second", "max_output_tokens_per_s", ",.0f")
+    add("tokens/s, prompts too", "total_token_throughput", ",.1f")
+    add("prompt tokens", "total_input_tokens", ",")
+    add("of them from the server's cache", "total_cached_tokens", ",")
+    add("output tokens", "total_output_tokens", ",")
+    add("of them thinking", "total_thinking_tokens", ",")
+    add("most requests at once", "max_concurrent_requests", ",")
+    return Table(title="Throughput", columns=("", "value"), rows=tuple(rows))
+
+
+def _latencies(figures: dict[str, Any]) -> Table:
+    keys = [re.fullmatch(r"p([0-9.]+)_(?:ttft|tpot|itl|e2el)_ms", key) for key in figures]
+    percentiles = sorted({float(key[1]) for key in keys if key is not None} - {50.0})
+    columns = ("mean", "median", *(f"p{p:g}" for p in percentiles))
+    rows = [
+        (text, *(_cell(figures.get(f"{column}_{name}_ms")) for column in columns))
+        for name, text in ROWS.items()
+        if figures.get(f"mean_{name}_ms") is not None
+    ]
+    return Table(title="Latency, ms", columns=("", *columns), rows=tuple(rows))
+
+
+def _cell(ms: float | None) -> str:
+    if ms is None:
+        return ""
+    return f"{ms:,.2f}" if ms < 1000 else f"{ms:,.0f}"
+
+
+def _drafting(figures: dict[str, Any]) -> Table:
+    places: list[float] = figures["spec_decode_per_position_acceptance_rates"]
+    rows = [
+        ("tokens per step (acceptance length)", f"{figures['spec_decode_acceptance_length']:.2f}"),
+        ("drafts accepted", f"{figures['spec_decode_acceptance_rate']:.1f} %"),
+        ("by place", ", ".join(f"{share:.1%}" for share in places) or "unknown"),
+        ("steps with drafts", f"{figures['spec_decode_num_drafts']:,}"),
+    ]
+    note = "The server's own counters over the run: what others asked of it meanwhile is in them."
+    return Table(title="Speculative decoding", columns=("", "value"), rows=tuple(rows), note=note)
+
+
+def _failures(failed: Sequence[Answer]) -> Table:
+    kinds = Counter(failure_of(answer) or "" for answer in failed)
+    rows = [(f"{kind}, {many:,} in all", "", "", "") for kind, many in kinds.most_common()]
+    listed = failed[:MOST_ROWS]
+    rows += [
+        (failure_of(one) or "", str(one.index), "" if one.sent is None else f"{one.end:.3f}", metrics.error_of(one))
+        for one in listed
+    ]
+    rest = f"{len(failed) - len(listed):,} more are in the saved result." if len(failed) > len(listed) else ""
+    return Table(title="Failures", columns=("kind", "request", "after s", "what happened"), rows=tuple(rows), note=rest)
+
+
+def _mismatches(mismatches: Sequence[dict[str, Any]]) -> Table:
+    kinds = Counter(str(one["check"]) for one in mismatches)
+    rows = [(f"{kind}, {many:,} in all", "", "") for kind, many in kinds.most_common()]
+    rows += [(str(one["check"]), str(one["index"]), str(one["text"])) for one in mismatches[:MOST_ROWS]]
+    rest = f"{len(mismatches) - MOST_ROWS:,} more are in the saved result." if len(mismatches) > MOST_ROWS else ""
+    return Table(title="Usage that does not add up", columns=("check", "request", "what"), rows=tuple(rows), note=rest)
+
+
+# --------------------------------------------------------------------------------------------------------------- plots
+
+
+def serve_plots(result: Result) -> list[Section]:
+    """TTFT over time, gaps between events, tokens/s and requests over time, and a timeline of requests.
+
+    None without rows.
+    """
+    good = [answer for answer in result.answers if failure_of(answer) is None]
+    if not good:
+        return []
+    began = min(answer.sent for answer in good if answer.sent is not None)
+    return [_first_tokens(good), *_gaps(good), _rate(good, began), _running(result.answers), _timeline(result.answers)]
+
+
+def _first_tokens(good: Sequence[Answer]) -> Plot:
+    def series(name: str, of: str) -> Series:
+        points = [(one, metrics.MEASURES[of](one)) for one in good]
+        known = [(one, seconds) for one, seconds in points if seconds is not None]
+        return Series(
+            name=name,
+            x=tuple(one.sent or 0.0 for one, _ in known),
+            y=tuple(seconds * 1000 for _, seconds in known),
+            labels=tuple(f"request {one.index}, {metrics.input_tokens(one):,} prompt tokens" for one, _ in known),
+            style="points",
+        )
+
+    found = [series("first token", "ttft")]
+    if any(chunk.kind == "thinking" for answer in good for chunk in answer.chunks):
+        found.append(series("first token of the answer", "answer_ttft"))
+    return Plot(title="Time to first token", x_label="sent at, s", y_label="ms", series=tuple(found))
+
+
+def _gaps(good: Sequence[Answer]) -> list[Plot]:
+    gaps = np.asarray(metrics.values(good, "itl"))
+    gaps = gaps[gaps > 0] * 1000
+    if not len(gaps):
+        return []
+    shares = np.linspace(0, 1, min(CDF_POINTS, len(gaps)))
+    edges = np.quantile(gaps, shares)
+    cdf = Series(name="share of gaps below", x=_floats(edges), y=_floats(shares * 100))
+    note = "Gaps of nothing, between events that came in one read, are left out."
+    low, high = np.log10(gaps.min()), np.log10(gaps.max())
+    counts, bounds = np.histogram(gaps, bins=np.logspace(low - 0.01, high + 0.01, 60))
+    bars = Series(name="gaps", x=_floats(np.sqrt(bounds[:-1] * bounds[1:])), y=_floats(counts), style="steps")
+
+    def plot(title: str, y_label: str, series: Series) -> Plot:
+        return Plot(title=title, x_label="ms", y_label=y_label, series=(series,), log_x=True, note=note)
+
+    return [
+        plot("Gaps between events (ITL), cumulative", "% of gaps", cdf),
+        plot("Gaps between events (ITL), histogram", "gaps", bars),
+    ]
+
+
+def _rate(good: Sequence[Answer], began: float) -> Plot:
+    rates = metrics.tokens_by_second(good)
+    seconds = tuple(began + second + 0.5 for second in range(len(rates)))
+    line = Series(name="output tokens", x=seconds, y=tuple(rates))
+    return Plot(title="Output tokens per second", x_label="s", y_label="tokens/s", series=(line,))
+
+
+def _running(answers: Sequence[Answer]) -> Plot:
+    levels = metrics.concurrency(answers)
+    steps = Series(
+        name="requests", x=tuple(at for at, _ in levels), y=tuple(float(many) for _, many in levels), style="steps"
+    )
+    return Plot(title="Requests at once", x_label="s", y_label="requests", series=(steps,))
+
+
+def _timeline(answers: Sequence[Answer]) -> Plot:
+    sent = [answer for answer in answers if answer.sent is not None]
+    good = [answer for answer in sent if failure_of(answer) is None]
+    failed = [answer for answer in sent if failure_of(answer) is not None]
+
+    def series(name: str, of: Sequence[Answer]) -> Series:
+        firsts = [one.chunks[0].at if one.chunks else one.end for one in of]
+        return Series(
+            name=name,
+            x=tuple(float(one.index) for one in of),
+            y=tuple(firsts),
+            low=tuple(one.sent or 0.0 for one in of),
+            high=tuple(one.end for one in of),
+            labels=tuple(_label(one) for one in of),
+            style="points",
+        )
+
+    found = [series("first token, from sent to the end", good)] + ([series("failed", failed)] if failed else [])
+    return Plot(title="Requests over time", x_label="request", y_label="s", series=tuple(found))
+
+
+def _label(answer: Answer) -> str:
+    if failure_of(answer) is not None:
+        return f"request {answer.index}: {metrics.error_of(answer)}"
+    tokens = metrics.output_tokens(answer).count
+    return f"request {answer.index}: {metrics.input_tokens(answer):,} in, {tokens:,} out"
+
+
+def _floats(values: Any) -> tuple[float, ...]:
+    return tuple(float(value) for value in values)

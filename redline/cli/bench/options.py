@@ -1,0 +1,231 @@
+"""The flags that the verbs of `redline bench` share where they measure a server over HTTP.
+
+They have the names of `vllm bench serve`, and are written as its users write them, so that a command line of theirs
+needs one word changed. What of theirs is not served here is refused by name, with what to use instead.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+import typer
+from typer.core import TyperCommand
+
+from redline.bench.serving.target import Patience, Target
+from redline.errors import ConfigError
+
+
+BaseUrl = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="The server, such as http://127.0.0.1:8000. Wins over --host and --port."),
+]
+Host = Annotated[str, typer.Option(help="The server's host.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="The server's port.")]
+Endpoint = Annotated[str | None, typer.Option(metavar="PATH", help="Absent: the backend's own.")]
+Backend = Annotated[
+    str | None,
+    typer.Option(
+        metavar="openai|openai-chat|...", help="How the server is spoken to: completions, chat, or another dialect."
+    ),
+]
+Model = Annotated[str | None, typer.Option(help="The model's name or folder. Absent: the first that the server lists.")]
+ServedModelName = Annotated[
+    str | None, typer.Option(help="What the server calls the model. Absent: what --model says.")
+]
+Tokenizer = Annotated[
+    str | None,
+    typer.Option(metavar="FOLDER", help="Whose tokens are counted. Absent: --model, where that is a folder."),
+]
+Header = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Headers of every request (repeatable).")]
+ExtraBody = Annotated[
+    str | None, typer.Option(metavar="JSON", help="Fields of every request's body; they win over other flags.")
+]
+Insecure = Annotated[bool, typer.Option("--insecure", help="Do not verify the server's certificate.")]
+ConnectTimeout = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds to connect.")]
+FirstTokenTimeout = Annotated[
+    float, typer.Option(min=0.001, metavar="S", help="Seconds from sending to the first token.")
+]
+SilenceTimeout = Annotated[
+    float, typer.Option(min=0.001, metavar="S", help="Seconds without a byte of a stream that has begun.")
+]
+RequestTimeout = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds for one request, whole.")]
+ReadyTimeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0, metavar="S", help="Seconds to wait for the server. Absent: 600 while it loads, 10 where nobody listens."
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--disable-tqdm", help="Show no progress.")]
+
+# Options of vLLM's that take several values behind one name.
+MANY = ("--header", "--metadata", "--goodput")
+# Flags of `vllm bench serve` that are not served, and what to do instead.
+REFUSED = {
+    "--profile": "profile the server with its own tools",
+    "--lora-modules": "name one of them with --model, a run for each",
+    "--lora-assignment": "name one of them with --model, a run for each",
+    "--use-beam-search": "give the server's own field with --extra-body",
+    "--probe-request-rate": "run a second `redline bench serve` with --request-rate beside this one",
+    "--append-result": "give each run a --result-filename; `redline bench report` puts several on one page",
+    "--plot-timeline": "--html FILE has the timeline, among other plots",
+    "--timeline-itl-thresholds": "--html FILE has the gaps themselves",
+    "--plot-dataset-stats": "the saved result has the lengths of each request",
+    "--self-timed": "give a rate with --request-rate",
+    "--no-self-timed": "leave it out, there are no timed traces here",
+    "--tokenizer-mode": "leave it out; --tokenizer names a folder with the vocabulary",
+    "--trust-remote-code": "leave it out: no code of a checkpoint is run",
+    "--no-stream": "leave it out: a dataset is a file",
+    "--request-id-prefix": "give a header with --header",
+    "--random-batch-size": "leave it out: embeddings are not measured",
+    "--no-reranker": "leave it out: rerankers are not measured",
+    "--chat-template-kwargs": "give them to the server: --extra-body '{\"chat_template_kwargs\": {...}}'",
+    "--skip-chat-template": "take --backend openai, which has no template",
+}
+# Groups of flags of datasets that are not read here, by how they begin.
+REFUSED_DATASETS = ("--hf-", "--random-mm-", "--sonnet-", "--blazedit-", "--spec-bench-", "--burstgpt-", "--asr-")
+
+
+class PeerCommand(TyperCommand):
+    """A verb whose command line may be one of `vllm bench serve`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does, after `as_ours`. Raises ConfigError for a flag of vLLM's that is not served."""
+        known = {name for option in self.params for name in option.opts}
+        return super().parse_args(ctx, as_ours(args, known))
+
+
+def as_ours(words: Sequence[str], known: set[str]) -> list[str]:
+    """A command line of vLLM's, as typer reads it: underscores in flags, and several values behind one flag.
+
+    known: flags that the verb has. Raises ConfigError for a flag of vLLM's that it does not have.
+    """
+    found: list[str] = []
+    option = ""
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            name = name.replace("_", "-")
+            if name not in known:
+                _refuse(name)
+            option = name if name in MANY and name in known else ""
+            found += [name + equals + value] if not option or equals else [name]
+            fresh = not equals
+        elif option:
+            found += [word] if fresh else [option, word]
+            fresh = False
+        else:
+            found.append(word)
+    return found
+
+
+def _refuse(name: str) -> None:
+    if name in REFUSED:
+        raise ConfigError(f"{name} of vLLM's is not served here: {REFUSED[name]}")
+    if name.startswith(REFUSED_DATASETS):
+        raise ConfigError(f"{name} of vLLM's is not served here: write the requests as JSONL, --dataset-name custom")
+
+
+def target_of(
+    *,
+    base_url: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    endpoint: str | None = None,
+    backend: str | None = None,
+    model: str | None = None,
+    served_model_name: str | None = None,
+    header: Sequence[str] | None = None,
+    extra_body: str | None = None,
+    insecure: bool = False,
+    body: dict[str, Any] | None = None,
+    patience: Patience | None = None,
+    otherwise: str = "openai-chat",
+) -> Target:
+    """The server that flags speak of; its key is that of OPENAI_API_KEY or REDLINE_API_KEY.
+
+    body: fields that other flags give; those of extra_body win. otherwise: the backend where neither --backend nor
+    --endpoint says one. Raises ConfigError, naming the flag.
+    """
+    address = _address(base_url, host, port)
+    path = endpoint or ""
+    if path.startswith("http"):
+        raise ConfigError(f"--endpoint {path!r}: expected a path such as /v1/chat/completions; see --base-url")
+    if path and not path.startswith("/"):
+        path = f"/{path}"
+    spoken = "openai-chat" if path.endswith("/chat/completions") else "openai" if path.endswith("/completions") else ""
+    key = os.environ.get("OPENAI_API_KEY") or os.environ.get("REDLINE_API_KEY")
+    if key is not None and not (key.isascii() and key.isprintable()):
+        raise ConfigError("the key in the environment: a key has letters, digits and signs of ASCII alone")
+    return Target(
+        base_url=address,
+        backend=backend or spoken or otherwise,
+        endpoint=path,
+        model=served_model_name or model or "",
+        key=key,
+        headers=pairs("--header", header or ()),
+        body={**(body or {}), **json_object("--extra-body", extra_body)},
+        verify_tls=not insecure,
+        patience=patience or Patience(),
+    )
+
+
+def pairs(flag: str, words: Sequence[str]) -> dict[str, str]:
+    """KEY=VALUE words as a dict. Raises ConfigError for a word that is none."""
+    found: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"{flag} {word!r}: expected KEY=VALUE")
+        if not (word.isprintable() or flag != "--header"):
+            raise ConfigError(f"{flag} {key!r}: a header holds no control characters")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def json_object(flag: str, text: str | None) -> dict[str, Any]:
+    """A flag's JSON object; {} where it is not given. Raises ConfigError for anything else."""
+    if text is None:
+        return {}
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{flag}: expected a JSON object such as '{{\"top_k\": 20}}': {error}") from None
+
+
+def goals(words: Sequence[str], names: Sequence[str]) -> dict[str, float]:
+    """NAME:MILLISECONDS words of --goodput. Raises ConfigError."""
+    found: dict[str, float] = {}
+    for word in words:
+        name, colon, value = word.partition(":")
+        try:
+            bound = float(value)
+        except ValueError:
+            bound = -1.0
+        if name not in names or not colon or not bound >= 0:
+            raise ConfigError(
+                f"--goodput {word!r}: expected NAME:MILLISECONDS such as ttft:500; names: {listed(names)}"
+            )
+        found[name] = bound
+    return found
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a sentence has them."""
+    return ", ".join(names)
+
+
+def _address(base_url: str | None, host: str, port: int) -> str:
+    """Scheme, host, port and path, without a slash or /v1 at its end. Raises ConfigError."""
+    if base_url is None:
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    text = base_url.strip() if "://" in base_url else f"http://{base_url.strip()}"
+    try:
+        parts = urlsplit(text)
+        named = parts.hostname and (parts.port is None or parts.port > 0)
+    except ValueError:
+        parts, named = None, False
+    if parts is None or not named or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
+        raise ConfigError(f"--base-url {base_url!r}: expected an address such as http://127.0.0.1:8000")
+    return text.rstrip("/").removesuffix("/v1")
