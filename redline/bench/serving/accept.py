@@ -9,160 +9,59 @@ Where there are no such series, an answer's `usage` may still say how many of it
 known and nothing else. Where neither is there, nothing can be known from outside, and that is what is said.
 """
 
-import math
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-import httpx
 import msgspec
 
 from redline.bench.serving.metrics import failure_of
+from redline.bench.serving.ready import Drafting
 from redline.bench.serving.records import Answer, Ask
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
-from redline.bench.serving.target import Target
 from redline.tune.synthetic import GOLDEN
 from redline.wire.base import Record
 
 Source = Literal["metrics", "usage", "unknown"]
 
-DRAFTS = "vllm:spec_decode_num_drafts"
-DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
-PER_PLACE = "vllm:spec_decode_num_accepted_tokens_per_pos"
-GENERATED = "vllm:generation_tokens"
-
 STILL_S = 0.4  # between two looks at the counters that have to be equal: longer than a scrape may be old
 PATIENCE_S = 8.0  # for counters that do not stand still: somebody else is served
-MOST_BYTES = 16 << 20  # of one scrape
-OTHERS = 1.02  # times our own tokens: more have been generated for somebody else too
+OTHERS = 1.02  # times our own tokens: where rounds made more, somebody else's are among them
 
 
-class Counters(Record, frozen=True):
-    """A server's counts at one moment, over all its models and engines. generated: tokens of all answers."""
+def settled(
+    read: Callable[[], Drafting | None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    wait: Callable[[float], object] = time.sleep,
+) -> Drafting | None:
+    """A server's counts once two looks at them are equal, or PATIENCE_S later; None where it has none.
 
-    drafts: float
-    draft_tokens: float
-    accepted: float
-    per_place: tuple[float, ...]
-    generated: float | None = None
-
-    def since(self, before: "Counters") -> "Counters":
-        """What was counted since `before`; a server that has begun anew since then has counted what it has now."""
-        if self.drafts < before.drafts or self.draft_tokens < before.draft_tokens:
-            return self
-        then = (*before.per_place, *([0.0] * len(self.per_place)))
-        known = self.generated is not None and before.generated is not None
-        return Counters(
-            drafts=self.drafts - before.drafts,
-            draft_tokens=self.draft_tokens - before.draft_tokens,
-            accepted=self.accepted - before.accepted,
-            per_place=tuple(now - past for now, past in zip(self.per_place, then, strict=False)),
-            generated=(self.generated or 0.0) - (before.generated or 0.0) if known else None,
-        )
-
-
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
-_PLACE = re.compile(r'(?:^|,)\s*position="(\d+)"')
-
-
-def read_counters(text: str) -> Counters | None:
-    """The counts in the text that Prometheus scrapes, summed over labels; None where it has no drafts in it.
-
-    Names with and without the suffix `_total` are taken; samples that cannot be read are passed over.
+    read: one look. clock, wait: for tests.
     """
-    sums = dict.fromkeys((DRAFTS, DRAFT_TOKENS, ACCEPTED, GENERATED), 0.0)
-    seen: set[str] = set()
-    places: dict[int, float] = {}
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match is None:
-            continue
-        name, labels, value = match[1].removesuffix("_total"), match[2] or "", _float(match[3])
-        if value is None:
-            continue
-        if name in sums:
-            sums[name] += value
-            seen.add(name)
-        elif name == PER_PLACE and (place := _PLACE.search(labels)):
-            places[int(place[1])] = places.get(int(place[1]), 0.0) + value
-    if not {DRAFTS, ACCEPTED} <= seen:
+    last, until = read(), clock() + PATIENCE_S
+    while last is not None and clock() < until:
+        wait(STILL_S)
+        now = read()
+        if now == last:
+            break
+        last = now
+    return last
+
+
+def since(before: Drafting | None, after: Drafting | None) -> Drafting | None:
+    """What was counted between two looks; None where either is missing. A server that began anew counts from 0."""
+    if before is None or after is None:
         return None
-    return Counters(
-        drafts=sums[DRAFTS],
-        draft_tokens=sums[DRAFT_TOKENS],
-        accepted=sums[ACCEPTED],
-        per_place=tuple(places.get(place, 0.0) for place in range(max(places, default=-1) + 1)),
-        generated=sums[GENERATED] if GENERATED in seen else None,
+    if after.drafts < before.drafts or after.tokens < before.tokens:
+        return after
+    then = (*before.accepted_at, *[0] * len(after.accepted_at))
+    return Drafting(
+        drafts=after.drafts - before.drafts,
+        tokens=after.tokens - before.tokens,
+        accepted=after.accepted - before.accepted,
+        accepted_at=tuple(now - past for now, past in zip(after.accepted_at, then, strict=False)),
     )
-
-
-def _float(text: str) -> float | None:
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
-class Scraper:
-    """A server's `/metrics`, beside its API or at its root. Use as a context manager."""
-
-    def __init__(self, target: Target, metrics_url: str | None = None) -> None:
-        """metrics_url: the whole address, where it is neither of the two."""
-        base = target.base_url.rstrip("/")
-        url = httpx.URL(base)
-        here = url.host == "localhost" or url.host.startswith("127.") or url.host == "::1"
-        headers = dict(target.headers) | ({"Authorization": f"Bearer {target.key}"} if target.key else {})
-        self._http = httpx.Client(
-            headers=headers,
-            timeout=httpx.Timeout(10.0, connect=target.patience.connect),
-            verify=target.verify_tls,
-            trust_env=not here,  # no proxy leads to this machine itself
-        )
-        places = [f"{base}/metrics", f"{base.removesuffix('/v1')}/metrics", str(url.copy_with(path="/metrics"))]
-        self._places = [metrics_url] if metrics_url else list(dict.fromkeys(places))
-
-    def read(self) -> Counters | None:
-        """The counts now; None where the server has none, or cannot be read."""
-        for place in list(self._places):
-            text = self._text(place)
-            if text is not None and (found := read_counters(text)) is not None:
-                self._places = [place]
-                return found
-        return None
-
-    def settled(self) -> tuple[Counters | None, bool]:
-        """The counts once two looks at them are equal, and whether they stood still within PATIENCE_S."""
-        last, until = self.read(), time.monotonic() + PATIENCE_S
-        while last is not None and time.monotonic() < until:
-            time.sleep(STILL_S)
-            now = self.read()
-            if now == last:
-                return now, True
-            last = now
-        return last, False
-
-    def _text(self, place: str) -> str | None:
-        try:
-            with self._http.stream("GET", place) as response:
-                if response.status_code != 200:
-                    return None
-                body = bytearray()
-                for piece in response.iter_bytes():
-                    body += piece
-                    if len(body) > MOST_BYTES:
-                        return None
-        except (httpx.HTTPError, httpx.InvalidURL):
-            return None
-        return body.decode(errors="replace")
-
-    def __enter__(self) -> "Scraper":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
 
 
 # ------------------------------------------------------------------------------------------------------------- a part
@@ -173,7 +72,7 @@ class Part(Record, frozen=True):
 
     source: who says. drafts: rounds that verified drafts; draft_tokens: their drafts; accepted: of them; per_place:
     rounds in which the draft at that place held, and all before it. tokens: of the answers, as usage has them.
-    others: tokens that the server generated for somebody else meanwhile, as far as it says.
+    others: tokens that its rounds made beyond those of the answers, so for somebody else.
     """
 
     server: str
@@ -183,11 +82,11 @@ class Part(Record, frozen=True):
     answers: int
     failed: int
     tokens: int
-    drafts: float = 0.0
-    draft_tokens: float = 0.0
-    accepted: float = 0.0
-    per_place: tuple[float, ...] = ()
-    others: float = 0.0
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted: int = 0
+    per_place: tuple[int, ...] = ()
+    others: int = 0
 
     @property
     def mean_drafts(self) -> float | None:
@@ -218,40 +117,35 @@ class Part(Record, frozen=True):
         return min(1.0, (self.drafts + self.accepted) / self.tokens) if self.tokens and self.drafts else None
 
 
-def part(
-    server: str,
-    temperature: float,
-    domain: str,
-    answers: Sequence[Answer],
-    counted: Counters | None,
-) -> Part:
+def part(server: str, temperature: float, domain: str, answers: Sequence[Answer], counted: Drafting | None) -> Part:
     """What a domain's answers and the server's counts meanwhile say. counted: None: the server does not count."""
     good = [answer for answer in answers if failure_of(answer) is None]
     usages = [answer.usage for answer in good if answer.usage is not None]
     tokens = sum(usage.completion_tokens or 0 for usage in usages)
-    common = {
-        "server": server,
-        "temperature": temperature,
-        "domain": domain,
-        "answers": len(good),
-        "failed": len(answers) - len(good),
-        "tokens": tokens,
-    }
+    plain = Part(
+        server=server,
+        temperature=temperature,
+        domain=domain,
+        source="unknown",
+        answers=len(good),
+        failed=len(answers) - len(good),
+        tokens=tokens,
+    )
     if counted is not None:
-        foreign = 0.0 if counted.generated is None or not tokens else counted.generated - tokens
-        return Part(
-            **common,
+        made = counted.drafts + counted.accepted
+        return msgspec.structs.replace(
+            plain,
             source="metrics",
             drafts=counted.drafts,
-            draft_tokens=counted.draft_tokens,
+            draft_tokens=counted.tokens,
             accepted=counted.accepted,
-            per_place=counted.per_place,
-            others=foreign if foreign > tokens * (OTHERS - 1) else 0.0,
+            per_place=counted.accepted_at,
+            others=made - tokens if tokens and made > tokens * OTHERS else 0,
         )
     if tokens and any(usage.accepted_tokens is not None for usage in usages):
         accepted = sum(usage.accepted_tokens or 0 for usage in usages)
-        return Part(**common, source="usage", accepted=float(accepted))
-    return Part(**common, source="unknown")
+        return msgspec.structs.replace(plain, source="usage", accepted=accepted)
+    return plain
 
 
 def together(parts: Sequence[Part], domain: str = "all") -> Part:
@@ -317,7 +211,7 @@ def remarks(parts: Sequence[Part]) -> list[str]:
             )
         if whole.others:
             said.append(
-                f"{where}: the server generated {whole.others:,.0f} tokens for somebody else meanwhile; its counts "
+                f"{where}: the server's rounds made {whole.others:,} tokens for somebody else meanwhile; its counts "
                 "have their drafts too."
             )
         if whole.failed:
@@ -384,7 +278,7 @@ def domains_table(parts: Sequence[Part]) -> Table:
 def accept_sections(details: dict[str, Any]) -> list[Section]:
     """A page's sections from a result's details: parts."""
     parts = msgspec.convert(details["parts"], list[Part])
-    sections: list[Section] = [Words(text=text, warning=True) for text in remarks(parts)]
+    sections: list[Section] = [*(Words(text=text, warning=True) for text in remarks(parts))]
     wholes = [together(of) for of in groups(parts).values()]
     if drawn := [one for one in wholes if one.rates]:
         sections.append(_curve(drawn))

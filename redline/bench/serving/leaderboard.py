@@ -67,7 +67,11 @@ def workloads(names: Sequence[str], parallel: Sequence[int]) -> list[Workload]:
     if unknown := [name for name in names if name not in LENGTHS and name != "all"]:
         raise ConfigError(f"--workload is {unknown[0]!r}; expected {', '.join(LENGTHS)} or all")
     chosen = list(LENGTHS) if "all" in names else list(dict.fromkeys(names))
-    return [Workload(*LENGTHS[name], parallel=many) for name in chosen for many in parallel]
+    return [
+        Workload(input_len=LENGTHS[name][0], output_len=LENGTHS[name][1], parallel=many)
+        for name in chosen
+        for many in parallel
+    ]
 
 
 def check_fits(workload: Workload, max_model_len: int | None) -> None:

@@ -7,7 +7,7 @@ not; a search halves the gap.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -131,8 +131,18 @@ def point(load: float, by: By, run: Run, slos: Mapping[str, float], counts: Coun
 
 def _row(answer: Answer, tokens: Mapping[int, Tokens]) -> Row:
     many = tokens[answer.index].count if answer.index in tokens else 0
-    rounded = [None if time is None else round(time, 6) for time in (answer.sent, ttft(answer), e2el(answer))]
-    return Row(*rounded, input_tokens(answer), many, error_of(answer))
+
+    def rounded(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds, 6)
+
+    return Row(
+        sent=rounded(answer.sent),
+        ttft=rounded(ttft(answer)),
+        e2el=rounded(e2el(answer)),
+        input_tokens=input_tokens(answer),
+        output_tokens=many,
+        error=error_of(answer),
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- how it goes
@@ -321,7 +331,7 @@ def sweep_sections(details: dict[str, Any]) -> list[Section]:
     plan = msgspec.convert(details["plan"], Plan)
     points = msgspec.convert(details["points"], list[Point])
     gpus: int | None = details.get("gpus")
-    sections: list[Section] = [Words(text=text) for text in verdict(plan, points, gpus)]
+    sections: list[Section] = [*(Words(text=text) for text in verdict(plan, points, gpus))]
     if any(one.interactivity is not None for one in points):
         sections.append(_frontier_plot(plan, points, gpus))
         sections.append(_latency_plot(plan, points))
@@ -413,7 +423,7 @@ def ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1000
 
 
-def _known(values: Any) -> list[float]:
+def _known(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
