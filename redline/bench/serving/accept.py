@@ -18,6 +18,7 @@ import msgspec
 from redline.bench.serving.metrics import failure_of
 from redline.bench.serving.ready import Drafting
 from redline.bench.serving.records import Answer, Ask
+from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
 from redline.tune.synthetic import GOLDEN
 from redline.wire.base import Record
@@ -275,9 +276,9 @@ def domains_table(parts: Sequence[Part]) -> Table:
     )
 
 
-def accept_sections(details: dict[str, Any]) -> list[Section]:
-    """A page's sections from a result's details: parts."""
-    parts = msgspec.convert(details["parts"], list[Part])
+def accept_sections(result: Result) -> list[Section]:
+    """A page's sections from what its details hold: parts."""
+    parts = msgspec.convert(result.details["parts"], list[Part])
     sections: list[Section] = [*(Words(text=text, warning=True) for text in remarks(parts))]
     wholes = [together(of) for of in groups(parts).values()]
     if drawn := [one for one in wholes if one.rates]:

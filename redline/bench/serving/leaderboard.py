@@ -33,6 +33,7 @@ from redline.bench.serving.metrics import (
     ttft,
 )
 from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.bench.serving.target import Pace, Target
 from redline.errors import ConfigError
@@ -324,9 +325,9 @@ def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def leaderboard_sections(details: dict[str, Any]) -> list[Section]:
-    """A page's sections from a result's details: outcomes, and what differs from the leaderboard's setting."""
-    outcomes = msgspec.convert(details["outcomes"], list[Outcome])
+def leaderboard_sections(result: Result) -> list[Section]:
+    """A page's sections from what its details hold: outcomes, and what differs from the leaderboard's setting."""
+    outcomes = msgspec.convert(result.details["outcomes"], list[Outcome])
     sections: list[Section] = [summary_table(outcomes)]
     for outcome in outcomes:
         if not outcome.rows:
@@ -334,7 +335,7 @@ def leaderboard_sections(details: dict[str, Any]) -> list[Section]:
         sections.append(runs_table(outcome))
         if len(outcome.good) > 1:
             sections.append(_plot(outcome))
-    sections.extend(Words(text=text) for text in details.get("differs", []))
+    sections.extend(Words(text=text) for text in result.details.get("differs", []))
     return sections
 
 
@@ -403,7 +404,7 @@ def _order(rows: Sequence[Measured]) -> tuple[float, ...]:
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _short(tokens: int) -> str:

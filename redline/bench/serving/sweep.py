@@ -9,7 +9,7 @@ not; a search halves the gap.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -29,6 +29,7 @@ from redline.bench.serving.metrics import (
     ttft_from_schedule,
 )
 from redline.bench.serving.records import Answer, Run
+from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.wire.base import Record
 
@@ -326,11 +327,11 @@ def points_table(plan: Plan, points: Sequence[Point], gpus: int | None = None) -
     )
 
 
-def sweep_sections(details: dict[str, Any]) -> list[Section]:
-    """A page's sections from a result's details: plan, points, gpus."""
-    plan = msgspec.convert(details["plan"], Plan)
-    points = msgspec.convert(details["points"], list[Point])
-    gpus: int | None = details.get("gpus")
+def sweep_sections(result: Result) -> list[Section]:
+    """A page's sections from what its details hold: plan, points, gpus."""
+    plan = msgspec.convert(result.details["plan"], Plan)
+    points = msgspec.convert(result.details["points"], list[Point])
+    gpus: int | None = result.details.get("gpus")
     sections: list[Section] = [*(Words(text=text) for text in verdict(plan, points, gpus))]
     if any(one.interactivity is not None for one in points):
         sections.append(_frontier_plot(plan, points, gpus))
@@ -438,4 +439,4 @@ def _inverse(seconds: float | None) -> float | None:
 def _number(value: float | None) -> str:
     if value is None:
         return "-"
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
