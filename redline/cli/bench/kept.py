@@ -1,0 +1,124 @@
+"""What leaderboard, sweep and accept do alike: a server is named, a load watched, a result kept and shown."""
+
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from redline.bench.record import provenance
+from redline.bench.serving import ready, saved
+from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
+from redline.bench.serving.sections import Section
+from redline.bench.serving.target import Pace, Target
+from redline.cli.bench.serve_run import named
+from redline.cli.console import say
+from redline.disk import save as save_bytes
+from redline.progress import Working
+
+KEPT = "What is shown and kept"
+
+Save = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.", rich_help_panel=KEPT)
+]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a page with tables and plots.", rich_help_panel=KEPT)
+]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Of prompts. Absent: drawn, so that no cache knows them, and kept.")
+]
+
+
+def reached(target: Target, ready_s: float | None, console: Console) -> Target:
+    """The target with its model, once the server is ready. Raises ConfigError."""
+
+    def tell(text: str) -> None:
+        say(console, text, "dim")
+
+    return named(target, ready.models(target, ready_s, tell), tell)
+
+
+def seed_of(given: int | None) -> int:
+    """The seed that was given, or a drawn one."""
+    return secrets.randbelow(1 << 31) if given is None else given
+
+
+def watched(
+    working: Working, done: Callable[[], int], total: int, what: str = ""
+) -> Callable[[Target, Sequence[Ask], Pace], Run]:
+    """`run_load` that shows how far a whole verb is. done: requests that have ended before; total: of all loads."""
+    from redline.bench.serving.load import Live, run_load
+
+    def load(target: Target, asks: Sequence[Ask], pace: Pace) -> Run:
+        def show(live: Live) -> None:
+            rate = live.tokens / live.seconds if live.seconds > 0 else 0.0
+            failed = f", {live.failed:,} failed" if live.failed else ""
+            note = f"{what}{live.running:,} running, {rate:,.0f} tokens/s{failed}"
+            working.show(done() + live.done, total, note=note)
+
+        return run_load(target, asks, pace, show)
+
+    return load
+
+
+def result(
+    kind: str,
+    figures: dict[str, Any],
+    target: Target,
+    *,
+    dataset: dict[str, Any],
+    details: dict[str, Any],
+    began: float,
+    stopped: bool,
+    pace: Pace | None = None,
+    answers: Sequence[Answer] = (),
+) -> Result:
+    """A verb's result with where it comes from. details may hold records."""
+    return Result(
+        kind=kind,
+        figures=figures,
+        command=command_without_secrets(["redline", *sys.argv[1:]]),
+        provenance=provenance("httptools", "uvloop"),
+        target=without_secrets(target),
+        dataset=dataset,
+        pace=pace,
+        began=began,
+        stopped=stopped,
+        details=msgspec.to_builtins(details),
+        answers=tuple(answers),
+    )
+
+
+def keep(
+    found: Result, sections: Sequence[Section], title: str, save: str | None, html: str | None, console: Console
+) -> None:
+    """Write what was asked for: the result, and its page. Raises ConfigError where a file cannot be written."""
+    from redline.bench.serving.page import render
+
+    if save is not None:
+        saved.save(Path(save), found)
+        say(console, f"written to {save}", "dim")
+    if html is not None:
+        save_bytes(Path(html), render(title, sections).encode())
+        say(console, f"written to {html}", "dim")
+
+
+def numbers(flag: str, words: Sequence[str], *, whole: bool) -> list[float]:
+    """Numbers above nothing, rising, of a flag that may be repeated or have commas. Raises ConfigError."""
+    from redline.errors import ConfigError
+
+    found: list[float] = []
+    for word in (part.strip() for text in words for part in text.split(",")):
+        try:
+            value = float(word)
+        except ValueError:
+            value = 0.0
+        if not 0 < value < float("inf") or (whole and value != int(value)):
+            raise ConfigError(f"{flag} {word!r}: expected {'whole numbers' if whole else 'numbers'} such as 1,2,4")
+        found.append(value)
+    return sorted(set(found))
