@@ -46,6 +46,17 @@ FLAGS = {
     "--draft-head-bits --accept --kv-dtype --batch --context --repeats --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "
     "--repeats --synthetic-acceptance --save",
+    "bench serve": "--base-url --host --port --endpoint --backend --model --served-model-name --tokenizer "
+    "--skip-tokenizer-init --header --extra-body --insecure --preset --dataset-name --dataset-path --num-prompts "
+    "--input-len --output-len --random-input-len --random-output-len --random-range-ratio --random-prefix-len "
+    "--sharegpt-output-len --custom-output-len --prefix-repetition-prefix-len --prefix-repetition-suffix-len "
+    "--prefix-repetition-num-prefixes --prefix-repetition-output-len --no-oversample --disable-shuffle --seed "
+    "--request-rate --burstiness --max-concurrency --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps "
+    "--num-warmups --max-seconds --ignore-eos --temperature --top-p --top-k --min-p --frequency-penalty "
+    "--presence-penalty --repetition-penalty --logprobs --goodput --percentile-metrics --metric-percentiles "
+    "--save-result --save-detailed --result-dir --result-filename --html --label --metadata --disable-tqdm "
+    "--ready-check-timeout-sec --connect-timeout-sec --first-token-timeout-sec --silence-timeout-sec "
+    "--request-timeout-sec",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",
@@ -58,6 +69,9 @@ FLAGS = {
     "draft export": "--draft --out --latent",
     "draft run": "--out --device",
 }
+
+# Of a peer's command line, which its users type here unchanged.
+PEERS_NAMES = {"--backend", "--disable-tqdm", "--disable-shuffle"}
 
 KEYS = """
     weights host port served_model_name keys_file log_level
@@ -117,7 +131,8 @@ def test_every_flag_of_serve_is_the_spelling_of_a_key():
 
 def test_nothing_that_can_be_set_is_called_enable_or_disable():
     everything = [*KEYS.split(), *(flag for options in flags().values() for flag in options)]
-    assert not [name for name in everything if re.search(r"enable|disable|use_|override|backend", name)]
+    found = {name for name in everything if re.search(r"enable|disable|use_|override|backend", name)}
+    assert found <= PEERS_NAMES
 
 
 def test_make_serve_speculates_where_a_drafter_lies_beside_the_model(tmp_path: Path):
@@ -210,7 +225,10 @@ def test_commands_in_a_page_exist(page: Path):
 
 
 def test_every_flag_and_every_key_is_explained():
-    commands, deployment = ((ROOT / "docs" / page).read_text() for page in ("cli.md", "fleet.md"))
+    commands, peers, deployment = (
+        (ROOT / "docs" / page).read_text() for page in ("cli.md", "bench_serving.md", "fleet.md")
+    )
+    commands += peers
     assert not [
         flag for options in flags().values() for flag in options if f"{flag} " not in commands.replace("]", " ")
     ]

@@ -97,7 +97,7 @@ def encoded(text: str, counts: Counts, silent: int) -> Range | None:
     """
     if "\ufffd" in text:
         return None
-    seen = counts.count(text)
+    seen = len(counts.encode(text))
     most = min(seen + max(8, seen // 10), len(text.encode()))
     return Range(seen - max(2, seen // 50), most + silent)
 
@@ -107,7 +107,7 @@ def _text_checks(answer: Answer, said: int, silent: int, counts: Counts) -> list
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return []
-    seen = sum(map(counts.count, texts(answer)))
+    seen = sum(len(counts.encode(part)) for part in texts(answer))
     if sum(part.least for part in known) <= said <= sum(part.most for part in known) + silent:
         return []
     return [_mismatch(answer, "text", said, seen, f"usage says {said} output tokens, its text encodes to {seen}")]
@@ -142,7 +142,7 @@ def _thinking_checks(answer: Answer, said: int, whole: int, counts: Counts | Non
         seen = sum(count or 0 for count in tokens)
         allowed = Range(seen, seen + THINKING)
     elif counts is not None and answer.thinking:
-        seen = counts.count(answer.thinking)
+        seen = len(counts.encode(answer.thinking))
         allowed = encoded(answer.thinking, counts, THINKING)
     elif not answer.thinking:
         seen, allowed = 0, Range(0, THINKING)

@@ -20,10 +20,10 @@ Source = Literal["usage", "chunks", "vocabulary", "chunk count"]
 
 
 class Counts(Protocol):
-    """Whoever counts the tokens of a text, such as a `Vocabulary`."""
+    """Whoever encodes text as the model does, such as a `Vocabulary`."""
 
-    def count(self, text: str) -> int:
-        """Tokens of the text, without control tokens."""
+    def encode(self, text: str) -> Sequence[int]:
+        """The ids of a text, without control tokens."""
         ...
 
 
@@ -111,7 +111,7 @@ def output_tokens(answer: Answer, counts: Counts | None = None) -> Tokens:
     if said and len(said) == len(answer.chunks):
         return Tokens(count=sum(said), source="chunks")
     if counts is not None:
-        return Tokens(count=sum(map(counts.count, texts(answer))), source="vocabulary")
+        return Tokens(count=sum(len(counts.encode(part)) for part in texts(answer)), source="vocabulary")
     return Tokens(count=len(answer.chunks), source="chunk count")
 
 

@@ -182,9 +182,9 @@ def _gaps(good: Sequence[Answer]) -> list[Plot]:
     edges = np.quantile(gaps, shares)
     cdf = Series(name="share of gaps below", x=_floats(edges), y=_floats(shares * 100))
     note = "Gaps of nothing, between events that came in one read, are left out."
-    low, high = np.log10(gaps.min()), np.log10(gaps.max())
-    counts, bounds = np.histogram(gaps, bins=np.logspace(low - 0.01, high + 0.01, 60))
-    bars = Series(name="gaps", x=_floats(np.sqrt(bounds[:-1] * bounds[1:])), y=_floats(counts), style="steps")
+    logs = np.log10(gaps)
+    counts, bounds = np.histogram(logs, bins=60, range=(float(logs.min()) - 0.02, float(logs.max()) + 0.02))
+    bars = Series(name="gaps", x=_floats(10 ** ((bounds[:-1] + bounds[1:]) / 2)), y=_floats(counts), style="steps")
 
     def plot(title: str, y_label: str, series: Series) -> Plot:
         return Plot(title=title, x_label="ms", y_label=y_label, series=(series,), log_x=True, note=note)

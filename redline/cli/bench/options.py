@@ -16,45 +16,80 @@ from typer.core import TyperCommand
 from redline.bench.serving.target import Patience, Target
 from redline.errors import ConfigError
 
+SERVER, WAITING = "The server", "How long is waited"
 
 BaseUrl = Annotated[
     str | None,
-    typer.Option(metavar="URL", help="The server, such as http://127.0.0.1:8000. Wins over --host and --port."),
+    typer.Option(
+        metavar="URL",
+        help="The server, such as http://127.0.0.1:8000. Wins over --host and --port.",
+        rich_help_panel=SERVER,
+    ),
 ]
-Host = Annotated[str, typer.Option(help="The server's host.")]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="The server's port.")]
-Endpoint = Annotated[str | None, typer.Option(metavar="PATH", help="Absent: the backend's own.")]
+Host = Annotated[str, typer.Option(help="The server's host.", rich_help_panel=SERVER)]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="The server's port.", rich_help_panel=SERVER)]
+Endpoint = Annotated[
+    str | None, typer.Option(metavar="PATH", help="Absent: the backend's own.", rich_help_panel=SERVER)
+]
 Backend = Annotated[
     str | None,
     typer.Option(
-        metavar="openai|openai-chat|...", help="How the server is spoken to: completions, chat, or another dialect."
+        metavar="openai|openai-chat|...",
+        help="How the server is spoken to: completions, chat, or another dialect.",
+        rich_help_panel=SERVER,
     ),
 ]
-Model = Annotated[str | None, typer.Option(help="The model's name or folder. Absent: the first that the server lists.")]
+Model = Annotated[
+    str | None,
+    typer.Option(help="The model's name or folder. Absent: the first that the server lists.", rich_help_panel=SERVER),
+]
 ServedModelName = Annotated[
-    str | None, typer.Option(help="What the server calls the model. Absent: what --model says.")
+    str | None, typer.Option(help="What the server calls the model. Absent: what --model says.", rich_help_panel=SERVER)
 ]
 Tokenizer = Annotated[
     str | None,
-    typer.Option(metavar="FOLDER", help="Whose tokens are counted. Absent: --model, where that is a folder."),
+    typer.Option(
+        metavar="FOLDER",
+        help="Whose tokens are counted. Absent: --model, where that is a folder.",
+        rich_help_panel=SERVER,
+    ),
 ]
-Header = Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="Headers of every request (repeatable).")]
+Header = Annotated[
+    list[str] | None,
+    typer.Option(metavar="KEY=VALUE", help="Headers of every request (repeatable).", rich_help_panel=SERVER),
+]
 ExtraBody = Annotated[
-    str | None, typer.Option(metavar="JSON", help="Fields of every request's body; they win over other flags.")
+    str | None,
+    typer.Option(
+        metavar="JSON", help="Fields of every request's body; they win over other flags.", rich_help_panel=SERVER
+    ),
 ]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Do not verify the server's certificate.")]
-ConnectTimeout = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds to connect.")]
+Insecure = Annotated[
+    bool, typer.Option("--insecure", help="Do not verify the server's certificate.", rich_help_panel=SERVER)
+]
+ConnectTimeout = Annotated[
+    float, typer.Option(min=0.001, metavar="S", help="Seconds to connect.", rich_help_panel=WAITING)
+]
 FirstTokenTimeout = Annotated[
-    float, typer.Option(min=0.001, metavar="S", help="Seconds from sending to the first token.")
+    float,
+    typer.Option(min=0.001, metavar="S", help="Seconds from sending to the first token.", rich_help_panel=WAITING),
 ]
 SilenceTimeout = Annotated[
-    float, typer.Option(min=0.001, metavar="S", help="Seconds without a byte of a stream that has begun.")
+    float,
+    typer.Option(
+        min=0.001, metavar="S", help="Seconds without a byte of a stream that has begun.", rich_help_panel=WAITING
+    ),
 ]
-RequestTimeout = Annotated[float, typer.Option(min=0.001, metavar="S", help="Seconds for one request, whole.")]
+RequestTimeout = Annotated[
+    float, typer.Option(min=0.001, metavar="S", help="Seconds for one request, whole.", rich_help_panel=WAITING)
+]
 ReadyTimeout = Annotated[
     float | None,
     typer.Option(
-        min=0, metavar="S", help="Seconds to wait for the server. Absent: 600 while it loads, 10 where nobody listens."
+        min=0,
+        metavar="S",
+        help="Seconds to wait for the server. Absent: 600 while it loads, 10 where nobody listens.",
+        rich_help_panel=WAITING,
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--disable-tqdm", help="Show no progress.")]
@@ -102,7 +137,7 @@ def as_ours(words: Sequence[str], known: set[str]) -> list[str]:
     known: flags that the verb has. Raises ConfigError for a flag of vLLM's that it does not have.
     """
     found: list[str] = []
-    option = ""
+    option, fresh = "", False
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
@@ -208,6 +243,26 @@ def goals(words: Sequence[str], names: Sequence[str]) -> dict[str, float]:
                 f"--goodput {word!r}: expected NAME:MILLISECONDS such as ttft:500; names: {listed(names)}"
             )
         found[name] = bound
+    return found
+
+
+def choices(flag: str, words: str | None, names: Sequence[str]) -> tuple[str, ...]:
+    """Names with commas between them; none where the flag is not given. Raises ConfigError."""
+    found = tuple(word.strip() for word in (words or "").split(",") if word.strip())
+    for name in found:
+        if name not in names:
+            raise ConfigError(f"{flag} {name!r}: expected one of {listed(names)}")
+    return found
+
+
+def percentiles(words: str) -> tuple[float, ...]:
+    """The numbers of --metric-percentiles. Raises ConfigError."""
+    try:
+        found = tuple(float(word) for word in words.split(","))
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= number <= 100 for number in found):
+        raise ConfigError(f"--metric-percentiles {words!r}: expected numbers of 0 to 100 such as 50,90,99")
     return found
 
 
