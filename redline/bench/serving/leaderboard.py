@@ -192,7 +192,7 @@ def _tokens_of_first(answer: Answer, first: int, tokens: int, counts: Counts | N
 
 
 def _count(counts: Counts, parts: Iterable[str]) -> int:
-    return sum(counts.count(part) for part in parts if part)
+    return sum(len(counts.encode(part)) for part in parts if part)
 
 
 def _end_to_end(begun: float | None, speed: float | None) -> float | None:
