@@ -11,7 +11,7 @@ from redline.bench.serving import leaderboard, ready
 from redline.bench.serving.datasets import COMPLETIONS
 from redline.bench.serving.leaderboard import Outcome, Workload
 from redline.bench.serving.records import Answer
-from redline.bench.serving.target import Patience, Target
+from redline.bench.serving.target import Pace, Patience, Target
 from redline.bench.serving.vocabulary import o200k, open_vocabulary
 from redline.cli.bench import kept, options
 from redline.cli.bench.show import show
@@ -182,13 +182,18 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
         for place, workload in enumerate(workloads):
             asks = leaderboard.prompts(
                 workload,
-                config.runs * workload.parallel,
+                config.runs * workload.parallel + (0 if place else config.warmups),
                 seed + place,
                 counts,
                 bare=target.backend in COMPLETIONS,
                 extra=body(config),
                 made=lambda many: working.show(len(answers), total, note=f"{many} prompts written"),
             )
+            if not place and config.warmups:  # with prompts of their own, which the server need not know later
+                warmed = kept.watched(working, lambda: 0, total, "warm-up: ")(target, asks[: config.warmups], Pace())
+                if warmed.stopped:
+                    break
+                asks = asks[config.warmups :]
             outcomes.append(
                 leaderboard.measure(
                     workload,
@@ -197,12 +202,13 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
                     kept.watched(working, lambda: len(answers), total, f"{workload.name}: "),
                     counts=counts,
                     o200k=other,
-                    warmups=config.warmups,
                     kept=answers.append,
                 )
             )
             if outcomes[-1].stopped:
                 break
+    if not outcomes:
+        raise KeyboardInterrupt
     stopped = outcomes[-1].stopped
     differs = leaderboard.differs(target, outcomes, config.runs, o200k=other is not None)
     found = kept.result(

@@ -134,6 +134,8 @@ def bench_sweep(
         plan_by, loads = "streams", kept.numbers("--max-concurrency", max_concurrency, whole=True)
     else:
         plan_by, loads = "streams", sweep.doubling(STREAMS)
+    if num_prompts is not None and plan_by == "streams" and num_prompts < loads[-1]:
+        raise ConfigError(f"--num-prompts {num_prompts} cannot keep {loads[-1]:g} streams busy: give at least as many")
     config = SweepConfig(
         target=options.target_of(
             base_url=base_url,
@@ -265,10 +267,15 @@ def _run(config: SweepConfig, console: Console) -> int:
         def measure(load: float) -> Point | None:
             nonlocal done
             many = requests_of(config, load)
-            requested = asks_of(config, target, many, seed + round(load * 1000), counts, notes)
+            before = warmups_of(config, load)
+            requested = asks_of(config, target, before + many, seed + round(load * 1000), counts, notes)
             total = sum(requests.values()) if load in requests else done + many
+            if before:  # with prompts of their own, which the server need not know later
+                warm = kept.watched(working, lambda: done, total + before, f"{load:g} {plan.by}, warm-up: ")
+                if warm(target, requested[:before], pace(plan, load)).stopped:
+                    return None
             found = kept.watched(working, lambda: done, total, f"{load:g} {plan.by}: ")(
-                target, requested, pace(config, load)
+                target, requested[-many:], pace(plan, load)
             )
             if found.stopped:
                 return None
@@ -314,12 +321,16 @@ def requests_of(config: SweepConfig, load: float) -> int:
     return int(load) * EACH if config.plan.by == "streams" else max(LEAST_OF_A_RATE, round(load * OF_A_RATE_S))
 
 
-def pace(config: SweepConfig, load: float) -> Pace:
+def warmups_of(config: SweepConfig, load: float) -> int:
+    """How many requests come before a load's point and are not counted."""
+    if config.warmups is not None:
+        return config.warmups
+    return int(load) * WARMUPS if config.plan.by == "streams" else WARMUPS
+
+
+def pace(plan: Plan, load: float) -> Pace:
     """How a load is put on."""
-    if config.plan.by == "streams":
-        warmups = int(load) * WARMUPS if config.warmups is None else config.warmups
-        return Pace(max_concurrency=int(load), warmups=warmups)
-    return Pace(rate=load, warmups=WARMUPS if config.warmups is None else config.warmups)
+    return Pace(max_concurrency=int(load)) if plan.by == "streams" else Pace(rate=load)
 
 
 def line(one: Point) -> str:
