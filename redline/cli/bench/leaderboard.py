@@ -1,48 +1,15 @@
-"""`redline bench leaderboard`: the flags, and the run from them."""
+"""`redline bench leaderboard`: the flags, and what becomes of them."""
 
-import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from redline.bench.serving import leaderboard, ready
-from redline.bench.serving.datasets import COMPLETIONS
-from redline.bench.serving.leaderboard import Outcome, Workload
-from redline.bench.serving.records import Answer
-from redline.bench.serving.target import Pace, Patience, Target
-from redline.bench.serving.vocabulary import o200k, open_vocabulary
-from redline.cli.bench import kept, options
-from redline.cli.bench.show import show
-from redline.cli.console import INTERRUPTED, plain_console, say, until_interrupted
-from redline.disk import check_output
-from redline.errors import ConfigError
-from redline.progress import Working
-from redline.wire.base import Record
+from redline.bench.serving.target import Patience
+from redline.cli.bench import options
+from redline.cli.console import plain_console
 
 RUNS = 8  # the leaderboard asks eight times a day
-
-
-class LeaderboardConfig(Record, frozen=True):
-    """What `redline bench leaderboard` is told. input_len, output_len: in the place of a preset's, both or either."""
-
-    target: Target
-    workload: tuple[str, ...] = ()
-    input_len: int | None = None
-    output_len: int | None = None
-    parallel: tuple[int, ...] = (1,)
-    runs: int = RUNS
-    warmups: int = 1
-    ignore_eos: bool = False
-    temperature: float | None = None
-    tokenizer: str | None = None
-    o200k: str | None = None
-    seed: int | None = None
-    ready_s: float | None = None
-    quiet: bool = False
-    save: str | None = None
-    html: str | None = None
 
 
 def bench_leaderboard(
@@ -87,9 +54,9 @@ def bench_leaderboard(
             help="o200k_base.tiktoken: figures in its tokens too. Absent: where tiktoken's cache has it.",
         ),
     ] = None,
-    seed: kept.Seed = None,
-    save: kept.Save = None,
-    html: kept.Html = None,
+    seed: options.Seed = None,
+    save: options.Save = None,
+    html: options.Html = None,
     disable_tqdm: options.Quiet = False,
     ready_check_timeout_sec: options.ReadyTimeout = None,
     connect_timeout_sec: options.ConnectTimeout = 10.0,
@@ -102,6 +69,8 @@ def bench_leaderboard(
     Artificial Analysis' protocol: 10,000 tokens in, 1,500 out, one prompt at a time, none asked twice. What differs
     from the leaderboard's own setting is said with the figures.
     """
+    from redline.cli.bench.leaderboard_run import LeaderboardConfig, run
+
     target = options.target_of(
         base_url=base_url,
         host=host,
@@ -139,102 +108,3 @@ def bench_leaderboard(
         html=None if html is None else str(html),
     )
     raise typer.Exit(run(config, plain_console()))
-
-
-def run(config: LeaderboardConfig, console: Console) -> int:
-    """Measures, prints, saves; the exit code: 0, 1 where every request failed, 130 after Ctrl-C.
-
-    Raises ConfigError.
-    """
-    workloads = asked_for(config)
-    for path in (config.save, config.html):
-        if path is not None:
-            check_output(Path(path))
-    return until_interrupted(lambda: _run(config, workloads, console), console)
-
-
-def asked_for(config: LeaderboardConfig) -> list[Workload]:
-    """The workloads of a config. Raises ConfigError."""
-    if (config.input_len or config.output_len) and len(config.workload) > 1:
-        raise ConfigError("--input-len and --output-len take the place of one --workload; several were given")
-    found = leaderboard.workloads(config.workload or (leaderboard.DEFAULT,), sorted(set(config.parallel)))
-    return [
-        Workload(
-            input_len=config.input_len or one.input_len,
-            output_len=config.output_len or one.output_len,
-            parallel=one.parallel,
-        )
-        for one in found
-    ]
-
-
-def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console) -> int:
-    other = o200k(None if config.o200k is None else Path(config.o200k))
-    target = kept.reached(config.target, config.ready_s, console)
-    room = ready.max_model_len(target)
-    for workload in workloads:
-        leaderboard.check_fits(workload, room)
-    counts = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
-    seed = kept.seed_of(config.seed)
-    began, outcomes, answers = time.time(), list[Outcome](), list[Answer]()
-    total = sum(config.runs * workload.parallel for workload in workloads)
-    with Working("requests", shown=not config.quiet) as working:
-        for place, workload in enumerate(workloads):
-            asks = leaderboard.prompts(
-                workload,
-                config.runs * workload.parallel + (0 if place else config.warmups),
-                seed + place,
-                counts,
-                bare=target.backend in COMPLETIONS,
-                extra=body(config),
-                made=lambda many: working.show(len(answers), total, note=f"{many} prompts written"),
-            )
-            if not place and config.warmups:  # with prompts of their own, which the server need not know later
-                warmed = kept.watched(working, lambda: 0, total, "warm-up: ")(target, asks[: config.warmups], Pace())
-                if warmed.stopped:
-                    break
-                asks = asks[config.warmups :]
-            outcomes.append(
-                leaderboard.measure(
-                    workload,
-                    asks,
-                    target,
-                    kept.watched(working, lambda: len(answers), total, f"{workload.name}: "),
-                    counts=counts,
-                    o200k=other,
-                    kept=answers.append,
-                )
-            )
-            if outcomes[-1].stopped:
-                break
-    if not outcomes:
-        raise KeyboardInterrupt
-    stopped = outcomes[-1].stopped
-    differs = leaderboard.differs(target, outcomes, config.runs, o200k=other is not None)
-    found = kept.result(
-        "leaderboard",
-        leaderboard.figures(outcomes),
-        target,
-        dataset={"name": "natural", "seed": seed, "workloads": [workload.name for workload in workloads]},
-        details={"outcomes": outcomes, "differs": differs, "runs": config.runs},
-        began=began,
-        stopped=stopped,
-        answers=answers,
-    )
-    sections = leaderboard.leaderboard_sections(found)
-    show(sections, console)
-    kept.keep(found, sections, f"redline bench leaderboard: {target.model}", config.save, config.html, console)
-    if stopped:
-        say(console, "stopped: the figures are of what had been answered")
-        return INTERRUPTED
-    return 0 if any(outcome.good for outcome in outcomes) else 1
-
-
-def body(config: LeaderboardConfig) -> dict[str, Any]:
-    """The fields that a config's flags put into every body."""
-    found: dict[str, Any] = {}
-    if config.ignore_eos:
-        found["ignore_eos"] = True
-    if config.temperature is not None:
-        found["temperature"] = config.temperature
-    return found
