@@ -54,7 +54,7 @@ def served(*answers: Answer, stopped: bool = False, **more: object) -> Result:
         kind="serve",
         figures={"model_id": "nano", "num_prompts": len(answers), **figures(measured, names=("ttft", "tpot", "itl"))},
         target={"base_url": "http://h:1"},
-        dataset={"dataset_name": "random", "ignore_eos": True},
+        dataset={"dataset_name": "random", "random_input_len": 9, "random_output_len": 5, "ignore_eos": True},
         pace=Pace(),
         generator=IDLE,
         stopped=stopped,
@@ -103,7 +103,7 @@ def test_the_sections_of_a_result():
             assert all(map(math.isfinite, (*series.x, *series.y)))
     assert [series.name for series in plots["Requests over time"].series][1] == "failed"
     assert len(plots["Time to first token"].series) == 2
-    assert heading(result).startswith("nano at http://h:1, 4 requests")
+    assert heading(result).startswith("nano at http://h:1, random, 9 in, 5 out, 4 requests")
 
 
 def test_a_result_of_vllms_client_has_tables_alone():
