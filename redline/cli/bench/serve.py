@@ -7,7 +7,31 @@ from typing import Annotated, Any
 import typer
 
 from redline.bench.serving.target import Patience, Ramp
-from redline.cli.bench import options
+from redline.cli.bench.options import (
+    SERVER,
+    Backend,
+    BaseUrl,
+    ConnectTimeout,
+    Endpoint,
+    ExtraBody,
+    FirstTokenTimeout,
+    Header,
+    Host,
+    Insecure,
+    Model,
+    Port,
+    Quiet,
+    ReadyTimeout,
+    RequestTimeout,
+    ServedModelName,
+    SilenceTimeout,
+    Tokenizer,
+    choices,
+    goals,
+    pairs,
+    percentiles,
+    target_of,
+)
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
@@ -15,25 +39,25 @@ DATA, TRAFFIC, SAMPLING, RESULT = "What is asked", "How hard", "Sampling", "What
 
 
 def bench_serve(
-    base_url: options.BaseUrl = None,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8000,
-    endpoint: options.Endpoint = None,
-    backend: options.Backend = None,
-    model: options.Model = None,
-    served_model_name: options.ServedModelName = None,
-    tokenizer: options.Tokenizer = None,
+    base_url: BaseUrl = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    endpoint: Endpoint = None,
+    backend: Backend = None,
+    model: Model = None,
+    served_model_name: ServedModelName = None,
+    tokenizer: Tokenizer = None,
     skip_tokenizer_init: Annotated[
         bool,
         typer.Option(
             "--skip-tokenizer-init",
             help="Count no text here; trust what the server counts.",
-            rich_help_panel=options.SERVER,
+            rich_help_panel=SERVER,
         ),
     ] = False,
-    header: options.Header = None,
-    extra_body: options.ExtraBody = None,
-    insecure: options.Insecure = False,
+    header: Header = None,
+    extra_body: ExtraBody = None,
+    insecure: Insecure = False,
     preset: Annotated[
         str | None,
         typer.Option(
@@ -222,12 +246,12 @@ def bench_serve(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Kept in the result (repeatable).", rich_help_panel=RESULT),
     ] = None,
-    disable_tqdm: options.Quiet = False,
-    ready_check_timeout_sec: options.ReadyTimeout = None,
-    connect_timeout_sec: options.ConnectTimeout = 10.0,
-    first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
-    silence_timeout_sec: options.SilenceTimeout = 60.0,
-    request_timeout_sec: options.RequestTimeout = 6 * 3600.0,
+    disable_tqdm: Quiet = False,
+    ready_check_timeout_sec: ReadyTimeout = None,
+    connect_timeout_sec: ConnectTimeout = 10.0,
+    first_token_timeout_sec: FirstTokenTimeout = 600.0,
+    silence_timeout_sec: SilenceTimeout = 60.0,
+    request_timeout_sec: RequestTimeout = 6 * 3600.0,
 ) -> None:
     """Throughput and latencies of any OpenAI server, over HTTP. Flags and results are those of `vllm bench serve`.
 
@@ -282,7 +306,7 @@ def bench_serve(
         "repetition_penalty": repetition_penalty,
         "logprobs": logprobs,
     }
-    target = options.target_of(
+    target = target_of(
         base_url=base_url,
         host=host,
         port=port,
@@ -309,13 +333,13 @@ def bench_serve(
         dataset=dataset,
         model=model,
         tokenizer=None if skip_tokenizer_init else tokenizer_of(tokenizer, model),
-        goodput=options.goals(goodput or (), SLOS),
-        latencies=options.choices("--percentile-metrics", percentile_metrics, NAMES),
-        percentiles=options.percentiles(metric_percentiles),
+        goodput=goals(goodput or (), SLOS),
+        latencies=choices("--percentile-metrics", percentile_metrics, NAMES),
+        percentiles=percentiles(metric_percentiles),
         ready_s=ready_check_timeout_sec,
         quiet=disable_tqdm,
         label=label,
-        metadata=options.pairs("--metadata", metadata or ()),
+        metadata=pairs("--metadata", metadata or ()),
         save=save_result or save_detailed or result_filename is not None,
         detailed=save_detailed,
         folder="" if result_dir is None else str(result_dir),
