@@ -268,11 +268,11 @@ class Outcome(Record, frozen=True):
         ones would be left out.
         """
         late = name == "answer_ttft" or name.startswith("end_to_end")
-        found = [
-            math.inf if late and row.answer_ttft is None else value
-            for row in self.good
-            if (value := getattr(row, name)) is not None or (late and row.answer_ttft is None)
-        ]
+        found: list[float] = []
+        for row in self.good:
+            value: float | None = math.inf if late and row.answer_ttft is None else getattr(row, name)
+            if value is not None:
+                found.append(value)
         median = float(np.median(found)) if found else math.inf
         return median if math.isfinite(median) else None
 
