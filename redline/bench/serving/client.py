@@ -201,6 +201,13 @@ class _Exchange:
             self.connection = None
         self._settle()
 
+    def give_up(self, why: str) -> None:
+        """The client waits no longer."""
+        if self.retry:
+            self.retry, self.failure, self.error, self.end = False, "deadline", why, self.client.clock()
+        else:
+            self.conclude("deadline", why, self.client.clock())
+
     def _settle(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -299,15 +306,22 @@ class Client:
         """Requests that are on their way."""
         return len(self._running)
 
-    async def ask(self, ask: Ask, index: int = 0, planned: float = 0.0) -> Answer:
+    def request(self, ask: Ask) -> bytes:
+        """What is sent for an ask, head and body. Raises ConfigError where the backend cannot ask so."""
+        try:
+            body = msgspec.json.encode(self.dialect.body(ask, self.target))
+        except (UnicodeEncodeError, TypeError, ValueError) as error:
+            raise ConfigError(f"a request that JSON cannot carry: {error}") from None
+        return self._request("POST", self._path(self.target.endpoint or self.dialect.path), body)
+
+    async def ask(self, ask: Ask, index: int = 0, planned: float = 0.0, request: bytes | None = None) -> Answer:
         """Sends one request now and waits for its end, which always comes. Failures are in the answer.
 
-        Raises ConfigError where the backend cannot ask so.
+        request: as `request` has made it; None: it is made now. Raises as that does.
         """
-        body = msgspec.json.encode(self.dialect.body(ask, self.target))
-        path = self._path(self.target.endpoint or self.dialect.path)
+        request = self.request(ask) if request is None else request
         exchange = _Exchange(self, ask, index, planned)
-        await self._exchange(exchange, self._request("POST", path, body))
+        await self._exchange(exchange, request)
         return exchange.answer()
 
     async def get(self, path: str) -> bytes:
@@ -346,7 +360,7 @@ class Client:
     def cut(self, why: str) -> None:
         """Ends every request that is on its way, as failed by the deadline."""
         for exchange in list(self._running):
-            exchange.conclude("deadline", why, self.clock())
+            exchange.give_up(why)
 
     def _keep_task(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
@@ -372,7 +386,7 @@ class Client:
                 connection, kept = None, False
         finally:
             self._running.discard(exchange)
-            exchange.conclude("deadline", "the request was given up", self.clock())
+            exchange.give_up("the request was given up")
 
     async def _opened_for(self, exchange: _Exchange) -> Connection | None:
         """A new connection; None where there is none, which the exchange then says."""
@@ -427,6 +441,8 @@ class Client:
         return self._prefix + path
 
     def _request(self, method: str, path: str, body: bytes) -> bytes:
+        if not path.isascii() or not path.isprintable() or " " in path:
+            raise ConfigError(f"the path {path!r} has signs that HTTP does not carry; see --base-url and --endpoint")
         kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         return f"{method} {path} HTTP/1.1\r\n{self._head}{kind}\r\n".encode("latin-1") + body
 

@@ -167,9 +167,8 @@ class Connection(asyncio.Protocol):
             self._fail("malformed", str(reason))
         except httptools.HttpParserError as error:
             self._fail("malformed", f"no valid HTTP: {error}")
-        else:
-            if not self._in_body and self._receiver is not None and self._bytes > HEAD_BYTES:
-                self._fail("malformed", f"the response's head has more than {HEAD_BYTES >> 10} KiB")
+        if not self._in_body and self._bytes > HEAD_BYTES:
+            self._fail("malformed", f"the response's head has more than {HEAD_BYTES >> 10} KiB")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """From the parser: one header, or a trailer."""
