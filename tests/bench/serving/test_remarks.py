@@ -92,7 +92,7 @@ def test_the_sections_of_a_result():
     assert ("requests completed", "3") in tables["Throughput"].rows
     latency = {row[0]: row[1:] for row in tables["Latency, ms"].rows}
     assert latency["TTFT, to the first token"][0] == "366.67"
-    assert ("dropped", "3", "0.150", "the server closed the connection") in tables["Failures: dropped 1"].rows
+    assert ("dropped", "1", "3", "0.150", "the server closed the connection") in tables["Failures: dropped 1"].rows
     assert tables["Usage that does not add up: text 25"].note.startswith("5 more")
     assert any(isinstance(section, Words) for section in sections)
     plots = {section.title: section for section in sections if isinstance(section, Plot)}
