@@ -6,7 +6,31 @@ from typing import Annotated
 import typer
 
 from redline.bench.serving.target import Patience
-from redline.cli.bench import options
+from redline.cli.bench.options import (
+    SERVER,
+    Backend,
+    ConnectTimeout,
+    DatasetName,
+    DatasetPath,
+    Endpoint,
+    ExtraBody,
+    FirstTokenTimeout,
+    Header,
+    Host,
+    Html,
+    Insecure,
+    Model,
+    Port,
+    Quiet,
+    ReadyTimeout,
+    RequestTimeout,
+    Save,
+    Seed,
+    ServedModelName,
+    SilenceTimeout,
+    Tokenizer,
+    target_of,
+)
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
@@ -20,25 +44,25 @@ def bench_accept(
         typer.Option(
             metavar="URL",
             help="The server; repeat it to put several on one page, such as one for each k.",
-            rich_help_panel=options.SERVER,
+            rich_help_panel=SERVER,
         ),
     ] = None,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8000,
-    endpoint: options.Endpoint = None,
-    backend: options.Backend = None,
-    model: options.Model = None,
-    served_model_name: options.ServedModelName = None,
-    tokenizer: options.Tokenizer = None,
-    header: options.Header = None,
-    extra_body: options.ExtraBody = None,
-    insecure: options.Insecure = False,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    endpoint: Endpoint = None,
+    backend: Backend = None,
+    model: Model = None,
+    served_model_name: ServedModelName = None,
+    tokenizer: Tokenizer = None,
+    header: Header = None,
+    extra_body: ExtraBody = None,
+    insecure: Insecure = False,
     metrics_url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Where /metrics is, if not beside the API.", rich_help_panel=options.SERVER),
+        typer.Option(metavar="URL", help="Where /metrics is, if not beside the API.", rich_help_panel=SERVER),
     ] = None,
-    dataset_name: options.DatasetName = "redline",
-    dataset_path: options.DatasetPath = None,
+    dataset_name: DatasetName = "redline",
+    dataset_path: DatasetPath = None,
     domain: Annotated[
         list[str] | None, typer.Option(help="Only this domain of the prompts (repeatable). Absent: all.")
     ] = None,
@@ -51,15 +75,15 @@ def bench_accept(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Every answer has its whole length, where the server knows the field.")
     ] = False,
-    seed: options.Seed = 0,
-    save: options.Save = None,
-    html: options.Html = None,
-    disable_tqdm: options.Quiet = False,
-    ready_check_timeout_sec: options.ReadyTimeout = None,
-    connect_timeout_sec: options.ConnectTimeout = 10.0,
-    first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
-    silence_timeout_sec: options.SilenceTimeout = 60.0,
-    request_timeout_sec: options.RequestTimeout = 6 * 3600.0,
+    seed: Seed = 0,
+    save: Save = None,
+    html: Html = None,
+    disable_tqdm: Quiet = False,
+    ready_check_timeout_sec: ReadyTimeout = None,
+    connect_timeout_sec: ConnectTimeout = 10.0,
+    first_token_timeout_sec: FirstTokenTimeout = 600.0,
+    silence_timeout_sec: SilenceTimeout = 60.0,
+    request_timeout_sec: RequestTimeout = 6 * 3600.0,
 ) -> None:
     """How many drafts hold: by place and by domain, and tokens of a round by k beside the golden curve.
 
@@ -70,7 +94,7 @@ def bench_accept(
     from redline.cli.bench.accept_run import AcceptConfig, run
 
     targets = tuple(
-        options.target_of(
+        target_of(
             base_url=url,
             host=host,
             port=port,
@@ -110,9 +134,7 @@ def bench_accept(
         temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
         concurrency=max_concurrency,
         tokenizer=tokenizer or (model if model and Path(model).is_dir() else None),
-        metrics_url=None
-        if metrics_url is None
-        else options.target_of(base_url=metrics_url.removesuffix("/metrics")).base_url,
+        metrics_url=None if metrics_url is None else target_of(base_url=metrics_url.removesuffix("/metrics")).base_url,
         ready_s=ready_check_timeout_sec,
         quiet=disable_tqdm,
         save=None if save is None else str(save),

@@ -6,24 +6,46 @@ from typing import Annotated
 import typer
 
 from redline.bench.serving.target import Patience
-from redline.cli.bench import options
+from redline.cli.bench.options import (
+    Backend,
+    BaseUrl,
+    ConnectTimeout,
+    Endpoint,
+    ExtraBody,
+    FirstTokenTimeout,
+    Header,
+    Host,
+    Html,
+    Insecure,
+    Model,
+    Port,
+    Quiet,
+    ReadyTimeout,
+    RequestTimeout,
+    Save,
+    Seed,
+    ServedModelName,
+    SilenceTimeout,
+    Tokenizer,
+    target_of,
+)
 from redline.cli.console import plain_console
 
 RUNS = 8  # the leaderboard asks eight times a day
 
 
 def bench_leaderboard(
-    base_url: options.BaseUrl = None,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8000,
-    endpoint: options.Endpoint = None,
-    backend: options.Backend = None,
-    model: options.Model = None,
-    served_model_name: options.ServedModelName = None,
-    tokenizer: options.Tokenizer = None,
-    header: options.Header = None,
-    extra_body: options.ExtraBody = None,
-    insecure: options.Insecure = False,
+    base_url: BaseUrl = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    endpoint: Endpoint = None,
+    backend: Backend = None,
+    model: Model = None,
+    served_model_name: ServedModelName = None,
+    tokenizer: Tokenizer = None,
+    header: Header = None,
+    extra_body: ExtraBody = None,
+    insecure: Insecure = False,
     workload: Annotated[
         list[str] | None,
         typer.Option(metavar="100/300|1k/1k|10k/1.5k|100k/2k|all", help="Tokens in and out. Absent: 10k/1.5k."),
@@ -54,15 +76,15 @@ def bench_leaderboard(
             help="o200k_base.tiktoken: figures in its tokens too. Absent: where tiktoken's cache has it.",
         ),
     ] = None,
-    seed: options.Seed = None,
-    save: options.Save = None,
-    html: options.Html = None,
-    disable_tqdm: options.Quiet = False,
-    ready_check_timeout_sec: options.ReadyTimeout = None,
-    connect_timeout_sec: options.ConnectTimeout = 10.0,
-    first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
-    silence_timeout_sec: options.SilenceTimeout = 60.0,
-    request_timeout_sec: options.RequestTimeout = 6 * 3600.0,
+    seed: Seed = None,
+    save: Save = None,
+    html: Html = None,
+    disable_tqdm: Quiet = False,
+    ready_check_timeout_sec: ReadyTimeout = None,
+    connect_timeout_sec: ConnectTimeout = 10.0,
+    first_token_timeout_sec: FirstTokenTimeout = 600.0,
+    silence_timeout_sec: SilenceTimeout = 60.0,
+    request_timeout_sec: RequestTimeout = 6 * 3600.0,
 ) -> None:
     """A leaderboard's claim, checked: TTFT, first answer token, output speed, end to end for 500 tokens; P50 of runs.
 
@@ -71,7 +93,7 @@ def bench_leaderboard(
     """
     from redline.cli.bench.leaderboard_run import LeaderboardConfig, run
 
-    target = options.target_of(
+    target = target_of(
         base_url=base_url,
         host=host,
         port=port,

@@ -6,7 +6,32 @@ from typing import Annotated
 import typer
 
 from redline.bench.serving.target import Patience
-from redline.cli.bench import options
+from redline.cli.bench.options import (
+    KEPT,
+    Backend,
+    BaseUrl,
+    ConnectTimeout,
+    DatasetName,
+    DatasetPath,
+    Endpoint,
+    ExtraBody,
+    FirstTokenTimeout,
+    Header,
+    Host,
+    Html,
+    Insecure,
+    Model,
+    Port,
+    Quiet,
+    ReadyTimeout,
+    RequestTimeout,
+    Seed,
+    ServedModelName,
+    SilenceTimeout,
+    Tokenizer,
+    goals,
+    target_of,
+)
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
@@ -14,17 +39,17 @@ STREAMS = 64  # the most at once where no loads are given
 
 
 def bench_sweep(
-    base_url: options.BaseUrl = None,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8000,
-    endpoint: options.Endpoint = None,
-    backend: options.Backend = None,
-    model: options.Model = None,
-    served_model_name: options.ServedModelName = None,
-    tokenizer: options.Tokenizer = None,
-    header: options.Header = None,
-    extra_body: options.ExtraBody = None,
-    insecure: options.Insecure = False,
+    base_url: BaseUrl = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    endpoint: Endpoint = None,
+    backend: Backend = None,
+    model: Model = None,
+    served_model_name: ServedModelName = None,
+    tokenizer: Tokenizer = None,
+    header: Header = None,
+    extra_body: ExtraBody = None,
+    insecure: Insecure = False,
     max_concurrency: Annotated[
         list[str] | None,
         typer.Option(metavar="1,2,4", help="Streams at once (repeatable, or with commas). Absent: 1, 2, 4 ... 64."),
@@ -32,8 +57,8 @@ def bench_sweep(
     request_rate: Annotated[
         list[str] | None, typer.Option(metavar="0.5,1,2", help="Requests/s, in the place of streams.")
     ] = None,
-    dataset_name: options.DatasetName = "random",
-    dataset_path: options.DatasetPath = None,
+    dataset_name: DatasetName = "random",
+    dataset_path: DatasetPath = None,
     random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
     random_output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer to it.")] = 128,
     random_range_ratio: Annotated[
@@ -67,22 +92,22 @@ def bench_sweep(
         bool, typer.Option("--to-the-end", help="Measure every load, also where more only costs.")
     ] = False,
     gpus: Annotated[int | None, typer.Option(min=1, help="The server's: throughput is also said for each.")] = None,
-    seed: options.Seed = None,
+    seed: Seed = None,
     save: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
             help="Write the result as JSON, point by point; a file of the same settings is continued.",
-            rich_help_panel=options.KEPT,
+            rich_help_panel=KEPT,
         ),
     ] = None,
-    html: options.Html = None,
-    disable_tqdm: options.Quiet = False,
-    ready_check_timeout_sec: options.ReadyTimeout = None,
-    connect_timeout_sec: options.ConnectTimeout = 10.0,
-    first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
-    silence_timeout_sec: options.SilenceTimeout = 60.0,
-    request_timeout_sec: options.RequestTimeout = 6 * 3600.0,
+    html: Html = None,
+    disable_tqdm: Quiet = False,
+    ready_check_timeout_sec: ReadyTimeout = None,
+    connect_timeout_sec: ConnectTimeout = 10.0,
+    first_token_timeout_sec: FirstTokenTimeout = 600.0,
+    silence_timeout_sec: SilenceTimeout = 60.0,
+    request_timeout_sec: RequestTimeout = 6 * 3600.0,
 ) -> None:
     """Throughput against latency at rising loads: the frontier, and the highest load that keeps the SLOs.
 
@@ -109,7 +134,7 @@ def bench_sweep(
     if num_prompts is not None and plan_by == "streams" and num_prompts < loads[-1]:
         raise ConfigError(f"--num-prompts {num_prompts} cannot keep {loads[-1]:g} streams busy: give at least as many")
     config = SweepConfig(
-        target=options.target_of(
+        target=target_of(
             base_url=base_url,
             host=host,
             port=port,
@@ -130,7 +155,7 @@ def bench_sweep(
         plan=Plan(
             by=plan_by,
             loads=tuple(loads),
-            slos=options.goals(goodput or (), SLOS),
+            slos=goals(goodput or (), SLOS),
             attainment=attainment,
             search=search,
             to_the_end=to_the_end,
