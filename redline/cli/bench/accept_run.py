@@ -71,7 +71,7 @@ def _run(config: AcceptConfig, console: Console) -> int:
                     load = kept.watched(working, lambda: len(answers), total, f"{name}: ")
                     one, those, stopped = measured(config, target, temperature, name, of, load)
                     parts.append(one)
-                    answers.extend(those)
+                    answers.extend(kept.numbered(answer, len(answers) + at) for at, answer in enumerate(those))
                     if stopped:
                         break
                 if stopped:

@@ -43,6 +43,11 @@ def reached(target: Target, ready_s: float | None, console: Console) -> Target:
     return named(target, ready.models(target, ready_s, tell), tell)
 
 
+def numbered(answer: Answer, index: int) -> Answer:
+    """An answer as a row of a result of several loads: with its place among all of them."""
+    return msgspec.structs.replace(answer, index=index)
+
+
 def seed_of(given: int | None) -> int:
     """The seed that was given, or a drawn one."""
     return secrets.randbelow(1 << 31) if given is None else given
