@@ -124,8 +124,9 @@ def error_line(data: bytes) -> str:
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = data.decode(errors="replace")
     for key in ("error", "message", "detail"):
-        inner = cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
-        found = inner or found
+        if isinstance(found, dict):
+            fields = cast("dict[str, Any]", found)
+            found = fields.get(key) or fields
     line = found if isinstance(found, str) else msgspec.json.encode(found).decode()
     return " ".join(line.split())[:300]
 
