@@ -57,6 +57,7 @@ FLAGS = {
     "--save-result --save-detailed --result-dir --result-filename --html --label --metadata --disable-tqdm "
     "--ready-check-timeout-sec --connect-timeout-sec --first-token-timeout-sec --silence-timeout-sec "
     "--request-timeout-sec",
+    "bench report": "--html",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",
