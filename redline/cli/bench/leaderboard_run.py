@@ -123,9 +123,8 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
         stopped=stopped,
         answers=answers,
     )
-    sections = leaderboard.leaderboard_sections(found)
-    show(sections, console)
-    kept.keep(found, sections, f"redline bench leaderboard: {target.model}", config.save, config.html, console)
+    show(leaderboard.leaderboard_sections(found), console)
+    kept.keep(found, config.save, config.html, console)
     if stopped:
         say(console, "stopped: the figures are of what had been answered")
         return INTERRUPTED
