@@ -196,7 +196,7 @@ def figures(
     failures = dict(Counter(filter(None, map(failure_of, answers))))
     tokens = {answer.index: output_tokens(answer, counts) for answer in good}
     total_in, total_out = sum(map(input_tokens, good)), sum(one.count for one in tokens.values())
-    kept = None if not goodput else sum(_keeps(answer, goodput, counts) for answer in good)
+    kept = None if not goodput else sum(keeps(answer, goodput, counts) for answer in good)
     found: dict[str, Any] = {
         "duration": run.seconds,
         "completed": len(good),
@@ -275,7 +275,9 @@ def concurrency(answers: Iterable[Answer]) -> list[tuple[float, int]]:
     return levels
 
 
-def _keeps(answer: Answer, goodput: Mapping[str, float], counts: Counts | None) -> bool:
+def keeps(answer: Answer, goodput: Mapping[str, float], counts: Counts | None = None) -> bool:
+    """Whether an answer keeps every SLO, milliseconds by a name of SLOS. One that failed keeps none."""
+
     def value(name: str) -> float | None:
         return tpot(answer, counts) or 0.0 if name == "tpot" else MEASURES[name](answer)
 

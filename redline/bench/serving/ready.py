@@ -19,6 +19,7 @@ MOST_METRICS_BYTES = 16 << 20
 
 class _Model(msgspec.Struct):
     id: str
+    max_model_len: int | None = None
 
 
 class _Models(msgspec.Struct):
@@ -80,6 +81,17 @@ def _names(place: str, answer: httpx.Response) -> tuple[str, ...]:
         return tuple(model.id for model in msgspec.json.decode(answer.content, type=_Models).data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
+
+
+def max_model_len(target: Target) -> int | None:
+    """Tokens of a prompt and its answer that the target's model takes, where the server's list of models says so."""
+    try:
+        with _http(target) as http:
+            answer = http.get(f"{target.base_url}/v1/models")
+        models = msgspec.json.decode(answer.content, type=_Models).data
+    except (httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    return next((model.max_model_len for model in models if model.id == target.model), None)
 
 
 def drafting(target: Target) -> Drafting | None:

@@ -5,14 +5,22 @@ from typing import Annotated, Any
 
 import typer
 
+from redline.cli.bench.accept import bench_accept
+from redline.cli.bench.leaderboard import bench_leaderboard
 from redline.cli.bench.options import PeerCommand
+from redline.cli.bench.report import bench_report
 from redline.cli.bench.serve import bench_serve
+from redline.cli.bench.sweep import bench_sweep
 from redline.cli.console import plain_console
 from redline.cli.options import SYNTHETIC, Folder
 from redline.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Speed, each number beside the least time that the hardware allows.")
 app.command(name="serve", cls=PeerCommand)(bench_serve)
+app.command(name="leaderboard")(bench_leaderboard)
+app.command(name="sweep", cls=PeerCommand)(bench_sweep)
+app.command(name="accept", cls=PeerCommand)(bench_accept)
+app.command(name="report")(bench_report)
 
 
 @app.command(name="decode")

@@ -1,0 +1,463 @@
+"""Artificial Analysis' protocol: how one prompt at a time is answered by a server, as that leaderboard reports it.
+
+    by default 10,000 tokens in and 1,500 out, one prompt at a time, repeated; no prompt is asked twice
+
+| Figure | From |
+|---|---|
+| TTFT | the request's first byte to the first token; one of thinking counts where the server shows it |
+| time to first answer token | the same to the first token that is not thinking: input time and thinking time |
+| output speed | tokens/s after those that the first read of the stream brought |
+| end to end for 500 tokens | time to first answer token, and 500 tokens at the output speed |
+
+Where a server thinks without showing it, the speed is that of the last four fifths of the answer's events. A figure of
+a workload is the median over its requests (P50).
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from redline.bench.serving.metrics import (
+    Counts,
+    answer_ttft,
+    e2el,
+    error_of,
+    failure_of,
+    input_tokens,
+    output_tokens,
+    texts,
+    thinking,
+    ttft,
+)
+from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.saved import Result
+from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
+from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.texts import natural
+from redline.bench.serving.vocabulary import Vocabulary
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+ANSWER_TOKENS = 500  # of the answer whose whole time is reported
+SHOWN_PART = 0.8  # of the answer's events, where thinking is hidden
+TEMPLATE_TOKENS = 64  # room for what a chat's template adds to a prompt
+
+
+class Workload(Record, frozen=True):
+    """What one row of the leaderboard is made of. input_len, output_len: tokens. parallel: prompts at a time."""
+
+    input_len: int
+    output_len: int
+    parallel: int = 1
+
+    @property
+    def name(self) -> str:
+        """Such as 10k/1.5k, or 10k/1.5k x 10."""
+        return f"{_short(self.input_len)}/{_short(self.output_len)}" + (
+            f" x {self.parallel}" if self.parallel > 1 else ""
+        )
+
+
+LENGTHS = {"100/300": (100, 300), "1k/1k": (1000, 1000), "10k/1.5k": (10_000, 1500), "100k/2k": (100_000, 2000)}
+DEFAULT = "10k/1.5k"
+
+
+def workloads(names: Sequence[str], parallel: Sequence[int]) -> list[Workload]:
+    """Presets by name (`LENGTHS`, or `all`), each with every number of prompts at a time. Raises ConfigError."""
+    if unknown := [name for name in names if name not in LENGTHS and name != "all"]:
+        raise ConfigError(f"--workload is {unknown[0]!r}; expected {', '.join(LENGTHS)} or all")
+    chosen = list(LENGTHS) if "all" in names else list(dict.fromkeys(names))
+    return [
+        Workload(input_len=LENGTHS[name][0], output_len=LENGTHS[name][1], parallel=many)
+        for name in chosen
+        for many in parallel
+    ]
+
+
+def check_fits(workload: Workload, max_model_len: int | None) -> None:
+    """Raises ConfigError where a prompt and its answer are longer than the server takes, and says what would fit.
+
+    max_model_len: tokens of prompt and answer, as the server's list of models says; None: it does not say.
+    """
+    needed = workload.input_len + workload.output_len + TEMPLATE_TOKENS
+    if max_model_len is None or needed <= max_model_len:
+        return
+    room = max_model_len - workload.output_len - TEMPLATE_TOKENS
+    fits = f"--input-len {room} would fit" if room > 0 else "give a smaller --output-len too"
+    raise ConfigError(
+        f"--input-len {workload.input_len} and --output-len {workload.output_len} need {needed} tokens with the "
+        f"template's, the server has room for {max_model_len}: {fits}"
+    )
+
+
+QUESTION = (
+    "\n\nAbove are notes that somebody took. Write a long and detailed essay about them in your own words: what they "
+    "say, why it is so, what follows from it, and examples."
+)
+
+
+def prompts(
+    workload: Workload,
+    count: int,
+    seed: int,
+    vocabulary: Vocabulary | None,
+    *,
+    bare: bool = False,
+    extra: dict[str, Any] | None = None,
+    made: Callable[[int], object] = lambda many: None,
+) -> list[Ask]:
+    """Natural text of the workload's length, another in each, and what to do with it.
+
+    seed: the same gives the same prompts, for another server. vocabulary: None: lengths are about right. bare: texts,
+    not messages. extra: fields of each body. made: told how many there are. Raises ConfigError.
+    """
+    asked = len(vocabulary.encode(QUESTION)) if vocabulary else len(QUESTION.split())
+    question = QUESTION if asked < workload.input_len // 2 else ""
+    long = workload.input_len - (asked if question else 0) - (vocabulary.added if vocabulary else 0)
+    found: list[Ask] = []
+    for place in range(count):
+        text = natural(max(1, long), vocabulary, seed * 1_000_003 + place) + question
+        found.append(
+            Ask(
+                max_tokens=workload.output_len,
+                text=text if bare else None,
+                messages=None if bare else ({"role": "user", "content": text},),
+                prompt_tokens=len(vocabulary.encode(text)) if vocabulary else None,
+                name=workload.name,
+                extra=extra or {},
+            )
+        )
+        made(len(found))
+    return found
+
+
+# --------------------------------------------------------------------------------------------------- of one answer
+
+
+class Measured(Record, frozen=True):
+    """One request's figures. Times are seconds, speeds tokens/s; None: it has no such figure.
+
+    native tokens are the server's own, o200k tokens those of `o200k_base`. end_to_end: input, thinking and
+    ANSWER_TOKENS at the output speed. whole: the answer as it was, to its last token.
+    """
+
+    workload: str
+    run: int
+    input_tokens: int
+    output_tokens: int
+    ttft: float | None = None
+    answer_ttft: float | None = None
+    thinking: float | None = None
+    whole: float | None = None
+    speed: float | None = None
+    end_to_end: float | None = None
+    output_o200k: int | None = None
+    speed_o200k: float | None = None
+    end_to_end_o200k: float | None = None
+    hidden_thinking: bool = False
+    error: str = ""
+
+
+def measured(
+    answer: Answer, *, workload: str, run: int, counts: Counts | None = None, o200k: Counts | None = None
+) -> Measured:
+    """An answer's figures. counts: who counts native tokens where the server does not. o200k: who counts o200k's."""
+    if failure_of(answer) is not None:
+        return Measured(
+            workload=workload, run=run, input_tokens=input_tokens(answer), output_tokens=0, error=error_of(answer)
+        )
+    hidden = hides_thinking(answer)
+    native = output_tokens(answer, counts).count
+    speed = output_speed(answer, native, counts)
+    speed_o200k = None if o200k is None else output_speed(answer, _count(o200k, texts(answer)), o200k, said=False)
+    begun = answer_ttft(answer)
+    return Measured(
+        workload=workload,
+        run=run,
+        input_tokens=input_tokens(answer),
+        output_tokens=native,
+        ttft=ttft(answer),
+        answer_ttft=begun,
+        thinking=thinking(answer),
+        whole=e2el(answer),
+        speed=speed,
+        end_to_end=_end_to_end(begun, speed),
+        output_o200k=None if o200k is None else _count(o200k, texts(answer)),
+        speed_o200k=speed_o200k,
+        end_to_end_o200k=_end_to_end(begun, speed_o200k),
+        hidden_thinking=hidden,
+    )
+
+
+def hides_thinking(answer: Answer) -> bool:
+    """Whether the server counted tokens of thinking, and showed none."""
+    said = None if answer.usage is None else answer.usage.reasoning_tokens
+    return bool(said) and not any(chunk.kind == "thinking" for chunk in answer.chunks)
+
+
+def output_speed(answer: Answer, tokens: int, counts: Counts | None = None, *, said: bool = True) -> float | None:
+    """Tokens/s after those of the first read; where thinking is hidden, over the last SHOWN_PART of the events.
+
+    tokens: of the whole answer. counts: who counts a text, to know how many came first. said: whether the events' own
+    counts are of the same kind as `tokens`. None: all came at once, or one token.
+    """
+    chunks = answer.chunks
+    if hides_thinking(answer):
+        assert answer.usage is not None
+        if said:
+            tokens -= answer.usage.reasoning_tokens or 0
+        first = math.ceil(len(chunks) * (1 - SHOWN_PART))
+    else:
+        first = sum(chunk.at == chunks[0].at for chunk in chunks)
+    if not 0 < first < len(chunks):
+        return None
+    first = sum(chunk.at <= chunks[first - 1].at for chunk in chunks)
+    seconds = chunks[-1].at - chunks[first - 1].at
+    later = tokens - _tokens_of_first(answer, first, tokens, counts, said=said)
+    return later / seconds if seconds > 0 and later > 0 else None
+
+
+def _tokens_of_first(answer: Answer, first: int, tokens: int, counts: Counts | None, *, said: bool) -> float:
+    """How many of the answer's tokens its first chunks brought: as they say, as counted, or by their characters."""
+    chunks = answer.chunks[:first]
+    known = [chunk.tokens for chunk in chunks if chunk.tokens is not None]
+    if said and len(known) == first:
+        return sum(known)
+    thought = sum(chunk.characters for chunk in chunks if chunk.kind == "thinking")
+    answered = sum(chunk.characters for chunk in chunks if chunk.kind == "answer")
+    if counts is not None and not any(chunk.kind == "tool" for chunk in chunks):
+        return _count(counts, [answer.thinking[:thought], answer.text[:answered]])
+    share = sum(chunk.characters for chunk in chunks) / max(1, sum(chunk.characters for chunk in answer.chunks))
+    return max(1.0, tokens * share)
+
+
+def _count(counts: Counts, parts: Iterable[str]) -> int:
+    return sum(len(counts.encode(part)) for part in parts if part)
+
+
+def _end_to_end(begun: float | None, speed: float | None) -> float | None:
+    return None if begun is None or speed is None else begun + ANSWER_TOKENS / speed
+
+
+# ---------------------------------------------------------------------------------------------------- of a workload
+
+FIGURES = {
+    "ttft": "TTFT, s",
+    "answer_ttft": "first answer token, s",
+    "speed": "output speed, tokens/s",
+    "end_to_end": "end to end for 500 tokens, s",
+    "speed_o200k": "output speed, o200k tokens/s",
+    "end_to_end_o200k": "end to end for 500 o200k tokens, s",
+}
+
+
+class Outcome(Record, frozen=True):
+    """A workload's requests, in the order in which they were asked, and the load generator's worst lag, seconds."""
+
+    workload: Workload
+    rows: tuple[Measured, ...]
+    lag: float = 0.0
+    stopped: bool = False
+
+    def p50(self, name: str) -> float | None:
+        """The median of a figure of `Measured`; None where there is none.
+
+        A request that was still thinking at its end comes after all others in what waits for an answer, else the slow
+        ones would be left out.
+        """
+        late = name == "answer_ttft" or name.startswith("end_to_end")
+        found: list[float] = []
+        for row in self.good:
+            value: float | None = math.inf if late and row.answer_ttft is None else getattr(row, name)
+            if value is not None:
+                found.append(value)
+        median = float(np.median(found)) if found else math.inf
+        return median if math.isfinite(median) else None
+
+    @property
+    def good(self) -> list[Measured]:
+        """The requests that were answered."""
+        return [row for row in self.rows if not row.error]
+
+
+Load = Callable[[Target, Sequence[Ask], Pace], Run]
+
+
+def measure(
+    workload: Workload,
+    asks: Sequence[Ask],
+    target: Target,
+    load: Load,
+    *,
+    counts: Counts | None = None,
+    o200k: Counts | None = None,
+    seen: Callable[[Measured], object] = lambda row: None,
+    kept: Callable[[Answer], object] = lambda answer: None,
+) -> Outcome:
+    """Ask `workload.parallel` prompts at a time, the next ones once all have been answered.
+
+    asks: a whole number of times `parallel`. load: puts asks on the server and returns what came of them. seen, kept:
+    told of every request as it has ended.
+    """
+    rows, lag, stopped = list[Measured](), 0.0, False
+    for run, begin in enumerate(range(0, len(asks), workload.parallel)):
+        together = asks[begin : begin + workload.parallel]
+        done = load(target, together, Pace(max_concurrency=workload.parallel))
+        lag = max(lag, done.generator.lag_most)
+        for answer in done.answers:
+            if done.stopped and answer.failure in ("skipped", "deadline"):
+                continue
+            rows.append(measured(answer, workload=workload.name, run=run, counts=counts, o200k=o200k))
+            seen(rows[-1])
+            kept(answer)
+        if done.stopped:
+            stopped = True
+            break
+    return Outcome(workload=workload, rows=tuple(rows), lag=lag, stopped=stopped)
+
+
+# ------------------------------------------------------------------------------------------------------- what is said
+
+
+def differs(target: Target, outcomes: Sequence[Outcome], runs: int, *, o200k: bool) -> list[str]:
+    """What sets this measurement apart from the leaderboard's, a sentence each."""
+    said = [
+        f"This client stands where it was started and asks {target.base_url}; the leaderboard's stands in a data "
+        "centre (us-central1), and its network time is part of every figure.",
+        f"The median is over {runs} runs one after another; the leaderboard's is over 72 hours.",
+        "Prompts are natural text in other words than the leaderboard's, which are not public.",
+    ]
+    if not o200k:
+        said.append(
+            "Tokens are the server's own. The leaderboard counts all models in o200k tokens: give --o200k FILE with "
+            "that vocabulary to see both."
+        )
+    rows = [row for outcome in outcomes for row in outcome.good]
+    if rows and not any(row.thinking is not None for row in rows):
+        hidden = any(row.hidden_thinking for row in rows)
+        said.append(
+            "The server thinks without showing it: speeds are those of the last four fifths of each answer's events."
+            if hidden
+            else "Nothing was thought: a row of the same model with thinking has later first answer tokens."
+        )
+    if rows and any(row.answer_ttft is None for row in rows):
+        never = sum(row.answer_ttft is None for row in rows)
+        said.append(
+            f"{never} of {len(rows)} requests were still thinking when their tokens ended: they have no time to a "
+            "first answer token. Give more --output-len, or switch thinking off with --extra-body."
+        )
+    for outcome in outcomes:
+        lens = [row.output_tokens for row in outcome.good]
+        if lens and np.median(lens) < 0.9 * outcome.workload.output_len:
+            said.append(
+                f"{outcome.workload.name}: answers ended after {np.median(lens):.0f} tokens, not "
+                f"{outcome.workload.output_len}; --ignore-eos makes servers that know it go on."
+            )
+        ins = [row.input_tokens for row in outcome.good if row.input_tokens]
+        if ins and abs(np.median(ins) / outcome.workload.input_len - 1) > 0.1:
+            said.append(
+                f"{outcome.workload.name}: the server counts {np.median(ins):.0f} tokens of prompt, not "
+                f"{outcome.workload.input_len}; --tokenizer with the model's vocabulary makes prompts of that length."
+            )
+    return said
+
+
+def figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """workload -> P50 of every figure, and how many were answered."""
+    return {
+        outcome.workload.name: {
+            "completed": len(outcome.good),
+            "failed": len(outcome.rows) - len(outcome.good),
+            **{f"p50_{name}": outcome.p50(name) for name in FIGURES},
+        }
+        for outcome in outcomes
+    }
+
+
+def leaderboard_sections(result: Result) -> list[Section]:
+    """A page's sections from what its details hold: outcomes, and what differs from the leaderboard's setting."""
+    outcomes = msgspec.convert(result.details["outcomes"], list[Outcome])
+    sections: list[Section] = [summary_table(outcomes)]
+    for outcome in outcomes:
+        if not outcome.rows:
+            continue
+        sections.append(runs_table(outcome))
+        if len(outcome.good) > 1:
+            sections.append(_plot(outcome))
+    sections.extend(Words(text=text) for text in result.details.get("differs", []))
+    return sections
+
+
+def summary_table(outcomes: Sequence[Outcome]) -> Table:
+    """P50 of every figure by workload."""
+    names = [name for name in FIGURES if "o200k" not in name or any(outcome.p50(name) for outcome in outcomes)]
+    rows = [
+        (
+            outcome.workload.name,
+            f"{len(outcome.good)} of {len(outcome.rows)}",
+            *(_number(outcome.p50(name)) for name in names),
+        )
+        for outcome in outcomes
+    ]
+    return Table(
+        title="P50 by workload",
+        columns=("tokens in/out", "answered", *(FIGURES[name] for name in names)),
+        rows=tuple(rows),
+        note="Times from the request's first byte. A first token of thinking counts for TTFT.",
+    )
+
+
+def runs_table(outcome: Outcome) -> Table:
+    """A workload's requests, one a row."""
+    o200k = any(row.speed_o200k is not None for row in outcome.rows)
+    names = [name for name in FIGURES if o200k or "o200k" not in name]
+    rows = [
+        (
+            str(row.run + 1),
+            f"{row.input_tokens:,}",
+            f"{row.output_tokens:,}",
+            *(_number(getattr(row, name)) for name in names),
+            _number(row.thinking),
+            row.error,
+        )
+        for row in outcome.rows
+    ]
+    failed = any(row.error for row in outcome.rows)
+    columns = ("run", "in", "out", *(FIGURES[name] for name in names), "thinking, s", "error")
+    keep = len(columns) - (not failed)
+    return Table(
+        title=f"{outcome.workload.name}, run by run", columns=columns[:keep], rows=tuple(row[:keep] for row in rows)
+    )
+
+
+def _plot(outcome: Outcome) -> Plot:
+    rows = [row for row in outcome.good if row.speed is not None]
+    marks = [] if (p50 := outcome.p50("speed")) is None else [Mark(text="P50", y=p50)]
+    series = [Series(name="native tokens", x=_order(rows), y=tuple(row.speed or 0.0 for row in rows), style="points")]
+    if any(row.speed_o200k is not None for row in rows):
+        speeds = tuple(row.speed_o200k or 0.0 for row in rows)
+        series.append(Series(name="o200k tokens", x=_order(rows), y=speeds, style="points"))
+    return Plot(
+        title=f"Output speed, {outcome.workload.name}",
+        x_label="request",
+        y_label="tokens/s",
+        series=tuple(series),
+        marks=tuple(marks),
+    )
+
+
+def _order(rows: Sequence[Measured]) -> tuple[float, ...]:
+    return tuple(float(at) for at in range(1, len(rows) + 1))
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens / 1000:g}k" if tokens >= 1000 and tokens % 100 == 0 else str(tokens)

@@ -1,0 +1,445 @@
+"""Throughput against latency: one server at rising loads, the frontier, and the highest load that keeps the SLOs.
+
+A load is a number of streams at once (a stream asks again as soon as it is answered), or a rate of requests that come
+as a Poisson process. Loads rise until throughput no longer does and latency has grown: beyond that, every point is
+worse in both. With SLOs the point of interest lies between the highest load that keeps them and the lowest that does
+not; a search halves the gap.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+from redline.bench.serving.metrics import (
+    Counts,
+    Tokens,
+    e2el,
+    e2el_from_schedule,
+    error_of,
+    failure_of,
+    input_tokens,
+    keeps,
+    output_tokens,
+    tpot,
+    ttft,
+    ttft_from_schedule,
+)
+from redline.bench.serving.records import Answer, Run
+from redline.bench.serving.saved import Result
+from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
+from redline.wire.base import Record
+
+By = Literal["streams", "requests/s"]
+GAIN = 1.02  # of the best throughput so far: less is no gain
+SLOWER = 1.5  # times the latency at the best throughput: this much worse for no gain is over-saturation
+FALLEN = 0.8  # of the best throughput: one such point is enough
+CLOSE = 1.05  # a search ends where the lowest bad load is at most so many times the highest good one
+MOST_HALVINGS = 6
+LOWEST = 8  # where no load keeps the SLOs: the lowest that is tried is the lowest given over this
+COMFORT = 0.9  # of a core: a load generator that is busier is itself the limit
+
+
+class Row(Record, frozen=True, array_like=True):
+    """One request of a point. Times are seconds; sent: since the point's beginning; None where it failed before."""
+
+    sent: float | None
+    ttft: float | None
+    e2el: float | None
+    input_tokens: int
+    output_tokens: int
+    error: str = ""
+
+
+class Point(Record, frozen=True):
+    """One load and what it gave. Times are seconds, throughput tokens/s; None: no request had such a figure.
+
+    interactivity: 1 / TPOT, tokens/s of one user: of the median TPOT, and of the 90th percentile of whole seconds per
+    output token (E2EL / tokens), inverted, as InferenceX plots it. kept: share of all requests that kept every SLO;
+    None: no SLOs. goodput: requests/s that did. cpu_share, lag_p99: of the load generator.
+    """
+
+    load: float
+    by: By
+    seconds: float
+    completed: int
+    failed: int
+    output_throughput: float
+    input_throughput: float
+    request_throughput: float
+    interactivity: float | None
+    interactivity_e2e_p90: float | None
+    ttft_p50: float | None
+    ttft_p99: float | None
+    tpot_p50: float | None
+    tpot_p99: float | None
+    e2el_p50: float | None
+    e2el_p99: float | None
+    kept: float | None
+    goodput: float | None
+    cpu_share: float
+    lag_p99: float
+    rows: tuple[Row, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Such as `8 streams` or `2.5 requests/s`."""
+        return f"{self.load:g} {self.by if self.load != 1 or self.by != 'streams' else 'stream'}"
+
+
+def point(load: float, by: By, run: Run, slos: Mapping[str, float], counts: Counts | None = None) -> Point:
+    """The figures of one load. slos: milliseconds by name, as `--goodput` has them. counts: who counts text.
+
+    Of a rate, TTFT and E2EL count from when the schedule wanted the request sent, so that a client that falls behind
+    flatters nobody. Of streams there is no schedule: they count from the request's first byte.
+    """
+    since_first = ttft if by == "streams" else ttft_from_schedule
+    since_last = e2el if by == "streams" else e2el_from_schedule
+    good = [answer for answer in run.answers if failure_of(answer) is None]
+    seconds = max(run.seconds, 1e-9)
+    tokens = {answer.index: output_tokens(answer, counts) for answer in good}
+    firsts, lasts = _known(map(since_first, good)), _known(map(since_last, good))
+    each = _known(tpot(answer, counts) for answer in good)
+    whole = [last / tokens[a.index].count for a in good if (last := e2el(a)) is not None and tokens[a.index].count]
+    kept = sum(keeps(answer, slos, counts) for answer in good)
+    total = max(1, len(run.answers))
+    return Point(
+        load=load,
+        by=by,
+        seconds=run.seconds,
+        completed=len(good),
+        failed=len(run.answers) - len(good),
+        output_throughput=sum(one.count for one in tokens.values()) / seconds,
+        input_throughput=sum(map(input_tokens, good)) / seconds,
+        request_throughput=len(good) / seconds,
+        interactivity=_inverse(_at(each, 50)),
+        interactivity_e2e_p90=_inverse(_at(whole, 90)),
+        ttft_p50=_at(firsts, 50),
+        ttft_p99=_at(firsts, 99),
+        tpot_p50=_at(each, 50),
+        tpot_p99=_at(each, 99),
+        e2el_p50=_at(lasts, 50),
+        e2el_p99=_at(lasts, 99),
+        kept=kept / total if slos else None,
+        goodput=kept / seconds if slos else None,
+        cpu_share=run.generator.cpu_share,
+        lag_p99=run.generator.lag_p99,
+        rows=tuple(_row(answer, tokens) for answer in run.answers),
+    )
+
+
+def _row(answer: Answer, tokens: Mapping[int, Tokens]) -> Row:
+    many = tokens[answer.index].count if answer.index in tokens else 0
+
+    def rounded(seconds: float | None) -> float | None:
+        return None if seconds is None else round(seconds, 6)
+
+    return Row(
+        sent=rounded(answer.sent),
+        ttft=rounded(ttft(answer)),
+        e2el=rounded(e2el(answer)),
+        input_tokens=input_tokens(answer),
+        output_tokens=many,
+        error=error_of(answer),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- how it goes
+
+
+class Plan(Record, frozen=True):
+    """What is swept. loads: rising. slos: milliseconds by name. attainment: the share that has to keep them.
+
+    search: halve the gap around the SLOs' point. to_the_end: measure every load, saturated or not.
+    """
+
+    by: By
+    loads: tuple[float, ...]
+    slos: dict[str, float] = msgspec.field(default_factory=dict[str, float])
+    attainment: float = 0.99
+    search: bool = False
+    to_the_end: bool = False
+
+
+def next_load(plan: Plan, points: Sequence[Point]) -> float | None:
+    """The load to measure next, given what has been measured; None: that was all. It has no memory of its own."""
+    done = {one.load for one in points}
+    rising = sorted((one for one in points if one.load in plan.loads), key=lambda one: one.load)
+    if plan.to_the_end or not saturated(rising):
+        for load in plan.loads:
+            if load not in done:
+                return load
+    return _halving(plan, points, done) if plan.search else None
+
+
+def _halving(plan: Plan, points: Sequence[Point], done: set[float]) -> float | None:
+    good, bad = around_slo(points, plan.attainment)
+    searched = sum(one.load not in plan.loads for one in points)
+    if bad is None or searched >= MOST_HALVINGS:
+        return None
+    low, high = 0.0 if good is None else good.load, bad.load
+    if good is None and high <= plan.loads[0] / LOWEST:
+        return None
+    if plan.by == "streams":
+        between = float((int(low) + int(high)) // 2)
+        return None if between in done or not low < between < high or high <= low * CLOSE else between
+    between = float(f"{math.sqrt(low * high) if low else high / 2:.3g}")
+    return None if high <= low * CLOSE or between in done else between
+
+
+def saturated(points: Sequence[Point]) -> bool:
+    """Whether more load only costs: two points, or one that has fallen far, without a gain and with much latency.
+
+    points: rising loads, from the lowest. Without any completed request a point has fallen as far as one can.
+    """
+    best: Point | None = None
+    in_vain = 0
+    for one in points:
+        if best is None or one.output_throughput > best.output_throughput * GAIN:
+            best, in_vain = one, 0
+            continue
+        slower = one.e2el_p50 is None or (best.e2el_p50 is not None and one.e2el_p50 > best.e2el_p50 * SLOWER)
+        in_vain += slower
+        if slower and (one.output_throughput < best.output_throughput * FALLEN or in_vain > 1):
+            return True
+    return False
+
+
+def sweep(
+    plan: Plan, points: list[Point], measure: Callable[[float], Point | None], save: Callable[[], object]
+) -> bool:
+    """Measure what is missing, adding to `points`; False where it was stopped.
+
+    measure: puts a load on and returns its point, or None where Ctrl-C ended it. save: called after every point.
+    """
+    while (load := next_load(plan, points)) is not None:
+        found = measure(load)
+        if found is None:
+            return False
+        points.append(found)
+        save()
+    return True
+
+
+# --------------------------------------------------------------------------------------------------------- what it says
+
+
+def frontier(points: Sequence[Point]) -> list[Point]:
+    """The points that no other beats in throughput without being slower for a user, from the fastest user on."""
+    best, found = -math.inf, list[Point]()
+    known = [one for one in points if one.interactivity is not None]
+    for one in sorted(known, key=lambda one: (-(one.interactivity or 0.0), -one.output_throughput)):
+        if one.output_throughput > best:
+            best = one.output_throughput
+            found.append(one)
+    return found
+
+
+def around_slo(points: Sequence[Point], attainment: float) -> tuple[Point | None, Point | None]:
+    """The highest load that keeps the SLOs below the lowest that does not, and that one; None where there is none."""
+    good: Point | None = None
+    for one in sorted(points, key=lambda one: one.load):
+        if one.kept is None:
+            continue
+        if one.kept < attainment:
+            return good, one
+        good = one
+    return good, None
+
+
+def crossing(good: Point, bad: Point, attainment: float) -> float:
+    """The load at which a straight line between two points' shares meets the attainment."""
+    assert good.kept is not None
+    assert bad.kept is not None
+    return good.load + (bad.load - good.load) * (good.kept - attainment) / (good.kept - bad.kept)
+
+
+def verdict(plan: Plan, points: Sequence[Point], gpus: int | None = None) -> list[str]:
+    """The sweep in a few sentences: the most throughput, the SLOs' point, and what a reader must not miss."""
+    if not points:
+        return ["Nothing was measured."]
+    best = max(points, key=lambda one: one.output_throughput)
+    each = f" ({_number(best.output_throughput / gpus)} a GPU)" if gpus else ""
+    said = [f"Most throughput: {_number(best.output_throughput)} output tokens/s{each} at {best.name}."]
+    if plan.slos:
+        said.append(_slo_sentence(plan, points))
+    rising = sorted((one for one in points if one.load in plan.loads), key=lambda one: one.load)
+    left = [load for load in plan.loads if load not in {one.load for one in points}]
+    if left and saturated(rising):
+        said.append(
+            f"Stopped at {rising[-1].name}: throughput no longer rose, and latency did. Not measured: "
+            f"{', '.join(f'{load:g}' for load in left)}."
+        )
+    if busy := [one for one in points if one.cpu_share > COMFORT]:
+        said.append(
+            f"The load generator was itself the limit at {', '.join(one.name for one in busy)}: it took "
+            f"{max(one.cpu_share for one in busy):.0%} of a core. What is measured there is a lower bound."
+        )
+    return said
+
+
+def _slo_sentence(plan: Plan, points: Sequence[Point]) -> str:
+    slos = ", ".join(f"{name} {bound:g} ms" for name, bound in plan.slos.items())
+    of = f"{slos} for {plan.attainment:.0%} of the requests"
+    good, bad = around_slo(points, plan.attainment)
+    if good is None:
+        worst = "" if bad is None else f": at {bad.name} {bad.kept:.1%} kept them"
+        return f"SLOs ({of}): no load that was measured keeps them{worst}."
+    held = (
+        f"SLOs ({of}): kept up to {good.name}, {_number(good.output_throughput)} output tokens/s and "
+        f"{good.goodput:.3g} good requests/s"
+    )
+    if bad is None:
+        return f"{held}; no measured load breaks them."
+    about = crossing(good, bad, plan.attainment)
+    return (
+        f"{held}; {bad.name} breaks them ({bad.kept:.1%} kept). A straight line between the two breaks at {about:.3g}."
+    )
+
+
+def points_table(plan: Plan, points: Sequence[Point], gpus: int | None = None) -> Table:
+    """The points by load; those of the frontier are marked."""
+    best = {one.load for one in frontier(points)}
+    columns = ["", plan.by, "output tokens/s"]
+    if gpus:
+        columns.append("a GPU")
+    columns += ["tokens/s a user", "e2e p90", "TTFT p50, ms", "TTFT p99, ms", "TPOT p50, ms", "TPOT p99, ms", "failed"]
+    if plan.slos:
+        columns += ["kept", "good requests/s"]
+    rows: list[tuple[str, ...]] = []
+    for one in sorted(points, key=lambda one: one.load):
+        cells = ["*" if one.load in best else "", f"{one.load:g}", _number(one.output_throughput)]
+        if gpus:
+            cells.append(_number(one.output_throughput / gpus))
+        cells += [_number(one.interactivity), _number(one.interactivity_e2e_p90)]
+        cells += [_number(ms(value)) for value in (one.ttft_p50, one.ttft_p99, one.tpot_p50, one.tpot_p99)]
+        cells.append(f"{one.failed} of {one.failed + one.completed}" if one.failed else "")
+        if plan.slos:
+            cells += ["-" if one.kept is None else f"{one.kept:.1%}", _number(one.goodput)]
+        rows.append(tuple(cells))
+    since = "the request's first byte" if plan.by == "streams" else "the moment for which the request was planned"
+    return Table(
+        title="Throughput against latency",
+        columns=tuple(columns),
+        rows=tuple(rows),
+        note=f"* on the frontier. tokens/s a user: 1 / median TPOT; e2e p90: 1 / 90th percentile of a request's whole "
+        f"seconds per output token. TTFT counts from {since}.",
+    )
+
+
+def sweep_sections(result: Result) -> list[Section]:
+    """A page's sections from what its details hold: plan, points, gpus."""
+    plan = msgspec.convert(result.details["plan"], Plan)
+    points = msgspec.convert(result.details["points"], list[Point])
+    gpus: int | None = result.details.get("gpus")
+    sections: list[Section] = [*(Words(text=text) for text in verdict(plan, points, gpus))]
+    if any(one.interactivity is not None for one in points):
+        sections.append(_frontier_plot(plan, points, gpus))
+        sections.append(_latency_plot(plan, points))
+    sections.append(points_table(plan, points, gpus))
+    return sections
+
+
+def _frontier_plot(plan: Plan, points: Sequence[Point], gpus: int | None) -> Plot:
+    def series(name: str, of: Sequence[Point], style: Literal["line and points", "points"]) -> Series:
+        return Series(
+            name=name,
+            x=tuple(one.interactivity or 0.0 for one in of),
+            y=tuple(one.output_throughput / (gpus or 1) for one in of),
+            labels=tuple(one.name for one in of),
+            style=style,
+        )
+
+    best = frontier(points)
+    loads = {one.load for one in best}
+    beaten = [one for one in points if one.load not in loads and one.interactivity is not None]
+    marks: list[Mark] = []
+    good, _ = around_slo(points, plan.attainment) if plan.slos else (None, None)
+    if good is not None:
+        marks.append(
+            Mark(
+                text=f"SLOs kept up to {good.name}", x=good.interactivity or 0.0, y=good.output_throughput / (gpus or 1)
+            )
+        )
+    return Plot(
+        title="The frontier",
+        x_label="interactivity, tokens/s a user",
+        y_label="output tokens/s" + (" a GPU" if gpus else ""),
+        series=(series("frontier", best, "line and points"), *([series("beaten", beaten, "points")] if beaten else [])),
+        marks=tuple(marks),
+        note="Up and to the right is better. A beaten point has less throughput than one that is as fast for a user.",
+    )
+
+
+def _latency_plot(plan: Plan, points: Sequence[Point]) -> Plot:
+    known = sorted((one for one in points if one.ttft_p50 is not None), key=lambda one: one.load)
+
+    def series(name: str, values: Sequence[float | None]) -> Series:
+        return Series(
+            name=name,
+            x=tuple(one.load for one in known),
+            y=tuple(ms(value) or 0.0 for value in values),
+            style="line and points",
+        )
+
+    marks = [Mark(text=f"SLO {name}", y=bound) for name, bound in plan.slos.items() if name == "ttft"]
+    return Plot(
+        title="Time to the first token by load",
+        x_label=plan.by,
+        y_label="TTFT, ms",
+        series=(
+            series("p50", [one.ttft_p50 for one in known]),
+            series("p99", [one.ttft_p99 for one in known]),
+        ),
+        marks=tuple(marks),
+        log_x=plan.by == "streams",
+        log_y=True,
+    )
+
+
+def text_plot(plan: Plan, points: Sequence[Point], width: int = 60) -> list[str]:
+    """A line for each load: its throughput as a bar, and what a user has of it."""
+    most = max((one.output_throughput for one in points), default=0.0) or 1.0
+    good, _ = around_slo(points, plan.attainment) if plan.slos else (None, None)
+    return [
+        f"{one.load:>8g} {'█' * max(1, round(one.output_throughput / most * width)):<{width}} "
+        f"{_number(one.interactivity)} tokens/s a user{'  <- SLOs' if good is one else ''}"
+        for one in sorted(points, key=lambda one: one.load)
+    ]
+
+
+def doubling(most: int) -> list[float]:
+    """1, 2, 4 ... up to `most`, which is the last."""
+    loads = [float(1 << power) for power in range(most.bit_length()) if 1 << power <= most]
+    return loads if loads[-1] == most else [*loads, float(most)]
+
+
+def rises(loads: Sequence[float]) -> bool:
+    """Whether every load is more than the one before."""
+    return all(a < b for a, b in pairwise(loads))
+
+
+def ms(seconds: float | None) -> float | None:
+    """Seconds as milliseconds."""
+    return None if seconds is None else seconds * 1000
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _at(values: Sequence[float], percentile: float) -> float | None:
+    return float(np.percentile(values, percentile)) if values else None
+
+
+def _inverse(seconds: float | None) -> float | None:
+    return 1 / seconds if seconds else None
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,143 @@
+"""`redline bench accept`: the flags, and what becomes of them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from redline.bench.serving.target import Patience
+from redline.cli.bench.options import (
+    SERVER,
+    Backend,
+    ConnectTimeout,
+    DatasetName,
+    DatasetPath,
+    Endpoint,
+    ExtraBody,
+    FirstTokenTimeout,
+    Header,
+    Host,
+    Html,
+    Insecure,
+    Model,
+    Port,
+    Quiet,
+    ReadyTimeout,
+    RequestTimeout,
+    Save,
+    Seed,
+    ServedModelName,
+    SilenceTimeout,
+    Tokenizer,
+    target_of,
+)
+from redline.cli.console import plain_console
+from redline.errors import ConfigError
+
+QUESTIONS, MOST_TOKENS = 16, 256
+MOST_LINES = 100_000  # of a file that are looked at
+
+
+def bench_accept(
+    base_url: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="The server; repeat it to put several on one page, such as one for each k.",
+            rich_help_panel=SERVER,
+        ),
+    ] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    endpoint: Endpoint = None,
+    backend: Backend = None,
+    model: Model = None,
+    served_model_name: ServedModelName = None,
+    tokenizer: Tokenizer = None,
+    header: Header = None,
+    extra_body: ExtraBody = None,
+    insecure: Insecure = False,
+    metrics_url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Where /metrics is, if not beside the API.", rich_help_panel=SERVER),
+    ] = None,
+    dataset_name: DatasetName = "redline",
+    dataset_path: DatasetPath = None,
+    domain: Annotated[
+        list[str] | None, typer.Option(help="Only this domain of the prompts (repeatable). Absent: all.")
+    ] = None,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each domain, at most.")] = QUESTIONS,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer, at most.")] = MOST_TOKENS,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="Of the answers (repeatable). Absent: 0, the likeliest tokens.")
+    ] = None,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="Answers at once.")] = 1,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Every answer has its whole length, where the server knows the field.")
+    ] = False,
+    seed: Seed = 0,
+    save: Save = None,
+    html: Html = None,
+    disable_tqdm: Quiet = False,
+    ready_check_timeout_sec: ReadyTimeout = None,
+    connect_timeout_sec: ConnectTimeout = 10.0,
+    first_token_timeout_sec: FirstTokenTimeout = 600.0,
+    silence_timeout_sec: SilenceTimeout = 60.0,
+    request_timeout_sec: RequestTimeout = 6 * 3600.0,
+) -> None:
+    """How many drafts hold: by place and by domain, and tokens of a round by k beside the golden curve.
+
+    From the counters in the server's /metrics before and after each domain. Nobody else should ask meanwhile.
+    """
+    from redline.bench.serving.datasets import DatasetConfig
+    from redline.cli.bench import kept
+    from redline.cli.bench.accept_run import AcceptConfig, run
+
+    targets = tuple(
+        target_of(
+            base_url=url,
+            host=host,
+            port=port,
+            endpoint=endpoint,
+            backend=backend,
+            model=model,
+            served_model_name=served_model_name,
+            header=header,
+            extra_body=extra_body,
+            insecure=insecure,
+            patience=Patience(
+                connect=connect_timeout_sec,
+                first=first_token_timeout_sec,
+                silence=silence_timeout_sec,
+                whole=request_timeout_sec,
+            ),
+        )
+        for url in base_url or [None]
+    )
+    if metrics_url is not None and len(targets) > 1:
+        raise ConfigError("--metrics-url is of one server; several --base-url were given")
+    config = AcceptConfig(
+        targets=targets,
+        dataset=DatasetConfig(
+            dataset_name=kept.dataset(dataset_name),
+            dataset_path=None if dataset_path is None else str(dataset_path),
+            num_prompts=num_prompts if dataset_name == "random" else MOST_LINES,
+            random_output_len=output_len,
+            sharegpt_output_len=output_len,
+            custom_output_len=output_len,
+            seed=kept.seed_of(seed),
+            ignore_eos=ignore_eos,
+            no_oversample=True,
+        ),
+        questions=num_prompts,
+        domains=tuple(domain or ()),
+        temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
+        concurrency=max_concurrency,
+        tokenizer=tokenizer or (model if model and Path(model).is_dir() else None),
+        metrics_url=None if metrics_url is None else target_of(base_url=metrics_url.removesuffix("/metrics")).base_url,
+        ready_s=ready_check_timeout_sec,
+        quiet=disable_tqdm,
+        save=None if save is None else str(save),
+        html=None if html is None else str(html),
+    )
+    raise typer.Exit(run(config, plain_console()))

@@ -1,0 +1,119 @@
+"""What leaderboard, sweep and accept do alike: a server is named, a load watched, a result kept and shown."""
+
+import secrets
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from redline.bench.record import provenance
+from redline.bench.serving import ready, saved
+from redline.bench.serving.datasets import NAMES, Name
+from redline.bench.serving.load import Live, run_load
+from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.report import page_of
+from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
+from redline.bench.serving.target import Pace, Target
+from redline.cli.bench.serve_run import named
+from redline.cli.console import say
+from redline.disk import save as save_bytes
+from redline.errors import ConfigError
+from redline.progress import Working
+
+Load = Callable[[Target, Sequence[Ask], Pace], Run]
+
+
+def dataset(name: str) -> Name:
+    """A dataset's name. Raises ConfigError for an unknown one."""
+    if name not in NAMES:
+        raise ConfigError(f"--dataset-name {name!r}: expected one of {', '.join(NAMES)}")
+    return msgspec.convert(name, Name)
+
+
+def reached(target: Target, ready_s: float | None, console: Console) -> Target:
+    """The target with its model, once the server is ready. Raises ConfigError."""
+
+    def tell(text: str) -> None:
+        say(console, text, "dim")
+
+    return named(target, ready.models(target, ready_s, tell), tell)
+
+
+def numbered(answer: Answer, index: int) -> Answer:
+    """An answer as a row of a result of several loads: with its place among all of them."""
+    return msgspec.structs.replace(answer, index=index)
+
+
+def seed_of(given: int | None) -> int:
+    """The seed that was given, or a drawn one."""
+    return secrets.randbelow(1 << 31) if given is None else given
+
+
+def watched(working: Working, done: Callable[[], int], total: int, what: str = "") -> Load:
+    """`run_load` that shows how far a whole verb is. done: requests that have ended before; total: of all loads."""
+
+    def load(target: Target, asks: Sequence[Ask], pace: Pace) -> Run:
+        def show(live: Live) -> None:
+            rate = live.tokens / live.seconds if live.seconds > 0 else 0.0
+            failed = f", {live.failed:,} failed" if live.failed else ""
+            note = f"{what}{live.running:,} running, {rate:,.0f} tokens/s{failed}"
+            working.show(done() + live.done, total, note=note)
+
+        return run_load(target, asks, pace, show)
+
+    return load
+
+
+def result(
+    kind: str,
+    figures: dict[str, Any],
+    target: Target,
+    *,
+    dataset: dict[str, Any],
+    details: dict[str, Any],
+    began: float,
+    stopped: bool,
+    pace: Pace | None = None,
+    answers: Sequence[Answer] = (),
+) -> Result:
+    """A verb's result with where it comes from. details may hold records."""
+    return Result(
+        kind=kind,
+        figures=figures,
+        command=command_without_secrets(["redline", *sys.argv[1:]]),
+        provenance=provenance("httptools", "uvloop"),
+        target=without_secrets(target),
+        dataset=dataset,
+        pace=pace,
+        began=began,
+        stopped=stopped,
+        details=msgspec.to_builtins(details),
+        answers=tuple(answers),
+    )
+
+
+def keep(found: Result, save: str | None, html: str | None, console: Console) -> None:
+    """Write what was asked for: the result, and its page. Raises ConfigError where a file cannot be written."""
+    if save is not None:
+        saved.save(Path(save), found)
+        say(console, f"written to {save}", "dim")
+    if html is not None:
+        save_bytes(Path(html), page_of([(save or html, found)]).encode())
+        say(console, f"written to {html}", "dim")
+
+
+def numbers(flag: str, words: Sequence[str], *, whole: bool) -> list[float]:
+    """Numbers above nothing, rising, of a flag that may be repeated or have commas. Raises ConfigError."""
+    found: list[float] = []
+    for word in (part.strip() for text in words for part in text.split(",")):
+        try:
+            value = float(word)
+        except ValueError:
+            value = 0.0
+        if not 0 < value < float("inf") or (whole and value != int(value)):
+            raise ConfigError(f"{flag} {word!r}: expected {'whole numbers' if whole else 'numbers'} such as 1,2,4")
+        found.append(value)
+    return sorted(set(found))

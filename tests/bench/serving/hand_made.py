@@ -1,0 +1,48 @@
+"""Answers with known times, made by hand."""
+
+from redline.bench.serving.records import Answer, Ask, Chunk, Failure, GeneratorLoad, Kind, Run, Usage
+
+
+def answer(
+    *chunks: tuple[float, str, Kind],
+    index: int = 0,
+    sent: float = 0.0,
+    tokens: int | None = None,
+    counted: bool = False,
+    reasoning: int | None = None,
+    accepted: int | None = None,
+    prompt: int = 10,
+    failure: Failure | None = None,
+    name: str = "",
+) -> Answer:
+    """An answer whose chunks are (time, text, kind). tokens: as usage says; counted: every event says one token."""
+    usage = Usage(prompt_tokens=prompt, completion_tokens=tokens, reasoning_tokens=reasoning, accepted_tokens=accepted)
+    return Answer(
+        index=index,
+        ask=Ask(max_tokens=100, text="", prompt_tokens=prompt, name=name),
+        planned=sent,
+        connected=sent,
+        sent=sent,
+        end=max([sent, *(at for at, _, _ in chunks)]),
+        chunks=tuple(
+            Chunk(at=at, kind=kind, characters=len(text), tokens=1 if counted else None) for at, text, kind in chunks
+        ),
+        text="".join(text for _, text, kind in chunks if kind == "answer"),
+        thinking="".join(text for _, text, kind in chunks if kind == "thinking"),
+        usage=usage,
+        failure=failure,
+        error=None if failure is None else f"it {failure}",
+    )
+
+
+def steady(first: float, gap: float, tokens: int, *, index: int = 0, sent: float = 0.0, thought: int = 0) -> Answer:
+    """One token an event: the first `first` seconds after it was sent, then one every `gap`; `thought` of thinking."""
+    kinds: list[Kind] = ["thinking" if at < thought else "answer" for at in range(tokens)]
+    chunks: list[tuple[float, str, Kind]] = [(sent + first + gap * at, "ab ", kind) for at, kind in enumerate(kinds)]
+    return answer(*chunks, index=index, sent=sent, tokens=tokens)
+
+
+def run(*answers: Answer, seconds: float = 10.0, stopped: bool = False, cpu_share: float = 0.1) -> Run:
+    """A run of these."""
+    generator = GeneratorLoad(cpu_share=cpu_share, lag_p50=0.0, lag_p99=0.001, lag_most=0.002, late_sends=0)
+    return Run(began=0.0, seconds=seconds, answers=answers, generator=generator, stopped=stopped)
