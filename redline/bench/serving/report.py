@@ -108,7 +108,7 @@ def _compared(
         return []
     if kinds <= set(LOADS):
         return [_loads(named), *_trade(named), *_distributions(named), *_rates(named)]
-    return list(_merged(parts)) if len(kinds) == 1 and kinds <= set(MERGED) else []
+    return list(merged(parts)) if len(kinds) == 1 and kinds <= set(MERGED) else []
 
 
 # ---------------------------------------------------------------------------------------------------- loads, by figure
@@ -208,7 +208,7 @@ def _figure(result: Result, key: str) -> float | None:
 # ------------------------------------------------------------------------------------------------- plots, one for all
 
 
-def _merged(parts: Sequence[tuple[str, Sequence[Section]]]) -> Iterable[Plot]:
+def merged(parts: Sequence[tuple[str, Sequence[Section]]]) -> Iterable[Plot]:
     """Plots that every result has, by title and axes, with the series of all."""
 
     def key(plot: Plot) -> tuple[str, str, str]:
