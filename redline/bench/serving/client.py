@@ -308,7 +308,10 @@ class Client:
 
     def request(self, ask: Ask) -> bytes:
         """What is sent for an ask, head and body. Raises ConfigError where the backend cannot ask so."""
-        body = msgspec.json.encode(self.dialect.body(ask, self.target))
+        try:
+            body = msgspec.json.encode(self.dialect.body(ask, self.target))
+        except (UnicodeEncodeError, TypeError, ValueError) as error:
+            raise ConfigError(f"a request that JSON cannot carry: {error}") from None
         return self._request("POST", self._path(self.target.endpoint or self.dialect.path), body)
 
     async def ask(self, ask: Ask, index: int = 0, planned: float = 0.0, request: bytes | None = None) -> Answer:
@@ -438,6 +441,8 @@ class Client:
         return self._prefix + path
 
     def _request(self, method: str, path: str, body: bytes) -> bytes:
+        if not path.isascii() or not path.isprintable() or " " in path:
+            raise ConfigError(f"the path {path!r} has signs that HTTP does not carry; see --base-url and --endpoint")
         kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         return f"{method} {path} HTTP/1.1\r\n{self._head}{kind}\r\n".encode("latin-1") + body
 

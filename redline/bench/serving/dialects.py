@@ -9,7 +9,7 @@ with a choice counts: a special token has no text.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 
@@ -118,13 +118,15 @@ _decode = msgspec.json.Decoder(_Event).decode
 
 def error_line(data: bytes) -> str:
     """One line, of at most 300 characters, of an error's body: its message where it is JSON that has one."""
+    found: Any
     try:
-        found: Any = msgspec.json.decode(data)
+        found = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         found = data.decode(errors="replace")
     for key in ("error", "message", "detail"):
-        if isinstance(found, dict) and found.get(key):
-            found = found[key]
+        if isinstance(found, dict):
+            fields = cast("dict[str, Any]", found)
+            found = fields.get(key) or fields
     line = found if isinstance(found, str) else msgspec.json.encode(found).decode()
     return " ".join(line.split())[:300]
 

@@ -106,7 +106,7 @@ class _Run:
         answers = [answer or self._skipped(place) for place, answer in enumerate(self._answers)]
         sent = [answer for answer in answers if answer.failure != "skipped"]
         first = min((answer.planned for answer in sent), default=0.0)
-        last = max((answer.end for answer in sent), default=wall)
+        last = max((answer.end for answer in sent), default=first)
         self._show()
         return Run(
             began=began,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from redline.bench.serving import metrics
-from redline.bench.serving.metrics import failure_of
+from redline.bench.serving.metrics import UNFINISHED, failure_of
 from redline.bench.serving.records import Answer
 from redline.bench.serving.remarks import remarks
 from redline.bench.serving.saved import Result
@@ -47,7 +47,7 @@ def serve_tables(result: Result) -> list[Section]:
         found.append(latencies)
     if "spec_decode_acceptance_length" in figures:
         found.append(_drafting(figures))
-    failed = [answer for answer in result.answers if failure_of(answer) is not None]
+    failed = [answer for answer in result.answers if failure_of(answer) not in (None, *UNFINISHED)]
     if failed:
         found.append(_failures(failed))
     mismatches: list[dict[str, Any]] = result.details.get("mismatches", [])
@@ -94,6 +94,8 @@ def _dataset(dataset: dict[str, Any]) -> str:
 
 def _throughput(figures: dict[str, Any]) -> Table:
     rows = [("requests completed", f"{figures['completed']:,}"), ("requests failed", f"{figures.get('failed') or 0:,}")]
+    if unfinished := sum(figures.get("failures", {}).get(kind, 0) for kind in UNFINISHED):
+        rows.append(("requests not finished, as the run was ended", f"{unfinished:,}"))
 
     def add(name: str, key: str, shape: str) -> None:
         if figures.get(key) is not None:

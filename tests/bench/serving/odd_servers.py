@@ -79,8 +79,10 @@ async def serving(reply: Reply, context: ssl.SSLContext | None = None) -> AsyncG
 
 def target(port: int, **fields: Any) -> Target:
     """A chat target whose waits are short."""
-    patience = fields.pop("patience", Patience(connect=2, first=2, silence=2, whole=5))
-    return Target(**{"base_url": f"http://127.0.0.1:{port}", "model": "m", "patience": patience, **fields})
+    usual = Target(
+        base_url=f"http://127.0.0.1:{port}", model="m", patience=Patience(connect=2, first=2, silence=2, whole=5)
+    )
+    return msgspec.structs.replace(usual, **fields)
 
 
 async def answer_to(*parts: bytes, close: bool = False, pause: float = 0.0, **fields: Any) -> Answer:

@@ -1,6 +1,7 @@
 """The client against servers that answer well, oddly, wrongly or not at all."""
 
 import asyncio
+import re
 import ssl
 import subprocess
 import time
@@ -85,7 +86,8 @@ def test_a_stream_is_known_without_its_content_type():
 
 
 def test_an_answer_that_is_no_stream_is_one_chunk():
-    body = b'{"choices":[{"message":{"role":"assistant","content":"hello"},"finish_reason":"stop"}],"usage":{"prompt_tokens":3,"completion_tokens":1}}'
+    choice = b'{"message":{"role":"assistant","content":"hello"},"finish_reason":"stop"}'
+    body = b'{"choices":[%b],"usage":{"prompt_tokens":3,"completion_tokens":1}}' % choice
     answer = _asked(whole(body))
     _right(answer, "hello")
     assert len(answer.chunks) == 1
@@ -101,24 +103,41 @@ def test_thinking_and_tool_calls_are_put_together():
     assert [one.kind for one in answer.chunks] == ["thinking", "thinking", "tool", "tool"]
 
 
+A = CHUNKED + chunk(event({"content": "a"}))
+LAST = b"0\r\n\r\n"
 FAILURES = {
     "dropped before the head": ((b"",), "dropped", "", "before it answered"),
-    "dropped within an event": ((CHUNKED + chunk(event({"content": "a"})) + b"40\r\ndata: {",), "dropped", "a", "within"),
+    "dropped within an event": ((A + b"40\r\ndata: {",), "dropped", "a", "within"),
     "an open end that says nothing": ((HEAD + b"\r\n" + event({"content": "a"}),), "dropped", "a", r"without \[DONE\]"),
-    "an end that says nothing": ((CHUNKED + chunk(event({"content": "a"})) + b"0\r\n\r\n",), "malformed", "a", r"without \[DONE\]"),
-    "an empty stream": ((CHUNKED + b"0\r\n\r\n",), "malformed", "", r"without \[DONE\]"),
-    "nothing but done": ((CHUNKED + chunk(DONE) + b"0\r\n\r\n",), "malformed", "", "nothing else"),
-    "no JSON": ((CHUNKED + chunk(event({"content": "a"}) + b"data: {oops\n\n"),), "malformed", "a", "oops"),
-    "no UTF-8": ((CHUNKED + chunk(b'data: {"choices":[{"delta":{"content":"\xff"}}]}\n\n'),), "malformed", "", "cannot be read"),
+    "an end that says nothing": ((A + LAST,), "malformed", "a", r"without \[DONE\]"),
+    "an empty stream": ((CHUNKED + LAST,), "malformed", "", r"without \[DONE\]"),
+    "nothing but done": ((CHUNKED + chunk(DONE) + LAST,), "malformed", "", "nothing else"),
+    "no JSON": ((A + chunk(b"data: {oops\n\n"),), "malformed", "a", "oops"),
+    "no UTF-8": (
+        (CHUNKED + chunk(b'data: {"choices":[{"delta":{"content":"\xff"}}]}\n\n'),),
+        "malformed",
+        "",
+        "cannot be read",
+    ),
     "no HTTP": ((b"SSH-2.0-OpenSSH_9.6\r\n\r\n",), "malformed", "", "no valid HTTP"),
-    "a wrong chunk": ((CHUNKED + chunk(event({"content": "a"})) + b"zz\r\n",), "malformed", "a", "no valid HTTP"),
+    "a wrong chunk": ((A + b"zz\r\n",), "malformed", "a", "no valid HTTP"),
     "an endless head": ((HEAD + b"X-A: " + b"a" * HEAD_BYTES + b"\r\n",), "malformed", "", "head has more than 64 KiB"),
-    "an error within": ((CHUNKED + chunk(event({"content": "a"}) + b'data: {"error":{"message":"lost"}}\n\n'),), "server", "a", "^lost$"),
-    "a server error": ((whole(b'{"error":{"message":"no pages","type":"x"}}', "500 Internal Server Error"),), "http", "", "^HTTP 500: no pages$"),
-    "a redirect": ((b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /else\r\nContent-Length: 0\r\n\r\n",), "http", "", "redirect to /else"),
+    "an error within": ((A + chunk(b'data: {"error":{"message":"lost"}}\n\n'),), "server", "a", "^lost$"),
+    "a server error": (
+        (whole(b'{"error":{"message":"no pages","type":"x"}}', "500 Internal Server Error"),),
+        "http",
+        "",
+        "^HTTP 500: no pages$",
+    ),
+    "a redirect": (
+        (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /else\r\nContent-Length: 0\r\n\r\n",),
+        "http",
+        "",
+        "redirect to /else",
+    ),
     "a long body": ((whole(b"x" * (BODY_BYTES + 1)),), "malformed", "", "no stream"),
-    "a long event": ((CHUNKED + chunk(event({"content": "a"})) + chunk(b"data: " + b"x" * EVENT_BYTES),), "malformed", "a", "16 MiB"),
-}  # fmt: skip
+    "a long event": ((A + chunk(b"data: " + b"x" * EVENT_BYTES),), "malformed", "a", "16 MiB"),
+}
 
 
 @pytest.mark.parametrize("name", FAILURES)
@@ -128,12 +147,8 @@ def test_what_goes_wrong_is_named_and_what_had_come_is_kept(name: str):
     assert (answer.failure, answer.text) == (failure, text)
     assert answer.error is not None
     assert "\n" not in answer.error
-    pytest.raises(AssertionError, _raise, answer.error).match(error)
+    assert re.search(error, answer.error)
     assert answer.end > 0
-
-
-def _raise(error: str) -> None:
-    raise AssertionError(error)
 
 
 @pytest.mark.parametrize(
@@ -330,10 +345,16 @@ def test_a_server_without_models_is_an_error_that_names_it(body: bytes):
     [
         ({"base_url": "127.0.0.1:8000"}, "--base-url"),
         ({"base_url": "http://127.0.0.1:99999"}, "--base-url"),
+        ({"base_url": "http://127.0.0.1:1/a path"}, "--base-url"),
         ({"backend": "tgi"}, "--backend"),
         ({"headers": {"X-A": "b\r\nX-B: c"}}, "header"),
     ],
 )
 def test_a_target_that_cannot_be_is_an_error_that_names_the_flag(fields: dict[str, Any], error: str):
     with pytest.raises(ConfigError, match=error):
-        Client(target(1, **fields))
+        Client(target(1, **fields)).request(HI)
+
+
+def test_a_text_that_json_cannot_carry_is_an_error():
+    with pytest.raises(ConfigError, match="JSON"):
+        Client(target(1)).request(Ask(max_tokens=1, text="\ud800"))

@@ -1,5 +1,7 @@
 """What the dialects send, and what they understand of each event."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -55,7 +57,10 @@ def test_which_events_of_a_chat_are_chunks():
 
 
 def test_parts_of_tool_calls_are_told_apart_by_their_index():
-    calls = [{"index": 1, "id": "x", "function": {"name": "f", "arguments": "{"}}, {"index": 0, "function": {}}]
+    calls: list[dict[str, Any]] = [
+        {"index": 1, "id": "x", "function": {"name": "f", "arguments": "{"}},
+        {"index": 0, "function": {}},
+    ]
     said = CHAT.read(_event(delta={"tool_calls": calls}))
     assert (said.kind, said.calls) == ("tool", (Call(1, "x", "f", "{"), Call(0, "", "", "")))
 

@@ -55,7 +55,7 @@ def test_places_are_filled_as_they_come_free():
     # Planned when a place was free: a fourth of the requests at a time.
     assert run.answers[3].planned == pytest.approx(min(answer.end for answer in run.answers[:3]), abs=0.05)
     assert watched[-1][:5] == (12, 12, 0, 0, 12)
-    assert 0 < run.generator.cpu_share
+    assert run.generator.cpu_share > 0
     assert 0 <= run.generator.lag_p50 <= run.generator.lag_p99 <= run.generator.lag_most
 
 
@@ -90,20 +90,19 @@ def test_the_deadline_wakes_who_waits_for_the_schedule():
 
 
 def test_ctrl_c_gives_what_there_is():
-    loop = asyncio.new_event_loop()
-    started: list[int] = []
+    started: list[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = []
     ready = threading.Event()
 
     async def serve() -> None:
         async with serving(_Slow(0.2).reply) as (port, _):
-            started.append(port)
+            started.append((port, asyncio.get_running_loop(), asyncio.Event()))
             ready.set()
-            await ended.wait()
+            await started[0][2].wait()
 
-    ended = asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()), daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     assert ready.wait(5)
+    port, loop, ended = started[0]
 
     def interrupt(live: Live) -> None:
         if live.done >= 2 and not sent:
@@ -113,11 +112,10 @@ def test_ctrl_c_gives_what_there_is():
     sent: list[int] = []
     before = signal.getsignal(signal.SIGINT)
     try:
-        run = run_load(target(started[0]), ASKS, Pace(max_concurrency=2), interrupt)
+        run = run_load(target(port), ASKS, Pace(max_concurrency=2), interrupt)
     finally:
         loop.call_soon_threadsafe(ended.set)
         thread.join(5)
-        loop.close()
     assert run.stopped
     kinds = [answer.failure for answer in run.answers]
     assert kinds[:2] == [None, None]

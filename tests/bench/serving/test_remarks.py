@@ -68,7 +68,7 @@ def test_what_puts_figures_in_doubt_is_a_warning():
     uncounted = answer(0, usage=Usage(prompt_tokens=3))
     skipped = answer(1, at=(), failure="skipped", text="")
     warned = " ".join(words.text for words in remarks(served(uncounted, skipped, stopped=True)) if words.warning)
-    assert "1 of 2 requests were asked" in warned
+    assert "1 of 2 requests were asked, and 0 of them were cut off" in warned
     assert "each event was counted as one token" in warned
     assert "ended before the tokens asked for" in warned
     calm = remarks(served(answer(0, max_tokens=5)))
