@@ -24,6 +24,7 @@ function filled(element, attributes, children) {
   return element;
 }
 
+const textWidth = (text) => 6.6 * text.length; // about, at 12 px
 const px = (value) => Math.round(value * 10) / 10;
 
 /** Shapes tell series apart where colours do not: a disc, square, triangle, diamond around (x, y). */
@@ -169,7 +170,7 @@ class Chart {
     this.inner = { left: 10 + 7 * longest, top: 24, height: this.height - 24 - 44 };
     this.inner.width = this.width - this.inner.left - 14;
     const { left, top, width, height } = this.inner;
-    const xTicks = ticks(view.x, plot.log_x, Math.floor(width / 75), this.whole.x);
+    const xTicks = ticks(view.x, plot.log_x, Math.floor(width / 65), this.whole.x);
     const grid = xTicks.map((tick) => `M${px(this.x(tick.at))} 0V${height}`)
       .concat(yTicks.map((tick) => `M0 ${px(this.y(tick.at))}H${width}`)).join("");
     this.locate();
@@ -259,7 +260,7 @@ class Chart {
       const [hasX, hasY] = [!Number.isNaN(x), !Number.isNaN(y)];
       if (!hasX && !hasY) return [];
       if ((hasX && (x < 0 || x > inner.width)) || (hasY && (y < 0 || y > inner.height))) return [];
-      const left = hasX && x > inner.width * 0.6;
+      const left = hasX && x + 16 + textWidth(mark.text) > inner.width && x > inner.width / 2;
       const path = hasX && hasY ? `M${x - 8} ${y}a8 8 0 1 0 16 0a8 8 0 1 0 -16 0`
         : hasX ? `M${x} 0V${inner.height}` : `M0 ${y}H${inner.width}`;
       const at = hasX && hasY ? { x: x + (left ? -13 : 13), y: y < 20 || (left && y < inner.height - 24) ? y + 20 : y - 8 }
@@ -444,10 +445,24 @@ class Chart {
       for (const name of kept) element.setAttribute(name, style.getPropertyValue(name));
       for (const name of ["class", "tabindex", "role", "aria-label"]) element.removeAttribute(name);
     });
-    clone.setAttribute("width", this.width);
-    clone.setAttribute("height", this.height);
-    clone.prepend(svg("title", {}, this.plot.title),
-      svg("rect", { width: this.width, height: this.height, fill: getComputedStyle(document.body).backgroundColor }));
+    const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name);
+    const font = { "font-family": "system-ui, sans-serif", fill: colour("--text") };
+    const names = this.plot.series.length < 2 ? [] : this.plot.series.map((one, i) => [one.name, i]);
+    const head = [svg("text", { x: 0, y: 16, "font-size": 15, "font-weight": 650, ...font }, this.plot.title)];
+    let [x, y] = [0, names.length ? 38 : 20];
+    for (const [name, i] of names.filter(([, i]) => !this.hidden.has(i))) {
+      if (x > 0 && x + 20 + textWidth(name) > this.width) [x, y] = [0, y + 18];
+      head.push(svg("path", { d: shape(i % 4, x + 6, y - 4, 4), fill: colour(`--s${i % COLOURS}`) }),
+        svg("text", { x: x + 16, y, "font-size": 12, ...font }, name));
+      x += 36 + textWidth(name);
+    }
+    const height = this.height + y + 12;
+    clone.setAttribute("viewBox", `-12 -12 ${this.width + 24} ${height + 24}`);
+    clone.setAttribute("width", this.width + 24);
+    clone.setAttribute("height", height + 24);
+    const drawn = svg("g", { transform: `translate(0 ${y + 12})` }, ...clone.childNodes);
+    const paper = { x: -12, y: -12, width: this.width + 24, height: height + 24, fill: colour("--page") };
+    clone.append(svg("title", {}, this.plot.title), svg("rect", paper), ...head, drawn);
     saveFile(fileName(this.plot.title, "svg"), "image/svg+xml", new XMLSerializer().serializeToString(clone));
   }
 }

@@ -153,10 +153,10 @@ function cellNumber(cell) {
   return found ? Number(found[2].replaceAll(",", "")) * (found[1] === "-" || found[1] === "−" ? -1 : 1) : NaN;
 }
 
-/** Whether a column holds numbers: every cell that says something begins with one, and one does. */
+/** Whether a column holds numbers, such as "1,234", "12 %" or "3 of 10": every cell that says something, and one does. */
 function isNumeric(cells) {
-  const said = cells.filter((cell) => !/^[-–—]?$/.test(cell.trim()));
-  return said.length > 0 && said.every((cell) => !Number.isNaN(cellNumber(cell)));
+  const said = cells.map((cell) => cell.trim()).filter((cell) => !/^[-–—]?$/.test(cell));
+  return said.length > 0 && said.every((cell) => /^[±]?[-+−]?[\d.][\d.,]*(e[-+]?\d+)?( ?[^\s\d,]{1,10}| of [\d,]+)?$/i.test(cell));
 }
 
 /** The rows by one column, as numbers where it holds numbers; what says nothing comes last either way. */

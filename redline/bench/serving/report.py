@@ -1,5 +1,6 @@
 """Saved results as sections: of one, and of several beside one another, what can be compared first."""
 
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pkgutil import resolve_name
 from typing import Any
@@ -47,9 +48,9 @@ def page_of(results: Sequence[tuple[str, Result]], title: str = "") -> str:
     """
     if len(results) > 1:
         title = title or f"redline bench report: {len(results)} results"
-        return render(title, sections_together(results), provenance=())
+        return render(title, sections_together(results))
     result = results[0][1]
-    subtitle = heading(result) if result.kind in LOADS else _where(result)
+    subtitle = "" if result.kind in LOADS else _where(result)  # a load's own sections begin with it
     title = title or f"redline bench {result.kind}: {_model(result) or results[0][0]}"
     return render(title, sections_of(result), subtitle=subtitle, provenance=provenance_of(result))
 
@@ -92,7 +93,7 @@ def names_of(results: Sequence[tuple[str, Result]]) -> list[str]:
 
 def provenance_of(result: Result) -> list[tuple[str, str]]:
     """Names and values for a page's foot: command, server, machine, versions, commit, date."""
-    found = [("command", " ".join(result.command)), ("server", _where(result))]
+    found = [("command", shlex.join(result.command)), ("server", _where(result))]
     for name, value in result.provenance.items():
         text = ", ".join(f"{key} {one}" for key, one in value.items()) if isinstance(value, dict) else str(value)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         found.append((name, text))
@@ -108,7 +109,7 @@ def _compared(
         return []
     if kinds <= set(LOADS):
         return [_loads(named), *_trade(named), *_distributions(named), *_rates(named)]
-    return list(_merged(parts)) if len(kinds) == 1 and kinds <= set(MERGED) else []
+    return list(merged(parts)) if len(kinds) == 1 and kinds <= set(MERGED) else []
 
 
 # ---------------------------------------------------------------------------------------------------- loads, by figure
@@ -208,7 +209,7 @@ def _figure(result: Result, key: str) -> float | None:
 # ------------------------------------------------------------------------------------------------- plots, one for all
 
 
-def _merged(parts: Sequence[tuple[str, Sequence[Section]]]) -> Iterable[Plot]:
+def merged(parts: Sequence[tuple[str, Sequence[Section]]]) -> Iterable[Plot]:
     """Plots that every result has, by title and axes, with the series of all."""
 
     def key(plot: Plot) -> tuple[str, str, str]:

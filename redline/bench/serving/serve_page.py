@@ -2,7 +2,6 @@
 
 import math
 import re
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any
@@ -33,9 +32,9 @@ CDF_POINTS = 400
 
 
 def serve_sections(result: Result) -> list[Section]:
-    """Who was asked, tables, remarks, plots, where the numbers come from; of a result of vLLM's what its keys say."""
+    """Who was asked, tables, remarks, plots; of a result of vLLM's what its keys say."""
     begin = Words(text=heading(result))
-    return [begin, *serve_tables(result), *remarks(result), *serve_plots(result), *_origin(result)]
+    return [begin, *serve_tables(result), *remarks(result), *serve_plots(result)]
 
 
 def serve_tables(result: Result) -> list[Section]:
@@ -54,16 +53,6 @@ def serve_tables(result: Result) -> list[Section]:
     if mismatches:
         found.append(_mismatches(mismatches))
     return found
-
-
-def _origin(result: Result) -> list[Section]:
-    known = result.provenance
-    if not known:
-        return []
-    machine = (
-        f"{known.get('machine')}, {known.get('cores')} cores, commit {known.get('commit')}, {known.get('date')} UTC"
-    )
-    return [Words(text=f"Measured from {machine}: {shlex.join(result.command)}")]
 
 
 def heading(result: Result) -> str:

@@ -16,8 +16,9 @@ from redline.bench.serving.datasets import DatasetConfig, asks
 from redline.bench.serving.load import Live, run_load
 from redline.bench.serving.records import Run
 from redline.bench.serving.remarks import remarks, scheduled
+from redline.bench.serving.report import page_of
 from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
-from redline.bench.serving.serve_page import heading, serve_sections, serve_tables
+from redline.bench.serving.serve_page import heading, serve_tables
 from redline.bench.serving.target import Pace, Target
 from redline.bench.serving.vocabulary import Vocabulary, open_vocabulary
 from redline.cli.bench.show import show
@@ -103,9 +104,7 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
         saved.save(path, result, detailed=config.detailed)
         tell(f"written to {path}")
     if config.html is not None:
-        from redline.bench.serving.page import render
-
-        save(Path(config.html), render(f"redline bench serve: {figures['model_id']}", serve_sections(result)).encode())
+        save(Path(config.html), page_of([(Path(config.html).stem, result)]).encode())
         tell(f"written to {config.html}")
     if run.stopped and not _at_its_deadline(run, config.pace):
         return INTERRUPTED
