@@ -92,7 +92,7 @@ class Tokenizer:
     @classmethod
     def open(cls, folder: Path) -> "Tokenizer":
         """Read the tokenizer of a checkpoint folder. Raises CheckpointError, which names the file."""
-        ranks = _read_ranks(folder / "tiktoken.model")
+        ranks = read_ranks(folder / "tiktoken.model")
         names, kept = _read_names(folder / "tokenizer_config.json", len(ranks))
         try:
             return cls(ranks, names, kept)
@@ -218,7 +218,8 @@ def _slices(text: str, cuts: list[int]) -> Iterator[str]:
         yield text[start:end]
 
 
-def _read_ranks(path: Path) -> dict[bytes, int]:
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """The bytes of token 0, 1, 2 ..., in that order, of a file of `base64 rank` lines. Raises CheckpointError."""
     ranks: dict[bytes, int] = {}
     try:
         lines = path.read_bytes().splitlines()

@@ -1,0 +1,133 @@
+"""Texts of a known number of tokens: random ones, which nothing can foresee, and natural ones.
+
+What makes counts exact is where texts are cut. A byte-pair vocabulary cuts text into words before it merges anything,
+and a space between letters or digits and a letter is always such a cut: the tokens of both sides add up.
+"""
+
+import functools
+import random
+import re
+from bisect import bisect_right
+from itertools import accumulate
+
+from redline.bench.serving.vocabulary import Vocabulary
+from redline.errors import ConfigError
+
+_MOST_WORDS = 4096  # of a vocabulary: enough that eight in a row come but once
+_CUT = re.compile(r"(?<=[A-Za-z0-9]) (?=[A-Za-z])")
+_FILLERS = 12  # words at most that make a natural text's count exact
+_TOKENS_PER_WORD = 1.16  # of `natural` in Kimi K2's vocabulary: 3.11's documentation; used where nobody can count
+
+
+class RandomTexts:
+    """Makes texts that a server has not seen, each of exactly as many tokens as asked, in one vocabulary.
+
+    The ordinary tokens, those that are no whole characters left out, written one after another in the order of their ids,
+    are a ring; a text is a stretch of it from some place on, as of `vllm bench serve`. Neighbours that merge are counted
+    as what they merge to. Setting it up takes some tenths of a second; a text takes microseconds.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        """Raises ConfigError where the vocabulary has no words of one token."""
+        ordinary = {token: vocabulary.decode([token]) for token in range(vocabulary.size) if token not in vocabulary.specials}
+        whole = {token: text for token, text in ordinary.items() if text and "\ufffd" not in text}
+        words = dict.fromkeys(text.strip() for text in whole.values() if re.fullmatch(r" ?[a-z]{2,}", text))
+        before = len(vocabulary.encode("of"))
+        taken = (word for word in words if len(vocabulary.encode(f"of {word}")) == before + 1)
+        self.words = tuple(word for word, _ in zip(taken, range(_MOST_WORDS), strict=False))
+        if not self.words:
+            raise ConfigError(f"--tokenizer {vocabulary.name}: it has no word of one token; give the served model's")
+        self._firsts = [word for word in self.words if len(vocabulary.encode(word)) == 1]
+        ring = vocabulary.decode(list(whole))
+        places = [match.start() for match in _CUT.finditer(ring)]
+        if places:
+            ring = ring[places[0] :] + ring[: places[0]]
+            places = [place - places[0] for place in places]
+        if not (places and _CUT.match(ring[-1] + ring, 1)):  # else whole turns would not add up
+            ring, places = "".join(f" {word}" for word in self.words), [0]
+        self._ring, self._places = ring, [*places, len(ring)]
+        pieces = zip(self._places, self._places[1:], strict=False)
+        self._sums = [0, *accumulate(len(vocabulary.encode(ring[start:end])) for start, end in pieces)]
+
+    def opening(self, tokens: int, draw: random.Random) -> str:
+        """Random words that may stand at the beginning of a text, with no space in front; one token each."""
+        if not tokens:
+            return ""
+        if not self._firsts:
+            return self.more(tokens, draw)
+        return draw.choice(self._firsts) + self.more(tokens - 1, draw)
+
+    def more(self, tokens: int, draw: random.Random) -> str:
+        """Random words of one token each, a space in front of each, to stand behind a word."""
+        return "".join(f" {word}" for word in draw.choices(self.words, k=tokens))
+
+    def stretch(self, tokens: int, draw: random.Random) -> str:
+        """Text of the ring that begins at a random cut, filled up with random words; to stand behind a word."""
+        start = draw.randrange(len(self._places) - 1)
+        turns, rest = divmod(tokens, self._sums[-1])
+        turned = self._ring[self._places[start] :] + self._ring[: self._places[start]] if turns else ""
+        end = self._sums[start] + rest
+        over = end >= self._sums[-1]
+        stop = bisect_right(self._sums, end - self._sums[-1] if over else end) - 1
+        first, last = self._places[start], self._places[stop]
+        text = self._ring[first:] + self._ring[:last] if over else self._ring[first:last]
+        missing = end - self._sums[stop] - (self._sums[-1] if over else 0)
+        return turned * turns + text + self.more(missing, draw)
+
+
+def natural(tokens: int, vocabulary: Vocabulary | None, seed: int) -> str:
+    """English prose of exactly `tokens` tokens, another for each seed: sentences of Python's own documentation.
+
+    A number begins it, so that no prefix cache knows it, and the sentences come in an order of the seed's. Another
+    version of Python has other sentences. Without a vocabulary the count is about right. Raises ConfigError where the
+    vocabulary cannot make the number, or where Python came without its documentation.
+    """
+    draw = random.Random(f"natural {seed}")
+    words = f"Entry {draw.randrange(10**9)}.".split()
+    most = max(tokens, 1) if vocabulary else max(1, round(tokens / _TOKENS_PER_WORD))  # no word is less than a token
+    while len(words) < most:
+        sentences = list(_sentences())
+        draw.shuffle(sentences)
+        for sentence in sentences:
+            words += sentence.split()
+            if len(words) >= most:
+                break
+    if vocabulary is None:
+        return " ".join(words[:most])
+    few, many = 0, most
+    while few < many:  # the most words that are not too many tokens
+        middle = (few + many + 1) // 2
+        if len(vocabulary.encode(" ".join(words[:middle]))) <= tokens:
+            few = middle
+        else:
+            many = middle - 1
+    for kept in range(few, max(few - _FILLERS, -1), -1):
+        said = " ".join(words[:kept])
+        for fillers in range(_FILLERS):
+            count = len(vocabulary.encode(said))
+            if count == tokens:
+                return said
+            if count > tokens:
+                break
+            said = f"{said} {_FILLING[fillers % len(_FILLING)]}".strip()
+    raise ConfigError(f"{vocabulary.name}: no text of exactly {tokens} tokens was found; ask for another length")
+
+
+_FILLING = ("and", "so", "on", "or", "as", "is", "in", "it")
+
+
+@functools.cache
+def _sentences() -> tuple[str, ...]:
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ConfigError("this Python came without its documentation (pydoc_data); install its whole library") from None
+    found: dict[str, None] = {}
+    for text in topics.values():
+        for paragraph in text.split("\n\n"):
+            line = " ".join(paragraph.split())
+            for sentence in re.split(r"(?<=[a-z)]\.) (?=[A-Z])", line):
+                plain = re.sub(r"[*\"`]", "", sentence)
+                if re.fullmatch(r"[A-Z][A-Za-z0-9 ,;:'()-]{40,400}\.", plain):
+                    found[plain] = None
+    return tuple(found)

@@ -1,0 +1,178 @@
+"""Counting tokens and making text of them, without the model and without torch. Nothing is ever downloaded.
+
+A vocabulary is that of the served model (`--tokenizer`), so that a prompt has as many tokens here as at the server, or
+o200k, in which Artificial Analysis counts every model's tokens.
+"""
+
+import hashlib
+import importlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tiktoken
+
+from redline.chat.tokenizer import Tokenizer, read_ranks
+from redline.errors import ConfigError
+
+# Facts of tiktoken's own registry (tiktoken_ext.openai_public): how o200k_base cuts text, its control tokens, and where
+# its file is published, of which a cache keeps the file under the address's SHA-1.
+_WORD, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+O200K_SPLIT = "|".join(
+    (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD}*{_SMALL}+{_ENDING}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_WORD}+{_SMALL}*{_ENDING}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+O200K_SPECIALS = {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}
+_O200K_ADDRESS = "https://openaipublic.blob.core.windows.net/encodings/o200k_base.tiktoken"
+
+
+class Vocabulary(Protocol):
+    """Text to token ids and back. Text that spells a control token is text.
+
+    name: the folder or file it was read from. size: ids are in [0, size). specials: the control tokens, which no prompt
+    is made of. added: control tokens that a server puts around a bare text of its own accord, such as one that begins it.
+    """
+
+    @property
+    def name(self) -> str:
+        """What a result says of where counts come from."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        ...
+
+    @property
+    def specials(self) -> frozenset[int]:
+        """Ids of control tokens."""
+        ...
+
+    @property
+    def added(self) -> int:
+        """Control tokens that a server adds to a bare text."""
+        ...
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, nothing added."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; bytes that make no character become U+FFFD."""
+        ...
+
+
+def open_vocabulary(path: Path) -> Vocabulary:
+    """The vocabulary of --tokenizer: a folder with tiktoken.model or tokenizer.json, such a file, or o200k_base.tiktoken.
+
+    A folder that has both is read from tiktoken.model, as Redline reads it. Raises ConfigError with the fix.
+    """
+    if path.is_dir():
+        for name in ("tiktoken.model", "tokenizer.json"):
+            if (path / name).exists():
+                return open_vocabulary(path / name)
+        raise ConfigError(f"--tokenizer {path}: neither tiktoken.model nor tokenizer.json is in it; give a model's folder")
+    if not path.exists():
+        raise ConfigError(f"--tokenizer {path}: does not exist; give a model's folder, for names are not looked up")
+    if path.name == "tiktoken.model":
+        return _Kimi(path.parent)
+    if path.suffix == ".json":
+        return _HuggingFace(path)
+    if path.name.startswith("o200k_base"):
+        return _o200k(path)
+    raise ConfigError(
+        f"--tokenizer {path}: how its text is cut is not known; give tiktoken.model, tokenizer.json or o200k_base.tiktoken"
+    )
+
+
+def o200k(path: Path | None = None) -> Vocabulary | None:
+    """o200k_base of a file, or, without a path, of tiktoken's cache (TIKTOKEN_CACHE_DIR); None where it is not there.
+
+    Raises ConfigError where a path is given that cannot be read.
+    """
+    if path is not None:
+        return _o200k(path)
+    default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
+    folder = os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
+    cached = Path(folder, hashlib.sha1(_O200K_ADDRESS.encode()).hexdigest())
+    return _o200k(cached) if folder and cached.is_file() else None
+
+
+def _o200k(path: Path) -> Vocabulary:
+    ranks = read_ranks(path)
+    first = min(O200K_SPECIALS.values())
+    if len(ranks) >= first:
+        raise ConfigError(f"{path}: {len(ranks)} ranks are too many for o200k_base, which has fewer than {first}")
+    return _Tiktoken(
+        tiktoken.Encoding("o200k_base", pat_str=O200K_SPLIT, mergeable_ranks=ranks, special_tokens=O200K_SPECIALS),
+        frozenset(range(len(ranks), max(O200K_SPECIALS.values()) + 1)),  # the gaps between are no tokens
+    )
+
+
+class _Tiktoken:
+    added = 0
+
+    def __init__(self, encoding: tiktoken.Encoding, specials: frozenset[int]) -> None:
+        self._encoding = encoding
+        self.name, self.size, self.specials = encoding.name, encoding.n_vocab, specials
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._encoding.decode(ids)
+
+
+class _Kimi:
+    added = 0
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.open(folder)
+        self.name, self.size = str(folder), self._tokenizer.vocab_size
+        self.specials = frozenset(self._tokenizer.specials.values())
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode_bytes(ids).decode(errors="replace")
+
+
+class _HuggingFace:
+    def __init__(self, path: Path) -> None:
+        try:
+            tokenizers: Any = importlib.import_module("tokenizers")
+        except ImportError:
+            raise ConfigError(
+                f"--tokenizer {path}: reading tokenizer.json needs the package `tokenizers`: pip install tokenizers, or "
+                "give a folder with tiktoken.model"
+            ) from None
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"--tokenizer {path}: cannot be read ({error.strerror})") from None
+        except Exception as error:  # the package raises bare ones, of its own and of Unicode
+            raise ConfigError(f"--tokenizer {path}: not a tokenizer.json ({error})") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # what spells a control token is text
+        self.name = str(path.parent if path.name == "tokenizer.json" else path)
+        self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.added: int = self._tokenizer.num_special_tokens_to_add(False)
+        self.specials: frozenset[int] = frozenset(self._tokenizer.get_added_tokens_decoder())
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)

@@ -1,0 +1,230 @@
+"""The client against a server with known delays, and against one that lies, stalls, drops and errs: every row is right.
+
+Times are compared with the server's log of what it really sent, and medians are taken: other work on the machine may
+hold up either process at any moment.
+"""
+
+import socket
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from redline.bench.serving.load import run_load
+from redline.bench.serving.records import Answer, Ask, Failure, Run
+from redline.bench.serving.script import Logged
+from redline.bench.serving.scripted import HOST, Scripted
+from redline.bench.serving.target import Pace, Patience, Target
+
+WITHIN_S = 0.0005
+PATIENCE = Patience(connect=1.0, first=0.5, silence=0.3, whole=5.0)
+LIMIT_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Scripted]:
+    with Scripted() as server:
+        yield server
+
+
+def ask(name: str, tokens: int = 16, **script: Any) -> Ask:
+    messages = ({"role": "user", "content": "hello"},)
+    return Ask(max_tokens=tokens, messages=messages, name=name, extra={"script": {"name": name} | script})
+
+
+def run(server: Scripted, asks: Sequence[Ask], pace: Pace | None = None, **target: Any) -> Run:
+    server.forget()
+    began = time.monotonic()
+    run = run_load(Target(base_url=server.url, model="scripted", patience=PATIENCE, **target), asks, pace or Pace())
+    assert time.monotonic() - began < LIMIT_S
+    assert [answer.ask.name for answer in run.answers] == [one.name for one in asks]
+    return run
+
+
+def lateness(answers: Sequence[Answer], log: dict[str, Logged]) -> dict[str, float]:
+    """The medians of what the client says less what the server logged: TTFT, ITL (its size), E2EL."""
+    ttft: list[float] = []
+    itl: list[float] = []
+    e2el: list[float] = []
+    for answer in answers:
+        assert answer.error is None, answer.error
+        assert answer.sent is not None
+        row = log[answer.ask.name]
+        assert row.end is not None
+        times = [chunk.at for chunk in answer.chunks]
+        ttft.append(times[0] - answer.sent - (row.events[0] - row.received))
+        e2el.append(answer.end - answer.sent - (row.end - row.received))
+        for here, there in zip(pairwise(times), pairwise(row.events), strict=True):
+            itl.append(abs(here[1] - here[0] - (there[1] - there[0])))
+    return {"ttft": statistics.median(ttft), "itl": statistics.median(itl), "e2el": statistics.median(e2el)}
+
+
+@pytest.mark.parametrize("streams", [1, 8])
+def test_times_are_those_of_the_servers_own_log(server: Scripted, streams: int):
+    asks = [ask(str(i), tokens=20, first_s=0.03, gaps_s=[0.01, 0.004, 0.007]) for i in range(4 * streams)]
+    answers = run(server, asks, Pace(rate=40.0 * streams, burstiness=float("inf"), max_concurrency=streams)).answers
+    off = lateness(answers, server.named())
+    assert all(abs(late) < WITHIN_S for late in off.values()), off
+
+
+def test_random_delays_and_bursts_are_seen_event_for_event(server: Scripted):
+    asks = [ask(str(i), tokens=30, gaps_s=[0.002], spread_s=0.01, seed=i, burst=[1, 3, 2]) for i in range(4)]
+    answers = run(server, asks, Pace(rate=30.0, burstiness=float("inf"))).answers
+    assert all(len(answer.chunks) == 15 for answer in answers)
+    off = lateness(answers, server.named())
+    assert off["itl"] < WITHIN_S, off
+
+
+def test_events_of_one_write_come_at_one_time(server: Scripted):
+    (answer,) = run(server, [ask("together", tokens=12, gaps_s=[0.01], events_at_once=4)]).answers
+    assert len(answer.chunks) == 12
+    assert len({chunk.at for chunk in answer.chunks}) == 3
+
+
+def test_an_event_has_come_when_its_last_byte_has(server: Scripted):
+    (answer,) = run(server, [ask("halves", tokens=4, gaps_s=[0.03], halves_s=0.015, first_s=0.01)]).answers
+    row = server.named()["halves"]
+    assert answer.error is None
+    assert answer.sent is not None
+    assert row.events[0] - row.received > 0.024
+    late = [chunk.at - answer.sent - (at - row.received) for chunk, at in zip(answer.chunks, row.events, strict=True)]
+    assert statistics.median(late) > -WITHIN_S
+
+
+def test_a_slow_head_and_a_slow_first_token_are_told_apart(server: Scripted):
+    (answer,) = run(server, [ask("head", head_s=0.05, first_s=0.12)]).answers
+    row = server.named()["head"]
+    assert answer.sent is not None
+    assert answer.head is not None
+    assert row.head is not None
+    assert answer.head - answer.sent == pytest.approx(row.head - row.received, abs=0.02)
+    assert answer.chunks[0].at - answer.head > 0.04
+
+
+def test_thinking_and_answer_are_apart(server: Scripted):
+    (answer,) = run(server, [ask("thinks", tokens=8, thinking=5)]).answers
+    assert [chunk.kind for chunk in answer.chunks] == ["thinking"] * 5 + ["answer"] * 3
+    assert answer.thinking == " the" * 5
+    assert answer.text == " the" * 3
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.reasoning_tokens == 5
+
+
+@pytest.mark.parametrize("script", [{"newline": "\r\n"}, {"comments": True}, {"token_ids": True}])
+def test_other_spellings_of_a_stream_are_read(server: Scripted, script: dict[str, Any]):
+    (answer,) = run(server, [ask("spelt", tokens=6, burst=[2], **script)]).answers
+    assert answer.error is None
+    assert answer.text == " the" * 6
+    assert [chunk.characters for chunk in answer.chunks] == [8, 8, 8]
+    assert [chunk.tokens for chunk in answer.chunks] == [2 if "token_ids" in script else None] * 3
+    assert answer.finish == "length"
+
+
+def test_the_completions_dialect_is_timed_alike(server: Scripted):
+    asks = [
+        Ask(max_tokens=10, text="hello", name=str(i), extra={"script": {"name": str(i), "gaps_s": [0.01]}})
+        for i in range(4)
+    ]
+    answers = run(server, asks, backend="openai").answers
+    assert all(row.path == "/v1/completions" for row in server.named().values())
+    off = lateness(answers, server.named())
+    assert off["itl"] < WITHIN_S, off
+
+
+FAULTS: list[tuple[str, dict[str, Any], Failure, int]] = [
+    ("an HTTP error", {"fault": "status", "status": 500}, "http", 0),
+    ("too many requests", {"fault": "status", "status": 429}, "http", 0),
+    ("never a head", {"fault": "stall", "after": -1}, "stalled", 0),
+    ("never a token", {"fault": "stall", "after": 0}, "stalled", 0),
+    ("stalls", {"fault": "stall", "after": 3}, "stalled", 3),
+    ("stalls at the end", {"fault": "stall", "after": 99}, "stalled", 16),
+    ("closes for an answer", {"fault": "drop", "after": -1}, "dropped", 0),
+    ("drops", {"fault": "drop", "after": 3}, "dropped", 3),
+    ("resets", {"fault": "reset", "after": 3}, "dropped", 3),
+    ("drops in an event", {"fault": "cut", "after": 3}, "dropped", 3),
+    ("no JSON", {"fault": "not_json", "after": 3}, "malformed", 3),
+    ("no HTTP", {"fault": "not_http"}, "malformed", 0),
+    ("no stream", {"fault": "plain"}, "malformed", 0),
+    ("an error in the stream", {"fault": "error", "after": 3}, "server", 3),
+    ("ends too soon", {"fault": "short", "after": 3}, "dropped", 3),
+]
+
+
+def test_every_fault_is_told_in_its_row_and_the_rows_beside_it_stay_right(server: Scripted):
+    asks: list[Ask] = []
+    for name, script, _, _ in FAULTS:
+        asks += [ask(name, **({"gaps_s": [0.005]} | script)), ask(f"beside {name}", gaps_s=[0.005])]
+    done = run(server, asks, Pace(max_concurrency=8))
+    rows = {answer.ask.name: answer for answer in done.answers}
+    wrong = {
+        name: (rows[name].failure, len(rows[name].chunks), rows[name].error)
+        for name, _, failure, tokens in FAULTS
+        if rows[name].failure != failure or len(rows[name].chunks) < tokens or not rows[name].error
+    }
+    assert not wrong
+    for name, script, _, _ in FAULTS:
+        beside = rows[f"beside {name}"]
+        assert beside.error is None
+        assert beside.text == " the" * 16
+        if "status" in script:
+            assert rows[name].status == script["status"]
+            assert "as the script wants it" in (rows[name].error or "")
+    off = lateness([answer for name, answer in rows.items() if name.startswith("beside")], server.named())
+    assert off["itl"] < WITHIN_S, off
+
+
+def test_nobody_there_is_refused():
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+    target = Target(base_url=f"http://{HOST}:{port}", model="scripted", patience=PATIENCE)
+    done = run_load(target, [ask("refused")] * 3, Pace())
+    assert [answer.failure for answer in done.answers] == ["refused"] * 3
+
+
+def test_a_kept_connection_that_the_server_has_closed_meanwhile_harms_no_request(server: Scripted):
+    asks = [ask(f"{i}", tokens=2, **({"fault": "drop", "after": 1} if i % 2 else {})) for i in range(10)]
+    answers = run(server, asks, Pace(max_concurrency=1)).answers
+    assert [answer.failure for answer in answers] == [None, "dropped"] * 5
+
+
+def test_usage_that_lies_or_is_absent_is_kept_as_it_came(server: Scripted):
+    lies, absent, right = run(server, [ask("lies", usage_off=7), ask("absent", usage=False), ask("right")]).answers
+    assert lies.usage is not None
+    assert lies.usage.completion_tokens == 23
+    assert absent.usage is None
+    assert right.usage is not None
+    assert right.usage.completion_tokens == 16
+    assert all(len(answer.chunks) == 16 for answer in (lies, absent, right))
+
+
+def test_an_empty_answer_is_no_failure_and_has_no_chunk(server: Scripted):
+    empty = {"script": {"name": "empty", "tokens": 0}}
+    messages = ({"role": "user", "content": "hello"},)
+    asks = [Ask(max_tokens=8, messages=messages, name="empty", extra=empty), ask("beside")]
+    answer, beside = run(server, asks).answers
+    assert answer.error is None
+    assert answer.chunks == ()
+    assert answer.finish == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    assert beside.text == " the" * 16
+
+
+def test_a_stream_without_its_last_word_is_an_answer_all_the_same(server: Scripted):
+    (answer,) = run(server, [ask("no [DONE]", fault="no_done")]).answers
+    assert answer.text == " the" * 16
+    assert answer.finish == "length"
+
+
+def test_a_schedule_that_a_slow_server_holds_up_is_measured_from_its_plan(server: Scripted):
+    """Coordinated omission: one request that takes long delays those behind it, and their rows must show it."""
+    asks = [ask("long", tokens=2, gaps_s=[0.4]), *(ask(f"behind {i}", tokens=2) for i in range(4))]
+    answers = run(server, asks, Pace(rate=50.0, burstiness=float("inf"), max_concurrency=1)).answers
+    for number, answer in enumerate(answers[1:], 1):
+        assert answer.sent is not None
+        assert answer.planned == pytest.approx(number / 50, abs=0.021)
+        assert answer.sent - answer.planned > 0.25
