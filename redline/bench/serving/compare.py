@@ -1,0 +1,400 @@
+"""Two servers, one after the other in small turns: who is faster, by how much, and how sure that is.
+
+A machine that both share, or a network, drifts: what runs second may find it warmer or busier. So the two are measured
+in blocks of four small loads, A B B A or B A A B as the seed draws, each while the other server idles. Within a block a
+steady drift adds as much to one as to the other. Both get the same requests: the first two loads of a block share
+theirs, and so do the last two. The block's ratio B/A of a figure is one number, and the blocks' ratios give the interval.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+
+from redline.bench.serving.intervals import LEAST, Interval, interval
+from redline.bench.serving.metrics import (
+    Counts,
+    answer_ttft,
+    e2el,
+    error_of,
+    failure_of,
+    itls,
+    output_tokens,
+    texts,
+    tpot,
+    ttft,
+)
+from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.saved import Result
+from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
+from redline.bench.serving.target import Pace, Target
+from redline.wire.base import Record
+
+Side = Literal["A", "B"]
+COUNTS_APART = 0.01  # a difference in output tokens that must be said beside who is faster
+SHOWN = 60  # characters around the first difference of two answers
+
+
+class Figure(Record, frozen=True):
+    """One thing that is compared. scale: from its unit in seconds to the shown one. more: more of it is faster."""
+
+    words: str
+    more: bool = False
+    scale: float = 1000.0
+
+
+FIGURES: dict[str, Figure] = {
+    "output_throughput": Figure(words="output tokens/s", more=True, scale=1.0),
+    "ttft": Figure(words="TTFT, ms"),
+    "answer_ttft": Figure(words="TTFT of the answer, ms"),
+    "tpot": Figure(words="TPOT, ms"),
+    "itl_p50": Figure(words="ITL p50, ms"),
+    "itl_p99": Figure(words="ITL p99, ms"),
+    "e2el": Figure(words="E2EL, ms"),
+}
+
+
+class Load(Record, frozen=True):
+    """One small load of a block. figures: by a name of FIGURES, seconds or tokens/s; only those that there are."""
+
+    side: Side
+    figures: dict[str, float]
+    completed: int
+    failed: int
+    output_tokens: int
+
+
+class Same(Record, frozen=True):
+    """Whether the two answer alike. pairs: answers to the same request that both gave; equal: with the same text.
+
+    equal_counts: with as many output tokens. first: the first pair that differs, in words.
+    """
+
+    pairs: int = 0
+    equal: int = 0
+    equal_counts: int = 0
+    first: str = ""
+
+
+class Plan(Record, frozen=True):
+    """How long is measured. blocks: at least. until: half the width of the interval of `figure`, as a share of it, at
+    which no more blocks are added; None: `blocks` is all. most: blocks at most."""
+
+    blocks: int
+    until: float | None = None
+    most: int = 40
+    figure: str = "output_throughput"
+    seed: int = 0
+
+
+class Compared(Record, frozen=True):
+    """Ended blocks, each of four loads in the order in which they were put on. stopped: Ctrl-C ended the next one."""
+
+    blocks: tuple[tuple[Load, ...], ...]
+    same: Same
+    stopped: bool
+    answers: tuple[Answer, ...]
+
+
+Put = Callable[[Side, Sequence[Ask]], Run]
+
+
+def compare(plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], tell: Callable[[int, int], None]) -> Compared:
+    """Measure block by block. put: puts a load on one side. asks: the requests of a pair of loads, by its number.
+
+    tell: called after every block with how many there are and how many there will be, as far as is known.
+    """
+    draw = random.Random(plan.seed)
+    blocks: list[tuple[Load, ...]] = []
+    answers: list[Answer] = []
+    same = Same()
+    while not enough(plan, blocks):
+        ended: list[Load] = []
+        in_block: list[Answer] = []
+        alike = same
+        for half, order in enumerate(_orders(draw)):
+            requests = asks(2 * len(blocks) + half)
+            runs: dict[Side, Run] = {}
+            for side in order:
+                run = put(side, requests)
+                if run.stopped:
+                    return Compared(blocks=tuple(blocks), same=same, stopped=True, answers=tuple(answers))
+                runs[side] = run
+                ended.append(measured(side, run))
+                in_block += _named(run.answers, f"{side} block {len(blocks) + 1} load {len(ended)}")
+            alike = also(alike, runs["A"].answers, runs["B"].answers)
+        blocks.append(tuple(ended))
+        same = alike
+        answers += [msgspec.structs.replace(one, index=len(answers) + at) for at, one in enumerate(in_block)]
+        tell(len(blocks), max(len(blocks), plan.blocks if plan.until is None else plan.most))
+    return Compared(blocks=tuple(blocks), same=same, stopped=False, answers=tuple(answers))
+
+
+def enough(plan: Plan, blocks: Sequence[Sequence[Load]]) -> bool:
+    """Whether no further block is needed, or allowed. It looks at how narrow the interval is, never at who is ahead."""
+    if len(blocks) < plan.blocks or plan.until is None:
+        return len(blocks) >= plan.blocks
+    if len(blocks) >= plan.most:
+        return True
+    found = interval(log_ratios(blocks, plan.figure), plan.seed)
+    return found is not None and math.expm1((found.high - found.low) / 2) <= plan.until
+
+
+def _orders(draw: random.Random) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
+    forth, back = ("A", "B"), ("B", "A")
+    return (forth, back) if draw.random() < 0.5 else (back, forth)
+
+
+def measured(side: Side, run: Run, counts: Counts | None = None) -> Load:
+    """The figures of one load: throughput of the load, medians of its requests, percentiles of all its gaps."""
+    good = [answer for answer in run.answers if failure_of(answer) is None]
+    tokens = sum(output_tokens(answer, counts).count for answer in good)
+    gaps = [gap for answer in good for gap in itls(answer)]
+    found = {
+        "output_throughput": tokens / max(run.seconds, 1e-9),
+        "ttft": _middle([ttft(answer) for answer in good]),
+        "answer_ttft": _middle([answer_ttft(answer) for answer in good]),
+        "tpot": _middle([tpot(answer, counts) for answer in good]),
+        "itl_p50": float(np.percentile(gaps, 50)) if gaps else None,
+        "itl_p99": float(np.percentile(gaps, 99)) if gaps else None,
+        "e2el": _middle([e2el(answer) for answer in good]),
+    }
+    return Load(
+        side=side,
+        figures={name: value for name, value in found.items() if value},
+        completed=len(good),
+        failed=len(run.answers) - len(good),
+        output_tokens=tokens,
+    )
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+def _named(answers: Sequence[Answer], name: str) -> list[Answer]:
+    return [msgspec.structs.replace(one, ask=msgspec.structs.replace(one.ask, name=name)) for one in answers]
+
+
+def also(same: Same, a: Sequence[Answer], b: Sequence[Answer]) -> Same:
+    """`same`, with the answers of two loads of the same requests, in the requests' order, counted in."""
+    pairs, equal, counts, first = same.pairs, same.equal, same.equal_counts, same.first
+    for one, other in zip(a, b, strict=True):
+        if failure_of(one) is not None or failure_of(other) is not None:
+            continue
+        pairs += 1
+        counts += output_tokens(one).count == output_tokens(other).count
+        if texts(one) == texts(other):
+            equal += 1
+        elif not first:
+            first = _difference(pairs, "\n".join(texts(one)), "\n".join(texts(other)))
+    return Same(pairs=pairs, equal=equal, equal_counts=counts, first=first)
+
+
+def _difference(pair: int, a: str, b: str) -> str:
+    place = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = max(0, place - SHOWN // 2)
+    parts = (text[start : start + SHOWN] for text in (a, b))
+    said = [f"{name} has {part!r}" if part else f"{name} has ended" for name, part in zip("AB", parts, strict=True)]
+    return f"pair {pair} differs from character {place + 1} on: {', '.join(said)}"
+
+
+# ----------------------------------------------------------------------------------------------------- what it amounts to
+
+
+def log_ratios(blocks: Sequence[Sequence[Load]], name: str) -> list[float]:
+    """log(B/A) of a figure in each block; a block that lacks it on a side has none."""
+    found: list[float] = []
+    for block in blocks:
+        logs = {
+            side: [math.log(one.figures[name]) for one in block if one.side == side and name in one.figures]
+            for side in ("A", "B")
+        }
+        if len(logs["A"]) == len(logs["B"]) == 2:
+            found.append(sum(logs["B"]) / 2 - sum(logs["A"]) / 2)
+    return found
+
+
+class Outcome(Record, frozen=True):
+    """One figure of both, in its unit in seconds or tokens/s (medians over loads), the ratio B/A, and the verdict."""
+
+    name: str
+    a: float
+    b: float
+    ratio: float
+    low: float | None
+    high: float | None
+    blocks: int
+    verdict: str
+
+
+def outcomes(blocks: Sequence[Sequence[Load]], seed: int = 0) -> list[Outcome]:
+    """Every figure that both sides have in at least one block, in the order of FIGURES."""
+    found: list[Outcome] = []
+    for name, figure in FIGURES.items():
+        logs = log_ratios(blocks, name)
+        if not logs:
+            continue
+        values = {side: [one.figures[name] for block in blocks for one in block if one.side == side and name in one.figures]
+                  for side in ("A", "B")}  # fmt: skip
+        sure = interval(logs, seed)
+        found.append(
+            Outcome(
+                name=name,
+                a=float(np.median(values["A"])),
+                b=float(np.median(values["B"])),
+                ratio=math.exp(sum(logs) / len(logs)),
+                low=None if sure is None else math.exp(sure.low),
+                high=None if sure is None else math.exp(sure.high),
+                blocks=len(logs),
+                verdict=verdict(figure, sure, len(logs)),
+            )
+        )
+    return found
+
+
+def verdict(figure: Figure, sure: Interval | None, blocks: int) -> str:
+    """Who is faster in a figure, by how much, how sure. sure: of log(B/A)."""
+    if sure is None:
+        return f"too few blocks ({blocks}, at least {LEAST} are needed)"
+    if sure.low <= 0 <= sure.high:
+        most = max(math.expm1(sure.high), -math.expm1(sure.low))
+        return f"no difference that this run could see (±{most:.1%})"
+    ahead = "B" if (sure.mean > 0) == figure.more else "A"
+    # As a share of the slower one's: so much more throughput, so much less time.
+    sign = 1.0 if ahead == "B" else -1.0
+    shares = [abs(math.expm1(sign * value)) for value in (sure.mean, sure.low, sure.high)]
+    low, high = sorted(shares[1:])
+    return f"{ahead} is faster by {shares[0]:.1%} ({low:.1%} to {high:.1%}, 95 %)"
+
+
+def figures_of(blocks: Sequence[Sequence[Load]], same: Same, seed: int) -> dict[str, Any]:
+    """The comparison as flat keys: `ttft_ratio` with `_low` and `_high`, `ttft_a` and `ttft_b` in s or tokens/s."""
+    found: dict[str, Any] = {"blocks": len(blocks)}
+    for one in outcomes(blocks, seed):
+        found |= {
+            f"{one.name}_a": one.a,
+            f"{one.name}_b": one.b,
+            f"{one.name}_ratio": one.ratio,
+            f"{one.name}_ratio_low": one.low,
+            f"{one.name}_ratio_high": one.high,
+        }
+    for side in ("A", "B"):
+        loads = [one for block in blocks for one in block if one.side == side]
+        found[f"completed_{side.lower()}"] = sum(one.completed for one in loads)
+        found[f"failed_{side.lower()}"] = sum(one.failed for one in loads)
+        found[f"output_tokens_{side.lower()}"] = sum(one.output_tokens for one in loads)
+    found |= {"answer_pairs": same.pairs, "equal_answers": same.equal, "equal_token_counts": same.equal_counts}
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------- what it says
+
+
+def compare_sections(result: Result) -> list[Section]:
+    """Tables, warnings and the plot of a comparison, from what its details hold: plan, blocks, same, servers."""
+    plan = msgspec.convert(result.details["plan"], Plan)
+    blocks = msgspec.convert(result.details["blocks"], list[list[Load]])
+    same = msgspec.convert(result.details["same"], Same)
+    greedy = bool(result.details.get("greedy"))
+    servers: dict[str, str] = result.details["servers"]
+    found: list[Section] = [Words(text=f"{side}: {servers[side]}") for side in ("A", "B")]
+    if not blocks:
+        return [*found, Words(text="No block ended: nothing can be compared.", warning=True)]
+    rows = outcomes(blocks, plan.seed)
+    found.append(_table(rows, blocks, plan))
+    found += _warnings(result, blocks, same, greedy)
+    if len(blocks) > 1:
+        found += [_plot(rows), _over_time(blocks, plan.figure)]
+    return found
+
+
+def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan) -> Table:
+    cells: list[tuple[str, ...]] = []
+    for one in rows:
+        figure = FIGURES[one.name]
+        sure = "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+        shown = (f"{value * figure.scale:,.4g}" for value in (one.a, one.b))
+        cells.append((figure.words, *shown, f"{one.ratio:.3f}", sure, one.verdict))
+    wanted = "" if plan.until is None else f" --until wanted ±{plan.until:.1%} of {FIGURES[plan.figure].words}."
+    note = (
+        f"{len(blocks)} blocks of four loads. A and B are medians over loads, B/A is the mean over blocks with its 95 % "
+        "interval. Each interval is right for itself: of twenty figures without a difference, one looks like one."
+    )
+    columns = ("", "A", "B", "B/A", "95 %", "verdict")
+    return Table(title="A against B", columns=columns, rows=tuple(cells), note=note + wanted)
+
+
+def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, greedy: bool) -> list[Words]:
+    found: list[Words] = []
+    if result.stopped:
+        found.append(Words(text="Stopped: the block that ran is not counted.", warning=True))
+    figures = figures_of(blocks, same, 0)
+    failed = [(side, figures[f"failed_{side.lower()}"]) for side in "AB"]
+    if any(many for _, many in failed):
+        said = ", ".join(f"{many:,} of {side}" for side, many in failed if many)
+        first = next((error_of(one) for one in result.answers if failure_of(one) is not None), "")
+        text = f"Requests failed ({said}), so the two did not answer the same load: {first}"
+        found.append(Words(text=text, warning=True))
+    a, b = figures["output_tokens_a"], figures["output_tokens_b"]
+    apart = abs(math.log(b / a)) if a and b else 0.0
+    counts = f"{same.equal_counts:,} of {same.pairs:,} answers have as many tokens on both; B/A of all tokens: "
+    counts += f"{b / a:.3f}." if a else "unknown."
+    if apart > COUNTS_APART:
+        shorter = "B" if b < a else "A"
+        counts += f" {shorter} answers shorter, so E2EL favours it: look at TPOT and output tokens/s, or --ignore-eos."
+    found.append(Words(text=counts, warning=apart > COUNTS_APART))
+    if same.pairs:
+        text = f"{same.equal:,} of {same.pairs:,} answers have the same text." + (f" {same.first}" if same.first else "")
+        sampled = "" if greedy else " They were sampled (--temperature), so they may differ."
+        found.append(Words(text=text + sampled, warning=greedy and same.equal < same.pairs))
+    return found
+
+
+def _plot(rows: Sequence[Outcome]) -> Plot:
+    known = [(at, one) for at, one in enumerate(rows, 1) if one.low is not None and one.high is not None]
+    return Plot(
+        title="B/A, with 95 % intervals",
+        x_label="figure, in the table's order",
+        y_label="B/A",
+        series=(
+            Series(
+                name="B/A",
+                x=tuple(float(at) for at, _ in known),
+                y=tuple(one.ratio for _, one in known),
+                low=tuple(one.low or 0.0 for _, one in known),
+                high=tuple(one.high or 0.0 for _, one in known),
+                labels=tuple(FIGURES[one.name].words.partition(",")[0] for _, one in known),
+                style="points",
+            ),
+        ),
+        marks=(Mark(text="no difference", y=1.0),),
+        note="More output tokens/s is faster; of all others less is.",
+    )
+
+
+def _over_time(blocks: Sequence[Sequence[Load]], name: str) -> Plot:
+    loads = [one for block in blocks for one in block]
+
+    def series(side: Side) -> Series:
+        mine = [(float(at), one.figures[name]) for at, one in enumerate(loads, 1) if one.side == side and name in one.figures]
+        x, y = (tuple(one[place] for one in mine) for place in (0, 1))
+        return Series(name=side, x=x, y=tuple(value * FIGURES[name].scale for value in y), style="points")
+
+    return Plot(
+        title=f"{FIGURES[name].words.partition(',')[0]}, load by load",
+        x_label="load, in the order in which they were put on",
+        y_label=FIGURES[name].words,
+        series=(series("A"), series("B")),
+        note="A drift moves both alike; the blocks cancel it.",
+    )
+
+
+def describe(target: Target, pace: Pace) -> str:
+    """A server and how it was asked, in one line."""
+    load = f"{pace.rate:g} requests/s" if math.isfinite(pace.rate) else f"{pace.max_concurrency} streams"
+    return f"{target.model or 'its model'} at {target.base_url} ({target.backend}), {load}"
