@@ -36,6 +36,8 @@ from redline.bench.serving.records import Answer, Ask, Run
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.texts import natural
+from redline.bench.serving.vocabulary import Vocabulary
 from redline.errors import ConfigError
 from redline.wire.base import Record
 
@@ -89,6 +91,46 @@ def check_fits(workload: Workload, max_model_len: int | None) -> None:
         f"--input-len {workload.input_len} and --output-len {workload.output_len} need {needed} tokens with the "
         f"template's, the server has room for {max_model_len}: {fits}"
     )
+
+
+QUESTION = (
+    "\n\nAbove are notes that somebody took. Write a long and detailed essay about them in your own words: what they "
+    "say, why it is so, what follows from it, and examples."
+)
+
+
+def prompts(
+    workload: Workload,
+    count: int,
+    seed: int,
+    vocabulary: Vocabulary | None,
+    *,
+    bare: bool = False,
+    extra: dict[str, Any] | None = None,
+    made: Callable[[int], object] = lambda many: None,
+) -> list[Ask]:
+    """Natural text of the workload's length, another in each, and what to do with it.
+
+    seed: the same gives the same prompts, for another server. vocabulary: None: lengths are about right. bare: texts,
+    not messages. extra: fields of each body. made: told how many there are. Raises ConfigError.
+    """
+    asked = len(vocabulary.encode(QUESTION)) if vocabulary else len(QUESTION.split())
+    question = QUESTION if asked < workload.input_len // 2 else ""
+    long = workload.input_len - (asked if question else 0) - (vocabulary.added if vocabulary else 0)
+    found: list[Ask] = []
+    for place in range(count):
+        text = natural(max(1, long), vocabulary, seed * 1_000_003 + place) + question
+        found.append(
+            Ask(
+                max_tokens=workload.output_len,
+                text=text if bare else None,
+                messages=None if bare else ({"role": "user", "content": text},),
+                prompt_tokens=len(vocabulary.encode(text)) if vocabulary else None,
+                extra=extra or {},
+            )
+        )
+        made(len(found))
+    return found
 
 
 # --------------------------------------------------------------------------------------------------- of one answer
@@ -192,7 +234,7 @@ def _tokens_of_first(answer: Answer, first: int, tokens: int, counts: Counts | N
 
 
 def _count(counts: Counts, parts: Iterable[str]) -> int:
-    return sum(counts.count(part) for part in parts if part)
+    return sum(len(counts.encode(part)) for part in parts if part)
 
 
 def _end_to_end(begun: float | None, speed: float | None) -> float | None:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -29,8 +28,7 @@ def remarks(result: Result) -> list[Words]:
         found.append(generator_remark(result.generator, result.answers))
     if result.pace is not None and good:
         found.append(schedule_remark(result.pace, good))
-    body: dict[str, Any] = result.target.get("body", {})
-    found += _chunk_remarks(good) + _eos_remarks(good, bool(body.get("ignore_eos")))
+    found += _chunk_remarks(good) + _eos_remarks(good, bool(result.dataset.get("ignore_eos")))
     return found
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,12 +61,22 @@ def heading(result: Result) -> str:
     parts = [
         f"{figures.get('model_id') or 'a model'} at {result.target.get('base_url', 'a server')}",
         str(figures.get("backend") or ""),
-        str(result.dataset.get("words") or result.dataset.get("name") or ""),
+        _dataset(result.dataset),
         f"{figures.get('num_prompts', '?')} requests",
         "as fast as places are free" if rate == "inf" else f"{rate:g} requests/s",
         "" if limit is None else f"{limit} at once",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _dataset(dataset: dict[str, Any]) -> str:
+    match dataset.get("dataset_name"):
+        case None:
+            return ""
+        case "random":
+            return f"random, {dataset.get('random_input_len')} in, {dataset.get('random_output_len')} out"
+        case name:
+            return f"{name} {dataset.get('dataset_path') or ''}".strip()
 
 
 def _throughput(figures: dict[str, Any]) -> Table:
@@ -87,7 +97,7 @@ def _throughput(figures: dict[str, Any]) -> Table:
     add("output tokens", "total_output_tokens", ",")
     add("of them thinking", "total_thinking_tokens", ",")
     add("most requests at once", "max_concurrent_requests", ",")
-    return Table(title="Throughput", columns=("", "value"), rows=tuple(rows))
+    return Table(title="Throughput", columns=("", ""), rows=tuple(rows))
 
 
 def _latencies(figures: dict[str, Any]) -> Table:
@@ -117,27 +127,33 @@ def _drafting(figures: dict[str, Any]) -> Table:
         ("steps with drafts", f"{figures['spec_decode_num_drafts']:,}"),
     ]
     note = "The server's own counters over the run: what others asked of it meanwhile is in them."
-    return Table(title="Speculative decoding", columns=("", "value"), rows=tuple(rows), note=note)
+    return Table(title="Speculative decoding", columns=("", ""), rows=tuple(rows), note=note)
 
 
 def _failures(failed: Sequence[Answer]) -> Table:
-    kinds = Counter(failure_of(answer) or "" for answer in failed)
-    rows = [(f"{kind}, {many:,} in all", "", "", "") for kind, many in kinds.most_common()]
-    listed = failed[:MOST_ROWS]
-    rows += [
+    rows = [
         (failure_of(one) or "", str(one.index), "" if one.sent is None else f"{one.end:.3f}", metrics.error_of(one))
-        for one in listed
+        for one in failed[:MOST_ROWS]
     ]
-    rest = f"{len(failed) - len(listed):,} more are in the saved result." if len(failed) > len(listed) else ""
-    return Table(title="Failures", columns=("kind", "request", "after s", "what happened"), rows=tuple(rows), note=rest)
+    kinds = _counted(failure_of(answer) or "" for answer in failed)
+    columns = ("kind", "request", "ended at, s", "what happened")
+    return Table(title=f"Failures: {kinds}", columns=columns, rows=tuple(rows), note=_rest(failed))
 
 
 def _mismatches(mismatches: Sequence[dict[str, Any]]) -> Table:
-    kinds = Counter(str(one["check"]) for one in mismatches)
-    rows = [(f"{kind}, {many:,} in all", "", "") for kind, many in kinds.most_common()]
-    rows += [(str(one["check"]), str(one["index"]), str(one["text"])) for one in mismatches[:MOST_ROWS]]
-    rest = f"{len(mismatches) - MOST_ROWS:,} more are in the saved result." if len(mismatches) > MOST_ROWS else ""
-    return Table(title="Usage that does not add up", columns=("check", "request", "what"), rows=tuple(rows), note=rest)
+    kinds = _counted(str(one["check"]) for one in mismatches)
+    rows = [(str(one["check"]), str(one["index"]), str(one["text"])) for one in mismatches[:MOST_ROWS]]
+    columns = ("check", "request", "what")
+    title = f"Usage that does not add up: {kinds}"
+    return Table(title=title, columns=columns, rows=tuple(rows), note=_rest(mismatches))
+
+
+def _counted(kinds: Iterable[str]) -> str:
+    return ", ".join(f"{kind} {many:,}" for kind, many in Counter(kinds).most_common())
+
+
+def _rest(rows: Sequence[object]) -> str:
+    return f"{len(rows) - MOST_ROWS:,} more are in the saved result." if len(rows) > MOST_ROWS else ""
 
 
 # --------------------------------------------------------------------------------------------------------------- plots

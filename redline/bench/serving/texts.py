@@ -22,14 +22,16 @@ _TOKENS_PER_WORD = 1.16  # of `natural` in Kimi K2's vocabulary: 3.11's document
 class RandomTexts:
     """Makes texts that a server has not seen, each of exactly as many tokens as asked, in one vocabulary.
 
-    The ordinary tokens, those that are no whole characters left out, written one after another in the order of their ids,
-    are a ring; a text is a stretch of it from some place on, as of `vllm bench serve`. Neighbours that merge are counted
-    as what they merge to. Setting it up takes some tenths of a second; a text takes microseconds.
+    The ordinary tokens, those that are no whole characters left out, written one after another in the order of their
+    ids, are a ring; a text is a stretch of it from some place on, as of `vllm bench serve`. Neighbours that merge are
+    counted as what they merge to. Setting it up takes some tenths of a second; a text takes microseconds.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         """Raises ConfigError where the vocabulary has no words of one token."""
-        ordinary = {token: vocabulary.decode([token]) for token in range(vocabulary.size) if token not in vocabulary.specials}
+        ordinary = {
+            token: vocabulary.decode([token]) for token in range(vocabulary.size) if token not in vocabulary.specials
+        }
         whole = {token: text for token, text in ordinary.items() if text and "\ufffd" not in text}
         words = dict.fromkeys(text.strip() for text in whole.values() if re.fullmatch(r" ?[a-z]{2,}", text))
         before = len(vocabulary.encode("of"))
@@ -121,7 +123,9 @@ def _sentences() -> tuple[str, ...]:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise ConfigError("this Python came without its documentation (pydoc_data); install its whole library") from None
+        raise ConfigError(
+            "this Python came without its documentation (pydoc_data); install its whole library"
+        ) from None
     found: dict[str, None] = {}
     for text in topics.values():
         for paragraph in text.split("\n\n"):

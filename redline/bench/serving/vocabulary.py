@@ -40,7 +40,7 @@ class Vocabulary(Protocol):
     """Text to token ids and back. Text that spells a control token is text.
 
     name: the folder or file it was read from. size: ids are in [0, size). specials: the control tokens, which no prompt
-    is made of. added: control tokens that a server puts around a bare text of its own accord, such as one that begins it.
+    is made of. added: control tokens that a server puts around a bare text by itself, such as one that begins it.
     """
 
     @property
@@ -73,15 +73,18 @@ class Vocabulary(Protocol):
 
 
 def open_vocabulary(path: Path) -> Vocabulary:
-    """The vocabulary of --tokenizer: a folder with tiktoken.model or tokenizer.json, such a file, or o200k_base.tiktoken.
+    """The vocabulary of --tokenizer: a folder with tiktoken.model or tokenizer.json, or a file.
 
-    A folder that has both is read from tiktoken.model, as Redline reads it. Raises ConfigError with the fix.
+    A file is one of those two or o200k_base.tiktoken. A folder that has both is read from tiktoken.model, as Redline
+    reads it. Raises ConfigError with the fix.
     """
     if path.is_dir():
         for name in ("tiktoken.model", "tokenizer.json"):
             if (path / name).exists():
                 return open_vocabulary(path / name)
-        raise ConfigError(f"--tokenizer {path}: neither tiktoken.model nor tokenizer.json is in it; give a model's folder")
+        raise ConfigError(
+            f"--tokenizer {path}: neither tiktoken.model nor tokenizer.json is in it; give a model's folder"
+        )
     if not path.exists():
         raise ConfigError(f"--tokenizer {path}: does not exist; give a model's folder, for names are not looked up")
     if path.name == "tiktoken.model":
@@ -91,7 +94,7 @@ def open_vocabulary(path: Path) -> Vocabulary:
     if path.name.startswith("o200k_base"):
         return _o200k(path)
     raise ConfigError(
-        f"--tokenizer {path}: how its text is cut is not known; give tiktoken.model, tokenizer.json or o200k_base.tiktoken"
+        f"--tokenizer {path}: not tiktoken.model, tokenizer.json or o200k_base.tiktoken; give one of these"
     )
 
 
@@ -154,7 +157,7 @@ class _HuggingFace:
             tokenizers: Any = importlib.import_module("tokenizers")
         except ImportError:
             raise ConfigError(
-                f"--tokenizer {path}: reading tokenizer.json needs the package `tokenizers`: pip install tokenizers, or "
+                f"--tokenizer {path}: reading it needs the package `tokenizers`: pip install tokenizers, or "
                 "give a folder with tiktoken.model"
             ) from None
         try:

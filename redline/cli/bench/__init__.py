@@ -5,11 +5,14 @@ from typing import Annotated, Any
 
 import typer
 
+from redline.cli.bench.options import PeerCommand
+from redline.cli.bench.serve import bench_serve
 from redline.cli.console import plain_console
 from redline.cli.options import SYNTHETIC, Folder
 from redline.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Speed, each number beside the least time that the hardware allows.")
+app.command(name="serve", cls=PeerCommand)(bench_serve)
 
 
 @app.command(name="decode")

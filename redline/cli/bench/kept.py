@@ -12,6 +12,7 @@ from rich.console import Console
 
 from redline.bench.record import provenance
 from redline.bench.serving import ready, saved
+from redline.bench.serving.datasets import NAMES, Name
 from redline.bench.serving.records import Answer, Ask, Run
 from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
 from redline.bench.serving.sections import Section
@@ -19,19 +20,33 @@ from redline.bench.serving.target import Pace, Target
 from redline.cli.bench.serve_run import named
 from redline.cli.console import say
 from redline.disk import save as save_bytes
+from redline.errors import ConfigError
 from redline.progress import Working
+
+Load = Callable[[Target, Sequence[Ask], Pace], Run]
 
 KEPT = "What is shown and kept"
 
-Save = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.", rich_help_panel=KEPT)
-]
+Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.", rich_help_panel=KEPT)]
 Html = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write a page with tables and plots.", rich_help_panel=KEPT)
 ]
 Seed = Annotated[
     int | None, typer.Option(min=0, help="Of prompts. Absent: drawn, so that no cache knows them, and kept.")
 ]
+
+
+DatasetName = Annotated[str, typer.Option(metavar="|".join(NAMES), help="What is asked.")]
+DatasetPath = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Of a dataset that is a file; of redline also a folder.")
+]
+
+
+def dataset(name: str) -> Name:
+    """A dataset's name. Raises ConfigError for an unknown one."""
+    if name not in NAMES:
+        raise ConfigError(f"--dataset-name {name!r}: expected one of {', '.join(NAMES)}")
+    return msgspec.convert(name, Name)
 
 
 def reached(target: Target, ready_s: float | None, console: Console) -> Target:
@@ -48,9 +63,7 @@ def seed_of(given: int | None) -> int:
     return secrets.randbelow(1 << 31) if given is None else given
 
 
-def watched(
-    working: Working, done: Callable[[], int], total: int, what: str = ""
-) -> Callable[[Target, Sequence[Ask], Pace], Run]:
+def watched(working: Working, done: Callable[[], int], total: int, what: str = "") -> Load:
     """`run_load` that shows how far a whole verb is. done: requests that have ended before; total: of all loads."""
     from redline.bench.serving.load import Live, run_load
 
@@ -110,8 +123,6 @@ def keep(
 
 def numbers(flag: str, words: Sequence[str], *, whole: bool) -> list[float]:
     """Numbers above nothing, rising, of a flag that may be repeated or have commas. Raises ConfigError."""
-    from redline.errors import ConfigError
-
     found: list[float] = []
     for word in (part.strip() for text in words for part in text.split(",")):
         try:

@@ -8,10 +8,11 @@ import typer
 from rich.console import Console
 
 from redline.bench.serving import leaderboard, ready
-from redline.bench.serving.datasets import natural
+from redline.bench.serving.datasets import COMPLETIONS
 from redline.bench.serving.leaderboard import Outcome, Workload
 from redline.bench.serving.records import Answer
 from redline.bench.serving.target import Patience, Target
+from redline.bench.serving.vocabulary import o200k, open_vocabulary
 from redline.cli.bench import kept, options
 from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, plain_console, say, until_interrupted
@@ -60,21 +61,31 @@ def bench_leaderboard(
         list[str] | None,
         typer.Option(metavar="100/300|1k/1k|10k/1.5k|100k/2k|all", help="Tokens in and out. Absent: 10k/1.5k."),
     ] = None,
-    input_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt, in the place of a preset's.")] = None,
+    input_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt, in the place of a preset's.")
+    ] = None,
     output_len: Annotated[
         int | None, typer.Option(min=2, help="Tokens of an answer, at most, in the place of a preset's.")
     ] = None,
     parallel: Annotated[
-        list[int] | None, typer.Option(min=1, help="Prompts at a time (repeatable). Absent: 1; the other setting is 10.")
+        list[int] | None,
+        typer.Option(min=1, help="Prompts at a time (repeatable). Absent: 1; the other setting is 10."),
     ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="How often, each time with prompts that were not asked before.")] = RUNS,
+    runs: Annotated[
+        int, typer.Option(min=1, help="How often, each time with prompts that were not asked before.")
+    ] = RUNS,
     num_warmups: Annotated[int, typer.Option(min=0, help="Requests before, which are not counted.")] = 1,
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Every answer has its whole length, where the server knows the field.")
     ] = False,
     temperature: Annotated[float | None, typer.Option(min=0, help="Absent: the server's own.")] = None,
-    o200k: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="o200k_base.tiktoken: figures in its tokens too.")
+    o200k_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--o200k",
+            metavar="FILE",
+            help="o200k_base.tiktoken: figures in its tokens too. Absent: where tiktoken's cache has it.",
+        ),
     ] = None,
     seed: kept.Seed = None,
     save: kept.Save = None,
@@ -120,7 +131,7 @@ def bench_leaderboard(
         ignore_eos=ignore_eos,
         temperature=temperature,
         tokenizer=tokenizer or (model if model and Path(model).is_dir() else None),
-        o200k=None if o200k is None else str(o200k),
+        o200k=None if o200k_file is None else str(o200k_file),
         seed=seed,
         ready_s=ready_check_timeout_sec,
         quiet=disable_tqdm,
@@ -158,24 +169,25 @@ def asked_for(config: LeaderboardConfig) -> list[Workload]:
 
 
 def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console) -> int:
-    o200k = None if config.o200k is None else read_o200k(Path(config.o200k))
+    other = o200k(None if config.o200k is None else Path(config.o200k))
     target = kept.reached(config.target, config.ready_s, console)
     room = ready.max_model_len(target)
     for workload in workloads:
         leaderboard.check_fits(workload, room)
-    counts = kept.vocabulary(config.tokenizer)
+    counts = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
     seed = kept.seed_of(config.seed)
     began, outcomes, answers = time.time(), list[Outcome](), list[Answer]()
     total = sum(config.runs * workload.parallel for workload in workloads)
     with Working("requests", shown=not config.quiet) as working:
         for place, workload in enumerate(workloads):
-            asks = natural(
+            asks = leaderboard.prompts(
+                workload,
+                config.runs * workload.parallel,
+                seed + place,
                 counts,
-                input_len=workload.input_len,
-                output_len=workload.output_len,
-                count=config.runs * workload.parallel,
-                seed=seed + place,
+                bare=target.backend in COMPLETIONS,
                 extra=body(config),
+                made=lambda many: working.show(len(answers), total, note=f"{many} prompts written"),
             )
             outcomes.append(
                 leaderboard.measure(
@@ -184,7 +196,7 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
                     target,
                     kept.watched(working, lambda: len(answers), total, f"{workload.name}: "),
                     counts=counts,
-                    o200k=o200k,
+                    o200k=other,
                     warmups=config.warmups,
                     kept=answers.append,
                 )
@@ -192,7 +204,7 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
             if outcomes[-1].stopped:
                 break
     stopped = outcomes[-1].stopped
-    differs = leaderboard.differs(target, outcomes, config.runs, o200k=o200k is not None)
+    differs = leaderboard.differs(target, outcomes, config.runs, o200k=other is not None)
     found = kept.result(
         "leaderboard",
         leaderboard.figures(outcomes),

@@ -17,6 +17,7 @@ def show(sections: Sequence[Section], console: Console) -> None:
     """Print tables and words in their order; warnings stand out."""
     for section in sections:
         if isinstance(section, Table):
+            console.print()
             console.print(_table(section))
         elif isinstance(section, Words):
             say(console, f"{'! ' if section.warning else ''}{section.text}", "yellow" if section.warning else "")
@@ -32,6 +33,7 @@ def _table(table: Table) -> RichTable:
         box=SIMPLE_HEAD,
         show_header=any(table.columns),
         pad_edge=False,
+        show_edge=False,
     )
     for place, name in enumerate(table.columns):
         numbers = place > 0 and all(_NUMBER.fullmatch(row[place]) for row in table.rows)

@@ -10,11 +10,13 @@ import typer
 from rich.console import Console
 
 from redline.bench.serving import saved, sweep
+from redline.bench.serving.datasets import DatasetConfig, asks
 from redline.bench.serving.metrics import SLOS
-from redline.bench.serving.records import Ask, Run
+from redline.bench.serving.records import Ask
 from redline.bench.serving.saved import Result, without_secrets
 from redline.bench.serving.sweep import Plan, Point
 from redline.bench.serving.target import Pace, Patience, Target
+from redline.bench.serving.vocabulary import Vocabulary, open_vocabulary
 from redline.cli.bench import kept, options
 from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, plain_console, say, until_interrupted
@@ -33,7 +35,9 @@ class SweepConfig(Record, frozen=True):
 
     target: Target
     plan: Plan
-    requests: kept.Requests
+    dataset: DatasetConfig
+    tokenizer: str | None = None
+    temperature: float | None = None
     num_prompts: int | None = None
     warmups: int | None = None
     seed: int | None = None
@@ -65,9 +69,11 @@ def bench_sweep(
     ] = None,
     dataset_name: kept.DatasetName = "random",
     dataset_path: kept.DatasetPath = None,
-    random_input_len: kept.RandomInputLen = 1024,
-    random_output_len: kept.RandomOutputLen = 128,
-    random_range_ratio: kept.RandomRangeRatio = 0.0,
+    random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
+    random_output_len: Annotated[int, typer.Option(min=1, help="Tokens of an answer to it.")] = 128,
+    random_range_ratio: Annotated[
+        float, typer.Option(min=0, help="Lengths are uniform in L (1 - R) to L (1 + R).")
+    ] = 0.0,
     output_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens of an answer, at most, of a dataset that is a file.")
     ] = None,
@@ -89,7 +95,8 @@ def bench_sweep(
         float, typer.Option(min=0.0, max=1.0, help="The share of requests that has to keep the SLOs.")
     ] = 0.99,
     search: Annotated[
-        bool, typer.Option("--search", help="Measure between the last load that keeps the SLOs and the first that does not.")
+        bool,
+        typer.Option("--search", help="Measure between the last load that keeps the SLOs and the first that does not."),
     ] = False,
     to_the_end: Annotated[
         bool, typer.Option("--to-the-end", help="Measure every load, also where more only costs.")
@@ -154,17 +161,18 @@ def bench_sweep(
             search=search,
             to_the_end=to_the_end,
         ),
-        requests=kept.Requests(
-            name=dataset_name,
-            path=None if dataset_path is None else str(dataset_path),
-            input_len=random_input_len,
-            output_len=output_len or random_output_len,
-            given_output_len=output_len,
-            range_ratio=random_range_ratio,
-            tokenizer=tokenizer or (model if model and Path(model).is_dir() else None),
-            ignore_eos=ignore_eos,
-            temperature=temperature,
+        dataset=DatasetConfig(
+            dataset_name=kept.dataset(dataset_name),
+            dataset_path=None if dataset_path is None else str(dataset_path),
+            random_input_len=random_input_len,
+            random_output_len=output_len or random_output_len,
+            random_range_ratio=random_range_ratio,
+            sharegpt_output_len=output_len,
+            custom_output_len=output_len,
+            ignore_eos=ignore_eos or dataset_name == "random",
         ),
+        tokenizer=tokenizer or (model if model and Path(model).is_dir() else None),
+        temperature=temperature,
         num_prompts=num_prompts,
         warmups=num_warmups,
         seed=seed,
@@ -196,7 +204,9 @@ def settings(config: SweepConfig, target: Target) -> dict[str, Any]:
     return msgspec.to_builtins(
         {
             "server": {name: server[name] for name in ("base_url", "backend", "endpoint", "model", "body")},
-            "requests": config.requests,
+            "dataset": config.dataset,
+            "tokenizer": config.tokenizer,
+            "temperature": config.temperature,
             "num_prompts": config.num_prompts,
             "warmups": config.warmups,
             "by": plan.by,
@@ -222,7 +232,8 @@ def continued(config: SweepConfig, target: Target) -> tuple[list[Point], int, fl
         differing.append("seed")
     if differing:
         raise ConfigError(
-            f"--save {path}: was measured with other settings ({', '.join(differing)}); name another file, or give them again"
+            f"--save {path}: was measured with other settings ({', '.join(differing)}); name another file, or "
+            "give the same again"
         )
     return msgspec.convert(found.details["points"], list[Point]), found.dataset["seed"], found.began
 
@@ -233,7 +244,8 @@ def _run(config: SweepConfig, console: Console) -> int:
     points, seed, began = continued(config, target)
     if points:
         say(console, f"{config.save} has {len(points)} points; what is missing is measured", "dim")
-    make = kept.Maker(config.requests, target)
+    counts = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
+    notes: dict[str, None] = {}
     requests = {load: requests_of(config, load) for load in plan.loads}
     done = sum(requests.get(one.load, 0) for one in points)
 
@@ -242,7 +254,7 @@ def _run(config: SweepConfig, console: Console) -> int:
             "sweep",
             figures(plan, points, config.gpus),
             target,
-            dataset={"seed": seed, **msgspec.to_builtins(config.requests)},
+            dataset={**msgspec.to_builtins(config.dataset), "seed": seed},
             details={"plan": plan, "points": points, "gpus": config.gpus, "settings": settings(config, target)},
             began=began,
             stopped=stopped,
@@ -253,13 +265,15 @@ def _run(config: SweepConfig, console: Console) -> int:
         def measure(load: float) -> Point | None:
             nonlocal done
             many = requests_of(config, load)
-            asks = make(many, seed + round(load * 1000))
+            requested = asks_of(config, target, many, seed + round(load * 1000), counts, notes)
             total = sum(requests.values()) if load in requests else done + many
-            found = kept.watched(working, lambda: done, total, f"{load:g} {plan.by}: ")(target, asks, pace(config, load))
+            found = kept.watched(working, lambda: done, total, f"{load:g} {plan.by}: ")(
+                target, requested, pace(config, load)
+            )
             if found.stopped:
                 return None
             done += many
-            one = sweep.point(load, plan.by, found, plan.slos, make.counts)
+            one = sweep.point(load, plan.by, found, plan.slos, counts)
             say(console, line(one), "dim")
             return one
 
@@ -268,6 +282,8 @@ def _run(config: SweepConfig, console: Console) -> int:
                 saved.save(Path(config.save), result(stopped=True))
 
         whole = sweep.sweep(plan, points, measure, save)
+    for note in notes:
+        say(console, note, "yellow")
     found = result(stopped=not whole)
     sections = sweep.sweep_sections(found)
     show(sections, console)
@@ -279,6 +295,16 @@ def _run(config: SweepConfig, console: Console) -> int:
         say(console, "stopped: the load that ran is not counted")
         return INTERRUPTED
     return 0 if any(one.completed for one in points) else 1
+
+
+def asks_of(
+    config: SweepConfig, target: Target, many: int, seed: int, counts: Vocabulary | None, notes: dict[str, None]
+) -> list[Ask]:
+    """A point's requests, which are no other point's. notes: gets what a reader has to know of them."""
+    dataset = msgspec.structs.replace(config.dataset, num_prompts=many, seed=seed, backend=target.backend)
+    extra = {} if config.temperature is None else {"temperature": config.temperature}
+    found = asks(dataset, counts, lambda text: notes.setdefault(text))
+    return [msgspec.structs.replace(ask, extra={**ask.extra, **extra}) for ask in found]
 
 
 def requests_of(config: SweepConfig, load: float) -> int:

@@ -17,10 +17,10 @@ TARGET = Target(base_url="http://127.0.0.1:1")
 
 
 class Pairs:
-    """Counts a token for every two characters."""
+    """A token for every two characters."""
 
-    def count(self, text: str) -> int:
-        return len(text) // 2
+    def encode(self, text: str) -> list[int]:
+        return [0] * (len(text) // 2)
 
 
 def test_the_figures_of_an_answer_that_thinks():

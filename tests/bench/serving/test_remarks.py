@@ -53,7 +53,8 @@ def served(*answers: Answer, stopped: bool = False, **more: object) -> Result:
     return Result(
         kind="serve",
         figures={"model_id": "nano", "num_prompts": len(answers), **figures(measured, names=("ttft", "tpot", "itl"))},
-        target={"base_url": "http://h:1", "body": {"ignore_eos": True}},
+        target={"base_url": "http://h:1"},
+        dataset={"dataset_name": "random", "ignore_eos": True},
         pace=Pace(),
         generator=IDLE,
         stopped=stopped,
@@ -87,12 +88,12 @@ def test_the_sections_of_a_result():
     result = served(answer(0), answer(1, sent=0.3), thinks, failed, details={"mismatches": [mismatch] * 25})
     sections = serve_sections(result)
     tables = {section.title: section for section in sections if isinstance(section, Table)}
-    assert list(tables) == ["Throughput", "Latency, ms", "Failures", "Usage that does not add up"]
+    assert list(tables) == ["Throughput", "Latency, ms", "Failures: dropped 1", "Usage that does not add up: text 25"]
     assert ("requests completed", "3") in tables["Throughput"].rows
     latency = {row[0]: row[1:] for row in tables["Latency, ms"].rows}
     assert latency["TTFT, to the first token"][0] == "366.67"
-    assert ("dropped", "3", "0.150", "the server closed the connection") in tables["Failures"].rows
-    assert tables["Usage that does not add up"].note.startswith("5 more")
+    assert ("dropped", "3", "0.150", "the server closed the connection") in tables["Failures: dropped 1"].rows
+    assert tables["Usage that does not add up: text 25"].note.startswith("5 more")
     assert any(isinstance(section, Words) for section in sections)
     plots = {section.title: section for section in sections if isinstance(section, Plot)}
     assert len(plots) == 6
@@ -116,5 +117,5 @@ def test_a_result_of_vllms_client_has_tables_alone():
 
 def test_a_run_in_which_all_failed_has_no_plots_and_no_latencies():
     found = serve_sections(served(answer(at=(), failure="refused", error="nobody listens", text="")))
-    assert [section.title for section in found if isinstance(section, Table)] == ["Throughput", "Failures"]
+    assert [section.title for section in found if isinstance(section, Table)] == ["Throughput", "Failures: refused 1"]
     assert not [section for section in found if isinstance(section, Plot)]

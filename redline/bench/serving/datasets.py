@@ -1,0 +1,446 @@
+"""What a load asks: random prompts, conversations of a file, prompt sets of ours, by the names of `vllm bench serve`.
+
+The same configuration, seed and vocabulary give the same prompts, whatever number of them is asked for. Lengths are in
+tokens of the text alone: a chat template adds its own, which the server's usage then counts too.
+"""
+
+import gzip
+import math
+import random
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+
+from redline.bench.serving.records import Ask
+from redline.bench.serving.texts import RandomTexts, natural
+from redline.bench.serving.vocabulary import Vocabulary
+from redline.chat.lines import NOT_JSON
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+Name = Literal["random", "sharegpt", "custom", "prefix_repetition", "redline"]
+NAMES: tuple[str, ...] = ("random", "sharegpt", "custom", "prefix_repetition", "redline")
+# Backends that send a bare text; all others send messages.
+COMPLETIONS = frozenset({"openai", "openai-completions", "vllm", "sglang", "lmdeploy", "scalellm"})
+
+_OUTPUT_LEN = 256  # of a line that does not say, as in vLLM
+_UNIQUE = 8  # random words that begin a prompt: no two prompts share a page of cache beyond what they are to share
+_CHECKED = 4  # random prompts that are counted again to see that lengths add up
+_SHOWN_AFTER_S = 2.0
+# Which conversations vLLM leaves out of ShareGPT, in tokens: shorter prompts or replies, longer prompts, longer in all.
+_LEAST, _MOST_PROMPT, _MOST_WHOLE = 4, 1024, 2048
+_LINE_OF = {
+    "sharegpt": '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}',
+    "custom": '{"prompt": "...", "output_tokens": 100} or {"messages": [{"role": "user", "content": "..."}]}',
+    "redline": '{"kind": "...", "messages": [{"role": "user", "content": "..."}]}',
+}
+
+
+class DatasetConfig(Record, frozen=True):
+    """Which prompts, how many and how long; the fields are vLLM's flags, in tokens where they are lengths.
+
+    dataset_path: a file, or for redline also a folder of .jsonl files. random_range_ratio: r; lengths, of input and
+    output, are uniform in [L (1 - r), L (1 + r)], or in [L (1 - r), L] where random_range is "below", as in InferenceX.
+    random_prefix_len: more tokens, the same ones in front of every prompt. sharegpt_output_len: None: the reply's own.
+    custom_output_len: None: what the line says, else 256; -1: what the line says; also of the redline sets.
+    disable_shuffle: files are read in their order. no_oversample: a file with too few prompts gives those it has.
+    backend: whether a prompt is a text (`COMPLETIONS`) or one user's message.
+    """
+
+    dataset_name: Name = "random"
+    dataset_path: str | None = None
+    num_prompts: int = 1000
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    random_range: Literal["around", "below"] = "around"
+    random_prefix_len: int = 0
+    sharegpt_output_len: int | None = None
+    custom_output_len: int | None = None
+    prefix_repetition_prefix_len: int = 256
+    prefix_repetition_suffix_len: int = 256
+    prefix_repetition_num_prefixes: int = 10
+    prefix_repetition_output_len: int = 128
+    seed: int = 0
+    ignore_eos: bool = False
+    disable_shuffle: bool = False
+    no_oversample: bool = False
+    backend: str = "openai-chat"
+
+
+def asks(
+    config: DatasetConfig,
+    vocabulary: Vocabulary | None,
+    note: Callable[[str], None] | None = None,
+    watch: Callable[[int, int], None] | None = None,
+) -> list[Ask]:
+    """The requests of a load, num_prompts of them or fewer, as no_oversample has it.
+
+    vocabulary: None: lengths are about right and prompt_tokens is None. note: called with each line that a reader of
+    the result has to know. watch: called with (done, total) where making them takes more than two seconds. Raises
+    ConfigError naming the flag, or file, line, field and fix.
+    """
+    _check(config)
+    return _Maker(config, vocabulary, note or _unheard, watch).made()
+
+
+def _unheard(line: str) -> None:
+    """Takes notes of a caller who wants none."""
+
+
+def _check(config: DatasetConfig) -> None:
+    if config.dataset_name not in NAMES:
+        raise ConfigError(f"--dataset-name {config.dataset_name}: give one of {', '.join(NAMES)}")
+    least = {
+        "num_prompts": 1,
+        "random_input_len": 0 if config.random_prefix_len > 0 else 1,
+        "random_output_len": 1,
+        "random_prefix_len": 0,
+        "prefix_repetition_prefix_len": 0,
+        "prefix_repetition_suffix_len": 1,
+        "prefix_repetition_num_prefixes": 1,
+        "prefix_repetition_output_len": 1,
+    }
+    for field, low in least.items():
+        if getattr(config, field) < low:
+            raise ConfigError(f"{_flag(field)} {getattr(config, field)}: give at least {low}")
+    if not 0 <= config.random_range_ratio < 1:
+        raise ConfigError(f"--random-range-ratio {config.random_range_ratio}: give a share in [0, 1)")
+    if config.sharegpt_output_len is not None and config.sharegpt_output_len < 1:
+        raise ConfigError(f"--sharegpt-output-len {config.sharegpt_output_len}: give at least 1")
+    if config.custom_output_len is not None and config.custom_output_len < 1 and config.custom_output_len != -1:
+        raise ConfigError(f"--custom-output-len {config.custom_output_len}: give at least 1, or -1 for the lines' own")
+    if config.dataset_name in _LINE_OF and not config.dataset_path:
+        fix = " such as models/kimi-nano/eval" if config.dataset_name == "redline" else ""
+        raise ConfigError(f"--dataset-name {config.dataset_name} needs --dataset-path, a file of prompts{fix}")
+    if config.dataset_name == "prefix_repetition" and config.num_prompts < config.prefix_repetition_num_prefixes:
+        raise ConfigError(
+            f"--num-prompts {config.num_prompts}: give at least --prefix-repetition-num-prefixes, "
+            f"{config.prefix_repetition_num_prefixes}"
+        )
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+class _Turn(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    speaker: str = msgspec.field(name="from", default="")
+    value: str
+
+
+class _Conversation(Record, frozen=True, forbid_unknown_fields=False):
+    conversations: tuple[_Turn, ...]
+
+
+class _Custom(Record, frozen=True, forbid_unknown_fields=False):
+    prompt: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    output_tokens: int | None = None
+
+
+class _Question(Record, frozen=True, forbid_unknown_fields=False):
+    kind: str
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] | None = None
+    thinking: bool | None = None
+
+
+class _Maker:
+    def __init__(
+        self,
+        config: DatasetConfig,
+        vocabulary: Vocabulary | None,
+        note: Callable[[str], None],
+        watch: Callable[[int, int], None] | None,
+    ) -> None:
+        self._config, self._vocabulary, self._note, self._watch = config, vocabulary, note, watch
+        self._began = time.monotonic()
+
+    def made(self) -> list[Ask]:
+        match self._config.dataset_name:
+            case "random":
+                return self._random()
+            case "prefix_repetition":
+                return self._prefixes()
+            case "sharegpt":
+                return self._full(self._conversations())
+            case "custom":
+                return self._full(self._custom())
+            case "redline":
+                return self._full(self._questions())
+
+    def _random(self) -> list[Ask]:
+        config = self._config
+        texts = self._texts()
+        added = self._vocabulary.added if self._vocabulary else 0
+        prefix = texts.opening(config.random_prefix_len, self._draw("prefix"))
+        made: list[Ask] = []
+        for index in range(config.num_prompts):
+            draw = self._draw("prompt", index)
+            length = self._length(max(0, config.random_input_len - added), draw)
+            if length + config.random_prefix_len < 1:
+                raise ConfigError(
+                    f"--random-input-len {config.random_input_len}: no token is left for a prompt; give more"
+                )
+            text = self._fresh(texts, prefix, length, draw)
+            tokens = config.random_prefix_len + length
+            made.append(self._ask(text, max(1, self._length(config.random_output_len, draw)), tokens))
+            self._show(len(made))
+        return self._counted(made)
+
+    def _prefixes(self) -> list[Ask]:
+        config = self._config
+        texts = self._texts()
+        each, prefix_len = (
+            config.num_prompts // config.prefix_repetition_num_prefixes,
+            config.prefix_repetition_prefix_len,
+        )
+        made: list[Ask] = []
+        for number in range(config.prefix_repetition_num_prefixes):
+            draw = self._draw("prefix", number)
+            prefix = self._fresh(texts, "", prefix_len, draw)
+            for index in range(each):
+                draw = self._draw("suffix", number, index)
+                text = self._fresh(texts, prefix, config.prefix_repetition_suffix_len, draw)
+                tokens = prefix_len + config.prefix_repetition_suffix_len
+                made.append(self._ask(text, config.prefix_repetition_output_len, tokens, name=f"prefix {number}"))
+                self._show(len(made))
+        if len(made) < config.num_prompts:
+            self._note(f"{len(made)} prompts in place of {config.num_prompts}: each prefix has equally many")
+        if not config.disable_shuffle:
+            self._draw("order").shuffle(made)
+        return self._counted(made)
+
+    def _texts(self) -> "RandomTexts | _Words":
+        if self._vocabulary is not None:
+            return RandomTexts(self._vocabulary)
+        self._note("lengths of prompts are approximate: no --tokenizer was given, so nobody has counted their tokens")
+        return _Words()
+
+    def _fresh(self, texts: "RandomTexts | _Words", prefix: str, tokens: int, draw: random.Random) -> str:
+        unique = min(_UNIQUE, tokens)
+        head = texts.more(unique, draw) if prefix else texts.opening(unique, draw)
+        return prefix + head + texts.stretch(tokens - unique, draw)
+
+    def _length(self, length: int, draw: random.Random) -> int:
+        ratio = self._config.random_range_ratio
+        most = math.ceil(length * (1 + ratio)) if self._config.random_range == "around" else length
+        return draw.randint(math.floor(length * (1 - ratio)), most)
+
+    def _counted(self, made: list[Ask]) -> list[Ask]:
+        """The same, or, where a vocabulary does not cut as byte-pair ones do, with counts taken anew."""
+        if self._vocabulary is None:
+            return made
+        some = self._draw("checked").sample(made, min(_CHECKED, len(made)))
+        if all(self._count(_text_of(ask)) == ask.prompt_tokens for ask in some):
+            return made
+        self._note(f"lengths of prompts are approximate, though counted: {self._vocabulary.name} merges across words")
+        return [msgspec.structs.replace(ask, prompt_tokens=self._count(_text_of(ask))) for ask in made]
+
+    def _conversations(self) -> Iterator[Ask]:
+        config = self._config
+        entries = [
+            (turns[0].value, turns[1].value)
+            for _, one in _entries(Path(config.dataset_path or ""), _Conversation, "sharegpt")
+            if len(turns := _from_human(one.conversations)) > 1
+        ]
+        self._shuffle(entries)
+        if self._vocabulary is None:
+            self._note("lengths of conversations are estimated from their words: no --tokenizer was given")
+        for prompt, reply in entries:
+            tokens = self._count(prompt)
+            output = config.sharegpt_output_len or self._count(reply)
+            short = tokens < _LEAST or (config.sharegpt_output_len is None and output < _LEAST)
+            if not (short or tokens > _MOST_PROMPT or tokens + output > _MOST_WHOLE):
+                yield self._ask(prompt, output, tokens, name="sharegpt")
+
+    def _custom(self) -> Iterator[Ask]:
+        path = Path(self._config.dataset_path or "")
+        made: list[Ask] = []
+        for place, line in _entries(path, _Custom, "custom"):
+            if (line.prompt is None) == (line.messages is None):
+                raise ConfigError(f"{path}, {place}: expected one of `prompt` and `messages`: {_LINE_OF['custom']}")
+            if line.output_tokens is not None and line.output_tokens < 1:
+                raise ConfigError(f"{path}, {place}: `output_tokens` is {line.output_tokens}; give at least 1")
+            if line.output_tokens is None and self._config.custom_output_len == -1:
+                raise ConfigError(
+                    f"{path}, {place}: `output_tokens` is missing, which --custom-output-len -1 reads; "
+                    "write it in every line"
+                )
+            output = self._output(line.output_tokens)
+            if line.prompt is not None:
+                made.append(self._ask(line.prompt, output, None, tools=line.tools))
+            else:
+                made.append(self._said(line.messages or (), output, f"{path}, {place}", tools=line.tools))
+        self._shuffle(made)
+        for ask in made:
+            yield self._known(ask)
+
+    def _questions(self) -> Iterator[Ask]:
+        """Of every kind in turn, so that each has as many as its lines allow."""
+        path = Path(self._config.dataset_path or "")
+        paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not paths:
+            raise ConfigError(
+                f"--dataset-path {path}: no .jsonl file is in it; give a file of prompts, or their folder"
+            )
+        kinds: dict[str, list[Ask]] = {}
+        for path in paths:
+            for place, line in _entries(path, _Question, "redline"):
+                extra = {} if line.thinking is None else {"chat_template_kwargs": {"thinking": line.thinking}}
+                ask = self._said(line.messages, self._output(None), f"{path}, {place}", line.kind, line.tools, extra)
+                kinds.setdefault(line.kind, []).append(ask)
+        for those in kinds.values():
+            self._shuffle(those)
+        for turn in range(max(map(len, kinds.values()), default=0)):
+            for those in kinds.values():
+                if turn < len(those):
+                    yield self._known(those[turn])
+
+    def _full(self, found: Iterator[Ask]) -> list[Ask]:
+        """The first num_prompts of what a file has; where it has fewer, some of them again."""
+        config, path = self._config, self._config.dataset_path
+        made: list[Ask] = []
+        for ask in found:
+            made.append(ask)
+            self._show(len(made))
+            if len(made) == config.num_prompts:
+                return made
+        if not made:
+            raise ConfigError(
+                f"--dataset-path {path}: no prompt of it can be used; a line is {_LINE_OF[config.dataset_name]}"
+            )
+        if config.no_oversample:
+            self._note(f"{len(made)} prompts in place of {config.num_prompts}: {path} has no more")
+            return made
+        self._note(
+            f"{path} has {len(made)} prompts: some are asked again to reach {config.num_prompts}, "
+            "and a prefix cache will know those"
+        )
+        return made + self._draw("again").choices(made, k=config.num_prompts - len(made))
+
+    def _output(self, line: int | None) -> int:
+        asked = self._config.custom_output_len
+        return asked if asked is not None and asked > 0 else line or _OUTPUT_LEN
+
+    def _said(
+        self,
+        messages: Sequence[dict[str, Any]],
+        output: int,
+        place: str,
+        name: str = "",
+        tools: tuple[dict[str, Any], ...] | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> Ask:
+        if self._config.backend in COMPLETIONS:
+            raise ConfigError(f"{place}: `messages` need a chat; give --backend openai-chat")
+        if not messages or not all(isinstance(message.get("role"), str) for message in messages):
+            raise ConfigError(f"{place}: `messages` needs at least one message, and `role` in each")
+        extra = {**(extra or {}), **self._extra()}
+        return Ask(max_tokens=output, messages=tuple(messages), name=name, tools=tools, extra=extra)
+
+    def _ask(
+        self,
+        text: str,
+        output: int,
+        tokens: int | None,
+        name: str = "",
+        tools: tuple[dict[str, Any], ...] | None = None,
+    ) -> Ask:
+        bare = self._config.backend in COMPLETIONS
+        return Ask(
+            max_tokens=output,
+            text=text if bare else None,
+            messages=None if bare else ({"role": "user", "content": text},),
+            prompt_tokens=tokens if self._vocabulary else None,
+            name=name,
+            tools=tools,
+            extra=self._extra(),
+        )
+
+    def _extra(self) -> dict[str, Any]:
+        return {"ignore_eos": True} if self._config.ignore_eos else {}
+
+    def _known(self, ask: Ask) -> Ask:
+        """With the tokens of its texts counted, where somebody can."""
+        if self._vocabulary is None:
+            return ask
+        return msgspec.structs.replace(ask, prompt_tokens=self._count(_text_of(ask)))
+
+    def _count(self, text: str) -> int:
+        return (
+            len(self._vocabulary.encode(text)) if self._vocabulary else math.ceil(len(re.findall(r"\w+|[^\w\s]", text)))
+        )
+
+    def _shuffle(self, those: list[Any]) -> None:
+        if not self._config.disable_shuffle:
+            self._draw("order").shuffle(those)
+
+    def _draw(self, *what: str | int) -> random.Random:
+        return random.Random(" ".join(map(str, (self._config.seed, *what))))
+
+    def _show(self, done: int) -> None:
+        if self._watch is not None and time.monotonic() - self._began > _SHOWN_AFTER_S:
+            self._watch(done, self._config.num_prompts)
+
+
+class _Words:
+    """In the place of `RandomTexts` where nobody can count: words of prose, drawn one by one."""
+
+    def __init__(self) -> None:
+        self._words = sorted(set(re.findall(r"\b[a-z]{3,8}\b", natural(20_000, None, 0))))
+
+    def opening(self, tokens: int, draw: random.Random) -> str:
+        return self.more(tokens, draw).lstrip()
+
+    def more(self, tokens: int, draw: random.Random) -> str:
+        return "".join(f" {word}" for word in draw.choices(self._words, k=tokens))
+
+    stretch = more
+
+
+def _from_human(turns: Sequence[_Turn]) -> Sequence[_Turn]:
+    """From the first turn of a human on; all of them where no turn says whose it is."""
+    first = (number for number, turn in enumerate(turns) if turn.speaker in ("human", "user", ""))
+    return turns[next(first, len(turns)) :]
+
+
+def _text_of(ask: Ask) -> str:
+    if ask.text is not None:
+        return ask.text
+    said = [message.get("content") for message in ask.messages or ()]
+    return "".join(content if isinstance(content, str) else "" for content in said)
+
+
+_Line = TypeVar("_Line")
+
+
+def _entries(path: Path, kind: type[_Line], dataset: str) -> Iterator[tuple[str, _Line]]:
+    """Each entry of a JSON list or of JSONL, .gz or plain, with the words that name its place."""
+    try:
+        data = path.read_bytes()
+        data = gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        raise ConfigError(f"--dataset-path {path}: cannot be read ({error}); give a file of prompts") from None
+    if data.lstrip()[:1] == b"[":
+        try:
+            entries: list[msgspec.Raw] = msgspec.json.decode(data, type=list[msgspec.Raw])
+        except NOT_JSON as error:
+            raise ConfigError(f"--dataset-path {path}: is no JSON list ({error}); write it anew, or as JSONL") from None
+        places = ((f"entry {number}", entry) for number, entry in enumerate(entries, 1))
+    else:
+        lines = enumerate(data.split(b"\n"), 1)
+        places = ((f"line {number}", line) for number, line in lines if line.strip())
+    decoder = msgspec.json.Decoder(kind)
+    for place, entry in places:
+        try:
+            yield place, decoder.decode(entry)
+        except NOT_JSON as error:
+            raise ConfigError(f"{path}, {place}: {error}; expected {_LINE_OF[dataset]}") from None

@@ -1,0 +1,88 @@
+"""Known settings of a load by name: what to ask, and how many streams at once. Flags that are given win over them."""
+
+from typing import Any
+
+import msgspec
+
+from redline.bench.serving.datasets import DatasetConfig
+from redline.bench.serving.target import Pace
+from redline.errors import ConfigError
+from redline.wire.base import Record
+
+
+class Preset(Record, frozen=True):
+    """One setting. dataset: fields of a `DatasetConfig`. streams: at once, unless --max-concurrency says otherwise.
+
+    prompts_per_stream, warmups_per_stream: requests of the run and before it, times the streams. about: one line.
+    """
+
+    about: str
+    dataset: dict[str, Any]
+    streams: int
+    prompts_per_stream: int
+    warmups_per_stream: int
+
+
+def _inferencex(prompt: int, answer: int) -> Preset:
+    return Preset(
+        about=f"InferenceX: lengths in [0.8 L, L] of {prompt} in, {answer} out, 10 prompts and 2 warm-ups per stream",
+        dataset={
+            "dataset_name": "random",
+            "random_input_len": prompt,
+            "random_output_len": answer,
+            "random_range_ratio": 0.2,
+            "random_range": "below",
+            "ignore_eos": True,
+        },
+        streams=32,
+        prompts_per_stream=10,
+        warmups_per_stream=2,
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    "lambda": Preset(
+        about="Lambda's setting: 8,192 in, 2,048 out, 32 streams",
+        dataset={
+            "dataset_name": "random",
+            "random_input_len": 8192,
+            "random_output_len": 2048,
+            "ignore_eos": True,
+        },
+        streams=32,
+        prompts_per_stream=5,
+        warmups_per_stream=1,
+    ),
+    "inferencex-8k-1k": _inferencex(8192, 1024),
+    "inferencex-1k-1k": _inferencex(1024, 1024),
+    "chat": Preset(
+        about="a chat's turn: 256 in behind a system prompt of 256 that all share, 256 out, lengths vary by half",
+        dataset={
+            "dataset_name": "random",
+            "random_input_len": 256,
+            "random_output_len": 256,
+            "random_range_ratio": 0.5,
+            "random_prefix_len": 256,
+        },
+        streams=16,
+        prompts_per_stream=10,
+        warmups_per_stream=1,
+    ),
+}
+
+
+def with_preset(name: str | None, dataset: dict[str, Any], pace: dict[str, Any]) -> tuple[DatasetConfig, Pace]:
+    """The configuration and the pace of the flags that were given, over those of a preset, if any.
+
+    dataset, pace: fields of `DatasetConfig` and `Pace`, only those that were given. A preset's numbers of prompts and
+    warm-ups follow max_concurrency where it is given. Raises ConfigError for a name that is none.
+    """
+    if name is None:
+        return DatasetConfig(**dataset), Pace(**pace)
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise ConfigError(f"--preset {name}: give one of {', '.join(PRESETS)}")
+    streams = pace.get("max_concurrency") or preset.streams
+    whole: dict[str, Any] = {"num_prompts": preset.prompts_per_stream * streams, **preset.dataset, **dataset}
+    timed: dict[str, Any] = {"warmups": preset.warmups_per_stream * streams, **pace, "max_concurrency": streams}
+    return msgspec.convert(whole, DatasetConfig), msgspec.convert(timed, Pace)

@@ -1,0 +1,354 @@
+"""`redline bench serve`: the flags of `vllm bench serve`, and what becomes of them."""
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from redline.bench.serving.target import Pace, Patience, Ramp
+from redline.cli.bench import options
+from redline.cli.console import plain_console
+from redline.errors import ConfigError
+
+DATA, TRAFFIC, SAMPLING, RESULT = "What is asked", "How hard", "Sampling", "What is shown and kept"
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Lambda's: 8,192 tokens in, 2,048 out, 32 streams.
+    "lambda": {
+        "dataset_name": "random",
+        "random_input_len": 8192,
+        "random_output_len": 2048,
+        "max_concurrency": 32,
+        "num_prompts": 320,
+        "num_warmups": 32,
+    },
+}
+
+
+def bench_serve(
+    base_url: options.BaseUrl = None,
+    host: options.Host = "127.0.0.1",
+    port: options.Port = 8000,
+    endpoint: options.Endpoint = None,
+    backend: options.Backend = None,
+    model: options.Model = None,
+    served_model_name: options.ServedModelName = None,
+    tokenizer: options.Tokenizer = None,
+    skip_tokenizer_init: Annotated[
+        bool,
+        typer.Option(
+            "--skip-tokenizer-init",
+            help="Count no text here; trust what the server counts.",
+            rich_help_panel=options.SERVER,
+        ),
+    ] = False,
+    header: options.Header = None,
+    extra_body: options.ExtraBody = None,
+    insecure: options.Insecure = False,
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="|".join(PRESETS), help="A known setting; other flags win over it.", rich_help_panel=DATA),
+    ] = None,
+    dataset_name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="random|sharegpt|custom|prefix_repetition|redline",
+            help="What is asked. Absent: random.",
+            rich_help_panel=DATA,
+        ),
+    ] = None,
+    dataset_path: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Of a dataset that is a file.", rich_help_panel=DATA)
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests. Absent: 1000.", rich_help_panel=DATA)
+    ] = None,
+    input_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of a prompt: another name of --random-input-len.", rich_help_panel=DATA),
+    ] = None,
+    output_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of an answer, at most, of whichever dataset.", rich_help_panel=DATA),
+    ] = None,
+    random_input_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a random prompt. Absent: 1024.", rich_help_panel=DATA)
+    ] = None,
+    random_output_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of an answer to it. Absent: 128.", rich_help_panel=DATA)
+    ] = None,
+    random_range_ratio: Annotated[
+        float, typer.Option(min=0, help="Lengths are uniform in L (1 - R) to L (1 + R).", rich_help_panel=DATA)
+    ] = 0.0,
+    random_prefix_len: Annotated[
+        int, typer.Option(min=0, help="Tokens before those, the same in every random prompt.", rich_help_panel=DATA)
+    ] = 0,
+    sharegpt_output_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of an answer. Absent: those of the answer in the file.", rich_help_panel=DATA),
+    ] = None,
+    custom_output_len: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens of an answer. Absent: what a line says, else 256.", rich_help_panel=DATA),
+    ] = None,
+    prefix_repetition_prefix_len: Annotated[
+        int, typer.Option(min=0, help="Tokens of a shared prefix.", rich_help_panel=DATA)
+    ] = 256,
+    prefix_repetition_suffix_len: Annotated[
+        int, typer.Option(min=0, help="Tokens after it.", rich_help_panel=DATA)
+    ] = 256,
+    prefix_repetition_num_prefixes: Annotated[int, typer.Option(min=1, help="Prefixes.", rich_help_panel=DATA)] = 10,
+    prefix_repetition_output_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of an answer. Absent: 128.", rich_help_panel=DATA)
+    ] = None,
+    no_oversample: Annotated[
+        bool,
+        typer.Option(
+            "--no-oversample", help="Ask no prompt of a file twice, even if it has too few.", rich_help_panel=DATA
+        ),
+    ] = False,
+    disable_shuffle: Annotated[
+        bool, typer.Option("--disable-shuffle", help="Ask in the order of the file.", rich_help_panel=DATA)
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and of times of arrival.", rich_help_panel=DATA)] = 0,
+    request_rate: Annotated[
+        float,
+        typer.Option(min=0, help="Requests/s on average. inf: as soon as a place is free.", rich_help_panel=TRAFFIC),
+    ] = math.inf,
+    burstiness: Annotated[
+        float,
+        typer.Option(min=0, help="1: a Poisson process; less: bursts; more: an even rate.", rich_help_panel=TRAFFIC),
+    ] = 1.0,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests at once. Absent: as many as come.", rich_help_panel=TRAFFIC)
+    ] = None,
+    ramp_up_strategy: Annotated[
+        str | None,
+        typer.Option(metavar="linear|exponential", help="A rate that changes over the run.", rich_help_panel=TRAFFIC),
+    ] = None,
+    ramp_up_start_rps: Annotated[
+        float | None, typer.Option(min=0, help="Requests/s at its beginning.", rich_help_panel=TRAFFIC)
+    ] = None,
+    ramp_up_end_rps: Annotated[
+        float | None, typer.Option(min=0, help="Requests/s at its end.", rich_help_panel=TRAFFIC)
+    ] = None,
+    num_warmups: Annotated[
+        int | None, typer.Option(min=0, help="Requests before, which are not counted.", rich_help_panel=TRAFFIC)
+    ] = None,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, metavar="S", help="End the run after so long; what has come counts.", rich_help_panel=TRAFFIC
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos",
+            help="Every answer has its whole length. Random prompts ask so anyway.",
+            rich_help_panel=SAMPLING,
+        ),
+    ] = False,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Absent: the server's own.", rich_help_panel=SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Absent: the server's own.", rich_help_panel=SAMPLING)
+    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Absent: the server's own.", rich_help_panel=SAMPLING)] = None,
+    min_p: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Absent: the server's own.", rich_help_panel=SAMPLING)
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Absent: the server's own.", rich_help_panel=SAMPLING)
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Absent: the server's own.", rich_help_panel=SAMPLING)
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Absent: the server's own.", rich_help_panel=SAMPLING)
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="Log probabilities of each token.", rich_help_panel=SAMPLING)
+    ] = None,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:MS",
+            help="Bounds that a good request keeps: ttft:500 tpot:20 e2el:10000.",
+            rich_help_panel=RESULT,
+        ),
+    ] = None,
+    percentile_metrics: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES", help="Which latencies, with commas. Absent: all that apply.", rich_help_panel=RESULT
+        ),
+    ] = None,
+    metric_percentiles: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Which percentiles of them, with commas.", rich_help_panel=RESULT)
+    ] = "50,90,99",
+    save_result: Annotated[
+        bool,
+        typer.Option(
+            "--save-result", help="Write the result as JSON, a row for each request in it.", rich_help_panel=RESULT
+        ),
+    ] = False,
+    save_detailed: Annotated[
+        bool,
+        typer.Option("--save-detailed", help="With texts, and with vLLM's lists per request.", rich_help_panel=RESULT),
+    ] = False,
+    result_dir: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Where the result goes. Absent: here.", rich_help_panel=RESULT)
+    ] = None,
+    result_filename: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Its name. Absent: made of label, rate, model and time.", rich_help_panel=RESULT
+        ),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page with tables and plots.", rich_help_panel=RESULT)
+    ] = None,
+    label: Annotated[
+        str | None, typer.Option(help="A name of this run. Absent: the backend.", rich_help_panel=RESULT)
+    ] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Kept in the result (repeatable).", rich_help_panel=RESULT),
+    ] = None,
+    disable_tqdm: options.Quiet = False,
+    ready_check_timeout_sec: options.ReadyTimeout = None,
+    connect_timeout_sec: options.ConnectTimeout = 10.0,
+    first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
+    silence_timeout_sec: options.SilenceTimeout = 60.0,
+    request_timeout_sec: options.RequestTimeout = 6 * 3600.0,
+) -> None:
+    """Throughput and latencies of any OpenAI server, over HTTP. Flags and results are those of `vllm bench serve`.
+
+    TTFT, TPOT, ITL and E2EL with mean, median and percentiles; thinking and answer apart; what the server counts held
+    against what it streamed; how busy this client was. The key is that of OPENAI_API_KEY or REDLINE_API_KEY.
+    """
+    from redline.bench.serving.datasets import DatasetConfig
+    from redline.bench.serving.metrics import NAMES, SLOS
+    from redline.cli.bench.serve_run import ServeConfig
+    from redline.cli.bench.serve_run import bench_serve as measure
+
+    known = preset_of(preset)
+    name = dataset_name or known.get("dataset_name", "random")
+    if dataset_path is not None and name in ("random", "prefix_repetition"):
+        raise ConfigError(f"--dataset-path: --dataset-name {name} reads no file; give sharegpt, custom or redline")
+    if not request_rate > 0 or not burstiness > 0:
+        raise ConfigError(f"--request-rate {request_rate:g}, --burstiness {burstiness:g}: give numbers above 0")
+    sampling = {
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "frequency_penalty": frequency_penalty,
+        "presence_penalty": presence_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logprobs": logprobs,
+    }
+    target = options.target_of(
+        base_url=base_url,
+        host=host,
+        port=port,
+        endpoint=endpoint,
+        backend=backend,
+        model=model,
+        served_model_name=served_model_name,
+        header=header,
+        extra_body=extra_body,
+        insecure=insecure,
+        body={field: value for field, value in sampling.items() if value is not None},
+        patience=Patience(
+            connect=connect_timeout_sec,
+            first=first_token_timeout_sec,
+            silence=silence_timeout_sec,
+            whole=request_timeout_sec,
+        ),
+        otherwise="openai-chat" if name == "redline" else "openai",
+    )
+    pace = Pace(
+        rate=request_rate,
+        burstiness=burstiness,
+        max_concurrency=max_concurrency or known.get("max_concurrency"),
+        ramp=ramp_of(ramp_up_strategy, ramp_up_start_rps, ramp_up_end_rps, request_rate),
+        warmups=known.get("num_warmups", 0) if num_warmups is None else num_warmups,
+        deadline=max_seconds,
+        seed=seed,
+    )
+    dataset = DatasetConfig(
+        dataset_name=name,
+        dataset_path=dataset_path,
+        num_prompts=num_prompts or known.get("num_prompts", 1000),
+        random_input_len=random_input_len or input_len or known.get("random_input_len", 1024),
+        random_output_len=random_output_len or output_len or known.get("random_output_len", 128),
+        random_range_ratio=random_range_ratio,
+        random_prefix_len=random_prefix_len,
+        sharegpt_output_len=sharegpt_output_len or output_len,
+        custom_output_len=custom_output_len or output_len,
+        prefix_repetition_prefix_len=prefix_repetition_prefix_len,
+        prefix_repetition_suffix_len=prefix_repetition_suffix_len,
+        prefix_repetition_num_prefixes=prefix_repetition_num_prefixes,
+        prefix_repetition_output_len=prefix_repetition_output_len or output_len or 128,
+        seed=seed,
+        ignore_eos=ignore_eos or name == "random",
+        disable_shuffle=disable_shuffle,
+        no_oversample=no_oversample,
+        backend=target.backend,
+    )
+    config = ServeConfig(
+        target=target,
+        pace=pace,
+        dataset=dataset,
+        model=model,
+        tokenizer=None if skip_tokenizer_init else tokenizer_of(tokenizer, model),
+        goodput=options.goals(goodput or (), SLOS),
+        latencies=options.choices("--percentile-metrics", percentile_metrics, NAMES),
+        percentiles=options.percentiles(metric_percentiles),
+        ready_s=ready_check_timeout_sec,
+        quiet=disable_tqdm,
+        label=label,
+        metadata=options.pairs("--metadata", metadata or ()),
+        save=save_result or save_detailed or result_filename is not None,
+        detailed=save_detailed,
+        folder="" if result_dir is None else str(result_dir),
+        filename=result_filename,
+        html=None if html is None else str(html),
+    )
+    raise typer.Exit(measure(config, plain_console()))
+
+
+def tokenizer_of(tokenizer: str | None, model: str | None) -> str | None:
+    """Whose vocabulary counts tokens: --tokenizer, or --model where that is a folder; None: nobody's."""
+    return tokenizer or (model if model and Path(model).is_dir() else None)
+
+
+def preset_of(name: str | None) -> dict[str, Any]:
+    """The flags of a known setting; none without a name. Raises ConfigError for an unknown one."""
+    if name is not None and name not in PRESETS:
+        raise ConfigError(f"--preset {name!r}: expected one of {options.listed(tuple(PRESETS))}")
+    return {} if name is None else PRESETS[name]
+
+
+def ramp_of(strategy: str | None, start: float | None, end: float | None, rate: float) -> Ramp | None:
+    """A ramp from its three flags, of which all or none are given. Raises ConfigError."""
+    if strategy is None:
+        if start is not None or end is not None:
+            raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy linear|exponential")
+        return None
+    if strategy not in ("linear", "exponential"):
+        raise ConfigError(f"--ramp-up-strategy {strategy!r}: expected linear or exponential")
+    if math.isfinite(rate):
+        raise ConfigError("--ramp-up-strategy sets the rate; leave --request-rate out")
+    if start is None or end is None:
+        raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    if end < start or not end or (strategy == "exponential" and not start):
+        raise ConfigError(
+            f"--ramp-up-start-rps {start:g}, --ramp-up-end-rps {end:g}: a ramp goes up, from above 0 "
+            "where it is exponential"
+        )
+    return Ramp(strategy=strategy, start=start, end=end)
