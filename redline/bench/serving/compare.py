@@ -330,7 +330,7 @@ def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan
 
 
 def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, greedy: bool) -> list[Words]:
-    found: list[Words] = []
+    found = [Words(text=note) for note in result.notes]
     if result.stopped:
         found.append(Words(text="Stopped: the block that ran is not counted.", warning=True))
     figures = figures_of(blocks, same, 0)

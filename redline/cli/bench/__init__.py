@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from redline.cli.bench.agentic import bench_agentic
+from redline.cli.bench.compare import bench_compare
 from redline.cli.bench.options import PeerCommand
 from redline.cli.bench.serve import bench_serve
 from redline.cli.console import plain_console
@@ -13,6 +15,8 @@ from redline.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Speed, each number beside the least time that the hardware allows.")
 app.command(name="serve", cls=PeerCommand)(bench_serve)
+app.command(name="compare", cls=PeerCommand)(bench_compare)
+app.command(name="agentic", cls=PeerCommand)(bench_agentic)
 
 
 @app.command(name="decode")
