@@ -26,6 +26,7 @@ from redline.bench.serving.traces import Session
 from redline.wire.base import Record
 
 Mode = Literal["recorded", "live"]
+Watch = Callable[[int, int, int], None]  # turns ended, sessions running, turns failed
 
 
 class Plan(Record, frozen=True):
@@ -94,7 +95,7 @@ class Asks(Protocol):
 class _Replaying:
     """The state of one replay, on one event loop."""
 
-    def __init__(self, client: Asks, plan: Plan, watch: Callable[[int, int, int], None]) -> None:
+    def __init__(self, client: Asks, plan: Plan, watch: Watch) -> None:
         self.client, self.plan, self._watch = client, plan, watch
         self.turns: list[Replayed] = []
         self.sessions: list[Ended] = []
@@ -175,9 +176,7 @@ class _Replaying:
                 at += draw.expovariate(rate)
 
 
-async def replay(
-    client: Asks, sessions: Sequence[Session], plan: Plan, watch: Callable[[int, int, int], None] | None = None
-) -> Replay:
+async def replay(client: Asks, sessions: Sequence[Session], plan: Plan, watch: Watch | None = None) -> Replay:
     """Replay the sessions. watch: called after every turn with turns ended, sessions running, turns failed.
 
     Cancelled, it returns what has been answered until then, as stopped.

@@ -349,7 +349,9 @@ def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, gree
         counts += f" {shorter} answers shorter, so E2EL favours it: look at TPOT and output tokens/s, or --ignore-eos."
     found.append(Words(text=counts, warning=apart > COUNTS_APART))
     if same.pairs:
-        text = f"{same.equal:,} of {same.pairs:,} answers have the same text." + (f" {same.first}" if same.first else "")
+        text = f"{same.equal:,} of {same.pairs:,} answers have the same text." + (
+            f" {same.first}" if same.first else ""
+        )
         sampled = "" if greedy else " They were sampled (--temperature), so they may differ."
         found.append(Words(text=text + sampled, warning=greedy and same.equal < same.pairs))
     return found
@@ -381,7 +383,11 @@ def _over_time(blocks: Sequence[Sequence[Load]], name: str) -> Plot:
     loads = [one for block in blocks for one in block]
 
     def series(side: Side) -> Series:
-        mine = [(float(at), one.figures[name]) for at, one in enumerate(loads, 1) if one.side == side and name in one.figures]
+        mine = [
+            (float(at), one.figures[name])
+            for at, one in enumerate(loads, 1)
+            if one.side == side and name in one.figures
+        ]
         x, y = (tuple(one[place] for one in mine) for place in (0, 1))
         return Series(name=side, x=x, y=tuple(value * FIGURES[name].scale for value in y), style="points")
 

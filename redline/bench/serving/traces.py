@@ -160,7 +160,9 @@ class _Source:
         """A file's name, its lines, and the name of something that it defines."""
         path = draw.choice(self._files)
         lines = self._read.setdefault(path, path.read_text(errors="replace").splitlines())
-        words = [line.split("(")[0].split(":")[0].split() for line in lines if line.lstrip().startswith(("def ", "class "))]
+        words = [
+            line.split("(")[0].split(":")[0].split() for line in lines if line.lstrip().startswith(("def ", "class "))
+        ]
         return path.name, lines, draw.choice(words)[1] if words else "main"
 
 
@@ -287,5 +289,8 @@ class _Maker:
 def _tests(draw: random.Random, name: str) -> str:
     passed, failed = draw.randrange(3, 40), draw.choice((0, 0, 1, 2))
     lines = [f"tests/test_{name.lower()}.py {'.' * passed}{'F' * failed}"]
-    lines += [f"FAILED tests/test_{name.lower()}.py::test_{at} - AssertionError: assert {at} == {at + 1}" for at in range(failed)]
+    lines += [
+        f"FAILED tests/test_{name.lower()}.py::test_{at} - AssertionError: assert {at} == {at + 1}"
+        for at in range(failed)
+    ]
     return "\n".join([*lines, f"{failed} failed, {passed} passed in {draw.uniform(0.2, 9):.2f}s"])

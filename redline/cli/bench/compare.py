@@ -89,7 +89,8 @@ def bench_compare(
     figure: Annotated[
         str | None,
         typer.Option(
-            metavar="|".join(FIGURES), help="Whose interval --until narrows. Absent: output_throughput; of a rate: e2el."
+            metavar="|".join(FIGURES),
+            help="Whose interval --until narrows. Absent: output_throughput; of a rate: e2el.",
         ),
     ] = None,
     dataset_name: kept.DatasetName = "random",
@@ -105,9 +106,7 @@ def bench_compare(
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Every answer has its whole length. Random prompts ask so anyway.")
     ] = False,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="0: greedy, so that answers can be compared too.")
-    ] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="0: greedy, so that answers can be compared too.")] = 0.0,
     seed: kept.Seed = None,
     save: kept.Save = None,
     html: kept.Html = None,
@@ -215,7 +214,9 @@ def key_of(variable: str) -> str:
     """The key in a variable of the environment. Raises ConfigError where it is not set, or no key."""
     key = os.environ.get(variable, "")
     if not key or not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"{variable} of the environment: expected the server's key, letters, digits and signs of ASCII")
+        raise ConfigError(
+            f"{variable} of the environment: expected the server's key, letters, digits and signs of ASCII"
+        )
     return key
 
 
@@ -285,7 +286,9 @@ def _run(config: CompareConfig, console: Console) -> int:
             if found.stopped:
                 raise KeyboardInterrupt
             if all(failure_of(answer) is not None for answer in found.answers):
-                raise ConfigError(f"{side}, {targets[side].base_url}: no warm-up was answered: {error_of(found.answers[0])}")
+                raise ConfigError(
+                    f"{side}, {targets[side].base_url}: no warm-up was answered: {error_of(found.answers[0])}"
+                )
         compared = compare.compare(plan, put, prompts, tell)
     notes: tuple[str, ...] = ()
     if prompts.again(2 * len(compared.blocks)):
