@@ -3,7 +3,7 @@
 A machine that both share, or a network, drifts: what runs second may find it warmer or busier. So the two are measured
 in blocks of four small loads, A B B A or B A A B as the seed draws, each while the other server idles. Within a block a
 steady drift adds as much to one as to the other. Both get the same requests: the first two loads of a block share
-theirs, and so do the last two. The block's ratio B/A of a figure is one number, and the blocks' ratios give the interval.
+theirs, and so do the last two. A block gives one ratio B/A of each figure, and the blocks' ratios give its interval.
 """
 
 import math
@@ -203,7 +203,7 @@ def _difference(pair: int, a: str, b: str) -> str:
     return f"pair {pair} differs from character {place + 1} on: {', '.join(said)}"
 
 
-# ----------------------------------------------------------------------------------------------------- what it amounts to
+# ---------------------------------------------------------------------------------------------------- what it amounts to
 
 
 def log_ratios(blocks: Sequence[Sequence[Load]], name: str) -> list[float]:
@@ -239,14 +239,14 @@ def outcomes(blocks: Sequence[Sequence[Load]], seed: int = 0) -> list[Outcome]:
         logs = log_ratios(blocks, name)
         if not logs:
             continue
-        values = {side: [one.figures[name] for block in blocks for one in block if one.side == side and name in one.figures]
-                  for side in ("A", "B")}  # fmt: skip
+        loads = [one for block in blocks for one in block if name in one.figures]
+        a, b = ([one.figures[name] for one in loads if one.side == side] for side in ("A", "B"))
         sure = interval(logs, seed)
         found.append(
             Outcome(
                 name=name,
-                a=float(np.median(values["A"])),
-                b=float(np.median(values["B"])),
+                a=float(np.median(a)),
+                b=float(np.median(b)),
                 ratio=math.exp(sum(logs) / len(logs)),
                 low=None if sure is None else math.exp(sure.low),
                 high=None if sure is None else math.exp(sure.high),
@@ -322,8 +322,8 @@ def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan
         cells.append((figure.words, *shown, f"{one.ratio:.3f}", sure, one.verdict))
     wanted = "" if plan.until is None else f" --until wanted ±{plan.until:.1%} of {FIGURES[plan.figure].words}."
     note = (
-        f"{len(blocks)} blocks of four loads. A and B are medians over loads, B/A is the mean over blocks with its 95 % "
-        "interval. Each interval is right for itself: of twenty figures without a difference, one looks like one."
+        f"{len(blocks)} blocks of four loads. A and B are medians over loads, B/A is the mean over blocks with its 95 "
+        "% interval. Each interval is right for itself: of twenty figures without a difference, one looks like one."
     )
     columns = ("", "A", "B", "B/A", "95 %", "verdict")
     return Table(title="A against B", columns=columns, rows=tuple(cells), note=note + wanted)

@@ -2,9 +2,9 @@
 
 A trace is JSONL, a session on each line:
 
-    {"session": "s1", "tools": [...], "turns": [{"messages": [...], "output_tokens": 200, "answer": {...}, "wait_s": 1.5}]}
+    {"session": "s1", "tools": [...], "turns": [{"messages": [...], "output_tokens": 200, "answer": {...}, "wait_s": 1}]}
 
-A turn sends all messages so far and its own `messages` behind them, in the chat API's form (system, user, tool results);
+A turn sends all messages so far and its own `messages` behind them, in the chat API's form (system, user, tool);
 `output_tokens` is the most that is answered; `answer` is what was answered when the trace was recorded, an assistant's
 message; `wait_s` is the time that the tools, or the user, then take before the next turn. `tools` are the functions
 that a session may call; `answer`, `tools` and `wait_s` may be left out.
@@ -126,15 +126,15 @@ _SAID = (
     "Next come the tests, to see whether {name} still does what its callers expect.",
 )
 _DONE = (
-    "The tests pass. In {file} only {name} was changed: it now handles the case that you described, and its callers did "
-    "not need a change. A test for the case stands beside those that were there."
+    "The tests pass. In {file} only {name} was changed: it now handles the case that you described, and its callers "
+    "did not need a change. A test for the case stands beside those that were there."
 )
 
 
-def _tool(name: str, text: str, **properties: str) -> dict[str, Any]:
+def _tool(name: str, description: str, **properties: str) -> dict[str, Any]:
     fields = {key: {"type": "string", "description": said} for key, said in properties.items()}
     parameters = {"type": "object", "properties": fields, "required": list(fields)}
-    return {"type": "function", "function": {"name": name, "description": text, "parameters": parameters}}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 TOOLS = (

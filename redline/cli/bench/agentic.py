@@ -61,7 +61,7 @@ def bench_agentic(
         str,
         typer.Option(
             metavar="recorded|live",
-            help="Whose answers the next turn sees: the trace's, so that all servers get the same texts, or the model's.",
+            help="Whose answers the next turn sees: the trace's, so that all get the same texts, or the model's.",
         ),
     ] = "recorded",
     users: Annotated[int | None, typer.Option(min=1, help="Sessions at once. Absent: 1.")] = None,
@@ -248,6 +248,6 @@ def _check_recorded(sessions: Sequence[Session], trace: str) -> None:
         for number, turn in enumerate(session.turns[:-1], 1):
             if turn.answer is None:
                 raise ConfigError(
-                    f"{trace}: session {session.session}, turn {number} has no `answer`, which --history recorded needs; "
-                    "--history live keeps the model's own"
+                    f"{trace}: session {session.session}, turn {number} has no `answer`, which --history recorded "
+                    "needs; --history live keeps the model's own"
                 )
