@@ -19,7 +19,8 @@ import msgspec
 import numpy as np
 
 from redline.bench.serving.metrics import e2el, error_of, failure_of, input_tokens, output_tokens, tpot, ttft
-from redline.bench.serving.records import Answer, Ask
+from redline.bench.serving.records import Answer, Ask, GeneratorLoad
+from redline.bench.serving.remarks import generator_remark
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
 from redline.bench.serving.traces import Session
@@ -27,6 +28,9 @@ from redline.wire.base import Record
 
 Mode = Literal["recorded", "live"]
 Watch = Callable[[int, int, int], None]  # turns ended, sessions running, turns failed
+
+
+LATE_S = 0.01  # a turn that is asked so much later than its wait ended
 
 
 class Plan(Record, frozen=True):
@@ -73,6 +77,7 @@ class Replay(Record, frozen=True):
 
     began: float
     seconds: float
+    generator: GeneratorLoad
     turns: tuple[Replayed, ...]
     sessions: tuple[Ended, ...]
     stopped: bool = False
@@ -100,6 +105,7 @@ class _Replaying:
         self.turns: list[Replayed] = []
         self.sessions: list[Ended] = []
         self.running, self.index, self.failed = 0, 0, 0
+        self.lags: list[float] = []
 
     async def session(self, session: Session) -> None:
         """Replay one session; a turn that fails ends it."""
@@ -113,6 +119,7 @@ class _Replaying:
                 planned = self.client.clock() + wait
                 if wait > 0:
                     await asyncio.sleep(wait)
+                    self.lags.append(max(0.0, self.client.clock() - planned))
                 history += fitted(turn.messages, history)
                 ask = Ask(
                     max_tokens=turn.output_tokens,
@@ -182,7 +189,7 @@ async def replay(client: Asks, sessions: Sequence[Session], plan: Plan, watch: W
     Cancelled, it returns what has been answered until then, as stopped.
     """
     work = _Replaying(client, plan, watch or _unwatched)
-    began, start = time.time(), client.clock()
+    began, start, processor = time.time(), client.clock(), time.process_time()
     task = work.users(sessions, plan.users or 1) if plan.rate is None else work.arrivals(sessions, plan.rate)
     stopped = late = False
     try:
@@ -192,15 +199,25 @@ async def replay(client: Asks, sessions: Sequence[Session], plan: Plan, watch: W
         late = True
     except asyncio.CancelledError:
         stopped = True
-    asked = len(work.turns)
+    asked, seconds = len(work.turns), max(client.clock() - start, 1e-9)
     return Replay(
         began=began,
-        seconds=client.clock() - start,
+        seconds=seconds,
+        generator=_generator((time.process_time() - processor) / seconds, work.lags),
         turns=tuple(work.turns),
         sessions=tuple(work.sessions),
         stopped=stopped,
         out_of_time=late,
         cut=work.index - asked,
+    )
+
+
+def _generator(cpu_share: float, lags: Sequence[float]) -> GeneratorLoad:
+    """lags: how late each wait between turns ended, seconds."""
+    p50, p99 = (_at(lags, p) or 0.0 for p in (50, 99))
+    late = sum(lag > LATE_S for lag in lags)
+    return GeneratorLoad(
+        cpu_share=cpu_share, lag_p50=p50, lag_p99=p99, lag_most=max(lags, default=0.0), late_sends=late
     )
 
 
@@ -362,6 +379,8 @@ def agentic_sections(result: Result) -> list[Section]:
         why = "The run was stopped" if result.stopped else "The time was over"
         text = f"{why}: {result.figures['cut']} turns that ran then are not counted."
         found.append(Words(text=text, warning=result.stopped))
+    if result.generator is not None:
+        found.append(generator_remark(result.generator, result.answers))
     found.append(_totals(result.figures))
     if pairs:
         turns = [(f"{low}" if low == high else f"{low} to {high}", low, high) for low, high in _groups(pairs)]

@@ -102,10 +102,10 @@ class Compared(Record, frozen=True):
 Put = Callable[[Side, Sequence[Ask]], Run]
 
 
-def compare(plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], tell: Callable[[int, int], None]) -> Compared:
+def compare(plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], tell: Callable[[int], None]) -> Compared:
     """Measure block by block. put: puts a load on one side. asks: the requests of a pair of loads, by its number.
 
-    tell: called after every block with how many there are and how many there will be, as far as is known.
+    tell: called after every block with how many there are.
     """
     draw = random.Random(plan.seed)
     blocks: list[tuple[Load, ...]] = []
@@ -129,7 +129,7 @@ def compare(plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], tell: Ca
         blocks.append(tuple(ended))
         same = alike
         answers += [msgspec.structs.replace(one, index=len(answers) + at) for at, one in enumerate(in_block)]
-        tell(len(blocks), max(len(blocks), plan.blocks if plan.until is None else plan.most))
+        tell(len(blocks))
     return Compared(blocks=tuple(blocks), same=same, stopped=False, answers=tuple(answers))
 
 
@@ -144,7 +144,8 @@ def enough(plan: Plan, blocks: Sequence[Sequence[Load]]) -> bool:
 
 
 def _orders(draw: random.Random) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
-    forth, back = ("A", "B"), ("B", "A")
+    forth: tuple[Side, Side] = ("A", "B")
+    back: tuple[Side, Side] = ("B", "A")
     return (forth, back) if draw.random() < 0.5 else (back, forth)
 
 
@@ -203,7 +204,7 @@ def _difference(pair: int, a: str, b: str) -> str:
     return f"pair {pair} differs from character {place + 1} on: {', '.join(said)}"
 
 
-# ---------------------------------------------------------------------------------------------------- what it amounts to
+# --------------------------------------------------------------------------------------------------- what it amounts to
 
 
 def log_ratios(blocks: Sequence[Sequence[Load]], name: str) -> list[float]:

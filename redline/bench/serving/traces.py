@@ -2,7 +2,7 @@
 
 A trace is JSONL, a session on each line:
 
-    {"session": "s1", "tools": [...], "turns": [{"messages": [...], "output_tokens": 200, "answer": {...}, "wait_s": 1}]}
+    {"session": "s1", "tools": [...], "turns": [{"messages": [...], "output_tokens": 99, "answer": {...}, "wait_s": 1}]}
 
 A turn sends all messages so far and its own `messages` behind them, in the chat API's form (system, user, tool);
 `output_tokens` is the most that is answered; `answer` is what was answered when the trace was recorded, an assistant's
@@ -166,13 +166,18 @@ class _Source:
         return path.name, lines, draw.choice(words)[1] if words else "main"
 
 
+def by_length(text: str) -> int:
+    """About how many tokens a text has, where nobody can count them."""
+    return math.ceil(len(text) / CHARACTERS_PER_TOKEN)
+
+
 def synthesize(shape: Shape, count: Counter | None = None) -> list[Session]:
     """Sessions of a coding agent: a task, files read and searched, edits, tests, a summary, the next task, and so on.
 
     The same shape gives the same sessions with the same Python. count: tokens of a text; None: by its length. Raises
     ConfigError where a budget is too small for one task.
     """
-    counter = count or (lambda text: math.ceil(len(text) / CHARACTERS_PER_TOKEN))
+    counter = count or by_length
     source = _Source()
     made = [_Maker(shape, counter, source, number).session() for number in range(shape.sessions)]
     if not all(session.turns for session in made):
@@ -234,7 +239,7 @@ class _Maker:
                 arguments, result = {"folder": "tests", "pattern": name.lower()}, _tests(draw, name)
                 output, wait = shape.output_tokens // 2, self._time(shape.tool_s)
         self._calls += 1
-        call = {
+        call: dict[str, Any] = {
             "id": f"call_{self._calls}",
             "type": "function",
             "function": {"name": tool, "arguments": json.dumps(arguments)},

@@ -177,18 +177,16 @@ def bench_agentic(
 def make(shape: Shape, path: Path, tokenizer: str | None, console: Console) -> int:
     """Writes a made-up trace; the exit code is 0. Raises ConfigError."""
     check_output(path)
-    count = None
-    if tokenizer is not None:
-        vocabulary = open_vocabulary(Path(tokenizer))
+    vocabulary = None if tokenizer is None else open_vocabulary(Path(tokenizer))
 
-        def count(text: str) -> int:
-            return len(vocabulary.encode(text))
+    def count(text: str) -> int:
+        return traces.by_length(text) if vocabulary is None else len(vocabulary.encode(text))
 
     found = traces.synthesize(shape, count)
     save_bytes(path, traces.encode(found))
     turns = sum(len(one.turns) for one in found)
     waits = sum(turn.wait_s for one in found for turn in one.turns)
-    counted = "counted by --tokenizer" if count else "by their length; --tokenizer FOLDER counts"
+    counted = "counted by --tokenizer" if vocabulary else "by their length; --tokenizer FOLDER counts"
     say(console, f"written to {path}: {len(found)} sessions, {turns} turns, {waits:,.0f} s of waits; tokens {counted}")
     return 0
 
@@ -227,6 +225,7 @@ def _run(config: AgenticConfig, console: Console) -> int:
         stopped=found.stopped,
         answers=[msgspec.structs.replace(one.answer, index=at) for at, one in enumerate(found.turns)],
     )
+    result = msgspec.structs.replace(result, generator=found.generator)
     sections = agentic.agentic_sections(result)
     show([section for section in sections if not isinstance(section, Plot)], console)
     kept.keep(result, sections, f"redline bench agentic: {target.model}", config.save, config.html, console)

@@ -276,7 +276,7 @@ def _run(config: CompareConfig, console: Console) -> int:
             done += len(requests)
             return run
 
-        def tell(blocks: int, most: int) -> None:
+        def tell(blocks: int) -> None:
             nonlocal ended
             ended = blocks
 
