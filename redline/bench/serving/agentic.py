@@ -62,7 +62,7 @@ class Replayed(Record, frozen=True):
 class Ended(Record, frozen=True):
     """One session. seconds: from its first turn's sending to its last answer. waited: of them, between turns.
 
-    whole: all turns were answered.
+    whole: all turns were answered. failed: a turn was not; neither: the replay was ended before.
     """
 
     session: str
@@ -70,6 +70,7 @@ class Ended(Record, frozen=True):
     seconds: float
     waited: float
     whole: bool
+    failed: bool = False
 
 
 class Replay(Record, frozen=True):
@@ -112,7 +113,7 @@ class _Replaying:
         history: list[dict[str, Any]] = []
         first: float | None = None
         waited, wait, last = 0.0, 0.0, 0.0
-        done = 0
+        done, bad = 0, False
         self.running += 1
         try:
             for number, turn in enumerate(session.turns, 1):
@@ -157,7 +158,14 @@ class _Replaying:
             if first is not None:
                 whole = done == len(session.turns)
                 self.sessions.append(
-                    Ended(session=session.session, turns=done, seconds=last - first, waited=waited, whole=whole)
+                    Ended(
+                        session=session.session,
+                        turns=done,
+                        seconds=last - first,
+                        waited=waited,
+                        whole=whole,
+                        failed=bad,
+                    )
                 )
 
     async def users(self, sessions: Sequence[Session], users: int) -> None:
@@ -304,7 +312,7 @@ def figures(replay: Replay) -> dict[str, Any]:
         "failed": len(answers) - len(good),
         "cut": replay.cut,
         "sessions_completed": len(whole),
-        "sessions_broken": len(replay.sessions) - len(whole),
+        "sessions_failed": sum(one.failed for one in replay.sessions),
         "total_input_tokens": sum(map(input_tokens, good)),
         "total_output_tokens": tokens,
         "output_throughput": tokens / seconds,
@@ -421,7 +429,7 @@ def _totals(found: dict[str, Any]) -> Table:
         ("turns answered", "completed", ",.0f"),
         ("turns failed", "failed", ",.0f"),
         ("sessions whole", "sessions_completed", ",.0f"),
-        ("sessions broken off", "sessions_broken", ",.0f"),
+        ("sessions that a failed turn ended", "sessions_failed", ",.0f"),
         ("seconds", "duration", ",.1f"),
         ("output tokens/s", "output_throughput", ",.1f"),
         ("prompt tokens", "total_input_tokens", ",.0f"),
