@@ -349,7 +349,8 @@ def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan
         )
     note = (
         f"{len(blocks)} blocks of four loads. A and B are medians over loads, B/A is the mean over blocks with its 95 "
-        "% interval. Faster by: so much more tokens/s, or so much less time. Each interval is right for itself: of twenty figures without a difference, one looks like one."
+        "% interval. Faster by: so much more tokens/s, or so much less time. Each interval is right for itself: of "
+        "twenty figures without a difference, one looks like one."
     )
     columns = ("", "A", "B", "B/A", "95 %", "verdict")
     return Table(title="A against B", columns=columns, rows=tuple(cells), note=note + wanted)
