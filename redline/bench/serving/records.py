@@ -59,15 +59,17 @@ class Chunk(Record, frozen=True):
 class Answer(Record, frozen=True):
     """What became of one `Ask`. A failed one keeps what had come until then.
 
-    planned: when the schedule wanted it sent. connected: when it had a connection, new or kept. sent: when its first
-    byte was handed to the socket; None: it never was. head: when the response's head had been read. end: when the last
-    byte, or the failure, came. error: one line with what happened; failure: which kind; both are None where the server
-    answered as it should. finish: the last choice's finish_reason.
+    planned: when the schedule wanted it sent. taken: when the client took it up, its planned time and a free place
+    having come; where no connection was ready, one is opened then. connected: when it had its connection; as taken
+    where one was ready. sent: when its first byte was handed to the socket; None: it never was. head: when the
+    response's head had been read. end: when the last byte, or the failure, came. error: one line with what happened;
+    failure: which kind; both are None where the server answered as it should. finish: the last choice's finish_reason.
     """
 
     index: int
     ask: Ask
     planned: float
+    taken: float | None = None
     connected: float | None = None
     sent: float | None = None
     head: float | None = None

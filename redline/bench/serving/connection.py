@@ -1,0 +1,257 @@
+"""One HTTP/1.1 connection of the load generator, and the splitting of a response's body into server-sent events.
+
+This is our own, on asyncio's Protocol and httptools' parser, for two reasons. The time of a chunk has to be that of the
+read which completed it, before anything is parsed or a task is woken: a general client gives out bodies through
+queues and coroutines, and a time taken there has the event loop's load in it. And every token costs processor time of
+the generator, which must stay far from being the limit of what it measures. What is read is parsed only in the loop's
+next turn, when every socket that was ready has been read: an engine's step gives all its streams a token at once, and
+the last of 64 would otherwise be timed after the parsing of the other 63. Redirects are not followed, since what
+would be timed then is another server.
+"""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import Callable
+from typing import Protocol, cast
+
+import httptools
+
+from redline.bench.serving.records import Failure
+
+HEAD_BYTES = 64 << 10  # of a response's head, at most
+EVENT_BYTES = 16 << 20  # of one event, at most
+
+
+class TooLarge(Exception):
+    """What the server sends goes beyond a bound of this module; the message says which."""
+
+
+class Events:
+    """Splits a stream of bytes, cut anywhere, into the data of its server-sent events.
+
+    Lines end with LF, CRLF or CR; comments and fields other than `data` are skipped; several data lines are joined by
+    LF, as the standard has it.
+    """
+
+    def __init__(self) -> None:
+        self._rest = bytearray()
+        self._swallow_lf = False  # the last read ended with CR: its LF may come yet
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The data of each event that these bytes complete. Raises TooLarge for an event beyond EVENT_BYTES."""
+        if self._swallow_lf or b"\r" in data:
+            data = self._plain(data)
+        rest = self._rest
+        if rest:
+            start = len(rest) - 1
+            rest += data
+            end = rest.rfind(b"\n\n", start)
+            if end < 0:
+                if len(rest) > EVENT_BYTES:
+                    raise TooLarge(f"one event has more than {EVENT_BYTES >> 20} MiB")
+                return []
+            whole = bytes(rest[:end])
+            del rest[: end + 2]
+        else:
+            end = data.rfind(b"\n\n")
+            if end + 2 != len(data) or end < 0:
+                rest += data[end + 2 :] if end >= 0 else data
+                if end < 0:
+                    return []
+            whole = data[:end]
+            if whole.startswith(b"data: ") and b"\n" not in whole:
+                return [whole[6:]]
+        return [found for piece in whole.split(b"\n\n") if (found := _data(piece)) is not None]
+
+    def finish(self) -> list[bytes]:
+        """The data of an event that the stream's end has left without its empty line."""
+        found = _data(bytes(self._rest))
+        self._rest.clear()
+        return [] if found is None else [found]
+
+    def _plain(self, data: bytes) -> bytes:
+        if self._swallow_lf and data.startswith(b"\n"):
+            data = data[1:]
+            self._swallow_lf = False
+        if data:
+            self._swallow_lf = data.endswith(b"\r")
+        return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+
+
+def _data(piece: bytes) -> bytes | None:
+    """The joined data lines of one event without its empty line; None where it has none."""
+    if piece.startswith(b"data: ") and b"\n" not in piece:
+        return piece[6:]
+    lines = [line[5:].removeprefix(b" ") for line in piece.split(b"\n") if line.startswith(b"data:")]
+    return b"\n".join(lines) if lines else None
+
+
+class Receiver(Protocol):
+    """Who is told what comes back for one request. at: of the read, on the connection's clock."""
+
+    def head(self, status: int, headers: dict[str, str], at: float) -> None:
+        """The response's head. headers: names in lower case."""
+        ...
+
+    def data(self, data: bytes, at: float) -> None:
+        """A part of the body."""
+        ...
+
+    def ended(self, failure: Failure | None, error: str, at: float, untouched: bool) -> None:
+        """The response is whole (failure None) or never will be. untouched: not one byte of it had come."""
+        ...
+
+
+class Connection(asyncio.Protocol):
+    """One connection, which carries one request at a time. clock: seconds; free: called when it can carry the next.
+
+    lost: called once when it can carry no more. opened: when the connection stood.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], free: Callable[["Connection"], None], lost: Callable[["Connection"], None]
+    ) -> None:
+        self._clock, self._free, self._lost = clock, free, lost
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._receiver: Receiver | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._at = 0.0
+        self._read: list[tuple[float, bytes]] = []  # not parsed yet
+        self._bytes = 0
+        self._headers: dict[str, str] = {}
+        self._in_body = False
+        self.opened = 0.0
+        self.used = False  # it has carried a request
+        self.usable = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102
+        self._transport = cast("asyncio.Transport", transport)
+        self.opened = self._clock()
+        self.usable = True
+
+    def send(self, request: bytes, receiver: Receiver) -> float:
+        """Sends one request whose response `receiver` is told. Returns when its first byte was handed to the socket."""
+        assert self._transport is not None
+        assert self._receiver is None
+        self._receiver = receiver
+        self._parser = httptools.HttpResponseParser(self)
+        self._bytes = 0
+        self._headers = {}
+        self._in_body = False
+        self.used = True
+        at = self._clock()
+        self._transport.write(request)
+        return at
+
+    def close(self) -> None:
+        """Closes it at once. The receiver of an unfinished response is told nothing more."""
+        self._receiver = None
+        self._close()
+
+    def _close(self) -> None:
+        self.usable = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:  # noqa: D102
+        if not self._read:
+            self._loop.call_soon(self._parse_all)
+        self._read.append((self._clock(), data))
+
+    def _parse_all(self) -> None:
+        read, self._read = self._read, []
+        for at, data in read:
+            self._at = at
+            self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        if self._receiver is None or self._parser is None:
+            return self._close()  # bytes that nobody asked for
+        self._bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._fail("malformed", "the server answered with an upgrade of the protocol")
+        except httptools.HttpParserCallbackError as error:
+            reason = error.__context__ or error
+            if not isinstance(reason, TooLarge):
+                raise reason from None
+            self._fail("malformed", str(reason))
+        except httptools.HttpParserError as error:
+            self._fail("malformed", f"no valid HTTP: {error}")
+        if not self._in_body and self._bytes > HEAD_BYTES:
+            self._fail("malformed", f"the response's head has more than {HEAD_BYTES >> 10} KiB")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """From the parser: one header, or a trailer."""
+        self._headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """From the parser: the head is whole."""
+        assert self._parser is not None
+        status = self._parser.get_status_code()
+        if status >= 200 and self._receiver is not None:
+            self._in_body = True
+            self._receiver.head(status, self._headers, self._at)
+
+    def on_body(self, data: bytes) -> None:
+        """From the parser: a part of the body."""
+        if self._receiver is not None:
+            self._receiver.data(data, self._at)
+
+    def on_message_complete(self) -> None:
+        """From the parser: the response is whole; one of 100 to 199 only comes before it."""
+        assert self._parser is not None
+        if not self._in_body:
+            self._headers = {}
+            return
+        self._end(None, "", keep=self._parser.should_keep_alive())
+
+    def eof_received(self) -> bool:  # noqa: D102
+        self._parse_all()
+        self._at = self._clock()
+        self._gone(None)
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+        self._parse_all()
+        self._at = self._clock()
+        self._gone(exc)
+        self._lost(self)
+
+    def _gone(self, error: Exception | None) -> None:
+        self.usable = False
+        if self._receiver is None:
+            return
+        headers = self._headers
+        unmarked = "content-length" not in headers and "chunked" not in headers.get("transfer-encoding", "").lower()
+        if error is None and self._in_body and unmarked:
+            return self._end(None, "", keep=False)  # such a body ends with its connection
+        why = f": {error}" if error else ""
+        where = "within the response" if self._bytes else "before it answered"
+        self._fail("dropped", f"the server closed the connection {where}{why}")
+
+    def _fail(self, failure: Failure, error: str) -> None:
+        self._end(failure, error, keep=False)
+
+    def _end(self, failure: Failure | None, error: str, *, keep: bool) -> None:
+        receiver, self._receiver = self._receiver, None
+        if receiver is None or not (keep and self.usable):
+            self._close()
+        else:
+            self._free(self)  # before the receiver is told, who may look for a connection for the next request
+        if receiver is not None:
+            receiver.ended(failure, error, self._at, self._bytes == 0)
+
+
+def tls(verify: bool) -> ssl.SSLContext:
+    """The context of https. verify: False accepts any certificate."""
+    context = ssl.create_default_context()
+    if not verify:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    with contextlib.suppress(NotImplementedError):
+        context.set_alpn_protocols(["http/1.1"])
+    return context

@@ -1,0 +1,277 @@
+"""Puts a load on a server: sends requests when they are due, and says how well the sender itself kept up.
+
+With a schedule (a rate or a ramp) a request's planned time is the schedule's, whatever holds it up: where
+`max_concurrency` keeps it back, its answer says so by `taken` being later than `planned`. A server that stalls thereby
+cannot hide how long the requests behind it would have waited, which is what is called coordinated omission. Without a
+schedule a request is planned for the moment when a place is free.
+"""
+
+import asyncio
+import contextlib
+import gc
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import uvloop
+
+from redline.bench.serving.arrivals import planned as planned_times
+from redline.bench.serving.client import Client
+from redline.bench.serving.records import Answer, Ask, GeneratorLoad, Run
+from redline.bench.serving.target import Pace, Target
+
+SAMPLE_S = 0.02  # between two looks at how late a timer wakes
+SHOW_S = 0.25  # between two calls of watch
+LATE_S = 0.01  # a request sent later than this counts as late
+AHEAD_S = 0.05  # how long before it is due a request's connection is opened
+ENCODED_BYTES = 256 << 20  # of requests that are encoded before the run, at most
+OPENED = 1024  # connections that are opened before the run, at most
+
+
+class Live(NamedTuple):
+    """How far a run is. tokens: chunks received, which is what can be known before the end. seconds: since it began."""
+
+    done: int
+    total: int
+    failed: int
+    running: int
+    tokens: int
+    seconds: float
+
+
+class _Run:
+    """One run while it lasts."""
+
+    def __init__(
+        self,
+        client: Client,
+        asks: Sequence[Ask],
+        pace: Pace,
+        watch: Callable[[Live], None] | None,
+        stop: asyncio.Event,
+    ) -> None:
+        self._client, self._asks, self._pace, self._watch, self._stop = client, asks, pace, watch, stop
+        self._answers: list[Answer | None] = [None] * len(asks)
+        self._times = planned_times(len(asks), pace)
+        self._places = asyncio.Semaphore(pace.max_concurrency or max(len(asks), 1))
+        # Encoding a long prompt holds up the loop, so as many as may be held are encoded before the clock runs.
+        self._requests: dict[int, bytes] = {}
+        held = 0
+        for place, ask in enumerate(asks):
+            request = client.request(ask)  # each is tried, so that what cannot be asked is said before the run
+            if (held := held + len(request)) <= ENCODED_BYTES:
+                self._requests[place] = request
+        self._lags: list[float] = []
+        self._done = self._failed = self._late = 0
+        self._why = ""  # the run was ended before all was asked
+
+    async def run(self) -> Run:
+        """Warms up, sends everything, waits, and gives the answers."""
+        pace, client = self._pace, self._client
+        await self._warm_up()
+        if self._stop.is_set():
+            self._why = "the run was stopped"
+        at_once = min(pace.max_concurrency or len(self._asks), len(self._asks), OPENED)
+        await client.ready(at_once if self._times is None else min(at_once, 2))
+        # What stands now is not looked through again by the garbage collector while times are taken.
+        gc.collect()
+        gc.freeze()
+        tasks: set[asyncio.Task[None]] = set()
+        side = [asyncio.create_task(self._sample()), asyncio.create_task(self._until_stopped())]
+        client.begin()
+        began, processor = time.time(), time.process_time()
+        if pace.deadline is not None:
+            over = f"the run's deadline of {pace.deadline:g} s had come"
+            side.append(asyncio.create_task(self._at(pace.deadline, over)))
+        try:
+            for place in range(len(self._asks)):
+                due, free = await self._due(place)
+                if self._why:
+                    break
+                task = asyncio.create_task(self._one(place, due, free))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+            if tasks:
+                await asyncio.gather(*tasks)
+        finally:
+            for task in (*side, *tasks):
+                task.cancel()
+            await asyncio.gather(*side, *tasks, return_exceptions=True)
+            gc.unfreeze()
+        processor = time.process_time() - processor
+        wall = client.clock()
+        answers = [answer or self._skipped(place) for place, answer in enumerate(self._answers)]
+        sent = [answer for answer in answers if answer.failure != "skipped"]
+        first = min((answer.planned for answer in sent), default=0.0)
+        last = max((answer.end for answer in sent), default=first)
+        self._show()
+        return Run(
+            began=began,
+            seconds=max(last - first, 0.0),
+            answers=tuple(answers),
+            generator=_generator(processor / wall if wall > 0 else 0.0, self._lags, self._late),
+            stopped=bool(self._why),
+        )
+
+    async def _warm_up(self) -> None:
+        """The first request, so often as was asked for: the others must not be in a cache when they are counted."""
+        if not (self._asks and self._pace.warmups):
+            return
+
+        async def one() -> None:
+            async with self._places:
+                if not self._stop.is_set():
+                    await self._client.ask(self._asks[0])
+
+        work = asyncio.gather(*(one() for _ in range(self._pace.warmups)))
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set():
+                self._client.cut("the run was stopped")
+            await work
+        finally:
+            stopped.cancel()
+            work.cancel()
+            self._client.chunks = 0
+
+    async def _due(self, place: int) -> tuple[float, float]:
+        """Waits until a request is due and has a place, or the run is ended.
+
+        Returns its planned time, and the time from which nothing but this process held it up.
+        """
+        client = self._client
+        due = None
+        if self._times is not None:
+            due = self._times[place]
+            await self._sleep_until(due - AHEAD_S)
+            if due - client.clock() > -AHEAD_S:
+                client.spare()
+            await self._sleep_until(due)
+        await self._places.acquire()
+        free = client.clock()
+        return (free, free) if due is None else (due, max(free, due))
+
+    async def _sleep_until(self, due: float) -> None:
+        while not self._why and (wait := due - self._client.clock()) > 0:
+            # Bounded, so that a run that is ended does not sleep on.
+            await asyncio.sleep(min(wait, SHOW_S))
+
+    async def _one(self, place: int, due: float, free: float) -> None:
+        try:
+            if self._why:
+                return
+            answer = await self._client.ask(self._asks[place], place, due, self._requests.pop(place, None))
+        finally:
+            self._places.release()
+        if answer.sent is not None and answer.sent - free > LATE_S:
+            self._late += 1
+        self._answers[place] = answer
+        self._done += 1
+        self._failed += answer.failure is not None
+
+    def _skipped(self, place: int) -> Answer:
+        planned = self._times[place] if self._times is not None else self._client.clock()
+        why = self._why or "it was never sent"
+        return Answer(
+            index=place,
+            ask=self._asks[place],
+            planned=planned,
+            end=self._client.clock(),
+            failure="skipped",
+            error=f"not sent: {why}",
+        )
+
+    async def _until_stopped(self) -> None:
+        await self._stop.wait()
+        self._end("the run was stopped")
+
+    async def _at(self, deadline: float, why: str) -> None:
+        await asyncio.sleep(deadline)
+        self._end(why)
+
+    def _end(self, why: str) -> None:
+        self._why = self._why or why
+        self._client.cut(why)
+        # Whoever waits for a place has to see it; nothing else comes after.
+        self._places.release()
+
+    async def _sample(self) -> None:
+        """Looks how late the loop is, and shows how far the run is, until it is cancelled."""
+        shown = time.perf_counter()
+        while True:
+            due = time.perf_counter() + SAMPLE_S
+            await asyncio.sleep(SAMPLE_S)
+            now = time.perf_counter()
+            self._lags.append(max(now - due, 0.0))
+            if now - shown >= SHOW_S:
+                shown = now
+                self._show()
+
+    def _show(self) -> None:
+        if self._watch is not None:
+            client = self._client
+            self._watch(Live(self._done, len(self._asks), self._failed, client.running, client.chunks, client.clock()))
+
+
+def _generator(cpu_share: float, lags: Sequence[float], late: int) -> GeneratorLoad:
+    ordered = sorted(lags) or [0.0]
+
+    def at(share: float) -> float:
+        return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+    return GeneratorLoad(cpu_share=cpu_share, lag_p50=at(0.5), lag_p99=at(0.99), lag_most=ordered[-1], late_sends=late)
+
+
+async def load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None = None) -> Run:
+    """Sends all asks at this pace and waits for every answer. watch: told about four times a second how far it is.
+
+    The warm-ups repeat the first ask. Raises ConfigError where target or pace are wrong, or the backend cannot ask so.
+    """
+    return await _load(target, asks, pace, watch, asyncio.Event())
+
+
+async def _load(
+    target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None, stop: asyncio.Event
+) -> Run:
+    async with Client(target) as client:
+        return await _Run(client, asks, pace, watch, stop).run()
+
+
+def run_load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None = None) -> Run:
+    """`load` in a uvloop of its own. Ctrl-C ends the run and gives what there is, with `stopped` set.
+
+    A second Ctrl-C raises KeyboardInterrupt. Raises as `load` does.
+    """
+    _raise_file_limit()
+
+    async def stoppable() -> Run:
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def interrupted() -> None:
+            stop.set()
+            loop.remove_signal_handler(signal.SIGINT)
+
+        main = threading.current_thread() is threading.main_thread()
+        if main:
+            loop.add_signal_handler(signal.SIGINT, interrupted)
+        try:
+            return await _load(target, asks, pace, watch, stop)
+        finally:
+            if main:
+                loop.remove_signal_handler(signal.SIGINT)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(stoppable())
+
+
+def _raise_file_limit() -> None:
+    """Every stream is an open file; the usual soft limit of 1024 is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
