@@ -250,8 +250,8 @@ RUN_TIME = {
     "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer",
     "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
 }  # fmt: skip
-# Plots and training (`bench`, `draft`, `train`); the peer of `bench.peers`, which `test` brings.
-EXTRAS = {"matplotlib", "accelerate", "deepspeed", "transformers", "compressed_tensors"}
+# Plots, foreign vocabularies and training (`bench`, `draft`, `train`); the peer of `bench.peers`, which `test` brings.
+EXTRAS = {"matplotlib", "tokenizers", "accelerate", "deepspeed", "transformers", "compressed_tensors"}
 TRITON = (
     ROOT / "redline" / "kernels" / "hopper" / "triton"
 )  # comes with torch for CUDA; imported where a GPU's op is called

@@ -1,7 +1,7 @@
 """What a load asks: random prompts, conversations of a file, prompt sets of ours, by the names of `vllm bench serve`.
 
-The same configuration, seed and vocabulary give the same prompts, whatever number of them is asked for. Lengths are in
-tokens of the text alone: a chat template adds its own, which the server's usage then counts too.
+The same configuration, seed and vocabulary give the same prompts. Lengths are in tokens of the text alone: a chat
+template adds its own, which the server's usage then counts too.
 """
 
 import gzip
@@ -31,6 +31,7 @@ COMPLETIONS = frozenset({"openai", "openai-completions", "vllm", "sglang", "lmde
 _OUTPUT_LEN = 256  # of a line that does not say, as in vLLM
 _UNIQUE = 8  # random words that begin a prompt: no two prompts share a page of cache beyond what they are to share
 _CHECKED = 4  # random prompts that are counted again to see that lengths add up
+_LONG = 300_000  # characters: Kimi's tokenizer cuts longer texts wherever it be, which may cost some tokens more
 _SHOWN_AFTER_S = 2.0
 # Which conversations vLLM leaves out of ShareGPT, in tokens: shorter prompts or replies, longer prompts, longer in all.
 _LEAST, _MOST_PROMPT, _MOST_WHOLE = 4, 1024, 2048
@@ -179,18 +180,22 @@ class _Maker:
     def _random(self) -> list[Ask]:
         config = self._config
         texts = self._texts()
-        added = self._vocabulary.added if self._vocabulary else 0
+        length, ratio = (
+            config.random_input_len - (self._vocabulary.added if self._vocabulary else 0),
+            config.random_range_ratio,
+        )
+        if config.random_prefix_len + math.floor(max(0, length) * (1 - ratio)) < 1:
+            raise ConfigError(
+                f"--random-input-len {config.random_input_len}: with --random-range-ratio {ratio} some prompts would "
+                "have no token; give more"
+            )
         prefix = texts.opening(config.random_prefix_len, self._draw("prefix"))
         made: list[Ask] = []
         for index in range(config.num_prompts):
             draw = self._draw("prompt", index)
-            length = self._length(max(0, config.random_input_len - added), draw)
-            if length + config.random_prefix_len < 1:
-                raise ConfigError(
-                    f"--random-input-len {config.random_input_len}: no token is left for a prompt; give more"
-                )
-            text = self._fresh(texts, prefix, length, draw)
-            tokens = config.random_prefix_len + length
+            own = self._length(max(0, length), draw)
+            text = self._fresh(texts, prefix, own, draw)
+            tokens = config.random_prefix_len + own
             made.append(self._ask(text, max(1, self._length(config.random_output_len, draw)), tokens))
             self._show(len(made))
         return self._counted(made)
@@ -198,10 +203,8 @@ class _Maker:
     def _prefixes(self) -> list[Ask]:
         config = self._config
         texts = self._texts()
-        each, prefix_len = (
-            config.num_prompts // config.prefix_repetition_num_prefixes,
-            config.prefix_repetition_prefix_len,
-        )
+        each = config.num_prompts // config.prefix_repetition_num_prefixes
+        prefix_len = config.prefix_repetition_prefix_len
         made: list[Ask] = []
         for number in range(config.prefix_repetition_num_prefixes):
             draw = self._draw("prefix", number)
@@ -235,14 +238,15 @@ class _Maker:
         return draw.randint(math.floor(length * (1 - ratio)), most)
 
     def _counted(self, made: list[Ask]) -> list[Ask]:
-        """The same, or, where a vocabulary does not cut as byte-pair ones do, with counts taken anew."""
+        """The same; counted anew are very long ones, and all where a vocabulary does not cut as byte-pair ones do."""
         if self._vocabulary is None:
             return made
-        some = self._draw("checked").sample(made, min(_CHECKED, len(made)))
+        short = [ask for ask in made if len(_text_of(ask)) <= _LONG]
+        some = self._draw("checked").sample(short, min(_CHECKED, len(short)))
         if all(self._count(_text_of(ask)) == ask.prompt_tokens for ask in some):
-            return made
+            return [ask if len(_text_of(ask)) <= _LONG else self._known(ask) for ask in made]
         self._note(f"lengths of prompts are approximate, though counted: {self._vocabulary.name} merges across words")
-        return [msgspec.structs.replace(ask, prompt_tokens=self._count(_text_of(ask))) for ask in made]
+        return [self._known(ask) for ask in made]
 
     def _conversations(self) -> Iterator[Ask]:
         config = self._config

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import msgspec
-
 from redline.bench.serving.datasets import DatasetConfig
 from redline.bench.serving.target import Pace
 from redline.errors import ConfigError
@@ -85,4 +83,4 @@ def with_preset(name: str | None, dataset: dict[str, Any], pace: dict[str, Any])
     streams = pace.get("max_concurrency") or preset.streams
     whole: dict[str, Any] = {"num_prompts": preset.prompts_per_stream * streams, **preset.dataset, **dataset}
     timed: dict[str, Any] = {"warmups": preset.warmups_per_stream * streams, **pace, "max_concurrency": streams}
-    return msgspec.convert(whole, DatasetConfig), msgspec.convert(timed, Pace)
+    return DatasetConfig(**whole), Pace(**timed)

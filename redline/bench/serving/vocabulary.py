@@ -5,7 +5,6 @@ o200k, in which Artificial Analysis counts every model's tokens.
 """
 
 import hashlib
-import importlib
 import os
 import tempfile
 from collections.abc import Sequence
@@ -154,7 +153,7 @@ class _Kimi:
 class _HuggingFace:
     def __init__(self, path: Path) -> None:
         try:
-            tokenizers: Any = importlib.import_module("tokenizers")
+            import tokenizers
         except ImportError:
             raise ConfigError(
                 f"--tokenizer {path}: reading it needs the package `tokenizers`: pip install tokenizers, or "

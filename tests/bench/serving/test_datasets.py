@@ -120,6 +120,22 @@ def test_a_vocabulary_that_does_not_add_up_is_counted_and_it_is_said(vocabulary)
     assert "approximate, though counted" in notes[0]
 
 
+def test_very_long_prompts_are_counted_one_by_one(vocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cutting:
+        name, size, specials, added = "cutting", vocabulary.size, vocabulary.specials, 0
+        decode = staticmethod(vocabulary.decode)
+
+        @staticmethod
+        def encode(text: str) -> list[int]:
+            return vocabulary.encode(text) + [0] * (len(text) > 2000)
+
+    monkeypatch.setattr(datasets, "_LONG", 2000)
+    config = DatasetConfig(num_prompts=20, random_input_len=600, random_range_ratio=0.5)
+    made = asks(config, Cutting(), pytest.fail)
+    assert all(ask.prompt_tokens == len(Cutting.encode(text(ask))) for ask in made)
+    assert 0 < sum(len(text(ask)) > 2000 for ask in made) < 20
+
+
 def test_prefix_repetition_asks_each_prefix_equally_often(vocabulary) -> None:
     notes: list[str] = []
     config = DatasetConfig(
@@ -265,6 +281,10 @@ def test_a_bad_line_is_named_with_its_field_and_the_fix(tmp_path: Path, name: An
         ({"dataset_name": "custom", "dataset_path": "/nowhere/x.jsonl"}, "/nowhere/x.jsonl: cannot be read"),
         ({"random_range_ratio": 1.0}, "--random-range-ratio 1.0"),
         ({"random_input_len": 0}, "--random-input-len 0: give at least 1"),
+        (
+            {"random_input_len": 1, "random_range_ratio": 0.3},
+            "with --random-range-ratio 0.3 some prompts would have no token",
+        ),
         ({"num_prompts": 0}, "--num-prompts 0"),
         ({"custom_output_len": 0}, "--custom-output-len 0: .* or -1"),
         ({"sharegpt_output_len": 0}, "--sharegpt-output-len 0"),
