@@ -36,6 +36,12 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("mode
 # ------------------------------------------------------------------------------------------------- what can be set
 
 
+# Flags that all verbs have which measure a server over HTTP.
+OF_A_SERVER = (
+    "--base-url --host --port --endpoint --backend --model --served-model-name --tokenizer --header --extra-body "
+    "--insecure --html --disable-tqdm --ready-check-timeout-sec --connect-timeout-sec --first-token-timeout-sec "
+    "--silence-timeout-sec --request-timeout-sec "
+)
 FLAGS = {
     "serve": "--host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
     "--draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
@@ -57,6 +63,13 @@ FLAGS = {
     "--save-result --save-detailed --result-dir --result-filename --html --label --metadata --disable-tqdm "
     "--ready-check-timeout-sec --connect-timeout-sec --first-token-timeout-sec --silence-timeout-sec "
     "--request-timeout-sec",
+    "bench leaderboard": OF_A_SERVER + "--workload --input-len --output-len --parallel --runs --num-warmups --ignore-eos "
+    "--temperature --o200k --seed --save",
+    "bench sweep": OF_A_SERVER + "--max-concurrency --request-rate --dataset-name --dataset-path --random-input-len "
+    "--random-output-len --random-range-ratio --output-len --num-prompts --num-warmups --ignore-eos --temperature "
+    "--goodput --attainment --search --to-the-end --gpus --seed --save",
+    "bench accept": OF_A_SERVER + "--metrics-url --dataset-name --dataset-path --domain --num-prompts --output-len "
+    "--temperature --max-concurrency --ignore-eos --seed --save",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",

@@ -27,6 +27,7 @@ Source = Literal["metrics", "usage", "unknown"]
 
 STILL_S = 0.4  # between two looks at the counters that have to be equal: longer than a scrape may be old
 PATIENCE_S = 8.0  # for counters that do not stand still: somebody else is served
+FULL = 0.97  # of the most drafts of a round: on average as many, but for those at the ends of answers
 OTHERS = 1.02  # times our own tokens: where rounds made more, somebody else's are among them
 
 
@@ -199,7 +200,7 @@ def remarks(parts: Sequence[Part]) -> list[str]:
             )
         elif not whole.drafts:
             said.append(f"{where}: it counts drafts, and made none.")
-        if whole.drafts and whole.mean_drafts is not None and whole.mean_drafts < len(whole.per_place) - 0.01:
+        if whole.drafts and whole.mean_drafts is not None and whole.mean_drafts < len(whole.per_place) * FULL:
             said.append(
                 f"{where}: rounds had {whole.mean_drafts:.2f} drafts on average and up to {len(whole.per_place)}. A "
                 "round with fewer counts as one in which the later places failed, so their rates, and the tokens "

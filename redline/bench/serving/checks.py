@@ -18,12 +18,20 @@ Check = Literal["usage", "output tokens", "text", "prompt tokens", "thinking tok
 END, THINKING, CALL = 1, 2, 6
 # Of a chat: the tokens of a template around a message, and those that open the answer.
 TEMPLATE, MESSAGE = 64, 16
+# A model may sample other tokens than the encoder would choose: more of them where it says over and over what the
+# encoder would merge, fewer where its tokens lie across the words into which the encoder cuts first. In one answer,
+# gibberish above all, either may be by half; in many answers together a tenth is much.
+OFF_IN_ONE, OFF_IN_ALL = 2, 10
+LOST = "\ufffd"  # stands for bytes that made no character: how many tokens they were is lost
 
 
 class Mismatch(Record, frozen=True):
-    """One thing that does not add up in one answer, in words. said: by the server. seen: by us, what was counted."""
+    """One thing that does not add up in one answer, in words. said: by the server. seen: by us, what was counted.
 
-    index: int
+    index: of the request; None: of all answers together.
+    """
+
+    index: int | None
     check: Check
     said: int | None
     seen: int | None
@@ -54,7 +62,7 @@ def usage_checks(answer: Answer, counts: Counts | None = None) -> list[Mismatch]
         if not allowed.least <= value <= allowed.most:
             found.append(_mismatch(answer, check, value, seen, text))
 
-    silent = END + (THINKING if answer.thinking else 0) + CALL * len(answer.calls)
+    silent = _silent(answer)
     tokens = [chunk.tokens for chunk in answer.chunks]
     if all(count is not None for count in tokens):
         total = sum(count or 0 for count in tokens)
@@ -72,7 +80,7 @@ def usage_checks(answer: Answer, counts: Counts | None = None) -> list[Mismatch]
         text = f"finish_reason is length after {said} of {asked} tokens"
         expect("length", said, asked, Range(asked, max(said, asked)), text)
     if counts is not None:
-        found += _text_checks(answer, said, silent, counts)
+        found += _text_checks(answer, said, counts)
     if usage.prompt_tokens is not None:
         found += _prompt_checks(answer, usage.prompt_tokens)
         if usage.cached_tokens is not None:
@@ -84,33 +92,49 @@ def usage_checks(answer: Answer, counts: Counts | None = None) -> list[Mismatch]
 
 
 def mismatches(answers: Sequence[Answer], counts: Counts | None = None) -> list[Mismatch]:
-    """`usage_checks` of all answers, in their order."""
-    return [mismatch for answer in answers for mismatch in usage_checks(answer, counts)]
+    """`usage_checks` of all answers, in their order, and what shows only in all of them together."""
+    found = [mismatch for answer in answers for mismatch in usage_checks(answer, counts)]
+    return found if counts is None else found + _whole_text_checks(answers, counts)
 
 
-def encoded(text: str, counts: Counts, silent: int) -> Range | None:
-    """How many sampled tokens may have become a text; None where that cannot be said.
-
-    A model may sample other tokens than the encoder would choose: more of them, since the encoder's are close to the
-    fewest, and never more than the text has bytes. The more of it is gibberish, the more they differ: a tenth covers
-    what random prompts draw from a model. A replacement character stands for bytes that are lost.
-    """
-    if "\ufffd" in text:
-        return None
-    seen = len(counts.encode(text))
-    most = min(seen + max(8, seen // 10), len(text.encode()))
-    return Range(seen - max(2, seen // 50), most + silent)
+def _text_range(text: str, seen: int, silent: int, share: int) -> Range:
+    off = max(8, seen // share)
+    return Range(seen - off, min(seen + off, len(text.encode())) + silent)  # each token is a byte at least
 
 
-def _text_checks(answer: Answer, said: int, silent: int, counts: Counts) -> list[Mismatch]:
-    parts = [encoded(part, counts, 0) for part in texts(answer)]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
+def _silent(answer: Answer) -> int:
+    """Tokens of an answer that may be counted without text; any number where the end of its turn was to be ignored."""
+    if answer.ask.extra.get("ignore_eos"):
+        return answer.ask.max_tokens
+    return END + (THINKING if answer.thinking else 0) + CALL * len(answer.calls)
+
+
+def _text_checks(answer: Answer, said: int, counts: Counts) -> list[Mismatch]:
+    text = "".join(texts(answer))
+    if LOST in text:
         return []
     seen = sum(len(counts.encode(part)) for part in texts(answer))
-    if sum(part.least for part in known) <= said <= sum(part.most for part in known) + silent:
+    allowed = _text_range(text, seen, _silent(answer), OFF_IN_ONE)
+    if allowed.least <= said <= allowed.most:
         return []
     return [_mismatch(answer, "text", said, seen, f"usage says {said} output tokens, its text encodes to {seen}")]
+
+
+def _whole_text_checks(answers: Sequence[Answer], counts: Counts) -> list[Mismatch]:
+    said = seen = silent = 0
+    whole: list[str] = []
+    for answer in answers:
+        parts = texts(answer)
+        tokens = None if answer.usage is None else answer.usage.completion_tokens
+        if failure_of(answer) is None and tokens is not None and LOST not in "".join(parts):
+            said, silent = said + tokens, silent + _silent(answer)
+            seen += sum(len(counts.encode(part)) for part in parts)
+            whole += parts
+    allowed = _text_range("".join(whole), seen, silent, OFF_IN_ALL)
+    if allowed.least <= said <= allowed.most:
+        return []
+    text = f"usage says {said:,} output tokens in all, their texts encode to {seen:,}"
+    return [Mismatch(index=None, check="text", said=said, seen=seen, text=text)]
 
 
 def _prompt_checks(answer: Answer, said: int) -> list[Mismatch]:
@@ -143,7 +167,7 @@ def _thinking_checks(answer: Answer, said: int, whole: int, counts: Counts | Non
         allowed = Range(seen, seen + THINKING)
     elif counts is not None and answer.thinking:
         seen = len(counts.encode(answer.thinking))
-        allowed = encoded(answer.thinking, counts, THINKING)
+        allowed = None if LOST in answer.thinking else _text_range(answer.thinking, seen, THINKING, OFF_IN_ONE)
     elif not answer.thinking:
         seen, allowed = 0, Range(0, THINKING)
     else:

@@ -262,9 +262,19 @@ class Outcome(Record, frozen=True):
     stopped: bool = False
 
     def p50(self, name: str) -> float | None:
-        """The median of a figure of `Measured` over the requests that have it."""
-        found = [value for row in self.rows if (value := getattr(row, name)) is not None and not row.error]
-        return float(np.median(found)) if found else None
+        """The median of a figure of `Measured`; None where there is none.
+
+        A request that was still thinking at its end comes after all others in what waits for an answer, else the slow
+        ones would be left out.
+        """
+        late = name == "answer_ttft" or name.startswith("end_to_end")
+        found: list[float] = []
+        for row in self.good:
+            value: float | None = math.inf if late and row.answer_ttft is None else getattr(row, name)
+            if value is not None:
+                found.append(value)
+        median = float(np.median(found)) if found else math.inf
+        return median if math.isfinite(median) else None
 
     @property
     def good(self) -> list[Measured]:
@@ -283,19 +293,18 @@ def measure(
     *,
     counts: Counts | None = None,
     o200k: Counts | None = None,
-    warmups: int = 1,
     seen: Callable[[Measured], object] = lambda row: None,
     kept: Callable[[Answer], object] = lambda answer: None,
 ) -> Outcome:
     """Ask `workload.parallel` prompts at a time, the next ones once all have been answered.
 
-    asks: a whole number of times `parallel`. load: puts asks on the server and returns what came of them. warmups: of
-    the first ones. seen, kept: told of every request as it has ended.
+    asks: a whole number of times `parallel`. load: puts asks on the server and returns what came of them. seen, kept:
+    told of every request as it has ended.
     """
     rows, lag, stopped = list[Measured](), 0.0, False
     for run, begin in enumerate(range(0, len(asks), workload.parallel)):
         together = asks[begin : begin + workload.parallel]
-        done = load(target, together, Pace(max_concurrency=workload.parallel, warmups=0 if run else warmups))
+        done = load(target, together, Pace(max_concurrency=workload.parallel))
         lag = max(lag, done.generator.lag_most)
         for answer in done.answers:
             if done.stopped and answer.failure in ("skipped", "deadline"):

@@ -54,6 +54,8 @@ def models(
         while True:
             try:
                 answer = http.get(place)
+                if answer.status_code == 200 and http.get(f"{target.base_url}/health").status_code == 503:
+                    answer = None  # some list their models while they load them
                 state, most = f"{target.base_url} is not ready (503)", LOADING_S
             except httpx.TransportError as error:
                 answer = None

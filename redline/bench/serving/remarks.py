@@ -24,7 +24,7 @@ def remarks(result: Result) -> list[Words]:
         ended = sum(answer.failure != "skipped" for answer in result.answers)
         text = f"The run was stopped: {ended:,} of {len(result.answers):,} requests were asked."
         found.append(Words(text=text, warning=True))
-    if result.generator is not None:
+    if result.generator is not None and good:
         found.append(generator_remark(result.generator, result.answers))
     if result.pace is not None and good:
         found.append(schedule_remark(result.pace, good))
@@ -102,7 +102,7 @@ def _chunk_remarks(good: Sequence[Answer]) -> list[Words]:
     if together > len(gaps) / 5:
         text = (
             f"{together / len(gaps):.0%} of events came in one read with the event before: the server, or something "
-            "between, sends several at a time, so ITL has many zeros and few long gaps."
+            "between, sends several at a time, or this client was held up. So ITL has many zeros and few long gaps."
         )
         found.append(Words(text=text))
     return found

@@ -61,6 +61,7 @@ class Row(Record, frozen=True, omit_defaults=True):
     end: float
     prompt_tokens: int | None = None
     name: str = ""
+    taken: float | None = None
     connected: float | None = None
     sent: float | None = None
     head: float | None = None
@@ -234,13 +235,14 @@ def row_of(answer: Answer, *, texts: bool = False) -> Row:
     return Row(
         index=answer.index,
         max_tokens=answer.ask.max_tokens,
-        planned=_ms(answer.planned),
-        end=_ms(answer.end),
+        planned=round(answer.planned * 1000, 3),
+        end=round(answer.end * 1000, 3),
         prompt_tokens=answer.ask.prompt_tokens,
         name=answer.ask.name,
-        connected=None if answer.connected is None else _ms(answer.connected),
-        sent=None if answer.sent is None else _ms(answer.sent),
-        head=None if answer.head is None else _ms(answer.head),
+        taken=_ms(answer.taken),
+        connected=_ms(answer.connected),
+        sent=_ms(answer.sent),
+        head=_ms(answer.head),
         chunks=tuple((at - before) / 1000 for before, at in zip([0, *instants], instants, strict=False)),
         kinds="".join(f"{_LETTERS[kind]}{len(list(run))}" for kind, run in groupby(kinds)),
         characters=tuple(chunk.characters for chunk in answer.chunks),
@@ -268,9 +270,10 @@ def answer_of(row: Row) -> Answer:
         index=row.index,
         ask=Ask(max_tokens=row.max_tokens, text="", prompt_tokens=row.prompt_tokens, name=row.name),
         planned=row.planned / 1000,
-        connected=None if row.connected is None else row.connected / 1000,
-        sent=None if row.sent is None else row.sent / 1000,
-        head=None if row.head is None else row.head / 1000,
+        taken=_seconds(row.taken),
+        connected=_seconds(row.connected),
+        sent=_seconds(row.sent),
+        head=_seconds(row.head),
         end=row.end / 1000,
         chunks=tuple(Chunk(at=at / 1e6, kind=kind, characters=many, tokens=n) for at, kind, many, n in chunks),
         text=row.text,
@@ -296,8 +299,12 @@ def _kinds(runs: str, chunks: int) -> list[Kind]:
     return found
 
 
-def _ms(seconds: float) -> float:
-    return round(seconds * 1000, 3)
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1000
 
 
 # JSON has no infinity. vLLM writes a rate without a limit as the word inf; so do we, wherever one stands.

@@ -1,8 +1,9 @@
 """A result of `redline bench serve`, or of vLLM's client, as sections: tables, remarks and plots."""
 
+import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -63,7 +64,7 @@ def heading(result: Result) -> str:
         str(figures.get("backend") or ""),
         _dataset(result.dataset),
         f"{figures.get('num_prompts', '?')} requests",
-        "as fast as places are free" if rate == "inf" else f"{rate:g} requests/s",
+        "as fast as places are free" if rate in ("inf", math.inf) else f"{rate:g} requests/s",
         "" if limit is None else f"{limit} at once",
     ]
     return ", ".join(part for part in parts if part)
@@ -95,7 +96,8 @@ def _throughput(figures: dict[str, Any]) -> Table:
     add("prompt tokens", "total_input_tokens", ",")
     add("of them from the server's cache", "total_cached_tokens", ",")
     add("output tokens", "total_output_tokens", ",")
-    add("of them thinking", "total_thinking_tokens", ",")
+    if figures.get("total_thinking_tokens"):
+        add("of them thinking", "total_thinking_tokens", ",")
     add("most requests at once", "max_concurrent_requests", ",")
     return Table(title="Throughput", columns=("", ""), rows=tuple(rows))
 
@@ -131,18 +133,30 @@ def _drafting(figures: dict[str, Any]) -> Table:
 
 
 def _failures(failed: Sequence[Answer]) -> Table:
+    """A row for each thing that happened, with the requests it happened to."""
+    happened: dict[tuple[str, str], list[Answer]] = {}
+    for answer in failed:
+        happened.setdefault((failure_of(answer) or "", metrics.error_of(answer)), []).append(answer)
     rows = [
-        (failure_of(one) or "", str(one.index), "" if one.sent is None else f"{one.end:.3f}", metrics.error_of(one))
-        for one in failed[:MOST_ROWS]
+        (kind, f"{len(those):,}", _indices(those), f"{those[0].end:.3f}", text)
+        for (kind, text), those in list(happened.items())[:MOST_ROWS]
     ]
     kinds = _counted(failure_of(answer) or "" for answer in failed)
-    columns = ("kind", "request", "ended at, s", "what happened")
-    return Table(title=f"Failures: {kinds}", columns=columns, rows=tuple(rows), note=_rest(failed))
+    columns = ("kind", "how often", "requests", "first at, s", "what happened")
+    return Table(title=f"Failures: {kinds}", columns=columns, rows=tuple(rows), note=_rest(happened))
+
+
+def _indices(answers: Sequence[Answer]) -> str:
+    shown = ", ".join(str(answer.index) for answer in answers[:4])
+    return f"{shown}, ..." if len(answers) > 4 else shown
 
 
 def _mismatches(mismatches: Sequence[dict[str, Any]]) -> Table:
     kinds = _counted(str(one["check"]) for one in mismatches)
-    rows = [(str(one["check"]), str(one["index"]), str(one["text"])) for one in mismatches[:MOST_ROWS]]
+    rows = [
+        (str(one["check"]), "all" if one["index"] is None else str(one["index"]), str(one["text"]))
+        for one in mismatches[:MOST_ROWS]
+    ]
     columns = ("check", "request", "what")
     title = f"Usage that does not add up: {kinds}"
     return Table(title=title, columns=columns, rows=tuple(rows), note=_rest(mismatches))
@@ -152,7 +166,7 @@ def _counted(kinds: Iterable[str]) -> str:
     return ", ".join(f"{kind} {many:,}" for kind, many in Counter(kinds).most_common())
 
 
-def _rest(rows: Sequence[object]) -> str:
+def _rest(rows: Sized) -> str:
     return f"{len(rows) - MOST_ROWS:,} more are in the saved result." if len(rows) > MOST_ROWS else ""
 
 

@@ -39,6 +39,7 @@ SLOWER = 1.5  # times the latency at the best throughput: this much worse for no
 FALLEN = 0.8  # of the best throughput: one such point is enough
 CLOSE = 1.05  # a search ends where the lowest bad load is at most so many times the highest good one
 MOST_HALVINGS = 6
+LOWEST = 8  # where no load keeps the SLOs: the lowest that is tried is the lowest given over this
 COMFORT = 0.9  # of a core: a load generator that is busier is itself the limit
 
 
@@ -180,6 +181,8 @@ def _halving(plan: Plan, points: Sequence[Point], done: set[float]) -> float | N
     if bad is None or searched >= MOST_HALVINGS:
         return None
     low, high = 0.0 if good is None else good.load, bad.load
+    if good is None and high <= plan.loads[0] / LOWEST:
+        return None
     if plan.by == "streams":
         between = float((int(low) + int(high)) // 2)
         return None if between in done or not low < between < high or high <= low * CLOSE else between

@@ -5,10 +5,13 @@ from typing import Annotated, Any
 
 import typer
 
+from redline.cli.bench.accept import bench_accept
 from redline.cli.bench.agentic import bench_agentic
 from redline.cli.bench.compare import bench_compare
+from redline.cli.bench.leaderboard import bench_leaderboard
 from redline.cli.bench.options import PeerCommand
 from redline.cli.bench.serve import bench_serve
+from redline.cli.bench.sweep import bench_sweep
 from redline.cli.console import plain_console
 from redline.cli.options import SYNTHETIC, Folder
 from redline.errors import ConfigError
@@ -17,6 +20,9 @@ app = typer.Typer(no_args_is_help=True, help="Speed, each number beside the leas
 app.command(name="serve", cls=PeerCommand)(bench_serve)
 app.command(name="compare", cls=PeerCommand)(bench_compare)
 app.command(name="agentic", cls=PeerCommand)(bench_agentic)
+app.command(name="leaderboard")(bench_leaderboard)
+app.command(name="sweep", cls=PeerCommand)(bench_sweep)
+app.command(name="accept", cls=PeerCommand)(bench_accept)
 
 
 @app.command(name="decode")

@@ -1,47 +1,17 @@
-"""`redline bench agentic`: the flags, and the replay from them, or a trace made up."""
+"""`redline bench agentic`: the flags, and what becomes of them."""
 
-import asyncio
-import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
-import uvloop
-from rich.console import Console
 
-from redline.bench.serving import agentic, traces
-from redline.bench.serving.agentic import Mode, Plan, Replay
-from redline.bench.serving.datasets import COMPLETIONS
-from redline.bench.serving.sections import Plot
-from redline.bench.serving.target import Patience, Target
-from redline.bench.serving.traces import Session, Shape
-from redline.bench.serving.vocabulary import open_vocabulary
-from redline.cli.bench import kept, options
-from redline.cli.bench.show import show
-from redline.cli.console import INTERRUPTED, plain_console, say, until_interrupted
-from redline.disk import check_output
-from redline.disk import save as save_bytes
+from redline.bench.serving.target import Patience
+from redline.cli.bench import options
+from redline.cli.console import plain_console
 from redline.errors import ConfigError
-from redline.progress import Working
-from redline.wire.base import Record
 
 MADE = "A trace made up"
-SHAPE = Shape()
-
-
-class AgenticConfig(Record, frozen=True):
-    """What `redline bench agentic` is told. sessions: of the trace, at most; None: all."""
-
-    target: Target
-    trace: str
-    plan: Plan
-    sessions: int | None = None
-    ready_s: float | None = None
-    quiet: bool = False
-    save: str | None = None
-    html: str | None = None
 
 
 def bench_agentic(
@@ -82,8 +52,8 @@ def bench_agentic(
     ] = False,
     temperature: Annotated[float | None, typer.Option(min=0, help="Absent: the server's own.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, and of a made-up trace.")] = 0,
-    save: kept.Save = None,
-    html: kept.Html = None,
+    save: options.Save = None,
+    html: options.Html = None,
     disable_tqdm: options.Quiet = False,
     synthesize: Annotated[
         Path | None,
@@ -91,19 +61,17 @@ def bench_agentic(
     ] = None,
     context_tokens: Annotated[
         int, typer.Option(min=64, help="A session's history grows to this.", rich_help_panel=MADE)
-    ] = SHAPE.context_tokens,
-    output_tokens: Annotated[
-        int, typer.Option(min=2, help="Of a median answer.", rich_help_panel=MADE)
-    ] = SHAPE.output_tokens,
+    ] = 32_000,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Of a median answer.", rich_help_panel=MADE)] = 120,
     result_tokens: Annotated[
         int, typer.Option(min=2, help="Of a median piece of a file that a tool gives.", rich_help_panel=MADE)
-    ] = SHAPE.result_tokens,
+    ] = 900,
     tool_s: Annotated[
         float, typer.Option(min=0.0, help="Seconds of a median run of tests.", rich_help_panel=MADE)
-    ] = SHAPE.tool_s,
+    ] = 8.0,
     think_s: Annotated[
         float, typer.Option(min=0.0, help="Seconds of a user between two tasks, at the median.", rich_help_panel=MADE)
-    ] = SHAPE.think_s,
+    ] = 20.0,
     ready_check_timeout_sec: options.ReadyTimeout = None,
     connect_timeout_sec: options.ConnectTimeout = 10.0,
     first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
@@ -114,6 +82,11 @@ def bench_agentic(
 
     Give a trace, or make one up with --synthesize.
     """
+    from redline.bench.serving.agentic import Mode, Plan
+    from redline.bench.serving.datasets import COMPLETIONS
+    from redline.bench.serving.traces import Shape
+    from redline.cli.bench.agentic_run import AgenticConfig, make, run
+
     console = plain_console()
     if (trace is None) == (synthesize is None):
         raise ConfigError("give a trace to replay, or --synthesize FILE to make one up; one of the two")
@@ -121,7 +94,7 @@ def bench_agentic(
         raise ConfigError(f"--history {history!r}: expected recorded or live")
     if synthesize is not None:
         shape = Shape(
-            sessions=sessions or SHAPE.sessions,
+            sessions=sessions or 8,
             context_tokens=context_tokens,
             output_tokens=output_tokens,
             result_tokens=result_tokens,
@@ -172,81 +145,3 @@ def bench_agentic(
         html=None if html is None else str(html),
     )
     raise typer.Exit(run(config, console))
-
-
-def make(shape: Shape, path: Path, tokenizer: str | None, console: Console) -> int:
-    """Writes a made-up trace; the exit code is 0. Raises ConfigError."""
-    check_output(path)
-    vocabulary = None if tokenizer is None else open_vocabulary(Path(tokenizer))
-
-    def count(text: str) -> int:
-        return traces.by_length(text) if vocabulary is None else len(vocabulary.encode(text))
-
-    found = traces.synthesize(shape, count)
-    save_bytes(path, traces.encode(found))
-    turns = sum(len(one.turns) for one in found)
-    waits = sum(turn.wait_s for one in found for turn in one.turns)
-    counted = "counted by --tokenizer" if vocabulary else "by their length; --tokenizer FOLDER counts"
-    say(console, f"written to {path}: {len(found)} sessions, {turns} turns, {waits:,.0f} s of waits; tokens {counted}")
-    return 0
-
-
-def run(config: AgenticConfig, console: Console) -> int:
-    """Replays, prints, saves; the exit code: 0, 1 where every turn failed, 130 after Ctrl-C. Raises ConfigError."""
-    for path in (config.save, config.html):
-        if path is not None:
-            check_output(Path(path))
-    return until_interrupted(lambda: _run(config, console), console)
-
-
-def _run(config: AgenticConfig, console: Console) -> int:
-    sessions = traces.read(Path(config.trace))[: config.sessions]
-    if config.plan.mode == "recorded":
-        _check_recorded(sessions, config.trace)
-    target = kept.reached(config.target, config.ready_s, console)
-    total = sum(len(session.turns) for session in sessions)
-    began = time.time()
-    with Working("turns", shown=not config.quiet) as working:
-
-        def watch(done: int, running: int, failed: int) -> None:
-            more = f", {failed:,} failed" if failed else ""
-            working.show(done, total, note=f"{running:,} sessions running{more}")
-
-        watch(0, 0, 0)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            found = runner.run(_replay(target, sessions, config.plan, watch))
-    result = kept.result(
-        "agentic",
-        agentic.figures(found),
-        target,
-        dataset={"trace": Path(config.trace).name, "sessions": len(sessions), "turns": total},
-        details={**agentic.details_of(found), "plan": config.plan},
-        began=began,
-        stopped=found.stopped,
-        answers=[msgspec.structs.replace(one.answer, index=at) for at, one in enumerate(found.turns)],
-    )
-    result = msgspec.structs.replace(result, generator=found.generator)
-    sections = agentic.agentic_sections(result)
-    show([section for section in sections if not isinstance(section, Plot)], console)
-    kept.keep(result, sections, f"redline bench agentic: {target.model}", config.save, config.html, console)
-    if found.stopped:
-        say(console, f"stopped: {len(found.turns)} of {total} turns had been answered")
-        return INTERRUPTED
-    return 0 if result.figures["completed"] else 1
-
-
-async def _replay(target: Target, sessions: Sequence[Session], plan: Plan, watch: agentic.Watch) -> Replay:
-    from redline.bench.serving.client import Client
-
-    async with Client(target) as client:
-        return await agentic.replay(client, sessions, plan, watch)
-
-
-def _check_recorded(sessions: Sequence[Session], trace: str) -> None:
-    for session in sessions:
-        for number, turn in enumerate(session.turns[:-1], 1):
-            if turn.answer is None:
-                raise ConfigError(
-                    f"{trace}: session {session.session}, turn {number} has no `answer`, which --history recorded "
-                    "needs; --history live keeps the model's own"
-                )

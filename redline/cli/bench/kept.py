@@ -4,15 +4,16 @@ import secrets
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
-import typer
 from rich.console import Console
 
 from redline.bench.record import provenance
 from redline.bench.serving import ready, saved
 from redline.bench.serving.datasets import NAMES, Name
+from redline.bench.serving.load import Live, run_load
+from redline.bench.serving.page import render
 from redline.bench.serving.records import Answer, Ask, Run
 from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
 from redline.bench.serving.sections import Section
@@ -24,22 +25,6 @@ from redline.errors import ConfigError
 from redline.progress import Working
 
 Load = Callable[[Target, Sequence[Ask], Pace], Run]
-
-KEPT = "What is shown and kept"
-
-Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.", rich_help_panel=KEPT)]
-Html = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write a page with tables and plots.", rich_help_panel=KEPT)
-]
-Seed = Annotated[
-    int | None, typer.Option(min=0, help="Of prompts. Absent: drawn, so that no cache knows them, and kept.")
-]
-
-
-DatasetName = Annotated[str, typer.Option(metavar="|".join(NAMES), help="What is asked.")]
-DatasetPath = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Of a dataset that is a file; of redline also a folder.")
-]
 
 
 def dataset(name: str) -> Name:
@@ -65,7 +50,6 @@ def seed_of(given: int | None) -> int:
 
 def watched(working: Working, done: Callable[[], int], total: int, what: str = "") -> Load:
     """`run_load` that shows how far a whole verb is. done: requests that have ended before; total: of all loads."""
-    from redline.bench.serving.load import Live, run_load
 
     def load(target: Target, asks: Sequence[Ask], pace: Pace) -> Run:
         def show(live: Live) -> None:
@@ -111,8 +95,6 @@ def keep(
     found: Result, sections: Sequence[Section], title: str, save: str | None, html: str | None, console: Console
 ) -> None:
     """Write what was asked for: the result, and its page. Raises ConfigError where a file cannot be written."""
-    from redline.bench.serving.page import render
-
     if save is not None:
         saved.save(Path(save), found)
         say(console, f"written to {save}", "dim")

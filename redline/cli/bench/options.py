@@ -6,6 +6,7 @@ needs one word changed. What of theirs is not served here is refused by name, wi
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -93,6 +94,24 @@ ReadyTimeout = Annotated[
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--disable-tqdm", help="Show no progress.")]
+
+KEPT = "What is shown and kept"
+
+Save = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.", rich_help_panel=KEPT)]
+Html = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write a page with tables and plots.", rich_help_panel=KEPT)
+]
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Of prompts. Absent: drawn, so that no cache knows them, and kept.")
+]
+
+
+DatasetName = Annotated[
+    str, typer.Option(metavar="random|sharegpt|custom|prefix_repetition|redline", help="What is asked.")
+]
+DatasetPath = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Of a dataset that is a file; of redline also a folder.")
+]
 
 # Options of vLLM's that take several values behind one name.
 MANY = ("--header", "--metadata", "--goodput")

@@ -6,49 +6,65 @@ from typing import Annotated, Any
 
 import typer
 
-from redline.bench.serving.target import Pace, Patience, Ramp
-from redline.cli.bench import options
+from redline.bench.serving.target import Patience, Ramp
+from redline.cli.bench.options import (
+    SERVER,
+    Backend,
+    BaseUrl,
+    ConnectTimeout,
+    Endpoint,
+    ExtraBody,
+    FirstTokenTimeout,
+    Header,
+    Host,
+    Insecure,
+    Model,
+    Port,
+    Quiet,
+    ReadyTimeout,
+    RequestTimeout,
+    ServedModelName,
+    SilenceTimeout,
+    Tokenizer,
+    choices,
+    goals,
+    pairs,
+    percentiles,
+    target_of,
+)
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
 DATA, TRAFFIC, SAMPLING, RESULT = "What is asked", "How hard", "Sampling", "What is shown and kept"
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # Lambda's: 8,192 tokens in, 2,048 out, 32 streams.
-    "lambda": {
-        "dataset_name": "random",
-        "random_input_len": 8192,
-        "random_output_len": 2048,
-        "max_concurrency": 32,
-        "num_prompts": 320,
-        "num_warmups": 32,
-    },
-}
-
 
 def bench_serve(
-    base_url: options.BaseUrl = None,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8000,
-    endpoint: options.Endpoint = None,
-    backend: options.Backend = None,
-    model: options.Model = None,
-    served_model_name: options.ServedModelName = None,
-    tokenizer: options.Tokenizer = None,
+    base_url: BaseUrl = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    endpoint: Endpoint = None,
+    backend: Backend = None,
+    model: Model = None,
+    served_model_name: ServedModelName = None,
+    tokenizer: Tokenizer = None,
     skip_tokenizer_init: Annotated[
         bool,
         typer.Option(
             "--skip-tokenizer-init",
             help="Count no text here; trust what the server counts.",
-            rich_help_panel=options.SERVER,
+            rich_help_panel=SERVER,
         ),
     ] = False,
-    header: options.Header = None,
-    extra_body: options.ExtraBody = None,
-    insecure: options.Insecure = False,
+    header: Header = None,
+    extra_body: ExtraBody = None,
+    insecure: Insecure = False,
     preset: Annotated[
         str | None,
-        typer.Option(metavar="|".join(PRESETS), help="A known setting; other flags win over it.", rich_help_panel=DATA),
+        typer.Option(
+            metavar="NAME",
+            help="A known setting, such as lambda or chat; other flags win over it.",
+            rich_help_panel=DATA,
+        ),
     ] = None,
     dataset_name: Annotated[
         str | None,
@@ -79,11 +95,15 @@ def bench_serve(
         int | None, typer.Option(min=1, help="Tokens of an answer to it. Absent: 128.", rich_help_panel=DATA)
     ] = None,
     random_range_ratio: Annotated[
-        float, typer.Option(min=0, help="Lengths are uniform in L (1 - R) to L (1 + R).", rich_help_panel=DATA)
-    ] = 0.0,
+        float | None,
+        typer.Option(min=0, help="Lengths are uniform in L (1 - R) to L (1 + R). Absent: 0.", rich_help_panel=DATA),
+    ] = None,
     random_prefix_len: Annotated[
-        int, typer.Option(min=0, help="Tokens before those, the same in every random prompt.", rich_help_panel=DATA)
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0, help="Tokens before those, the same in every random prompt. Absent: 0.", rich_help_panel=DATA
+        ),
+    ] = None,
     sharegpt_output_len: Annotated[
         int | None,
         typer.Option(min=1, help="Tokens of an answer. Absent: those of the answer in the file.", rich_help_panel=DATA),
@@ -93,12 +113,14 @@ def bench_serve(
         typer.Option(min=1, help="Tokens of an answer. Absent: what a line says, else 256.", rich_help_panel=DATA),
     ] = None,
     prefix_repetition_prefix_len: Annotated[
-        int, typer.Option(min=0, help="Tokens of a shared prefix.", rich_help_panel=DATA)
-    ] = 256,
+        int | None, typer.Option(min=0, help="Tokens of a shared prefix. Absent: 256.", rich_help_panel=DATA)
+    ] = None,
     prefix_repetition_suffix_len: Annotated[
-        int, typer.Option(min=0, help="Tokens after it.", rich_help_panel=DATA)
-    ] = 256,
-    prefix_repetition_num_prefixes: Annotated[int, typer.Option(min=1, help="Prefixes.", rich_help_panel=DATA)] = 10,
+        int | None, typer.Option(min=0, help="Tokens after it. Absent: 256.", rich_help_panel=DATA)
+    ] = None,
+    prefix_repetition_num_prefixes: Annotated[
+        int | None, typer.Option(min=1, help="Prefixes. Absent: 10.", rich_help_panel=DATA)
+    ] = None,
     prefix_repetition_output_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens of an answer. Absent: 128.", rich_help_panel=DATA)
     ] = None,
@@ -111,15 +133,21 @@ def bench_serve(
     disable_shuffle: Annotated[
         bool, typer.Option("--disable-shuffle", help="Ask in the order of the file.", rich_help_panel=DATA)
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and of times of arrival.", rich_help_panel=DATA)] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of prompts and of times of arrival. Absent: 0.", rich_help_panel=DATA)
+    ] = None,
     request_rate: Annotated[
-        float,
-        typer.Option(min=0, help="Requests/s on average. inf: as soon as a place is free.", rich_help_panel=TRAFFIC),
-    ] = math.inf,
+        float | None,
+        typer.Option(
+            min=0, help="Requests/s on average. inf: as soon as a place is free. Absent: inf.", rich_help_panel=TRAFFIC
+        ),
+    ] = None,
     burstiness: Annotated[
-        float,
-        typer.Option(min=0, help="1: a Poisson process; less: bursts; more: an even rate.", rich_help_panel=TRAFFIC),
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=0, help="1: a Poisson process; less: bursts; more: an even rate. Absent: 1.", rich_help_panel=TRAFFIC
+        ),
+    ] = None,
     max_concurrency: Annotated[
         int | None, typer.Option(min=1, help="Requests at once. Absent: as many as come.", rich_help_panel=TRAFFIC)
     ] = None,
@@ -218,29 +246,56 @@ def bench_serve(
         list[str] | None,
         typer.Option(metavar="KEY=VALUE", help="Kept in the result (repeatable).", rich_help_panel=RESULT),
     ] = None,
-    disable_tqdm: options.Quiet = False,
-    ready_check_timeout_sec: options.ReadyTimeout = None,
-    connect_timeout_sec: options.ConnectTimeout = 10.0,
-    first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
-    silence_timeout_sec: options.SilenceTimeout = 60.0,
-    request_timeout_sec: options.RequestTimeout = 6 * 3600.0,
+    disable_tqdm: Quiet = False,
+    ready_check_timeout_sec: ReadyTimeout = None,
+    connect_timeout_sec: ConnectTimeout = 10.0,
+    first_token_timeout_sec: FirstTokenTimeout = 600.0,
+    silence_timeout_sec: SilenceTimeout = 60.0,
+    request_timeout_sec: RequestTimeout = 6 * 3600.0,
 ) -> None:
     """Throughput and latencies of any OpenAI server, over HTTP. Flags and results are those of `vllm bench serve`.
 
     TTFT, TPOT, ITL and E2EL with mean, median and percentiles; thinking and answer apart; what the server counts held
     against what it streamed; how busy this client was. The key is that of OPENAI_API_KEY or REDLINE_API_KEY.
     """
-    from redline.bench.serving.datasets import DatasetConfig
     from redline.bench.serving.metrics import NAMES, SLOS
+    from redline.bench.serving.presets import with_preset
     from redline.cli.bench.serve_run import ServeConfig
     from redline.cli.bench.serve_run import bench_serve as measure
 
-    known = preset_of(preset)
-    name = dataset_name or known.get("dataset_name", "random")
-    if dataset_path is not None and name in ("random", "prefix_repetition"):
-        raise ConfigError(f"--dataset-path: --dataset-name {name} reads no file; give sharegpt, custom or redline")
-    if not request_rate > 0 or not burstiness > 0:
-        raise ConfigError(f"--request-rate {request_rate:g}, --burstiness {burstiness:g}: give numbers above 0")
+    asked = {
+        "dataset_name": dataset_name,
+        "dataset_path": dataset_path,
+        "num_prompts": num_prompts,
+        "random_input_len": random_input_len or input_len,
+        "random_output_len": random_output_len or output_len,
+        "random_range_ratio": random_range_ratio,
+        "random_prefix_len": random_prefix_len,
+        "sharegpt_output_len": sharegpt_output_len or output_len,
+        "custom_output_len": custom_output_len or output_len,
+        "prefix_repetition_prefix_len": prefix_repetition_prefix_len,
+        "prefix_repetition_suffix_len": prefix_repetition_suffix_len,
+        "prefix_repetition_num_prefixes": prefix_repetition_num_prefixes,
+        "prefix_repetition_output_len": prefix_repetition_output_len or output_len,
+        "seed": seed,
+        "ignore_eos": ignore_eos or (preset is None and dataset_name in (None, "random")) or None,
+        "disable_shuffle": disable_shuffle or None,
+        "no_oversample": no_oversample or None,
+    }
+    paced = {
+        "rate": request_rate,
+        "burstiness": burstiness,
+        "max_concurrency": max_concurrency,
+        "ramp": ramp_of(ramp_up_strategy, ramp_up_start_rps, ramp_up_end_rps, request_rate),
+        "warmups": num_warmups,
+        "deadline": max_seconds,
+        "seed": seed,
+    }
+    for flag, number in (("--request-rate", request_rate), ("--burstiness", burstiness)):
+        if number is not None and not number > 0:  # NaN neither
+            raise ConfigError(f"{flag} {number:g}: expected a number above 0, or inf")
+    if dataset_path is not None and dataset_name in (None, "random", "prefix_repetition"):
+        raise ConfigError(f"--dataset-path {dataset_path}: which --dataset-name is it, sharegpt, custom or redline?")
     sampling = {
         "temperature": temperature,
         "top_p": top_p,
@@ -251,7 +306,7 @@ def bench_serve(
         "repetition_penalty": repetition_penalty,
         "logprobs": logprobs,
     }
-    target = options.target_of(
+    target = target_of(
         base_url=base_url,
         host=host,
         port=port,
@@ -262,57 +317,29 @@ def bench_serve(
         header=header,
         extra_body=extra_body,
         insecure=insecure,
-        body={field: value for field, value in sampling.items() if value is not None},
+        body=given(sampling),
         patience=Patience(
             connect=connect_timeout_sec,
             first=first_token_timeout_sec,
             silence=silence_timeout_sec,
             whole=request_timeout_sec,
         ),
-        otherwise="openai-chat" if name == "redline" else "openai",
+        otherwise="openai-chat" if dataset_name == "redline" else "openai",
     )
-    pace = Pace(
-        rate=request_rate,
-        burstiness=burstiness,
-        max_concurrency=max_concurrency or known.get("max_concurrency"),
-        ramp=ramp_of(ramp_up_strategy, ramp_up_start_rps, ramp_up_end_rps, request_rate),
-        warmups=known.get("num_warmups", 0) if num_warmups is None else num_warmups,
-        deadline=max_seconds,
-        seed=seed,
-    )
-    dataset = DatasetConfig(
-        dataset_name=name,
-        dataset_path=dataset_path,
-        num_prompts=num_prompts or known.get("num_prompts", 1000),
-        random_input_len=random_input_len or input_len or known.get("random_input_len", 1024),
-        random_output_len=random_output_len or output_len or known.get("random_output_len", 128),
-        random_range_ratio=random_range_ratio,
-        random_prefix_len=random_prefix_len,
-        sharegpt_output_len=sharegpt_output_len or output_len,
-        custom_output_len=custom_output_len or output_len,
-        prefix_repetition_prefix_len=prefix_repetition_prefix_len,
-        prefix_repetition_suffix_len=prefix_repetition_suffix_len,
-        prefix_repetition_num_prefixes=prefix_repetition_num_prefixes,
-        prefix_repetition_output_len=prefix_repetition_output_len or output_len or 128,
-        seed=seed,
-        ignore_eos=ignore_eos or name == "random",
-        disable_shuffle=disable_shuffle,
-        no_oversample=no_oversample,
-        backend=target.backend,
-    )
+    dataset, pace = with_preset(preset, {**given(asked), "backend": target.backend}, given(paced))
     config = ServeConfig(
         target=target,
         pace=pace,
         dataset=dataset,
         model=model,
         tokenizer=None if skip_tokenizer_init else tokenizer_of(tokenizer, model),
-        goodput=options.goals(goodput or (), SLOS),
-        latencies=options.choices("--percentile-metrics", percentile_metrics, NAMES),
-        percentiles=options.percentiles(metric_percentiles),
+        goodput=goals(goodput or (), SLOS),
+        latencies=choices("--percentile-metrics", percentile_metrics, NAMES),
+        percentiles=percentiles(metric_percentiles),
         ready_s=ready_check_timeout_sec,
         quiet=disable_tqdm,
         label=label,
-        metadata=options.pairs("--metadata", metadata or ()),
+        metadata=pairs("--metadata", metadata or ()),
         save=save_result or save_detailed or result_filename is not None,
         detailed=save_detailed,
         folder="" if result_dir is None else str(result_dir),
@@ -327,14 +354,12 @@ def tokenizer_of(tokenizer: str | None, model: str | None) -> str | None:
     return tokenizer or (model if model and Path(model).is_dir() else None)
 
 
-def preset_of(name: str | None) -> dict[str, Any]:
-    """The flags of a known setting; none without a name. Raises ConfigError for an unknown one."""
-    if name is not None and name not in PRESETS:
-        raise ConfigError(f"--preset {name!r}: expected one of {options.listed(tuple(PRESETS))}")
-    return {} if name is None else PRESETS[name]
+def given(flags: dict[str, Any]) -> dict[str, Any]:
+    """Only those that were given."""
+    return {name: value for name, value in flags.items() if value is not None}
 
 
-def ramp_of(strategy: str | None, start: float | None, end: float | None, rate: float) -> Ramp | None:
+def ramp_of(strategy: str | None, start: float | None, end: float | None, rate: float | None) -> Ramp | None:
     """A ramp from its three flags, of which all or none are given. Raises ConfigError."""
     if strategy is None:
         if start is not None or end is not None:
@@ -342,7 +367,7 @@ def ramp_of(strategy: str | None, start: float | None, end: float | None, rate: 
         return None
     if strategy not in ("linear", "exponential"):
         raise ConfigError(f"--ramp-up-strategy {strategy!r}: expected linear or exponential")
-    if math.isfinite(rate):
+    if rate is not None and rate < math.inf:
         raise ConfigError("--ramp-up-strategy sets the rate; leave --request-rate out")
     if start is None or end is None:
         raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")

@@ -15,9 +15,10 @@ _NUMBER = re.compile(r"[-+]?[0-9][0-9.,]*( ?(%|ms|s))?|")
 
 def show(sections: Sequence[Section], console: Console) -> None:
     """Print tables and words in their order; warnings stand out."""
-    for section in sections:
-        if isinstance(section, Table):
+    for place, section in enumerate(sections):
+        if isinstance(section, Table) or (place and isinstance(sections[place - 1], Table)):
             console.print()
+        if isinstance(section, Table):
             console.print(_table(section))
         elif isinstance(section, Words):
             say(console, f"{'! ' if section.warning else ''}{section.text}", "yellow" if section.warning else "")

@@ -21,6 +21,7 @@ def answer(
     max_tokens: int = 64,
     prompt_tokens: int | None = 10,
     finish: str = "stop",
+    extra: dict[str, Any] | None = None,
     **more: Any,
 ) -> Answer:
     """at: seconds after sent of each chunk. kinds: a letter for each, a, t or c; absent: all of the answer."""
@@ -30,7 +31,7 @@ def answer(
     chunks = tuple(Chunk(at=begun + after, kind=names[kind], characters=1, tokens=n) for after, kind, n in rows)
     return Answer(
         index=index,
-        ask=Ask(max_tokens=max_tokens, text="prompt", prompt_tokens=prompt_tokens),
+        ask=Ask(max_tokens=max_tokens, text="prompt", prompt_tokens=prompt_tokens, extra=extra or {}),
         planned=planned,
         sent=begun,
         end=chunks[-1].at + 0.05 if chunks else begun + 0.05,

@@ -65,10 +65,22 @@ def test_what_does_not_add_up_is_told(check: str, given: dict[str, Any]):
 
 def test_text_that_is_encoded_anew_tells_a_count_that_is_far_off():
     assert found(Words(), usage=usage(completion_tokens=101), **PROSE) == []
-    assert found(Words(), usage=usage(completion_tokens=110), **PROSE) == []
-    assert found(Words(), usage=usage(completion_tokens=130), **PROSE) == ["text"]
+    assert found(Words(), usage=usage(completion_tokens=150), **PROSE) == []
+    assert found(Words(), usage=usage(completion_tokens=160), **PROSE) == ["text"]
+    assert found(Words(), usage=usage(completion_tokens=45), **PROSE) == ["output tokens", "text"]
     lost = PROSE | {"text": "\ufffd " + PROSE["text"]}
-    assert found(Words(), usage=usage(completion_tokens=130), **lost) == []
+    assert found(Words(), usage=usage(completion_tokens=160), **lost) == []
+
+
+def test_in_many_answers_a_smaller_share_is_much():
+    def many(tokens: int, **extra: Any) -> list[Any]:
+        said = usage(completion_tokens=tokens)
+        return [answer(index, usage=said, extra=extra, **PROSE) for index in range(20)]
+
+    assert mismatches(many(108), Words()) == []
+    (mismatch,) = mismatches(many(125), Words())
+    assert (mismatch.index, mismatch.said, mismatch.seen) == (None, 2500, 2000)
+    assert mismatches(many(125, ignore_eos=True), Words()) == [], "ends of turns that are ignored carry no text"
 
 
 def test_a_server_that_sells_more_tokens_than_it_sends_is_told_by_row():

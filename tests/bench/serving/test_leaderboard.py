@@ -69,6 +69,18 @@ def test_an_answer_that_never_began_has_no_end_to_end():
     assert any("1 of 1 requests were still thinking" in text for text in said)
 
 
+def test_who_was_still_thinking_is_later_than_all_others():
+    quick, slow = steady(1.0, 0.1, 20, thought=2), steady(1.0, 0.1, 20, thought=12)
+    never = steady(1.0, 0.1, 20, thought=20)
+
+    def p50(*answers: Answer) -> float | None:
+        rows = tuple(measured(one, workload="w", run=at) for at, one in enumerate(answers))
+        return Outcome(workload=Workload(input_len=10, output_len=20), rows=rows).p50("answer_ttft")
+
+    assert p50(quick, slow, never) == pytest.approx(2.2)
+    assert p50(quick, never, never) is None
+
+
 def test_all_at_once_has_no_speed():
     assert output_speed(answer((1.0, "a", "answer"), (1.0, "b", "answer"), tokens=2), 2) is None
     assert output_speed(answer((1.0, "a", "answer"), tokens=1), 1) is None
@@ -92,8 +104,8 @@ def test_prompts_of_a_run_are_asked_together_and_runs_one_after_another():
 
     asks = [Ask(max_tokens=11, text=str(at)) for at in range(6)]
     seen: list[leaderboard.Measured] = []
-    outcome = leaderboard.measure(Workload(10, 11, parallel=3), asks, TARGET, load, warmups=2, seen=seen.append)
-    assert [(many, pace.max_concurrency, pace.warmups) for many, pace in paces] == [(3, 3, 2), (3, 3, 0)]
+    outcome = leaderboard.measure(Workload(10, 11, parallel=3), asks, TARGET, load, seen=seen.append)
+    assert [(many, pace.max_concurrency, pace.warmups) for many, pace in paces] == [(3, 3, 0), (3, 3, 0)]
     assert [row.run for row in outcome.rows] == [0, 0, 0, 1, 1, 1]
     assert seen == list(outcome.rows)
     assert not outcome.stopped

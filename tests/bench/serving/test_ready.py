@@ -60,7 +60,8 @@ class Clock:
 
 def test_a_server_that_loads_is_waited_for_and_that_is_said_once():
     told: list[str] = []
-    with server((503, b""), (503, b""), (200, b'{"data": [{"id": "m", "object": "model"}]}')) as target:
+    listed = (200, b'{"data": [{"id": "m", "object": "model"}]}')
+    with server((503, b""), listed, (503, b"of /health"), listed) as target:
         assert models(target, None, told.append, wait=lambda _: None) == ("m",)
     assert len(told) == 1
     assert "is not ready (503); waiting 600 s at most" in told[0]

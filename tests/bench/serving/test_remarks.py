@@ -54,7 +54,7 @@ def served(*answers: Answer, stopped: bool = False, **more: object) -> Result:
         kind="serve",
         figures={"model_id": "nano", "num_prompts": len(answers), **figures(measured, names=("ttft", "tpot", "itl"))},
         target={"base_url": "http://h:1"},
-        dataset={"dataset_name": "random", "ignore_eos": True},
+        dataset={"dataset_name": "random", "random_input_len": 9, "random_output_len": 5, "ignore_eos": True},
         pace=Pace(),
         generator=IDLE,
         stopped=stopped,
@@ -92,7 +92,7 @@ def test_the_sections_of_a_result():
     assert ("requests completed", "3") in tables["Throughput"].rows
     latency = {row[0]: row[1:] for row in tables["Latency, ms"].rows}
     assert latency["TTFT, to the first token"][0] == "366.67"
-    assert ("dropped", "3", "0.150", "the server closed the connection") in tables["Failures: dropped 1"].rows
+    assert ("dropped", "1", "3", "0.150", "the server closed the connection") in tables["Failures: dropped 1"].rows
     assert tables["Usage that does not add up: text 25"].note.startswith("5 more")
     assert any(isinstance(section, Words) for section in sections)
     plots = {section.title: section for section in sections if isinstance(section, Plot)}
@@ -103,7 +103,7 @@ def test_the_sections_of_a_result():
             assert all(map(math.isfinite, (*series.x, *series.y)))
     assert [series.name for series in plots["Requests over time"].series][1] == "failed"
     assert len(plots["Time to first token"].series) == 2
-    assert heading(result).startswith("nano at http://h:1, 4 requests")
+    assert heading(result).startswith("nano at http://h:1, random, 9 in, 5 out, 4 requests")
 
 
 def test_a_result_of_vllms_client_has_tables_alone():

@@ -21,6 +21,7 @@ def result() -> Result:
     spoken = answer(
         0,
         sent=0.1234567,
+        taken=0.1,
         kinds="ttaac",
         tokens=(1, 2, 1, None, 1),
         usage=usage,
@@ -55,6 +56,7 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path):
             (c.kind, c.characters, c.tokens) for c in one.chunks
         ]
         assert other.sent == pytest.approx(one.sent, abs=0.6e-6)
+        assert other.taken == one.taken
         for name in ("text", "thinking", "calls", "usage", "finish", "status", "failure", "error"):
             assert getattr(other, name) == getattr(one, name)
     for name in ("kind", "command", "provenance", "dataset", "pace", "generator", "notes", "details", "began"):

@@ -132,6 +132,13 @@ def test_where_the_lowest_load_breaks_the_slos_the_search_goes_below_it():
     assert "no load that was measured keeps them: at 8 streams 50.0%" in " ".join(sweep.verdict(nothing, [server(8)]))
 
 
+def test_a_search_for_what_is_not_there_ends():
+    plan = Plan(by="requests/s", loads=(4.0,), slos={"ttft": 100.0}, search=True)
+    points: list[Point] = []
+    sweep.sweep(plan, points, lambda load: made(load, 100 * load, 1.0, 0.0), lambda: None)
+    assert [one.load for one in points] == [4, 2, 1, 0.5]
+
+
 def test_what_was_measured_is_not_measured_again():
     plan = Plan(by="streams", loads=(1.0, 2.0, 4.0))
     points, asked, saved = [server(1), server(2)], list[float](), list[int]()

@@ -1,0 +1,141 @@
+"""`redline bench leaderboard` at work: the server is asked, and what came of it is shown and kept."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from redline.bench.serving import leaderboard, ready
+from redline.bench.serving.datasets import COMPLETIONS
+from redline.bench.serving.leaderboard import Outcome, Workload
+from redline.bench.serving.records import Answer
+from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.vocabulary import o200k, open_vocabulary
+from redline.cli.bench import kept
+from redline.cli.bench.show import show
+from redline.cli.console import INTERRUPTED, say, until_interrupted
+from redline.disk import check_output
+from redline.errors import ConfigError
+from redline.progress import Working
+from redline.wire.base import Record
+
+
+class LeaderboardConfig(Record, frozen=True):
+    """What `redline bench leaderboard` is told. input_len, output_len: in the place of a preset's, both or either."""
+
+    target: Target
+    workload: tuple[str, ...] = ()
+    input_len: int | None = None
+    output_len: int | None = None
+    parallel: tuple[int, ...] = (1,)
+    runs: int = 8
+    warmups: int = 1
+    ignore_eos: bool = False
+    temperature: float | None = None
+    tokenizer: str | None = None
+    o200k: str | None = None
+    seed: int | None = None
+    ready_s: float | None = None
+    quiet: bool = False
+    save: str | None = None
+    html: str | None = None
+
+
+def run(config: LeaderboardConfig, console: Console) -> int:
+    """Measures, prints, saves; the exit code: 0, 1 where every request failed, 130 after Ctrl-C.
+
+    Raises ConfigError.
+    """
+    workloads = asked_for(config)
+    for path in (config.save, config.html):
+        if path is not None:
+            check_output(Path(path))
+    return until_interrupted(lambda: _run(config, workloads, console), console)
+
+
+def asked_for(config: LeaderboardConfig) -> list[Workload]:
+    """The workloads of a config. Raises ConfigError."""
+    if (config.input_len or config.output_len) and len(config.workload) > 1:
+        raise ConfigError("--input-len and --output-len take the place of one --workload; several were given")
+    found = leaderboard.workloads(config.workload or (leaderboard.DEFAULT,), sorted(set(config.parallel)))
+    return [
+        Workload(
+            input_len=config.input_len or one.input_len,
+            output_len=config.output_len or one.output_len,
+            parallel=one.parallel,
+        )
+        for one in found
+    ]
+
+
+def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console) -> int:
+    other = o200k(None if config.o200k is None else Path(config.o200k))
+    target = kept.reached(config.target, config.ready_s, console)
+    room = ready.max_model_len(target)
+    for workload in workloads:
+        leaderboard.check_fits(workload, room)
+    counts = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
+    seed = kept.seed_of(config.seed)
+    began, outcomes, answers = time.time(), list[Outcome](), list[Answer]()
+    total = sum(config.runs * workload.parallel for workload in workloads)
+    with Working("requests", shown=not config.quiet) as working:
+        for place, workload in enumerate(workloads):
+            asks = leaderboard.prompts(
+                workload,
+                config.runs * workload.parallel + (0 if place else config.warmups),
+                seed + place,
+                counts,
+                bare=target.backend in COMPLETIONS,
+                extra=body(config),
+                made=lambda many: working.show(len(answers), total, note=f"{many} prompts written"),
+            )
+            if not place and config.warmups:  # with prompts of their own, which the server need not know later
+                warmed = kept.watched(working, lambda: 0, total, "warm-up: ")(target, asks[: config.warmups], Pace())
+                if warmed.stopped:
+                    break
+                asks = asks[config.warmups :]
+            outcomes.append(
+                leaderboard.measure(
+                    workload,
+                    asks,
+                    target,
+                    kept.watched(working, lambda: len(answers), total, f"{workload.name}: "),
+                    counts=counts,
+                    o200k=other,
+                    kept=answers.append,
+                )
+            )
+            if outcomes[-1].stopped:
+                break
+    if not outcomes:
+        raise KeyboardInterrupt
+    stopped = outcomes[-1].stopped
+    differs = leaderboard.differs(target, outcomes, config.runs, o200k=other is not None)
+    found = kept.result(
+        "leaderboard",
+        leaderboard.figures(outcomes),
+        target,
+        dataset={"name": "natural", "seed": seed, "workloads": [workload.name for workload in workloads]},
+        details={"outcomes": outcomes, "differs": differs, "runs": config.runs},
+        began=began,
+        stopped=stopped,
+        answers=answers,
+    )
+    sections = leaderboard.leaderboard_sections(found)
+    show(sections, console)
+    kept.keep(found, sections, f"redline bench leaderboard: {target.model}", config.save, config.html, console)
+    if stopped:
+        say(console, "stopped: the figures are of what had been answered")
+        return INTERRUPTED
+    return 0 if any(outcome.good for outcome in outcomes) else 1
+
+
+def body(config: LeaderboardConfig) -> dict[str, Any]:
+    """The fields that a config's flags put into every body."""
+    found: dict[str, Any] = {}
+    if config.ignore_eos:
+        found["ignore_eos"] = True
+    if config.temperature is not None:
+        found["temperature"] = config.temperature
+    return found

@@ -1,0 +1,218 @@
+"""`redline bench sweep` at work: the server is asked, and what came of it is shown and kept."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from redline.bench.serving import saved, sweep
+from redline.bench.serving.datasets import DatasetConfig, asks
+from redline.bench.serving.records import Ask
+from redline.bench.serving.saved import Result, without_secrets
+from redline.bench.serving.sweep import Plan, Point
+from redline.bench.serving.target import Pace, Target
+from redline.bench.serving.vocabulary import Vocabulary, open_vocabulary
+from redline.cli.bench import kept
+from redline.cli.bench.show import show
+from redline.cli.console import INTERRUPTED, say, until_interrupted
+from redline.disk import check_output
+from redline.errors import ConfigError
+from redline.progress import Working
+from redline.wire.base import Record
+
+EACH, WARMUPS = 10, 2  # requests and warm-ups for each stream, as InferenceX has them
+OF_A_RATE_S, LEAST_OF_A_RATE = 60.0, 20  # seconds' worth of requests at a rate, and the fewest
+
+
+class SweepConfig(Record, frozen=True):
+    """What `redline bench sweep` is told. num_prompts, warmups: of each point; None: by its load."""
+
+    target: Target
+    plan: Plan
+    dataset: DatasetConfig
+    tokenizer: str | None = None
+    temperature: float | None = None
+    num_prompts: int | None = None
+    warmups: int | None = None
+    seed: int | None = None
+    gpus: int | None = None
+    ready_s: float | None = None
+    quiet: bool = False
+    save: str | None = None
+    html: str | None = None
+
+
+def run(config: SweepConfig, console: Console) -> int:
+    """Measures what is missing, prints, saves; the exit code: 0, 1 where every request failed, 130 after Ctrl-C.
+
+    Raises ConfigError.
+    """
+    for path in (config.save, config.html):
+        if path is not None:
+            check_output(Path(path))
+    continued = "nothing was saved" if config.save is None else f"{config.save} holds the points, and is continued"
+    return until_interrupted(lambda: _run(config, console), console, continued)
+
+
+def settings(config: SweepConfig, target: Target) -> dict[str, Any]:
+    """What two runs must have in common for the one to continue the other: whom, what, how hard; not which loads."""
+    server = without_secrets(target)
+    plan = config.plan
+    return msgspec.to_builtins(
+        {
+            "server": {name: server[name] for name in ("base_url", "backend", "endpoint", "model", "body")},
+            "dataset": config.dataset,
+            "tokenizer": config.tokenizer,
+            "temperature": config.temperature,
+            "num_prompts": config.num_prompts,
+            "warmups": config.warmups,
+            "by": plan.by,
+            "slos": plan.slos,
+        }
+    )
+
+
+def continued(config: SweepConfig, target: Target) -> tuple[list[Point], int, float]:
+    """The points that the file has, its seed and its beginning; none, and new ones, where there is no file.
+
+    Raises ConfigError where the file is of something else: nothing in it is lost.
+    """
+    path = None if config.save is None else Path(config.save)
+    if path is None or not path.exists():
+        return [], kept.seed_of(config.seed), time.time()
+    found = saved.read(path)
+    if found.kind != "sweep":
+        raise ConfigError(f"--save {path}: holds a result of {found.kind}; name another file")
+    now, then = settings(config, target), found.details["settings"]
+    differing = [name for name in now if now[name] != then.get(name)]
+    if config.seed not in (None, found.dataset["seed"]):
+        differing.append("seed")
+    if differing:
+        raise ConfigError(
+            f"--save {path}: was measured with other settings ({', '.join(differing)}); name another file, or "
+            "give the same again"
+        )
+    return msgspec.convert(found.details["points"], list[Point]), found.dataset["seed"], found.began
+
+
+def _run(config: SweepConfig, console: Console) -> int:
+    plan = config.plan
+    target = kept.reached(config.target, config.ready_s, console)
+    points, seed, began = continued(config, target)
+    if points:
+        say(console, f"{config.save} has {len(points)} points; what is missing is measured", "dim")
+    counts = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
+    notes: dict[str, None] = {}
+    requests = {load: requests_of(config, load) for load in plan.loads}
+    done = sum(requests.get(one.load, 0) for one in points)
+
+    def result(*, stopped: bool) -> Result:
+        return kept.result(
+            "sweep",
+            figures(plan, points, config.gpus),
+            target,
+            dataset={**msgspec.to_builtins(config.dataset), "seed": seed},
+            details={"plan": plan, "points": points, "gpus": config.gpus, "settings": settings(config, target)},
+            began=began,
+            stopped=stopped,
+        )
+
+    with Working("requests", shown=not config.quiet) as working:
+
+        def measure(load: float) -> Point | None:
+            nonlocal done
+            many = requests_of(config, load)
+            before = warmups_of(config, load)
+            requested = asks_of(config, target, before + many, seed + round(load * 1000), counts, notes)
+            total = sum(requests.values()) if load in requests else done + many
+            if before:  # with prompts of their own, which the server need not know later
+                warm = kept.watched(working, lambda: done, total + before, f"{load:g} {plan.by}, warm-up: ")
+                if warm(target, requested[:before], pace(plan, load)).stopped:
+                    return None
+            found = kept.watched(working, lambda: done, total, f"{load:g} {plan.by}: ")(
+                target, requested[-many:], pace(plan, load)
+            )
+            if found.stopped:
+                return None
+            done += many
+            one = sweep.point(load, plan.by, found, plan.slos, counts)
+            say(console, line(one), "dim")
+            return one
+
+        def save() -> None:
+            if config.save is not None:
+                saved.save(Path(config.save), result(stopped=True))
+
+        whole = sweep.sweep(plan, points, measure, save)
+    for note in notes:
+        say(console, note, "yellow")
+    found = result(stopped=not whole)
+    sections = sweep.sweep_sections(found)
+    show(sections, console)
+    if len(points) > 1:
+        for bar in sweep.text_plot(plan, points):
+            say(console, bar)
+    kept.keep(found, sections, f"redline bench sweep: {target.model}", config.save, config.html, console)
+    if not whole:
+        say(console, "stopped: the load that ran is not counted")
+        return INTERRUPTED
+    return 0 if any(one.completed for one in points) else 1
+
+
+def asks_of(
+    config: SweepConfig, target: Target, many: int, seed: int, counts: Vocabulary | None, notes: dict[str, None]
+) -> list[Ask]:
+    """A point's requests, which are no other point's. notes: gets what a reader has to know of them."""
+    dataset = msgspec.structs.replace(config.dataset, num_prompts=many, seed=seed, backend=target.backend)
+    extra = {} if config.temperature is None else {"temperature": config.temperature}
+    found = asks(dataset, counts, lambda text: notes.setdefault(text))
+    return [msgspec.structs.replace(ask, extra={**ask.extra, **extra}) for ask in found]
+
+
+def requests_of(config: SweepConfig, load: float) -> int:
+    """How many requests a load's point has."""
+    if config.num_prompts is not None:
+        return config.num_prompts
+    return int(load) * EACH if config.plan.by == "streams" else max(LEAST_OF_A_RATE, round(load * OF_A_RATE_S))
+
+
+def warmups_of(config: SweepConfig, load: float) -> int:
+    """How many requests come before a load's point and are not counted."""
+    if config.warmups is not None:
+        return config.warmups
+    return int(load) * WARMUPS if config.plan.by == "streams" else WARMUPS
+
+
+def pace(plan: Plan, load: float) -> Pace:
+    """How a load is put on."""
+    return Pace(max_concurrency=int(load)) if plan.by == "streams" else Pace(rate=load)
+
+
+def line(one: Point) -> str:
+    """A point as it is said while the sweep goes on."""
+    user = "" if one.interactivity is None else f", {one.interactivity:,.1f} tokens/s a user"
+    first = "" if one.ttft_p99 is None else f", TTFT p99 {one.ttft_p99 * 1000:,.0f} ms"
+    failed = f", {one.failed} failed" if one.failed else ""
+    share = "" if one.kept is None else f", {one.kept:.1%} kept the SLOs"
+    return f"{one.name}: {one.output_throughput:,.1f} output tokens/s{user}{first}{share}{failed}"
+
+
+def figures(plan: Plan, points: Sequence[Point], gpus: int | None) -> dict[str, Any]:
+    """The sweep's figures at the top of a file: the most throughput, the frontier and the SLOs' point."""
+    good, bad = sweep.around_slo(points, plan.attainment) if plan.slos else (None, None)
+    best = max((one.output_throughput for one in points), default=0.0)
+    return {
+        "max_output_throughput": best,
+        "max_output_throughput_per_gpu": best / gpus if gpus else None,
+        "frontier": [
+            {"load": one.load, "interactivity": one.interactivity, "output_throughput": one.output_throughput}
+            for one in sweep.frontier(points)
+        ],
+        "slo_load": None if good is None else good.load,
+        "slo_broken_at": None if bad is None else bad.load,
+        "slo_output_throughput": None if good is None else good.output_throughput,
+        "slo_goodput": None if good is None else good.goodput,
+    }

@@ -1,0 +1,21 @@
+"""A scripted server, and an environment without keys."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from redline.bench.serving.scripted import Scripted
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Scripted]:
+    with Scripted() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _still(monkeypatch: pytest.MonkeyPatch) -> None:  # pyright: ignore[reportUnusedFunction]
+    """Counters that stand still at once, and a wide terminal."""
+    monkeypatch.setattr("redline.bench.serving.accept.STILL_S", 0.0)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("REDLINE_API_KEY", raising=False)

@@ -1,0 +1,154 @@
+"""`redline bench serve` as typed, against a server whose answers are a script."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from redline.bench.serving import saved
+from redline.bench.serving.script import Play, Script
+from redline.bench.serving.scripted import Scripted
+from redline.cli import app
+
+NAMED = {
+    "fast": Script(tokens=8, first_s=0.02, gaps_s=(0.005,), thinking=4),
+    "drops": Script(tokens=8, fault="drop", after=3),
+    "lies": Script(tokens=8, usage_off=9, token_ids=True),
+    "slow": Script(tokens=200, gaps_s=(0.1,)),
+}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Scripted]:
+    with Scripted(Play(named=NAMED)) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _no_key(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.delenv("REDLINE_API_KEY", raising=False)
+
+
+def prompts(folder: Path, *names: str) -> str:
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": name, "output_tokens": 64}) + "\n" for name in names))
+    return str(path)
+
+
+def words(server: Scripted, path: str, many: int, *more: str) -> list[str]:
+    asked = ["--dataset-name", "custom", "--dataset-path", path, "--num-prompts", str(many), "--disable-shuffle"]
+    return ["bench", "serve", "--base-url", server.url, "--backend", "openai-chat", *asked, *more]
+
+
+def typed(*given: str) -> Result:
+    return CliRunner().invoke(app, list(given), env={"COLUMNS": "200"})
+
+
+def test_a_run_is_shown_and_saved_with_what_went_wrong_by_row(server: Scripted, tmp_path: Path):
+    names = ["fast"] * 6 + ["drops", "lies"]
+    path, page = tmp_path / "result.json", tmp_path / "page.html"
+    done = typed(
+        *words(server, prompts(tmp_path, *names), 8, "--max_concurrency", "4", "--goodput", "ttft:1000", "e2el:5000"),
+        *("--save-result", "--result-filename", str(path), "--html", str(page), "--metadata", "gpu=none", "run=2"),
+    )
+    assert done.exit_code == 0, done.output
+    for said in ("TTFT, to the first token", "first token of the answer", "Failures: dropped 1", "not add up"):
+        assert said in done.output
+    assert "usage says 17 output tokens, the events carried 8" in done.output
+    found = json.loads(path.read_text())
+    assert (found["completed"], found["failed"], found["model_id"]) == (7, 1, "scripted")
+    assert (found["gpu"], found["run"], found["max_concurrency"], found["request_rate"]) == ("none", "2", 4, "inf")
+    assert found["request_goodput"] == pytest.approx(found["request_throughput"])
+    result = saved.read(path)
+    fast = [answer for answer in result.answers if answer.index < 6]
+    firsts = sorted(answer.chunks[0].at - (answer.sent or 0.0) for answer in fast)
+    assert 0.02 <= firsts[0] < 0.06
+    assert [chunk.kind for chunk in fast[0].chunks] == ["thinking"] * 4 + ["answer"] * 8
+    assert result.answers[6].failure == "dropped"
+    assert [mismatch["index"] for mismatch in result.details["mismatches"]] == [7]
+    assert page.read_text().lstrip().lower().startswith("<!doctype html>")
+
+
+def test_where_every_request_fails_the_code_is_1(server: Scripted, tmp_path: Path):
+    done = typed(*words(server, prompts(tmp_path, "drops"), 2))
+    assert done.exit_code == 1
+    assert "Failures: dropped 2" in done.output
+    assert "requests completed" in done.output
+
+
+def test_a_rate_gives_latencies_from_the_schedule_too(server: Scripted, tmp_path: Path):
+    done = typed(*words(server, prompts(tmp_path, "fast"), 6, "--request-rate", "100", "--max-concurrency", "1"))
+    assert done.exit_code == 0, done.output
+    assert "E2EL from the schedule" in done.output
+    assert "coordinated omission" in done.output
+
+
+def test_completions_are_asked_with_random_prompts_as_vllm_does(server: Scripted, tmp_path: Path):
+    """Nobody names a dataset or a backend: so it is with vLLM."""
+    done = typed(
+        *("bench", "serve", "--base-url", server.url, "--num-prompts", "3", "--random-input-len", "20"),
+        *("--random-output-len", "5", "--save-detailed", "--result-dir", str(tmp_path)),
+    )
+    assert done.exit_code == 0, done.output
+    (path,) = tmp_path.glob("openai-infqps-scripted-*.json")
+    found = json.loads(path.read_text())
+    assert (found["backend"], found["total_output_tokens"], len(found["itls"])) == ("openai", 15, 3)
+    assert found["redline"]["dataset"]["ignore_eos"] is True
+
+
+def test_ctrl_c_shows_and_saves_what_was_measured(server: Scripted, tmp_path: Path):
+    path = tmp_path / "result.json"
+    given = words(server, prompts(tmp_path, "fast", "slow"), 40, "--max-concurrency", "2", "--save-result")
+    command = [sys.executable, "-m", "redline", *given, "--result-filename", str(path)]
+    server.forget()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    try:
+        until = time.monotonic() + 20
+        while len(server.log().requests) < 4 and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130, output
+    assert "The run was stopped" in output
+    assert saved.read(path).stopped
+    assert json.loads(path.read_text())["completed"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["--port", "9", "--ready-check-timeout-sec", "0"], "no server at http://127.0.0.1:9"),
+        (["--profile"], "--profile of vLLM's is not served here"),
+        (["--preset", "nothing"], "--preset nothing: give one of lambda"),
+        (["--request-rate", "0"], "--request-rate 0: expected a number above 0"),
+        (["--dataset-path", "x"], "which --dataset-name is it"),
+        (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
+        (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
+        (["--ramp-up-strategy", "linear", "--request-rate", "3"], "leave --request-rate out"),
+        (["--ramp-up-strategy", "exponential", "--ramp-up-start-rps", "0", "--ramp-up-end-rps", "2"], "above 0"),
+        (["--tokenizer", "nowhere"], "--tokenizer nowhere: does not exist"),
+        (["--percentile-metrics", "ttft,speed"], "--percentile-metrics 'speed'"),
+        (["--metadata", "x"], "--metadata 'x': expected KEY=VALUE"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_asked(given: list[str], says: str):
+    done = typed("bench", "serve", *given)
+    assert done.exit_code == 1
+    assert says in str(done.exception)
+    assert "\n" not in str(done.exception)
+
+
+def test_help_imports_nothing_that_takes_time():
+    program = "import sys; from redline.cli import app; print({'numpy', 'httpx', 'torch'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "set()"
