@@ -7,11 +7,13 @@ import msgspec
 import typer
 
 from redline.bench.serving.target import Patience
+from redline.bench.serving.traces import Shape
 from redline.cli.bench import options
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
 MADE = "A trace made up"
+SHAPE = Shape()
 
 
 def bench_agentic(
@@ -61,17 +63,17 @@ def bench_agentic(
     ] = None,
     context_tokens: Annotated[
         int, typer.Option(min=64, help="A session's history grows to this.", rich_help_panel=MADE)
-    ] = 32_000,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Of a median answer.", rich_help_panel=MADE)] = 120,
+    ] = SHAPE.context_tokens,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Of a median answer.", rich_help_panel=MADE)] = SHAPE.output_tokens,
     result_tokens: Annotated[
         int, typer.Option(min=2, help="Of a median piece of a file that a tool gives.", rich_help_panel=MADE)
-    ] = 900,
+    ] = SHAPE.result_tokens,
     tool_s: Annotated[
         float, typer.Option(min=0.0, help="Seconds of a median run of tests.", rich_help_panel=MADE)
-    ] = 8.0,
+    ] = SHAPE.tool_s,
     think_s: Annotated[
         float, typer.Option(min=0.0, help="Seconds of a user between two tasks, at the median.", rich_help_panel=MADE)
-    ] = 20.0,
+    ] = SHAPE.think_s,
     ready_check_timeout_sec: options.ReadyTimeout = None,
     connect_timeout_sec: options.ConnectTimeout = 10.0,
     first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
@@ -84,7 +86,6 @@ def bench_agentic(
     """
     from redline.bench.serving.agentic import Mode, Plan
     from redline.bench.serving.datasets import COMPLETIONS
-    from redline.bench.serving.traces import Shape
     from redline.cli.bench.agentic_run import AgenticConfig, make, run
 
     console = plain_console()
@@ -94,7 +95,7 @@ def bench_agentic(
         raise ConfigError(f"--history {history!r}: expected recorded or live")
     if synthesize is not None:
         shape = Shape(
-            sessions=sessions or 8,
+            sessions=sessions or SHAPE.sessions,
             context_tokens=context_tokens,
             output_tokens=output_tokens,
             result_tokens=result_tokens,

@@ -204,7 +204,7 @@ def test_a_result_says_turns_contexts_sessions_and_failures():
     found = run(Fake(fails=21), [session("a", 20), session("b", 2), session("c", 2)])
     sections = agentic.agentic_sections(result(found))
     totals, turns, contexts, failures = [one for one in sections if isinstance(one, Table)]
-    assert dict(totals.rows)["sessions that a failed turn ended"] == "1"
+    assert ("sessions that a failed turn ended", "1") in totals.rows
     assert [row[:2] for row in turns.rows] == [
         ("1", "3"),
         ("2", "2"),
