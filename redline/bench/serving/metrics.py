@@ -41,6 +41,9 @@ class Tokens(Record, frozen=True):
 # ----------------------------------------------------------------------------------------------------- of one answer
 
 
+UNFINISHED = ("skipped", "deadline")  # by us, who ended the run: the server is not to blame
+
+
 def failure_of(answer: Answer) -> str | None:
     """Why an answer has failed: its failure, or `empty` where it ended well and nothing came. None: it has not."""
     return answer.failure or (None if answer.chunks and answer.sent is not None else "empty")
@@ -184,18 +187,20 @@ def figures(
     names: of NAMES, which get statistics. goodput: milliseconds by a name of SLOS, all of which a good request keeps.
     counts: who counts text, where a server says nothing.
 
-    Beside vLLM's keys: `failures`, how many by kind; `output_tokens_sources`, how many answers were counted by whom;
-    `total_thinking_tokens` and `total_cached_tokens`, where the server says so.
+    Beside vLLM's keys: `failures`, how many by kind, those of UNFINISHED too, which `failed` leaves out;
+    `output_tokens_sources`, how many answers were counted by whom; `total_thinking_tokens` and `total_cached_tokens`,
+    where the server says so.
     """
     answers, seconds = run.answers, max(run.seconds, 1e-9)
     good = [answer for answer in answers if failure_of(answer) is None]
+    failures = dict(Counter(filter(None, map(failure_of, answers))))
     tokens = {answer.index: output_tokens(answer, counts) for answer in good}
     total_in, total_out = sum(map(input_tokens, good)), sum(one.count for one in tokens.values())
     kept = None if not goodput else sum(keeps(answer, goodput, counts) for answer in good)
     found: dict[str, Any] = {
         "duration": run.seconds,
         "completed": len(good),
-        "failed": len(answers) - len(good),
+        "failed": sum(many for kind, many in failures.items() if kind not in UNFINISHED),
         "total_input_tokens": total_in,
         "total_output_tokens": total_out,
         "request_throughput": len(good) / seconds,
@@ -213,7 +218,7 @@ def figures(
         "errors": [error_of(answer) for answer in answers],
         "max_output_tokens_per_s": max(tokens_by_second(good, counts), default=0.0),
         "max_concurrent_requests": max((level for _, level in concurrency(answers)), default=0),
-        "failures": dict(Counter(filter(None, map(failure_of, answers)))),
+        "failures": failures,
         "output_tokens_sources": dict(Counter(one.source for one in tokens.values())),
     }
     for key, field in (("total_thinking_tokens", "reasoning_tokens"), ("total_cached_tokens", "cached_tokens")):

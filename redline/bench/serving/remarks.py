@@ -21,8 +21,12 @@ def remarks(result: Result) -> list[Words]:
     good = [answer for answer in result.answers if failure_of(answer) is None]
     found = [Words(text=note) for note in result.notes]
     if result.stopped:
-        ended = sum(answer.failure != "skipped" for answer in result.answers)
-        text = f"The run was stopped: {ended:,} of {len(result.answers):,} requests were asked."
+        asked = sum(answer.failure != "skipped" for answer in result.answers)
+        cut = sum(answer.failure == "deadline" for answer in result.answers)
+        text = (
+            f"The run was ended early: {asked:,} of {len(result.answers):,} requests were asked, and {cut:,} of them "
+            "were cut off. What these had brought is in no figure, so throughput is a little too low."
+        )
         found.append(Words(text=text, warning=True))
     if result.generator is not None and good:
         found.append(generator_remark(result.generator, result.answers))

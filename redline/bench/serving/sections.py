@@ -54,4 +54,10 @@ class Words(Record, frozen=True, tag=True):
     warning: bool = False
 
 
-Section = Plot | Table | Words
+class Heading(Record, frozen=True, tag=True):
+    """Where a part of a page begins, such as one of several results; the page's contents name it."""
+
+    text: str
+
+
+Section = Plot | Table | Words | Heading

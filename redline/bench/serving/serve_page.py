@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from redline.bench.serving import metrics
-from redline.bench.serving.metrics import failure_of
+from redline.bench.serving.metrics import UNFINISHED, failure_of
 from redline.bench.serving.records import Answer
 from redline.bench.serving.remarks import remarks
 from redline.bench.serving.saved import Result
-from redline.bench.serving.sections import Plot, Section, Series, Table
+from redline.bench.serving.sections import Plot, Section, Series, Table, Words
 
 ROWS = {
     "ttft": "TTFT, to the first token",
@@ -32,8 +33,9 @@ CDF_POINTS = 400
 
 
 def serve_sections(result: Result) -> list[Section]:
-    """Throughput, latencies, failures, mismatches of usage, remarks, plots; of a result of vLLM's what its keys say."""
-    return [*serve_tables(result), *remarks(result), *serve_plots(result)]
+    """Who was asked, tables, remarks, plots, where the numbers come from; of a result of vLLM's what its keys say."""
+    begin = Words(text=heading(result))
+    return [begin, *serve_tables(result), *remarks(result), *serve_plots(result), *_origin(result)]
 
 
 def serve_tables(result: Result) -> list[Section]:
@@ -45,13 +47,23 @@ def serve_tables(result: Result) -> list[Section]:
         found.append(latencies)
     if "spec_decode_acceptance_length" in figures:
         found.append(_drafting(figures))
-    failed = [answer for answer in result.answers if failure_of(answer) is not None]
+    failed = [answer for answer in result.answers if failure_of(answer) not in (None, *UNFINISHED)]
     if failed:
         found.append(_failures(failed))
     mismatches: list[dict[str, Any]] = result.details.get("mismatches", [])
     if mismatches:
         found.append(_mismatches(mismatches))
     return found
+
+
+def _origin(result: Result) -> list[Section]:
+    known = result.provenance
+    if not known:
+        return []
+    machine = (
+        f"{known.get('machine')}, {known.get('cores')} cores, commit {known.get('commit')}, {known.get('date')} UTC"
+    )
+    return [Words(text=f"Measured from {machine}: {shlex.join(result.command)}")]
 
 
 def heading(result: Result) -> str:
@@ -82,6 +94,8 @@ def _dataset(dataset: dict[str, Any]) -> str:
 
 def _throughput(figures: dict[str, Any]) -> Table:
     rows = [("requests completed", f"{figures['completed']:,}"), ("requests failed", f"{figures.get('failed') or 0:,}")]
+    if unfinished := sum(figures.get("failures", {}).get(kind, 0) for kind in UNFINISHED):
+        rows.append(("requests not finished, as the run was ended", f"{unfinished:,}"))
 
     def add(name: str, key: str, shape: str) -> None:
         if figures.get(key) is not None:
@@ -227,6 +241,7 @@ def _gaps(good: Sequence[Answer]) -> list[Plot]:
 
 def _rate(good: Sequence[Answer], began: float) -> Plot:
     rates = metrics.tokens_by_second(good)
+    rates = rates[:-1] if len(rates) > 2 else rates  # the last second is not whole
     seconds = tuple(began + second + 0.5 for second in range(len(rates)))
     line = Series(name="output tokens", x=seconds, y=tuple(rates))
     return Plot(title="Output tokens per second", x_label="s", y_label="tokens/s", series=(line,))

@@ -138,7 +138,9 @@ REFUSED = {
     "--skip-chat-template": "take --backend openai, which has no template",
 }
 # Groups of flags of datasets that are not read here, by how they begin.
-REFUSED_DATASETS = ("--hf-", "--random-mm-", "--sonnet-", "--blazedit-", "--spec-bench-", "--burstgpt-", "--asr-")
+REFUSED_DATASETS = (
+    "--hf-", "--random-mm-", "--sonnet-", "--blazedit-", "--spec-bench-", "--speed-bench-", "--timed-trace-", "--asr-",
+)  # fmt: skip
 
 
 class PeerCommand(TyperCommand):

@@ -14,7 +14,6 @@ from redline.bench.serving import metrics, ready, saved
 from redline.bench.serving.checks import mismatches
 from redline.bench.serving.datasets import DatasetConfig, asks
 from redline.bench.serving.load import Live, run_load
-from redline.bench.serving.page import render
 from redline.bench.serving.records import Run
 from redline.bench.serving.remarks import remarks, scheduled
 from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
@@ -104,7 +103,9 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
         saved.save(path, result, detailed=config.detailed)
         tell(f"written to {path}")
     if config.html is not None:
-        save(Path(config.html), render(f"redline bench serve: {heading(result)}", serve_sections(result)).encode())
+        from redline.bench.serving.page import render
+
+        save(Path(config.html), render(f"redline bench serve: {figures['model_id']}", serve_sections(result)).encode())
         tell(f"written to {config.html}")
     if run.stopped and not _at_its_deadline(run, config.pace):
         return INTERRUPTED

@@ -102,6 +102,13 @@ def test_an_answer_without_a_token_has_failed_even_where_the_server_says_otherwi
     assert "nothing had come" in found["errors"][0]
 
 
+def test_what_the_run_itself_cut_off_is_not_the_servers_failure():
+    cut, skipped = answer(1, failure="deadline"), answer(2, at=(), text="", failure="skipped")
+    found = figures(run(answer(0), cut, skipped, answer(3, failure="dropped"), stopped=True))
+    assert (found["completed"], found["failed"]) == (1, 1)
+    assert found["failures"] == {"deadline": 1, "skipped": 1, "dropped": 1}
+
+
 def test_a_good_request_keeps_every_bound():
     fast, slow, short = answer(0), answer(1, at=(0.5, 0.6, 0.7, 1.8)), answer(2, at=(0.6,))
     measured = run(fast, slow, short, seconds=1.0)

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from redline.bench.serving.metrics import figures
@@ -67,7 +68,7 @@ def test_what_puts_figures_in_doubt_is_a_warning():
     uncounted = answer(0, usage=Usage(prompt_tokens=3))
     skipped = answer(1, at=(), failure="skipped", text="")
     warned = " ".join(words.text for words in remarks(served(uncounted, skipped, stopped=True)) if words.warning)
-    assert "1 of 2 requests were asked" in warned
+    assert "1 of 2 requests were asked, and 0 of them were cut off" in warned
     assert "each event was counted as one token" in warned
     assert "ended before the tokens asked for" in warned
     calm = remarks(served(answer(0, max_tokens=5)))
@@ -86,7 +87,10 @@ def test_the_sections_of_a_result():
     failed = answer(3, at=(0.1,), failure="dropped", error="the server closed the connection")
     mismatch = {"index": 2, "check": "text", "said": 9, "seen": 3, "text": "usage says 9"}
     result = served(answer(0), answer(1, sent=0.3), thinks, failed, details={"mismatches": [mismatch] * 25})
-    sections = serve_sections(result)
+    sections = serve_sections(msgspec.structs.replace(result, provenance={"commit": "abc"}, command=("redline", "a b")))
+    assert isinstance(sections[-1], Words)
+    assert "commit abc" in sections[-1].text
+    assert sections[-1].text.endswith("redline 'a b'")
     tables = {section.title: section for section in sections if isinstance(section, Table)}
     assert list(tables) == ["Throughput", "Latency, ms", "Failures: dropped 1", "Usage that does not add up: text 25"]
     assert ("requests completed", "3") in tables["Throughput"].rows
@@ -111,8 +115,8 @@ def test_a_result_of_vllms_client_has_tables_alone():
         Result(kind="vllm", figures={"completed": 3, "failed": 0, "duration": 1.0, "mean_itl_ms": 2.0, "p99_itl_ms": 5})
     )
     assert [section.title for section in found if isinstance(section, Table)] == ["Throughput", "Latency, ms"]
-    assert found[1].rows == (("ITL, between events", "2.00", "", "5.00"),)  # type: ignore[union-attr]
-    assert len(found) == 2
+    assert found[2].rows == (("ITL, between events", "2.00", "", "5.00"),)  # type: ignore[union-attr]
+    assert len(found) == 3
 
 
 def test_a_run_in_which_all_failed_has_no_plots_and_no_latencies():

@@ -119,7 +119,8 @@ def test_ctrl_c_shows_and_saves_what_was_measured(server: Scripted, tmp_path: Pa
     finally:
         process.kill()
     assert process.returncode == 130, output
-    assert "The run was stopped" in output
+    assert "The run was ended early" in output
+    assert "requests not finished" in output
     assert saved.read(path).stopped
     assert json.loads(path.read_text())["completed"] >= 1
 
