@@ -71,13 +71,13 @@ FLAGS = {
     "bench accept": OF_A_SERVER + "--metrics-url --dataset-name --dataset-path --domain --num-prompts --output-len "
     "--temperature --max-concurrency --ignore-eos --seed --save",
     "bench compare": "--model-a --model-b --backend-a --backend-b --endpoint-a --endpoint-b --key-env-a --key-env-b "
-    "--tokenizer --header --extra-body --insecure --max-concurrency --request-rate --num-prompts --num-warmups --blocks "
-    "--until --max-blocks --figure --dataset-name --dataset-path --random-input-len --random-output-len "
+    "--tokenizer --header --extra-body --insecure --max-concurrency --request-rate --num-prompts --num-warmups "
+    "--blocks --until --max-blocks --figure --dataset-name --dataset-path --random-input-len --random-output-len "
     "--random-range-ratio --output-len --ignore-eos --temperature --seed --save --html --disable-tqdm "
     "--ready-check-timeout-sec --connect-timeout-sec --first-token-timeout-sec --silence-timeout-sec "
     "--request-timeout-sec",
-    "bench agentic": OF_A_SERVER + "--history --users --session-rate --time-scale --sessions --max-seconds --ignore-eos "
-    "--temperature --seed --save --synthesize --context-tokens --output-tokens --result-tokens --tool-s --think-s",
+    "bench agentic": OF_A_SERVER + "--history --users --session-rate --time-scale --sessions --max-seconds "
+    "--ignore-eos --temperature --seed --save --synthesize --context-tokens --output-tokens --result-tokens --tool-s --think-s",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",

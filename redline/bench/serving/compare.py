@@ -429,5 +429,6 @@ def _over_time(blocks: Sequence[Sequence[Load]], name: str) -> Plot:
 
 def describe(target: Target, pace: Pace) -> str:
     """A server and how it was asked, in one line."""
-    load = f"{pace.rate:g} requests/s" if math.isfinite(pace.rate) else f"{pace.max_concurrency} stream{'' if pace.max_concurrency == 1 else 's'}"
+    streams = "1 stream" if pace.max_concurrency == 1 else f"{pace.max_concurrency} streams"
+    load = f"{pace.rate:g} requests/s" if math.isfinite(pace.rate) else streams
     return f"{target.model or 'its model'} at {target.base_url} ({target.backend}), {load}"

@@ -8,7 +8,28 @@ import typer
 
 from redline.bench.serving.target import Patience
 from redline.bench.serving.traces import Shape
-from redline.cli.bench import options
+from redline.cli.bench.options import (
+    Backend,
+    BaseUrl,
+    ConnectTimeout,
+    Endpoint,
+    ExtraBody,
+    FirstTokenTimeout,
+    Header,
+    Host,
+    Html,
+    Insecure,
+    Model,
+    Port,
+    Quiet,
+    ReadyTimeout,
+    RequestTimeout,
+    Save,
+    ServedModelName,
+    SilenceTimeout,
+    Tokenizer,
+    target_of,
+)
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
@@ -18,17 +39,17 @@ SHAPE = Shape()
 
 def bench_agentic(
     trace: Annotated[Path | None, typer.Argument(help="A trace, JSONL; see docs/bench_agentic.md.")] = None,
-    base_url: options.BaseUrl = None,
-    host: options.Host = "127.0.0.1",
-    port: options.Port = 8000,
-    endpoint: options.Endpoint = None,
-    backend: options.Backend = None,
-    model: options.Model = None,
-    served_model_name: options.ServedModelName = None,
-    tokenizer: options.Tokenizer = None,
-    header: options.Header = None,
-    extra_body: options.ExtraBody = None,
-    insecure: options.Insecure = False,
+    base_url: BaseUrl = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8000,
+    endpoint: Endpoint = None,
+    backend: Backend = None,
+    model: Model = None,
+    served_model_name: ServedModelName = None,
+    tokenizer: Tokenizer = None,
+    header: Header = None,
+    extra_body: ExtraBody = None,
+    insecure: Insecure = False,
     history: Annotated[
         str,
         typer.Option(
@@ -54,9 +75,9 @@ def bench_agentic(
     ] = False,
     temperature: Annotated[float | None, typer.Option(min=0, help="Absent: the server's own.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals, and of a made-up trace.")] = 0,
-    save: options.Save = None,
-    html: options.Html = None,
-    disable_tqdm: options.Quiet = False,
+    save: Save = None,
+    html: Html = None,
+    disable_tqdm: Quiet = False,
     synthesize: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Write a made-up trace of a coding agent, and end.", rich_help_panel=MADE),
@@ -64,7 +85,9 @@ def bench_agentic(
     context_tokens: Annotated[
         int, typer.Option(min=64, help="A session's history grows to this.", rich_help_panel=MADE)
     ] = SHAPE.context_tokens,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Of a median answer.", rich_help_panel=MADE)] = SHAPE.output_tokens,
+    output_tokens: Annotated[
+        int, typer.Option(min=2, help="Of a median answer.", rich_help_panel=MADE)
+    ] = SHAPE.output_tokens,
     result_tokens: Annotated[
         int, typer.Option(min=2, help="Of a median piece of a file that a tool gives.", rich_help_panel=MADE)
     ] = SHAPE.result_tokens,
@@ -74,11 +97,11 @@ def bench_agentic(
     think_s: Annotated[
         float, typer.Option(min=0.0, help="Seconds of a user between two tasks, at the median.", rich_help_panel=MADE)
     ] = SHAPE.think_s,
-    ready_check_timeout_sec: options.ReadyTimeout = None,
-    connect_timeout_sec: options.ConnectTimeout = 10.0,
-    first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
-    silence_timeout_sec: options.SilenceTimeout = 60.0,
-    request_timeout_sec: options.RequestTimeout = 6 * 3600.0,
+    ready_check_timeout_sec: ReadyTimeout = None,
+    connect_timeout_sec: ConnectTimeout = 10.0,
+    first_token_timeout_sec: FirstTokenTimeout = 600.0,
+    silence_timeout_sec: SilenceTimeout = 60.0,
+    request_timeout_sec: RequestTimeout = 6 * 3600.0,
 ) -> None:
     """Multi-turn sessions of an agent, with tools and the time they take: TTFT by turn, cache hits, time of a session.
 
@@ -106,7 +129,7 @@ def bench_agentic(
         raise typer.Exit(make(shape, synthesize, tokenizer, console))
     if users is not None and session_rate is not None:
         raise ConfigError("--users and --session-rate: sessions come from users or at a rate, one of the two")
-    target = options.target_of(
+    target = target_of(
         base_url=base_url,
         host=host,
         port=port,

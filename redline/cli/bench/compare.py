@@ -8,7 +8,24 @@ import msgspec
 import typer
 
 from redline.bench.serving.target import Pace, Patience, Target
-from redline.cli.bench import options
+from redline.cli.bench.options import (
+    ConnectTimeout,
+    DatasetName,
+    DatasetPath,
+    ExtraBody,
+    FirstTokenTimeout,
+    Header,
+    Html,
+    Insecure,
+    Quiet,
+    ReadyTimeout,
+    RequestTimeout,
+    Save,
+    Seed,
+    SilenceTimeout,
+    Tokenizer,
+    target_of,
+)
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
 
@@ -31,10 +48,10 @@ def bench_compare(
     endpoint_b: Annotated[str | None, _of("B", "The path; absent: the backend's own.", "PATH")] = None,
     key_env_a: Annotated[str | None, _of("A", "The environment's variable with the key.", "NAME")] = None,
     key_env_b: Annotated[str | None, _of("B", "The environment's variable with the key.", "NAME")] = None,
-    tokenizer: options.Tokenizer = None,
-    header: options.Header = None,
-    extra_body: options.ExtraBody = None,
-    insecure: options.Insecure = False,
+    tokenizer: Tokenizer = None,
+    header: Header = None,
+    extra_body: ExtraBody = None,
+    insecure: Insecure = False,
     max_concurrency: Annotated[
         int | None, typer.Option(min=1, help=f"Streams at once. Absent: {STREAMS}; with a rate: as many as come.")
     ] = None,
@@ -59,8 +76,8 @@ def bench_compare(
             help="Whose interval --until narrows. Absent: output_throughput; of a rate: e2el.",
         ),
     ] = None,
-    dataset_name: options.DatasetName = "random",
-    dataset_path: options.DatasetPath = None,
+    dataset_name: DatasetName = "random",
+    dataset_path: DatasetPath = None,
     random_input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024,
     random_output_len: Annotated[int, typer.Option(min=1, help="Tokens of its answer.")] = 128,
     random_range_ratio: Annotated[
@@ -73,15 +90,15 @@ def bench_compare(
         bool, typer.Option("--ignore-eos", help="Every answer has its whole length. Random prompts ask so anyway.")
     ] = False,
     temperature: Annotated[float, typer.Option(min=0, help="0: greedy, so that answers can be compared too.")] = 0.0,
-    seed: options.Seed = None,
-    save: options.Save = None,
-    html: options.Html = None,
-    disable_tqdm: options.Quiet = False,
-    ready_check_timeout_sec: options.ReadyTimeout = None,
-    connect_timeout_sec: options.ConnectTimeout = 10.0,
-    first_token_timeout_sec: options.FirstTokenTimeout = 600.0,
-    silence_timeout_sec: options.SilenceTimeout = 60.0,
-    request_timeout_sec: options.RequestTimeout = 6 * 3600.0,
+    seed: Seed = None,
+    save: Save = None,
+    html: Html = None,
+    disable_tqdm: Quiet = False,
+    ready_check_timeout_sec: ReadyTimeout = None,
+    connect_timeout_sec: ConnectTimeout = 10.0,
+    first_token_timeout_sec: FirstTokenTimeout = 600.0,
+    silence_timeout_sec: SilenceTimeout = 60.0,
+    request_timeout_sec: RequestTimeout = 6 * 3600.0,
 ) -> None:
     """Which of two servers is faster, by how much, and how sure that is; and whether they answer alike.
 
@@ -103,7 +120,7 @@ def bench_compare(
     )
 
     def target(url: str, model: str | None, backend: str | None, endpoint: str | None, variable: str | None) -> Target:
-        found = options.target_of(
+        found = target_of(
             base_url=url,
             endpoint=endpoint,
             backend=backend,
