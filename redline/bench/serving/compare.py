@@ -9,7 +9,7 @@ theirs, and so do the last two. A block gives one ratio B/A of each figure, and 
 import math
 import random
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -27,7 +27,8 @@ from redline.bench.serving.metrics import (
     tpot,
     ttft,
 )
-from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.records import Answer, Ask, GeneratorLoad, Run
+from redline.bench.serving.remarks import generator_remark
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.bench.serving.target import Pace, Target
@@ -86,22 +87,29 @@ class Same(Record, frozen=True):
 
 class Plan(Record, frozen=True):
     """How long is measured. blocks: at least. until: half the width of the interval of `figure`, as a share of it, at
-    which no more blocks are added; None: `blocks` is all. most: blocks at most."""
+    which no more blocks are added; None: `blocks` is all. most: blocks at most. scheduled: requests have a rate, so
+    latencies count from when they were planned, and a server that falls behind cannot hide the wait.
+    """
 
     blocks: int
     until: float | None = None
     most: int = 40
     figure: str = "output_throughput"
     seed: int = 0
+    scheduled: bool = False
 
 
 class Compared(Record, frozen=True):
-    """Ended blocks, each of four loads in the order in which they were put on. stopped: Ctrl-C ended the next one."""
+    """Ended blocks, each of four loads in the order in which they were put on. stopped: Ctrl-C ended the next one.
+
+    generator: the worst of all loads in each of its figures; None: no load ended.
+    """
 
     blocks: tuple[tuple[Load, ...], ...]
     same: Same
     stopped: bool
     answers: tuple[Answer, ...]
+    generator: GeneratorLoad | None
 
 
 Put = Callable[[Side, Sequence[Ask]], Run]
@@ -116,26 +124,61 @@ def compare(plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], tell: Ca
     blocks: list[tuple[Load, ...]] = []
     answers: list[Answer] = []
     same = Same()
-    while not enough(plan, blocks):
-        ended: list[Load] = []
-        in_block: list[Answer] = []
-        alike = same
-        for half, order in enumerate(_orders(draw)):
-            requests = asks(2 * len(blocks) + half)
-            runs: dict[Side, Run] = {}
-            for side in order:
-                run = put(side, requests)
-                if run.stopped:
-                    return Compared(blocks=tuple(blocks), same=same, stopped=True, answers=tuple(answers))
-                runs[side] = run
-                ended.append(measured(side, run))
-                in_block += _named(run.answers, f"{side} block {len(blocks) + 1} load {len(ended)}")
-            alike = also(alike, runs["A"].answers, runs["B"].answers)
-        blocks.append(tuple(ended))
-        same = alike
-        answers += [msgspec.structs.replace(one, index=len(answers) + at) for at, one in enumerate(in_block)]
-        tell(len(blocks))
-    return Compared(blocks=tuple(blocks), same=same, stopped=False, answers=tuple(answers))
+    generators: list[GeneratorLoad] = []
+    stopped = False
+    while not stopped and not enough(plan, blocks):
+        found = _block(plan, put, asks, draw, len(blocks), same)
+        stopped = found is None
+        if found is not None:
+            blocks.append(found.loads)
+            same = found.same
+            answers += [msgspec.structs.replace(one, index=len(answers) + at) for at, one in enumerate(found.answers)]
+            generators += found.generators
+            tell(len(blocks))
+    return Compared(
+        blocks=tuple(blocks), same=same, stopped=stopped, answers=tuple(answers), generator=_worst(generators)
+    )
+
+
+class _Block(NamedTuple):
+    loads: tuple[Load, ...]
+    same: Same
+    answers: list[Answer]
+    generators: list[GeneratorLoad]
+
+
+def _block(
+    plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], draw: random.Random, before: int, same: Same
+) -> _Block | None:
+    """The next block; None where it was stopped. before: how many there are. same: what was found alike until now."""
+    loads: list[Load] = []
+    answers: list[Answer] = []
+    generators: list[GeneratorLoad] = []
+    for half, order in enumerate(_orders(draw)):
+        requests = asks(2 * before + half)
+        runs: dict[Side, Run] = {}
+        for side in order:
+            run = put(side, requests)
+            if run.stopped:
+                return None
+            runs[side] = run
+            generators.append(run.generator)
+            loads.append(measured(side, run, scheduled=plan.scheduled))
+            answers += _named(run.answers, f"{side} block {before + 1} load {len(loads)}")
+        same = also(same, runs["A"].answers, runs["B"].answers)
+    return _Block(tuple(loads), same, answers, generators)
+
+
+def _worst(generators: Sequence[GeneratorLoad]) -> GeneratorLoad | None:
+    if not generators:
+        return None
+    return GeneratorLoad(
+        cpu_share=max(one.cpu_share for one in generators),
+        lag_p50=max(one.lag_p50 for one in generators),
+        lag_p99=max(one.lag_p99 for one in generators),
+        lag_most=max(one.lag_most for one in generators),
+        late_sends=sum(one.late_sends for one in generators),
+    )
 
 
 def enough(plan: Plan, blocks: Sequence[Sequence[Load]]) -> bool:
@@ -157,19 +200,28 @@ def _orders(draw: random.Random) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
     return (forth, back) if draw.random() < 0.5 else (back, forth)
 
 
-def measured(side: Side, run: Run, counts: Counts | None = None) -> Load:
-    """The figures of one load: throughput of the load, medians of its requests, percentiles of all its gaps."""
+def measured(side: Side, run: Run, counts: Counts | None = None, *, scheduled: bool = False) -> Load:
+    """The figures of one load: throughput of the load, medians of its requests, percentiles of all its gaps.
+
+    scheduled: latencies count from when requests were planned, not from when they were sent.
+    """
     good = [answer for answer in run.answers if failure_of(answer) is None]
     tokens = sum(output_tokens(answer, counts).count for answer in good)
     gaps = [gap for answer in good for gap in itls(answer)]
+    late = [max(0.0, one.sent - one.planned) if scheduled and one.sent is not None else 0.0 for one in good]
+
+    def since(measure: Callable[[Answer], float | None]) -> float | None:
+        values = zip(map(measure, good), late, strict=True)
+        return _middle([None if value is None else value + wait for value, wait in values])
+
     found = {
         "output_throughput": tokens / max(run.seconds, 1e-9),
-        "ttft": _middle([ttft(answer) for answer in good]),
-        "answer_ttft": _middle([answer_ttft(answer) for answer in good]),
+        "ttft": since(ttft),
+        "answer_ttft": since(answer_ttft),
         "tpot": _middle([tpot(answer, counts) for answer in good]),
         "itl_p50": float(np.percentile(gaps, 50)) if gaps else None,
         "itl_p99": float(np.percentile(gaps, 99)) if gaps else None,
-        "e2el": _middle([e2el(answer) for answer in good]),
+        "e2el": since(e2el),
     }
     return Load(
         side=side,
@@ -367,6 +419,8 @@ def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, gree
         first = next((error_of(one) for one in result.answers if failure_of(one) is not None), "")
         text = f"Requests failed ({said}), so the two did not answer the same load: {first}"
         found.append(Words(text=text, warning=True))
+    if result.generator is not None:
+        found.append(generator_remark(result.generator, result.answers))
     a, b = figures["output_tokens_a"], figures["output_tokens_b"]
     apart = abs(math.log(b / a)) if a and b else 0.0
     counts = f"{same.equal_counts:,} of {same.pairs:,} answers have as many tokens on both; B/A of all tokens: "

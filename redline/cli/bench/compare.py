@@ -149,6 +149,7 @@ def bench_compare(
             most=max(blocks, max_blocks),
             figure=figure or ("output_throughput" if request_rate is None else "e2el"),
             seed=drawn,
+            scheduled=request_rate is not None,
         ),
         pace=Pace(
             rate=request_rate or math.inf,

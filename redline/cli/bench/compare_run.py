@@ -137,7 +137,7 @@ def _run(config: CompareConfig, console: Console) -> int:
         pace=config.pace,
         answers=compared.answers,
     )
-    result = msgspec.structs.replace(result, notes=notes)
+    result = msgspec.structs.replace(result, notes=notes, generator=compared.generator)
     sections = compare.compare_sections(result)
     show([section for section in sections if not isinstance(section, Plot)], console)
     title = f"redline bench compare: {targets['A'].base_url} and {targets['B'].base_url}"

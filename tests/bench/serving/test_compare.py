@@ -211,6 +211,27 @@ def test_the_table_has_every_figure_and_the_plots_every_load():
     assert [len(one.x) for one in loads.series] == [10, 10]
 
 
+def test_with_a_rate_latencies_count_from_the_schedule():
+    late = run(answer(planned=1.0, sent=1.5), answer(1, planned=2.0, sent=2.5))
+    sent, planned = (compare.measured("A", late, scheduled=scheduled).figures for scheduled in (False, True))
+    for name in ("ttft", "answer_ttft", "e2el"):
+        assert planned[name] - sent[name] == pytest.approx(0.5)
+    assert planned["tpot"] == sent["tpot"]
+
+
+def test_a_load_generator_that_was_the_limit_in_one_load_is_named():
+    busy = Servers()
+
+    def put(side: Side, requests: Sequence[Ask]) -> Run:
+        found = busy.put(side, requests)
+        share = 0.99 if len(busy.asked) == 5 else 0.1
+        return msgspec.structs.replace(found, generator=msgspec.structs.replace(found.generator, cpu_share=share))
+
+    found = compare.compare(Plan(blocks=3), put, asks, lambda blocks: None)
+    assert found.generator is not None
+    assert found.generator.cpu_share == 0.99
+
+
 def test_a_failed_request_is_named_and_a_load_without_answers_has_no_figures():
     def put(side: Side, requests: Sequence[Ask]) -> Run:
         if side == "A":
