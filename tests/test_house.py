@@ -79,6 +79,7 @@ FLAGS = {
     "bench agentic": OF_A_SERVER + "--history --users --session-rate --time-scale --sessions --max-seconds "
     "--ignore-eos --temperature --seed --save --synthesize --context-tokens --output-tokens --result-tokens "
     "--tool-s --think-s",
+    "bench report": "--html",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
     "--batch --draft --seed --device",
     "draft capture": "--corpus --out --disk --max-tokens --layer --other-answers --device",

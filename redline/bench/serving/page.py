@@ -1,8 +1,8 @@
 """Sections as one HTML page that stands alone: nothing is loaded from elsewhere, nothing is sent anywhere.
 
-The page's own script (page.js) draws what lies beside it as JSON. Whatever a server or a model has said is in that JSON
-and becomes text, never markup: `<` is escaped in it, the script only ever writes text nodes, and the page's policy
-allows no other script or style than the two whose hashes it names.
+The page's own script (page_numbers.js, page.js) draws what lies beside it as JSON. Whatever a server or a model has
+said is in that JSON and becomes text, never markup: `<` is escaped in it, the script only ever writes text nodes, and
+the page's policy allows no other script or style than the two whose hashes it names.
 """
 
 import base64
@@ -24,7 +24,7 @@ def render(
 
     subtitle: a line below the title. provenance: names and values at the page's foot, such as machine, commit, date.
     """
-    style, script = _part("page.css"), _part("page.js")
+    style, script = _part("page.css"), _part("page_numbers.js") + _part("page.js")
     data = {"title": title, "subtitle": subtitle, "sections": list(sections), "provenance": list(provenance)}
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "

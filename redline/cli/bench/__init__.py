@@ -10,6 +10,7 @@ from redline.cli.bench.agentic import bench_agentic
 from redline.cli.bench.compare import bench_compare
 from redline.cli.bench.leaderboard import bench_leaderboard
 from redline.cli.bench.options import PeerCommand
+from redline.cli.bench.report import bench_report
 from redline.cli.bench.serve import bench_serve
 from redline.cli.bench.sweep import bench_sweep
 from redline.cli.console import plain_console
@@ -23,6 +24,7 @@ app.command(name="agentic", cls=PeerCommand)(bench_agentic)
 app.command(name="leaderboard")(bench_leaderboard)
 app.command(name="sweep", cls=PeerCommand)(bench_sweep)
 app.command(name="accept", cls=PeerCommand)(bench_accept)
+app.command(name="report")(bench_report)
 
 
 @app.command(name="decode")

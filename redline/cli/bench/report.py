@@ -1,0 +1,35 @@
+"""`redline bench report`: saved results in the terminal and on one page."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from redline.cli.console import plain_console, say
+
+
+def bench_report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Results that verbs of `redline bench` or `vllm bench serve` saved."),
+    ],
+    html: Annotated[Path | None, typer.Option(help="Write one page with all of them, which needs no network.")] = None,
+) -> None:
+    """Saved results again: tables here, plots on a page; what can be compared stands first."""
+    from redline.bench.serving import saved
+    from redline.bench.serving.report import compared, names_of, page_of, sections_of
+    from redline.cli.bench.show import show
+    from redline.disk import check_output, save
+
+    if html is not None:
+        check_output(html)
+    results = [(path.stem, saved.read(path)) for path in files]
+    console = plain_console()
+    if beside := compared(results):
+        show(beside, console)
+    for name, (_, result) in zip(names_of(results), results, strict=True):
+        say(console, f"\n{name}", "bold")
+        show(sections_of(result), console)
+    if html is not None:
+        save(html, page_of(results).encode())
+        say(console, f"written to {html}", "dim")
