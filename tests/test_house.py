@@ -63,7 +63,8 @@ FLAGS = {
     "--save-result --save-detailed --result-dir --result-filename --html --label --metadata --disable-tqdm "
     "--ready-check-timeout-sec --connect-timeout-sec --first-token-timeout-sec --silence-timeout-sec "
     "--request-timeout-sec",
-    "bench leaderboard": OF_A_SERVER + "--workload --input-len --output-len --parallel --runs --num-warmups --ignore-eos "
+    "bench leaderboard": OF_A_SERVER
+    + "--workload --input-len --output-len --parallel --runs --num-warmups --ignore-eos "
     "--temperature --o200k --seed --save",
     "bench sweep": OF_A_SERVER + "--max-concurrency --request-rate --dataset-name --dataset-path --random-input-len "
     "--random-output-len --random-range-ratio --output-len --num-prompts --num-warmups --ignore-eos --temperature "

@@ -235,7 +235,7 @@ def by_k_table(whole: Part) -> Table:
                 f"{rate / before:.1%}" if before else "-",
                 f"{length:.2f}",
                 "-" if golden is None else f"{golden:.2f}",
-                "-" if golden is None else f"{length - golden:+.2f}",
+                "-" if golden is None else f"{round(length - golden, 2) + 0.0:+.2f}",
             )
         )
         before = rate

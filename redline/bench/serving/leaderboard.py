@@ -126,6 +126,7 @@ def prompts(
                 text=text if bare else None,
                 messages=None if bare else ({"role": "user", "content": text},),
                 prompt_tokens=len(vocabulary.encode(text)) if vocabulary else None,
+                name=workload.name,
                 extra=extra or {},
             )
         )

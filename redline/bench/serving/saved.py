@@ -31,7 +31,7 @@ _KINDS: dict[str, Kind] = {letter: kind for kind, letter in _LETTERS.items()}
 class Result(Record, frozen=True):
     """What a verb of `redline bench` measured over HTTP.
 
-    kind: the verb, such as serve; `vllm` of a file that vLLM's client wrote, which has figures alone. figures: by key;
+    kind: the verb, such as serve; `vllm` of a file that vLLM's client wrote. figures: by key;
     of kind serve they are `metrics.figures` and what describes the run, under vLLM's names. target, dataset: as given,
     without secrets. began: Unix time. details: what a verb keeps beside, such as the parts of a sweep.
     """
@@ -133,7 +133,10 @@ def encode(result: Result, *, detailed: bool = False) -> bytes:
 
 
 def read(path: Path) -> Result:
-    """The result in a file of ours, or of vLLM's client: then of kind `vllm`, with figures alone.
+    """The result in a file of ours, or of vLLM's client.
+
+    The latter is of kind `vllm`. It has answers where it was saved with --save-detailed; all their events are of the
+    answer, since the file does not say which were thinking.
 
     Raises ConfigError where the file cannot be read, or is neither.
     """
@@ -152,7 +155,7 @@ def read(path: Path) -> Result:
     if ours is None:
         if not {"duration", "completed", "model_id"} <= set(figures):
             raise ConfigError(f"{path}: is neither a result of `redline bench` nor one of `vllm bench serve`")
-        return Result(kind="vllm", figures=figures)
+        return Result(kind="vllm", figures=figures, answers=_answers_of_vllm(path, figures))
     if isinstance(ours, dict) and ours.get("format", FORMAT) != FORMAT:  # pyright: ignore[reportUnknownMemberType]
         raise ConfigError(f"{path}: has format {ours['format']}, this Redline reads format {FORMAT}")
     try:
@@ -176,6 +179,47 @@ def read(path: Path) -> Result:
         details=kept.details,
         answers=answers,
     )
+
+
+class _Detailed(msgspec.Struct):
+    """The lists per request of vLLM's --save-detailed."""
+
+    start_times: list[float]
+    ttfts: list[float]
+    itls: list[list[float]]
+    input_lens: list[int]
+    output_lens: list[int]
+    errors: list[str]
+
+
+def _answers_of_vllm(path: Path, figures: dict[str, Any]) -> tuple[Answer, ...]:
+    if not set(_Detailed.__struct_fields__) <= set(figures):
+        return ()
+    try:
+        lists = msgspec.convert(figures, _Detailed)
+        ends = list(zip(lists.input_lens, lists.output_lens, lists.errors, strict=True))
+        rows = list(zip(lists.start_times, lists.ttfts, lists.itls, ends, strict=True))
+    except (msgspec.ValidationError, ValueError) as error:
+        raise ConfigError(f"{path}: its lists per request cannot be read: {error}") from None
+    began = min(lists.start_times, default=0.0)
+    made: list[Answer] = []
+    for index, (start, first, gaps, (prompt, tokens, error)) in enumerate(rows):
+        sent = start - began
+        times = [] if error else list(accumulate(gaps, initial=sent + first))
+        made.append(
+            Answer(
+                index=index,
+                ask=Ask(max_tokens=max(1, tokens), text="", prompt_tokens=prompt),
+                planned=sent,
+                sent=sent,
+                end=times[-1] if times else sent,
+                chunks=tuple(Chunk(at=at, kind="answer", characters=0) for at in times),
+                usage=Usage(prompt_tokens=prompt, completion_tokens=tokens),
+                failure="server" if error else None,
+                error=error.strip().splitlines()[-1] if error.strip() else None,
+            )
+        )
+    return tuple(made)
 
 
 # ------------------------------------------------------------------------------------------------------------ secrets

@@ -167,7 +167,7 @@ def answer_tokens(script: Script, max_tokens: int | None) -> int:
 
 
 @lru_cache(4096)
-def event(form: Form, part: Part, tokens: int) -> bytes:
+def event(form: Form, part: Part, tokens: int, finish: str | None = None) -> bytes:
     """One event that carries so many tokens, as a chunk of HTTP; role: the event before a chat's first token."""
     text = WORD * tokens
     match part:
@@ -181,27 +181,34 @@ def event(form: Form, part: Part, tokens: int) -> bytes:
             said = {"text": text}
     if form.token_ids and tokens:
         said["token_ids"] = [20] * tokens
-    return framed(_line(form, {"choices": [{"index": 0, **said, "finish_reason": None}]}))
+    return framed(_line(form, {"choices": [{"index": 0, **said, "finish_reason": finish}]}))
 
 
-def ending(form: Form, script: Script, usage: dict[str, Any] | None) -> bytes:
-    """The events behind the last token, as chunks of HTTP, without the response's last chunk."""
-    reason = script.finish or ("length" if script.tokens is None else "stop")
+def finish_of(script: Script) -> str:
+    """The finish_reason of an answer that ends in order."""
+    return script.finish or ("length" if script.tokens is None else "stop")
+
+
+def ending(form: Form, script: Script, usage: dict[str, Any] | None, *, finished: bool) -> bytes:
+    """The events behind the last token, as a chunk of HTTP, without the response's last chunk.
+
+    finished: the last token's event had the finish_reason, so that no event of its own has it.
+    """
     last: dict[str, Any] = {"delta": {}} if form.chat else {"text": ""}
-    lines = _line(form, {"choices": [{"index": 0, **last, "finish_reason": reason}]})
+    choice = {"index": 0, **last, "finish_reason": finish_of(script)}
+    lines = b"" if finished else _line(form, {"choices": [choice]})
     if usage is not None:
         lines += _line(form, {"choices": [], "usage": usage})
     if script.fault != "no_done":
         lines += f"data: [DONE]{form.newline * 2}".encode()
-    return framed(lines)
+    return framed(lines) if lines else b""
 
 
 def whole(form: Form, script: Script, text: str, thinking: str, usage: dict[str, Any]) -> bytes:
     """The body of an answer that is not streamed."""
-    reason = script.finish or ("length" if script.tokens is None else "stop")
     message = {"role": "assistant", "content": text} | ({"reasoning": thinking} if thinking else {})
     said: dict[str, Any] = {"message": message} if form.chat else {"text": text}
-    choices = [{"index": 0, **said, "finish_reason": reason}]
+    choices = [{"index": 0, **said, "finish_reason": finish_of(script)}]
     kind = "chat.completion" if form.chat else "text_completion"
     return msgspec.json.encode({"id": MODEL, "object": kind, "model": MODEL, "choices": choices, "usage": usage})
 

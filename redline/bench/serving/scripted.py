@@ -41,6 +41,7 @@ STREAM_HEAD = (
 )
 LAST_CHUNK = b"0\r\n\r\n"
 ERROR = {"message": "as the script wants it", "type": "server_error", "code": None, "param": None}
+CALLS_AT_ONCE = 64  # that are due, before sockets have their turn: who is behind must hear requests all the same
 CLOCK_MONOTONIC, TFD_NONBLOCK, TFD_TIMER_ABSTIME = 1, os.O_NONBLOCK, 1  # of Linux's timerfd_create(2)
 
 
@@ -86,7 +87,9 @@ class Timer:
             os.read(self._file, 8)
         except BlockingIOError:
             return  # it was set anew after it had run out
-        while self._due and self._due[0][0] <= time.perf_counter():
+        for _ in range(CALLS_AT_ONCE):
+            if not self._due or self._due[0][0] > time.perf_counter():
+                break
             heapq.heappop(self._due)[2]()
         if self._due:
             self._arm(self._due[0][0])
@@ -220,10 +223,12 @@ class Act:
             pieces.append(say.event(self._form, "role", 0))
         while self._next and len(tokens) < self._script.events_at_once and not self._fault_is_due(self._sent):
             part, number, gap = self._next
-            pieces.append(say.event(self._form, part, number))
-            tokens.append(number)
             self._next = next(self._moments, None)
             self._sent += 1
+            # Of completions every event with a choice counts as a token, so the last one's says why it is the last.
+            last = self._next is None and not self._form.chat and not self._fault_is_due(self._sent)
+            pieces.append(say.event(self._form, part, number, say.finish_of(self._script) if last else None))
+            tokens.append(number)
         data = b"".join(pieces)
         if self._script.halves_s and data:
             half = len(data) // 2
@@ -283,7 +288,9 @@ class Act:
         """The ending of a stream whose tokens have all been sent."""
         asked = (self._body.stream_options or {}).get("include_usage")
         usage = self._usage() if asked and self._script.usage else None
-        self._finish(self._line.write(say.ending(self._form, self._script, usage) + LAST_CHUNK))
+        finished = bool(self._sent) and not self._form.chat
+        ending = say.ending(self._form, self._script, usage, finished=finished)
+        self._finish(self._line.write(ending + LAST_CHUNK))
 
     def _whole(self) -> None:
         """A response in one piece."""

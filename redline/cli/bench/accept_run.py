@@ -71,7 +71,7 @@ def _run(config: AcceptConfig, console: Console) -> int:
                     load = kept.watched(working, lambda: len(answers), total, f"{name}: ")
                     one, those, stopped = measured(config, target, temperature, name, of, load)
                     parts.append(one)
-                    answers.extend(those)
+                    answers.extend(kept.numbered(answer, len(answers) + at) for at, answer in enumerate(those))
                     if stopped:
                         break
                 if stopped:
@@ -88,10 +88,8 @@ def _run(config: AcceptConfig, console: Console) -> int:
         stopped=stopped,
         answers=answers,
     )
-    sections = accept.accept_sections(found)
-    show(sections, console)
-    title = f"redline bench accept: {', '.join(dict.fromkeys(target.model for target in targets))}"
-    kept.keep(found, sections, title, config.save, config.html, console)
+    show(accept.accept_sections(found), console)
+    kept.keep(found, config.save, config.html, console)
     if stopped:
         say(console, "stopped: the figures are of what had been answered")
         return INTERRUPTED

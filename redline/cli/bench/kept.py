@@ -13,10 +13,9 @@ from redline.bench.record import provenance
 from redline.bench.serving import ready, saved
 from redline.bench.serving.datasets import NAMES, Name
 from redline.bench.serving.load import Live, run_load
-from redline.bench.serving.page import render
 from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.report import page_of
 from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
-from redline.bench.serving.sections import Section
 from redline.bench.serving.target import Pace, Target
 from redline.cli.bench.serve_run import named
 from redline.cli.console import say
@@ -41,6 +40,11 @@ def reached(target: Target, ready_s: float | None, console: Console) -> Target:
         say(console, text, "dim")
 
     return named(target, ready.models(target, ready_s, tell), tell)
+
+
+def numbered(answer: Answer, index: int) -> Answer:
+    """An answer as a row of a result of several loads: with its place among all of them."""
+    return msgspec.structs.replace(answer, index=index)
 
 
 def seed_of(given: int | None) -> int:
@@ -91,15 +95,13 @@ def result(
     )
 
 
-def keep(
-    found: Result, sections: Sequence[Section], title: str, save: str | None, html: str | None, console: Console
-) -> None:
+def keep(found: Result, save: str | None, html: str | None, console: Console) -> None:
     """Write what was asked for: the result, and its page. Raises ConfigError where a file cannot be written."""
     if save is not None:
         saved.save(Path(save), found)
         say(console, f"written to {save}", "dim")
     if html is not None:
-        save_bytes(Path(html), render(title, sections).encode())
+        save_bytes(Path(html), page_of([(save or html, found)]).encode())
         say(console, f"written to {html}", "dim")
 
 

@@ -80,21 +80,24 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
     began, outcomes, answers = time.time(), list[Outcome](), list[Answer]()
     total = sum(config.runs * workload.parallel for workload in workloads)
     with Working("requests", shown=not config.quiet) as working:
-        for place, workload in enumerate(workloads):
-            asks = leaderboard.prompts(
+        asked = [
+            leaderboard.prompts(
                 workload,
                 config.runs * workload.parallel + (0 if place else config.warmups),
                 seed + place,
                 counts,
                 bare=target.backend in COMPLETIONS,
                 extra=body(config),
-                made=lambda many: working.show(len(answers), total, note=f"{many} prompts written"),
+                made=lambda many: working.show(note=f"{many} prompts written"),
             )
-            if not place and config.warmups:  # with prompts of their own, which the server need not know later
-                warmed = kept.watched(working, lambda: 0, total, "warm-up: ")(target, asks[: config.warmups], Pace())
-                if warmed.stopped:
-                    break
-                asks = asks[config.warmups :]
+            for place, workload in enumerate(workloads)
+        ]
+        if config.warmups:  # with prompts of their own, which the server need not know later
+            warm = kept.watched(working, lambda: 0, total, "warm-up: ")
+            if warm(target, asked[0][: config.warmups], Pace()).stopped:
+                raise KeyboardInterrupt
+            asked[0] = asked[0][config.warmups :]
+        for workload, asks in zip(workloads, asked, strict=True):
             outcomes.append(
                 leaderboard.measure(
                     workload,
@@ -103,13 +106,11 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
                     kept.watched(working, lambda: len(answers), total, f"{workload.name}: "),
                     counts=counts,
                     o200k=other,
-                    kept=answers.append,
+                    kept=lambda answer: answers.append(kept.numbered(answer, len(answers))),
                 )
             )
             if outcomes[-1].stopped:
                 break
-    if not outcomes:
-        raise KeyboardInterrupt
     stopped = outcomes[-1].stopped
     differs = leaderboard.differs(target, outcomes, config.runs, o200k=other is not None)
     found = kept.result(
@@ -122,9 +123,8 @@ def _run(config: LeaderboardConfig, workloads: list[Workload], console: Console)
         stopped=stopped,
         answers=answers,
     )
-    sections = leaderboard.leaderboard_sections(found)
-    show(sections, console)
-    kept.keep(found, sections, f"redline bench leaderboard: {target.model}", config.save, config.html, console)
+    show(leaderboard.leaderboard_sections(found), console)
+    kept.keep(found, config.save, config.html, console)
     if stopped:
         say(console, "stopped: the figures are of what had been answered")
         return INTERRUPTED

@@ -150,12 +150,11 @@ def _run(config: SweepConfig, console: Console) -> int:
     for note in notes:
         say(console, note, "yellow")
     found = result(stopped=not whole)
-    sections = sweep.sweep_sections(found)
-    show(sections, console)
+    show(sweep.sweep_sections(found), console)
     if len(points) > 1:
         for bar in sweep.text_plot(plan, points):
             say(console, bar)
-    kept.keep(found, sections, f"redline bench sweep: {target.model}", config.save, config.html, console)
+    kept.keep(found, config.save, config.html, console)
     if not whole:
         say(console, "stopped: the load that ran is not counted")
         return INTERRUPTED

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from redline.bench.serving import saved
+from redline.bench.serving import metrics, saved
 from redline.bench.serving.metrics import figures
 from redline.bench.serving.records import Usage
 from redline.bench.serving.saved import Result, command_without_secrets, without_secrets
@@ -91,6 +91,27 @@ def test_a_file_of_vllms_client_is_read_too(tmp_path: Path):
     path.write_text(json.dumps({"model_id": "m", "duration": 1.5, "completed": 3, "mean_ttft_ms": 12.0}))
     found = saved.read(path)
     assert (found.kind, found.figures["mean_ttft_ms"], found.answers) == ("vllm", 12.0, ())
+
+
+def test_rows_of_vllms_client_are_read_where_it_saved_them(tmp_path: Path):
+    path = tmp_path / "vllm.json"
+    lists = {
+        "start_times": [100.5, 100.0, 101.0],
+        "ttfts": [0.2, 0.3, 0.0],
+        "itls": [[0.1, 0.1], [], []],
+        "input_lens": [7, 8, 9],
+        "output_lens": [3, 1, 0],
+        "errors": ["", "", "Traceback\n  ...\nTimeoutError: too late"],
+    }
+    whole = {"model_id": "m", "duration": 1.5, "completed": 2, **lists}
+    path.write_text(json.dumps(whole))
+    first, second, failed = saved.read(path).answers
+    assert (metrics.ttft(first), metrics.tpot(first)) == (pytest.approx(0.2), pytest.approx(0.1))
+    assert (second.sent, metrics.e2el(second)) == (0.0, pytest.approx(0.3))
+    assert (failed.failure, failed.error, failed.chunks) == ("server", "TimeoutError: too late", ())
+    path.write_text(json.dumps({**whole, "ttfts": [0.1]}))
+    with pytest.raises(ConfigError, match="lists per request"):
+        saved.read(path)
 
 
 def altered(change: Any) -> bytes:

@@ -22,7 +22,8 @@ def test_a_leaderboard_is_measured_and_kept(server: Scripted, tmp_path: Path):
     assert len(server.log().requests) == 1 + 3 * 1 + 3 * 2  # a warm-up in front
     found = saved.read(file)
     assert found.kind == "leaderboard"
-    assert len(found.answers) == 9
+    assert [answer.index for answer in found.answers] == list(range(9))
+    assert [answer.ask.name for answer in found.answers] == ["60/20"] * 3 + ["60/20 x 2"] * 6
     figures = found.figures["60/20"]
     assert figures["completed"] == 3
     assert 0.02 <= figures["p50_ttft"] < 0.1
