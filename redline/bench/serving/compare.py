@@ -102,7 +102,7 @@ class Plan(Record, frozen=True):
 class Compared(Record, frozen=True):
     """Ended blocks, each of four loads in the order in which they were put on. stopped: Ctrl-C ended the next one.
 
-    generator: the worst of all loads in each of its figures; None: no load ended.
+    generator: the worst of all loads, of lag_p50 the median; None: no load ended.
     """
 
     blocks: tuple[tuple[Load, ...], ...]
@@ -174,7 +174,7 @@ def _worst(generators: Sequence[GeneratorLoad]) -> GeneratorLoad | None:
         return None
     return GeneratorLoad(
         cpu_share=max(one.cpu_share for one in generators),
-        lag_p50=max(one.lag_p50 for one in generators),
+        lag_p50=float(np.median([one.lag_p50 for one in generators])),
         lag_p99=max(one.lag_p99 for one in generators),
         lag_most=max(one.lag_most for one in generators),
         late_sends=sum(one.late_sends for one in generators),

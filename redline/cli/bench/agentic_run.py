@@ -93,7 +93,7 @@ def _run(config: AgenticConfig, console: Console) -> int:
     result = msgspec.structs.replace(result, generator=found.generator)
     sections = agentic.agentic_sections(result)
     show([section for section in sections if not isinstance(section, Plot)], console)
-    kept.keep(result, sections, f"redline bench agentic: {target.model}", config.save, config.html, console)
+    kept.keep(result, config.save, config.html, console)
     if found.stopped:
         say(console, f"stopped: {len(found.turns)} of {total} turns had been answered")
         return INTERRUPTED

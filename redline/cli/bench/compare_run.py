@@ -140,8 +140,7 @@ def _run(config: CompareConfig, console: Console) -> int:
     result = msgspec.structs.replace(result, notes=notes, generator=compared.generator)
     sections = compare.compare_sections(result)
     show([section for section in sections if not isinstance(section, Plot)], console)
-    title = f"redline bench compare: {targets['A'].base_url} and {targets['B'].base_url}"
-    kept.keep(result, sections, title, config.save, config.html, console)
+    kept.keep(result, config.save, config.html, console)
     if compared.stopped:
         say(console, f"stopped: {len(compared.blocks)} blocks had ended")
         return INTERRUPTED
