@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from redline.bench.serving import metrics, saved
-from redline.bench.serving.report import compared, names_of, page_of, provenance_of, sections_of
 from redline.bench.serving.report import _merged as merged  # pyright: ignore[reportPrivateUsage]
+from redline.bench.serving.report import compared, names_of, page_of, provenance_of, sections_of
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Series, Table, Words
 from redline.cli import app
