@@ -71,6 +71,15 @@ FLAGS = {
     "--goodput --attainment --search --to-the-end --gpus --seed --save",
     "bench accept": OF_A_SERVER + "--metrics-url --dataset-name --dataset-path --domain --num-prompts --output-len "
     "--temperature --max-concurrency --ignore-eos --seed --save",
+    "bench compare": "--model-a --model-b --backend-a --backend-b --endpoint-a --endpoint-b --key-env-a --key-env-b "
+    "--tokenizer --header --extra-body --insecure --max-concurrency --request-rate --num-prompts --num-warmups "
+    "--blocks --until --max-blocks --figure --dataset-name --dataset-path --random-input-len --random-output-len "
+    "--random-range-ratio --output-len --ignore-eos --temperature --seed --save --html --disable-tqdm "
+    "--ready-check-timeout-sec --connect-timeout-sec --first-token-timeout-sec --silence-timeout-sec "
+    "--request-timeout-sec",
+    "bench agentic": OF_A_SERVER + "--history --users --session-rate --time-scale --sessions --max-seconds "
+    "--ignore-eos --temperature --seed --save --synthesize --context-tokens --output-tokens --result-tokens "
+    "--tool-s --think-s",
     "bench report": "--html",
     "draft synth": "--out --prompts --turns --domain --count --samples --max-tokens --temperature --top-p --shard "
     "--batch --draft --seed --device",
@@ -86,7 +95,7 @@ FLAGS = {
 }
 
 # Of a peer's command line, which its users type here unchanged.
-PEERS_NAMES = {"--backend", "--disable-tqdm", "--disable-shuffle"}
+PEERS_NAMES = {"--backend", "--backend-a", "--backend-b", "--disable-tqdm", "--disable-shuffle"}
 
 KEYS = """
     weights host port served_model_name keys_file log_level
@@ -240,10 +249,8 @@ def test_commands_in_a_page_exist(page: Path):
 
 
 def test_every_flag_and_every_key_is_explained():
-    commands, peers, deployment = (
-        (ROOT / "docs" / page).read_text() for page in ("cli.md", "bench_serving.md", "fleet.md")
-    )
-    commands += peers
+    commands, deployment = ((ROOT / "docs" / page).read_text() for page in ("cli.md", "fleet.md"))
+    commands += "".join(page.read_text() for page in sorted((ROOT / "docs").glob("bench_*.md")))
     assert not [
         flag for options in flags().values() for flag in options if f"{flag} " not in commands.replace("]", " ")
     ]

@@ -6,6 +6,8 @@ from typing import Annotated, Any
 import typer
 
 from redline.cli.bench.accept import bench_accept
+from redline.cli.bench.agentic import bench_agentic
+from redline.cli.bench.compare import bench_compare
 from redline.cli.bench.leaderboard import bench_leaderboard
 from redline.cli.bench.options import PeerCommand
 from redline.cli.bench.report import bench_report
@@ -17,6 +19,8 @@ from redline.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True, help="Speed, each number beside the least time that the hardware allows.")
 app.command(name="serve", cls=PeerCommand)(bench_serve)
+app.command(name="compare", cls=PeerCommand)(bench_compare)
+app.command(name="agentic", cls=PeerCommand)(bench_agentic)
 app.command(name="leaderboard")(bench_leaderboard)
 app.command(name="sweep", cls=PeerCommand)(bench_sweep)
 app.command(name="accept", cls=PeerCommand)(bench_accept)

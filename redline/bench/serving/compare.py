@@ -1,0 +1,488 @@
+"""Two servers, one after the other in small turns: who is faster, by how much, and how sure that is.
+
+A machine that both share, or a network, drifts: what runs second may find it warmer or busier. So the two are measured
+in blocks of four small loads, A B B A or B A A B as the seed draws, each while the other server idles. Within a block a
+steady drift adds as much to one as to the other. Both get the same requests: the first two loads of a block share
+theirs, and so do the last two. A block gives one ratio B/A of each figure, and the blocks' ratios give its interval.
+"""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+import numpy as np
+
+from redline.bench.serving.intervals import LEAST, Interval, interval
+from redline.bench.serving.metrics import (
+    Counts,
+    answer_ttft,
+    e2el,
+    error_of,
+    failure_of,
+    itls,
+    output_tokens,
+    texts,
+    tpot,
+    ttft,
+)
+from redline.bench.serving.records import Answer, Ask, GeneratorLoad, Run
+from redline.bench.serving.remarks import generator_remark
+from redline.bench.serving.saved import Result
+from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
+from redline.bench.serving.target import Pace, Target
+from redline.wire.base import Record
+
+Side = Literal["A", "B"]
+COUNTS_APART = 0.01  # a difference in output tokens that must be said beside who is faster
+EVENTS_APART = 0.05  # a difference in tokens per event, from which on gaps between events say nothing of tokens
+SHOWN = 60  # characters around the first difference of two answers
+
+
+class Figure(Record, frozen=True):
+    """One thing that is compared. scale: from its unit in seconds to the shown one. more: more of it is faster."""
+
+    words: str
+    more: bool = False
+    scale: float = 1000.0
+
+
+FIGURES: dict[str, Figure] = {
+    "output_throughput": Figure(words="output tokens/s", more=True, scale=1.0),
+    "ttft": Figure(words="TTFT, ms"),
+    "answer_ttft": Figure(words="TTFT of the answer, ms"),
+    "tpot": Figure(words="TPOT, ms"),
+    "itl_p50": Figure(words="ITL p50, ms"),
+    "itl_p99": Figure(words="ITL p99, ms"),
+    "e2el": Figure(words="E2EL, ms"),
+}
+
+
+class Load(Record, frozen=True):
+    """One small load of a block. figures: by a name of FIGURES, seconds or tokens/s; only those that there are.
+
+    events: of the streams, that carried text.
+    """
+
+    side: Side
+    figures: dict[str, float]
+    completed: int
+    failed: int
+    output_tokens: int
+    events: int
+
+
+class Same(Record, frozen=True):
+    """Whether the two answer alike. pairs: answers to the same request that both gave; equal: with the same text.
+
+    equal_counts: with as many output tokens. first: the first pair that differs, in words.
+    """
+
+    pairs: int = 0
+    equal: int = 0
+    equal_counts: int = 0
+    first: str = ""
+
+
+class Plan(Record, frozen=True):
+    """How long is measured. blocks: at least. until: half the width of the interval of `figure`, as a share of it, at
+    which no more blocks are added; None: `blocks` is all. most: blocks at most. scheduled: requests have a rate, so
+    latencies count from when they were planned, and a server that falls behind cannot hide the wait.
+    """
+
+    blocks: int
+    until: float | None = None
+    most: int = 40
+    figure: str = "output_throughput"
+    seed: int = 0
+    scheduled: bool = False
+
+
+class Compared(Record, frozen=True):
+    """Ended blocks, each of four loads in the order in which they were put on. stopped: Ctrl-C ended the next one.
+
+    generator: the worst of all loads, of lag_p50 the median; None: no load ended.
+    """
+
+    blocks: tuple[tuple[Load, ...], ...]
+    same: Same
+    stopped: bool
+    answers: tuple[Answer, ...]
+    generator: GeneratorLoad | None
+
+
+Put = Callable[[Side, Sequence[Ask]], Run]
+
+
+def compare(plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], tell: Callable[[int], None]) -> Compared:
+    """Measure block by block. put: puts a load on one side. asks: the requests of a pair of loads, by its number.
+
+    tell: called after every block with how many there are.
+    """
+    draw = random.Random(plan.seed)
+    blocks: list[tuple[Load, ...]] = []
+    answers: list[Answer] = []
+    same = Same()
+    generators: list[GeneratorLoad] = []
+    stopped = False
+    while not stopped and not enough(plan, blocks):
+        found = _block(plan, put, asks, draw, len(blocks), same)
+        stopped = found is None
+        if found is not None:
+            blocks.append(found.loads)
+            same = found.same
+            answers += [msgspec.structs.replace(one, index=len(answers) + at) for at, one in enumerate(found.answers)]
+            generators += found.generators
+            tell(len(blocks))
+    return Compared(
+        blocks=tuple(blocks), same=same, stopped=stopped, answers=tuple(answers), generator=_worst(generators)
+    )
+
+
+class _Block(NamedTuple):
+    loads: tuple[Load, ...]
+    same: Same
+    answers: list[Answer]
+    generators: list[GeneratorLoad]
+
+
+def _block(
+    plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], draw: random.Random, before: int, same: Same
+) -> _Block | None:
+    """The next block; None where it was stopped. before: how many there are. same: what was found alike until now."""
+    loads: list[Load] = []
+    answers: list[Answer] = []
+    generators: list[GeneratorLoad] = []
+    for half, order in enumerate(_orders(draw)):
+        requests = asks(2 * before + half)
+        runs: dict[Side, Run] = {}
+        for side in order:
+            run = put(side, requests)
+            if run.stopped:
+                return None
+            runs[side] = run
+            generators.append(run.generator)
+            loads.append(measured(side, run, scheduled=plan.scheduled))
+            answers += _named(run.answers, f"{side} block {before + 1} load {len(loads)}")
+        same = also(same, runs["A"].answers, runs["B"].answers)
+    return _Block(tuple(loads), same, answers, generators)
+
+
+def _worst(generators: Sequence[GeneratorLoad]) -> GeneratorLoad | None:
+    if not generators:
+        return None
+    return GeneratorLoad(
+        cpu_share=max(one.cpu_share for one in generators),
+        lag_p50=float(np.median([one.lag_p50 for one in generators])),
+        lag_p99=max(one.lag_p99 for one in generators),
+        lag_most=max(one.lag_most for one in generators),
+        late_sends=sum(one.late_sends for one in generators),
+    )
+
+
+def enough(plan: Plan, blocks: Sequence[Sequence[Load]]) -> bool:
+    """Whether no further block is needed, or allowed. It looks at how narrow the interval is, never at who is ahead."""
+    if len(blocks) < plan.blocks or plan.until is None:
+        return len(blocks) >= plan.blocks
+    return len(blocks) >= plan.most or narrow(plan, blocks)
+
+
+def narrow(plan: Plan, blocks: Sequence[Sequence[Load]]) -> bool:
+    """Whether the interval of the plan's figure is as narrow as `until` asks."""
+    found = interval(log_ratios(blocks, plan.figure), plan.seed)
+    return found is not None and math.expm1((found.high - found.low) / 2) <= (plan.until or 0.0)
+
+
+def _orders(draw: random.Random) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
+    forth: tuple[Side, Side] = ("A", "B")
+    back: tuple[Side, Side] = ("B", "A")
+    return (forth, back) if draw.random() < 0.5 else (back, forth)
+
+
+def measured(side: Side, run: Run, counts: Counts | None = None, *, scheduled: bool = False) -> Load:
+    """The figures of one load: throughput of the load, medians of its requests, percentiles of all its gaps.
+
+    scheduled: latencies count from when requests were planned, not from when they were sent.
+    """
+    good = [answer for answer in run.answers if failure_of(answer) is None]
+    tokens = sum(output_tokens(answer, counts).count for answer in good)
+    gaps = [gap for answer in good for gap in itls(answer)]
+    late = [max(0.0, one.sent - one.planned) if scheduled and one.sent is not None else 0.0 for one in good]
+
+    def since(measure: Callable[[Answer], float | None]) -> float | None:
+        values = zip(map(measure, good), late, strict=True)
+        return _middle([None if value is None else value + wait for value, wait in values])
+
+    found = {
+        "output_throughput": tokens / max(run.seconds, 1e-9),
+        "ttft": since(ttft),
+        "answer_ttft": since(answer_ttft),
+        "tpot": _middle([tpot(answer, counts) for answer in good]),
+        "itl_p50": float(np.percentile(gaps, 50)) if gaps else None,
+        "itl_p99": float(np.percentile(gaps, 99)) if gaps else None,
+        "e2el": since(e2el),
+    }
+    return Load(
+        side=side,
+        figures={name: value for name, value in found.items() if value},
+        completed=len(good),
+        failed=len(run.answers) - len(good),
+        output_tokens=tokens,
+        events=sum(len(answer.chunks) for answer in good),
+    )
+
+
+def _middle(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.median(known)) if known else None
+
+
+def _named(answers: Sequence[Answer], name: str) -> list[Answer]:
+    return [msgspec.structs.replace(one, ask=msgspec.structs.replace(one.ask, name=name)) for one in answers]
+
+
+def also(same: Same, a: Sequence[Answer], b: Sequence[Answer]) -> Same:
+    """`same`, with the answers of two loads of the same requests, in the requests' order, counted in."""
+    pairs, equal, counts, first = same.pairs, same.equal, same.equal_counts, same.first
+    for one, other in zip(a, b, strict=True):
+        if failure_of(one) is not None or failure_of(other) is not None:
+            continue
+        pairs += 1
+        counts += output_tokens(one).count == output_tokens(other).count
+        if texts(one) == texts(other):
+            equal += 1
+        elif not first:
+            first = _difference(pairs, "\n".join(texts(one)), "\n".join(texts(other)))
+    return Same(pairs=pairs, equal=equal, equal_counts=counts, first=first)
+
+
+def _difference(pair: int, a: str, b: str) -> str:
+    place = next((at for at, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = max(0, place - SHOWN // 2)
+    parts = (text[start : start + SHOWN] for text in (a, b))
+    said = [f"{name} has {part!r}" if part else f"{name} has ended" for name, part in zip("AB", parts, strict=True)]
+    return f"pair {pair} differs from character {place + 1} on: {', '.join(said)}"
+
+
+# --------------------------------------------------------------------------------------------------- what it amounts to
+
+
+def log_ratios(blocks: Sequence[Sequence[Load]], name: str) -> list[float]:
+    """log(B/A) of a figure in each block; a block that lacks it on a side has none."""
+    found: list[float] = []
+    for block in blocks:
+        logs = {
+            side: [math.log(one.figures[name]) for one in block if one.side == side and name in one.figures]
+            for side in ("A", "B")
+        }
+        if len(logs["A"]) == len(logs["B"]) == 2:
+            found.append(sum(logs["B"]) / 2 - sum(logs["A"]) / 2)
+    return found
+
+
+class Outcome(Record, frozen=True):
+    """One figure of both, in its unit in seconds or tokens/s (medians over loads), the ratio B/A, and the verdict."""
+
+    name: str
+    a: float
+    b: float
+    ratio: float
+    low: float | None
+    high: float | None
+    blocks: int
+    verdict: str
+
+
+def outcomes(blocks: Sequence[Sequence[Load]], seed: int = 0) -> list[Outcome]:
+    """Every figure that both sides have in at least one block, in the order of FIGURES."""
+    found: list[Outcome] = []
+    a_event, b_event = (tokens_per_event(blocks, side) for side in ("A", "B"))
+    unlike = a_event is not None and b_event is not None and abs(math.log(b_event / a_event)) > EVENTS_APART
+    for name, figure in FIGURES.items():
+        logs = log_ratios(blocks, name)
+        if not logs:
+            continue
+        loads = [one for block in blocks for one in block if name in one.figures]
+        a, b = ([one.figures[name] for one in loads if one.side == side] for side in ("A", "B"))
+        sure = interval(logs, seed)
+        found.append(
+            Outcome(
+                name=name,
+                a=float(np.median(a)),
+                b=float(np.median(b)),
+                ratio=math.exp(sum(logs) / len(logs)),
+                low=None if sure is None else math.exp(sure.low),
+                high=None if sure is None else math.exp(sure.high),
+                blocks=len(logs),
+                verdict=f"not comparable: an event has {a_event:.2f} tokens of A, {b_event:.2f} of B; see TPOT"
+                if unlike and name.startswith("itl")
+                else verdict(figure, sure, len(logs)),
+            )
+        )
+    return found
+
+
+def tokens_per_event(blocks: Sequence[Sequence[Load]], side: Side) -> float | None:
+    """How many tokens an event of a side's streams carries on average; None where nothing came."""
+    loads = [one for block in blocks for one in block if one.side == side]
+    events, tokens = sum(one.events for one in loads), sum(one.output_tokens for one in loads)
+    return tokens / events if events and tokens else None
+
+
+def verdict(figure: Figure, sure: Interval | None, blocks: int) -> str:
+    """Who is faster in a figure, by how much, how sure. sure: of log(B/A)."""
+    if sure is None:
+        return f"too few blocks ({blocks}, at least {LEAST} are needed)"
+    if sure.low <= 0 <= sure.high:
+        most = max(math.expm1(sure.high), -math.expm1(sure.low))
+        return f"no difference that this run could see (±{most:.1%})"
+    ahead = "B" if (sure.mean > 0) == figure.more else "A"
+    # As a share of the slower one's: so much more throughput, so much less time.
+    sign = 1.0 if ahead == "B" else -1.0
+    shares = [abs(math.expm1(sign * value)) for value in (sure.mean, sure.low, sure.high)]
+    low, high = sorted(shares[1:])
+    return f"{ahead} is faster by {shares[0]:.1%} ({low:.1%} to {high:.1%}, 95 %)"
+
+
+def figures_of(blocks: Sequence[Sequence[Load]], same: Same, seed: int) -> dict[str, Any]:
+    """The comparison as flat keys: `ttft_ratio` with `_low` and `_high`, `ttft_a` and `ttft_b` in s or tokens/s."""
+    found: dict[str, Any] = {"blocks": len(blocks)}
+    for one in outcomes(blocks, seed):
+        found |= {
+            f"{one.name}_a": one.a,
+            f"{one.name}_b": one.b,
+            f"{one.name}_ratio": one.ratio,
+            f"{one.name}_ratio_low": one.low,
+            f"{one.name}_ratio_high": one.high,
+        }
+    for side in ("A", "B"):
+        loads = [one for block in blocks for one in block if one.side == side]
+        found[f"completed_{side.lower()}"] = sum(one.completed for one in loads)
+        found[f"failed_{side.lower()}"] = sum(one.failed for one in loads)
+        found[f"output_tokens_{side.lower()}"] = sum(one.output_tokens for one in loads)
+    found |= {"answer_pairs": same.pairs, "equal_answers": same.equal, "equal_token_counts": same.equal_counts}
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------- what it says
+
+
+def compare_sections(result: Result) -> list[Section]:
+    """Tables, warnings and the plot of a comparison, from what its details hold: plan, blocks, same, servers."""
+    plan = msgspec.convert(result.details["plan"], Plan)
+    blocks = msgspec.convert(result.details["blocks"], list[list[Load]])
+    same = msgspec.convert(result.details["same"], Same)
+    greedy = bool(result.details.get("greedy"))
+    servers: dict[str, str] = result.details["servers"]
+    found: list[Section] = [Words(text=f"{side}: {servers[side]}") for side in ("A", "B")]
+    if not blocks:
+        return [*found, Words(text="No block ended: nothing can be compared.", warning=True)]
+    rows = outcomes(blocks, plan.seed)
+    found.append(_table(rows, blocks, plan))
+    found += _warnings(result, blocks, same, greedy)
+    if len(blocks) > 1:
+        found += [_plot(rows), _over_time(blocks, plan.figure)]
+    return found
+
+
+def _table(rows: Sequence[Outcome], blocks: Sequence[Sequence[Load]], plan: Plan) -> Table:
+    cells: list[tuple[str, ...]] = []
+    for one in rows:
+        figure = FIGURES[one.name]
+        sure = "" if one.low is None or one.high is None else f"{one.low:.3f} to {one.high:.3f}"
+        shown = (f"{value * figure.scale:,.4g}" for value in (one.a, one.b))
+        cells.append((figure.words, *shown, f"{one.ratio:.3f}", sure, one.verdict))
+    wanted = ""
+    if plan.until is not None:
+        reached = narrow(plan, blocks)
+        wanted = (
+            f" --until asked for ±{plan.until:.1%} of {FIGURES[plan.figure].words}: {'' if reached else 'not '}reached."
+        )
+    note = (
+        f"{len(blocks)} blocks of four loads. A and B are medians over loads, B/A is the mean over blocks with its 95 "
+        "% interval. Faster by: so much more tokens/s, or so much less time. Each interval is right for itself: of "
+        "twenty figures without a difference, one looks like one."
+    )
+    columns = ("", "A", "B", "B/A", "95 %", "verdict")
+    return Table(title="A against B", columns=columns, rows=tuple(cells), note=note + wanted)
+
+
+def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, greedy: bool) -> list[Words]:
+    found = [Words(text=note) for note in result.notes]
+    if result.stopped:
+        found.append(Words(text="Stopped: the block that ran is not counted.", warning=True))
+    figures = figures_of(blocks, same, 0)
+    failed = [(side, figures[f"failed_{side.lower()}"]) for side in "AB"]
+    if any(many for _, many in failed):
+        said = ", ".join(f"{many:,} of {side}" for side, many in failed if many)
+        first = next((error_of(one) for one in result.answers if failure_of(one) is not None), "")
+        text = f"Requests failed ({said}), so the two did not answer the same load: {first}"
+        found.append(Words(text=text, warning=True))
+    if result.generator is not None:
+        found.append(generator_remark(result.generator, result.answers))
+    a, b = figures["output_tokens_a"], figures["output_tokens_b"]
+    apart = abs(math.log(b / a)) if a and b else 0.0
+    counts = f"{same.equal_counts:,} of {same.pairs:,} answers have as many tokens on both; B/A of all tokens: "
+    counts += f"{b / a:.3f}." if a else "unknown."
+    if apart > COUNTS_APART:
+        shorter = "B" if b < a else "A"
+        counts += f" {shorter} answers shorter, so E2EL favours it: look at TPOT and output tokens/s, or --ignore-eos."
+    found.append(Words(text=counts, warning=apart > COUNTS_APART))
+    if same.pairs:
+        text = f"{same.equal:,} of {same.pairs:,} answers have the same text." + (
+            f" {same.first}" if same.first else ""
+        )
+        sampled = "" if greedy else " They were sampled (--temperature), so they may differ."
+        found.append(Words(text=text + sampled, warning=greedy and same.equal < same.pairs))
+    return found
+
+
+def _plot(rows: Sequence[Outcome]) -> Plot:
+    known = [(at, one) for at, one in enumerate(rows, 1) if one.low is not None and one.high is not None]
+    return Plot(
+        title="B/A, with 95 % intervals",
+        x_label="figure, in the table's order",
+        y_label="B/A",
+        series=(
+            Series(
+                name="B/A",
+                x=tuple(float(at) for at, _ in known),
+                y=tuple(one.ratio for _, one in known),
+                low=tuple(one.low or 0.0 for _, one in known),
+                high=tuple(one.high or 0.0 for _, one in known),
+                labels=tuple(FIGURES[one.name].words.partition(",")[0] for _, one in known),
+                style="points",
+            ),
+        ),
+        marks=(Mark(text="no difference", y=1.0),),
+        note="More output tokens/s is faster; of all others less is.",
+    )
+
+
+def _over_time(blocks: Sequence[Sequence[Load]], name: str) -> Plot:
+    loads = [one for block in blocks for one in block]
+
+    def series(side: Side) -> Series:
+        mine = [
+            (float(at), one.figures[name])
+            for at, one in enumerate(loads, 1)
+            if one.side == side and name in one.figures
+        ]
+        x, y = (tuple(one[place] for one in mine) for place in (0, 1))
+        return Series(name=side, x=x, y=tuple(value * FIGURES[name].scale for value in y), style="points")
+
+    return Plot(
+        title=f"{FIGURES[name].words.partition(',')[0]}, load by load",
+        x_label="load, in the order in which they were put on",
+        y_label=FIGURES[name].words,
+        series=(series("A"), series("B")),
+        note="A drift moves both alike; the blocks cancel it.",
+    )
+
+
+def describe(target: Target, pace: Pace) -> str:
+    """A server and how it was asked, in one line."""
+    streams = "1 stream" if pace.max_concurrency == 1 else f"{pace.max_concurrency} streams"
+    load = f"{pace.rate:g} requests/s" if math.isfinite(pace.rate) else streams
+    return f"{target.model or 'its model'} at {target.base_url} ({target.backend}), {load}"
