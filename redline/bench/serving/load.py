@@ -53,7 +53,9 @@ class _Run:
         watch: Callable[[Live], None] | None,
         stop: asyncio.Event,
     ) -> None:
-        self._client, self._asks, self._pace, self._watch, self._stop = client, asks, pace, watch, stop
+        self._client, self._pace, self._watch, self._stop = client, pace, watch, stop
+        self._warm, asks = asks[: pace.warmups], asks[pace.warmups :]
+        self._asks = asks
         self._answers: list[Answer | None] = [None] * len(asks)
         self._times = planned_times(len(asks), pace)
         self._places = asyncio.Semaphore(pace.max_concurrency or max(len(asks), 1))
@@ -117,16 +119,16 @@ class _Run:
         )
 
     async def _warm_up(self) -> None:
-        """The first request, so often as was asked for: the others must not be in a cache when they are counted."""
-        if not (self._asks and self._pace.warmups):
+        """Asks that are not counted: others than those that are, which must not be in a cache by then."""
+        if not self._warm:
             return
 
-        async def one() -> None:
+        async def one(ask: Ask) -> None:
             async with self._places:
                 if not self._stop.is_set():
-                    await self._client.ask(self._asks[0])
+                    await self._client.ask(ask)
 
-        work = asyncio.gather(*(one() for _ in range(self._pace.warmups)))
+        work = asyncio.gather(*map(one, self._warm))
         stopped = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait((work, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -229,7 +231,8 @@ def _generator(cpu_share: float, lags: Sequence[float], late: int) -> GeneratorL
 async def load(target: Target, asks: Sequence[Ask], pace: Pace, watch: Callable[[Live], None] | None = None) -> Run:
     """Sends all asks at this pace and waits for every answer. watch: told about four times a second how far it is.
 
-    The warm-ups repeat the first ask. Raises ConfigError where target or pace are wrong, or the backend cannot ask so.
+    The first `pace.warmups` asks warm the server up, and have no answers in the run. Raises ConfigError where target or
+    pace are wrong, or the backend cannot ask so.
     """
     return await _load(target, asks, pace, watch, asyncio.Event())
 

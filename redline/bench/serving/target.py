@@ -49,8 +49,9 @@ class Pace(Record, frozen=True):
 
     rate: requests/s on average; inf: as soon as a place is free. burstiness: shape of the gamma distribution of the
     times between two: 1 is a Poisson process, less is burstier, inf is a metronome. max_concurrency: streams at once;
-    None: as many as come. ramp: in place of rate. warmups: requests before the run that are not counted. deadline:
-    seconds after which no more is sent and what runs is waited for no longer; None: until all is answered.
+    None: as many as come. ramp: in place of rate. warmups: so many of the first requests are sent before the run, and
+    not counted. deadline: seconds after which no more is sent and what runs is waited for no longer; None: until all is
+    answered.
     """
 
     rate: float = math.inf

@@ -74,12 +74,15 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
         check_output(path)
     notes: list[str] = []
     with Working("prompts", shown=not config.quiet) as working:
-        requests = asks(config.dataset, vocabulary, notes.append, working.show)
+        wanted = config.dataset.num_prompts
+        dataset = msgspec.structs.replace(config.dataset, num_prompts=wanted + config.pace.warmups)
+        requests = asks(dataset, vocabulary, notes.append, working.show)
+        pace = msgspec.structs.replace(config.pace, warmups=max(0, len(requests) - wanted))
         before = ready.drafting(target)
-        working.show(0, len(requests), what="requests")
-        run = run_load(target, requests, config.pace, lambda live: _watch(working, live))
+        working.show(0, len(requests) - pace.warmups, what="requests")
+        run = run_load(target, requests, pace, lambda live: _watch(working, live))
     figures = {
-        **described(config, target, len(requests), now),
+        **described(config, target, len(run.answers), now),
         **measured(run, config, vocabulary),
         **ready.drafting_figures(before, ready.drafting(target)),
     }
