@@ -55,8 +55,11 @@ def ttft(answer: Answer) -> float | None:
 
 
 def answer_ttft(answer: Answer) -> float | None:
-    """From the request's first byte to the first token that is not thinking: of the answer or of a tool call."""
-    return _since(answer.sent, answer, [chunk for chunk in answer.chunks if chunk.kind != "thinking"])
+    """From the request's first byte to the first token that is not thinking: of the answer or of a tool call.
+
+    None where thinking took all tokens: an empty event behind it, as with the finish_reason, is no answer.
+    """
+    return _since(answer.sent, answer, [chunk for chunk in answer.chunks if _answers(chunk)])
 
 
 def thinking(answer: Answer) -> float | None:
@@ -64,8 +67,12 @@ def thinking(answer: Answer) -> float | None:
     first = next((chunk.at for chunk in answer.chunks if chunk.kind == "thinking"), None)
     if failure_of(answer) is not None or first is None:
         return None
-    after = (chunk.at for chunk in answer.chunks if chunk.kind != "thinking")
+    after = (chunk.at for chunk in answer.chunks if _answers(chunk))
     return next(after, answer.chunks[-1].at) - first
+
+
+def _answers(chunk: Chunk) -> bool:
+    return chunk.kind != "thinking" and chunk.characters > 0
 
 
 def e2el(answer: Answer) -> float | None:
