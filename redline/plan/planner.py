@@ -6,10 +6,11 @@ an error, the rows that were launched meanwhile are dropped when they settle; wh
 taken back.
 
 No job starves. Jobs are admitted in the order in which they came; every step gives one row to each running job that
-generates. What is left of the budget goes to prompts, the oldest first, and to drafts, which leave half of it to the
-prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
-run out, the youngest running job is pre-empted and waits in front of all others. So the oldest job always advances, and
-every job becomes the oldest.
+generates. What is left of the budget goes to prompts and to drafts, which leave half of it to the prompts. The oldest
+prompt has at least half of that; short ones share the other half, so that they do not wait behind long ones, and what
+they leave goes by age. There are at least as many tokens in a step as there are slots, so a prompt always gets
+something. When pages run out, the youngest running job is pre-empted and waits in front of all others. So the oldest
+job always advances, and every job becomes the oldest.
 
 Where throughput counts and nobody waits for a first token, waiting jobs are admitted several at once
 (`admit_together`), each prompt whole where it fits: fewer steps have prompts.
@@ -38,6 +39,8 @@ HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
 
 
+SHORT = 2  # a prompt is short beside another that has so many times its positions to compute
+ENTRY = 16  # positions of a job that enters because a short one stands behind it
 WORTH_A_STEP = 8  # pages that two prompts share, for which a step is made instead of computing them twice
 MOST_STEP_TOKENS = 1 << 16  # the log probabilities of so many prompt tokens, with 20 alternatives each, are 23 MB
 
@@ -203,12 +206,15 @@ class Planner:
             parts.append(_Part(job, 1 + drafts, decodes=True))
             spare -= drafts
             budget -= drafts
-        for job in prompts:
-            if not budget:
-                break
-            parts.append(_Part(job, job.next_count(budget), decodes=False))
-            budget -= parts[-1].positions
         begins: list[Begin] = []
+        shares: dict[ActiveJob, int] = dict.fromkeys(prompts, 0)
+        if prompts and self._config.admit_together == 1:
+            budget -= self._share(prompts, budget, shares, begins)
+        for job, share in shares.items():
+            count = job.next_count(share + budget)
+            budget -= count - share
+            if count:
+                parts.append(_Part(job, count, decodes=False))
         enough = min(self._config.admit_together, len(self._waiting))
         self._admitting = self._admitting or bool(prompts) or len(self._free_slots) >= enough
         while self._admitting and budget and self._waiting and self._free_slots:
@@ -230,6 +236,39 @@ class Planner:
         step = Step(number=self._steps, begins=tuple(begins), rows=rows, shape=self._shape(parts[: len(decoding)]))
         self._flights.append(_PlannedStep(step, [part.job for part in parts]))
         return step
+
+    def _share(
+        self, prompts: Sequence[ActiveJob], budget: int, shares: dict[ActiveJob, int], begins: list[Begin]
+    ) -> int:
+        """Gives up to half of a step to prompts that are short beside the oldest one, the shortest first; returns how
+        many positions that took. Jobs that wait enter, as far as the last short one: in the order of arrival, so those
+        before it come in with a few positions.
+
+        prompts: those that run, not empty. shares: positions of each prompt, in the order of arrival, which are added
+        to. begins: of those that enter.
+        """
+        left = half = budget // 2
+        first = prompts[0].target - prompts[0].planned
+
+        def is_short(positions: int) -> bool:
+            return positions <= half or SHORT * positions <= first
+
+        front = itertools.islice(self._waiting, len(self._free_slots))
+        last = max((place for place, job in enumerate(front) if is_short(job.known)), default=-1)
+        for _ in range(last + 1):
+            begin = self._admit(self._waiting[0]) if left else None
+            if begin is None:
+                break
+            begins.append(begin)
+            job = self._running[-1]
+            shares[job] = job.next_count(min(left, ENTRY))
+            left -= shares[job]
+        for job in sorted(shares, key=lambda job: job.target - job.planned):
+            if job is not prompts[0] and is_short(job.target - job.planned):
+                count = job.next_count(shares[job] + left)
+                left -= count - shares[job]
+                shares[job] = count
+        return half - left
 
     def _shape(self, decoding: Sequence[_Part]) -> Shape | None:
         """What these decode rows replay, once their pages are sent."""

@@ -1,6 +1,7 @@
 """The planner's rules, one at a time, in the smallest world that shows each."""
 
 import math
+import random
 import subprocess
 import sys
 
@@ -252,19 +253,74 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_waits_for_nobody():
 
 
 @pytest.mark.parametrize("length", [100, 300, 390])
-def test_a_job_behind_choices_that_share_ends_no_later_than_behind_jobs_that_do_not(length: int):
-    def turns(firsts: list[int]) -> int:
-        world = World(pages=200, max_running=16, step_tokens=128)
-        for first in firsts:
-            world.submit(prompt(length, first), max_tokens=4)
-        behind = world.submit(prompt(70, 88), max_tokens=4)
-        for turn in range(1000):
-            if behind.finish:
-                return turn
-            world.turn()
-        raise AssertionError("it did not end")
+def test_a_short_job_behind_choices_that_share_ends_before_all_of_them_could_be_computed(length: int):
+    """It enters in its turn, so it waits with them for the page that the first of them computes."""
+    world = World(pages=200, max_running=16, step_tokens=128)
+    for _ in range(8):
+        world.submit(prompt(length), max_tokens=4)
+    behind = world.submit(prompt(70, 88), max_tokens=4)
+    turns = 0
+    while not behind.finish:
+        world.turn()
+        turns += 1
+    assert turns <= 8 * length // 128 + 4
+    world.finish()
 
-    assert turns([1] * 8) <= turns(list(range(8)))
+
+def first_token(world: World, story: Story) -> int:
+    """Steps from now on until a story has its first token."""
+    for step in range(1, 1000):
+        world.turn()
+        if story.tokens:
+            return step
+    raise AssertionError("no token came")
+
+
+def long_prompts(world: World, many: int, length: int) -> list[Story]:
+    """Prompts that share nothing, the first of which is being computed."""
+    stories = [world.submit(prompt(length, 100 + number), max_tokens=4) for number in range(many)]
+    world.turn()
+    world.turn()
+    return stories
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("many", [1, 6, 14])
+def test_a_short_prompt_does_not_wait_behind_long_ones(many: int, ahead: int):
+    """In the step that is planned next, and its token is there when that has settled."""
+    world = World(pages=700, max_model_len=3000, max_running=16, step_tokens=512, ahead=ahead)
+    long_prompts(world, many, 2000)
+    assert first_token(world, world.submit(prompt(30, 7), max_tokens=4)) <= 2 + ahead
+    world.finish()
+
+
+def test_a_prompt_that_is_long_itself_does_not_wait_behind_a_much_longer_one():
+    world = World(pages=700, max_model_len=30_000, max_running=16, step_tokens=512)
+    long_prompts(world, 1, 20_000)
+    assert first_token(world, world.submit(prompt(2000, 7), max_tokens=4)) <= 2000 // 256 + 3
+    world.finish()
+
+
+def test_prompts_of_one_length_are_computed_one_after_another():
+    """To share a step among equals would help nobody and delay all but the last."""
+    world = World(pages=700, max_model_len=3000, max_running=16, step_tokens=512)
+    stories = long_prompts(world, 4, 2000)
+    ends = [first_token(world, story) for story in stories]
+    assert all(4 <= steps <= 5 for steps in ends[1:]), ends
+    world.finish()
+
+
+def test_short_prompts_take_half_of_a_step_at_most_and_starve_nobody():
+    world = World(pages=700, max_model_len=30_000, max_running=16, step_tokens=512)
+    (story,) = long_prompts(world, 1, 10_000)
+    steps = 0
+    while not story.tokens:
+        for number in range(3):  # more than the steps can take, without end
+            world.submit(tuple(random.Random(3 * steps + number).choices(range(89), k=200)), max_tokens=1)
+        world.turn()
+        steps += 1
+    assert steps <= 10_000 / (512 // 2 - 16) + 2  # the rows that decode count too
+    world.finish()
 
 
 # The prefix cache
