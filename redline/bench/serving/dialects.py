@@ -216,7 +216,14 @@ def _common(ask: Ask, target: Target) -> dict[str, Any]:
     body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     if ask.tools is not None:
         body["tools"] = list(ask.tools)
-    return {**body, **target.body, **ask.extra}
+    body |= {**target.body, **ask.extra}
+    for field in ("n", "best_of"):
+        if body.get(field) not in (None, 1):
+            raise ConfigError(
+                f"--extra-body has {field} {body[field]!r}: usage counts the tokens of all answers together, so one "
+                "among several cannot be measured; ask for one, and more often (--num-prompts)"
+            )
+    return body
 
 
 def _chat_body(ask: Ask, target: Target) -> dict[str, Any]:
