@@ -78,6 +78,7 @@ def result(
     stopped: bool,
     pace: Pace | None = None,
     answers: Sequence[Answer] = (),
+    notes: Sequence[str] = (),
 ) -> Result:
     """A verb's result with where it comes from. details may hold records."""
     return Result(
@@ -90,6 +91,7 @@ def result(
         pace=pace,
         began=began,
         stopped=stopped,
+        notes=tuple(notes),
         details=msgspec.to_builtins(details),
         answers=tuple(answers),
     )

@@ -78,6 +78,9 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
         dataset = msgspec.structs.replace(config.dataset, num_prompts=wanted + config.pace.warmups)
         requests = asks(dataset, vocabulary, notes.append, working.show)
         pace = msgspec.structs.replace(config.pace, warmups=max(0, len(requests) - wanted))
+        if pace.warmups < config.pace.warmups:
+            few = f"{pace.warmups} of {config.pace.warmups}"
+            notes.append(f"{few} warm-ups were asked: the dataset has no more prompts than are measured")
         before = ready.drafting(target)
         working.show(0, len(requests) - pace.warmups, what="requests")
         run = run_load(target, requests, pace, lambda live: _watch(working, live))
@@ -93,7 +96,7 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
         provenance=provenance("httptools", "uvloop"),
         target=without_secrets(target),
         dataset=msgspec.to_builtins(config.dataset),
-        pace=config.pace,
+        pace=pace,
         generator=run.generator,
         began=run.began,
         stopped=run.stopped,

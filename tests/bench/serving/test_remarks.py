@@ -119,3 +119,15 @@ def test_a_run_in_which_all_failed_has_no_plots_and_no_latencies():
     found = serve_sections(served(answer(at=(), failure="refused", error="nobody listens", text="")))
     assert [section.title for section in found if isinstance(section, Table)] == ["Throughput", "Failures: refused 1"]
     assert not [section for section in found if isinstance(section, Plot)]
+
+
+class Letters:
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+
+def test_what_a_vocabulary_has_counted_is_not_called_uncounted():
+    measured = run(answer(0, usage=Usage(prompt_tokens=3)))
+    for counts, warned in ((None, True), (Letters(), False)):
+        result = Result(kind="serve", figures=figures(measured, counts=counts), answers=measured.answers)
+        assert any("no count of tokens" in words.text for words in remarks(result)) == warned
