@@ -58,6 +58,9 @@ def generator_remark(generator: GeneratorLoad, answers: Sequence[Answer]) -> Wor
         )
         if holds
     ]
+    if not reasons and generator.lag_most == 0.0:
+        text = f"Nothing was timed that would tell whether the load generator was the limit: {facts}. Ask for more."
+        return Words(text=text)
     if not reasons:
         return Words(text=f"The load generator was not the limit: {facts}.")
     text = f"The load generator was itself a limit ({', '.join(reasons)}), so the server may be faster: {facts}."

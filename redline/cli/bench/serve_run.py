@@ -72,6 +72,8 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
     path = result_path(config, target, now) if config.save else None
     if path is not None:
         check_output(path)
+        if config.html is not None and Path(config.html).resolve() == path.resolve():
+            raise ConfigError(f"--html {config.html}: the result is written there; name another file")
     notes: list[str] = []
     with Working("prompts", shown=not config.quiet) as working:
         wanted = config.dataset.num_prompts

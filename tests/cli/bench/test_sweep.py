@@ -120,3 +120,13 @@ def test_prompts_of_a_file_that_other_loads_have_asked_are_told_and_kept(server:
     found = saved.read(file)
     assert any("come again at other loads" in note for note in found.notes)
     assert any("come again at other loads" in getattr(one, "text", "") for one in sweep_sections(found))
+
+
+@pytest.mark.parametrize("verb", ["sweep", "leaderboard", "serve"])
+def test_the_page_does_not_overwrite_the_result(verb: str, server: Scripted, tmp_path: Path):
+    file = tmp_path / "result"
+    save = ("--result-filename", file) if verb == "serve" else ("--save", file)
+    server.forget()
+    with pytest.raises(ConfigError, match="name another file"):
+        type_in(verb, server, *save, "--html", tmp_path / "." / "result")
+    assert not server.log().requests
