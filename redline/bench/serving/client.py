@@ -129,7 +129,7 @@ class _Exchange:
             return self._wait_anew()
         try:
             said = self.read(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             shown = data[:80].decode(errors="replace")
             return self.conclude("malformed", f"what came cannot be read ({error}): {shown!r}", at)
         if said.error is not None:
@@ -338,7 +338,7 @@ class Client:
         body = await self.get("/v1/models")
         try:
             return [model.id for model in msgspec.json.decode(body, type=_Models).data]
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{self.target.base_url} lists no models at /v1/models: {error}") from None
 
     async def ready(self, count: int) -> None:

@@ -17,6 +17,8 @@ from redline.bench.serving.records import Ask, Kind, Usage
 from redline.bench.serving.target import Target
 from redline.errors import ConfigError
 
+MOST_TOKENS = 1 << 32  # of one request: a larger count is none
+
 
 class Call(NamedTuple):
     """Part of one tool call. place: which call of the answer it belongs to. arguments: the next part of their text."""
@@ -121,7 +123,7 @@ def error_line(data: bytes) -> str:
     found: Any
     try:
         found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = data.decode(errors="replace")
     for key in ("error", "message", "detail"):
         if isinstance(found, dict):
@@ -131,14 +133,19 @@ def error_line(data: bytes) -> str:
     return " ".join(line.split())[:300]
 
 
+def _count(said: int | None) -> int | None:
+    """A server's count; None where no number of tokens can be so small, or so large."""
+    return said if said is not None and 0 <= said < MOST_TOKENS else None
+
+
 def _counted(usage: _Usage) -> Usage:
     prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
     return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=prompt.cached_tokens if prompt else None,
-        reasoning_tokens=completion.reasoning_tokens if completion else None,
-        accepted_tokens=completion.accepted_prediction_tokens if completion else None,
+        prompt_tokens=_count(usage.prompt_tokens),
+        completion_tokens=_count(usage.completion_tokens),
+        cached_tokens=_count(prompt.cached_tokens) if prompt else None,
+        reasoning_tokens=_count(completion.reasoning_tokens) if completion else None,
+        accepted_tokens=_count(completion.accepted_prediction_tokens) if completion else None,
     )
 
 

@@ -133,7 +133,11 @@ def counters(text: str) -> Drafting | None:
         match = _LINE.match(line)
         if match is None:
             continue
-        name, labels, value = match[1], match[2] or "", int(float(match[3]))
+        name, labels = match[1], match[2] or ""
+        try:
+            value = int(float(match[3]))
+        except (ValueError, OverflowError):
+            continue  # no number, or one without end
         place = re.search(r'[{,]position="(\d{1,3})"', labels)
         if name == "num_accepted_tokens_per_pos" and place is not None:
             places[int(place[1])] = places.get(int(place[1]), 0) + value

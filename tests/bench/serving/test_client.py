@@ -12,6 +12,7 @@ import pytest
 
 from redline.bench.serving.client import BODY_BYTES, Client
 from redline.bench.serving.connection import EVENT_BYTES, HEAD_BYTES
+from redline.bench.serving.dialects import error_line
 from redline.bench.serving.records import Answer, Ask, Usage
 from redline.bench.serving.target import Patience
 from redline.errors import ConfigError
@@ -373,3 +374,10 @@ def test_several_answers_to_one_request_are_refused(field: str):
     with pytest.raises(ConfigError, match=field):
         Client(target(1, body={field: 2})).request(HI)
     assert Client(target(1, body={field: 1})).request(HI)
+
+
+def test_what_lies_too_deep_to_be_read_ends_its_request_at_once():
+    deep = b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    found = _asked(HEAD, b"data: " + deep + b"\n\n")
+    assert found.failure == "malformed"
+    assert error_line(deep).startswith('{"x":[[')

@@ -130,3 +130,9 @@ def test_a_list_of_models_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatc
         over.set()
         listening.shutdown()
     assert found == [((), None)]
+
+
+def test_a_counter_that_is_no_number_is_left_out():
+    page = "vllm:spec_decode_num_drafts_total 1e999\nvllm:spec_decode_num_draft_tokens_total e.+\n"
+    assert counters(page) is None
+    assert counters(page + "vllm:spec_decode_num_drafts_total 4\n") == Drafting(drafts=4)
