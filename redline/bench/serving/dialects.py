@@ -49,7 +49,8 @@ class Dialect(NamedTuple):
     """One kind of server. path: where it is asked, unless the target names an endpoint.
 
     body(ask, target): the request's fields; raises ConfigError where the dialect cannot ask so. read(event): what one
-    event's data says, or a whole answer that was not streamed; raises msgspec.DecodeError where it is no such thing.
+    event's data says, or a whole answer that was not streamed; raises msgspec.DecodeError where it is no such
+    thing, RecursionError where its values lie too deep in one another.
     """
 
     path: str
