@@ -261,10 +261,12 @@ def spread(answer: Answer, counts: Counts | None = None) -> list[tuple[float, fl
 def tokens_by_second(answers: Sequence[Answer], counts: Counts | None = None) -> list[float]:
     """Output tokens in each second since the first request was sent."""
     began = min((answer.sent for answer in answers if answer.sent is not None), default=0.0)
-    points = [point for answer in answers for point in spread(answer, counts)]
-    seconds = [0.0] * (int(max((at for at, _ in points), default=began) - began) + 1 if points else 0)
-    for at, tokens in points:
-        seconds[int(at - began)] += tokens
+    seconds: list[float] = []
+    for answer in answers:
+        for at, tokens in spread(answer, counts):
+            second = int(at - began)
+            seconds += [0.0] * (second + 1 - len(seconds))
+            seconds[second] += tokens
     return seconds
 
 
@@ -284,6 +286,9 @@ def concurrency(answers: Iterable[Answer]) -> list[tuple[float, int]]:
 
 def keeps(answer: Answer, goodput: Mapping[str, float], counts: Counts | None = None) -> bool:
     """Whether an answer keeps every SLO, milliseconds by a name of SLOS. One that failed keeps none."""
+
+    if failure_of(answer) is not None:
+        return False
 
     def value(name: str) -> float | None:
         return tpot(answer, counts) or 0.0 if name == "tpot" else MEASURES[name](answer)

@@ -141,3 +141,9 @@ def test_thinking_and_cached_tokens_are_told_where_the_server_says_them():
     found = figures(run(answer(usage=usage), answer(1)))
     assert (found["total_cached_tokens"], found["total_thinking_tokens"]) == (8, 3)
     assert "total_cached_tokens" not in figures(run(answer()))
+
+
+def test_a_failed_answer_keeps_no_slo():
+    failed = answer(at=(), failure="http", error="503", text="")
+    assert not metrics.keeps(failed, {"tpot": 50.0})
+    assert metrics.keeps(answer(at=(0.1,)), {"tpot": 50.0})  # one token has no time between two
