@@ -254,7 +254,8 @@ class Runner:
     def _replay(self, step: Step, wants: Wants, captured: CapturedSteps) -> WaitForStep:
         """Launches a step of decode rows that can be replayed."""
         self.replays += 1
-        return captured.launch(step, wants).result
+        assert step.shape is not None, "only a step that is recorded is replayed"
+        return captured.launch(step, wants, captured.masks(step.rows, step.shape.positions)).result
 
     def _read(self, step: Step) -> WaitForStep:
         """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""
