@@ -1,6 +1,6 @@
 """Whether constrained output is always what it was asked to be, by a model of random weights.
 
-    python -m redline.bench.runs.constrained [--schemas 500] [--masks FOLDER] [--out benchmarks/results/grammar-cpu.json]
+    python -m redline.bench.runs.constrained [--schemas 500] [--masks FOLDER]
 
 Each schema is asked for in several ways, over the API and a whole engine with drafts: as a response format, as
 structured outputs, as the arguments of a tool that must be called, is named, or may be called; streamed and not; one
@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from functools import cache
@@ -39,7 +39,7 @@ from redline.api.metrics import Metrics
 from redline.bench.program import output, program
 from redline.bench.runs.frontend import commit, machine
 from redline.bench.runs.schemas import schemas
-from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
 from redline.chat.constraint import Calls, Constraint, compose
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import load
 from redline.model.k2.write import random_checkpoint, tiny_config
 from redline.run.fit import Layout
-from redline.run.grammar.matcher import Matchers
+from redline.run.grammar.matcher import Matcher, Matchers
 from redline.wire.channel import MemoryChannel
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Stop
@@ -57,14 +57,24 @@ from redline.worker.engine import EngineCore
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "grammar-cpu.json"
 MODEL = "tiny"
-VOCABULARY = 576  # the tiny tokenizer's, filled up to whole panels
+
 CONTEXT = 2048
 ANSWER = 600  # tokens of an answer, at most
 AT_ONCE = 8  # requests
 DRAFTS = Suffix(tokens=4, adaptive=False)
 
 # What is done with a schema; each way with its own seed.
-WAYS = ("response_format", "structured_outputs", "thinking", "required", "named", "auto", "n", "streamed", "calls streamed")
+WAYS = (
+    "response_format",
+    "structured_outputs",
+    "thinking",
+    "required",
+    "named",
+    "auto",
+    "n",
+    "streamed",
+    "calls streamed",
+)
 
 
 class Outcome(NamedTuple):
@@ -98,11 +108,11 @@ def bias() -> dict[str, float]:
 @asynccontextmanager
 async def tiny_server(
     speculation: DraftConfig | None = DRAFTS, *, max_running: int = 32
-) -> AsyncIterator[httpx.AsyncClient]:
+) -> AsyncGenerator[httpx.AsyncClient]:
     """A client of the whole of it, in process: API, gateway, planner, runner and a tiny model of random weights."""
     sizes = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": 64, "kv_lora_rank": 64}
     with TemporaryDirectory() as folder:
-        random_checkpoint(folder, tiny_config(vocab_size=VOCABULARY, **sizes))
+        random_checkpoint(folder, tiny_config(vocab_size=TINY_VOCAB, **sizes))
         model = load(Checkpoint.open(folder), torch.device("cpu"))
     pages, kv_dtype = max_running * CONTEXT // PAGE_TOKENS, torch.bfloat16
     layout = Layout(pages, CONTEXT, kv_dtype, model.config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS)
@@ -239,43 +249,60 @@ async def ask_all(client: httpx.AsyncClient, asked: Sequence[dict[str, Any]], wa
     return await asyncio.gather(*(one(n, schema, way) for n, schema in enumerate(asked) for way in ways))
 
 
+def _drawn(real: Tokenizer, matcher: Matcher, generator: torch.Generator) -> list[int]:
+    """A text of the matcher's grammar: a draw from each mask, where what closes things is as likely as all else."""
+    closing = torch.tensor(real.encode('"}],'))
+    text: list[int] = []
+    while len(text) < ANSWER // 4:
+        bits = (matcher.masks(())[0][:, None] >> torch.arange(32) & 1).flatten()[: real.vocab_size]
+        allowed = bits.nonzero().flatten()
+        weights = torch.ones(len(allowed))
+        weights[torch.isin(allowed, closing)] = max(1, len(allowed) / 2)
+        text.append(int(allowed[torch.multinomial(weights, 1, generator=generator)]))
+        if text[-1] in real.stop_ids:
+            break
+        matcher.advance(text[-1:])
+    return text
+
+
 def masks(folder: Path, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Microseconds of a mask with the vocabulary of a folder, over texts that a fair draw from the masks gives."""
+    """Microseconds of a mask with the vocabulary of a folder, over texts that fit: wall time, and the thread's own.
+
+    Texts are drawn first, with matchers of their own: between two masks that are timed stands what stands between them
+    in an engine, which is little. A grammar's first masks are among them, with nothing of it worked out yet.
+    """
     real = Tokenizer.open(folder)
-    matchers = Matchers(lambda: grammar_tokens(real), real.vocab_size)
+    tokens = grammar_tokens(real)
+    drawing, timing = (Matchers(lambda: tokens, real.vocab_size) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
-    closing = real.encode('"}],')
-    took: list[float] = []
+    took: dict[str, list[float]] = {"wall": [], "thread": []}
+    compiled: list[float] = []
     for schema in asked:
         constraint = Constraint(kind="json_schema", text=json.dumps(schema), param="schema")
         composed = compose(constraint, Calls(), None, real, thinks=False)
         assert composed is not None, "there is a constraint"
-        matcher = matchers.begin(composed.grammar, ())
+        text = _drawn(real, drawing.begin(composed.grammar, ()), generator)
+        began = time.perf_counter()
+        matcher = timing.begin(composed.grammar, ())
         matcher.forced()  # waits for the compilation
-        for _ in range(ANSWER // 4):
-            began = time.perf_counter()
-            row = matcher.masks(())[0]
-            took.append((time.perf_counter() - began) * 1e6)
-            bits = (row[:, None] >> torch.arange(32) & 1).flatten()[: real.vocab_size]
-            allowed = bits.nonzero().flatten()
-            if not len(allowed):
-                break
-            weights = torch.ones(len(allowed))
-            weights[torch.isin(allowed, torch.tensor(closing))] = len(allowed) / 2
-            token = int(allowed[torch.multinomial(weights, 1, generator=generator)])
-            if token in real.stop_ids:
-                break
+        compiled.append((time.perf_counter() - began) * 1e3)
+        for token in text:
+            began = time.perf_counter(), time.thread_time()
+            matcher.masks(())
+            took["wall"].append((time.perf_counter() - began[0]) * 1e6)
+            took["thread"].append((time.thread_time() - began[1]) * 1e6)
             matcher.advance((token,))
-    matchers.close()
-    took.sort()
-    return {
-        "vocabulary": real.vocab_size,
-        "masks": len(took),
-        "mean_us": round(statistics.fmean(took), 1),
-        "p50_us": round(took[len(took) // 2], 1),
-        "p99_us": round(took[len(took) * 99 // 100], 1),
-        "most_us": round(took[-1], 1),
-    }
+    drawing.close()
+    timing.close()
+
+    def told(times: list[float]) -> dict[str, float]:
+        times = sorted(times)
+        mean, half = round(statistics.fmean(times), 1), round(times[len(times) // 2], 1)
+        return {"mean": mean, "p50": half, "p99": round(times[len(times) * 99 // 100], 1), "most": round(times[-1], 1)}
+
+    count = len(took["wall"])
+    us = {f"{clock}_us": told(times) for clock, times in took.items()}
+    return {"vocabulary": real.vocab_size, "masks": count, **us, "compile_ms": told(compiled)}
 
 
 def main() -> int:
