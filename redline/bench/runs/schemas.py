@@ -5,7 +5,7 @@ and formats; and one in forty has a keyword that constrained output does not kno
 """
 
 import random
-from typing import Any
+from typing import Any, cast
 
 NAMES = ("name", "city", "unit", "count", "tags", "when", "price", "ok", "note-2", "größe", "$ref_id", "a b", "")
 WORDS = ("red", "green", "Zürich", 'a "quote"', "back\\slash", "日本", "x" * 12, "")
@@ -47,6 +47,16 @@ def schema(draw: random.Random) -> dict[str, Any]:
     if draw.randrange(ONE_IN) == 0:
         own["properties"]["odd"] = draw.choice(UNKNOWN)
     return own
+
+
+def unbounded(value: Any) -> Any:
+    """A schema whose strings may have any length and any characters, as most have that clients write."""
+    if isinstance(value, list):
+        return [unbounded(one) for one in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    fields = cast("dict[str, Any]", value)
+    return {key: unbounded(one) for key, one in fields.items() if key not in ("minLength", "maxLength", "pattern")}
 
 
 def _object(draw: random.Random, depth: int) -> dict[str, Any]:
