@@ -1,5 +1,6 @@
 """A question with no dialect left in it: what every API reads into, and what the gateway answers."""
 
+from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation
 from redline.wire.base import Record
 from redline.wire.job import Sampling
@@ -26,6 +27,8 @@ class Ask(Record, frozen=True):
     skip_special_tokens: bool = True  # control tokens have no text (redline.chat.decoder.Decoder)
     ignore_eos: bool = False  # the model's own stop ids do not end an answer
     salt: str = ""  # requests with different salts never share cached pages
+    constraint: Constraint | None = None  # what the visible answer has to be
+    calls: Calls = Calls()  # which of the conversation's tools may be called
     param: str = "messages"  # the field that the prompts came from, for errors
 
     @property

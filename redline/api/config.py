@@ -29,6 +29,10 @@ class Limits(Record, frozen=True):
     tokens: int = 2 << 20  # of jobs without a first token, and so of one request: prompts, each counted n times
     prompt_logprobs: int = 1 << 18  # of one request: prompt tokens, each n times, times the log probabilities of each
     bodies_bytes: int = 64 * MIB  # of all bodies that are being read or encoded, together
+    grammar_bytes: int = MIB  # of one request's grammar: its schemas, and what calls of its tools look like
+    grammar_seconds: float = 2.0  # in which it has to be compiled
+    grammar_memory: int = 2048 * MIB  # of addresses, that the process takes which compiles it
+    grammars: int = 64  # that wait to be compiled
     body_seconds: float = 60.0  # in which the whole body has to arrive
 
 

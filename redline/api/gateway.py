@@ -21,6 +21,7 @@ import msgspec
 
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits
+from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
@@ -32,7 +33,7 @@ from redline.errors import ContextTooLong, Overloaded, RedlineError, RequestErro
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
-from redline.wire.job import Abort, Job, JobId, Sampling
+from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
 from redline.wire.news import Beat, Failed, Load, Ready
 from redline.wire.step import TokenLogprobs
 
@@ -90,6 +91,7 @@ class Gateway:
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
         self._waiting_tokens = 0  # prompt tokens of those, and of the jobs that are being made
+        self._grammars = Grammars(tokenizer, limits)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
         self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
@@ -184,6 +186,7 @@ class Gateway:
     def close(self) -> None:
         """End every answer with WorkerLost, and the threads once they have done what they are at; idempotent."""
         self.lose("the server is closing")
+        self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- from a request
@@ -208,6 +211,8 @@ class Gateway:
                 if not tokens:
                     raise RequestError(f"{param} is empty", param)
                 sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
+                if ask.sampling.max_tokens:
+                    sampling = msgspec.structs.replace(sampling, grammar=await self._grammar(ask, prompt))
                 self._admit_tokens(ask, tokens_before, len(tokens))
                 tokens_before += ask.n * len(tokens)
                 self._waiting_tokens += ask.n * len(tokens)
@@ -235,6 +240,13 @@ class Gateway:
             generation.close()
             raise
         return generation
+
+    async def _grammar(self, ask: Ask, prompt: Prompt) -> Grammar | None:
+        conversation = prompt if isinstance(prompt, Conversation) else None
+        if ask.constraint is None and (conversation is None or not conversation.tools):
+            return None
+        thinks = conversation is not None and self._style.thinks(conversation)
+        return await self._grammars.grammar(ask.constraint, ask.calls, conversation, thinks=thinks)
 
     async def encode(self, prompt: Prompt, param: str, most: int) -> tuple[int, ...]:
         """Token ids of a prompt; encoding ends soon after there are more than `most`, so there may be somewhat more.

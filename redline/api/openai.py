@@ -18,6 +18,8 @@ from msgspec import Meta
 
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Defaults, Limits
+from redline.api.constraints import of_response_format, of_structured_outputs
+from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.chat.generation import MinP, Temperature, TopK, TopP
 from redline.errors import RequestError
@@ -78,6 +80,7 @@ class _Message(_Item, gc=False):
 class _Declared(msgspec.Struct, gc=False):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
+    strict: bool | None = None
     parameters: msgspec.Raw = _ABSENT  # dict[str, Any] | None
 
 
@@ -114,17 +117,16 @@ class _RefusedInPrompt(msgspec.Struct, kw_only=True):
 class _Refused(_RefusedInPrompt, kw_only=True):
     """Fields that would change the answer and that are not served. Empty values and those in `_NEUTRAL` pass."""
 
-    response_format: msgspec.Raw = _ABSENT
     functions: msgspec.Raw = _ABSENT
     function_call: msgspec.Raw = _ABSENT
     audio: msgspec.Raw = _ABSENT
     modalities: msgspec.Raw = _ABSENT
     web_search_options: msgspec.Raw = _ABSENT
-    structured_outputs: msgspec.Raw = _ABSENT
     guided_json: msgspec.Raw = _ABSENT
     guided_regex: msgspec.Raw = _ABSENT
     guided_choice: msgspec.Raw = _ABSENT
     guided_grammar: msgspec.Raw = _ABSENT
+    guided_decoding_backend: msgspec.Raw = _ABSENT
     logits_processors: msgspec.Raw = _ABSENT
     logprob_token_ids: msgspec.Raw = _ABSENT
     allowed_token_ids: msgspec.Raw = _ABSENT
@@ -138,7 +140,6 @@ class _Refused(_RefusedInPrompt, kw_only=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "length_penalty": (1, 1.0),
@@ -173,6 +174,8 @@ class _Common(_Refused, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cache_salt: Name | None = None
+    response_format: msgspec.Raw = _ABSENT  # see constraints.py
+    structured_outputs: msgspec.Raw = _ABSENT  # see constraints.py
 
 
 class _Chat(_Common, kw_only=True):
@@ -180,6 +183,7 @@ class _Chat(_Common, kw_only=True):
     max_completion_tokens: MaxTokens | None = None
     tools: list[_Tool] | None = None
     tool_choice: msgspec.Raw = _ABSENT
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     chat_template_kwargs: _TemplateOptions | None = None
@@ -277,7 +281,12 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     if request.max_tokens == 0:
         raise RequestError("Expected `int` >= 1", "max_tokens")
     return ChatRequest(
-        model=request.model, ask=_ask(request, (conversation,), sampling, "messages"), stream=_streaming(request)
+        model=request.model,
+        ask=_ask(
+            *(request, (conversation,), sampling, "messages", limits),
+            calls=calls_of(request.tool_choice, conversation.tools, request.parallel_tool_calls is not False),
+        ),
+        stream=_streaming(request),
     )
 
 
@@ -301,7 +310,7 @@ def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> Completi
     )
     return CompletionRequest(
         model=request.model,
-        ask=_ask(request, prompts, sampling, "prompt"),
+        ask=_ask(request, prompts, sampling, "prompt", limits),
         stream=_streaming(request),
         echo=echo,
     )
@@ -350,17 +359,37 @@ def _refuse_fields(request: _RefusedInPrompt, refused: type[_RefusedInPrompt]) -
     for field in refused.__struct_fields__:
         raw: msgspec.Raw = getattr(request, field)
         if memoryview(raw).nbytes > REFUSED_BYTES:
-            raise RequestError(f"{field} is not supported", field)
+            raise RequestError(f"{field} is not supported{_instead(field)}", field)
         value = _SMALL.read(raw, field)
         if value is None or value in _NEUTRAL.get(field, ()):
             continue
         if not value and field not in _OFF_IS_NOT_NEUTRAL:
             continue
         kind = cast("dict[str, Any]", value).get("type") if isinstance(value, dict) else None
-        raise RequestError(f"{field}{f' of type {kind}' if kind else ''} is not supported", field)
+        raise RequestError(f"{field}{f' of type {kind}' if kind else ''} is not supported{_instead(field)}", field)
 
 
-def _ask(request: _Common, prompts: tuple[Prompt, ...], sampling: Sampling, param: str) -> Ask:
+def _instead(field: str) -> str:
+    if not field.startswith("guided_"):
+        return ""
+    return f": say structured_outputs.{field.removeprefix('guided_')}" if field != "guided_decoding_backend" else ""
+
+
+def _ask(
+    request: _Common,
+    prompts: tuple[Prompt, ...],
+    sampling: Sampling,
+    param: str,
+    limits: Limits,
+    calls: Calls = Calls(),  # noqa: B008
+) -> Ask:
+    constraint = _constraint(request, limits)
+    if constraint is not None or calls.mode == "required":
+        field = constraint.param if constraint is not None else "tool_choice"
+        if request.min_tokens:
+            raise RequestError(f"min_tokens may keep an answer from its end, which {field} decides", "min_tokens")
+        if request.ignore_eos:
+            raise RequestError(f"ignore_eos keeps an answer from its end, which {field} decides", "ignore_eos")
     stop = _STOP.read(request.stop, "stop") or ()
     return Ask(
         prompts=prompts,
@@ -372,8 +401,23 @@ def _ask(request: _Common, prompts: tuple[Prompt, ...], sampling: Sampling, para
         skip_special_tokens=request.skip_special_tokens is not False,
         ignore_eos=bool(request.ignore_eos),
         salt=request.cache_salt or "",
+        constraint=constraint,
+        calls=calls,
         param=param,
     )
+
+
+def _constraint(request: _Common, limits: Limits) -> Constraint | None:
+    """What the visible answer has to be. Raises RequestError, naming the field."""
+    objects = _Objects(limits)
+    found: list[Constraint] = []
+    for field, read_field in (("response_format", of_response_format), ("structured_outputs", of_structured_outputs)):
+        raw: msgspec.Raw = getattr(request, field)
+        if not _is_absent(raw) and (one := read_field(objects.read(raw, field))) is not None:
+            found.append(one)
+    if len(found) > 1:
+        raise RequestError("give either response_format or structured_outputs", "structured_outputs")
+    return found[0] if found else None
 
 
 def _streaming(request: _Common) -> Streaming | None:
@@ -464,7 +508,7 @@ def _conversation(
     objects = _Objects(limits)
     return Conversation(
         messages=_messages(messages, limits, objects),
-        tools=_tools(request.tools, limits, objects) if _tools_wanted(request.tool_choice) else (),
+        tools=_tools(request.tools, limits, objects) if tools_wanted(request.tool_choice) else (),
         thinking=thinking,
         preserve_thinking=preserve,
         add_generation_prompt=not isinstance(request, _Tokenize) or request.add_generation_prompt,
@@ -485,19 +529,34 @@ def _thinking(request: "_Chat | _Tokenize", defaults: Defaults) -> tuple[bool, b
     return thinking, bool(template.preserve_thinking) or bool(request.thinking and request.thinking.keep == "all")
 
 
-def _tools_wanted(raw: msgspec.Raw) -> bool:
+def tools_wanted(raw: msgspec.Raw) -> bool:
+    """Whether the model is told of the tools. Raises RequestError for a tool_choice that is not one."""
     choice = _SMALL.read(raw, "tool_choice")
     match choice:
-        case None | "auto":
+        case None | "auto" | "required" | {"type": "function", "function": {"name": str()}}:
             return True
         case "none":
             return False
-        case "required":
-            raise RequestError("tool_choice required is not supported: use auto or none", "tool_choice")
-        case {"type": "function"}:
-            raise RequestError("tool_choice naming a function is not supported: use auto or none", "tool_choice")
+        case {"type": str() as kind}:
+            raise RequestError(f"tool_choice of type {kind} is not supported", "tool_choice")
         case _:
-            raise RequestError("tool_choice has to be auto or none", "tool_choice")
+            raise RequestError("tool_choice has to be auto, none, required or name a function", "tool_choice")
+
+
+def calls_of(raw: msgspec.Raw, tools: Sequence[Tool], parallel: bool) -> Calls:
+    """Which of the declared tools may be called. Raises RequestError where a call is asked for that cannot be made."""
+    choice = _SMALL.read(raw, "tool_choice")
+    match choice:
+        case "required":
+            named = None
+        case {"function": {"name": str() as named}}:
+            if all(tool.name != named for tool in tools):
+                raise RequestError(f"tool_choice names {named!r}, which is not among the tools", "tool_choice")
+        case _:
+            return Calls(parallel=parallel)
+    if not tools:
+        raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
+    return Calls(mode="required", named=named, parallel=parallel)
 
 
 class _Objects:
@@ -512,8 +571,8 @@ class _Objects:
         self._left -= data.nbytes
         if self._left < 0:
             raise RequestError(
-                f"the parameters of tools and the arguments given as objects are more than {self._limits.json_bytes} "
-                "bytes together",
+                "schemas, the parameters of tools and the arguments given as objects are more than "
+                f"{self._limits.json_bytes} bytes together",
                 place,
             )
         value = _decoded(_OBJECT, data, place)
@@ -590,7 +649,14 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: _Objects) -> 
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
         raw, place = function.parameters, f"tools[{index}].function.parameters"
         parameters = {} if _is_absent(raw) else objects.read(raw, place)
-        read.append(Tool(name=function.name, description=function.description or "", parameters=parameters))
+        read.append(
+            Tool(
+                name=function.name,
+                description=function.description or "",
+                parameters=parameters,
+                strict=bool(function.strict),
+            )
+        )
     return tuple(read)
 
 

@@ -21,6 +21,7 @@ class Tool(Record, frozen=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])  # JSON schema
+    strict: bool = False  # a schema that cannot be followed is refused; else such a tool takes any JSON object
 
 
 class Message(Record, frozen=True):
