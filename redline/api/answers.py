@@ -37,11 +37,15 @@ class Choice:
         self.logprobs: list[Scored] = []
         self.end: End | None = None
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
+        self.prompt_ids: Sequence[int] | None = None
+        self.token_ids: list[int] = []  # both where they are asked for
 
     def add(self, batch: Batch) -> None:
         """Take in the choice's next batch."""
         if batch.first:
             self.prompt_logprobs = batch.prompt_logprobs
+            self.prompt_ids = batch.prompt_ids
+        self.token_ids += batch.token_ids or ()
         for event in batch.events:
             match event:
                 case Text(text=text):
@@ -60,7 +64,8 @@ class Choice:
     @property
     def entries(self) -> int:
         """How much is to be written: the log probabilities that are told, and the pieces of text."""
-        return len(self.text) + len(self.thought) + sum(1 + len(item.top) for item, _ in self.logprobs)
+        ids = (len(self.prompt_ids or ()) + len(self.token_ids)) // 8
+        return ids + len(self.text) + len(self.thought) + sum(1 + len(item.top) for item, _ in self.logprobs)
 
     def ended(self) -> End:
         """The choice's end. Raises AssertionError where it has not come."""
@@ -100,11 +105,14 @@ def chat_answer(
                 "message": _message(choice),
                 "logprobs": chat_logprobs(choice.logprobs, token_bytes) if logprobs else None,
                 **finish_of(choice.ended()),
+                **({} if choice.prompt_ids is None else {"token_ids": json_list(choice.token_ids)}),
             }
             for index, choice in enumerate(choices)
         ],
         "usage": usage_of([choice.ended() for choice in choices], n=len(choices)),
     }
+    if (prompt_ids := choices[0].prompt_ids) is not None:
+        answer["prompt_token_ids"] = json_list(prompt_ids)
     if (prompt_logprobs := choices[0].prompt_logprobs) is not None:
         answer["prompt_logprobs"] = vllm_prompt_logprobs(prompt_logprobs, token_bytes)
     return _json(answer)
@@ -218,6 +226,8 @@ def _completion_choice(index: int, choice: Choice, opening: "Opening", logprobs:
     }
     if opening.prompt_logprobs is not None:
         answer["prompt_logprobs"] = vllm_prompt_logprobs(opening.prompt_logprobs, token_bytes)
+    if choice.prompt_ids is not None:
+        answer |= {"prompt_token_ids": json_list(choice.prompt_ids), "token_ids": json_list(choice.token_ids)}
     return answer
 
 

@@ -29,6 +29,8 @@ class Ask(Record, frozen=True):
     salt: str = ""  # requests with different salts never share cached pages
     constraint: Constraint | None = None  # what the visible answer has to be
     calls: Calls = Calls()  # which of the conversation's tools may be called
+    reasoning: bool = True  # it is shown; false: it is generated and counted, and not shown
+    token_ids: bool = False  # of prompts and answers are told
     param: str = "messages"  # the field that the prompts came from, for errors
 
     @property

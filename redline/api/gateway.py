@@ -25,7 +25,7 @@ from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
-from redline.chat.events import End, Event
+from redline.chat.events import End, Event, Thought
 from redline.chat.hashing import make_job
 from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
@@ -60,6 +60,8 @@ class Batch(NamedTuple):
     completion_tokens: int  # of the choice, so far
     first: bool = False  # the first batch of its choice
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first batch, where asked for
+    token_ids: Sequence[int] | None = None  # of the answer, since the last batch, where asked for
+    prompt_ids: Sequence[int] | None = None  # with the first batch, where asked for
 
 
 class Gateway:
@@ -298,6 +300,7 @@ class Gateway:
             parse=chat,
             include_stop_str=ask.include_stop,
             skip_special_tokens=ask.skip_special_tokens,
+            one_call=not ask.calls.parallel,
         )
 
     def forget(self, lane: "_Lane", finish: Finish) -> None:
@@ -470,6 +473,7 @@ class _Lane:
         "opened",
         "read",
         "tokens",
+        "untold",
     )
 
     def __init__(self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float) -> None:
@@ -485,6 +489,7 @@ class _Lane:
         self.heard = False  # a delta has come
         self.opened = False  # a batch has gone out
         self.ended = False  # its End has gone out
+        self.untold: list[int] = []  # ids that go out with the next batch, where they are asked for
 
 
 class Generation:
@@ -501,6 +506,7 @@ class Generation:
         self.n = ask.n
         self._gateway = gateway
         self._scores = ask.sampling.max_tokens == 0
+        self._reasoning, self._token_ids = ask.reasoning, ask.token_ids
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._wake: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
@@ -568,6 +574,7 @@ class Generation:
             self._gateway.forget(lane, "length")
             delta = msgspec.structs.replace(delta, tokens=(), logprobs=(), finish="length")
         events = lane.decoder.push(delta)
+        before = lane.read
         lane.read += len(delta.tokens)
         if lane.decoder.stopped:
             self._gateway.forget(lane, "stop")
@@ -575,8 +582,16 @@ class Generation:
             lane.ended = True
             lane.read = end.completion_tokens
             self._open -= 1
-        elif not events and lane.opened:
+        if not self._reasoning:
+            events = [event for event in events if not isinstance(event, Thought)]
+        if self._token_ids:
+            lane.untold += delta.tokens[: lane.read - before]
+        if not events and lane.opened:
             return None  # the tokens so far end within a character or a tag
         first, lane.opened = not lane.opened, True
         scored = first and lane.job.sampling.prompt_logprobs is not None
-        return Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)
+        batch = Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)
+        if self._token_ids:
+            told, lane.untold = lane.untold, []
+            batch = batch._replace(token_ids=told, prompt_ids=lane.job.tokens if first else None)
+        return batch

@@ -17,6 +17,7 @@ from redline.api.answers import (
     chat_logprobs,
     completion_logprobs,
     finish_of,
+    json_list,
     usage,
     usage_of,
     vllm_prompt_logprobs,
@@ -101,6 +102,7 @@ class ChatStream(_ChunkWriter):
         self._logprobs = logprobs
         self._token_bytes = token_bytes
         self._held: list[list[Scored]] = [[] for _ in self._ends]  # logprobs whose text has not left yet
+        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
         self._plain = not logprobs and not how.continuous
         self._after = b'},"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"delta":{"content":' % (self._head, index) for index in range(len(self._ends))]
@@ -116,6 +118,8 @@ class ChatStream(_ChunkWriter):
             self._completion[choice] = batch.completion_tokens
             if batch.first:
                 chunks.append(self._open(batch))
+            if batch.token_ids is not None:
+                self._token_ids[choice] = [*(self._token_ids[choice] or ()), *batch.token_ids]
             if self._logprobs:
                 self._held[choice] += [
                     item for event in batch.events if isinstance(event, Logprobs) for item in event.items
@@ -144,15 +148,19 @@ class ChatStream(_ChunkWriter):
 
     def _open(self, batch: Batch) -> bytes:
         """The chunk that names the role, before a choice's first event."""
-        delta = {"role": "assistant", "content": ""}
-        if batch.prompt_logprobs is None:
-            return self._delta(batch.choice, delta)
-        scored = _json(vllm_prompt_logprobs(batch.prompt_logprobs, self._token_bytes))
-        head = self._head.replace(b',"choices":', b',"prompt_logprobs":%b,"choices":' % scored)
-        return self._delta(batch.choice, delta).replace(self._head, head, 1)
+        chunk = self._delta(batch.choice, {"role": "assistant", "content": ""})
+        extra: dict[str, Any] = {}
+        if batch.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = vllm_prompt_logprobs(batch.prompt_logprobs, self._token_bytes)
+        if batch.prompt_ids is not None:
+            extra["prompt_token_ids"] = json_list(batch.prompt_ids)
+        if not extra:
+            return chunk
+        head = self._head.removesuffix(b'"choices":') + _json(extra)[1:-1] + b',"choices":'
+        return head + chunk.removeprefix(self._head)
 
     def _piece(self, choice: int, plain: bytes, opening: bytes, text: bytes) -> bytes:
-        if self._plain:
+        if self._plain and self._token_ids[choice] is None:
             return plain + text + self._after
         return self._chunk(choice, opening + text + b"}," + self._rest(choice, {"finish_reason": None}))
 
@@ -164,7 +172,8 @@ class ChatStream(_ChunkWriter):
         """The members after the delta: the held logprobs, if any, leave with it."""
         held, self._held[choice] = self._held[choice], []
         scored = chat_logprobs(held, self._token_bytes) if held else None
-        return _json({"logprobs": scored, **finish})[1:-1]
+        ids, self._token_ids[choice] = self._token_ids[choice], None
+        return _json({"logprobs": scored, **finish, **({"token_ids": ids} if ids is not None else {})})[1:-1]
 
 
 class CompletionStream(_ChunkWriter):
@@ -192,6 +201,7 @@ class CompletionStream(_ChunkWriter):
         self._echo = echo
         self._token_bytes = token_bytes
         self._held: list[list[tuple[TokenLogprobs | None, bytes]]] = [[] for _ in self._ends]
+        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
         self._offset = [0] * len(self._ends)  # characters that logprobs have covered
         self._plain = not logprobs and not how.continuous
         self._after = b',"logprobs":null,"finish_reason":null}]' + self._tail
@@ -203,15 +213,17 @@ class CompletionStream(_ChunkWriter):
         for batch in batches:
             choice = batch.choice
             self._completion[choice] = batch.completion_tokens
-            if batch.first and (self._echo or batch.prompt_logprobs is not None):
+            if batch.first and (self._echo or batch.prompt_logprobs is not None or batch.prompt_ids is not None):
                 chunks.append(self._open(batch))
+            if batch.token_ids is not None:
+                self._token_ids[choice] = [*(self._token_ids[choice] or ()), *batch.token_ids]
             if self._logprobs:
                 self._held[choice] += [
                     item for event in batch.events if isinstance(event, Logprobs) for item in event.items
                 ]
             for event in batch.events:
                 match event:
-                    case Text(text=text) if self._plain:
+                    case Text(text=text) if self._plain and batch.token_ids is None:
                         chunks.append(self._text[choice] + _json(text) + self._after)
                     case Text(text=text):
                         rest = self._rest(choice, {"finish_reason": None})
@@ -232,6 +244,8 @@ class CompletionStream(_ChunkWriter):
         extra: dict[str, Any] = {"finish_reason": None}
         if scored is not None:
             extra["prompt_logprobs"] = vllm_prompt_logprobs(scored, self._token_bytes)
+        if batch.prompt_ids is not None:
+            extra["prompt_token_ids"] = json_list(batch.prompt_ids)
         return self._chunk(choice, b'"text":' + _json(opening.text) + b"," + self._rest(choice, extra))
 
     def _rest(self, choice: int, finish: dict[str, Any]) -> bytes:
@@ -240,4 +254,5 @@ class CompletionStream(_ChunkWriter):
         if held:
             scored = completion_logprobs(held, self._token_bytes, self._offset[choice])
             self._offset[choice] += sum(map(len, scored["tokens"]))
-        return _json({"logprobs": scored, **finish})[1:-1]
+        ids, self._token_ids[choice] = self._token_ids[choice], None
+        return _json({"logprobs": scored, **finish, **({"token_ids": ids} if ids is not None else {})})[1:-1]
