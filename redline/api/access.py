@@ -15,7 +15,7 @@ from pathlib import Path
 from redline.api.errors import Refusal
 from redline.errors import ConfigError
 
-OPEN_PATHS = {"/health", "/live"}  # all that needs no key
+OPEN_PATHS = {"/health", "/live", "/ping"}  # all that needs no key
 WAY_OUT = "; with a keys_file such requests are served"
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -49,10 +49,10 @@ def check_key(headers: Headers, keys: frozenset[bytes]) -> None:
         raise Refusal(401, "Incorrect API key provided", "invalid_api_key")
 
 
-def check_page(method: str, headers: Headers, local: bool) -> None:
+def check_page(method: str, headers: Headers, local: bool, origins: frozenset[bytes] = frozenset()) -> None:
     """Raises Refusal (400, 403, 415) for a request that a page of somebody else may have sent.
 
-    local: only this machine can reach the server.
+    local: only this machine can reach the server. origins: of pages that may.
     """
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1:
@@ -66,7 +66,7 @@ def check_page(method: str, headers: Headers, local: bool) -> None:
             "foreign_host",
         )
     for name, origin in headers:
-        if name == b"origin" and not _is_own(origin, host, local):
+        if name == b"origin" and origin not in origins and not _is_own(origin, host, local):
             raise Refusal(
                 403, f"the header Origin is {_shown(origin)}: a page from elsewhere{WAY_OUT}", "foreign_origin"
             )

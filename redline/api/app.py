@@ -33,15 +33,23 @@ from redline.api.answers import (
     tokenize_answer,
 )
 from redline.api.config import ApiConfig, Defaults, Limits
+from redline.api.cors import Cors, check_origins
 from redline.api.errors import Answer, Refusal, answer_to
 from redline.api.gateway import Gateway, Generation
 from redline.api.openai import Streaming, read_chat, read_completion, read_detokenize, read_tokenize
 from redline.api.sse import ChatStream, CompletionStream, EventStream, data
+from redline.api.unpack import check_encoding, unpacked
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError
 from redline.wire.job import Sampling
 
-QUIET_PATHS = {"/health", "/live", "/metrics"}  # asked every few seconds by machines: access lines at debug only
+QUIET_PATHS = {
+    "/health",
+    "/live",
+    "/ping",
+    "/load",
+    "/metrics",
+}  # asked every few seconds by machines: access lines at debug only
 REQUEST_ID_CHARS = 128
 SHOWN_PATH_CHARS = 200
 
@@ -53,31 +61,45 @@ Begin = Callable[[bytes, Scope], Awaitable[Respond]]  # what a body asks for, be
 
 
 def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
-    """The API over a gateway. Raises ConfigError where the keys' file cannot be read or is empty."""
+    """The API over a gateway. Raises ConfigError where the keys' file cannot be read or is empty, or an origin is no
+    origin."""
     api = _Api(gateway, config)
     bodies = _Bodies(config.limits.bodies_bytes)
     routes = [
         Route("/", api.root),
         Route("/live", api.live),
         Route("/health", api.health),
+        Route("/ping", api.health, methods=["GET", "POST"]),
+        Route("/load", api.load),
         Route("/metrics", api.metrics),
         Route("/version", api.version),
         Route("/v1/models", api.models),
+        Route("/v1/models/{id:path}", api.one_model),
         Route("/v1/chat/completions", _Post(api.chat, config, bodies), methods=["POST"]),
         Route("/v1/completions", _Post(api.completions, config, bodies), methods=["POST"]),
         Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
         Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
     ]
-    api.routes = [f"{'POST' if isinstance(route.endpoint, _Post) else 'GET'} {route.path}" for route in routes]
+    api.routes = [f"{'POST' if isinstance(route.endpoint, _Post) else 'GET'} {route.path_format}" for route in routes]
     keys = read_keys(Path(config.keys_file)) if config.keys_file else None
-    return _Border(Router(routes, redirect_slashes=False), keys, config.local, config.limits.header_bytes)
+    origins = check_origins(config.cors_origins)
+    border = _Border(Router(routes, redirect_slashes=False), keys, config.local, config.limits.header_bytes, origins)
+    return Cors(border, origins) if origins else border
 
 
 class _Border:
     """What surrounds every request: keys, header size, request id, errors, and the access line."""
 
-    def __init__(self, app: ASGIApp, keys: frozenset[bytes] | None, local: bool, header_bytes: int) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: frozenset[bytes] | None,
+        local: bool,
+        header_bytes: int,
+        origins: frozenset[bytes],
+    ) -> None:
         self._app = app
+        self._origins = origins
         self._keys = keys
         self._local = local
         self._header_bytes = header_bytes
@@ -107,7 +129,7 @@ class _Border:
             if sum(len(name) + len(value) for name, value in headers) > self._header_bytes:
                 raise Refusal(431, f"the headers are more than {self._header_bytes} bytes", "headers_too_large")
             if self._keys is None:
-                check_page(scope["method"], headers, self._local)
+                check_page(scope["method"], headers, self._local, self._origins)
             elif scope["path"] not in OPEN_PATHS:
                 check_key(headers, self._keys)
             await self._app(scope, receive, send_on)
@@ -215,8 +237,10 @@ class _Body:
     async def read(self, scope: Scope, receive: Receive, most: int) -> bytes | None:
         """The whole body; None where the client left meanwhile.
 
-        Raises Refusal (413) as soon as it is known to have more than `most` bytes, and Overloaded.
+        Raises Refusal (413) as soon as it is known to have more than `most` bytes, 400 or 415 for what is packed in
+        another way than gzip, and Overloaded.
         """
+        packed = check_encoding(header(scope["headers"], b"content-encoding"))
         too_large = Refusal(413, f"the body is more than {most} bytes", "body_too_large")
         declared = header(scope["headers"], b"content-length")
         if declared.isdigit() and int(declared[:20]) > most:
@@ -232,7 +256,17 @@ class _Body:
             self._size = self._bodies.grow(self._size, len(part))
             body += part
             if not message.get("more_body", False):
-                return bytes(body)
+                return await self._unpacked(bytes(body), most) if packed else bytes(body)
+
+    async def _unpacked(self, data: bytes, most: int) -> bytes:
+        """Raises Refusal (400, 413) and Overloaded."""
+        body = bytearray()
+        async for piece in unpacked(data):
+            if len(body) + len(piece) > most:
+                raise Refusal(413, f"the body, unpacked, is more than {most} bytes", "body_too_large")
+            self._size = self._bodies.grow(self._size, len(piece))
+            body += piece
+        return bytes(body)
 
 
 class _Post:
@@ -298,15 +332,25 @@ class _Api:
     async def version(self, request: Request) -> Response:
         return _json({"version": version("redline")})
 
+    async def load(self, request: Request) -> Response:
+        """vLLM's: the requests that are being answered or wait."""
+        return _json({"server_load": self._gateway.load})
+
     async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._card(name) for name in self._names]})
+
+    async def one_model(self, request: Request) -> Response:
+        return _json(self._card(self._model(request.path_params["id"])))
+
+    def _card(self, name: str) -> dict[str, Any]:
         ready = self._gateway.ready
-        card = {
+        return {
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "redline",
             "max_model_len": ready.max_model_len if ready else None,
         }
-        return _json({"object": "list", "data": [{"id": name, **card} for name in self._names]})
 
     async def chat(self, body: bytes, scope: Scope) -> Respond:
         request = await self._read(body, read_chat)

@@ -26,7 +26,9 @@ class Limits(Record, frozen=True):
     json_depth: int = 64  # nesting of each of them
     prompts: int = 64  # in one completions request
     waiting: int = 1024  # jobs without a first token, before new ones are refused with 503
-    tokens: int = 2 << 20  # of jobs without a first token, and so of one request: prompts, each counted n times
+    choices: int = 256  # of one request: prompts times n; a quarter of those that may wait
+    tokens: int = 1 << 19  # of one request: prompts, each counted n times; a quarter of those that may wait
+    queue_tokens: int = 2 << 20  # of jobs without a first token, of all requests, before new ones are refused with 503
     prompt_logprobs: int = 1 << 18  # of one request: prompt tokens, each n times, times the log probabilities of each
     bodies_bytes: int = 64 * MIB  # of all bodies that are being read or encoded, together
     grammar_bytes: int = MIB  # of one request's grammar: its schemas, and what calls of its tools look like
@@ -52,6 +54,7 @@ class ApiConfig(Record, frozen=True):
 
     served_model_names: tuple[str, ...]  # the first is what answers carry; requests may use any
     keys_file: str | None = None  # one key per line; blank lines and lines that start with # do not count
+    cors_origins: tuple[str, ...] = ()  # of pages elsewhere that may ask here, as https://chat.example
     local: bool = False  # only this machine reaches the server: without keys, the header Host is then checked
     limits: Limits = Limits()
     defaults: Defaults = Defaults()

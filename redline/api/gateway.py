@@ -103,6 +103,11 @@ class Gateway:
         return self._engine().max_model_len
 
     @property
+    def load(self) -> int:
+        """Requests that are being answered or wait."""
+        return len({lane.generation for lane in self._lanes.values()})
+
+    @property
     def silence(self) -> str | None:
         """Why new requests are refused for now, though the model is loaded: nothing is heard of its worker."""
         silent = 0.0 if self._beat_at is None else self._clock() - self._beat_at
@@ -338,7 +343,7 @@ class Gateway:
                 f"the prompts, each counted n times, are {asked} tokens or more; at most {most} in one request",
                 ask.param,
             )
-        if self._waiting_tokens > before and self._waiting_tokens + ask.n * tokens > most:
+        if self._waiting_tokens > before and self._waiting_tokens + ask.n * tokens > self._limits.queue_tokens:
             raise Overloaded(f"{self._waiting_tokens} tokens wait already; try again later")
         scored = ask.sampling.prompt_logprobs
         if scored is not None and asked * (scored + 1) > (most := self._limits.prompt_logprobs):
@@ -383,7 +388,7 @@ class Gateway:
             raise ContextTooLong(
                 f"{param} is {prompt_tokens} tokens and max_tokens {asked}: together {prompt_tokens + asked}; "
                 f"this model's context holds {limit}",
-                param,
+                "max_tokens",
             )
         own = () if ask.ignore_eos else self.tokenizer.stop_ids
         return msgspec.structs.replace(

@@ -9,9 +9,10 @@ but 8 MiB of `[],` 0.4 s and 8 MiB of `1e300,` 10 s. So fields that may hold any
 `Raw` at first, which makes no objects, and are read once their length is known to be bounded.
 """
 
+import codecs
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -32,12 +33,38 @@ T = TypeVar("T")
 
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-MaxTokens = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
-Top = Annotated[int, Meta(ge=0, le=20)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
+
+
+# Some clients have no integers, and write 6.0: `_Common.__post_init__` leaves integers alone.
+if TYPE_CHECKING:
+    Choices = int
+    MaxTokens = int
+    Tokens = int
+    Top = int
+    Seed = int
+    BestOf = int
+    WholeTopK = int
+else:
+
+    def _whole(ge: int, le: int) -> Any:
+        return Annotated[int, Meta(ge=ge, le=le)] | Annotated[float, Meta(ge=ge, le=le)]
+
+    Choices = _whole(1, 64)
+    MaxTokens = _whole(1, WHAT_IS_LEFT - 1)
+    Tokens = _whole(0, WHAT_IS_LEFT - 1)
+    Top = _whole(0, 20)
+    Seed = _whole(-(1 << 63), (1 << 63) - 1)
+    BestOf = _whole(-(1 << 31), 1 << 31)
+    WholeTopK = TopK | Annotated[float, Meta(ge=-1, le=1 << 20)]
+
+_WHOLE = (
+    "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "logprobs", "top_logprobs",
+    "prompt_logprobs",
+)  # fmt: skip
 
 
 _ABSENT = msgspec.Raw()
@@ -53,6 +80,7 @@ class _Item(msgspec.Struct, gc=False):
 class _Part(_Item, gc=False):
     type: Name
     text: str | None = None
+    refusal: str | None = None
 
 
 class _Function(msgspec.Struct, gc=False):
@@ -210,20 +238,20 @@ class _Common(_Refused, kw_only=True):
     """What both routes take. Field names are OpenAI's, then vLLM's."""
 
     model: Name | None = None
-    n: Annotated[int, Meta(ge=1, le=8)] | None = None
-    best_of: int | None = None
-    max_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
+    n: Choices | None = None
+    best_of: BestOf | None = None
+    max_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: TopK | None = None
+    top_k: WholeTopK | None = None
     min_p: MinP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    seed: Seed | None = None
     stop: msgspec.Raw = _ABSENT  # see _STOP
     stop_token_ids: msgspec.Raw = _ABSENT  # see _STOP_IDS
-    min_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
+    min_tokens: Tokens | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -235,6 +263,15 @@ class _Common(_Refused, kw_only=True):
     response_format: msgspec.Raw = _ABSENT  # see constraints.py
     structured_outputs: msgspec.Raw = _ABSENT  # see constraints.py
     return_token_ids: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Make integers of 6.0 and the like. Raises RequestError, naming the field, for other floats."""
+        for field in _WHOLE:
+            value = getattr(self, field, None)
+            if type(value) is float:
+                if not value.is_integer():
+                    raise RequestError(f"Expected `int`, got {value}", field)
+                setattr(self, field, int(value))
 
 
 class _Chat(_Common, kw_only=True):
@@ -389,7 +426,7 @@ _COMPLAINT_CHARS = 400  # msgspec repeats a wrong word, however long it is
 
 def read(body: bytes, shape: type[T]) -> T:
     """JSON decoded as `shape`. Raises RequestError, whose `param` is the place, as in `messages[2].role`."""
-    return _decoded(msgspec.json.Decoder(shape), body, "")
+    return _decoded(msgspec.json.Decoder(shape), body.removeprefix(codecs.BOM_UTF8), "")
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: str) -> T:
@@ -399,9 +436,26 @@ def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: 
     except msgspec.ValidationError as error:
         raise _complaint(str(error), place) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}", place or None) from None
+        raise RequestError(f"The body is not valid JSON: {_cause(data) or error}", place or None) from None
     except RecursionError:
         raise RequestError("The body is nested too deeply", place or None) from None
+
+
+# What opens half of a surrogate pair whose other half does not follow; a backslash may itself be escaped.
+_CAUSE_BYTES = 256 << 10  # of a body are searched for it, while nothing else runs
+_HALF = re.compile(
+    rb"(?<!\\)(?:\\\\)*\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u....))"
+)
+
+
+def _cause(data: bytes | memoryview) -> str | None:
+    """What is wrong with a text that is no JSON, where the reader's own words would mislead."""
+    begin = bytes(data[:4])
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in begin:
+        return "it is UTF-16 or UTF-32; send UTF-8"
+    if (half := _HALF.search(data[:_CAUSE_BYTES])) is not None:
+        return f"a string has half of a surrogate pair at byte {half.end() - 6}, which is no character"
+    return None
 
 
 def _complaint(message: str, place: str) -> RequestError:
@@ -460,6 +514,9 @@ def _ask(
             raise RequestError(f"min_tokens may keep an answer from its end, which {field} decides", "min_tokens")
         if request.ignore_eos:
             raise RequestError(f"ignore_eos keeps an answer from its end, which {field} decides", "ignore_eos")
+    choices = len(prompts) * (request.n or 1)
+    if choices > limits.choices:
+        raise RequestError(f"the prompts, each n times, are {choices}; at most {limits.choices} in one request", "n")
     stop = _STOP.read(request.stop, "stop") or ()
     return Ask(
         prompts=prompts,
@@ -688,6 +745,8 @@ def _messages(messages: Sequence[_Message], limits: Limits, objects: _Objects) -
 def _message(message: _Message, place: str, objects: _Objects) -> Message:
     role = "system" if message.role == "developer" else message.role
     content = _content(message.content, f"{place}.content")
+    if role == "assistant" and message.content is None:
+        content = message.refusal or ""
     if role == "tool" and not message.tool_call_id:
         raise RequestError("a tool message needs the id of the call that it answers", f"{place}.tool_call_id")
     if role == "user" and message.content is None:
@@ -712,11 +771,13 @@ def _content(content: str | list[_Part] | None, place: str) -> str:
     if isinstance(content, str):
         return content
     for index, part in enumerate(content):
+        if part.type == "refusal" and part.refusal is not None:
+            continue
         if part.type != "text":
             raise RequestError(f"content of type {part.type} is not supported: text only", f"{place}[{index}].type")
         if part.text is None:
             raise RequestError("a part of type text needs text", f"{place}[{index}].text")
-    return "".join(part.text or "" for part in content)
+    return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
 
 
 def _call(call: _Call, place: str, objects: _Objects) -> ToolCall:

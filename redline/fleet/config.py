@@ -6,6 +6,7 @@ host = "127.0.0.1"
 port = 8000
 served_model_name = ["kimi-k2.6"]      # absent: the folder's name
 keys_file = "keys.txt"                 # API keys, one per line; absent: everyone who reaches the port is served
+cors_origins = ["https://chat.example"]   # pages of other origins that may ask here; absent: none
 log_level = "info"                     # a line for each request; "warning": none; or "debug", "error"
 
 [engine]
@@ -59,6 +60,7 @@ class ServeConfig(Record, frozen=True):
     port: int = 8000  # 0: any free one
     served_model_name: tuple[str, ...] = ()  # none: the folder's name
     keys_file: str | None = None  # None: no key is asked for
+    cors_origins: tuple[str, ...] = ()  # none: pages of no other origin may ask
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     engine: EngineConfig = EngineConfig()
 

@@ -29,6 +29,7 @@ from rich.text import Text
 from redline.api.access import is_loopback, read_keys
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Defaults, Limits
+from redline.api.cors import check_origins
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.server import Server, uvicorn_config
@@ -69,6 +70,7 @@ def serve(config: ServeConfig, console: Console) -> int:
     speculation = config.engine.speculation
     if speculation is not None:
         _check_drafting(speculation)
+    check_origins(config.cors_origins)
     if config.keys_file is not None:
         read_keys(Path(config.keys_file))  # before a model is loaded for minutes
     listener = _listen(config.host, config.port)
@@ -173,6 +175,7 @@ async def _serve_through(
     api = ApiConfig(
         served_model_names=config.names,
         keys_file=config.keys_file,
+        cors_origins=config.cors_origins,
         local=is_loopback(config.host),
         defaults=Defaults(**msgspec.structs.asdict(generation_config_of(folder))),
         limits=Limits(),

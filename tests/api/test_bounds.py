@@ -201,7 +201,7 @@ async def test_log_probabilities_of_prompts_are_bounded_as_a_product() -> None:
 
 
 async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
-    async with World(answer("a"), limits=Limits(tokens=50)) as world:
+    async with World(answer("a"), limits=Limits(tokens=50, queue_tokens=50)) as world:
         world.engine.gate.clear()
         for _ in range(3):  # given up
             with await world.gateway.begin(text_ask("x" * 20, n=2)), pytest.raises(Overloaded, match="40 tokens"):
