@@ -382,7 +382,8 @@ class _Api:
         request = await self._read(body, read_completion)
         model = self._model(request.model)
         scope["generation"] = generation = await self._gateway.begin(request.ask)  # for the access line
-        return partial(self._completions, generation, model, request.stream, request.ask.sampling, request.echo)
+        hidden = self._gateway.tokenizer.skipped if request.ask.skip_special_tokens else frozenset[int]()
+        return partial(self._completions, generation, model, request.stream, request.ask.sampling, request.echo, hidden)
 
     async def _completions(
         self,
@@ -391,6 +392,7 @@ class _Api:
         how: Streaming | None,
         sampling: Sampling,
         echo: bool,
+        hidden: frozenset[int],
         send: Send,
     ) -> None:
         logprobs = sampling.logprobs is not None
@@ -400,14 +402,15 @@ class _Api:
             prompts, n = generation.prompts, generation.n
             openings = [_scored_entries(prompt, sampling) + (len(prompt) if echo else 0) for prompt in prompts]
             if how is not None:
-                stream = CompletionStream(id, created, model, prompts, n, how, logprobs, echo, token_bytes)
+                stream = CompletionStream(id, created, model, prompts, n, how, logprobs, echo, token_bytes, hidden)
                 await self._stream(send, generation, stream, max(openings))
                 return
             choices = await gather(generation)
             cost = n * sum(openings) + sum(choice.entries for choice in choices)
-            body = await self._gateway.in_thread(
-                ENTRY_CHARS * cost, completion_answer, id, created, model, prompts, choices, logprobs, echo, token_bytes
+            write = partial(
+                completion_answer, id, created, model, prompts, choices, logprobs, echo, token_bytes, hidden
             )
+            body = await self._gateway.in_thread(ENTRY_CHARS * cost, write)
             await _send_json(send, body)
 
     async def _stream(self, send: Send, generation: Generation, stream: EventStream, opening: int) -> None:

@@ -16,7 +16,8 @@ class Limits(Record, frozen=True):
     )  # of one request's body: a context of 262,144 tokens is 1.3 MB of English, 5 MB of escaped Cyrillic
     header_bytes: int = 64 << 10  # of one request, all header lines together; and of its trailers
     headers: int = 128  # lines of one request; each costs the event loop about a microsecond
-    header_seconds: float = 10.0  # in which they have to arrive; so long may a connection idle between requests
+    header_seconds: float = 10.0  # in which they have to arrive
+    idle_seconds: float = 120.0  # that a connection may idle between requests: clients' pools keep theirs up to 90 s
     write_seconds: float = 30.0  # a client that takes nothing of what it has asked for in so long is given up
     connections: int = 4096  # at once; fewer where the process may not open as many files
     messages: int = 4096  # of one conversation

@@ -5,13 +5,17 @@ time tokens; deltas that arrived together leave in one write. Nearly every chunk
 the text is encoded once per choice.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 import msgspec
 
 from redline.api.answers import (
+    Offsets,
     Opening,
+    Placed,
     Scored,
     TokenBytes,
     chat_logprobs,
@@ -25,7 +29,6 @@ from redline.api.answers import (
 from redline.api.gateway import Batch
 from redline.api.openai import Streaming
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
-from redline.wire.step import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -180,7 +183,7 @@ class CompletionStream(_ChunkWriter):
     """The stream of a text completion.
 
     created: Unix seconds. prompts: token ids. n: choices for each prompt. logprobs: whether they were asked for. echo:
-    the prompt opens each choice's text.
+    the prompt opens each choice's text. hidden: ids that have no text in an answer.
     """
 
     def __init__(
@@ -194,15 +197,17 @@ class CompletionStream(_ChunkWriter):
         logprobs: bool,
         echo: bool,
         token_bytes: TokenBytes,
+        hidden: frozenset[int],
     ) -> None:
         super().__init__(id, "text_completion", created, model, [len(prompt) for prompt in prompts], n, how)
         self._ids = prompts
         self._logprobs = logprobs
         self._echo = echo
         self._token_bytes = token_bytes
-        self._held: list[list[tuple[TokenLogprobs | None, bytes]]] = [[] for _ in self._ends]
+        self._held: list[list[Placed]] = [[] for _ in self._ends]
         self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
-        self._offset = [0] * len(self._ends)  # characters that logprobs have covered
+        self._offsets = [Offsets(hidden) for _ in self._ends]
+        self._shown = [0] * len(self._ends)  # characters
         self._plain = not logprobs and not how.continuous
         self._after = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"text":' % (self._head, index) for index in range(len(self._ends))]
@@ -218,14 +223,14 @@ class CompletionStream(_ChunkWriter):
             if batch.token_ids is not None:
                 self._token_ids[choice] = [*(self._token_ids[choice] or ()), *batch.token_ids]
             if self._logprobs:
-                self._held[choice] += [
-                    item for event in batch.events if isinstance(event, Logprobs) for item in event.items
-                ]
+                scored = [item for event in batch.events if isinstance(event, Logprobs) for item in event.items]
+                self._held[choice] += self._offsets[choice].of(scored)
             for event in batch.events:
                 match event:
                     case Text(text=text) if self._plain and batch.token_ids is None:
                         chunks.append(self._text[choice] + _json(text) + self._after)
                     case Text(text=text):
+                        self._shown[choice] += len(text)
                         rest = self._rest(choice, {"finish_reason": None})
                         chunks.append(self._chunk(choice, b'"text":' + _json(text) + b"," + rest))
                     case End():
@@ -240,7 +245,8 @@ class CompletionStream(_ChunkWriter):
         choice, scored = batch.choice, batch.prompt_logprobs
         opening = Opening(self._ids[choice // self._n], scored, self._echo, self._token_bytes)
         if self._logprobs:
-            self._held[choice] += opening.scored
+            self._held[choice] += self._offsets[choice].of_prompt(opening.scored)
+        self._shown[choice] += len(opening.text)
         extra: dict[str, Any] = {"finish_reason": None}
         if scored is not None:
             extra["prompt_logprobs"] = vllm_prompt_logprobs(scored, self._token_bytes)
@@ -249,10 +255,11 @@ class CompletionStream(_ChunkWriter):
         return self._chunk(choice, b'"text":' + _json(opening.text) + b"," + self._rest(choice, extra))
 
     def _rest(self, choice: int, finish: dict[str, Any]) -> bytes:
-        held, self._held[choice] = self._held[choice], []
-        scored = None
-        if held:
-            scored = completion_logprobs(held, self._token_bytes, self._offset[choice])
-            self._offset[choice] += sum(map(len, scored["tokens"]))
+        """The members after the text. Log probabilities of text that is held back, as it may be a stop string, wait."""
+        held, shown, scored = self._held[choice], self._shown[choice], None
+        ready = len(held) if self._ends[choice] else bisect_right(held, shown, key=itemgetter(2))
+        if ready:
+            scored = completion_logprobs(held[:ready], self._token_bytes, shown)
+            del held[:ready]
         ids, self._token_ids[choice] = self._token_ids[choice], None
         return _json({"logprobs": scored, **finish, **({"token_ids": ids} if ids is not None else {})})[1:-1]

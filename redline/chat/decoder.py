@@ -93,7 +93,9 @@ class Decoder:
             self.stopped = True
             events.append(self._end("stop", delta, found))
         elif delta.finish is not None:
-            events.append(self._end(delta.finish, delta, stop_id))
+            # The model's own end is an ordinary one: only what the client named is told.
+            named = None if stop_id in self._tokenizer.stop_ids else stop_id
+            events.append(self._end(delta.finish, delta, named))
         return events
 
     def _end(self, finish: Finish, delta: Delta, stop: str | int | None) -> End:
