@@ -25,6 +25,7 @@ class Ask(Record, frozen=True):
     include_stop: bool = False  # what ended the answer is part of it
     skip_special_tokens: bool = True  # control tokens have no text (redline.chat.decoder.Decoder)
     ignore_eos: bool = False  # the model's own stop ids do not end an answer
+    timeout_s: float | None = None  # from the request's arrival to the last token; None: as the deployment has it
     salt: str = ""  # requests with different salts never share cached pages
     param: str = "messages"  # the field that the prompts came from, for errors
 

@@ -32,6 +32,7 @@ Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 MaxTokens = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Timeout = Annotated[float, Meta(ge=0.001, le=86400)]  # seconds
 Top = Annotated[int, Meta(ge=0, le=20)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
@@ -173,6 +174,7 @@ class _Common(_Refused, kw_only=True):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cache_salt: Name | None = None
+    timeout: Timeout | None = None
 
 
 class _Chat(_Common, kw_only=True):
@@ -371,6 +373,7 @@ def _ask(request: _Common, prompts: tuple[Prompt, ...], sampling: Sampling, para
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         ignore_eos=bool(request.ignore_eos),
+        timeout_s=request.timeout,
         salt=request.cache_salt or "",
         param=param,
     )

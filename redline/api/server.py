@@ -224,7 +224,8 @@ class Connection(HttpToolsProtocol):
         self.transport.write(b"".join([STATUS_LINE[answer.status], *lines, b"\r\n", answer.body]))
         # Closing with data unread is a reset, and a client that is reset may lose the answer.
         self._refused = True
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no such half
+            self.transport.write_eof()
         self._expect(LINGER_S, self.transport.abort)
 
     def silence(self) -> None:
@@ -306,8 +307,13 @@ class Server(uvicorn.Server):
             task.cancel()  # one that encodes in a thread would not notice
 
 
-def uvicorn_config(app: ASGIApp, limits: Limits, host: str, port: int) -> uvicorn.Config:
-    """The settings for `Server`: uvloop, httptools, and connections within `limits`. Port 0 takes a free one."""
+def uvicorn_config(
+    app: ASGIApp, limits: Limits, host: str, port: int, tls: tuple[str, str] | None = None
+) -> uvicorn.Config:
+    """The settings for `Server`: uvloop, httptools, and connections within `limits`. Port 0 takes a free one.
+
+    tls: PEM files of a certificate, with its chain, and of its key.
+    """
     return uvicorn.Config(
         app,
         host=host,
@@ -319,6 +325,8 @@ def uvicorn_config(app: ASGIApp, limits: Limits, host: str, port: int) -> uvicor
         access_log=False,  # the app writes its own
         log_config=None,
         server_header=False,
+        ssl_certfile=tls[0] if tls else None,
+        ssl_keyfile=tls[1] if tls else None,
         proxy_headers=False,  # nothing here depends on who the client is
         log_level="warning",
     )
