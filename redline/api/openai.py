@@ -34,6 +34,7 @@ T = TypeVar("T")
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+Timeout = Annotated[float, Meta(ge=0.001, le=86400)]  # seconds
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
@@ -263,6 +264,7 @@ class _Common(_Refused, kw_only=True):
     response_format: msgspec.Raw = _ABSENT  # see constraints.py
     structured_outputs: msgspec.Raw = _ABSENT  # see constraints.py
     return_token_ids: bool | None = None
+    timeout: Timeout | None = None
 
     def __post_init__(self) -> None:
         """Make integers of 6.0 and the like. Raises RequestError, naming the field, for other floats."""
@@ -527,6 +529,7 @@ def _ask(
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         ignore_eos=bool(request.ignore_eos),
+        timeout_s=request.timeout,
         salt=request.cache_salt or "",
         constraint=constraint,
         calls=calls,
