@@ -26,9 +26,12 @@ class Ask(Record, frozen=True):
     include_stop: bool = False  # what ended the answer is part of it
     skip_special_tokens: bool = True  # control tokens have no text (redline.chat.decoder.Decoder)
     ignore_eos: bool = False  # the model's own stop ids do not end an answer
+    timeout_s: float | None = None  # from the request's arrival to the last token; None: as the deployment has it
     salt: str = ""  # requests with different salts never share cached pages
     constraint: Constraint | None = None  # what the visible answer has to be
     calls: Calls = Calls()  # which of the conversation's tools may be called
+    reasoning: bool = True  # it is shown; false: it is generated and counted, and not shown
+    token_ids: bool = False  # of prompts and answers are told
     param: str = "messages"  # the field that the prompts came from, for errors
 
     @property

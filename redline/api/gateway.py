@@ -23,13 +23,14 @@ from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits
 from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
+from redline.api.quota import CALLER, Caller, ServedRate
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
-from redline.chat.events import End, Event
+from redline.chat.events import End, Event, Thought
 from redline.chat.hashing import make_job
 from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
-from redline.errors import ContextTooLong, Overloaded, RedlineError, RequestError, WorkerLost
+from redline.errors import ContextTooLong, DeadlineExceeded, Overloaded, RedlineError, RequestError, WorkerLost
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
@@ -60,6 +61,8 @@ class Batch(NamedTuple):
     completion_tokens: int  # of the choice, so far
     first: bool = False  # the first batch of its choice
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first batch, where asked for
+    token_ids: Sequence[int] | None = None  # of the answer, since the last batch, where asked for
+    prompt_ids: Sequence[int] | None = None  # with the first batch, where asked for
 
 
 class Gateway:
@@ -92,6 +95,8 @@ class Gateway:
         self._waiting = 0  # jobs without a delta yet
         self._waiting_tokens = 0  # prompt tokens of those, and of the jobs that are being made
         self._grammars = Grammars(tokenizer, limits)
+        self._served = ServedRate(clock)
+        metrics.queue(lambda: self._waiting, lambda: self._waiting_tokens)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
         self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
@@ -99,6 +104,31 @@ class Gateway:
     def max_model_len(self) -> int:
         """Tokens of one job at most, prompt and answer. Raises Overloaded or WorkerLost while no worker is ready."""
         return self._engine().max_model_len
+
+    @property
+    def load(self) -> int:
+        """Requests that are being answered or wait."""
+        return len({lane.generation for lane in self._lanes.values()})
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Jobs without a first token, and the tokens of their prompts with those that are being made."""
+        return self._waiting, self._waiting_tokens
+
+    @property
+    def running(self) -> int:
+        """Jobs that have had a first token and have not ended."""
+        return len(self._lanes) - self._waiting
+
+    @property
+    def retry_s(self) -> float:
+        """Seconds until what waits now will have begun, as fast as prompts were served lately."""
+        return self._served.retry_s(self._waiting_tokens)
+
+    @property
+    def served_per_s(self) -> float:
+        """Prompt tokens a second that were served lately, cached ones included."""
+        return self._served.per_s
 
     @property
     def silence(self) -> str | None:
@@ -150,8 +180,11 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             self._waits_no_more(lane)
+            self._served.served(len(lane.job.tokens))
         if delta.tokens:
             self._time(lane, now, len(delta.tokens))
+            if (account := lane.generation.caller.account) is not None:
+                account.charge(len(delta.tokens))
         if delta.finish is not None:
             del self._lanes[lane.job.id]
             self._ended(lane, now, delta.finish)
@@ -198,13 +231,30 @@ class Gateway:
     async def begin(self, ask: Ask) -> "Generation":
         """Encode, check, send: the answer as it comes, one job for each choice.
 
-        Raises RequestError (ContextTooLong, MessageTooLarge), Overloaded or WorkerLost; then no job is left running.
+        Raises RequestError (ContextTooLong, MessageTooLarge, DeadlineExceeded; LimitReached where the caller's account
+        cannot pay for it), Overloaded or WorkerLost; then no job is left running.
         A caller that is cancelled in here leaves nothing behind either: no further text is encoded, and jobs that were
         sent are aborted.
         """
+        caller, timeout_s = CALLER.get(), self._timeout_s(ask)
+        if timeout_s is None:
+            return await self._begin(ask, caller)
+        passed = max(0.0, time.monotonic() - caller.began) if caller.began else 0.0
+        until = asyncio.get_running_loop().time() + timeout_s - passed
+        try:
+            async with asyncio.timeout_at(until):
+                generation = await self._begin(ask, caller)
+        except TimeoutError:
+            raise DeadlineExceeded(_too_late(timeout_s)) from None
+        generation.end_at(until, DeadlineExceeded(_too_late(timeout_s)))
+        return generation
+
+    async def _begin(self, ask: Ask, caller: Caller) -> "Generation":
         began = time.perf_counter()
         engine = self._engine()
         self._admit(ask)
+        if caller.account is not None:
+            caller.account.check_tokens(0)  # before its text is encoded
         self._check_ids(ask.sampling)
         jobs: list[Job] = []
         tokens_before = 0  # of this request, each prompt as often as it is answered
@@ -220,16 +270,22 @@ class Gateway:
                 self._admit_tokens(ask, tokens_before, len(tokens))
                 tokens_before += ask.n * len(tokens)
                 self._waiting_tokens += ask.n * len(tokens)
-                job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, ask.salt)
-                jobs += _copies(job, ask)
+                salt = _salt(caller, ask.salt)
+                job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, salt)
+                jobs += _copies(job, ask, caller)
             # While this one was encoded, the worker may have gone and other requests may have come.
             if self._engine() is not engine:
                 raise WorkerLost("the worker has changed")
             self._admit(ask)
-            generation = Generation(self, ask, jobs, began)
+            if caller.account is not None:
+                caller.account.check_tokens(tokens_before)
+                caller.account.charge(tokens_before)
+            generation = Generation(self, ask, jobs, began, caller)
         except BaseException:
             self._waiting_tokens -= tokens_before
             raise
+        if not self._waiting:
+            self._served.begins()
         for lane in generation.lanes:
             self._lanes[lane.job.id] = lane
             self._waiting += 1
@@ -302,6 +358,7 @@ class Gateway:
             parse=chat,
             include_stop_str=ask.include_stop,
             skip_special_tokens=ask.skip_special_tokens,
+            one_call=not ask.calls.parallel,
         )
 
     def forget(self, lane: "_Lane", finish: Finish) -> None:
@@ -319,14 +376,14 @@ class Gateway:
         if self.lost is not None:
             raise WorkerLost("the worker has ended")
         if self.ready is None:
-            raise Overloaded("the model is still loading")
+            raise Overloaded("the model is still loading", reason="loading")
         if (silence := self.silence) is not None:
-            raise Overloaded(silence)
+            raise Overloaded(silence, reason="silent")
         return self.ready
 
     def _admit(self, ask: Ask) -> None:
         if self._waiting + ask.choices > self._limits.waiting:
-            raise Overloaded(f"{self._waiting} jobs wait already; try again later")
+            raise Overloaded(f"{self._waiting} jobs wait already; try again later", self.retry_s, "queue_jobs")
 
     def _admit_tokens(self, ask: Ask, before: int, tokens: int) -> None:
         """Bound the products: prompts, their copies and their logprobs. Raises RequestError or Overloaded.
@@ -339,8 +396,10 @@ class Gateway:
                 f"the prompts, each counted n times, are {asked} tokens or more; at most {most} in one request",
                 ask.param,
             )
-        if self._waiting_tokens > before and self._waiting_tokens + ask.n * tokens > most:
-            raise Overloaded(f"{self._waiting_tokens} tokens wait already; try again later")
+        if self._waiting_tokens > before and self._waiting_tokens + ask.n * tokens > self._limits.queue_tokens:
+            raise Overloaded(
+                f"{self._waiting_tokens} tokens wait already; try again later", self.retry_s, "queue_tokens"
+            )
         scored = ask.sampling.prompt_logprobs
         if scored is not None and asked * (scored + 1) > (most := self._limits.prompt_logprobs):
             raise RequestError(
@@ -348,6 +407,12 @@ class Gateway:
                 f"at most {most} in one request",
                 "prompt_logprobs",
             )
+
+    def _timeout_s(self, ask: Ask) -> float | None:
+        """From the request's arrival to its last token: the least that field, header and deployment say."""
+        said = [seconds for seconds in (ask.timeout_s, CALLER.get().timeout_s) if seconds is not None]
+        of_all = self._limits.timeout_s
+        return min([*said, *([] if of_all is None else [of_all])], default=None)
 
     def _waits_no_more(self, lane: "_Lane") -> None:
         self._waiting -= 1
@@ -375,6 +440,16 @@ class Gateway:
     def _settle(self, ask: Ask, prompt_tokens: int, limit: int, param: str) -> Sampling:
         """The sampling of a prompt's jobs, all but the seed. Scoring needs one step, so it asks for one token."""
         asked = ask.sampling.max_tokens
+        most = self._limits.most_max_tokens
+        if asked == WHAT_IS_LEFT:
+            allowed = [tokens for tokens in (most, self._limits.default_max_tokens) if tokens is not None]
+            allowed = min(allowed, default=WHAT_IS_LEFT)
+            if ask.sampling.min_tokens > allowed:
+                raise RequestError(f"min_tokens is more than an answer has here, {allowed} tokens", "min_tokens")
+        elif most is not None and asked > most:
+            raise RequestError(f"max_tokens is {asked}; this server gives {most} at most", "max_tokens")
+        else:
+            allowed = asked
         left = limit - prompt_tokens
         if left < 1:
             raise ContextTooLong(
@@ -384,12 +459,12 @@ class Gateway:
             raise ContextTooLong(
                 f"{param} is {prompt_tokens} tokens and max_tokens {asked}: together {prompt_tokens + asked}; "
                 f"this model's context holds {limit}",
-                param,
+                "max_tokens",
             )
         own = () if ask.ignore_eos else self.tokenizer.stop_ids
         return msgspec.structs.replace(
             ask.sampling,
-            max_tokens=max(1, min(asked, left)),
+            max_tokens=max(1, min(allowed, left)),
             stop_ids=tuple(dict.fromkeys((*own, *ask.sampling.stop_ids))),
         )
 
@@ -421,16 +496,29 @@ def _size(conversation: Conversation) -> int:
     return size
 
 
+def _too_late(timeout_s: float) -> str:
+    return f"the deadline has passed: the answer was not complete {timeout_s:g} s after the request came"
+
+
+def _salt(caller: Caller, salt: str) -> str:
+    """What keeps the cached pages of one name from another's requests; a name has no line end."""
+    return salt if caller.account is None else f"{caller.account.name}\n{salt}"
+
+
 def _job(tokens: tuple[int, ...], sampling: Sampling, fingerprint: str, salt: str) -> Job:
     return make_job(JobId(uuid.uuid4().hex), tokens, sampling, fingerprint, salt)
 
 
-def _copies(job: Job, ask: Ask) -> list[Job]:
+def _copies(job: Job, ask: Ask, caller: Caller) -> list[Job]:
+    # The request's id stands in the job's, and so in what the worker says of it.
+    id = f"{caller.request_id}.{job.id}" if caller.request_id else job.id
+    tenant = "" if caller.account is None else caller.account.name
     seed = secrets.randbits(63) if ask.seed is None else ask.seed & SEED_MASK
     return [
         msgspec.structs.replace(
             job,
-            id=JobId(f"{job.id}-{k}"),
+            id=JobId(f"{id}-{k}"),
+            tenant=tenant,
             sampling=msgspec.structs.replace(job.sampling, seed=derived_seed(seed, k), seeded=ask.seed is not None),
         )
         for k in range(ask.n)
@@ -474,6 +562,7 @@ class _Lane:
         "opened",
         "read",
         "tokens",
+        "untold",
     )
 
     def __init__(self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float) -> None:
@@ -489,6 +578,7 @@ class _Lane:
         self.heard = False  # a delta has come
         self.opened = False  # a batch has gone out
         self.ended = False  # its End has gone out
+        self.untold: list[int] = []  # ids that go out with the next batch, where they are asked for
 
 
 class Generation:
@@ -501,10 +591,13 @@ class Generation:
     holds the token ids of each prompt, `n` the choices for each.
     """
 
-    def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float) -> None:
+    def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float, caller: Caller) -> None:
         self.n = ask.n
+        self.caller = caller
+        self._ending: asyncio.TimerHandle | None = None
         self._gateway = gateway
         self._scores = ask.sampling.max_tokens == 0
+        self._reasoning, self._token_ids = ask.reasoning, ask.token_ids
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._wake: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
@@ -525,8 +618,31 @@ class Generation:
         self._failure = error
         self._notify()
 
+    def end_at(self, when: float, error: Exception) -> None:
+        """End the answer with an error, and its jobs, unless it is complete by then. when: in the event loop's time."""
+
+        def end() -> None:
+            self.close()
+            self.fail(error)
+
+        self._ending = asyncio.get_running_loop().call_at(when, end)
+
+    @property
+    def pending(self) -> bool:
+        """Whether nothing has come yet, and nothing has failed."""
+        return not self._arrived and self._failure is None and bool(self._open)
+
+    async def first(self, seconds: float) -> None:
+        """Return once something has come or failed, or after so many seconds."""
+        if self.pending:
+            self._wake = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._wake}, timeout=seconds)
+            self._wake = None
+
     def close(self) -> None:
         """Abort every job of this answer that has not ended; idempotent."""
+        if self._ending is not None:
+            self._ending.cancel()
         for lane in self.lanes:
             self._gateway.forget(lane, "aborted")
 
@@ -572,6 +688,7 @@ class Generation:
             self._gateway.forget(lane, "length")
             delta = msgspec.structs.replace(delta, tokens=(), logprobs=(), finish="length")
         events = lane.decoder.push(delta)
+        before = lane.read
         lane.read += len(delta.tokens)
         if lane.decoder.stopped:
             self._gateway.forget(lane, "stop")
@@ -579,8 +696,16 @@ class Generation:
             lane.ended = True
             lane.read = end.completion_tokens
             self._open -= 1
-        elif not events and lane.opened:
+        if not self._reasoning:
+            events = [event for event in events if not isinstance(event, Thought)]
+        if self._token_ids:
+            lane.untold += delta.tokens[: lane.read - before]
+        if not events and lane.opened:
             return None  # the tokens so far end within a character or a tag
         first, lane.opened = not lane.opened, True
         scored = first and lane.job.sampling.prompt_logprobs is not None
-        return Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)
+        batch = Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)
+        if self._token_ids:
+            told, lane.untold = lane.untold, []
+            batch = batch._replace(token_ids=told, prompt_ids=lane.job.tokens if first else None)
+        return batch

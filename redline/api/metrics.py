@@ -8,7 +8,10 @@ from math import inf
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from starlette.types import Scope
 
+from redline.api.errors import Refusal
+from redline.errors import Overloaded
 from redline.wire.delta import Finish
 from redline.wire.news import Load
 from redline.wire.step import Drafter
@@ -20,6 +23,7 @@ EXPOSED_S = 0.25  # how long a scrape's text is given to others
 # Upper bounds in seconds, those of vLLM.
 TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
 E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
 
 
@@ -70,6 +74,9 @@ class Metrics:
         def gauge(name: str, help: str) -> Gauge:
             return Gauge(f"vllm:{name}", help, label, registry=self.registry).labels(model_name)
 
+        def gauge_of(name: str, help: str) -> Gauge:
+            return Gauge(f"redline:{name}", help, label, registry=self.registry).labels(model_name)
+
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From the request's arrival to its first token", TTFT_BUCKETS
         )
@@ -90,6 +97,18 @@ class Metrics:
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._requests = Counter(
+            "redline:requests", "HTTP requests that have ended", (*label, "route", "status"), registry=self.registry
+        )
+        self._rejections = Counter(
+            "redline:rejections", "Requests turned away, by reason", (*label, "reason"), registry=self.registry
+        )
+        self._queue_jobs = gauge_of("queue_jobs", "Jobs without a first token")
+        self._queue_tokens = gauge_of("queue_tokens", "Prompt tokens of jobs without a first token")
+        self.loop_lag = Histogram(
+            "redline:event_loop_lag_seconds", "By how much a timer of the API's event loop was late", label,
+            registry=self.registry, buckets=LAG_BUCKETS,
+        ).labels(model_name)  # fmt: skip
         self._steps = Counter(
             "redline:steps", "Steps of the engine, replayed from graphs or led by the host", (*label, "by"),
             registry=self.registry,
@@ -120,6 +139,29 @@ class Metrics:
     def finished(self, finish: Finish) -> None:
         """Count a job that has ended, under vLLM's word for its finish."""
         self._success.labels(self._model_name, "abort" if finish == "aborted" else finish).inc()
+
+    @property
+    def last_load(self) -> Load | None:
+        """The worker's newest counters."""
+        return self._last
+
+    def queue(self, jobs: Callable[[], int], tokens: Callable[[], int]) -> None:
+        """From now on each scrape asks these how much waits for a first token."""
+        self._queue_jobs.set_function(jobs)
+        self._queue_tokens.set_function(tokens)
+
+    def answered(self, scope: Scope, status: int) -> None:
+        """Count a request that has ended; status 0: its client left before it had one."""
+        known = scope.get("endpoint") is not None and not scope.get("path_params")  # else clients could make series
+        route = scope["path"] if known else "other"
+        self._requests.labels(self._model_name, route, str(status or "none")).inc()
+
+    def rejected(self, error: Exception) -> None:
+        """Count a request that was turned away for what the server holds or the key may use, by the error's word."""
+        if isinstance(error, Refusal) and error.status == 429:
+            self._rejections.labels(self._model_name, getattr(error, "limit", "rate")).inc()
+        elif isinstance(error, Overloaded):
+            self._rejections.labels(self._model_name, error.reason).inc()
 
     def load(self, load: Load) -> None:
         """Take in a worker's news. It counts from its own start: fewer steps than before mean that it is a new one."""

@@ -9,9 +9,10 @@ but 8 MiB of `[],` 0.4 s and 8 MiB of `1e300,` 10 s. So fields that may hold any
 `Raw` at first, which makes no objects, and are read once their length is known to be bounded.
 """
 
+import codecs
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta
@@ -32,12 +33,39 @@ T = TypeVar("T")
 
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-MaxTokens = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
-Top = Annotated[int, Meta(ge=0, le=20)]
+Timeout = Annotated[float, Meta(ge=0.001, le=86400)]  # seconds
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
+
+
+# Some clients have no integers, and write 6.0: `_Common.__post_init__` leaves integers alone.
+if TYPE_CHECKING:
+    Choices = int
+    MaxTokens = int
+    Tokens = int
+    Top = int
+    Seed = int
+    BestOf = int
+    WholeTopK = int
+else:
+
+    def _whole(ge: int, le: int) -> Any:
+        return Annotated[int, Meta(ge=ge, le=le)] | Annotated[float, Meta(ge=ge, le=le)]
+
+    Choices = _whole(1, 64)
+    MaxTokens = _whole(1, WHAT_IS_LEFT - 1)
+    Tokens = _whole(0, WHAT_IS_LEFT - 1)
+    Top = _whole(0, 20)
+    Seed = _whole(-(1 << 63), (1 << 63) - 1)
+    BestOf = _whole(-(1 << 31), 1 << 31)
+    WholeTopK = TopK | Annotated[float, Meta(ge=-1, le=1 << 20)]
+
+_WHOLE = (
+    "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "logprobs", "top_logprobs",
+    "prompt_logprobs",
+)  # fmt: skip
 
 
 _ABSENT = msgspec.Raw()
@@ -53,6 +81,7 @@ class _Item(msgspec.Struct, gc=False):
 class _Part(_Item, gc=False):
     type: Name
     text: str | None = None
+    refusal: str | None = None
 
 
 class _Function(msgspec.Struct, gc=False):
@@ -75,6 +104,7 @@ class _Message(_Item, gc=False):
     tool_calls: Annotated[list[_Call], Meta(max_length=128)] | None = None
     tool_call_id: Name | None = None
     refusal: str | None = None
+    partial: bool | None = None
 
 
 class _Declared(msgspec.Struct, gc=False):
@@ -94,15 +124,19 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class _TemplateOptions(msgspec.Struct):
+class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     thinking: bool | None = None
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
 
 
-class _Thinking(msgspec.Struct):
+class _Thinking(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled"] = "enabled"
     keep: Literal["all"] | None = None
+
+
+# Kimi thinks or does not think: all but none mean that it does.
+_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _RefusedInPrompt(msgspec.Struct, kw_only=True):
@@ -111,11 +145,15 @@ class _RefusedInPrompt(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: msgspec.Raw = _ABSENT
     chat_template: msgspec.Raw = _ABSENT
     documents: msgspec.Raw = _ABSENT
-    continue_final_message: msgspec.Raw = _ABSENT
+    input_ids: msgspec.Raw = _ABSENT
+    reasoning: msgspec.Raw = _ABSENT
 
 
 class _Refused(_RefusedInPrompt, kw_only=True):
-    """Fields that would change the answer and that are not served. Empty values and those in `_NEUTRAL` pass."""
+    """Fields that would change the answer and that are not served. Empty values and those in `_NEUTRAL` pass.
+
+    docs/api_fields.md says of each why.
+    """
 
     functions: msgspec.Raw = _ABSENT
     function_call: msgspec.Raw = _ABSENT
@@ -135,37 +173,86 @@ class _Refused(_RefusedInPrompt, kw_only=True):
     length_penalty: msgspec.Raw = _ABSENT
     prompt_embeds: msgspec.Raw = _ABSENT
     suffix: msgspec.Raw = _ABSENT
-    add_generation_prompt: msgspec.Raw = _ABSENT
     return_tokens_as_token_ids: msgspec.Raw = _ABSENT
+    verbosity: msgspec.Raw = _ABSENT
+    moderation: msgspec.Raw = _ABSENT
+    thinking_token_budget: msgspec.Raw = _ABSENT
+    thinking_budget: msgspec.Raw = _ABSENT
+    priority: msgspec.Raw = _ABSENT
+    kv_transfer_params: msgspec.Raw = _ABSENT
+    ec_transfer_params: msgspec.Raw = _ABSENT
+    vllm_xargs: msgspec.Raw = _ABSENT
+    repetition_detection: msgspec.Raw = _ABSENT
+    return_prompt_text: msgspec.Raw = _ABSENT
+    watermarking: msgspec.Raw = _ABSENT
+    regex: msgspec.Raw = _ABSENT
+    ebnf: msgspec.Raw = _ABSENT
+    json_schema: msgspec.Raw = _ABSENT
+    structural_tag: msgspec.Raw = _ABSENT
+    stop_regex: msgspec.Raw = _ABSENT
+    no_stop_trim: msgspec.Raw = _ABSENT
+    lora_path: msgspec.Raw = _ABSENT
+    session_params: msgspec.Raw = _ABSENT
+    separate_reasoning: msgspec.Raw = _ABSENT
+    stream_reasoning: msgspec.Raw = _ABSENT
+    custom_logit_processor: msgspec.Raw = _ABSENT
+    custom_params: msgspec.Raw = _ABSENT
+    return_hidden_states: msgspec.Raw = _ABSENT
+    return_routed_experts: msgspec.Raw = _ABSENT
+    return_cached_tokens_details: msgspec.Raw = _ABSENT
+    return_prompt_token_ids: msgspec.Raw = _ABSENT
+    return_meta_info: msgspec.Raw = _ABSENT
+    extra_key: msgspec.Raw = _ABSENT
+    bootstrap_host: msgspec.Raw = _ABSENT
+    bootstrap_port: msgspec.Raw = _ABSENT
+    bootstrap_room: msgspec.Raw = _ABSENT
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "length_penalty": (1, 1.0),
-    "add_generation_prompt": (True,),
+    "verbosity": ("medium",),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
 }
-_OFF_IS_NOT_NEUTRAL = {"add_generation_prompt"}  # here false is what changes the answer
+_OFF_IS_NOT_NEUTRAL = {  # here false, or zero, is what changes the answer
+    "separate_reasoning",
+    "stream_reasoning",
+    "thinking_token_budget",
+    "thinking_budget",
+}
+_INSTEAD = {
+    "reasoning": "reasoning_effort",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "json_schema": "response_format",
+    "structural_tag": "structured_outputs, or tools",
+    "no_stop_trim": "include_stop_str_in_output",
+    "extra_key": "cache_salt",
+    "return_prompt_token_ids": "return_token_ids",
+    "return_prompt_text": "return_token_ids, and /detokenize",
+}
 
 
 class _Common(_Refused, kw_only=True):
     """What both routes take. Field names are OpenAI's, then vLLM's."""
 
     model: Name | None = None
-    n: Annotated[int, Meta(ge=1, le=8)] | None = None
-    best_of: int | None = None
-    max_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
+    n: Choices | None = None
+    best_of: BestOf | None = None
+    max_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: TopK | None = None
+    top_k: WholeTopK | None = None
     min_p: MinP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    seed: Seed | None = None
     stop: msgspec.Raw = _ABSENT  # see _STOP
     stop_token_ids: msgspec.Raw = _ABSENT  # see _STOP_IDS
-    min_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
+    min_tokens: Tokens | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -176,6 +263,17 @@ class _Common(_Refused, kw_only=True):
     cache_salt: Name | None = None
     response_format: msgspec.Raw = _ABSENT  # see constraints.py
     structured_outputs: msgspec.Raw = _ABSENT  # see constraints.py
+    return_token_ids: bool | None = None
+    timeout: Timeout | None = None
+
+    def __post_init__(self) -> None:
+        """Make integers of 6.0 and the like. Raises RequestError, naming the field, for other floats."""
+        for field in _WHOLE:
+            value = getattr(self, field, None)
+            if type(value) is float:
+                if not value.is_integer():
+                    raise RequestError(f"Expected `int`, got {value}", field)
+                setattr(self, field, int(value))
 
 
 class _Chat(_Common, kw_only=True):
@@ -188,7 +286,12 @@ class _Chat(_Common, kw_only=True):
     top_logprobs: Top | None = None
     chat_template_kwargs: _TemplateOptions | None = None
     thinking: _Thinking | None = None
-    reasoning_effort: Name | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: _Effort | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
 
 
 class _Completion(_Common, kw_only=True):
@@ -268,6 +371,8 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     """
     request = read(body, _Chat)
     _refuse(request)
+    if request.echo:
+        raise RequestError("echo is not supported in a chat: the last message is the client's own", "echo")
     conversation = _conversation(request, request.messages, limits, defaults)
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -280,14 +385,14 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     )
     if request.max_tokens == 0:
         raise RequestError("Expected `int` >= 1", "max_tokens")
-    return ChatRequest(
-        model=request.model,
-        ask=_ask(
-            *(request, (conversation,), sampling, "messages", limits),
-            calls=calls_of(request.tool_choice, conversation.tools, request.parallel_tool_calls is not False),
-        ),
-        stream=_streaming(request),
+    ask = _ask(
+        *(request, (conversation,), sampling, "messages", limits),
+        calls=calls_of(request.tool_choice, conversation.tools, request.parallel_tool_calls is not False),
+        reasoning=request.include_reasoning is not False,
     )
+    if conversation.continues and ask.constraint is not None:
+        raise RequestError("an answer that goes on with a message cannot have a form of its own", ask.constraint.param)
+    return ChatRequest(model=request.model, ask=ask, stream=_streaming(request))
 
 
 def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> CompletionRequest:
@@ -317,12 +422,13 @@ def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> Completi
 
 
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`")
 _COMPLAINT_CHARS = 400  # msgspec repeats a wrong word, however long it is
 
 
 def read(body: bytes, shape: type[T]) -> T:
     """JSON decoded as `shape`. Raises RequestError, whose `param` is the place, as in `messages[2].role`."""
-    return _decoded(msgspec.json.Decoder(shape), body, "")
+    return _decoded(msgspec.json.Decoder(shape), body.removeprefix(codecs.BOM_UTF8), "")
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: str) -> T:
@@ -332,9 +438,26 @@ def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: 
     except msgspec.ValidationError as error:
         raise _complaint(str(error), place) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}", place or None) from None
+        raise RequestError(f"The body is not valid JSON: {_cause(data) or error}", place or None) from None
     except RecursionError:
         raise RequestError("The body is nested too deeply", place or None) from None
+
+
+# What opens half of a surrogate pair whose other half does not follow; a backslash may itself be escaped.
+_CAUSE_BYTES = 256 << 10  # of a body are searched for it, while nothing else runs
+_HALF = re.compile(
+    rb"(?<!\\)(?:\\\\)*\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u....))"
+)
+
+
+def _cause(data: bytes | memoryview) -> str | None:
+    """What is wrong with a text that is no JSON, where the reader's own words would mislead."""
+    begin = bytes(data[:4])
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in begin:
+        return "it is UTF-16 or UTF-32; send UTF-8"
+    if (half := _HALF.search(data[:_CAUSE_BYTES])) is not None:
+        return f"a string has half of a surrogate pair at byte {half.end() - 6}, which is no character"
+    return None
 
 
 def _complaint(message: str, place: str) -> RequestError:
@@ -342,8 +465,8 @@ def _complaint(message: str, place: str) -> RequestError:
     if not text:
         text, path = message, ""
     param = place + path.rpartition("`$")[2].removesuffix("`")
-    if missing := _MISSING.match(text):
-        param = f"{param}.{missing.group(1)}"
+    if named := _MISSING.match(text) or _UNKNOWN.match(text):
+        param = f"{param}.{named.group(1)}"[:_COMPLAINT_CHARS]
     if len(text) > _COMPLAINT_CHARS:
         text = f"{text[:_COMPLAINT_CHARS]} ..."
     return RequestError(text, param.removeprefix(".") or None)
@@ -358,6 +481,8 @@ def _refuse(request: _Common) -> None:
 def _refuse_fields(request: _RefusedInPrompt, refused: type[_RefusedInPrompt]) -> None:
     for field in refused.__struct_fields__:
         raw: msgspec.Raw = getattr(request, field)
+        if raw is _ABSENT:
+            continue
         if memoryview(raw).nbytes > REFUSED_BYTES:
             raise RequestError(f"{field} is not supported{_instead(field)}", field)
         value = _SMALL.read(raw, field)
@@ -371,7 +496,7 @@ def _refuse_fields(request: _RefusedInPrompt, refused: type[_RefusedInPrompt]) -
 
 def _instead(field: str) -> str:
     if not field.startswith("guided_"):
-        return ""
+        return f": say {_INSTEAD[field]}" if field in _INSTEAD else ""
     return f": say structured_outputs.{field.removeprefix('guided_')}" if field != "guided_decoding_backend" else ""
 
 
@@ -382,6 +507,7 @@ def _ask(
     param: str,
     limits: Limits,
     calls: Calls = Calls(),  # noqa: B008
+    reasoning: bool = True,
 ) -> Ask:
     constraint = _constraint(request, limits)
     if constraint is not None or calls.mode == "required":
@@ -390,6 +516,9 @@ def _ask(
             raise RequestError(f"min_tokens may keep an answer from its end, which {field} decides", "min_tokens")
         if request.ignore_eos:
             raise RequestError(f"ignore_eos keeps an answer from its end, which {field} decides", "ignore_eos")
+    choices = len(prompts) * (request.n or 1)
+    if choices > limits.choices:
+        raise RequestError(f"the prompts, each n times, are {choices}; at most {limits.choices} in one request", "n")
     stop = _STOP.read(request.stop, "stop") or ()
     return Ask(
         prompts=prompts,
@@ -400,9 +529,12 @@ def _ask(
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         ignore_eos=bool(request.ignore_eos),
+        timeout_s=request.timeout,
         salt=request.cache_salt or "",
         constraint=constraint,
         calls=calls,
+        reasoning=reasoning,
+        token_ids=bool(request.return_token_ids),
         param=param,
     )
 
@@ -506,13 +638,36 @@ def _conversation(
 ) -> Conversation:
     thinking, preserve = _thinking(request, defaults)
     objects = _Objects(limits)
+    continues = _continues(request, messages)
+    if not (continues or isinstance(request, _Tokenize) or request.add_generation_prompt is not False):
+        raise RequestError("false is not supported but with continue_final_message", "add_generation_prompt")
     return Conversation(
         messages=_messages(messages, limits, objects),
         tools=_tools(request.tools, limits, objects) if tools_wanted(request.tool_choice) else (),
         thinking=thinking,
         preserve_thinking=preserve,
-        add_generation_prompt=not isinstance(request, _Tokenize) or request.add_generation_prompt,
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continues=continues,
     )
+
+
+def _continues(request: "_Chat | _Tokenize", messages: Sequence[_Message]) -> bool:
+    """Whether the answer goes on with the last message: Moonshot's `partial` there, or vLLM's field for the request."""
+    *others, last = messages
+    for index, message in enumerate(others):
+        if message.partial:
+            raise RequestError("only the last message may be partial", f"messages[{index}].partial")
+    place = f"messages[{len(others)}]"
+    param = f"{place}.partial" if last.partial else "continue_final_message"
+    if not last.partial and not request.continue_final_message:
+        return False
+    if last.role != "assistant":
+        raise RequestError(f"the last message is not the assistant's, but the {last.role}'s", param)
+    if last.tool_calls:
+        raise RequestError("a message that makes calls is not gone on with", f"{place}.tool_calls")
+    if request.add_generation_prompt:
+        raise RequestError(f"true would open an answer, and {param} goes on with a message", "add_generation_prompt")
+    return True
 
 
 def _thinking(request: "_Chat | _Tokenize", defaults: Defaults) -> tuple[bool, bool]:
@@ -523,6 +678,7 @@ def _thinking(request: "_Chat | _Tokenize", defaults: Defaults) -> tuple[bool, b
         request.thinking.type == "enabled" if request.thinking else None,
         template.thinking,
         template.enable_thinking,
+        request.enable_thinking,
         request.reasoning_effort != "none" if request.reasoning_effort else None,
     )
     thinking = next((choice for choice in said if choice is not None), defaults.thinking)
@@ -592,6 +748,8 @@ def _messages(messages: Sequence[_Message], limits: Limits, objects: _Objects) -
 def _message(message: _Message, place: str, objects: _Objects) -> Message:
     role = "system" if message.role == "developer" else message.role
     content = _content(message.content, f"{place}.content")
+    if role == "assistant" and message.content is None:
+        content = message.refusal or ""
     if role == "tool" and not message.tool_call_id:
         raise RequestError("a tool message needs the id of the call that it answers", f"{place}.tool_call_id")
     if role == "user" and message.content is None:
@@ -616,11 +774,13 @@ def _content(content: str | list[_Part] | None, place: str) -> str:
     if isinstance(content, str):
         return content
     for index, part in enumerate(content):
+        if part.type == "refusal" and part.refusal is not None:
+            continue
         if part.type != "text":
             raise RequestError(f"content of type {part.type} is not supported: text only", f"{place}[{index}].type")
         if part.text is None:
             raise RequestError("a part of type text needs text", f"{place}[{index}].text")
-    return "".join(part.text or "" for part in content)
+    return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
 
 
 def _call(call: _Call, place: str, objects: _Objects) -> ToolCall:
@@ -684,8 +844,10 @@ class _Tokenize(_RefusedInPrompt, kw_only=True):
     tool_choice: msgspec.Raw = _ABSENT
     chat_template_kwargs: _TemplateOptions | None = None
     thinking: _Thinking | None = None
-    reasoning_effort: Name | None = None
-    add_generation_prompt: bool = True
+    enable_thinking: bool | None = None
+    reasoning_effort: _Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 

@@ -43,3 +43,4 @@ class Conversation(Record, frozen=True):
     thinking: bool = True  # open with <think>; false: instant answer
     preserve_thinking: bool = False  # keep the reasoning of every past turn
     add_generation_prompt: bool = True  # the prompt ends with the opening of an answer
+    continues: bool = False  # the answer goes on with the last message, an assistant's, instead of opening its own

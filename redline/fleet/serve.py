@@ -10,26 +10,33 @@ import errno
 import gc
 import json
 import logging
+import os
 import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from redline.api.access import is_loopback, read_keys
+from redline.api.access import is_loopback
+from redline.api.admin import create_admin_app
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Defaults, Limits
+from redline.api.cors import check_origins
+from redline.api.edge import Edge, measure_lag
 from redline.api.gateway import Gateway
+from redline.api.keys import read_keys
 from redline.api.metrics import Metrics
 from redline.api.server import Server, uvicorn_config
 from redline.chat.conversation import Conversation, Message
@@ -45,9 +52,11 @@ from redline.worker.config import SUFFIX, DraftConfig, Learned, WorkerConfig
 
 log = logging.getLogger("redline.fleet")
 
+ADMIN_HOST = "127.0.0.1"  # the admin routes are for this machine; a proxy or a tunnel takes them further
 KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
-GRACE_S = 3.0  # for running answers to come to their ends; the others are told that it is over
+GRACE_S = 3.0  # for clients to be told that it is over
+IDLE_S = 0.05  # between two looks whether answers still run
 TELL_S = 1.0  # for clients to take what they are told
 EXAMPLE = "What is 347 + 586?"
 LEAST_ANSWER = 16  # tokens
@@ -69,10 +78,30 @@ def serve(config: ServeConfig, console: Console) -> int:
     speculation = config.engine.speculation
     if speculation is not None:
         _check_drafting(speculation)
+    check_origins(config.cors_origins)
     if config.keys_file is not None:
-        read_keys(Path(config.keys_file))  # before a model is loaded for minutes
-    listener = _listen(config.host, config.port)
-    if not is_loopback(config.host) and config.keys_file is None:
+        read_keys(Path(config.keys_file), config.per_key)  # before a model is loaded for minutes
+    if config.admin_keys_file is not None:
+        read_keys(Path(config.admin_keys_file))
+    if config.tls_cert is not None and config.tls_key is not None:
+        _check_tls(config.tls_cert, config.tls_key)
+    with ExitStack() as listeners:
+        listener = listeners.enter_context(
+            _listen(config.host, config.port) if config.unix_socket is None else _listen_at(config.unix_socket)
+        )
+        if config.unix_socket is not None:
+            listeners.callback(Path(config.unix_socket).unlink, missing_ok=True)
+        admin = None
+        if config.admin_port is not None:
+            admin = listeners.enter_context(_listen(ADMIN_HOST, config.admin_port))
+        return _serve_at(config, folder, listener, admin, console)
+
+
+def _serve_at(
+    config: ServeConfig, folder: Path, listener: socket.socket, admin: socket.socket | None, console: Console
+) -> int:
+    speculation = config.engine.speculation
+    if config.unix_socket is None and not is_loopback(config.host) and config.keys_file is None:
         console.print(
             f"warning: {config.host} is reachable from other machines and no keys_file is set: "
             "everyone who reaches the port is served",
@@ -87,11 +116,16 @@ def serve(config: ServeConfig, console: Console) -> int:
         warning = "warning: synthetic acceptance: a draw says which drafts hold, so the answers are not the model's"
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
+    with lines_on_stderr(config.log_level, as_json=config.access_log == "json"):
+        return uvloop.run(_serve(config, folder, listener, admin, console))
+
+
+def _check_tls(cert: str, key: str) -> None:
+    """ConfigError, before a model is loaded for minutes, where HTTPS cannot be served with these files."""
     try:
-        with lines_on_stderr(config.log_level):
-            return uvloop.run(_serve(config, folder, listener, console))
-    finally:
-        listener.close()
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"tls_cert {cert}, tls_key {key}: expected PEM files that belong together: {error}") from None
 
 
 def _check_drafting(speculation: DraftConfig) -> None:
@@ -137,14 +171,67 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, console: Console) -> int:
-    stop = asyncio.Event()
+def _listen_at(path: str) -> socket.socket:
+    """A socket in the file system, for its owner and group; one that a server which ended left behind is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise ConfigError(f"unix_socket: {path}: another server answers there")
+            Path(path).unlink()
+        listener.bind(path)
+        os.chmod(path, 0o660)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"unix_socket: {path} cannot be used: {error.strerror or error}") from None
+    except ConfigError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+class _Signals:
+    """What the process was asked. stop: end, once running answers have ended. now: asked again, so end at once."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.now = asyncio.Event()
+        self.reload: Callable[[], object] | None = None
+
+    def end(self) -> None:
+        """Asked to end."""
+        (self.now if self.stop.is_set() else self.stop).set()
+
+    def hang_up(self) -> None:
+        """SIGHUP: for a service it means to read its files again; for a program in a terminal, that this has closed."""
+        if self.reload is not None and not _has_terminal():
+            self.reload()
+        else:
+            self.end()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+async def _serve(
+    config: ServeConfig, folder: Path, listener: socket.socket, admin: socket.socket | None, console: Console
+) -> int:
+    signals = _Signals()
     for number in STOP_SIGNALS:  # before there is anything to leave behind
         if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            handler = signals.hang_up if number is signal.SIGHUP else signals.end
+            asyncio.get_running_loop().add_signal_handler(number, handler)
     try:
         with _sockets() as sockets:
-            return await _serve_through(sockets, config, folder, listener, stop, console)
+            return await _serve_through(sockets, config, folder, listener, admin, signals, console)
     finally:
         # The end has come: another Ctrl-C would only interrupt the interpreter's own clearing up.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -164,8 +251,15 @@ def _sockets() -> Generator[Path]:
 
 
 async def _serve_through(
-    sockets: Path, config: ServeConfig, folder: Path, listener: socket.socket, stop: asyncio.Event, console: Console
+    sockets: Path,
+    config: ServeConfig,
+    folder: Path,
+    listener: socket.socket,
+    admin: socket.socket | None,
+    signals: _Signals,
+    console: Console,
 ) -> int:
+    stop = signals.stop
     to_worker, from_worker = ipc_address(sockets, "jobs"), ipc_address(sockets, "deltas")
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
     if config.engine.max_model_len is not None:
@@ -173,13 +267,29 @@ async def _serve_through(
     api = ApiConfig(
         served_model_names=config.names,
         keys_file=config.keys_file,
-        local=is_loopback(config.host),
+        per_key=config.per_key,
+        cors_origins=config.cors_origins,
+        json_lines=config.access_log == "json",
+        drain_s=config.drain_s,
+        local=config.unix_socket is None and is_loopback(config.host),
         defaults=Defaults(**msgspec.structs.asdict(generation_config_of(folder))),
-        limits=Limits(),
+        limits=Limits(**msgspec.structs.asdict(config.requests)),
     )
+    edge = Edge(api)
+    if edge.keyring is not None:
+        signals.reload = edge.reload
     with AsyncSocketInbox(from_worker) as inbox, SocketOutbox(to_worker) as outbox:
-        gateway = Gateway(tokenizer, style, outbox, Metrics(config.names[0]))
-        server = Server(uvicorn_config(create_app(gateway, api), api.limits, config.host, config.port))
+        gateway = Gateway(tokenizer, style, outbox, Metrics(config.names[0]), api.limits)
+        tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
+        app = create_app(gateway, api, edge)
+        server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls))
+        beside = [asyncio.create_task(edge.follow_keys()), asyncio.create_task(measure_lag(gateway.metrics))]
+        administration: Server | None = None
+        if admin is not None:
+            own = ApiConfig(served_model_names=config.names, keys_file=config.admin_keys_file)
+            routes = create_admin_app(gateway, edge, own, signals.end)
+            administration = Server(uvicorn_config(routes, own.limits, ADMIN_HOST, 0, tls))
+            beside.append(asyncio.create_task(administration.serve(sockets=[admin])))
         process = _start_worker(config, to_worker, from_worker)
         ended = asyncio.create_task(asyncio.to_thread(process.wait))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -210,8 +320,12 @@ async def _serve_through(
                 log.info("stopping")
             stopping.cancel()
             silence.cancel()
+            if not lost:
+                edge.draining = "the server is stopping"
+                await _drain(gateway, config.drain_s, {ended, following, serving}, signals.now)
             server.should_exit = True
-            await asyncio.wait({serving}, timeout=GRACE_S)
+            if lost:
+                await asyncio.wait({serving}, timeout=GRACE_S)
             gateway.lose("the server is stopping")
             await _end(server, serving)
             serving.result()
@@ -223,6 +337,12 @@ async def _serve_through(
         finally:
             gateway.close()
             await _end(server, serving)
+            if administration is not None:
+                administration.should_exit = True
+                administration.abort()
+                await asyncio.wait(beside[-1:], timeout=TELL_S)
+            for task in beside:
+                task.cancel()
             if ready is not None and process.poll() is None and gateway.silence is None:
                 outbox.put(Stop())
                 with suppress(asyncio.TimeoutError):
@@ -233,6 +353,16 @@ async def _serve_through(
             await gateway.ended()
             if process.stdin is not None:
                 process.stdin.close()
+
+
+async def _drain(gateway: Gateway, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:
+    """Wait until no answer runs; no longer than so many seconds, until one of `ends` has ended, or `now`."""
+    until = asyncio.get_running_loop().time() + seconds
+    while any((gateway.running, *gateway.waiting)) and asyncio.get_running_loop().time() < until:
+        if now.is_set() or any(task.done() for task in ends):
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(now.wait(), IDLE_S)
 
 
 async def _end(server: Server, serving: "asyncio.Task[None]") -> None:
@@ -310,10 +440,15 @@ async def _until_silent(gateway: Gateway) -> None:
 
 
 def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, console: Console) -> None:
+    name = config.names[0]
+    if config.unix_socket is not None:
+        where = f"is ready at {config.unix_socket}   (Ctrl-C stops it)\n{ready.summary}"
+        console.print(f"{name} {where}", highlight=False, soft_wrap=True, markup=False)
+        return
     port = listener.getsockname()[1]
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    name = config.names[0]
+    scheme = "http" if config.tls_cert is None else "https"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": EXAMPLE}]})
     console.print(Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True)
     summary = f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n"

@@ -5,17 +5,18 @@ have ended, and drafts in flight count as if they held. What only a result can t
 an error, the rows that were launched meanwhile are dropped when they settle; what rejected drafts were counted for is
 taken back.
 
-No job starves. Jobs are admitted in the order in which they came; every step gives one row to each running job that
-generates. What is left of the budget goes to prompts and to drafts, which leave half of it to the prompts. The oldest
-prompt has at least half of that; short ones share the other half, so that they do not wait behind long ones, and what
-they leave goes by age. There are at least as many tokens in a step as there are slots, so a prompt always gets
-something. When pages run out, the youngest running job is pre-empted and waits in front of all others. So the oldest
-job always advances, and every job becomes the oldest.
+No job starves. Jobs are admitted in turns (`queue`); every step gives one row to each running job that generates. What
+is left of the budget goes to prompts and to drafts, which leave half of it to the prompts. Of what prompts get, half
+may go to those that have less to compute than the oldest, and the rest goes to the oldest first. There are at least as
+many tokens in a step as there are slots, so the oldest always gets something. When pages run out, the running job that
+began last is pre-empted and waits in front of all others. So the oldest job always advances, and every job becomes the
+oldest.
 
 Where throughput counts and nobody waits for a first token, waiting jobs are admitted several at once
 (`admit_together`), each prompt whole where it fits: fewer steps have prompts.
 """
 
+import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +28,7 @@ from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import may_enter, refusal, token_limit
 from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import PrefixCache
+from redline.plan.queue import Queue
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.tune.costs import StepCosts
@@ -39,8 +41,6 @@ HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
 """A page's hash from the hash before it (None: the first page, of a job without salt) and its PAGE_TOKENS tokens."""
 
 
-SHORT = 2  # a prompt is short beside another that has so many times its positions to compute
-ENTRY = 16  # positions of a job that enters because a short one stands behind it
 WORTH_A_STEP = 8  # pages that two prompts share, for which a step is made instead of computing them twice
 MOST_STEP_TOKENS = 1 << 16  # the log probabilities of so many prompt tokens, with 20 alternatives each, are 23 MB
 
@@ -120,13 +120,14 @@ class Planner:
         self._recorded = RecordedShapes()
         self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
-        self._waiting: deque[ActiveJob] = deque()
-        self._running: list[ActiveJob] = []  # in the order of arrival, which is that of admission
+        self._waiting = Queue()
+        self._running: list[ActiveJob] = []  # in the order in which they first began
         self._draining: set[ActiveJob] = set()  # ended, with steps in flight: they still hold slot and pages
         self._flights: deque[_PlannedStep] = deque()
         self._free_slots = list(reversed(range(config.max_running)))
         self._admitting = False  # until nobody waits or no slot is free
         self._arrivals = 0
+        self._entries = 0
         self._steps = 0
         self._replayed = 0
         self._led = 0
@@ -159,7 +160,8 @@ class Planner:
         active = ActiveJob(job, self._arrivals, token_limit(job, self._max_model_len))
         self._arrivals += 1
         self._jobs[job.id] = active
-        self._waiting.append(active)
+        active.work -= PAGE_TOKENS * len(self._cache.match(active.hashes[: active.usable]))
+        self._waiting.add(active)
         return []
 
     def report(self, recorded: Recorded) -> None:
@@ -207,20 +209,23 @@ class Planner:
             spare -= drafts
             budget -= drafts
         begins: list[Begin] = []
-        shares: dict[ActiveJob, int] = dict.fromkeys(prompts, 0)
-        if prompts and self._config.admit_together == 1:
-            budget -= self._share(prompts, budget, shares, begins)
-        for job, share in shares.items():
-            count = job.next_count(share + budget)
-            budget -= count - share
-            if count:
-                parts.append(_Part(job, count, decodes=False))
+        quick = self._quick(prompts, begins, budget // 2)
+        parts += quick
+        budget -= sum(part.positions for part in quick)
+        first = {part.job for part in quick}
+        for job in prompts:
+            if not budget:
+                break
+            if job not in first:
+                parts.append(_Part(job, job.next_count(budget), decodes=False))
+                budget -= parts[-1].positions
         enough = min(self._config.admit_together, len(self._waiting))
         self._admitting = self._admitting or bool(prompts) or len(self._free_slots) >= enough
         while self._admitting and budget and self._waiting and self._free_slots:
-            if begins and self._config.admit_together > 1 and self._waiting[0].known > budget:
+            due = self._waiting.due()
+            if begins and self._config.admit_together > 1 and due.known > budget:
                 break  # in two parts it would cost two steps
-            begin = self._admit(self._waiting[0])
+            begin = self._admit(due)
             if begin is None:
                 break
             begins.append(begin)
@@ -237,38 +242,32 @@ class Planner:
         self._flights.append(_PlannedStep(step, [part.job for part in parts]))
         return step
 
-    def _share(
-        self, prompts: Sequence[ActiveJob], budget: int, shares: dict[ActiveJob, int], begins: list[Begin]
-    ) -> int:
-        """Gives up to half of a step to prompts that are short beside the oldest one, the shortest first; returns how
-        many positions that took. Jobs that wait enter, as far as the last short one: in the order of arrival, so those
-        before it come in with a few positions.
-
-        prompts: those that run, not empty. shares: positions of each prompt, in the order of arrival, which are added
-        to. begins: of those that enter.
-        """
-        left = half = budget // 2
-        first = prompts[0].target - prompts[0].planned
-
-        def is_short(positions: int) -> bool:
-            return positions <= half or SHORT * positions <= first
-
-        front = itertools.islice(self._waiting, len(self._free_slots))
-        last = max((place for place, job in enumerate(front) if is_short(job.known)), default=-1)
-        for _ in range(last + 1):
-            begin = self._admit(self._waiting[0]) if left else None
-            if begin is None:
+    def _quick(self, prompts: Sequence[ActiveJob], begins: list[Begin], share: int) -> list[_Part]:
+        """Prompts with less to compute than the oldest has, or the one whose turn it is, get this share of the step,
+        those with least first; waiting ones begin, and are added to `begins`. Where jobs are admitted together nobody
+        waits for a first token, and the share stays with the oldest."""
+        parts: list[_Part] = []
+        if self._config.admit_together > 1 or not (len(prompts) > 1 or self._waiting):
+            return parts
+        oldest = prompts[0].known - prompts[0].planned if prompts else self._waiting.due().work
+        short = [(job.known - job.planned, job.entry or 0, job) for job in prompts[1:]]
+        heapq.heapify(short)
+        while share:
+            least = short[0][0] if short else oldest
+            waiting = self._waiting.quick(min(least, oldest)) if self._waiting and self._free_slots else None
+            if waiting is not None:
+                begin = self._admit(waiting)
+                if begin is None:
+                    break
+                begins.append(begin)
+                job = waiting
+            elif least < oldest:
+                job = heapq.heappop(short)[2]
+            else:
                 break
-            begins.append(begin)
-            job = self._running[-1]
-            shares[job] = job.next_count(min(left, ENTRY))
-            left -= shares[job]
-        for job in sorted(shares, key=lambda job: job.target - job.planned):
-            if job is not prompts[0] and is_short(job.target - job.planned):
-                count = job.next_count(shares[job] + left)
-                left -= count - shares[job]
-                shares[job] = count
-        return half - left
+            parts.append(_Part(job, job.next_count(share), decodes=False))
+            share -= parts[-1].positions
+        return parts
 
     def _shape(self, decoding: Sequence[_Part]) -> Shape | None:
         """What these decode rows replay, once their pages are sent."""
@@ -371,11 +370,12 @@ class Planner:
         for job in self._running:
             self._check_lengths(job)
         assert all(job.finish and job.flights for job in self._draining), "a drained job still holds its pages"
+        assert all(job.passed <= job.work for job in self._jobs.values()), "too much has begun before a job"
         assert not any(job.pages or job.slot is not None for job in self._waiting), "a waiting job holds pages"
         alive = [*self._running, *self._waiting]
         assert {job.job.id: job for job in alive} == self._jobs, "a job is neither running nor waiting"
-        arrivals = [job.arrival for job in alive]
-        assert arrivals == sorted(arrivals), f"order of arrival {arrivals} is broken"
+        entries = [job.entry or 0 for job in (*self._running, *self._waiting.again)]
+        assert entries == sorted(entries), f"the order {entries} in which jobs began is broken"
 
     def _check_lengths(self, job: ActiveJob) -> None:
         """Raises AssertionError unless what is planned of a running job is settled or in flight, and has its pages."""
@@ -468,7 +468,7 @@ class Planner:
         return self._pool.take(count)
 
     def _admit(self, job: ActiveJob) -> Begin | None:
-        """Gives the first waiting job slot and pages; None when there is no room, or when it pays to wait."""
+        """Gives a waiting job slot and pages; None when there is no room, or when it pays to wait."""
         matched = self._match(job)
         if self._is_coming(job, len(matched)):
             return None
@@ -486,8 +486,11 @@ class Planner:
         if not job.generated:
             job.exact = all(self._cache.is_exact(page) for page in matched)
             job.cached_tokens = job.planned
-        self._waiting.popleft()
+        self._waiting.begins(job)
         self._running.append(job)
+        if job.entry is None:
+            self._entries += 1
+            job.entry = self._entries
         if not job.counted:
             job.counted = True
             self._prompt_tokens += job.prompt
@@ -547,7 +550,7 @@ class Planner:
         assert self._running.pop() is job, f"job {job.job.id} is not the youngest"
         self._release(job)
         job.leave()
-        self._waiting.appendleft(job)
+        self._waiting.put_back(job)
         self._preemptions += 1
 
     def _release(self, job: ActiveJob) -> None:

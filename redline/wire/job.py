@@ -55,6 +55,7 @@ class Job(Message, frozen=True):
     tokens: tuple[int, ...]  # the prompt
     pages: tuple[PageHash, ...]  # hash i covers tokens [0, (i + 1) * PAGE_TOKENS); full pages only
     sampling: Sampling
+    tenant: str = ""  # whose turn it takes among waiting jobs
     salt: str = ""  # tenants with different salts never share pages
     media: tuple[MediaSpan, ...] = ()
 

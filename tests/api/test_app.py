@@ -45,7 +45,7 @@ async def test_every_listed_route_answers() -> None:
         listed = (await world.http.get("/")).json()
         assert listed["models"] == [MODEL, "alias"]
         for line in listed["routes"]:
-            method, path = line.split()
+            method, path = line.format(id=MODEL).split()
             response = await world.http.request(method, path, content=b"{}" if method == "POST" else None)
             assert response.status_code == (400 if method == "POST" else 200), line
         assert (await world.http.get("/version")).json()["version"] == listed["version"]

@@ -33,7 +33,7 @@ def conversation(**fields: Any) -> Conversation:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"n": 9}, "n"),
+        ({"n": 65}, "n"),
         ({"n": 0}, "n"),
         ({"n": "2"}, "n"),
         ({"temperature": 2.1}, "temperature"),
