@@ -348,7 +348,8 @@ async def _serve_through(
                 process.kill()
             await ended
             if process.stdin is not None:
-                process.stdin.close()
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
 
 
 async def _drain(server: Server, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:
@@ -377,8 +378,9 @@ def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.P
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     told = WorkerConfig(weights=config.weights, engine=config.engine, inbox=inbox, outbox=outbox)
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(told) + b"\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
+        process.stdin.write(msgspec.json.encode(told) + b"\n")
+        process.stdin.flush()
     return process
 
 
