@@ -44,15 +44,15 @@ def prompts(folder: Path) -> Path:
     return path
 
 
-def ask(client: Sequence[str], url: str, dataset: Path, result: Path) -> dict[str, Any]:
-    """Figures of one run. client: the words before `bench serve`. Raises RedlineError where it fails or loses answers."""
+def ask(client: Sequence[str], url: str, dataset: Path, result: Path, more: Sequence[str]) -> dict[str, Any]:
+    """Figures of one run. client: the words before `bench serve`; more: flags of this client's own. Raises RedlineError where it fails or loses answers."""
     command = [
         *(*client, "bench", "serve", "--base-url", url, "--model", MODEL, "--tokenizer", str(TOKENIZER)),
         *("--backend", "openai", "--endpoint", "/v1/completions", "--dataset-name", "custom"),
         *("--dataset-path", str(dataset), "--custom-output-len", str(TOKENS), "--disable-shuffle"),
         *("--num-prompts", str(PROMPTS), "--max-concurrency", str(STREAMS), "--disable-tqdm"),
         *("--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result", "--result-dir", str(result.parent)),
-        *("--result-filename", result.name),
+        *("--result-filename", result.name, *more),
     ]
     ran = subprocess.run(command, env=os.environ | OFFLINE, capture_output=True, text=True, timeout=CLIENT_S)
     if ran.returncode or not result.exists():
@@ -73,13 +73,19 @@ def measure(vllm_python: Path, count_rounds: int) -> list[dict[str, dict[str, An
     """Figures of `ours` and `theirs` of every round. Raises RedlineError where a client fails."""
     ours = [sys.executable, "-m", "redline"]
     theirs = [str(vllm_python), "-m", "vllm.entrypoints.cli.main"]
+    plain = {"ours": (), "theirs": ("--skip-chat-template",)}  # theirs puts a template around a custom prompt
     found: list[dict[str, dict[str, Any]]] = []
     with tempfile.TemporaryDirectory() as name, Scripted(Play(in_order=(SCRIPT,))) as server:
         dataset = prompts(Path(name))
         for number in range(count_rounds):
             order = (("ours", ours), ("theirs", theirs))
             pair = order if number % 2 == 0 else order[::-1]
-            found.append({who: ask(how, server.url, dataset, Path(name) / f"{who}-{number}.json") for who, how in pair})
+            found.append(
+                {
+                    who: ask(how, server.url, dataset, Path(name) / f"{who}-{number}.json", plain[who])
+                    for who, how in pair
+                }
+            )
     return found
 
 
