@@ -24,7 +24,8 @@ from redline.bench.serving.script import MODEL, Play, Script
 from redline.bench.serving.scripted import Scripted
 from redline.errors import RedlineError
 
-KEYS = tuple(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "median")) + (
+KEYS = (
+    *tuple(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "median")),
     "request_throughput",
     "output_throughput",
 )
@@ -45,7 +46,10 @@ def prompts(folder: Path) -> Path:
 
 
 def ask(client: Sequence[str], url: str, dataset: Path, result: Path, more: Sequence[str]) -> dict[str, Any]:
-    """Figures of one run. client: the words before `bench serve`; more: flags of this client's own. Raises RedlineError where it fails or loses answers."""
+    """Figures of one run. client: the words before `bench serve`; more: flags of this client alone.
+
+    Raises RedlineError where it fails or loses answers.
+    """
     command = [
         *(*client, "bench", "serve", "--base-url", url, "--model", MODEL, "--tokenizer", str(TOKENIZER)),
         *("--backend", "openai", "--endpoint", "/v1/completions", "--dataset-name", "custom"),
