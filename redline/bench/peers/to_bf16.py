@@ -18,11 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from redline.bench.program import program
-from redline.model.k2.checkpoint import Checkpoint, weights
+from redline.model.k2.checkpoint import Checkpoint, Projection, weights
 
 COPIED = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 # transformers does not write these two, and vLLM reads them: without them it routes by softmax.
 ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+
+PROJECTIONS: dict[str, Projection] = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
 def convert(folder: Path, out: Path) -> None:
@@ -55,9 +57,8 @@ def _name(logical: str) -> str:
 def _plain(checkpoint: Checkpoint, name: str) -> Tensor:
     """bf16, but for the correction biases of routers, which are float32 as stored."""
     match name.split("."):
-        case ["layers", layer, "mlp", "experts", expert, "gate_proj" | "up_proj" | "down_proj" as matrix, "weight"]:
-            projection = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}[matrix]
-            stored = checkpoint.expert(int(layer), int(expert), projection)
+        case ["layers", layer, "mlp", "experts", expert, matrix, "weight"]:
+            stored = checkpoint.expert(int(layer), int(expert), PROJECTIONS[matrix])
             weight = stored if isinstance(stored, Tensor) else stored.dequantize()
         case _:
             weight = checkpoint.plain(name)

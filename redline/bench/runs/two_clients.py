@@ -1,10 +1,16 @@
-"""Our client and vLLM's own against one server with known delays: do their figures agree?
+"""Our client and vLLM's own against the same server: do their figures agree, and whose is nearer the truth?
 
-    python -m redline.bench.runs.two_clients --vllm-python PYTHON [--rounds 3] [--save FILE]
+    python -m redline.bench.runs.two_clients --vllm-python PYTHON [--rounds 3] [--served models/kimi-nano] [--save FILE]
 
-PYTHON has vLLM; only its `vllm bench serve` runs. Both ask the same prompts of the same scripted server, in rounds that
-alternate which of them begins. What is compared is the median over rounds of each round's ratio, ours by theirs, so
-that what slows a whole round slows both. Every figure here is a time or a rate that vLLM gives under the same key.
+PYTHON has vLLM; only its `vllm bench serve` runs. Both ask the same prompts, in rounds that alternate which of them
+begins. What is compared is the median over rounds of each round's ratio, ours by theirs, so that what slows a whole
+round slows both. Every figure here is a time or a rate that vLLM gives under the same key.
+
+The first server is the scripted one, whose delays are known and which logs what it really did: each client's TTFT is
+held against that log. vLLM's client counts from when it takes a request up, so that is compared with ours from the same
+moment (`Answer.taken`); what it does between then and the server's receipt, opening a connection for each request, and
+between the event's departure and its own stamp, is in its TTFT and in no server. The second, with --served, is
+`redline serve` on one core, with the clients on another.
 """
 
 import argparse
@@ -14,27 +20,52 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
-from redline.bench.serving.script import MODEL, Play, Script
+from redline.bench.runs.peers_over_http import NAME, Server, running
+from redline.bench.serving import saved
+from redline.bench.serving.script import MODEL, Logged, Play, Script
 from redline.bench.serving.scripted import Scripted
 from redline.errors import RedlineError
 
-KEYS = (
-    *tuple(f"{kind}_{name}_ms" for name in ("ttft", "tpot", "itl", "e2el") for kind in ("mean", "median")),
+TTFT = ("mean_ttft_ms", "median_ttft_ms")
+HELD = (
+    *tuple(f"{kind}_{name}_ms" for name in ("tpot", "e2el") for kind in ("mean", "median")),
     "request_throughput",
     "output_throughput",
 )
+KEYS = (*TTFT, "mean_itl_ms", "median_itl_ms", *HELD)
 TOKENS, PROMPTS, STREAMS = 64, 32, 4
 SCRIPT = Script(first_s=0.1, gaps_s=(0.02,))
 LIMIT = 0.02
+TTFT_MS = 3.0  # by which TTFT may lie apart in any case: what vLLM's client adds to 100 ms
+LOG_MS = 0.5  # by which ours may lie from what the server logged
 CLIENT_S = 300
 TOKENIZER = Path(__file__).parents[3] / "models" / "kimi-nano"
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_TARGET_DEVICE": "cpu"}
+OURS = (sys.executable, "-m", "redline")
+PLAIN = {"ours": (), "theirs": ("--skip-chat-template",)}  # theirs puts a template around a custom prompt
+
+Figures = dict[str, float]
+Round = dict[str, Figures]  # of `ours` and of `theirs`
+
+
+class Asked(NamedTuple):
+    """What one run found. figures: KEYS. taken_ttfts: ms of each request since the client took it up.
+
+    sent_ttfts: since its first byte, which vLLM's client does not say. starts: when it was taken up, seconds on the
+    server's clock, where the client says so.
+    """
+
+    figures: Figures
+    taken_ttfts: list[float]
+    sent_ttfts: list[float]
+    starts: list[float]
 
 
 def prompts(folder: Path) -> Path:
@@ -45,66 +76,159 @@ def prompts(folder: Path) -> Path:
     return path
 
 
-def ask(client: Sequence[str], url: str, dataset: Path, result: Path, more: Sequence[str]) -> dict[str, Any]:
-    """Figures of one run. client: the words before `bench serve`; more: flags of this client alone.
+def ask(client: Sequence[str], url: str, model: str, dataset: Path, result: Path, more: Sequence[str]) -> Asked:
+    """One run. client: the words before `bench serve`; more: flags of this run alone.
 
     Raises RedlineError where it fails or loses answers.
     """
     command = [
-        *(*client, "bench", "serve", "--base-url", url, "--model", MODEL, "--tokenizer", str(TOKENIZER)),
+        *(*client, "bench", "serve", "--base-url", url, "--model", model, "--tokenizer", str(TOKENIZER)),
         *("--backend", "openai", "--endpoint", "/v1/completions", "--dataset-name", "custom"),
         *("--dataset-path", str(dataset), "--custom-output-len", str(TOKENS), "--disable-shuffle"),
         *("--num-prompts", str(PROMPTS), "--max-concurrency", str(STREAMS), "--disable-tqdm"),
-        *("--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result", "--result-dir", str(result.parent)),
-        *("--result-filename", result.name, *more),
+        *("--percentile-metrics", "ttft,tpot,itl,e2el", "--save-result", "--save-detailed"),
+        *("--result-dir", str(result.parent), "--result-filename", result.name, *more),
     ]
     ran = subprocess.run(command, env=os.environ | OFFLINE, capture_output=True, text=True, timeout=CLIENT_S)
     if ran.returncode or not result.exists():
         raise RedlineError(f"{client[0]} ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-2000:]}")
-    figures = json.loads(result.read_text())
-    if figures["completed"] != PROMPTS or figures["total_output_tokens"] != PROMPTS * TOKENS:
-        got = f"{figures['completed']} answers, {figures['total_output_tokens']} tokens"
+    found = json.loads(result.read_text())
+    if found["completed"] != PROMPTS or found["total_output_tokens"] != PROMPTS * TOKENS:
+        got = f"{found['completed']} answers, {found['total_output_tokens']} tokens"
         raise RedlineError(f"{client[0]} counted {got}, not {PROMPTS} and {PROMPTS * TOKENS}")
-    return {key: figures[key] for key in KEYS}
+    figures = {key: found[key] for key in KEYS}
+    ttfts = [seconds * 1000 for seconds in found["ttfts"]]
+    if tuple(client) != OURS:
+        return Asked(figures, ttfts, [], found["start_times"])
+    answers = saved.read(result).answers
+    taken = [(one.chunks[0].at - one.taken) * 1000 for one in answers if one.taken is not None]
+    return Asked(figures, taken, ttfts, [])
 
 
-def compare(rounds: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, float]:
+def compare(rounds: Sequence[Mapping[str, Mapping[str, float]]], keys: Sequence[str] = KEYS) -> dict[str, float]:
     """By key the median over rounds of ours / theirs - 1. Each round has the figures of `ours` and of `theirs`."""
-    return {key: statistics.median(one["ours"][key] / one["theirs"][key] - 1 for one in rounds) for key in KEYS}
+    return {key: statistics.median(one["ours"][key] / one["theirs"][key] - 1 for one in rounds) for key in keys}
 
 
-def measure(vllm_python: Path, count_rounds: int) -> list[dict[str, dict[str, Any]]]:
-    """Figures of `ours` and `theirs` of every round. Raises RedlineError where a client fails."""
-    ours = [sys.executable, "-m", "redline"]
-    theirs = [str(vllm_python), "-m", "vllm.entrypoints.cli.main"]
-    plain = {"ours": (), "theirs": ("--skip-chat-template",)}  # theirs puts a template around a custom prompt
-    found: list[dict[str, dict[str, Any]]] = []
-    with tempfile.TemporaryDirectory() as name, Scripted(Play(in_order=(SCRIPT,))) as server:
-        dataset = prompts(Path(name))
-        for number in range(count_rounds):
-            order = (("ours", ours), ("theirs", theirs))
-            pair = order if number % 2 == 0 else order[::-1]
-            found.append(
-                {
-                    who: ask(how, server.url, dataset, Path(name) / f"{who}-{number}.json", plain[who])
-                    for who, how in pair
-                }
-            )
+def too_far(rounds: Sequence[Mapping[str, Mapping[str, float]]], keys: Sequence[str]) -> list[str]:
+    """Which of `keys` lie further apart than they may: LIMIT, or TTFT_MS for TTFT where that is more."""
+    found = [key for key, share in compare(rounds, keys).items() if abs(share) > LIMIT]
+    return [key for key in found if key not in TTFT or abs(_apart_ms(rounds, key)) > TTFT_MS]
+
+
+def _apart_ms(rounds: Sequence[Mapping[str, Mapping[str, float]]], key: str) -> float:
+    return statistics.median(one["ours"][key] - one["theirs"][key] for one in rounds)
+
+
+def beside_log(asked: Asked, rows: Sequence[Logged]) -> Figures:
+    """ms by which a client's TTFT is more than the server's own, from its receipt of a request to the first event.
+
+    Means and medians of a whole run, so that nobody has to say which row is which request. sent: of what the client
+    counts from its first byte on. before and after: of a client that says when it took requests up, how much of it
+    passed before the server had them, and how much after the event had left.
+    """
+    log = [(row.events[0] - row.received) * 1000 for row in rows]
+    found = {"server_median_ms": statistics.median(log)}
+    found["taken_mean_ms"] = statistics.fmean(asked.taken_ttfts) - statistics.fmean(log)
+    found["taken_median_ms"] = statistics.median(asked.taken_ttfts) - statistics.median(log)
+    if asked.sent_ttfts:
+        found["sent_mean_ms"] = statistics.fmean(asked.sent_ttfts) - statistics.fmean(log)
+        found["sent_median_ms"] = statistics.median(asked.sent_ttfts) - statistics.median(log)
+    if asked.starts:
+        starts, received = sorted(asked.starts), sorted(row.received for row in rows)
+        before = [(there - here) * 1000 for here, there in zip(starts, received, strict=True)]
+        found["before_mean_ms"] = statistics.fmean(before)
+        found["after_mean_ms"] = found["taken_mean_ms"] - found["before_mean_ms"]
     return found
 
 
+def pair(number: int, vllm_python: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Who asks first in a round, and who then, each with the words of its command."""
+    order = (("ours", OURS), ("theirs", (str(vllm_python), "-m", "vllm.entrypoints.cli.main")))
+    return order if number % 2 == 0 else order[::-1]
+
+
+def measure(vllm_python: Path, count_rounds: int) -> tuple[list[Round], list[Round]]:
+    """On the scripted server: figures of every round, TTFT from when a request was taken up; and `beside_log` of each.
+
+    Raises RedlineError where a client fails.
+    """
+    found: list[Round] = []
+    logs: list[Round] = []
+    with tempfile.TemporaryDirectory() as name, Scripted(Play(in_order=(SCRIPT,))) as server:
+        dataset = prompts(Path(name))
+        for number in range(count_rounds):
+            figures, log = Round(), Round()
+            for who, how in pair(number, vllm_python):
+                server.forget()
+                asked = ask(how, server.url, MODEL, dataset, Path(name) / f"{who}-{number}.json", PLAIN[who])
+                log[who] = beside_log(asked, server.log().requests[-PROMPTS:])  # theirs asks once before it counts
+                mean, median = statistics.fmean(asked.taken_ttfts), statistics.median(asked.taken_ttfts)
+                figures[who] = asked.figures | dict(zip(TTFT, (mean, median), strict=True))
+            found.append(figures)
+            logs.append(log)
+    return found, logs
+
+
+def measure_served(vllm_python: Path, count_rounds: int, folder: Path) -> list[Round]:
+    """On `redline serve` of a model, greedy and of one length: figures of every round.
+
+    Raises RedlineError where the server or a client fails.
+    """
+    more = ("--temperature", "0", "--ignore-eos")
+    serve = (*OURS, "serve", str(folder), "--served-model-name", NAME, "--log-level", "warning")
+    cores = sorted(os.sched_getaffinity(0))
+    found: list[Round] = []
+    server = Server("redline", serve, {})
+    with tempfile.TemporaryDirectory() as name, running(server, Path(name), cores[:1]) as url:
+        dataset = prompts(Path(name))
+        with on(cores[-1:]):
+            ask(OURS, url, NAME, dataset, Path(name) / "warm.json", more)
+            for number in range(count_rounds):
+                figures = Round()
+                for who, how in pair(number, vllm_python):
+                    result = Path(name) / f"{who}-{number}.json"
+                    figures[who] = ask(how, url, NAME, dataset, result, (*PLAIN[who], *more)).figures
+                found.append(figures)
+    return found
+
+
+@contextmanager
+def on(cores: Sequence[int]) -> Generator[None]:
+    """This process, and what it starts meanwhile, run on these cores alone."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 def main() -> int:
-    """Measures, says, saves; 1 where a figure is further apart than LIMIT."""
+    """Measures, says, saves; 1 where a figure is further apart than it may be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm-python", type=Path, required=True)
     parser.add_argument("--rounds", type=count, default=3)
+    parser.add_argument("--served", type=Path, help="a model's folder: ask `redline serve` too")
+    parser.add_argument("--served-rounds", type=count, default=7)
     parser.add_argument("--save", type=output)
     arguments = parser.parse_args()
-    rounds = measure(arguments.vllm_python, arguments.rounds)
-    apart = compare(rounds)
-    for key, share in apart.items():
-        ours, theirs = (statistics.median(one[who][key] for one in rounds) for who in ("ours", "theirs"))
-        print(f"{key:20} ours {ours:10.3f}   vllm {theirs:10.3f}   apart {share:+.3%}")
+    load = [os.getloadavg()[0]]
+    rounds, logs = measure(arguments.vllm_python, arguments.rounds)
+    print("on the scripted server")
+    say(rounds, KEYS)
+    for who in ("ours", "theirs"):
+        for key in logs[0][who]:
+            print(f"{who:7} TTFT beside the server's log, {key:18} {_median(logs, who, key):+9.3f}")
+    wrong = [*too_far(rounds, KEYS), *(["TTFT beside the log"] if off_the_log(logs) else [])]
+    record: dict[str, Any] = {"apart": compare(rounds), "rounds": rounds, "beside_log": logs}
+    if arguments.served:
+        load.append(os.getloadavg()[0])
+        served = measure_served(arguments.vllm_python, arguments.served_rounds, arguments.served)
+        print(f"on redline serve {arguments.served}")
+        say(served, KEYS)
+        wrong += [f"{key}, served" for key in too_far(served, HELD)]
+        record["served"] = {"model": str(arguments.served), "held": HELD, "apart": compare(served), "rounds": served}
     if arguments.save:
         setting = {"prompts": PROMPTS, "streams": STREAMS, "tokens": TOKENS, "first_s": SCRIPT.first_s}
         setting["gap_s"] = SCRIPT.gaps_s[0]
@@ -112,9 +236,28 @@ def main() -> int:
         version = subprocess.run([arguments.vllm_python, "-c", find], capture_output=True, text=True, check=True)
         where = provenance("msgspec", "httptools", "uvloop")
         where["versions"]["vllm"] = version.stdout.strip()
-        record = {"provenance": where, "setting": setting, "limit": LIMIT, "apart": apart, "rounds": rounds}
-        arguments.save.write_text(json.dumps(record, indent=1) + "\n")
-    return int(max(abs(share) for share in apart.values()) > LIMIT)
+        limits = {"share": LIMIT, "ttft_ms": TTFT_MS, "log_ms": LOG_MS}
+        head = {"provenance": where, "load_average": load, "setting": setting, "limits": limits}
+        arguments.save.write_text(json.dumps(head | record, indent=1) + "\n")
+    if wrong:
+        print(f"further apart than they may be: {', '.join(wrong)}")
+    return int(bool(wrong))
+
+
+def say(rounds: Sequence[Round], keys: Sequence[str]) -> None:
+    """Prints a line for each figure: medians over rounds, and how far apart."""
+    for key, share in compare(rounds, keys).items():
+        ours, theirs = (_median(rounds, who, key) for who in ("ours", "theirs"))
+        print(f"{key:20} ours {ours:10.3f}   vllm {theirs:10.3f}   apart {share:+.3%}")
+
+
+def off_the_log(logs: Sequence[Round]) -> bool:
+    """Whether our own TTFT lies further than LOG_MS from what the server logged."""
+    return any(abs(_median(logs, "ours", f"sent_{kind}_ms")) > LOG_MS for kind in ("mean", "median"))
+
+
+def _median(rounds: Sequence[Round], who: str, key: str) -> float:
+    return statistics.median(one[who][key] for one in rounds)
 
 
 if __name__ == "__main__":
