@@ -56,7 +56,7 @@ FLAGS = {
     "--skip-tokenizer-init --header --extra-body --insecure --preset --dataset-name --dataset-path --num-prompts "
     "--input-len --output-len --random-input-len --random-output-len --random-range-ratio --random-prefix-len "
     "--sharegpt-output-len --custom-output-len --prefix-repetition-prefix-len --prefix-repetition-suffix-len "
-    "--prefix-repetition-num-prefixes --prefix-repetition-output-len --no-oversample --disable-shuffle --seed "
+    "--prefix-repetition-num-prefixes --prefix-repetition-output-len --no-oversample --disable-shuffle --skip-chat-template --seed "
     "--request-rate --burstiness --max-concurrency --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps "
     "--num-warmups --max-seconds --ignore-eos --temperature --top-p --top-k --min-p --frequency-penalty "
     "--presence-penalty --repetition-penalty --logprobs --goodput --percentile-metrics --metric-percentiles "

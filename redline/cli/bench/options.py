@@ -136,7 +136,7 @@ REFUSED = {
     "--random-batch-size": "leave it out: embeddings are not measured",
     "--no-reranker": "leave it out: rerankers are not measured",
     "--chat-template-kwargs": "give them to the server: --extra-body '{\"chat_template_kwargs\": {...}}'",
-    "--skip-chat-template": "take --backend openai, which has no template",
+    "--skip-chat-template": "leave it out: no template is put around a prompt here",
 }
 # Groups of flags of datasets that are not read here, by how they begin.
 REFUSED_DATASETS = (
