@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file  # pyright: ignore[reportUnknownVariableType]
 
 from redline.bench.peers.oracle import transformers_model
 from redline.bench.peers.to_bf16 import convert
