@@ -64,7 +64,7 @@ VLLM = {
     "DO_NOT_TRACK": "1",
     "VLLM_TARGET_DEVICE": "cpu",
 }
-# Its threads wait for each other by spinning, which on a shared machine costs it up to a hundred times its speed.
+# Its threads wait for each other by spinning, which costs most of its speed where another process has a core.
 LLAMA = {"OMP_WAIT_POLICY": "passive"}
 
 Figures = dict[str, float]

@@ -222,7 +222,7 @@ def test_the_vocabulary_is_that_of_tokenizer_json(checkpoint: Path):
 
 
 def test_a_vocabulary_with_gaps_is_refused(tmp_path: Path):
-    model = {"vocab": {"a": 0, "b": 2}, "merges": []}
+    model: dict[str, Any] = {"vocab": {"a": 0, "b": 2}, "merges": []}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
     with pytest.raises(CheckpointError, match="2 tokens with other ids than 0 to 1"):
         vocabulary(tmp_path)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from redline.bench.runs.peers_over_http import ANSWER, KEYS, OURS, Server, loads, medians, running, table
+from redline.bench.runs.peers_over_http import ANSWER, KEYS, OURS, Figures, Server, loads, medians, running, table
 from redline.errors import RedlineError
 
 NANO = Path(__file__).parents[3] / "models" / "kimi-nano"
@@ -20,8 +20,11 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Handler).serve_forever()
 
 
 def test_the_median_of_the_rounds_ratios_counts_and_not_the_ratio_of_medians():
+    def figures(value: float) -> Figures:
+        return {**dict.fromkeys(KEYS, value)}
+
     rounds = [
-        {OURS: {"random, 1": dict.fromkeys(KEYS, mine)}, "peer": {"random, 1": dict.fromkeys(KEYS, theirs)}}
+        {OURS: {"random, 1": figures(mine)}, "peer": {"random, 1": figures(theirs)}}
         for mine, theirs in ((100.0, 50.0), (10.0, 5.0), (1.0, 3.0))
     ]
     found = medians(rounds)
