@@ -74,7 +74,7 @@ FLAGS = {
 PEERS_NAMES = {"--backend", "--disable-tqdm", "--disable-shuffle"}
 
 KEYS = """
-    weights host port served_model_name keys_file cors_origins log_level
+    weights host port served_model_name keys_file cors_origins metrics_port log_level
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
     engine.device
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
