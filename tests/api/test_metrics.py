@@ -117,11 +117,8 @@ async def test_a_job_without_a_token_has_no_times() -> None:
 
 
 def load(steps: int = 1, sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1), positions: int = 0) -> Load:
-    counters = dict.fromkeys(
-        ["running", "waiting", "pages_used", "pages_cached", "pages_total", "replayed", "led", "preemptions"]
-        + ["prompt_tokens", "prompt_tokens_cached", "generation_tokens"],
-        0,
-    )
+    others = "running waiting pages_used pages_cached pages_total replayed led preemptions prompt_tokens"
+    counters = dict.fromkeys(f"{others} prompt_tokens_cached generation_tokens".split(), 0)
     return Load(steps=steps, step_sizes=sizes, step_positions=positions, **counters)
 
 

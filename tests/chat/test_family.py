@@ -1,4 +1,4 @@
-"""The protocol of each member of the family, chosen from its checkpoint: what its prompts hold for every spelling of how
+"""The protocol of each member of the family, chosen from its checkpoint: what its prompts hold, in every spelling of how
 to think, and how its answers are read."""
 
 import json
@@ -97,8 +97,13 @@ def test_every_spelling_opens_the_answer_as_the_member_learned_it(
 
 @pytest.mark.parametrize(
     ("member", "past", "now"),
-    [("K2", False, False), ("K2-Thinking", False, True), ("K2.5", False, True), ("K2.6", False, True)]
-    + [("K2.7-Code", True, True)],
+    [
+        ("K2", False, False),
+        ("K2-Thinking", False, True),
+        ("K2.5", False, True),
+        ("K2.6", False, True),
+        ("K2.7-Code", True, True),
+    ],
 )
 def test_past_reasoning_is_kept_where_the_member_keeps_it_or_is_asked_to(
     styles: dict[str, Style], member: str, past: bool, now: bool
