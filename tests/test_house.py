@@ -249,6 +249,7 @@ RUN_TIME = {
     "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": "uvloop",
     "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer",
     "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
+    "llguidance": "llguidance",
 }  # fmt: skip
 # Plots, foreign vocabularies and training (`bench`, `draft`, `train`); the peer of `bench.peers`, which `test` brings.
 EXTRAS = {"matplotlib", "tokenizers", "accelerate", "deepspeed", "transformers", "compressed_tensors"}

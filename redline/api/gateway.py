@@ -231,6 +231,10 @@ class Gateway:
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def ended(self) -> None:
+        """Wait, behind `close`, until no process of its own is left."""
+        await self._grammars.ended()
+
     # -- from a request
 
     async def begin(self, ask: Ask) -> "Generation":

@@ -1,10 +1,11 @@
-"""The process in which grammars are tried: whatever a client's schema costs, it costs this process, which can be killed.
+"""The process in which grammars are tried: what a client's schema costs, it costs this process, which can be killed.
 
 Standard input has frames, each a length (4 bytes, the lowest first) and msgpack: first the vocabulary, then requests.
 Each request is answered by a frame on standard output.
 """
 
 import resource
+import signal
 import struct
 import sys
 from typing import Any, BinaryIO
@@ -48,6 +49,7 @@ def framed(message: Record) -> bytes:
 
 def main() -> None:
     """Answer until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the end of standard input says when
     inlet, outlet = sys.stdin.buffer, sys.stdout.buffer
     data = _frame(inlet)
     if data is None:

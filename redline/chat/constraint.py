@@ -44,8 +44,13 @@ class Part(NamedTuple):
     """A piece of a grammar that came from the client."""
 
     param: str  # the field
-    text: str  # a grammar of its own, as llguidance reads it
+    own: dict[str, Any]  # one of llguidance's grammars
     tool: int | None  # the tool whose schema may be left out where it cannot be followed; None: it has to be
+
+    @property
+    def text(self) -> str:
+        """A grammar by itself, as llguidance reads it."""
+        return _grammars([self.own])
 
 
 class Composed(NamedTuple):
@@ -79,32 +84,30 @@ def compose(
     starts: list[str] = []  # what a complete answer is, behind the reasoning
     if constraint is not None and calls.mode == "auto":
         others.append({"name": "content", **_content(constraint)})
-        parts.append(Part(constraint.param, _grammars([others[-1]]), None))
+        parts.append(Part(constraint.param, others[-1], None))
         starts.append("@content")
-    marks: tuple[int, ...] = ()
+    marks: tuple[int, ...] = token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
+    section = marks[0]
     if tools:
         assert conversation is not None, "tools are declared in a conversation"
-        marks = token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
         rules += _call_rules(tools, calls, _first_index(conversation), tokenizer)
         for place, tool in enumerate(tools):
             if calls.named in (None, tool.name):
                 others.append({"name": f"arguments{place}", "json_schema": _arguments(tool, loose=place in loose)})
                 param = f"tools[{place}].function.parameters"
-                parts.append(Part(param, _grammars([others[-1]]), None if tool.strict else place))
-        starts.append(f"<[{marks[0]}]> calls")
+                parts.append(Part(param, others[-1], None if tool.strict else place))
+        starts.append(f"<[{section}]> calls")
     whole = " | ".join(starts)
     if constraint is None and calls.mode == "auto":
-        rules.insert(0, f"start: <[{marks[0]}]>? calls")
+        rules.insert(0, f"start: <[{section}]>? calls")
         return Composed(Grammar(text=_text(rules, others), after=marks), tuple(parts))
     if not thinks:
         rules.insert(0, f"start: {whole}")
         return Composed(Grammar(text=_text(rules, others)), tuple(parts))
     end_think = token("</think>")
-    rules.insert(0, f"start: <[{end_think}]> ({whole})" + (f" | <[{marks[0]}]>? calls" if marks else ""))
-    banned = tokenizer.stop_ids
-    if not marks:
-        banned += token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
-    grammar = Grammar(text=_text(rules, others), after=(end_think, *marks), banned=banned)
+    rules.insert(0, f"start: <[{end_think}]> ({whole})" + (f" | <[{section}]>? calls" if tools else ""))
+    after, banned = ((end_think, *marks), ()) if tools else ((end_think,), marks)
+    grammar = Grammar(text=_text(rules, others), after=after, banned=(*tokenizer.stop_ids, *banned))
     return Composed(grammar, tuple(parts))
 
 
@@ -125,7 +128,7 @@ def _content(constraint: Constraint) -> dict[str, Any]:
 
 def _schema(schema: Any) -> dict[str, Any]:
     """A JSON schema as llguidance takes it, with our bound on whitespace."""
-    own = {} if schema is True else {"not": {}} if schema is False else dict(schema)
+    own: dict[str, Any] = {} if schema is True else {"not": {}} if schema is False else schema
     return {**own, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 

@@ -361,6 +361,7 @@ async def _serve_through(
             if process.poll() is None:
                 process.kill()
             await ended
+            await gateway.ended()
             if process.stdin is not None:
                 process.stdin.close()
 

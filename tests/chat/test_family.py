@@ -1,5 +1,5 @@
-"""The protocol of each member of the family, chosen from its checkpoint: what its prompts hold, in every spelling of how
-to think, and how its answers are read."""
+"""The protocol of each member of the family, chosen from its checkpoint: what its prompts hold, in every spelling of
+how to think, and how its answers are read."""
 
 import json
 from pathlib import Path
