@@ -468,8 +468,7 @@ class _Api:
         status. What fails later is an error event, and the end. `opening`: the entries that open a choice."""
         started = False
         try:
-            await generation.first(REFUSAL_S)
-            if generation.pending:
+            if await generation.admitted(REFUSAL_S):
                 started = True
                 await send(dict(STREAM_START))
             async for batches in generation:

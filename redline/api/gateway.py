@@ -181,7 +181,8 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             self._waits_no_more(lane)
-            self._served.served(len(lane.job.tokens))
+            if delta.finish not in ("error", "aborted"):
+                self._served.served(len(lane.job.tokens))
         if delta.queued_s is not None:
             lane.queued_s = delta.queued_s
         if delta.tokens:
@@ -648,17 +649,14 @@ class Generation:
 
         self._ending = asyncio.get_running_loop().call_at(when, end)
 
-    @property
-    def pending(self) -> bool:
-        """Whether nothing has come yet, and nothing has failed."""
-        return not self._arrived and self._failure is None and bool(self._open)
-
-    async def first(self, seconds: float) -> None:
-        """Return once something has come or failed, or after so many seconds."""
-        if self.pending:
+    async def admitted(self, seconds: float) -> bool:
+        """False where it is known within so many seconds that nothing will come; it returns as soon as anything is."""
+        if not self._arrived and self._failure is None and self._open:
             self._wake = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._wake}, timeout=seconds)
             self._wake = None
+        ended = any(delta.finish in ("error", "aborted") for _, delta in self._arrived)
+        return self._failure is None and not ended
 
     def close(self) -> None:
         """Abort every job of this answer that has not ended; idempotent."""

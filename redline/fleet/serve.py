@@ -313,7 +313,7 @@ async def _serve_through(
             gc.collect()
             gc.freeze()  # what stands now stays; a full collection that walked through it took 30 to 100 ms of a stream
             following = asyncio.create_task(gateway.follow(inbox))
-            _announce(config, doors.api, ready, console)
+            _announce(config, doors.api, doors.admin, ready, console)
             stopping, silence = asyncio.create_task(stop.wait()), asyncio.create_task(_until_silent(gateway))
             await asyncio.wait({stopping, ended, following, serving, silence}, return_when=asyncio.FIRST_COMPLETED)
             lost = not stopping.done()
@@ -333,7 +333,7 @@ async def _serve_through(
             silence.cancel()
             if not lost:
                 edge.draining = "the server is stopping"
-                await _drain(gateway, config.drain_s, {ended, following, serving}, signals.now)
+                await _drain(server, config.drain_s, {ended, following, serving}, signals.now)
             server.should_exit = True
             if lost:
                 await asyncio.wait({serving}, timeout=GRACE_S)
@@ -363,13 +363,14 @@ async def _serve_through(
             await ended
             await gateway.ended()
             if process.stdin is not None:
-                process.stdin.close()
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
 
 
-async def _drain(gateway: Gateway, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:
-    """Wait until no answer runs; no longer than so many seconds, until one of `ends` has ended, or `now`."""
+async def _drain(server: Server, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:
+    """Wait until no request is read or answered; no longer than so many seconds, until one of `ends` ends, or `now`."""
     until = asyncio.get_running_loop().time() + seconds
-    while any((gateway.running, *gateway.waiting)) and asyncio.get_running_loop().time() < until:
+    while server.server_state.tasks and asyncio.get_running_loop().time() < until:
         if now.is_set() or any(task.done() for task in ends):
             return
         with suppress(TimeoutError):
@@ -392,8 +393,9 @@ def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.P
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     told = WorkerConfig(weights=config.weights, engine=config.engine, inbox=inbox, outbox=outbox)
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(told) + b"\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
+        process.stdin.write(msgspec.json.encode(told) + b"\n")
+        process.stdin.flush()
     return process
 
 
@@ -450,15 +452,20 @@ async def _until_silent(gateway: Gateway) -> None:
         silent, beats = silent + 1 if gateway.beats == beats else 0, gateway.beats
 
 
-def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, console: Console) -> None:
+def _announce(
+    config: ServeConfig, listener: socket.socket, admin: socket.socket | None, ready: Ready, console: Console
+) -> None:
     name = config.names[0]
+    scheme = "http" if config.tls_cert is None else "https"
+    if admin is not None:
+        at = f"{scheme}://{ADMIN_HOST}:{admin.getsockname()[1]}/admin/status"
+        console.print(f"admin routes are at {at}", style="dim", highlight=False, soft_wrap=True)
     if config.unix_socket is not None:
         where = f"is ready at {config.unix_socket}   (Ctrl-C stops it)\n{ready.summary}"
         console.print(f"{name} {where}", highlight=False, soft_wrap=True, markup=False)
         return
     port = listener.getsockname()[1]
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    scheme = "http" if config.tls_cert is None else "https"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": EXAMPLE}]})
     console.print(Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True)

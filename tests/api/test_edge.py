@@ -155,6 +155,18 @@ def test_tokens_are_paid_for_afterwards_and_the_debt_is_waited_for() -> None:
     account.check_tokens(700)
 
 
+def test_a_new_rate_holds_from_the_next_request_on() -> None:
+    clock = Clock()
+    account = Account("alice", KeyLimits(requests_per_s=0.5), clock)
+    for rate, waits in ((0.5, 2.0), (0.25, 4.0)):
+        account.limit(KeyLimits(requests_per_s=rate))
+        with account.request():
+            pass
+        with pytest.raises(LimitReached) as told, account.request():
+            pass
+        assert told.value.retry_s == pytest.approx(waits)
+
+
 async def test_a_key_that_has_reached_a_limit_gets_429_with_its_name_and_others_are_served(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "alice k1 concurrency=1\nbob k2 tokens_per_day=40\ncarol k3")
     async with World(answer("a"), keys_file=str(path)) as world:
