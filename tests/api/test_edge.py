@@ -188,8 +188,8 @@ async def test_a_key_that_has_reached_a_limit_gets_429_with_its_name_and_others_
         assert int((await chat(world, "k2")).headers["retry-after"]) > 60
         assert (await chat(world, "k3")).status_code == 200
         metrics = (await world.http.get("/metrics", headers={"authorization": "Bearer k3"})).text
-        assert f'redline:rejections_total{{model_name="{MODEL}",reason="concurrency"}} 1.0' in metrics
-        assert f'redline:requests_total{{model_name="{MODEL}",route="{CHAT}",status="200"}} ' in metrics
+        assert f'redline:rejections_total{{engine="0",model_name="{MODEL}",reason="concurrency"}} 1.0' in metrics
+        assert f'redline:requests_total{{engine="0",model_name="{MODEL}",route="{CHAT}",status="200"}} ' in metrics
 
 
 async def test_pages_of_one_name_are_never_anothers(tmp_path: Path) -> None:
@@ -371,6 +371,9 @@ async def test_the_loops_lag_is_observed() -> None:
     async with World(answer("a")) as world:
         measuring = asyncio.create_task(measure_lag(world.metrics))
         await until(
-            lambda: b'redline:event_loop_lag_seconds_count{model_name="kimi-nano"} 0.0' not in world.metrics.expose()
+            lambda: (
+                b'redline:event_loop_lag_seconds_count{engine="0",model_name="kimi-nano"} 0.0'
+                not in world.metrics.expose()
+            )
         )
         measuring.cancel()
