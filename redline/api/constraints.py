@@ -23,10 +23,13 @@ def of_response_format(value: dict[str, Any]) -> Constraint | None:
             return None
         case {"type": "json_object"}:
             return Constraint(kind="json_schema", text='{"type": "object"}', param=param)
-        case {"type": "json_schema", "json_schema": {"schema": dict() | bool() as schema}}:
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool()}}:
+            schema: Any = value["json_schema"]["schema"]
             return Constraint(kind="json_schema", text=json.dumps(schema), param=f"{param}.json_schema.schema")
         case {"type": "json_schema"}:
-            raise RequestError("a format of type json_schema needs its schema, an object", f"{param}.json_schema.schema")
+            raise RequestError(
+                "a format of type json_schema needs its schema, an object", f"{param}.json_schema.schema"
+            )
         case {"type": str() as kind}:
             raise RequestError(f"response_format of type {kind} is not supported", f"{param}.type")
         case _:

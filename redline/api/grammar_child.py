@@ -1,4 +1,4 @@
-"""The process in which grammars are tried: whatever a client's schema costs, it costs this process, which can be killed.
+"""The process in which grammars are tried: what a client's schema costs, it costs this process, which can be killed.
 
 Standard input has frames, each a length (4 bytes, the lowest first) and msgpack: first the vocabulary, then requests.
 Each request is answered by a frame on standard output.

@@ -6,6 +6,7 @@ kept, so that a schema that comes with every request costs nothing but the first
 
 import asyncio
 import json
+import logging
 import re
 import sys
 from collections import OrderedDict
@@ -25,6 +26,8 @@ from redline.wire.job import Grammar
 KEPT = 1024  # verdicts
 START_S = 60.0  # for the process to read its vocabulary, on a machine that is busy loading a model
 SHOWN_CHARS = 400  # of an error
+
+log = logging.getLogger("redline.api")
 
 _KEYS = re.compile(r"Unimplemented keys: (\[.*\])", re.DOTALL)
 
@@ -101,10 +104,14 @@ class Grammars:
         return verdict
 
     async def _try(self, trial: Trial) -> Verdict:
-        """Asks the process; one trial at a time. A caller that leaves takes the process with it: it is in the middle."""
+        """Asks the process; one trial at a time. Where the caller leaves in the middle of it, the process ends."""
         if self._process is None:
-            async with asyncio.timeout(START_S):
-                await self._start()
+            try:
+                async with asyncio.timeout(START_S):
+                    await self._start()
+            except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+                log.error("the process that compiles grammars cannot be started: %s", error)
+                raise Overloaded("grammars cannot be compiled now; try again later") from None
         process, seconds = self._process, self._limits.grammar_seconds
         assert process is not None
         assert process.stdin is not None
@@ -153,7 +160,8 @@ class Grammars:
 
 def _complaint(error: str, part: Part) -> str:
     """What is wrong with a part, and where: llguidance names a keyword, not its place."""
-    error = error.strip().splitlines()[0] if error.strip() else "it cannot be compiled"
+    lines = error.strip().splitlines() or ["it cannot be compiled"]
+    error = " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error: "))])  # as of a regex
     grammars = cast("list[dict[str, Any]]", json.loads(part.text)["grammars"])
     schema, found = grammars[0].get("json_schema"), _KEYS.search(error)
     if schema is None or found is None:

@@ -727,8 +727,8 @@ class _Objects:
         self._left -= data.nbytes
         if self._left < 0:
             raise RequestError(
-                f"schemas, the parameters of tools and the arguments given as objects are more than {self._limits.json_bytes} "
-                "bytes together",
+                "schemas, the parameters of tools and the arguments given as objects are more than "
+                f"{self._limits.json_bytes} bytes together",
                 place,
             )
         value = _decoded(_OBJECT, data, place)

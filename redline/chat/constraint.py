@@ -81,30 +81,28 @@ def compose(
         others.append({"name": "content", **_content(constraint)})
         parts.append(Part(constraint.param, _grammars([others[-1]]), None))
         starts.append("@content")
-    marks: tuple[int, ...] = ()
+    marks: tuple[int, ...] = token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
+    section = marks[0]
     if tools:
         assert conversation is not None, "tools are declared in a conversation"
-        marks = token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
         rules += _call_rules(tools, calls, _first_index(conversation), tokenizer)
         for place, tool in enumerate(tools):
             if calls.named in (None, tool.name):
                 others.append({"name": f"arguments{place}", "json_schema": _arguments(tool, loose=place in loose)})
                 param = f"tools[{place}].function.parameters"
                 parts.append(Part(param, _grammars([others[-1]]), None if tool.strict else place))
-        starts.append(f"<[{marks[0]}]> calls")
+        starts.append(f"<[{section}]> calls")
     whole = " | ".join(starts)
     if constraint is None and calls.mode == "auto":
-        rules.insert(0, f"start: <[{marks[0]}]>? calls")
+        rules.insert(0, f"start: <[{section}]>? calls")
         return Composed(Grammar(text=_text(rules, others), after=marks), tuple(parts))
     if not thinks:
         rules.insert(0, f"start: {whole}")
         return Composed(Grammar(text=_text(rules, others)), tuple(parts))
     end_think = token("</think>")
-    rules.insert(0, f"start: <[{end_think}]> ({whole})" + (f" | <[{marks[0]}]>? calls" if marks else ""))
-    banned = tokenizer.stop_ids
-    if not marks:
-        banned += token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
-    grammar = Grammar(text=_text(rules, others), after=(end_think, *marks), banned=banned)
+    rules.insert(0, f"start: <[{end_think}]> ({whole})" + (f" | <[{section}]>? calls" if tools else ""))
+    after, banned = ((end_think, *marks), ()) if tools else ((end_think,), marks)
+    grammar = Grammar(text=_text(rules, others), after=after, banned=(*tokenizer.stop_ids, *banned))
     return Composed(grammar, tuple(parts))
 
 
@@ -125,7 +123,7 @@ def _content(constraint: Constraint) -> dict[str, Any]:
 
 def _schema(schema: Any) -> dict[str, Any]:
     """A JSON schema as llguidance takes it, with our bound on whitespace."""
-    own = {} if schema is True else {"not": {}} if schema is False else dict(schema)
+    own: dict[str, Any] = {} if schema is True else {"not": {}} if schema is False else schema
     return {**own, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 

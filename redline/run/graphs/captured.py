@@ -346,12 +346,10 @@ class CapturedSteps:
         the forward of this one, the host reads what came of the last, and follows it in the grammar.
         """
         at = self._slots.at
-        if not any([at[row.slot].matcher is not None for row in rows]):
-            return _NO_MASKS
         return {
-            place: functools.partial(self._allowed, at[row.slot], min(row.drafts, positions - 1), self._given(row.slot))
+            place: functools.partial(self._allowed, slot, min(row.drafts, positions - 1), self._given(row.slot))
             for place, row in enumerate(rows)
-            if at[row.slot].matcher is not None
+            if (slot := at[row.slot]).matcher is not None
         }
 
     def _given(self, number: int) -> list[int] | None:
