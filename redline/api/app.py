@@ -8,10 +8,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -29,15 +30,17 @@ from redline.api.answers import (
     gather,
     tokenize_answer,
 )
+from redline.api.anthropic import read_count
+from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.cors import Cors, check_origins
 from redline.api.dialect import A, Dialect, EventStream, Reply
 from redline.api.edge import Edge
-from redline.api.errors import Answer, Refusal, answer_to
+from redline.api.errors import Answer, Refusal
 from redline.api.gateway import Gateway, Generation
 from redline.api.metrics import Metrics
 from redline.api.openai import read_detokenize, read_tokenize
-from redline.api.openai_dialects import CHAT, COMPLETIONS
+from redline.api.openai_dialects import CHAT, COMPLETIONS, openai_error
 from redline.api.quota import CALLER, Account, Caller
 from redline.api.unpack import check_encoding, unpacked
 from redline.chat.conversation import Conversation
@@ -58,6 +61,8 @@ access_log = logging.getLogger("redline.access")
 T = TypeVar("T")
 Respond = Callable[[Send], Awaitable[None]]
 Begin = Callable[[bytes, Scope], Awaitable[Respond]]  # what a body asks for, begun
+Teller = Callable[[Exception, str], Answer]  # of an exception, with the request's id
+NO_TELLERS: Mapping[str, Teller] = MappingProxyType({})
 
 
 def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) -> ASGIApp:
@@ -68,7 +73,11 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
     edge = edge or Edge(config)
     api = _Api(gateway, config, edge)
     bodies = _Bodies(config.limits.bodies_bytes)
-    dialects: dict[str, Dialect[Any]] = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
+    dialects: dict[str, Dialect[Any]] = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": COMPLETIONS,
+        "/v1/messages": MESSAGES,
+    }
     routes = [
         Route("/", api.root),
         Route("/live", api.live),
@@ -83,11 +92,14 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
             Route(path, _Post(partial(api.generate, dialect), config, bodies), methods=["POST"])
             for path, dialect in dialects.items()
         ),
+        Route("/v1/messages/count_tokens", _Post(api.count_tokens, config, bodies), methods=["POST"]),
         Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
         Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
     ]
     api.routes = [f"{'POST' if isinstance(route.endpoint, _Post) else 'GET'} {route.path_format}" for route in routes]
-    border = Border(Router(routes, redirect_slashes=False), edge, config, gateway.metrics)
+    tellers = {path: dialect.error for path, dialect in dialects.items()}
+    tellers["/v1/messages/count_tokens"] = messages_error
+    border = Border(Router(routes, redirect_slashes=False), edge, config, gateway.metrics, tellers)
     origins = check_origins(config.cors_origins)
     return Cors(border, origins) if origins else border
 
@@ -95,8 +107,12 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
 class Border:
     """What surrounds every request: keys, header size, request id, errors, and the access line."""
 
-    def __init__(self, app: ASGIApp, edge: Edge, config: ApiConfig, counted: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, edge: Edge, config: ApiConfig, counted: Metrics, tellers: Mapping[str, Teller] = NO_TELLERS
+    ) -> None:
+        """tellers: path -> how errors are told there, where that is not OpenAI's way."""
         self._app = app
+        self._tellers = tellers
         self._edge = edge
         self._local = config.local
         self._origins = check_origins(config.cors_origins)
@@ -115,6 +131,8 @@ class Border:
         request_id = header(headers, b"x-request-id")
         if not 0 < len(request_id) <= REQUEST_ID_CHARS or not _is_plain(request_id):
             request_id = uuid.uuid4().hex.encode()
+
+        tell = self._tellers.get(scope["path"], openai_error)
 
         async def send_on(message: Message) -> None:
             nonlocal status, complete
@@ -141,9 +159,9 @@ class Border:
             else:
                 await self._app(scope, receive, send_on)
         except HTTPException as error:
-            await _send(send_on, _no_route(scope, error))
+            await _send(send_on, _no_route(scope, error, tell, request_id.decode()))
         except Exception as error:  # the last place where an exception can end one request only
-            answer = answer_to(error)
+            answer = tell(error, request_id.decode())
             self._counted.rejected(error)
             if not status:
                 await _send(send_on, answer)
@@ -213,15 +231,17 @@ def _timeout_s(headers: Headers) -> float | None:
     return seconds
 
 
-def _no_route(scope: Scope, error: HTTPException) -> Answer:
-    """The router's own 404 and 405, in OpenAI's shape."""
+def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str) -> Answer:
+    """The router's own 404 and 405."""
     if error.status_code == 405:
         refusal = Refusal(405, f"{scope['method']} is not served at {scope['path']}", "method_not_allowed")
     else:
         refusal = Refusal(
             error.status_code, f"there is no route {scope['path'][:SHOWN_PATH_CHARS]}; GET / lists them", "not_found"
         )
-    return answer_to(refusal)._replace(headers={key.lower(): value for key, value in (error.headers or {}).items()})
+    return tell(refusal, request_id)._replace(
+        headers={key.lower(): value for key, value in (error.headers or {}).items()}
+    )
 
 
 def _is_plain(value: bytes) -> bool:
@@ -410,7 +430,8 @@ class _Api:
         if dialect.recall is not None:
             asked = await dialect.recall(asked)
         scope["generation"] = generation = await self._gateway.begin(asked.ask)  # for the access line
-        reply = Reply(asked, model, int(time.time()), generation, self._gateway.tokenizer)
+        gateway = self._gateway
+        reply = Reply(asked, model, int(time.time()), generation, gateway.tokenizer, gateway.max_model_len)
         return partial(self._reply, dialect, reply)
 
     async def _reply(self, dialect: Dialect[A], reply: Reply[A], send: Send) -> None:
@@ -464,6 +485,16 @@ class _Api:
             len(tokens), tokenize_answer, tokens, self._gateway.max_model_len, token_bytes
         )
         return partial(_send_json, body=answer)
+
+    async def count_tokens(self, body: bytes, scope: Scope) -> Respond:
+        """Anthropic's: how many tokens a message's prompt has."""
+        request = await self._read(body, read_count)
+        self._model(request.model)
+        most = self._limits.tokens
+        tokens = await self._gateway.encode(request.conversation, "messages", most)
+        if len(tokens) > most:
+            raise RequestError(f"messages is {len(tokens)} tokens; at most {most} in one request", "messages")
+        return partial(_send_json, body=count_answer(len(tokens)))
 
     async def detokenize(self, body: bytes, scope: Scope) -> Respond:
         most = self._gateway.max_model_len

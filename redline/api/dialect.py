@@ -45,6 +45,7 @@ class Reply(Generic[A]):
     created: int
     generation: Generation
     tokenizer: Tokenizer
+    max_model_len: int
 
     @property
     def openings(self) -> list[int]:
