@@ -23,6 +23,8 @@ def check_key(headers: Headers, keys: Collection[bytes]) -> bytes:
     """The SHA-256 of the request's key. Raises Refusal (401) where it is none of `keys`, which are such digests too."""
     scheme, _, key = header(headers, b"authorization").strip().partition(b" ")
     if scheme.lower() != b"bearer" or not key.strip():
+        key = header(headers, b"x-api-key")  # Anthropic's
+    if not key.strip():
         raise Refusal(401, "no API key was given: send the header Authorization: Bearer KEY", "invalid_api_key")
     digest = sha256(key.strip()).digest()
     # Every key is compared, in constant time each.

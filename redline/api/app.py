@@ -8,10 +8,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -25,25 +26,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from redline.api import metrics
 from redline.api.access import OPEN_PATHS, Headers, check_page, header
 from redline.api.answers import (
-    chat_answer,
-    completion_answer,
     detokenize_answer,
     gather,
     tokenize_answer,
 )
+from redline.api.anthropic import read_count
+from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
 from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.cors import Cors, check_origins
+from redline.api.dialect import A, Dialect, EventStream, Reply
 from redline.api.edge import Edge
-from redline.api.errors import Answer, Refusal, answer_to
+from redline.api.errors import Answer, Refusal
 from redline.api.gateway import Gateway, Generation
 from redline.api.metrics import Metrics
-from redline.api.openai import Streaming, read_chat, read_completion, read_detokenize, read_tokenize
+from redline.api.openai import read_detokenize, read_tokenize
+from redline.api.openai_dialects import CHAT, COMPLETIONS, openai_error
 from redline.api.quota import CALLER, Account, Caller
-from redline.api.sse import ChatStream, CompletionStream, EventStream, data
 from redline.api.unpack import check_encoding, unpacked
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError
-from redline.wire.job import Sampling
 
 QUIET_PATHS = {
     "/health",
@@ -60,6 +61,8 @@ access_log = logging.getLogger("redline.access")
 T = TypeVar("T")
 Respond = Callable[[Send], Awaitable[None]]
 Begin = Callable[[bytes, Scope], Awaitable[Respond]]  # what a body asks for, begun
+Teller = Callable[[Exception, str], Answer]  # of an exception, with the request's id
+NO_TELLERS: Mapping[str, Teller] = MappingProxyType({})
 
 
 def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) -> ASGIApp:
@@ -70,6 +73,11 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
     edge = edge or Edge(config)
     api = _Api(gateway, config, edge)
     bodies = _Bodies(config.limits.bodies_bytes)
+    dialects: dict[str, Dialect[Any]] = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": COMPLETIONS,
+        "/v1/messages": MESSAGES,
+    }
     routes = [
         Route("/", api.root),
         Route("/live", api.live),
@@ -80,13 +88,18 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
         Route("/version", api.version),
         Route("/v1/models", api.models),
         Route("/v1/models/{id:path}", api.one_model),
-        Route("/v1/chat/completions", _Post(api.chat, config, bodies), methods=["POST"]),
-        Route("/v1/completions", _Post(api.completions, config, bodies), methods=["POST"]),
+        *(
+            Route(path, _Post(partial(api.generate, dialect), config, bodies), methods=["POST"])
+            for path, dialect in dialects.items()
+        ),
+        Route("/v1/messages/count_tokens", _Post(api.count_tokens, config, bodies), methods=["POST"]),
         Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
         Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
     ]
     api.routes = [f"{'POST' if isinstance(route.endpoint, _Post) else 'GET'} {route.path_format}" for route in routes]
-    border = Border(Router(routes, redirect_slashes=False), edge, config, gateway.metrics)
+    tellers = {path: dialect.error for path, dialect in dialects.items()}
+    tellers["/v1/messages/count_tokens"] = messages_error
+    border = Border(Router(routes, redirect_slashes=False), edge, config, gateway.metrics, tellers)
     origins = check_origins(config.cors_origins)
     return Cors(border, origins) if origins else border
 
@@ -94,8 +107,12 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
 class Border:
     """What surrounds every request: keys, header size, request id, errors, and the access line."""
 
-    def __init__(self, app: ASGIApp, edge: Edge, config: ApiConfig, counted: Metrics) -> None:
+    def __init__(
+        self, app: ASGIApp, edge: Edge, config: ApiConfig, counted: Metrics, tellers: Mapping[str, Teller] = NO_TELLERS
+    ) -> None:
+        """tellers: path -> how errors are told there, where that is not OpenAI's way."""
         self._app = app
+        self._tellers = tellers
         self._edge = edge
         self._local = config.local
         self._origins = check_origins(config.cors_origins)
@@ -114,6 +131,8 @@ class Border:
         request_id = header(headers, b"x-request-id")
         if not 0 < len(request_id) <= REQUEST_ID_CHARS or not _is_plain(request_id):
             request_id = uuid.uuid4().hex.encode()
+
+        tell = self._tellers.get(scope["path"], openai_error)
 
         async def send_on(message: Message) -> None:
             nonlocal status, complete
@@ -140,9 +159,9 @@ class Border:
             else:
                 await self._app(scope, receive, send_on)
         except HTTPException as error:
-            await _send(send_on, _no_route(scope, error))
+            await _send(send_on, _no_route(scope, error, tell, request_id.decode()))
         except Exception as error:  # the last place where an exception can end one request only
-            answer = answer_to(error)
+            answer = tell(error, request_id.decode())
             self._counted.rejected(error)
             if not status:
                 await _send(send_on, answer)
@@ -212,15 +231,17 @@ def _timeout_s(headers: Headers) -> float | None:
     return seconds
 
 
-def _no_route(scope: Scope, error: HTTPException) -> Answer:
-    """The router's own 404 and 405, in OpenAI's shape."""
+def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str) -> Answer:
+    """The router's own 404 and 405."""
     if error.status_code == 405:
         refusal = Refusal(405, f"{scope['method']} is not served at {scope['path']}", "method_not_allowed")
     else:
         refusal = Refusal(
             error.status_code, f"there is no route {scope['path'][:SHOWN_PATH_CHARS]}; GET / lists them", "not_found"
         )
-    return answer_to(refusal)._replace(headers={key.lower(): value for key, value in (error.headers or {}).items()})
+    return tell(refusal, request_id)._replace(
+        headers={key.lower(): value for key, value in (error.headers or {}).items()}
+    )
 
 
 def _is_plain(value: bytes) -> bool:
@@ -402,79 +423,45 @@ class _Api:
             "max_model_len": ready.max_model_len if ready else None,
         }
 
-    async def chat(self, body: bytes, scope: Scope) -> Respond:
-        request = await self._read(body, read_chat)
-        model = self._model(request.model)
-        scope["generation"] = generation = await self._gateway.begin(request.ask)  # for the access line
-        return partial(self._chat, generation, model, request.stream, request.ask.sampling)
+    async def generate(self, dialect: Dialect[A], body: bytes, scope: Scope) -> Respond:
+        """Begin what a body asks for in a dialect."""
+        asked = await self._read(body, dialect.read)
+        model = self._model(asked.model)
+        if dialect.recall is not None:
+            asked = await dialect.recall(asked)
+        scope["generation"] = generation = await self._gateway.begin(asked.ask)  # for the access line
+        gateway = self._gateway
+        reply = Reply(asked, model, int(time.time()), generation, gateway.tokenizer, gateway.max_model_len)
+        return partial(self._reply, dialect, reply)
 
-    async def _chat(
-        self, generation: Generation, model: str, how: Streaming | None, sampling: Sampling, send: Send
-    ) -> None:
-        logprobs = sampling.logprobs is not None
-        token_bytes = self._gateway.tokenizer.token_bytes
-        id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        with generation:
-            opening = max(_scored_entries(prompt, sampling) for prompt in generation.prompts)
-            if how is not None:
-                prompts = [len(prompt) for prompt in generation.prompts]
-                stream = ChatStream(id, created, model, prompts, generation.n, how, logprobs, token_bytes)
-                await self._stream(send, generation, stream, opening)
+    async def _reply(self, dialect: Dialect[A], reply: Reply[A], send: Send) -> None:
+        with reply.generation as generation:
+            if reply.asked.stream is not None:
+                await self._stream(send, generation, dialect.stream(reply), max(reply.openings))
                 return
             choices = await gather(generation)
-            cost = opening + sum(choice.entries for choice in choices)
-            body = await self._gateway.in_thread(
-                ENTRY_CHARS * cost, chat_answer, id, created, model, choices, logprobs, token_bytes
-            )
-            await _send_json(send, body)
-
-    async def completions(self, body: bytes, scope: Scope) -> Respond:
-        request = await self._read(body, read_completion)
-        model = self._model(request.model)
-        scope["generation"] = generation = await self._gateway.begin(request.ask)  # for the access line
-        hidden = self._gateway.tokenizer.skipped if request.ask.skip_special_tokens else frozenset[int]()
-        return partial(self._completions, generation, model, request.stream, request.ask.sampling, request.echo, hidden)
-
-    async def _completions(
-        self,
-        generation: Generation,
-        model: str,
-        how: Streaming | None,
-        sampling: Sampling,
-        echo: bool,
-        hidden: frozenset[int],
-        send: Send,
-    ) -> None:
-        logprobs = sampling.logprobs is not None
-        token_bytes = self._gateway.tokenizer.token_bytes
-        id, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        with generation:
-            prompts, n = generation.prompts, generation.n
-            openings = [_scored_entries(prompt, sampling) + (len(prompt) if echo else 0) for prompt in prompts]
-            if how is not None:
-                stream = CompletionStream(id, created, model, prompts, n, how, logprobs, echo, token_bytes, hidden)
-                await self._stream(send, generation, stream, max(openings))
-                return
-            choices = await gather(generation)
-            cost = n * sum(openings) + sum(choice.entries for choice in choices)
-            write = partial(
-                completion_answer, id, created, model, prompts, choices, logprobs, echo, token_bytes, hidden
-            )
-            body = await self._gateway.in_thread(ENTRY_CHARS * cost, write)
+            cost = generation.n * sum(reply.openings) + sum(choice.entries for choice in choices)
+            body = await self._gateway.in_thread(ENTRY_CHARS * cost, dialect.answer, reply, choices)
             await _send_json(send, body)
 
     async def _stream(self, send: Send, generation: Generation, stream: EventStream, opening: int) -> None:
         """The status leaves at admission, within REFUSAL_S, so that what the engine refuses at once fails with its own
         status. What fails later is an error event, and the end. `opening`: the entries that open a choice."""
         started = False
+
+        async def start() -> None:
+            nonlocal started
+            started = True
+            await send(dict(STREAM_START))
+            if opened := stream.open():
+                await _send_parts(send, opened)
+
         try:
             if await generation.admitted(REFUSAL_S):
-                started = True
-                await send(dict(STREAM_START))
+                await start()
             async for batches in generation:
                 if not started:
-                    started = True
-                    await send(dict(STREAM_START))
+                    await start()
                 cost = ENTRY_CHARS * opening * sum(batch.first for batch in batches)
                 if body := await self._gateway.in_thread(cost, stream.write, batches):
                     await _send_parts(send, body)
@@ -482,7 +469,7 @@ class _Api:
         except Exception as error:
             if not started:
                 raise
-            await send({"type": "http.response.body", "body": data(answer_to(error).body), "more_body": False})
+            await send({"type": "http.response.body", "body": stream.fail(error), "more_body": False})
 
     async def tokenize(self, body: bytes, scope: Scope) -> Respond:
         request = await self._read(body, read_tokenize)
@@ -497,6 +484,16 @@ class _Api:
             len(tokens), tokenize_answer, tokens, self._gateway.max_model_len, token_bytes
         )
         return partial(_send_json, body=answer)
+
+    async def count_tokens(self, body: bytes, scope: Scope) -> Respond:
+        """Anthropic's: how many tokens a message's prompt has."""
+        request = await self._read(body, read_count)
+        self._model(request.model)
+        most = self._limits.tokens
+        tokens = await self._gateway.encode(request.conversation, "messages", most)
+        if len(tokens) > most:
+            raise RequestError(f"messages is {len(tokens)} tokens; at most {most} in one request", "messages")
+        return partial(_send_json, body=count_answer(len(tokens)))
 
     async def detokenize(self, body: bytes, scope: Scope) -> Respond:
         most = self._gateway.max_model_len
@@ -523,11 +520,6 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 ENTRY_CHARS = 8  # writing one log probability costs what encoding so many characters does
-
-
-def _scored_entries(prompt: Sequence[int], sampling: Sampling) -> int:
-    """Log probabilities that are told of a prompt."""
-    return 0 if sampling.prompt_logprobs is None else len(prompt) * (sampling.prompt_logprobs + 1)
 
 
 class _Departure:

@@ -31,6 +31,7 @@ class Ask(Record, frozen=True):
     constraint: Constraint | None = None  # what the visible answer has to be
     calls: Calls = Calls()  # which of the conversation's tools may be called
     reasoning: bool = True  # it is shown; false: it is generated and counted, and not shown
+    cut: bool = False  # max_tokens may be more than there is room for; else such a request is refused
     token_ids: bool = False  # of prompts and answers are told
     param: str = "messages"  # the field that the prompts came from, for errors
 

@@ -457,16 +457,16 @@ class Gateway:
             allowed = min(allowed, default=WHAT_IS_LEFT)
             if ask.sampling.min_tokens > allowed:
                 raise RequestError(f"min_tokens is more than an answer has here, {allowed} tokens", "min_tokens")
-        elif most is not None and asked > most:
+        elif most is not None and asked > most and not ask.cut:
             raise RequestError(f"max_tokens is {asked}; this server gives {most} at most", "max_tokens")
         else:
-            allowed = asked
+            allowed = asked if most is None else min(asked, most)
         left = limit - prompt_tokens
         if left < 1:
             raise ContextTooLong(
                 f"{param} is {prompt_tokens} tokens; this model reads {limit}, the answer's included", param
             )
-        if asked != WHAT_IS_LEFT and asked > left:
+        if asked != WHAT_IS_LEFT and asked > left and not ask.cut:
             raise ContextTooLong(
                 f"{param} is {prompt_tokens} tokens and max_tokens {asked}: together {prompt_tokens + asked}; "
                 f"this model's context holds {limit}",

@@ -20,6 +20,7 @@ from msgspec import Meta
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Defaults, Limits
 from redline.api.constraints import of_response_format, of_structured_outputs
+from redline.api.dialect import Asked, Streaming
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.chat.generation import MinP, Temperature, TopK, TopP
@@ -71,14 +72,14 @@ _WHOLE = (
 _ABSENT = msgspec.Raw()
 
 
-class _Item(msgspec.Struct, gc=False):
+class Item(msgspec.Struct, gc=False):
     """An item of which a body may hold hundreds of thousands: the garbage collector walks none of them."""
 
     def __post_init__(self) -> None:
         """Python code, so that the interpreter's lock can change hands while a long list is read."""
 
 
-class _Part(_Item, gc=False):
+class _Part(Item, gc=False):
     type: Name
     text: str | None = None
     refusal: str | None = None
@@ -89,13 +90,13 @@ class _Function(msgspec.Struct, gc=False):
     arguments: msgspec.Raw = _ABSENT  # str | dict[str, Any]
 
 
-class _Call(_Item, gc=False):
+class _Call(Item, gc=False):
     id: Name
     function: _Function
     type: Literal["function"] = "function"
 
 
-class _Message(_Item, gc=False):
+class _Message(Item, gc=False):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
     name: Name | None = None
@@ -114,7 +115,7 @@ class _Declared(msgspec.Struct, gc=False):
     parameters: msgspec.Raw = _ABSENT  # dict[str, Any] | None
 
 
-class _Tool(_Item, gc=False):
+class _Tool(Item, gc=False):
     type: Name
     function: _Declared | None = None
 
@@ -309,7 +310,7 @@ class _Field(Generic[T]):
 
     def read(self, raw: msgspec.Raw, place: str) -> T | None:
         """None where it is absent or null. Raises RequestError, which names `place` and what is below it."""
-        if _is_absent(raw):
+        if is_absent(raw):
             return None
         data = memoryview(raw)
         if data.nbytes > self._most_bytes:
@@ -317,7 +318,8 @@ class _Field(Generic[T]):
         return _decoded(self._decoder, data, place)
 
 
-def _is_absent(raw: msgspec.Raw) -> bool:
+def is_absent(raw: msgspec.Raw) -> bool:
+    """Whether the field is not there, or null."""
     return bytes(memoryview(raw)[:5]) in (b"", b"null")
 
 
@@ -340,28 +342,12 @@ _LISTS_OF_IDS = msgspec.json.Decoder(list[list[TokenId]])
 # -- What a request says -------------------------------------------------------------------------------------------
 
 
-class Streaming(Record, frozen=True):
-    """The answer comes in pieces. `usage` adds a last chunk with the token counts; `continuous` puts them in each."""
-
-    usage: bool = False
-    continuous: bool = False
-
-
-class ChatRequest(Record, frozen=True):
+class ChatRequest(Asked, frozen=True):
     """What a body of /v1/chat/completions asks for."""
 
-    model: str | None  # None: the served one
-    ask: Ask
-    stream: Streaming | None  # None: the answer comes whole
 
-
-class CompletionRequest(Record, frozen=True):
+class CompletionRequest(Asked, frozen=True):
     """What a body of /v1/completions asks for."""
-
-    model: str | None  # None: the served one
-    ask: Ask
-    stream: Streaming | None  # None: the answer comes whole
-    echo: bool = False  # the prompt's text, and its logprobs if asked for, open the answer
 
 
 def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
@@ -541,11 +527,11 @@ def _ask(
 
 def _constraint(request: _Common, limits: Limits) -> Constraint | None:
     """What the visible answer has to be. Raises RequestError, naming the field."""
-    objects = _Objects(limits)
+    objects = Objects(limits)
     found: list[Constraint] = []
     for field, read_field in (("response_format", of_response_format), ("structured_outputs", of_structured_outputs)):
         raw: msgspec.Raw = getattr(request, field)
-        if not _is_absent(raw) and (one := read_field(objects.read(raw, field))) is not None:
+        if not is_absent(raw) and (one := read_field(objects.read(raw, field))) is not None:
             found.append(one)
     if len(found) > 1:
         raise RequestError("give either response_format or structured_outputs", "structured_outputs")
@@ -637,7 +623,7 @@ def _conversation(
     request: "_Chat | _Tokenize", messages: Sequence[_Message], limits: Limits, defaults: Defaults
 ) -> Conversation:
     thinking, preserve = _thinking(request, defaults)
-    objects = _Objects(limits)
+    objects = Objects(limits)
     continues = _continues(request, messages)
     if not (continues or isinstance(request, _Tokenize) or request.add_generation_prompt is not False):
         raise RequestError("false is not supported but with continue_final_message", "add_generation_prompt")
@@ -715,7 +701,7 @@ def calls_of(raw: msgspec.Raw, tools: Sequence[Tool], parallel: bool) -> Calls:
     return Calls(mode="required", named=named, parallel=parallel)
 
 
-class _Objects:
+class Objects:
     """The JSON objects of one request, which are read whole: bounded together."""
 
     def __init__(self, limits: Limits) -> None:
@@ -723,6 +709,7 @@ class _Objects:
         self._left = limits.json_bytes
 
     def read(self, raw: msgspec.Raw, place: str) -> dict[str, Any]:
+        """An object. Raises RequestError, naming `place`, for anything else and beyond the bounds."""
         data = memoryview(raw)
         self._left -= data.nbytes
         if self._left < 0:
@@ -737,7 +724,7 @@ class _Objects:
         return value
 
 
-def _messages(messages: Sequence[_Message], limits: Limits, objects: _Objects) -> tuple[Message, ...]:
+def _messages(messages: Sequence[_Message], limits: Limits, objects: Objects) -> tuple[Message, ...]:
     if len(messages) > limits.messages:
         raise RequestError(f"at most {limits.messages} messages in one request", "messages")
     if sum(len(message.tool_calls or ()) for message in messages) > limits.calls:
@@ -745,7 +732,7 @@ def _messages(messages: Sequence[_Message], limits: Limits, objects: _Objects) -
     return tuple(_message(message, f"messages[{index}]", objects) for index, message in enumerate(messages))
 
 
-def _message(message: _Message, place: str, objects: _Objects) -> Message:
+def _message(message: _Message, place: str, objects: Objects) -> Message:
     role = "system" if message.role == "developer" else message.role
     content = _content(message.content, f"{place}.content")
     if role == "assistant" and message.content is None:
@@ -783,7 +770,7 @@ def _content(content: str | list[_Part] | None, place: str) -> str:
     return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
 
 
-def _call(call: _Call, place: str, objects: _Objects) -> ToolCall:
+def _call(call: _Call, place: str, objects: Objects) -> ToolCall:
     raw = call.function.arguments
     data = memoryview(raw)
     if not data.nbytes:
@@ -795,7 +782,7 @@ def _call(call: _Call, place: str, objects: _Objects) -> ToolCall:
     return ToolCall(id=call.id, name=call.function.name, arguments=arguments)
 
 
-def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: _Objects) -> tuple[Tool, ...]:
+def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if len(tools) > limits.tools:
@@ -808,7 +795,7 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: _Objects) -> 
         if function is None:
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
         raw, place = function.parameters, f"tools[{index}].function.parameters"
-        parameters = {} if _is_absent(raw) else objects.read(raw, place)
+        parameters = {} if is_absent(raw) else objects.read(raw, place)
         read.append(
             Tool(
                 name=function.name,

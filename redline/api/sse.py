@@ -8,7 +8,7 @@ the text is encoded once per choice.
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -26,8 +26,9 @@ from redline.api.answers import (
     usage_of,
     vllm_prompt_logprobs,
 )
+from redline.api.dialect import Streaming
+from redline.api.errors import answer_to
 from redline.api.gateway import Batch
-from redline.api.openai import Streaming
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
 
 DONE = b"data: [DONE]\n\n"
@@ -38,18 +39,6 @@ _json = msgspec.json.Encoder().encode
 def data(body: bytes) -> bytes:
     """One server-sent event around a JSON body."""
     return b"data: " + body + b"\n\n"
-
-
-class EventStream(Protocol):
-    """Turns the batches of one answer into the bytes of its stream."""
-
-    def write(self, batches: Sequence[Batch]) -> bytes:
-        """The chunks of these batches, in their order, as server-sent events; empty where they show nothing."""
-        ...
-
-    def close(self) -> bytes:
-        """What follows the last choice's end: a chunk with the usage, if asked for, and [DONE]."""
-        ...
 
 
 class _ChunkWriter:
@@ -74,6 +63,14 @@ class _ChunkWriter:
         if not self._how.continuous:
             return self._tail
         return b',"usage":' + _json(usage(sum(self._prompts), sum(self._completion))) + b"}\n\n"
+
+    def open(self) -> bytes:
+        """Nothing: the first chunk of a choice comes with its first tokens."""
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
+        """The error, as the last event."""
+        return data(answer_to(error).body)
 
     def close(self) -> bytes:
         """What follows the last choice's end: a chunk with the usage, if asked for, and [DONE]."""

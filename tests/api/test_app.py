@@ -182,7 +182,7 @@ async def test_an_exception_ends_its_own_request_and_tells_nothing(
         assert "secret" not in response.text
         assert "a secret" in caplog.text
         monkeypatch.setattr(ChatStream, "write", write)
-        monkeypatch.setattr("redline.api.app.chat_answer", broken)
+        monkeypatch.setattr("redline.api.openai_dialects.chat_answer", broken)
         response = await world.http.post(CHAT, json=HELLO)
         assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
         assert "secret" not in response.text
