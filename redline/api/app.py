@@ -470,8 +470,7 @@ class _Api:
                 await _send_parts(send, opened)
 
         try:
-            await generation.first(REFUSAL_S)
-            if generation.pending:
+            if await generation.admitted(REFUSAL_S):
                 await start()
             async for batches in generation:
                 if not started:

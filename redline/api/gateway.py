@@ -169,6 +169,7 @@ class Gateway:
                 if self._lanes:
                     self.lose("another worker has taken its place")
                 self.ready, self.lost = message, None
+                self.metrics.ready(message)
                 self._beat_at, self._turn_s = None, 0.0
             case Failed():
                 self.lose(message.reason)
@@ -180,7 +181,10 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             self._waits_no_more(lane)
-            self._served.served(len(lane.job.tokens))
+            if delta.finish not in ("error", "aborted"):
+                self._served.served(len(lane.job.tokens))
+        if delta.queued_s is not None:
+            lane.queued_s = delta.queued_s
         if delta.tokens:
             self._time(lane, now, len(delta.tokens))
             if (account := lane.generation.caller.account) is not None:
@@ -202,6 +206,12 @@ class Gateway:
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
         self.metrics.finished(finish)
         self.metrics.e2e_latency.observe(now - lane.began)
+        self.metrics.job_ended(len(lane.job.tokens), lane.tokens)
+        if lane.tokens:
+            prefill_s = max(0.0, lane.first_at - lane.sent_at - lane.queued_s)
+            self.metrics.job_took(lane.queued_s, prefill_s, lane.last_at - lane.first_at)
+        if (longest := lane.generation.job_ended(lane.tokens)) is not None:
+            self.metrics.answered_whole(longest)
         if lane.tokens > 1:
             self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
 
@@ -221,6 +231,10 @@ class Gateway:
         self.lose("the server is closing")
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def ended(self) -> None:
+        """Wait, behind `close`, until no process of its own is left."""
+        await self._grammars.ended()
 
     # -- from a request
 
@@ -280,6 +294,7 @@ class Gateway:
         except BaseException:
             self._waiting_tokens -= tokens_before
             raise
+        self.metrics.asked(ask.n, generation.lanes[0].job.sampling.max_tokens)
         if not self._waiting:
             self._served.begins()
         for lane in generation.lanes:
@@ -556,7 +571,9 @@ class _Lane:
         "job",
         "last_at",
         "opened",
+        "queued_s",
         "read",
+        "sent_at",
         "tokens",
         "untold",
     )
@@ -567,6 +584,8 @@ class _Lane:
         self.job = job
         self.decoder = decoder
         self.began = began
+        self.sent_at = time.perf_counter()  # to the worker, but for what it costs to write jobs
+        self.queued_s = 0.0  # there
         self.first_at = began
         self.last_at = began
         self.tokens = 0  # arrived
@@ -597,7 +616,8 @@ class Generation:
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._wake: asyncio.Future[None] | None = None
         self._failure: Exception | None = None
-        self._open = len(jobs)
+        self._open = self._unended = len(jobs)
+        self._longest = 0  # tokens of a job
         self.lanes = [
             _Lane(self, choice, job, gateway.decoder(ask, ask.prompts[choice // ask.n], job), began)
             for choice, job in enumerate(jobs)
@@ -608,6 +628,12 @@ class Generation:
         """Hand over the next delta of one of its jobs, and wake whoever iterates."""
         self._arrived.append((lane, delta))
         self._notify()
+
+    def job_ended(self, tokens: int) -> int | None:
+        """One of its jobs has ended, with so many tokens: those of the longest, once all of them have."""
+        self._unended -= 1
+        self._longest = max(self._longest, tokens)
+        return None if self._unended else self._longest
 
     def fail(self, error: Exception) -> None:
         """End the answer with an error: what has arrived still goes out, then the iteration raises it."""
@@ -623,17 +649,14 @@ class Generation:
 
         self._ending = asyncio.get_running_loop().call_at(when, end)
 
-    @property
-    def pending(self) -> bool:
-        """Whether nothing has come yet, and nothing has failed."""
-        return not self._arrived and self._failure is None and bool(self._open)
-
-    async def first(self, seconds: float) -> None:
-        """Return once something has come or failed, or after so many seconds."""
-        if self.pending:
+    async def admitted(self, seconds: float) -> bool:
+        """False where it is known within so many seconds that nothing will come; it returns as soon as anything is."""
+        if not self._arrived and self._failure is None and self._open:
             self._wake = asyncio.get_running_loop().create_future()
             await asyncio.wait({self._wake}, timeout=seconds)
             self._wake = None
+        ended = any(delta.finish in ("error", "aborted") for _, delta in self._arrived)
+        return self._failure is None and not ended
 
     def close(self) -> None:
         """Abort every job of this answer that has not ended; idempotent."""

@@ -5,6 +5,7 @@ Each request is answered by a frame on standard output.
 """
 
 import resource
+import signal
 import struct
 import sys
 from typing import Any, BinaryIO
@@ -48,6 +49,7 @@ def framed(message: Record) -> bytes:
 
 def main() -> None:
     """Answer until standard input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it reaches the whole group; the end of standard input says when
     inlet, outlet = sys.stdin.buffer, sys.stdout.buffer
     data = _frame(inlet)
     if data is None:

@@ -40,6 +40,7 @@ class Grammars:
         self._limits = limits
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._process: asyncio.subprocess.Process | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -79,8 +80,18 @@ class Grammars:
     def close(self) -> None:
         """Kill the process; idempotent."""
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
+        if process is None:
+            return
+        if process.returncode is None:
             process.kill()
+        ending = asyncio.get_running_loop().create_task(_end(process))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def ended(self) -> None:
+        """Wait until every process that was killed has ended."""
+        while self._ending:
+            await asyncio.wait(self._ending)
 
     async def _verdict(self, trial: Trial) -> Verdict:
         size = len(trial.text.encode())
@@ -135,20 +146,14 @@ class Grammars:
 
     async def _start(self) -> None:
         """Starts the process, and waits until it has read the vocabulary."""
-        tokenizer, pipe = self._tokenizer, asyncio.subprocess.PIPE
+        pipe = asyncio.subprocess.PIPE
         command = sys.executable, "-m", "redline.api.grammar_child"
         process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
         self._process = process
         assert process.stdin is not None
         assert process.stdout is not None
-        ordinary = range(tokenizer.vocab_size - RESERVED)
-        vocabulary = Vocabulary(
-            tokens=tuple(map(tokenizer.token_bytes, ordinary)),
-            names={token: name for name, token in tokenizer.specials.items()},
-            memory_bytes=self._limits.grammar_memory,
-        )
         try:
-            process.stdin.write(framed(vocabulary))
+            process.stdin.write(await asyncio.to_thread(_vocabulary, self._tokenizer, self._limits.grammar_memory))
             process.stdin.write(framed(Trial(text='{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')))
             await process.stdin.drain()
             head = await process.stdout.readexactly(LENGTH.size)
@@ -158,12 +163,22 @@ class Grammars:
             raise
 
 
+def _vocabulary(tokenizer: Tokenizer, memory_bytes: int) -> bytes:
+    """The frame that comes first."""
+    tokens = tuple(map(tokenizer.token_bytes, range(tokenizer.vocab_size - RESERVED)))
+    names = {token: name for name, token in tokenizer.specials.items()}
+    return framed(Vocabulary(tokens=tokens, names=names, memory_bytes=memory_bytes))
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    await process.wait()
+
+
 def _complaint(error: str, part: Part) -> str:
     """What is wrong with a part, and where: llguidance names a keyword, not its place."""
     lines = error.strip().splitlines() or ["it cannot be compiled"]
     error = " ".join([lines[0], *(line for line in lines[1:] if line.startswith("error: "))])  # as of a regex
-    grammars = cast("list[dict[str, Any]]", json.loads(part.text)["grammars"])
-    schema, found = grammars[0].get("json_schema"), _KEYS.search(error)
+    schema, found = part.own.get("json_schema"), _KEYS.search(error)
     if schema is None or found is None:
         return f"it cannot be used: {error}"[:SHOWN_CHARS]
     keys = cast("list[str]", json.loads(found[1]))

@@ -11,7 +11,6 @@ Limits stand beside the key so that one reading takes both: a new client needs n
 
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from hashlib import blake2b, sha256
@@ -102,25 +101,23 @@ class Keyring:
         self.path = path
         self._default = default
         self._clock = clock
-        self._lock = threading.Lock()
         self.accounts: dict[str, Account] = {}
         self.reload()
 
     def reload(self) -> int:
         """Read the file again: -> how many keys it holds. Raises ConfigError; what held before holds on then."""
-        with self._lock:
-            self._seen = self._look()
-            self._entries = read_keys(self.path, self._default)
-            limits = {entry.name: entry.limits for entry in self._entries.values()}
-            for name, account in list(self.accounts.items()):
-                if name not in limits and not account.running:
-                    del self.accounts[name]
-            for name, of_name in limits.items():
-                if (account := self.accounts.get(name)) is None:
-                    self.accounts[name] = Account(name, of_name, self._clock)
-                elif account.limits != of_name:
-                    account.limit(of_name)
-            return len(self._entries)
+        self._seen = self._look()
+        self._entries = read_keys(self.path, self._default)
+        limits = {entry.name: entry.limits for entry in self._entries.values()}
+        for name, account in list(self.accounts.items()):
+            if name not in limits and not account.running:
+                del self.accounts[name]
+        for name, of_name in limits.items():
+            if (account := self.accounts.get(name)) is None:
+                self.accounts[name] = Account(name, of_name, self._clock)
+            elif account.limits != of_name:
+                account.limit(of_name)
+        return len(self._entries)
 
     @property
     def changed(self) -> bool:

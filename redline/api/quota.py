@@ -28,23 +28,23 @@ class LimitReached(Refusal):
 
 
 class Bucket:
-    """So many units in so many seconds: it is full at first, fills evenly, and may be in debt."""
+    """So many units in so many seconds: it is full at first, fills evenly by `per_s`, and may be in debt."""
 
     def __init__(self, most: float, seconds: float, now: float) -> None:
         self.most = max(most, 1.0)
-        self._per_s = most / seconds
+        self.per_s = most / seconds
         self._level = self.most
         self._at = now
 
     def level(self, now: float) -> float:
         """Units that can be taken now; negative where more has been taken than there was."""
-        self._level = min(self.most, self._level + (now - self._at) * self._per_s)
+        self._level = min(self.most, self._level + (now - self._at) * self.per_s)
         self._at = now
         return self._level
 
     def wait_s(self, units: float, now: float) -> float:
         """Seconds until `units` can be taken, 0 where they can be now; until it is full, for more than it holds."""
-        return max(0.0, (min(units, self.most) - self.level(now)) / self._per_s)
+        return max(0.0, (min(units, self.most) - self.level(now)) / self.per_s)
 
     def take(self, units: float) -> None:
         """Take units, whether they are there or not."""
@@ -60,19 +60,21 @@ class Account:
         self.requests = 0
         self.tokens = 0  # of prompts and answers
         self._clock = clock
+        self._buckets: dict[str, Bucket] = {}
         self.limit(limits)
 
     def limit(self, limits: KeyLimits) -> None:
         """From now on these limits hold. A quota whose number has not changed goes on from where it is."""
-        before: dict[str, Bucket] = getattr(self, "_buckets", {})
+        before = self._buckets
         self.limits = limits
-        self._buckets: dict[str, Bucket] = {}
+        self._buckets = {}
         for name, seconds in (("requests_per_s", 1.0), ("tokens_per_minute", 60.0), ("tokens_per_day", 86400.0)):
             most: float | None = getattr(limits, name)
             if most is not None:
                 old = before.get(name)
-                same = old is not None and old.most == max(most, 1.0)
-                self._buckets[name] = old if same and old else Bucket(most, seconds, self._clock())
+                if old is None or old.per_s != most / seconds:
+                    old = Bucket(most, seconds, self._clock())
+                self._buckets[name] = old
 
     @contextmanager
     def request(self) -> Generator[None]:

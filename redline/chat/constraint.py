@@ -44,8 +44,13 @@ class Part(NamedTuple):
     """A piece of a grammar that came from the client."""
 
     param: str  # the field
-    text: str  # a grammar of its own, as llguidance reads it
+    own: dict[str, Any]  # one of llguidance's grammars
     tool: int | None  # the tool whose schema may be left out where it cannot be followed; None: it has to be
+
+    @property
+    def text(self) -> str:
+        """A grammar by itself, as llguidance reads it."""
+        return _grammars([self.own])
 
 
 class Composed(NamedTuple):
@@ -79,7 +84,7 @@ def compose(
     starts: list[str] = []  # what a complete answer is, behind the reasoning
     if constraint is not None and calls.mode == "auto":
         others.append({"name": "content", **_content(constraint)})
-        parts.append(Part(constraint.param, _grammars([others[-1]]), None))
+        parts.append(Part(constraint.param, others[-1], None))
         starts.append("@content")
     marks: tuple[int, ...] = token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>")
     section = marks[0]
@@ -90,7 +95,7 @@ def compose(
             if calls.named in (None, tool.name):
                 others.append({"name": f"arguments{place}", "json_schema": _arguments(tool, loose=place in loose)})
                 param = f"tools[{place}].function.parameters"
-                parts.append(Part(param, _grammars([others[-1]]), None if tool.strict else place))
+                parts.append(Part(param, others[-1], None if tool.strict else place))
         starts.append(f"<[{section}]> calls")
     whole = " | ".join(starts)
     if constraint is None and calls.mode == "auto":

@@ -12,6 +12,7 @@ access_log = "json"                    # each request's line is a JSON object; o
 drain_s = 30                           # seconds for running answers once the server stops
 admin_port = 8001                      # /admin/status, /admin/drain, /admin/reload; absent: there are none
 admin_keys_file = "admin-keys.txt"     # whose keys they ask for
+metrics_port = 9090                    # /metrics there too, on `host` and without a key; absent: it is not
 unix_socket = "/run/redline.sock"      # in place of host and port
 tls_cert = "cert.pem"                  # HTTPS; with tls_key
 tls_key = "key.pem"
@@ -101,6 +102,7 @@ class ServeConfig(Record, frozen=True):
     drain_s: Annotated[float, Meta(ge=0, le=86400)] = 3.0  # for running answers once the server stops
     admin_port: int | None = None  # 0: any free one; None: there are no admin routes
     admin_keys_file: str | None = None
+    metrics_port: int | None = None  # 0: any free one; None: /metrics is with the API alone
     unix_socket: str | None = None  # its path, in place of host and port
     tls_cert: str | None = None  # PEM files
     tls_key: str | None = None
@@ -153,6 +155,8 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         raise ConfigError(f"{source}: port is {config.port}; expected 0 to 65535 (0: any free one)")
     if config.admin_port is not None and not 0 <= config.admin_port <= 65535:
         raise ConfigError(f"{source}: admin_port is {config.admin_port}; expected 0 to 65535 (0: any free one)")
+    if config.metrics_port is not None and not 0 <= config.metrics_port <= 65535:
+        raise ConfigError(f"{source}: metrics_port is {config.metrics_port}; expected 0 to 65535 (0: any free one)")
     if (config.admin_port is None) != (config.admin_keys_file is None):
         raise ConfigError(f"{source}: admin_port and admin_keys_file need each other; set both, or neither")
     if (config.tls_cert is None) != (config.tls_key is None):

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
@@ -38,6 +38,7 @@ from redline.api.edge import Edge, measure_lag
 from redline.api.gateway import Gateway
 from redline.api.keys import read_keys
 from redline.api.metrics import Metrics
+from redline.api.scrape import create_metrics_app
 from redline.api.server import Server, uvicorn_config
 from redline.chat.conversation import Conversation, Message
 from redline.chat.generation import generation_config_of
@@ -94,12 +95,21 @@ def serve(config: ServeConfig, console: Console) -> int:
         admin = None
         if config.admin_port is not None:
             admin = listeners.enter_context(_listen(ADMIN_HOST, config.admin_port))
-        return _serve_at(config, folder, listener, admin, console)
+        scrape = None
+        if config.metrics_port is not None:
+            scrape = listeners.enter_context(_listen(config.host, config.metrics_port))
+        return _serve_at(config, folder, _Doors(listener, admin, scrape), console)
 
 
-def _serve_at(
-    config: ServeConfig, folder: Path, listener: socket.socket, admin: socket.socket | None, console: Console
-) -> int:
+class _Doors(NamedTuple):
+    """Where this process listens."""
+
+    api: socket.socket
+    admin: socket.socket | None  # None: there are no admin routes
+    metrics: socket.socket | None  # None: /metrics is with the API alone
+
+
+def _serve_at(config: ServeConfig, folder: Path, doors: _Doors, console: Console) -> int:
     speculation = config.engine.speculation
     if config.unix_socket is None and not is_loopback(config.host) and config.keys_file is None:
         console.print(
@@ -117,7 +127,7 @@ def _serve_at(
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
     with lines_on_stderr(config.log_level, as_json=config.access_log == "json"):
-        return uvloop.run(_serve(config, folder, listener, admin, console))
+        return uvloop.run(_serve(config, folder, doors, console))
 
 
 def _check_tls(cert: str, key: str) -> None:
@@ -221,9 +231,7 @@ def _has_terminal() -> bool:
     return True
 
 
-async def _serve(
-    config: ServeConfig, folder: Path, listener: socket.socket, admin: socket.socket | None, console: Console
-) -> int:
+async def _serve(config: ServeConfig, folder: Path, doors: _Doors, console: Console) -> int:
     signals = _Signals()
     for number in STOP_SIGNALS:  # before there is anything to leave behind
         if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
@@ -231,7 +239,7 @@ async def _serve(
             asyncio.get_running_loop().add_signal_handler(number, handler)
     try:
         with _sockets() as sockets:
-            return await _serve_through(sockets, config, folder, listener, admin, signals, console)
+            return await _serve_through(sockets, config, folder, doors, signals, console)
     finally:
         # The end has come: another Ctrl-C would only interrupt the interpreter's own clearing up.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -254,8 +262,7 @@ async def _serve_through(
     sockets: Path,
     config: ServeConfig,
     folder: Path,
-    listener: socket.socket,
-    admin: socket.socket | None,
+    doors: _Doors,
     signals: _Signals,
     console: Console,
 ) -> int:
@@ -284,15 +291,19 @@ async def _serve_through(
         app = create_app(gateway, api, edge)
         server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls))
         beside = [asyncio.create_task(edge.follow_keys()), asyncio.create_task(measure_lag(gateway.metrics))]
-        administration: Server | None = None
-        if admin is not None:
+        others: list[Server] = []
+        if doors.admin is not None:
             own = ApiConfig(served_model_names=config.names, keys_file=config.admin_keys_file)
             routes = create_admin_app(gateway, edge, own, signals.end)
-            administration = Server(uvicorn_config(routes, own.limits, ADMIN_HOST, 0, tls))
-            beside.append(asyncio.create_task(administration.serve(sockets=[admin])))
+            others.append(Server(uvicorn_config(routes, own.limits, ADMIN_HOST, 0, tls)))
+            beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.admin])))
+        if doors.metrics is not None:
+            own = ApiConfig(served_model_names=config.names, local=is_loopback(config.host))
+            others.append(Server(uvicorn_config(create_metrics_app(gateway, own), own.limits, config.host, 0)))
+            beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.metrics])))
         process = _start_worker(config, to_worker, from_worker)
         ended = asyncio.create_task(asyncio.to_thread(process.wait))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve(sockets=[doors.api]))
         ready: Ready | None = None
         try:
             ready = await _until_ready(gateway, inbox, ended, serving, stop)
@@ -302,7 +313,7 @@ async def _serve_through(
             gc.collect()
             gc.freeze()  # what stands now stays; a full collection that walked through it took 30 to 100 ms of a stream
             following = asyncio.create_task(gateway.follow(inbox))
-            _announce(config, listener, ready, console)
+            _announce(config, doors.api, doors.admin, ready, console)
             stopping, silence = asyncio.create_task(stop.wait()), asyncio.create_task(_until_silent(gateway))
             await asyncio.wait({stopping, ended, following, serving, silence}, return_when=asyncio.FIRST_COMPLETED)
             lost = not stopping.done()
@@ -322,7 +333,7 @@ async def _serve_through(
             silence.cancel()
             if not lost:
                 edge.draining = "the server is stopping"
-                await _drain(gateway, config.drain_s, {ended, following, serving}, signals.now)
+                await _drain(server, config.drain_s, {ended, following, serving}, signals.now)
             server.should_exit = True
             if lost:
                 await asyncio.wait({serving}, timeout=GRACE_S)
@@ -337,9 +348,9 @@ async def _serve_through(
         finally:
             gateway.close()
             await _end(server, serving)
-            if administration is not None:
-                administration.should_exit = True
-                administration.abort()
+            for other in others:
+                other.should_exit = True
+                other.abort()
                 await asyncio.wait(beside[-1:], timeout=TELL_S)
             for task in beside:
                 task.cancel()
@@ -350,14 +361,16 @@ async def _serve_through(
             if process.poll() is None:
                 process.kill()
             await ended
+            await gateway.ended()
             if process.stdin is not None:
-                process.stdin.close()
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
 
 
-async def _drain(gateway: Gateway, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:
-    """Wait until no answer runs; no longer than so many seconds, until one of `ends` has ended, or `now`."""
+async def _drain(server: Server, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:
+    """Wait until no request is read or answered; no longer than so many seconds, until one of `ends` ends, or `now`."""
     until = asyncio.get_running_loop().time() + seconds
-    while any((gateway.running, *gateway.waiting)) and asyncio.get_running_loop().time() < until:
+    while server.server_state.tasks and asyncio.get_running_loop().time() < until:
         if now.is_set() or any(task.done() for task in ends):
             return
         with suppress(TimeoutError):
@@ -380,8 +393,9 @@ def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.P
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     told = WorkerConfig(weights=config.weights, engine=config.engine, inbox=inbox, outbox=outbox)
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(told) + b"\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
+        process.stdin.write(msgspec.json.encode(told) + b"\n")
+        process.stdin.flush()
     return process
 
 
@@ -438,15 +452,20 @@ async def _until_silent(gateway: Gateway) -> None:
         silent, beats = silent + 1 if gateway.beats == beats else 0, gateway.beats
 
 
-def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, console: Console) -> None:
+def _announce(
+    config: ServeConfig, listener: socket.socket, admin: socket.socket | None, ready: Ready, console: Console
+) -> None:
     name = config.names[0]
+    scheme = "http" if config.tls_cert is None else "https"
+    if admin is not None:
+        at = f"{scheme}://{ADMIN_HOST}:{admin.getsockname()[1]}/admin/status"
+        console.print(f"admin routes are at {at}", style="dim", highlight=False, soft_wrap=True)
     if config.unix_socket is not None:
         where = f"is ready at {config.unix_socket}   (Ctrl-C stops it)\n{ready.summary}"
         console.print(f"{name} {where}", highlight=False, soft_wrap=True, markup=False)
         return
     port = listener.getsockname()[1]
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    scheme = "http" if config.tls_cert is None else "https"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": EXAMPLE}]})
     console.print(Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True)

@@ -18,6 +18,7 @@ class ActiveJob:
     __slots__ = (
         "arrival",
         "cached_tokens",
+        "came",
         "computed",
         "counted",
         "drafting",
@@ -37,6 +38,7 @@ class ActiveJob:
         "planned",
         "prompt",
         "proposed",
+        "queued_s",
         "read",
         "scored",
         "sent",
@@ -52,6 +54,8 @@ class ActiveJob:
         self.job = job
         self.arrival = arrival  # its place among all jobs that have come
         self.entry: int | None = None  # its place among all that have begun
+        self.came = 0.0  # when, by the planner's clock
+        self.queued_s: float | None = None  # from then to its first step
         self.work = len(job.tokens)  # positions that it had to compute when it came; in the queue it is ranked by them
         self.passed = 0  # positions of jobs that began while it was this one's turn
         self.prompt = len(job.tokens)

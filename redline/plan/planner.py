@@ -18,6 +18,7 @@ Where throughput counts and nobody waits for a first token, waiting jobs are adm
 
 import heapq
 import itertools
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ from redline.plan.speculation import Speculation
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta, Fault, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
-from redline.wire.news import Load
+from redline.wire.news import STEP_SIZES, Load
 from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
@@ -107,12 +108,15 @@ class Planner:
         max_model_len: int,
         hash_page: HashPage,
         costs: StepCosts | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """pages: how many there are. max_model_len: tokens of one job, prompt and answer.
 
-        costs: of steps on this machine; None: nothing was measured, and rows draft as much as they may.
+        costs: of steps on this machine; None: nothing was measured, and rows draft as much as they may. clock: tells
+        seconds, by which it is told how long jobs waited, and nothing else; None: that is not told.
         """
         self._config = config
+        self._clock = clock
         self._max_model_len = max_model_len
         self._hash_page = hash_page
         self._pool = PagePool(pages)
@@ -131,6 +135,8 @@ class Planner:
         self._steps = 0
         self._replayed = 0
         self._led = 0
+        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self._step_positions = 0
         self._preemptions = 0
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
@@ -159,6 +165,8 @@ class Planner:
             return [_error(job.id, f"the queue is full: {len(self._waiting)} jobs wait; try again later", "overloaded")]
         active = ActiveJob(job, self._arrivals, token_limit(job, self._max_model_len))
         self._arrivals += 1
+        if self._clock is not None:
+            active.came = self._clock()
         self._jobs[job.id] = active
         active.work -= PAGE_TOKENS * len(self._cache.match(active.hashes[: active.usable]))
         self._waiting.add(active)
@@ -311,6 +319,9 @@ class Planner:
         )
         self._replayed += result.replayed
         self._led += not result.replayed
+        positions = sum(row.count for row in step.rows)
+        self._step_sizes[bisect_left(STEP_SIZES, positions)] += 1
+        self._step_positions += positions
         deltas: list[Delta] = []
         for job, row, outcome in zip(flight.jobs, flight.step.rows, result.rows, strict=True):
             job.flights -= 1
@@ -347,6 +358,8 @@ class Planner:
             suffix_draft_tokens=self._speculation.suffix_draft_tokens,
             suffix_accepted_tokens=self._speculation.suffix_accepted_tokens,
             accepted_per_pos=tuple(self._speculation.accepted_per_pos),
+            step_sizes=tuple(self._step_sizes),
+            step_positions=self._step_positions,
         )
 
     def check(self) -> None:
@@ -491,6 +504,8 @@ class Planner:
         if job.entry is None:
             self._entries += 1
             job.entry = self._entries
+            if self._clock is not None:
+                job.queued_s = self._clock() - job.came
         if not job.counted:
             job.counted = True
             self._prompt_tokens += job.prompt
@@ -594,6 +609,7 @@ class Planner:
             job=job.job.id,
             tokens=tokens,
             finish=finish,
+            queued_s=job.queued_s if tokens and len(tokens) == len(job.generated) else None,
             cached_tokens=job.cached_tokens,
             logprobs=outcome.logprobs[: len(tokens)],
             prompt_logprobs=prompt_logprobs,

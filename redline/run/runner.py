@@ -367,7 +367,7 @@ class Runner:
             try:
                 if self._rates:
                     given = self._verify_synthetic(span.slot, drafts.tokens, out, first, chosen, position)
-                elif is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
+                elif is_chosen_alone(slot.choosing, position - slot.prompt, span.drafts.q):
                     given = verify_chosen(chosen[first : first + sound], drafts.tokens)
                 else:
                     given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
@@ -412,7 +412,7 @@ class Runner:
         for span in spans:
             first, end = end, end + 1 + len(span.drafts.tokens)
             slot = self.slots.at[span.slot]
-            sampling = slot.sampling
+            sampling = slot.choosing
             if is_greedy(sampling):
                 continue
             position = span.end - len(span.drafts.tokens)
@@ -434,10 +434,11 @@ class Runner:
     def _verify_drawn(self, number: int, drafts: Proposal, logits_NV: Tensor, position: int) -> Verified:
         slot, tokens = self.slots.at[number], self.slots.tokens[number]
         prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
-        if slot.matcher is not None:
+        sampling = slot.choosing
+        if slot.matcher is not None and sampling.grammar is not None:
             masks_NW = slot.matcher.masks(drafts.tokens)
             logits_NV, drafts = masked(logits_NV[: len(masks_NW)], masks_NW), drafts.until(len(masks_NW) - 1)
-        return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
+        return verify(logits_NV, drafts.tokens, drafts.q, sampling, prompt, generated, position)
 
     def _verify_synthetic(
         self, number: int, drafts: Sequence[int], out: Predicted, first: int, chosen: Sequence[int], position: int

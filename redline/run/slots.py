@@ -82,8 +82,16 @@ class Slot:
     suffix: Suffix | None = None
     matcher: Matcher | None = None  # where its job has a grammar
     behind: bool = False  # the drafter's row of the next position is to come, with the feature that its last page keeps
+    unmasked: Sampling | None = None  # its job's without the grammar, where it has one
     error: str | None = None  # why its job cannot go on: its rows must not run
     told: bool = False  # the device's account of length and limit holds, and is ahead of this one (captured.py)
+
+    @property
+    def choosing(self) -> Sampling:
+        """How the next row's tokens are chosen: without the grammar while it is idle."""
+        if self.matcher is not None and self.unmasked is not None and self.matcher.idle:
+            return self.unmasked
+        return self.sampling
 
 
 class Slots:
@@ -149,6 +157,7 @@ class Slots:
                 slot.error = "the job has a grammar, and this engine was not told what its tokens spell"
             else:
                 slot.matcher = self._matchers.begin(begin.sampling.grammar, begin.tokens[begin.prompt :])
+                slot.unmasked = msgspec.structs.replace(begin.sampling, grammar=None)
         self.add_pages(number, begin.pages)
         slot.pages = len(begin.pages)
         self.at[number] = slot

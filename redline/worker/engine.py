@@ -7,6 +7,7 @@ benchmarks.
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,6 +99,7 @@ class EngineCore:
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=fingerprint),
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
+            time.monotonic,
         )
 
     @classmethod

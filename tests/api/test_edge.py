@@ -155,6 +155,18 @@ def test_tokens_are_paid_for_afterwards_and_the_debt_is_waited_for() -> None:
     account.check_tokens(700)
 
 
+def test_a_new_rate_holds_from_the_next_request_on() -> None:
+    clock = Clock()
+    account = Account("alice", KeyLimits(requests_per_s=0.5), clock)
+    for rate, waits in ((0.5, 2.0), (0.25, 4.0)):
+        account.limit(KeyLimits(requests_per_s=rate))
+        with account.request():
+            pass
+        with pytest.raises(LimitReached) as told, account.request():
+            pass
+        assert told.value.retry_s == pytest.approx(waits)
+
+
 async def test_a_key_that_has_reached_a_limit_gets_429_with_its_name_and_others_are_served(tmp_path: Path) -> None:
     path = keys_file(tmp_path, "alice k1 concurrency=1\nbob k2 tokens_per_day=40\ncarol k3")
     async with World(answer("a"), keys_file=str(path)) as world:
@@ -176,8 +188,8 @@ async def test_a_key_that_has_reached_a_limit_gets_429_with_its_name_and_others_
         assert int((await chat(world, "k2")).headers["retry-after"]) > 60
         assert (await chat(world, "k3")).status_code == 200
         metrics = (await world.http.get("/metrics", headers={"authorization": "Bearer k3"})).text
-        assert f'redline:rejections_total{{model_name="{MODEL}",reason="concurrency"}} 1.0' in metrics
-        assert f'redline:requests_total{{model_name="{MODEL}",route="{CHAT}",status="200"}} ' in metrics
+        assert f'redline:rejections_total{{engine="0",model_name="{MODEL}",reason="concurrency"}} 1.0' in metrics
+        assert f'redline:requests_total{{engine="0",model_name="{MODEL}",route="{CHAT}",status="200"}} ' in metrics
 
 
 async def test_pages_of_one_name_are_never_anothers(tmp_path: Path) -> None:
@@ -359,6 +371,9 @@ async def test_the_loops_lag_is_observed() -> None:
     async with World(answer("a")) as world:
         measuring = asyncio.create_task(measure_lag(world.metrics))
         await until(
-            lambda: b'redline:event_loop_lag_seconds_count{model_name="kimi-nano"} 0.0' not in world.metrics.expose()
+            lambda: (
+                b'redline:event_loop_lag_seconds_count{engine="0",model_name="kimi-nano"} 0.0'
+                not in world.metrics.expose()
+            )
         )
         measuring.cancel()

@@ -92,7 +92,7 @@ async def test_a_job_is_counted_as_vllms_abort_whoever_ended_it() -> None:
         with await world.gateway.begin(text_ask()) as generation:
             world.gateway.deliver(Delta(job=generation.lanes[0].job.id, finish="aborted"))
         exposed = world.metrics.expose().decode()
-    assert 'vllm:request_success_total{finished_reason="abort",model_name="kimi-nano"} 2.0' in exposed
+    assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="kimi-nano"} 2.0' in exposed
     assert 'finished_reason="aborted"' not in exposed
 
 

@@ -35,10 +35,8 @@ async def opened(**limits: Any) -> AsyncIterator[Grammars]:
     try:
         yield grammars
     finally:
-        process = grammars._process
         grammars.close()
-        if process is not None:
-            await process.wait()
+        await grammars.ended()
 
 
 def schema(value: Any) -> Constraint:

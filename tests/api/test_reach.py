@@ -130,7 +130,7 @@ async def test_what_is_no_origin_is_the_operators_error(origin: str) -> None:
 )
 async def test_an_integer_may_be_written_as_a_float(fields: dict[str, Any]) -> None:
     async with World(answer("abcdefgh")) as world:
-        assert (await ask(world, **{"extra_body": fields})).choices[0].finish_reason == "length"
+        assert (await ask(world, extra_body=fields)).choices[0].finish_reason == "length"
         raw = await world.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2.0, "logprobs": 1.0})
     assert raw.status_code == 200
     assert [job.sampling.max_tokens for job in world.engine.jobs] == [6, 2]

@@ -244,7 +244,7 @@ def test_metrics_health_and_models(nano: Server):
     model = nano.client.models.list().data[0]
     assert model.id == "kimi-nano"
     # The worker reports five times a second, and once it is idle.
-    running = 'vllm:num_requests_running{model_name="kimi-nano"} 0.0'
+    running = 'vllm:num_requests_running{engine="0",model_name="kimi-nano"} 0.0'
     wait_for(lambda: running in urlopen(f"{nano.url}/metrics").read().decode(), 5, nano)
 
 

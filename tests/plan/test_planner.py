@@ -7,13 +7,14 @@ import sys
 import pytest
 
 from redline.errors import ConfigError
-from redline.plan.planner import MOST_STEP_TOKENS, PlanConfig
+from redline.plan.planner import MOST_STEP_TOKENS, PlanConfig, Planner
 from redline.wire.channel import MAX_MESSAGE_BYTES
 from redline.wire.codec import encode
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, JobId, MediaSpan
+from redline.wire.news import STEP_SIZES
 from redline.wire.step import RowResult, StepResult, TokenLogprobs
-from tests.fakes import Story, World, make_job, page_hashes
+from tests.fakes import Story, World, hash_page, make_job, page_hashes
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -554,3 +555,31 @@ def test_a_prompt_that_would_be_cut_waits_for_a_step_of_its_own_where_jobs_begin
         world.submit(prompt(60, 1))
         world.submit(prompt(60, 2))
         assert begun(world) == expected
+
+
+def test_it_is_told_how_long_a_job_waited_and_how_large_steps_were():
+    """Once a job, with its first token."""
+    now = 0.0
+    world = World(max_running=1, step_tokens=64, ahead=0)
+    world.planner = Planner(16, world.config, world.max_model_len, hash_page, clock=lambda: now)
+    stories = [world.submit(prompt(100), max_tokens=2)]
+    for _ in range(5):
+        world.plan()
+        if now == 0:
+            stories.append(world.submit((1, 2, 3), max_tokens=2))
+        world.settle()
+        now += 1
+    world.check_end()
+    told = [[delta.queued_s for delta in story.deltas] for story in stories]
+    assert told == [[0.0, None], [3.0, None]]  # two steps for the first one's prompt, one for its second token
+    load = world.planner.load()
+    assert (sum(load.step_sizes), load.step_positions) == (5, 64 + 36 + 1 + 3 + 1)
+    assert [size for size, steps in zip(STEP_SIZES, load.step_sizes, strict=False) if steps] == [1, 8, 64]
+    assert load.step_sizes[STEP_SIZES.index(64)] == 2
+
+
+def test_without_a_clock_no_wait_is_told():
+    world = World()
+    story = world.submit(prompt(3))
+    world.finish()
+    assert {delta.queued_s for delta in story.deltas} == {None}

@@ -136,6 +136,7 @@ async def tiny_server(
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         gateway.close()
+        await gateway.ended()
 
 
 def request(schema: dict[str, Any], way: str, seed: int) -> dict[str, Any]:

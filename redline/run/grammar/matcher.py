@@ -87,6 +87,11 @@ class Matcher:
         self._forced: list[int] = []  # what comes next in any case, as far as it has been worked out
         self.advance(generated)
 
+    @property
+    def idle(self) -> bool:
+        """Whether any token may come next, since the grammar has not begun."""
+        return self._free and not self._grammar.banned
+
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes in tokens that are certain. Those behind the answer's end are nobody's."""
         for token in tokens:
@@ -114,7 +119,13 @@ class Matcher:
         return masks[:rows]
 
     def allowed(self, drafts: Sequence[int]) -> int:
-        """How many of the drafts the grammar takes, one after another, before the answer's end."""
+        """How many of the drafts the grammar takes, one after another, before the answer's end.
+
+        While it is idle those before it begins: so the row needs no mask at all.
+        """
+        if self.idle:
+            after = self._grammar.after
+            return next((place for place, draft in enumerate(drafts) if draft in after), len(drafts))
         before = self._free, self._ended, self._forced
         taken = count = 0
         for draft in drafts:

@@ -463,8 +463,8 @@ def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_draft
     asked = [job(f"{n}", prompt(seed=n, length=59 + n), max_tokens=8, logprobs=None) for n in range(2)]
     drafted: list[list[list[int]]] = []
 
-    def launch(self: CapturedSteps, step: Step, wants: Wants) -> Any:
-        replay = launched(self, step, wants)
+    def launch(self: CapturedSteps, step: Step, wants: Wants, masks: Any) -> Any:
+        replay = launched(self, step, wants, masks)
         drafted[-1].extend(outcome.drafts for outcome in replay.outcomes)
         return replay
 

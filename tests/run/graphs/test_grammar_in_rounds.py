@@ -5,6 +5,7 @@ import json
 import tempfile
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -91,6 +92,16 @@ JOBS = [
     for thinks in (False, True)
     for n, (name, how) in enumerate(ASKED.items())
 ]
+JOBS += [
+    asked(
+        "idle at first",
+        7,
+        SCHEMAS[7],
+        thinks=True,
+        grammar=msgspec.structs.replace(grammar(SCHEMAS[7], thinks=True), banned=()),
+        **DRAWN,
+    )
+]
 PLAIN = [job(f"plain {n}", range(70 + n, 120), max_tokens=60 - n) for n in range(3)]
 
 
@@ -101,7 +112,7 @@ def led() -> dict[str, Answer]:
 
 
 def test_led_by_the_host_the_answers_fit():
-    for one, schema in zip(JOBS, SCHEMAS[: len(ASKED)] * 2, strict=True):
+    for one, schema in zip(JOBS, [*SCHEMAS[: len(ASKED)] * 2, SCHEMAS[7]], strict=True):
         answer = led()[one.id]
         assert answer.error is None
         assert answer.finish in ("stop", "length")
@@ -128,6 +139,15 @@ def test_replayed_rounds_give_what_the_host_gives(speculation: DraftConfig | Non
 @KINDS
 def test_drafts_do_not_change_what_the_host_gives(speculation: DraftConfig | None):
     assert answers(opened(speculation), [*JOBS, *PLAIN]) == led()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
+@pytest.mark.parametrize("how", [{}, DRAWN], ids=["greedy", "drawn"])
+def test_a_grammar_that_never_begins_changes_nothing(how: dict[str, Any], captured: bool):
+    [expected] = answers(opened(SUFFIX), [job("plain", range(50), max_tokens=50, **how)]).values()
+    never = Grammar(text='start: "x"', after=tuple(set(range(TINY_VOCAB)) - set(expected.tokens)))
+    given = job("plain", range(50), max_tokens=50, grammar=never, **how)
+    assert answers(opened(SUFFIX, captured=captured), [given]) == {"plain": expected}
 
 
 def test_what_a_grammar_forces_is_drafted_and_always_holds():
