@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -42,6 +43,8 @@ from redline.api.metrics import Metrics
 from redline.api.openai import read_detokenize, read_tokenize
 from redline.api.openai_dialects import CHAT, COMPLETIONS, openai_error
 from redline.api.quota import CALLER, Account, Caller
+from redline.api.response_store import ResponseStore
+from redline.api.responses_events import KeptResponses, responses
 from redline.api.unpack import check_encoding, unpacked
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError
@@ -73,10 +76,12 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
     edge = edge or Edge(config)
     api = _Api(gateway, config, edge)
     bodies = _Bodies(config.limits.bodies_bytes)
+    store = ResponseStore(Path(config.responses_file)) if config.responses_file else None
     dialects: dict[str, Dialect[Any]] = {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETIONS,
         "/v1/messages": MESSAGES,
+        "/v1/responses": responses(store, config.limits),
     }
     routes = [
         Route("/", api.root),
@@ -96,12 +101,20 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
         Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
         Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
     ]
-    api.routes = [f"{'POST' if isinstance(route.endpoint, _Post) else 'GET'} {route.path_format}" for route in routes]
+    if store is not None:
+        kept = KeptResponses(store)
+        routes.append(Route("/v1/responses/{id}", kept.read))
+        routes.append(Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]))
+    api.routes = [f"{_method(route)} {route.path_format}" for route in routes]
     tellers = {path: dialect.error for path, dialect in dialects.items()}
     tellers["/v1/messages/count_tokens"] = messages_error
     border = Border(Router(routes, redirect_slashes=False), edge, config, gateway.metrics, tellers)
     origins = check_origins(config.cors_origins)
     return Cors(border, origins) if origins else border
+
+
+def _method(route: Route) -> str:
+    return next((method for method in ("GET", "DELETE") if method in (route.methods or ())), "POST")
 
 
 class Border:

@@ -76,6 +76,7 @@ class ApiConfig(Record, frozen=True):
     keys_file: str | None = None  # `redline.api.keys` says what it looks like
     per_key: KeyLimits = KeyLimits()  # of a name whose line says nothing of it
     cors_origins: tuple[str, ...] = ()  # of pages elsewhere that may ask here, as https://chat.example
+    responses_file: str | None = None  # where /v1/responses keeps them (SQLite); None: nowhere
     json_lines: bool = False  # access lines are JSON objects
     drain_s: float = 3.0  # for running answers to come to their ends once the server stops
     local: bool = False  # only this machine reaches the server: without keys, the header Host is then checked
