@@ -99,7 +99,8 @@ FLAGS = {
 PEERS_NAMES = {"--backend", "--backend-a", "--backend-b", "--disable-tqdm", "--disable-shuffle"}
 
 KEYS = """
-    weights host port served_model_name keys_file cors_origins metrics_port log_level access_log drain_s admin_port
+    weights host port served_model_name keys_file responses_file cors_origins metrics_port log_level access_log drain_s
+    admin_port
     admin_keys_file unix_socket
     tls_cert tls_key
     per_key.requests_per_s per_key.concurrency per_key.tokens_per_minute per_key.tokens_per_day

@@ -119,6 +119,7 @@ class _Messages(_Prompt, kw_only=True):
 class MessagesRequest(Asked, frozen=True):
     """What a body of /v1/messages asks for."""
 
+    name: str | None = None  # of the model, as the client calls it
     omits: bool = False  # thinking travels in its signature only
 
 
@@ -159,7 +160,11 @@ def read_messages(body: bytes, limits: Limits, defaults: Defaults) -> MessagesRe
     )
     omits = request.thinking is not None and request.thinking.display == "omitted"
     return MessagesRequest(
-        model=_model(request.model), ask=ask, stream=Streaming() if request.stream else None, omits=omits
+        model=_model(request.model),
+        ask=ask,
+        stream=Streaming() if request.stream else None,
+        name=request.model,
+        omits=omits,
     )
 
 

@@ -181,7 +181,7 @@ def _message(
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
-        "model": reply.model,
+        "model": reply.asked.name or reply.model,
         "content": content,
         "stop_reason": stop,
         "stop_sequence": sequence,

@@ -188,6 +188,8 @@ def _refuse(request: _Responses) -> None:
         raise RequestError("log probabilities are not supported here: ask /v1/chat/completions", "top_logprobs")
     if request.truncation not in (None, "disabled"):
         raise RequestError("truncation is not supported: disabled only", "truncation")
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
+        raise RequestError("verbosity is not supported: medium only", "text.verbosity")
     for field in ("conversation", "prompt"):
         if not is_absent(getattr(request, field)):
             raise RequestError(f"{field} is not supported", field)

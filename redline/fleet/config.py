@@ -6,6 +6,7 @@ host = "127.0.0.1"
 port = 8000
 served_model_name = ["kimi-k2.6"]      # absent: the folder's name
 keys_file = "keys.txt"                 # names and API keys, one per line; absent: everyone is served
+responses_file = "responses.sqlite"   # where /v1/responses keeps them; absent: nowhere
 cors_origins = ["https://chat.example"]   # pages of other origins that may ask here; absent: none
 log_level = "info"                     # a line for each request; "warning": none; or "debug", "error"
 access_log = "json"                    # each request's line is a JSON object; or "text"
@@ -69,7 +70,7 @@ _MOST = {
     "step_tokens": MOST_STEP_TOKENS,
 }
 
-_FILES = ("keys_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key")
+_FILES = ("keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key")
 
 _SYNTHETIC = "synthetic_acceptance"
 
@@ -96,6 +97,7 @@ class ServeConfig(Record, frozen=True):
     port: int = 8000  # 0: any free one
     served_model_name: tuple[str, ...] = ()  # none: the folder's name
     keys_file: str | None = None  # None: no key is asked for
+    responses_file: str | None = None  # None: /v1/responses keeps nothing
     cors_origins: tuple[str, ...] = ()  # none: pages of no other origin may ask
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     access_log: Literal["text", "json"] = "text"

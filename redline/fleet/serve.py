@@ -276,6 +276,7 @@ async def _serve_through(
         keys_file=config.keys_file,
         per_key=config.per_key,
         cors_origins=config.cors_origins,
+        responses_file=config.responses_file,
         json_lines=config.access_log == "json",
         drain_s=config.drain_s,
         local=config.unix_socket is None and is_loopback(config.host),

@@ -306,7 +306,8 @@ async def test_an_overloaded_server_says_529_and_a_failed_job_says_so_in_the_str
 
 async def test_a_model_of_anthropics_is_the_served_one() -> None:
     async with World(answer("a")) as world:
-        assert (await ask(world, model="claude-sonnet-4-5")).model == MODEL
+        assert (await ask(world, model="claude-sonnet-4-5")).model == "claude-sonnet-4-5"
+        assert (await ask(world, model="alias")).model == "alias"
 
 
 def test_blocks_become_messages() -> None:

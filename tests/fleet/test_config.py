@@ -15,6 +15,7 @@ host = "::1"
 port = 9000
 served_model_name = ["kimi", "k2"]
 keys_file = "keys.txt"
+responses_file = "kept.sqlite"
 
 [engine]
 kv_memory = "1.5GiB"
@@ -58,6 +59,7 @@ def test_a_file_states_every_key_and_its_paths_are_relative_to_it(tmp_path: Path
     config = read(write(tmp_path, WHOLE), {})
     assert config.weights == str(tmp_path / "weights/kimi")
     assert config.keys_file == str(tmp_path / "keys.txt")
+    assert config.responses_file == str(tmp_path / "kept.sqlite")
     assert config.names == ("kimi", "k2")
     assert (config.host, config.port) == ("::1", 9000)
     engine = config.engine
