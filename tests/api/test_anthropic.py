@@ -20,7 +20,7 @@ from redline.chat.conversation import Conversation
 from redline.errors import RequestError
 from redline.wire.delta import Delta
 from tests.api.fake_engine import say
-from tests.api.world import MODEL, TOKENIZER, World, answer, ids
+from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, named_events
 
 pytestmark = pytest.mark.anyio
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -29,11 +29,6 @@ TOOL: dict[str, Any] = {
     "description": "the weather",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-CALLS = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
-    '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>'
-    '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>'
-)
 THINK = {"type": "enabled", "budget_tokens": 1024}
 MESSAGES = "/v1/messages"
 
@@ -58,11 +53,7 @@ async def events(world: World, **fields: Any) -> list[tuple[str, dict[str, Any]]
     body = {"model": MODEL, "messages": HELLO, "max_tokens": 2000, "stream": True, **fields}
     response = await world.http.post(MESSAGES, json=body)
     assert response.status_code == 200, response.text
-    found: list[tuple[str, dict[str, Any]]] = []
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found
+    return named_events(response.text)
 
 
 def request(**fields: Any) -> MessagesRequest:

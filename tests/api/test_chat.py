@@ -12,15 +12,10 @@ from redline.api.config import Limits
 from redline.wire.delta import Delta
 from redline.wire.job import Job
 from redline.wire.news import Failed
-from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids, openai_client, until
+from tests.api.world import CALLS, END, MODEL, TOKENIZER, World, answer, ids, openai_client, until
 
 pytestmark = pytest.mark.anyio
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-CALLS = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
-    '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>'
-    '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>'
-)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from redline.chat.conversation import Conversation, Message
 from redline.errors import ConfigError, RequestError
 from redline.wire.delta import Delta
 from tests.api.fake_engine import say
-from tests.api.world import MODEL, TOKENIZER, World, answer, ids
+from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, named_events
 
 pytestmark = pytest.mark.anyio
 RESPONSES = "/v1/responses"
@@ -29,11 +29,6 @@ TOOL: dict[str, Any] = {
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
     "strict": False,
 }
-CALLS = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
-    '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>'
-    '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>'
-)
 
 
 @pytest.fixture
@@ -49,11 +44,7 @@ async def events(world: World, **fields: Any) -> list[tuple[str, dict[str, Any]]
     """The raw events of a stream: name and data."""
     response = await world.http.post(RESPONSES, json={"input": "hello", "stream": True, **fields})
     assert response.status_code == 200, response.text
-    found: list[tuple[str, dict[str, Any]]] = []
-    for block in response.text.removesuffix("\n\n").split("\n\n"):
-        name, data = block.split("\n")
-        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
-    return found
+    return named_events(response.text)
 
 
 def request(**fields: Any) -> ResponsesRequest:

@@ -15,7 +15,6 @@ what slows a whole round slows all of it.
 """
 
 import argparse
-import http.client
 import itertools
 import json
 import os
@@ -35,7 +34,7 @@ from typing import NamedTuple
 from redline.bench.peers import to_bf16, to_gguf
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
-from redline.bench.runs.trees import END_S, START_S, free_port
+from redline.bench.runs.trees import END_S, START_S, free_port, is_healthy
 from redline.bench.serving.load import run_load
 from redline.bench.serving.metrics import failure_of, figures
 from redline.bench.serving.records import Answer, Ask, Run
@@ -165,7 +164,7 @@ def running(server: Server, folder: Path, cores: Sequence[int] = ()) -> Generato
         )
     try:
         deadline = time.monotonic() + START_S
-        while not _is_healthy(port):
+        while not is_healthy(port):
             if process.poll() is not None or time.monotonic() > deadline:
                 words = Path(said.name).read_text(errors="replace").strip()[-2000:]
                 raise RedlineError(f"{server.name} did not start: {words}")
@@ -178,17 +177,6 @@ def running(server: Server, folder: Path, cores: Sequence[int] = ()) -> Generato
         with suppress(ProcessLookupError):  # what it has started too
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _is_healthy(port: int) -> bool:
-    link = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-    try:
-        link.request("GET", "/health")
-        return link.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        link.close()
 
 
 def measure(url: str, load: Load) -> tuple[Figures, dict[str, str]]:

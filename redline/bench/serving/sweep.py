@@ -8,7 +8,6 @@ not; a search halves the gap.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -419,11 +418,6 @@ def doubling(most: int) -> list[float]:
     """1, 2, 4 ... up to `most`, which is the last."""
     loads = [float(1 << power) for power in range(most.bit_length()) if 1 << power <= most]
     return loads if loads[-1] == most else [*loads, float(most)]
-
-
-def rises(loads: Sequence[float]) -> bool:
-    """Whether every load is more than the one before."""
-    return all(a < b for a, b in pairwise(loads))
 
 
 def ms(seconds: float | None) -> float | None:

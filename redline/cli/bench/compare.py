@@ -7,23 +7,20 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from redline.bench.serving.target import Pace, Patience, Target
+from redline.bench.serving.target import Pace, Target
 from redline.cli.bench.options import (
-    ConnectTimeout,
     DatasetName,
     DatasetPath,
     ExtraBody,
-    FirstTokenTimeout,
     Header,
     Html,
     Insecure,
     Quiet,
-    ReadyTimeout,
-    RequestTimeout,
     Save,
     Seed,
-    SilenceTimeout,
     Tokenizer,
+    WaitingFlags,
+    grouped,
     target_of,
 )
 from redline.cli.console import plain_console
@@ -37,7 +34,9 @@ def _of(side: str, what: str, metavar: str) -> Any:
     return typer.Option(metavar=metavar, help=f"{side}'s {what}", rich_help_panel=THE_TWO)
 
 
+@grouped
 def bench_compare(
+    *,
     a: Annotated[str, typer.Argument(metavar="A", help="A server, such as http://127.0.0.1:8000.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     model_a: Annotated[str | None, _of("A", "model by name; absent: the first that it lists.", "NAME")] = None,
@@ -98,11 +97,7 @@ def bench_compare(
     save: Save = None,
     html: Html = None,
     disable_tqdm: Quiet = False,
-    ready_check_timeout_sec: ReadyTimeout = None,
-    connect_timeout_sec: ConnectTimeout = 10.0,
-    first_token_timeout_sec: FirstTokenTimeout = 600.0,
-    silence_timeout_sec: SilenceTimeout = 60.0,
-    request_timeout_sec: RequestTimeout = 6 * 3600.0,
+    waiting: WaitingFlags,
 ) -> None:
     """Which of two servers is faster, by how much, and how sure that is; and whether they answer alike.
 
@@ -116,12 +111,7 @@ def bench_compare(
     if figure is not None and figure not in FIGURES:
         raise ConfigError(f"--figure {figure!r}: expected one of {', '.join(FIGURES)}")
     many, drawn = loads_size(num_prompts, max_concurrency, request_rate), kept.seed_of(seed)
-    patience = Patience(
-        connect=connect_timeout_sec,
-        first=first_token_timeout_sec,
-        silence=silence_timeout_sec,
-        whole=request_timeout_sec,
-    )
+    patience = waiting.patience
 
     def target(url: str, model: str | None, backend: str | None, endpoint: str | None, variable: str | None) -> Target:
         found = target_of(
@@ -176,7 +166,7 @@ def bench_compare(
         warmups=many if num_warmups is None else num_warmups,
         temperature=temperature,
         tokenizer=tokenizer,
-        ready_s=ready_check_timeout_sec,
+        ready_s=waiting.ready_check_timeout_sec,
         quiet=disable_tqdm,
         save=None if save is None else str(save),
         html=None if html is None else str(html),

@@ -5,10 +5,13 @@ needs one word changed. What of theirs is not served here is refused by name, wi
 """
 
 import base64
+import functools
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 from urllib.parse import unquote, urlsplit
 
 import msgspec
@@ -113,6 +116,104 @@ DatasetName = Annotated[
 DatasetPath = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Of a dataset that is a file; of redline also a folder.")
 ]
+
+PATIENCE = Patience()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """Of one server: where it is, how it is spoken to, and who counts its tokens."""
+
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    endpoint: Endpoint = None
+    backend: Backend = None
+    model: Model = None
+    served_model_name: ServedModelName = None
+    tokenizer: Tokenizer = None
+    header: Header = None
+    extra_body: ExtraBody = None
+    insecure: Insecure = False
+
+    @property
+    def vocabulary(self) -> str | None:
+        """The folder whose vocabulary counts tokens: --tokenizer, or --model where that is one; None: nobody's."""
+        return self.tokenizer or (self.model if self.model and Path(self.model).is_dir() else None)
+
+    def target(
+        self,
+        base_url: str | None,
+        patience: Patience,
+        *,
+        body: dict[str, Any] | None = None,
+        otherwise: str = "openai-chat",
+    ) -> Target:
+        """As `target_of`."""
+        return target_of(
+            base_url=base_url,
+            host=self.host,
+            port=self.port,
+            endpoint=self.endpoint,
+            backend=self.backend,
+            model=self.model,
+            served_model_name=self.served_model_name,
+            header=self.header,
+            extra_body=self.extra_body,
+            insecure=self.insecure,
+            body=body,
+            patience=patience,
+            otherwise=otherwise,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingFlags:
+    """How long is waited: for a server that starts, and for each step of a request."""
+
+    ready_check_timeout_sec: ReadyTimeout = None
+    connect_timeout_sec: ConnectTimeout = PATIENCE.connect
+    first_token_timeout_sec: FirstTokenTimeout = PATIENCE.first
+    silence_timeout_sec: SilenceTimeout = PATIENCE.silence
+    request_timeout_sec: RequestTimeout = PATIENCE.whole
+
+    @property
+    def patience(self) -> Patience:
+        """Those of a request."""
+        return Patience(
+            connect=self.connect_timeout_sec,
+            first=self.first_token_timeout_sec,
+            silence=self.silence_timeout_sec,
+            whole=self.request_timeout_sec,
+        )
+
+
+def grouped(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb as typer reads it: each parameter that is a group of flags stands for all of its fields, in its place."""
+    hints = get_type_hints(verb, include_extras=True)
+    groups: dict[str, type[Any]] = {}
+    flags: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(verb).parameters.items():
+        if not is_dataclass(hints[name]):
+            flags.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        groups[name] = hints[name]
+        kinds = get_type_hints(hints[name], include_extras=True)
+        for field in fields(hints[name]):
+            kind, default = kinds[field.name], field.default
+            flags.append(
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            )
+
+    @functools.wraps(verb)
+    def typed(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        verb(**given)
+
+    typed.__signature__ = inspect.Signature(flags)  # pyright: ignore[reportAttributeAccessIssue]
+    typed.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return typed
+
 
 # Options of vLLM's that take several values behind one name.
 MANY = ("--header", "--metadata", "--goodput")
