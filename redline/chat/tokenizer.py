@@ -188,6 +188,11 @@ class TextStream:
         self._pending = data[used:]
         return text
 
+    @property
+    def whole(self) -> bool:
+        """Whether no byte of an incomplete character is held."""
+        return not self._pending
+
     def flush(self) -> str:
         """No more bytes will come: what is left of a character leaves as U+FFFD; empty where nothing is left."""
         pending, self._pending = self._pending, b""
