@@ -36,6 +36,7 @@ from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.errors import Answer, Refusal, answer_to
 from redline.api.gateway import Gateway, Generation
 from redline.api.openai import Streaming, read_chat, read_completion, read_detokenize, read_tokenize
+from redline.api.pour import DIRECT
 from redline.api.sse import ChatStream, CompletionStream, EventStream, data
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError
@@ -253,6 +254,8 @@ class _Post:
                 return
             departure.watch()
             respond = await self._begin(body, scope)
+            if (generation := scope.get("generation")) is not None:
+                generation.direct = scope.get("extensions", {}).get(DIRECT)
             del body
             until_begun.close()
             await respond(send)
@@ -378,6 +381,8 @@ class _Api:
                 cost = ENTRY_CHARS * opening * sum(batch.first for batch in batches)
                 if body := await self._gateway.in_thread(cost, stream.write, batches):
                     await _send_parts(send, body)
+                if not opening:  # else a choice may open with what has to be written in a thread
+                    await generation.pour(stream.write)
             await send({"type": "http.response.body", "body": stream.close(), "more_body": False})
         except Exception as error:
             if not started:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
 
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits
 from redline.api.metrics import Metrics
+from redline.api.pour import Direct, Pours
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
 from redline.chat.events import End, Event
@@ -51,7 +52,7 @@ class JobFailed(RedlineError):
     """The engine gave up on this job and on no other; a client sees status 500 and no reason."""
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """What one delta gave for one choice."""
 
     choice: int  # its index
@@ -87,6 +88,7 @@ class Gateway:
         self._style = style
         self._outbox = outbox
         self._limits = limits
+        self.pours = Pours()
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
         self._waiting_tokens = 0  # prompt tokens of those, and of the jobs that are being made
@@ -148,21 +150,19 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             self._waits_no_more(lane)
-        if delta.tokens:
-            self._time(lane, now, len(delta.tokens))
+        if tokens := len(delta.tokens):
+            if lane.tokens:
+                self.metrics.tokens.generated(tokens, now - lane.last_at)
+            else:
+                lane.first_at = now
+                self.metrics.time_to_first_token.observe(now - lane.began)
+                self.metrics.tokens.generated(tokens, None)
+            lane.last_at = now
+            lane.tokens += tokens
         if delta.finish is not None:
             del self._lanes[lane.job.id]
             self._ended(lane, now, delta.finish)
         lane.generation.push(lane, delta)
-
-    def _time(self, lane: "_Lane", now: float, tokens: int) -> None:
-        first = lane.tokens == 0
-        if first:
-            lane.first_at = now
-            self.metrics.time_to_first_token.observe(now - lane.began)
-        self.metrics.tokens.generated(tokens, None if first else now - lane.last_at)
-        lane.last_at = now
-        lane.tokens += tokens
 
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
         self.metrics.finished(finish)
@@ -482,15 +482,17 @@ class Generation:
             async for batches in generation: ...
 
     Iterating raises WorkerLost, Overloaded, RequestError or JobFailed where the answer cannot be completed. `prompts`
-    holds the token ids of each prompt, `n` the choices for each.
+    holds the token ids of each prompt, `n` the choices for each. `direct` is what `pour` writes to, if there is any.
     """
 
     def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float) -> None:
         self.n = ask.n
+        self.direct: Direct | None = None
         self._gateway = gateway
         self._scores = ask.sampling.max_tokens == 0
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._wake: asyncio.Future[None] | None = None
+        self._pour: Callable[[list[Batch]], bytes] | None = None
         self._failure: Exception | None = None
         self._open = len(jobs)
         self.lanes = [
@@ -501,8 +503,44 @@ class Generation:
 
     def push(self, lane: _Lane, delta: Delta) -> None:
         """Hand over the next delta of one of its jobs, and wake whoever iterates."""
+        if self._pour is None or delta.finish is not None:
+            self._notify()
+        elif not self._arrived:
+            self._gateway.pours.add(self)
         self._arrived.append((lane, delta))
-        self._notify()
+
+    async def pour(self, write: Callable[[list[Batch]], bytes]) -> None:
+        """Write what `write` makes of the batches to `direct` as they come, which costs half of waking a task for each.
+
+        Returns, at once or later, whenever whoever iterates has to go on: without `direct`, while its client lags, and
+        for whatever ends a choice or the answer. Raises what `write` raises.
+        """
+        if self.direct is None or self._arrived or self._open == 0 or self._failure is not None:
+            return
+        self._pour = write
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = self._pour = None
+
+    def flush(self) -> None:
+        """Write what has come since the last turn of the event loop (`pour.Poured`)."""
+        if self._pour is None or self._wake is None or self._wake.done():
+            return  # whoever iterates takes it
+        assert self.direct is not None
+        if not self.direct.can_write():
+            self._notify()
+            return
+        arrived, self._arrived = self._arrived, []
+        try:
+            if batches := [batch for lane, delta in arrived if (batch := self._read(lane, delta))]:
+                self.direct.write_part(self._pour(batches))
+        except Exception as error:
+            self._wake.set_exception(error)
+            return
+        if self._open == 0:
+            self._notify()
 
     def fail(self, error: Exception) -> None:
         """End the answer with an error: what has arrived still goes out, then the iteration raises it."""
@@ -547,11 +585,12 @@ class Generation:
     def _read(self, lane: _Lane, delta: Delta) -> Batch | None:
         if lane.ended:
             return None  # its stop string was found in an earlier delta
-        if delta.finish in ("error", "aborted"):
+        if delta.finish is None:
+            if not delta.tokens:
+                lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
+                return None
+        elif delta.finish in ("error", "aborted"):
             raise _failure(delta)
-        if not delta.tokens and delta.finish is None:
-            lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
-            return None
         if self._scores:
             self._gateway.forget(lane, "length")
             delta = msgspec.structs.replace(delta, tokens=(), logprobs=(), finish="length")

@@ -32,6 +32,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from redline.api.config import Limits
 from redline.api.errors import Refusal, answer_to
+from redline.api.pour import DIRECT
 from redline.api.turns import Turns
 from redline.errors import Overloaded, RedlineError
 
@@ -149,6 +150,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive, self._last = False, True
             raise ValueError("a second request before the answer to the first")  # the parser stops here
         super().on_message_begin()
+        self.scope["extensions"] = {DIRECT: self}
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header line. Raises Refusal (431), which stops the parser, beyond `limits.headers` lines."""
@@ -234,6 +236,18 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     # -- writing
+
+    def can_write(self) -> bool:
+        """Whether a part of the body can be written now, past the app's own `send` (`pour.Direct`)."""
+        cycle = self.cycle
+        if self.flow.write_paused or cycle.disconnected or cycle.response_complete:
+            return False
+        return cycle.response_started and bool(cycle.chunked_encoding)
+
+    def write_part(self, body: bytes) -> None:
+        """Write a part of the body as a chunk, as uvicorn would (`pour.Direct`)."""
+        if body:  # a chunk of no bytes is the end
+            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
     def pause_writing(self) -> None:
         """The client lags: it must take something every `limits.write_seconds`."""

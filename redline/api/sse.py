@@ -122,6 +122,8 @@ class ChatStream(_ChunkWriter):
                 ]
             for event in batch.events:
                 match event:
+                    case Text(text=text) if self._plain:
+                        chunks.append(self._text[choice] + _json(text) + self._after)
                     case Text(text=text):
                         chunks.append(self._piece(choice, self._text[choice], b'"delta":{"content":', _json(text)))
                     case Thought(text=text):
