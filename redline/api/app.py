@@ -382,7 +382,7 @@ class _Api:
                 if body := await self._gateway.in_thread(cost, stream.write, batches):
                     await _send_parts(send, body)
                 if not opening:  # else a choice may open with what has to be written in a thread
-                    await generation.pour(stream.write)
+                    await _send_parts(send, await generation.pour(stream.write))
             await send({"type": "http.response.body", "body": stream.close(), "more_body": False})
         except Exception as error:
             if not started:

@@ -127,8 +127,7 @@ class Gateway:
         """Take in one message of the worker. Raises AssertionError for one that no worker sends."""
         match message:
             case Delta():
-                lane = self._lanes.get(message.job)
-                if lane is not None:  # else: aborted here before the worker knew
+                if (lane := self._lanes.get(message.job)) is not None:  # else: aborted here before the worker knew
                     self._deliver(lane, message)
             case Load():
                 self.metrics.load(message)
@@ -493,6 +492,7 @@ class Generation:
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._wake: asyncio.Future[None] | None = None
         self._pour: Callable[[list[Batch]], bytes] | None = None
+        self._left = b""  # poured, and not written
         self._failure: Exception | None = None
         self._open = len(jobs)
         self.lanes = [
@@ -509,38 +509,43 @@ class Generation:
             self._gateway.pours.add(self)
         self._arrived.append((lane, delta))
 
-    async def pour(self, write: Callable[[list[Batch]], bytes]) -> None:
+    async def pour(self, write: Callable[[list[Batch]], bytes]) -> bytes:
         """Write what `write` makes of the batches to `direct` as they come, which costs half of waking a task for each.
 
-        Returns, at once or later, whenever whoever iterates has to go on: without `direct`, while its client lags, and
-        for whatever ends a choice or the answer. Raises what `write` raises.
+        Returns, at once or later, whenever whoever iterates has to go on: without `direct`, where its client lags, and
+        for whatever ends a choice or the answer. What it returns has not been written. Raises what `write` raises.
         """
         if self.direct is None or self._arrived or self._open == 0 or self._failure is not None:
-            return
+            return b""
         self._pour = write
         self._wake = asyncio.get_running_loop().create_future()
         try:
             await self._wake
+            return self._left
         finally:
             self._wake = self._pour = None
+            self._left = b""
 
     def flush(self) -> None:
         """Write what has come since the last turn of the event loop (`pour.Poured`)."""
-        if self._pour is None or self._wake is None or self._wake.done():
+        if (write := self._pour) is None or (wake := self._wake) is None or wake.done():
             return  # whoever iterates takes it
         assert self.direct is not None
-        if not self.direct.can_write():
-            self._notify()
-            return
         arrived, self._arrived = self._arrived, []
+        batches: list[Batch] = []
         try:
-            if batches := [batch for lane, delta in arrived if (batch := self._read(lane, delta))]:
-                self.direct.write_part(self._pour(batches))
+            for lane, delta in arrived:
+                if (batch := self._read(lane, delta)) is not None:
+                    batches.append(batch)
+            body = write(batches)
         except Exception as error:
-            self._wake.set_exception(error)
+            wake.set_exception(error)
             return
-        if self._open == 0:
-            self._notify()
+        if body and not self.direct.write_part(body):
+            self._left = body
+            wake.set_result(None)
+        elif self._open == 0:
+            wake.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """End the answer with an error: what has arrived still goes out, then the iteration raises it."""

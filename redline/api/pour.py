@@ -35,14 +35,13 @@ class Pours:
 
 
 class Direct(Protocol):
-    """A connection whose stream has begun, as far as its body is concerned: `scope["extensions"][DIRECT]`."""
+    """A connection on which a streamed answer has begun: `scope["extensions"][DIRECT]`."""
 
-    def can_write(self) -> bool:
-        """Whether the client takes what is written: it has neither left nor fallen behind."""
-        ...
+    def write_part(self, body: bytes) -> bool:
+        """Write a part of the body, which is not empty, as `http.response.body` with more to come does.
 
-    def write_part(self, body: bytes) -> None:
-        """Write a part of the body, as `http.response.body` with more to come does; ask `can_write` before."""
+        False, and nothing is written, where the client has left or has not taken what was written before.
+        """
         ...
 
 

@@ -237,17 +237,12 @@ class Connection(HttpToolsProtocol):
 
     # -- writing
 
-    def can_write(self) -> bool:
-        """Whether a part of the body can be written now, past the app's own `send` (`pour.Direct`)."""
-        cycle = self.cycle
-        if self.flow.write_paused or cycle.disconnected or cycle.response_complete:
+    def write_part(self, body: bytes) -> bool:
+        """Write a part of a streamed body, in the chunk that uvicorn would make of it (`pour.Direct`)."""
+        if self.flow.write_paused or self.cycle.disconnected or self.cycle.response_complete:
             return False
-        return cycle.response_started and bool(cycle.chunked_encoding)
-
-    def write_part(self, body: bytes) -> None:
-        """Write a part of the body as a chunk, as uvicorn would (`pour.Direct`)."""
-        if body:  # a chunk of no bytes is the end
-            self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def pause_writing(self) -> None:
         """The client lags: it must take something every `limits.write_seconds`."""

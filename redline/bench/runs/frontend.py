@@ -129,11 +129,10 @@ class _CountedDirect:
     def __init__(self, direct: Direct, counted: "Counted") -> None:
         self._direct = direct
         self._counted = counted
-        self.can_write = direct.can_write
 
-    def write_part(self, body: bytes) -> None:
+    def write_part(self, body: bytes) -> bool:
         self._counted.writes += 1
-        self._direct.write_part(body)
+        return self._direct.write_part(body)
 
 
 class Counted:
