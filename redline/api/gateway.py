@@ -118,13 +118,23 @@ class Gateway:
         """Read the worker's messages until cancelled. However the reading ends, every answer ends with WorkerLost."""
         try:
             while True:
-                for message in await inbox.get():
-                    self.deliver(message)
+                self.take(await inbox.get())
         finally:
             self.lose("the worker's messages are not read any more")
 
+    def take(self, messages: Sequence[Wire]) -> None:
+        """Take in what has come of the worker together: what it gives a stream is one write. Raises as `deliver`."""
+        for message in messages:
+            self._take(message)
+        self.pours.flush()
+
     def deliver(self, message: Wire) -> None:
-        """Take in one message of the worker. Raises AssertionError for one that no worker sends."""
+        """Take in one message of the worker; more may come in this turn of the loop. Raises AssertionError for one that
+        no worker sends."""
+        self._take(message)
+        self.pours.soon()
+
+    def _take(self, message: Wire) -> None:
         match message:
             case Delta():
                 if (lane := self._lanes.get(message.job)) is not None:  # else: aborted here before the worker knew

@@ -1,4 +1,4 @@
-"""Streams that are written in the turn of the event loop after their tokens came, without waking a task for each.
+"""Streams that are written in the turn of the event loop in which their tokens come, without waking a task for each.
 
 A task that wakes, walks through the layers between it and the socket, and sleeps again costs as much as all that is
 done with a token. So while an answer only goes on, one callback a turn writes for every stream that has something new.
@@ -17,21 +17,31 @@ class Poured(Protocol):
 
 
 class Pours:
-    """Gathers the streams of one turn. Everything runs in one event loop."""
+    """The streams that have something new. Everything runs in one event loop."""
 
     def __init__(self) -> None:
         self._full: list[Poured] = []
+        self._told = False  # the loop, of the next turn
 
     def add(self, stream: Poured) -> None:
-        """Flush the stream in the next turn; whatever comes until then leaves in the same write."""
-        if not self._full:
-            asyncio.get_running_loop().call_soon(self._flush)
+        """Have the stream flushed, once however much comes for it until then."""
         self._full.append(stream)
 
-    def _flush(self) -> None:
+    def soon(self) -> None:
+        """Flush in the next turn of the event loop: more may come in this one."""
+        if self._full and not self._told:
+            self._told = True
+            asyncio.get_running_loop().call_soon(self._flush_told)
+
+    def flush(self) -> None:
+        """Flush every stream now."""
         full, self._full = self._full, []
         for stream in full:
             stream.flush()
+
+    def _flush_told(self) -> None:
+        self._told = False
+        self.flush()
 
 
 class Direct(Protocol):

@@ -86,13 +86,15 @@ class FreeEngine:
     async def _run(self) -> None:
         assert self.gateway is not None
         while self._left:
+            messages: list[Wire] = []
             for id, left in list(self._left.items()):
                 if left > 1:
                     self._left[id] = left - 1
-                    self.gateway.deliver(decode(self._more[id]))
+                    messages.append(decode(self._more[id]))
                 else:
                     del self._left[id]
-                    self.gateway.deliver(Delta(job=id, tokens=(self._token,), finish="length"))
+                    messages.append(Delta(job=id, tokens=(self._token,), finish="length"))
+            self.gateway.take(messages)
             await asyncio.sleep(0)
 
 
