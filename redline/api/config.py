@@ -28,6 +28,7 @@ class Limits(Record, frozen=True):
     waiting: int = 1024  # jobs without a first token, before new ones are refused with 503
     tokens: int = 2 << 20  # of jobs without a first token, and so of one request: prompts, each counted n times
     prompt_logprobs: int = 1 << 18  # of one request: prompt tokens, each n times, times the log probabilities of each
+    known_bytes: int = 64 * MIB  # of parts of conversations that were encoded before, with their ids
     bodies_bytes: int = 64 * MIB  # of all bodies that are being read or encoded, together
     body_seconds: float = 60.0  # in which the whole body has to arrive
 

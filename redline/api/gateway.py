@@ -27,6 +27,7 @@ from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
 from redline.chat.events import End, Event
 from redline.chat.hashing import make_job
+from redline.chat.known import KnownTexts
 from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ContextTooLong, Overloaded, RedlineError, RequestError, WorkerLost
@@ -89,6 +90,7 @@ class Gateway:
         self._outbox = outbox
         self._limits = limits
         self.pours = Pours()
+        self._known = KnownTexts(limits.known_bytes)
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
         self._waiting_tokens = 0  # prompt tokens of those, and of the jobs that are being made
@@ -213,7 +215,7 @@ class Gateway:
         try:
             for place, prompt in enumerate(ask.prompts):
                 param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
-                tokens = await self.encode(prompt, param, engine.max_model_len)
+                tokens = await self.encode(prompt, param, engine.max_model_len, ask.salt)
                 if not tokens:
                     raise RequestError(f"{param} is empty", param)
                 sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
@@ -245,10 +247,11 @@ class Gateway:
             raise
         return generation
 
-    async def encode(self, prompt: Prompt, param: str, most: int) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, param: str, most: int, salt: str = "") -> tuple[int, ...]:
         """Token ids of a prompt; encoding ends soon after there are more than `most`, so there may be somewhat more.
 
-        param: the field that the prompt came from, for errors. Raises RequestError for ids beyond the vocabulary,
+        param: the field that the prompt came from, for errors. salt: the tenant's, who shares what was encoded before
+        with those of the same salt only. Raises RequestError for ids beyond the vocabulary,
         ContextTooLong for a list of more than `most` ids and for a text of which the rest is not encoded.
         """
         chars = most * self._longest_token
@@ -266,7 +269,7 @@ class Gateway:
                 return prompt
         left = threading.Event()
         try:
-            return await self.in_thread(size, self._encode, prompt, most, chars, left)
+            return await self.in_thread(size, self._encode, prompt, most, chars, left, salt)
         except ContextTooLong as error:
             raise ContextTooLong(f"{param} is {error}; at most {most} tokens are read", param) from None
         except asyncio.CancelledError:
@@ -346,14 +349,17 @@ class Gateway:
         self._waiting -= 1
         self._waiting_tokens -= len(lane.job.tokens)
 
-    def _encode(self, prompt: Conversation | str, most: int, chars: int, left: threading.Event) -> tuple[int, ...]:
+    def _encode(
+        self, prompt: Conversation | str, most: int, chars: int, left: threading.Event, salt: str
+    ) -> tuple[int, ...]:
         def check() -> None:
             if left.is_set():
                 raise asyncio.CancelledError  # nobody waits for this any more
 
         if isinstance(prompt, str):  # a raw prompt is the client's own template
             return tuple(self.tokenizer.encode_with_specials(prompt, most, check))
-        return tuple(self.tokenizer.encode_pieces(render(prompt, self._style, chars), most, check))
+        pieces = render(prompt, self._style, chars)
+        return tuple(self.tokenizer.encode_pieces(pieces, most, check, self._known, salt))
 
     def _check_ids(self, sampling: Sampling) -> None:
         self._check_range(sampling.stop_ids, "stop_token_ids")

@@ -205,13 +205,13 @@ async def read_stream(port: int, tokens: int) -> None:
 
 
 class Server:
-    """A server in a process of its own, up once this is made. make: builds its app, in that process."""
+    """A server in a process of its own, up on `port` once this is made. make: builds its app, in that process."""
 
     def __init__(self, make: Callable[[], ASGIApp]) -> None:
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-        self._port = listener.getsockname()[1]
+        self.port = listener.getsockname()[1]
         self._process = context.Process(target=serve, args=(make, listener, theirs), daemon=True)
         self._process.start()
         listener.close()
@@ -228,7 +228,7 @@ class Server:
         """
 
         async def all_streams() -> None:
-            await asyncio.gather(*(read_stream(self._port, tokens) for _ in range(streams)))
+            await asyncio.gather(*(read_stream(self.port, tokens) for _ in range(streams)))
 
         cpu, writes = self._counts()
         began = time.perf_counter()
