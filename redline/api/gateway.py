@@ -504,6 +504,7 @@ class Generation:
         self.n = ask.n
         self.direct: Direct | None = None
         self._gateway = gateway
+        self._pours = gateway.pours
         self._scores = ask.sampling.max_tokens == 0
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._wake: asyncio.Future[None] | None = None
@@ -522,7 +523,7 @@ class Generation:
         if self._pour is None or delta.finish is not None:
             self._notify()
         elif not self._arrived:
-            self._gateway.pours.add(self)
+            self._pours.add(self)
         self._arrived.append((lane, delta))
 
     async def pour(self, write: Callable[[list[Batch]], bytes]) -> bytes:
