@@ -61,6 +61,7 @@ class Reader(Protocol):
 
     calls: int  # tool calls that have begun
     reasoning_tokens: int  # tokens of reasoning so far
+    over: bool  # what follows is no part of the answer
 
     def push(self, token: int, events: list[Event]) -> None:
         """Read one token; what it makes visible is added to `events`."""
@@ -82,6 +83,7 @@ class PlainText:
 
     calls = 0
     reasoning_tokens = 0
+    over = False
 
     def __init__(self, tokenizer: Tokenizer, stops: StopStrings, skipped: frozenset[int]) -> None:
         self._stream = TextStream(tokenizer, skipped)
@@ -105,8 +107,16 @@ class PlainText:
 class Parser:
     """Reads an answer in Kimi's chat format. Stop strings are looked for in the visible text only."""
 
-    def __init__(self, tokenizer: Tokenizer, thinking: bool, stops: StopStrings, skipped: frozenset[int]) -> None:
-        """`thinking`: the answer opens with reasoning. `skipped`: control tokens that have no text."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        thinking: bool,
+        stops: StopStrings,
+        skipped: frozenset[int],
+        one_call: bool = False,
+    ) -> None:
+        """`thinking`: the answer opens with reasoning. `skipped`: control tokens that have no text. `one_call`: the
+        answer is over where its first call ends."""
         self._names = {tokenizer.specials[name]: name for name in _MARKS if name in tokenizer.specials}
         self._stream = TextStream(tokenizer, skipped - self._names.keys())
         self._stops = stops
@@ -116,8 +126,10 @@ class Parser:
         self._shown = False  # something of this answer, or of these arguments, has been shown
         self._header: list[str] = []
         self._header_chars = 0
+        self._one_call = one_call
         self.calls = 0
         self.reasoning_tokens = 0
+        self.over = False
 
     def push(self, token: int, events: list[Event]) -> None:
         """Read one token; what it makes visible is added to `events`, joined to the last where the kind is the same."""
@@ -135,6 +147,7 @@ class Parser:
             self._text(name, events)  # a model that writes about tags, say into a file, uses these very tokens
         else:
             self._turn(mark, events)
+            self.over = self._one_call and self.calls > 0 and self._state is not _State.ARGUMENTS
 
     def steady(self) -> type[Text] | type[Thought] | None:
         """Thought in reasoning and Text in an answer that has begun to show, where nothing is held back."""

@@ -4,12 +4,13 @@ Nearly every token of an answer is a few whole characters that no rule of the fo
 depends on what came before, so it is worked out once for each token of a vocabulary, and not each time it is said.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 
 from redline.chat.events import Text, Thought
 from redline.chat.tokenizer import Tokenizer
 
-Shown = dict[int, tuple[Text] | tuple[Thought] | tuple[()]]
+Shown = Mapping[int, tuple[Text] | tuple[Thought] | tuple[()]]
 """Events by token, worked out when they are first asked for with `[]`; empty for a token that is not plain."""
 
 

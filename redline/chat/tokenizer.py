@@ -90,6 +90,11 @@ class Tokenizer:
         self.stop_ids = (self.special("[EOS]"), self.special("<|im_end|>"))
         self.skipped = frozenset(reserved) - kept  # left out of text unless asked for
 
+    @property
+    def encoding(self) -> tiktoken.Encoding:
+        """The vocabulary as tiktoken holds it, for libraries that read that."""
+        return self._encoding
+
     @classmethod
     def open(cls, folder: Path) -> "Tokenizer":
         """Read the tokenizer of a checkpoint folder. Raises CheckpointError, which names the file."""

@@ -243,11 +243,14 @@ async def test_the_models_own_ends_stop_the_job_unless_ignored() -> None:
 
 async def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
     async with World(answer("a"), max_model_len=100) as world:
-        for fields in ({"messages": [{"role": "user", "content": "ab" * 300}]}, {"max_tokens": 90}):
+        for fields, param in (
+            ({"messages": [{"role": "user", "content": "ab" * 300}]}, "messages"),
+            ({"max_tokens": 90}, "max_tokens"),
+        ):
             with pytest.raises(BadRequestError) as refused:
                 await ask(world, **fields)
             assert refused.value.code == "context_length_exceeded"
-            assert refused.value.param == "messages"
+            assert refused.value.param == param
             assert "100" in refused.value.message
         with pytest.raises(BadRequestError, match="characters"):
             await ask(world, messages=[{"role": "user", "content": "a" * 100_000}])

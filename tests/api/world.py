@@ -68,6 +68,7 @@ class World:
 
     async def __aexit__(self, *_: object) -> None:
         self.gateway.close()
+        await self.gateway.ended()
         await self.client.close()
 
     @asynccontextmanager

@@ -34,20 +34,24 @@ THE_TWO = "The two servers"
 
 
 def _of(side: str, what: str, metavar: str) -> Any:
-    return typer.Option(metavar=metavar, help=f"{what} of {side}.", rich_help_panel=THE_TWO)
+    return typer.Option(metavar=metavar, help=f"{side}'s {what}", rich_help_panel=THE_TWO)
 
 
 def bench_compare(
     a: Annotated[str, typer.Argument(metavar="A", help="A server, such as http://127.0.0.1:8000.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
-    model_a: Annotated[str | None, _of("A", "The model's name; absent: the first that it lists.", "NAME")] = None,
-    model_b: Annotated[str | None, _of("B", "The model's name; absent: the first that it lists.", "NAME")] = None,
-    backend_a: Annotated[str | None, _of("A", "How it is spoken to.", "NAME")] = None,
-    backend_b: Annotated[str | None, _of("B", "How it is spoken to.", "NAME")] = None,
-    endpoint_a: Annotated[str | None, _of("A", "The path; absent: the backend's own.", "PATH")] = None,
-    endpoint_b: Annotated[str | None, _of("B", "The path; absent: the backend's own.", "PATH")] = None,
-    key_env_a: Annotated[str | None, _of("A", "The environment's variable with the key.", "NAME")] = None,
-    key_env_b: Annotated[str | None, _of("B", "The environment's variable with the key.", "NAME")] = None,
+    model_a: Annotated[str | None, _of("A", "model by name; absent: the first that it lists.", "NAME")] = None,
+    model_b: Annotated[str | None, _of("B", "model by name; absent: the first that it lists.", "NAME")] = None,
+    backend_a: Annotated[
+        str | None, _of("A", "backend, such as openai-chat or openai: how it is spoken to.", "NAME")
+    ] = None,
+    backend_b: Annotated[
+        str | None, _of("B", "backend, such as openai-chat or openai: how it is spoken to.", "NAME")
+    ] = None,
+    endpoint_a: Annotated[str | None, _of("A", "path; absent: the backend's own.", "PATH")] = None,
+    endpoint_b: Annotated[str | None, _of("B", "path; absent: the backend's own.", "PATH")] = None,
+    key_env_a: Annotated[str | None, _of("A", "key: the variable of the environment that holds it.", "NAME")] = None,
+    key_env_b: Annotated[str | None, _of("B", "key: the variable of the environment that holds it.", "NAME")] = None,
     tokenizer: Tokenizer = None,
     header: Header = None,
     extra_body: ExtraBody = None,

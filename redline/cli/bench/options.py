@@ -4,11 +4,12 @@ They have the names of `vllm bench serve`, and are written as its users write th
 needs one word changed. What of theirs is not served here is refused by name, with what to use instead.
 """
 
+import base64
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import typer
@@ -135,7 +136,7 @@ REFUSED = {
     "--random-batch-size": "leave it out: embeddings are not measured",
     "--no-reranker": "leave it out: rerankers are not measured",
     "--chat-template-kwargs": "give them to the server: --extra-body '{\"chat_template_kwargs\": {...}}'",
-    "--skip-chat-template": "take --backend openai, which has no template",
+    "--skip-chat-template": "leave it out: no template is put around a prompt here",
 }
 # Groups of flags of datasets that are not read here, by how they begin.
 REFUSED_DATASETS = (
@@ -204,7 +205,7 @@ def target_of(
     body: fields that other flags give; those of extra_body win. otherwise: the backend where neither --backend nor
     --endpoint says one. Raises ConfigError, naming the flag.
     """
-    address = _address(base_url, host, port)
+    address, basic = _address(base_url, host, port)
     path = endpoint or ""
     if path.startswith("http"):
         raise ConfigError(f"--endpoint {path!r}: expected a path such as /v1/chat/completions; see --base-url")
@@ -220,7 +221,7 @@ def target_of(
         endpoint=path,
         model=served_model_name or model or "",
         key=key,
-        headers=pairs("--header", header or ()),
+        headers={**basic, **pairs("--header", header or ())},
         body={**(body or {}), **json_object("--extra-body", extra_body)},
         verify_tls=not insecure,
         patience=patience or Patience(),
@@ -292,10 +293,13 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def _address(base_url: str | None, host: str, port: int) -> str:
-    """Scheme, host, port and path, without a slash or /v1 at its end. Raises ConfigError."""
+def _address(base_url: str | None, host: str, port: int) -> tuple[str, dict[str, str]]:
+    """Scheme, host, port and path, without a slash or /v1 at its end; and the header of a user and password in it.
+
+    Those stand in no address from here on, so that none that is shown or kept has them. Raises ConfigError.
+    """
     if base_url is None:
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", {}
     text = base_url.strip() if "://" in base_url else f"http://{base_url.strip()}"
     try:
         parts = urlsplit(text)
@@ -303,5 +307,12 @@ def _address(base_url: str | None, host: str, port: int) -> str:
     except ValueError:
         parts, named = None, False
     if parts is None or not named or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
-        raise ConfigError(f"--base-url {base_url!r}: expected an address such as http://127.0.0.1:8000")
-    return text.rstrip("/").removesuffix("/v1")
+        shown = base_url.rpartition("@")[2]
+        raise ConfigError(f"--base-url {shown!r}: expected an address such as http://127.0.0.1:8000")
+    user, at, place = parts.netloc.rpartition("@")
+    plain = parts._replace(netloc=place).geturl().rstrip("/").removesuffix("/v1")
+    if not at:
+        return plain, {}
+    name, _, password = user.partition(":")
+    words = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+    return plain, {"Authorization": f"Basic {words}"}

@@ -130,6 +130,14 @@ def bench_serve(
             "--no-oversample", help="Ask no prompt of a file twice, even if it has too few.", rich_help_panel=DATA
         ),
     ] = False,
+    skip_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--skip-chat-template",
+            help="Put no chat template around a prompt here: none ever is, so the flag changes nothing.",
+            rich_help_panel=DATA,
+        ),
+    ] = False,
     disable_shuffle: Annotated[
         bool, typer.Option("--disable-shuffle", help="Ask in the order of the file.", rich_help_panel=DATA)
     ] = False,
