@@ -175,6 +175,6 @@ async def test_what_was_encoded_before_is_known_to_its_own_tenant_and_salt_only(
             with await world.gateway.begin(ask):
                 pass
         told = len(salts)
-        await world.gateway.encode(prompt, "messages", 100)  # for nobody
+        await world.gateway.encode(prompt, "messages", 4096)  # for nobody
     assert set(salts) == {job.salt for job in world.engine.jobs} == {"x", "alice\nx", "bob\nx"}
     assert len(salts) == told
