@@ -42,6 +42,7 @@ from redline.api.gateway import Gateway, Generation
 from redline.api.metrics import Metrics
 from redline.api.openai import read_detokenize, read_tokenize
 from redline.api.openai_dialects import CHAT, COMPLETIONS, openai_error
+from redline.api.pour import DIRECT
 from redline.api.quota import CALLER, Account, Caller
 from redline.api.response_store import ResponseStore
 from redline.api.responses_events import KeptResponses, responses
@@ -366,6 +367,8 @@ class _Post:
                 return
             departure.watch()
             respond = await self._begin(body, scope)
+            if (generation := scope.get("generation")) is not None:
+                generation.direct = scope.get("extensions", {}).get(DIRECT)
             del body
             until_begun.close()
             await respond(send)
@@ -478,6 +481,8 @@ class _Api:
                 cost = ENTRY_CHARS * opening * sum(batch.first for batch in batches)
                 if body := await self._gateway.in_thread(cost, stream.write, batches):
                     await _send_parts(send, body)
+                if not opening:  # else a choice may open with what has to be written in a thread
+                    await _send_parts(send, await generation.pour(stream.write))
             await send({"type": "http.response.body", "body": stream.close(), "more_body": False})
         except Exception as error:
             if not started:

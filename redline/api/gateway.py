@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
 
@@ -23,11 +23,13 @@ from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits
 from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
+from redline.api.pour import Direct, Pours
 from redline.api.quota import CALLER, Caller, ServedRate
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
 from redline.chat.events import End, Event, Thought
 from redline.chat.hashing import make_job
+from redline.chat.known import KnownTexts
 from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ContextTooLong, DeadlineExceeded, Overloaded, RedlineError, RequestError, WorkerLost
@@ -53,7 +55,7 @@ class JobFailed(RedlineError):
     """The engine gave up on this job and on no other; a client sees status 500 and no reason."""
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """What one delta gave for one choice."""
 
     choice: int  # its index
@@ -91,6 +93,8 @@ class Gateway:
         self._style = style
         self._outbox = outbox
         self._limits = limits
+        self.pours = Pours()
+        self._known = KnownTexts(limits.known_bytes)
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
         self._waiting_tokens = 0  # prompt tokens of those, and of the jobs that are being made
@@ -148,17 +152,26 @@ class Gateway:
         """Read the worker's messages until cancelled. However the reading ends, every answer ends with WorkerLost."""
         try:
             while True:
-                for message in await inbox.get():
-                    self.deliver(message)
+                self.take(await inbox.get())
         finally:
             self.lose("the worker's messages are not read any more")
 
+    def take(self, messages: Sequence[Wire]) -> None:
+        """Take in what has come of the worker together: what it gives a stream is one write. Raises as `deliver`."""
+        for message in messages:
+            self._take(message)
+        self.pours.flush()
+
     def deliver(self, message: Wire) -> None:
-        """Take in one message of the worker. Raises AssertionError for one that no worker sends."""
+        """Take in one message of the worker; more may come in this turn of the loop. Raises AssertionError for one that
+        no worker sends."""
+        self._take(message)
+        self.pours.soon()
+
+    def _take(self, message: Wire) -> None:
         match message:
             case Delta():
-                lane = self._lanes.get(message.job)
-                if lane is not None:  # else: aborted here before the worker knew
+                if (lane := self._lanes.get(message.job)) is not None:  # else: aborted here before the worker knew
                     self._deliver(lane, message)
             case Load():
                 self.metrics.load(message)
@@ -185,23 +198,21 @@ class Gateway:
                 self._served.served(len(lane.job.tokens))
         if delta.queued_s is not None:
             lane.queued_s = delta.queued_s
-        if delta.tokens:
-            self._time(lane, now, len(delta.tokens))
+        if tokens := len(delta.tokens):
+            if lane.tokens:
+                self.metrics.tokens.generated(tokens, now - lane.last_at)
+            else:
+                lane.first_at = now
+                self.metrics.time_to_first_token.observe(now - lane.began)
+                self.metrics.tokens.generated(tokens, None)
+            lane.last_at = now
+            lane.tokens += tokens
             if (account := lane.generation.caller.account) is not None:
-                account.charge(len(delta.tokens))
+                account.charge(tokens)
         if delta.finish is not None:
             del self._lanes[lane.job.id]
             self._ended(lane, now, delta.finish)
         lane.generation.push(lane, delta)
-
-    def _time(self, lane: "_Lane", now: float, tokens: int) -> None:
-        first = lane.tokens == 0
-        if first:
-            lane.first_at = now
-            self.metrics.time_to_first_token.observe(now - lane.began)
-        self.metrics.tokens.generated(tokens, None if first else now - lane.last_at)
-        lane.last_at = now
-        lane.tokens += tokens
 
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
         self.metrics.finished(finish)
@@ -262,6 +273,7 @@ class Gateway:
     async def _begin(self, ask: Ask, caller: Caller) -> "Generation":
         began = time.perf_counter()
         engine = self._engine()
+        salt = _salt(caller, ask.salt)
         self._admit(ask)
         if caller.account is not None:
             caller.account.check_tokens(0)  # before its text is encoded
@@ -271,7 +283,7 @@ class Gateway:
         try:
             for place, prompt in enumerate(ask.prompts):
                 param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
-                tokens = await self.encode(prompt, param, engine.max_model_len)
+                tokens = await self.encode(prompt, param, engine.max_model_len, salt)
                 if not tokens:
                     raise RequestError(f"{param} is empty", param)
                 sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
@@ -280,7 +292,6 @@ class Gateway:
                 self._admit_tokens(ask, tokens_before, len(tokens))
                 tokens_before += ask.n * len(tokens)
                 self._waiting_tokens += ask.n * len(tokens)
-                salt = _salt(caller, ask.salt)
                 job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, salt)
                 jobs += _copies(job, ask, caller)
             # While this one was encoded, the worker may have gone and other requests may have come.
@@ -319,10 +330,11 @@ class Gateway:
         thinks = conversation is not None and self._style.thinks(conversation)
         return await self._grammars.grammar(ask.constraint, ask.calls, conversation, thinks=thinks)
 
-    async def encode(self, prompt: Prompt, param: str, most: int) -> tuple[int, ...]:
+    async def encode(self, prompt: Prompt, param: str, most: int, salt: str | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; encoding ends soon after there are more than `most`, so there may be somewhat more.
 
-        param: the field that the prompt came from, for errors. Raises RequestError for ids beyond the vocabulary,
+        param: the field that the prompt came from, for errors. salt: the tenant's, who shares what was encoded before
+        with those of the same salt only; None: with nobody. Raises RequestError for ids beyond the vocabulary,
         ContextTooLong for a list of more than `most` ids and for a text of which the rest is not encoded.
         """
         chars = most * self._longest_token
@@ -340,7 +352,7 @@ class Gateway:
                 return prompt
         left = threading.Event()
         try:
-            return await self.in_thread(size, self._encode, prompt, most, chars, left)
+            return await self.in_thread(size, self._encode, prompt, most, chars, left, salt)
         except ContextTooLong as error:
             raise ContextTooLong(f"{param} is {error}; at most {most} tokens are read", param) from None
         except asyncio.CancelledError:
@@ -429,14 +441,18 @@ class Gateway:
         self._waiting -= 1
         self._waiting_tokens -= len(lane.job.tokens)
 
-    def _encode(self, prompt: Conversation | str, most: int, chars: int, left: threading.Event) -> tuple[int, ...]:
+    def _encode(
+        self, prompt: Conversation | str, most: int, chars: int, left: threading.Event, salt: str | None
+    ) -> tuple[int, ...]:
         def check() -> None:
             if left.is_set():
                 raise asyncio.CancelledError  # nobody waits for this any more
 
         if isinstance(prompt, str):  # a raw prompt is the client's own template
             return tuple(self.tokenizer.encode_with_specials(prompt, most, check))
-        return tuple(self.tokenizer.encode_pieces(render(prompt, self._style, chars), most, check))
+        pieces = render(prompt, self._style, chars)
+        known = None if salt is None else self._known
+        return tuple(self.tokenizer.encode_pieces(pieces, most, check, known, salt or ""))
 
     def _check_ids(self, sampling: Sampling) -> None:
         self._check_range(sampling.stop_ids, "stop_token_ids")
@@ -603,18 +619,22 @@ class Generation:
             async for batches in generation: ...
 
     Iterating raises WorkerLost, Overloaded, RequestError or JobFailed where the answer cannot be completed. `prompts`
-    holds the token ids of each prompt, `n` the choices for each.
+    holds the token ids of each prompt, `n` the choices for each. `direct` is what `pour` writes to, if there is any.
     """
 
     def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float, caller: Caller) -> None:
         self.n = ask.n
         self.caller = caller
         self._ending: asyncio.TimerHandle | None = None
+        self.direct: Direct | None = None
         self._gateway = gateway
+        self._pours = gateway.pours
         self._scores = ask.sampling.max_tokens == 0
         self._reasoning, self._token_ids = ask.reasoning, ask.token_ids
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._wake: asyncio.Future[None] | None = None
+        self._pour: Callable[[list[Batch]], bytes] | None = None
+        self._left = b""  # poured, and not written
         self._failure: Exception | None = None
         self._open = self._unended = len(jobs)
         self._longest = 0  # tokens of a job
@@ -626,8 +646,49 @@ class Generation:
 
     def push(self, lane: _Lane, delta: Delta) -> None:
         """Hand over the next delta of one of its jobs, and wake whoever iterates."""
+        if self._pour is None or delta.finish is not None:
+            self._notify()
+        elif not self._arrived:
+            self._pours.add(self)
         self._arrived.append((lane, delta))
-        self._notify()
+
+    async def pour(self, write: Callable[[list[Batch]], bytes]) -> bytes:
+        """Write what `write` makes of the batches to `direct` as they come, which costs half of waking a task for each.
+
+        Returns, at once or later, whenever whoever iterates has to go on: without `direct`, where its client lags, and
+        for whatever ends a choice or the answer. What it returns has not been written. Raises what `write` raises.
+        """
+        if self.direct is None or self._arrived or self._open == 0 or self._failure is not None:
+            return b""
+        self._pour = write
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+            return self._left
+        finally:
+            self._wake = self._pour = None
+            self._left = b""
+
+    def flush(self) -> None:
+        """Write what has come since the last turn of the event loop (`pour.Poured`)."""
+        if (write := self._pour) is None or (wake := self._wake) is None or wake.done():
+            return  # whoever iterates takes it
+        assert self.direct is not None
+        arrived, self._arrived = self._arrived, []
+        batches: list[Batch] = []
+        try:
+            for lane, delta in arrived:
+                if (batch := self._read(lane, delta)) is not None:
+                    batches.append(batch)
+            body = write(batches)
+        except Exception as error:
+            wake.set_exception(error)
+            return
+        if body and not self.direct.write_part(body):
+            self._left = body
+            wake.set_result(None)
+        elif self._open == 0:
+            wake.set_result(None)
 
     def job_ended(self, tokens: int) -> int | None:
         """One of its jobs has ended, with so many tokens: those of the longest, once all of them have."""
@@ -698,11 +759,12 @@ class Generation:
     def _read(self, lane: _Lane, delta: Delta) -> Batch | None:
         if lane.ended:
             return None  # its stop string was found in an earlier delta
-        if delta.finish in ("error", "aborted"):
+        if delta.finish is None:
+            if not delta.tokens:
+                lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
+                return None
+        elif delta.finish in ("error", "aborted"):
             raise _failure(delta)
-        if not delta.tokens and delta.finish is None:
-            lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
-            return None
         if self._scores:
             self._gateway.forget(lane, "length")
             delta = msgspec.structs.replace(delta, tokens=(), logprobs=(), finish="length")
@@ -726,5 +788,6 @@ class Generation:
         batch = Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)
         if self._token_ids:
             told, lane.untold = lane.untold, []
-            batch = batch._replace(token_ids=told, prompt_ids=lane.job.tokens if first else None)
+            prompt_ids = lane.job.tokens if first else None
+            batch = msgspec.structs.replace(batch, token_ids=told, prompt_ids=prompt_ids)
         return batch

@@ -33,6 +33,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from redline.api.config import Limits
 from redline.api.errors import Refusal, answer_to
+from redline.api.pour import DIRECT
 from redline.api.turns import Turns
 from redline.errors import Overloaded, RedlineError
 
@@ -154,6 +155,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive, self._last = False, True
             raise ValueError("a second request before the answer to the first")  # the parser stops here
         super().on_message_begin()
+        self.scope["extensions"] = cast("dict[str, dict[object, object]]", {DIRECT: self})
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header line. Raises Refusal (431), which stops the parser, beyond `limits.headers` lines."""
@@ -240,6 +242,13 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     # -- writing
+
+    def write_part(self, body: bytes) -> bool:
+        """Write a part of a streamed body, in the chunk that uvicorn would make of it (`pour.Direct`)."""
+        if self.flow.write_paused or self.cycle.disconnected or self.cycle.response_complete:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def pause_writing(self) -> None:
         """The client lags: it must take something every `limits.write_seconds`."""

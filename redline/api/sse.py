@@ -114,17 +114,18 @@ class ChatStream(_ChunkWriter):
         """The chunks of these batches, in their order; log probabilities leave with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
-            choice = batch.choice
+            choice, events = batch.choice, batch.events
             self._completion[choice] = batch.completion_tokens
             if batch.first:
                 chunks.append(self._open(batch))
             if batch.token_ids is not None:
                 self._token_ids[choice] = [*(self._token_ids[choice] or ()), *batch.token_ids]
+            elif self._plain and not batch.first and len(events) == 1 and isinstance(event := events[0], Text):
+                chunks.append(self._text[choice] + _json(event.text) + self._after)  # nearly every chunk is one
+                continue
             if self._logprobs:
-                self._held[choice] += [
-                    item for event in batch.events if isinstance(event, Logprobs) for item in event.items
-                ]
-            for event in batch.events:
+                self._held[choice] += [item for event in events if isinstance(event, Logprobs) for item in event.items]
+            for event in events:
                 match event:
                     case Text(text=text):
                         chunks.append(self._piece(choice, self._text[choice], b'"delta":{"content":', _json(text)))
@@ -144,7 +145,7 @@ class ChatStream(_ChunkWriter):
                     case End():
                         self._ends[choice] = event
                         chunks.append(self._delta(choice, {}, finish_of(event)))
-        return b"".join(chunks)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _open(self, batch: Batch) -> bytes:
         """The chunk that names the role, before a choice's first event."""

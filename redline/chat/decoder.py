@@ -4,8 +4,11 @@ It owns what outlives a delta: bytes of a character that is not complete, text t
 parser's state, the counts. However the tokens are cut into deltas, the events, joined, are the same.
 """
 
-from redline.chat.events import End, Event, Logprobs, Text
+from collections.abc import Sequence
+
+from redline.chat.events import End, Event, Logprobs, Text, Thought
 from redline.chat.parser import Parser, PlainText, Reader
+from redline.chat.shown import Shown, shown
 from redline.chat.stops import StopStrings
 from redline.chat.tokenizer import Tokenizer
 from redline.wire.delta import Delta, Finish
@@ -51,6 +54,8 @@ class Decoder:
             if parse
             else PlainText(tokenizer, self._stops, skipped)
         )
+        self._texts, self._thoughts = shown(tokenizer)
+        self._steady: Shown | None = None  # what plain tokens show now, where the reader need not see them
         self._stop_ids = frozenset(stop_ids)
         self._include_stop = include_stop_str
         self._prompt_tokens = prompt_tokens
@@ -61,8 +66,31 @@ class Decoder:
         self.stopped = False
         self.prompt_logprobs: list[TokenLogprobs] = []
 
-    def push(self, delta: Delta) -> list[Event]:
+    def push(self, delta: Delta) -> Sequence[Event]:
         """The events of a delta, the End last where the answer ends with it; none once it has ended."""
+        if self._steady is not None and delta.finish is None and not (delta.logprobs or delta.prompt_logprobs):
+            tokens = delta.tokens
+            events = self._steady[tokens[0]] if len(tokens) == 1 else self._join(tokens)
+            if events:
+                self._completion_tokens += len(tokens)
+                if self._steady is self._thoughts:
+                    self._reader.reasoning_tokens += len(tokens)
+                if delta.proposed:
+                    self._accepted_tokens += min(delta.accepted, len(tokens))
+                    self._rejected_tokens += delta.proposed - delta.accepted
+                return events
+        return self._read(delta)
+
+    def _join(self, tokens: Sequence[int]) -> Sequence[Event]:
+        """One event with the text of all the tokens; none unless all are plain."""
+        assert self._steady is not None
+        pieces = [self._steady[token] for token in tokens]
+        if not all(pieces):
+            return ()
+        text = "".join(piece[0].text for piece in pieces if piece)
+        return (Thought(text=text) if self._steady is self._thoughts else Text(text=text),) if text else ()
+
+    def _read(self, delta: Delta) -> list[Event]:
         if self._ended:
             return []
         self.prompt_logprobs += delta.prompt_logprobs
@@ -77,6 +105,8 @@ class Decoder:
             if self._stops.found is not None or self._reader.over:
                 break
 
+        kind = self._reader.steady()
+        self._steady = None if kind is None else self._texts if kind is Text else self._thoughts
         cut = self._stops.found is not None or self._reader.over
         if cut or delta.finish is not None:
             self._reader.finish(events, complete=cut or delta.finish == "stop")
@@ -100,6 +130,7 @@ class Decoder:
 
     def _end(self, finish: Finish, delta: Delta, stop: str | int | None) -> End:
         self._ended = True
+        self._steady = None
         return End(
             finish=finish,
             prompt_tokens=self._prompt_tokens,

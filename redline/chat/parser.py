@@ -67,6 +67,11 @@ class Reader(Protocol):
         """Read one token; what it makes visible is added to `events`."""
         ...
 
+    def steady(self) -> type[Text] | type[Thought] | None:
+        """What tokens of plain text (`shown.py`) become now, each at once and by itself, with no change to this reader
+        but its count of reasoning; None where a token may be held back, or may do more."""
+        ...
+
     def finish(self, events: list[Event], complete: bool) -> None:
         """The stream is over: what was held back is added to `events`. complete: the model ended it, so a call that is
         still open is whole."""
@@ -89,6 +94,10 @@ class PlainText:
         text = self._stream.push(token)
         if text:
             _show_text(self._stops.push(text), events)
+
+    def steady(self) -> type[Text] | None:
+        """Text, where no byte is held and no stop string is looked for."""
+        return Text if self._stream.whole and self._stops.none else None
 
     def finish(self, events: list[Event], complete: bool) -> None:
         """The stream is over: add the text that was held back to `events`. complete: makes no difference here."""
@@ -139,6 +148,14 @@ class Parser:
         else:
             self._turn(mark, events)
             self.over = self._one_call and self.calls > 0 and self._state is not _State.ARGUMENTS
+
+    def steady(self) -> type[Text] | type[Thought] | None:
+        """Thought in reasoning and Text in an answer that has begun to show, where nothing is held back."""
+        if self._space or not (self._tail.empty and self._stream.whole):
+            return None
+        if self._state is _State.THOUGHT:
+            return Thought
+        return Text if self._state is _State.ANSWER and self._shown and self._stops.none else None
 
     def finish(self, events: list[Event], complete: bool) -> None:
         """The stream is over: add what was held back to `events`. complete: a call that is still open is whole."""
@@ -256,6 +273,11 @@ class _Tail:
     def __init__(self) -> None:
         self._begun = ""  # a beginning of _SPELLED, or all of it
         self._behind: list[str] = []  # whitespace behind all of it, in pieces: joined once, however many they are
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is held."""
+        return not self._begun
 
     def push(self, text: str) -> str:
         """As much of the text so far as cannot be part of _SPELLED, whatever follows."""
