@@ -47,7 +47,7 @@ class Cors:
             asked = header(scope["headers"], b"access-control-request-headers")
             names = asked if len(asked) <= ASKED_BYTES and _NAMES.fullmatch(asked) else b"authorization, content-type"
             allowed += [
-                (b"access-control-allow-methods", b"GET, POST"),
+                (b"access-control-allow-methods", b"GET, POST, DELETE"),
                 (b"access-control-allow-headers", names),
                 (b"access-control-max-age", b"%d" % MAX_AGE_S),
             ]

@@ -85,7 +85,7 @@ async def test_pages_of_the_named_origins_may_ask_and_read(keys: bool, tmp_path:
         asked = await world.http.options(CHAT, headers=PREFLIGHT)
         assert asked.status_code == 204
         assert asked.headers["access-control-allow-origin"] == PAGE
-        assert asked.headers["access-control-allow-methods"] == "GET, POST"
+        assert asked.headers["access-control-allow-methods"] == "GET, POST, DELETE"
         assert asked.headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
         assert "access-control-allow-credentials" not in asked.headers
         said = await world.http.post(CHAT, json=BODY, headers={"origin": PAGE, "authorization": "Bearer secret"})
