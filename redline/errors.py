@@ -11,6 +11,7 @@ RedlineError
     - CheckpointError     one line: file, tensor, what was expected
   x Overloaded            a retry can fix it
   x WorkerLost            the worker has ended; a retry can fix it once there is another
+    - RankLost              one of its ranks has
   x JobFailed             our fault, in one job alone (redline.api.gateway)
 """
 
@@ -82,3 +83,7 @@ class DeadlineExceeded(RequestError):
 
 class WorkerLost(RedlineError):
     """The worker that ran the request has ended, or must end because no further step can succeed."""
+
+
+class RankLost(WorkerLost):
+    """Another rank of the model has ended, or has kept this one waiting too long: the message names it, and the step."""
