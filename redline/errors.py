@@ -86,4 +86,4 @@ class WorkerLost(RedlineError):
 
 
 class RankLost(WorkerLost):
-    """Another rank of the model has ended, or has kept this one waiting too long: the message names it, and the step."""
+    """Another rank of the model has ended, or has kept this one waiting too long; the message names it and the step."""
