@@ -9,6 +9,7 @@ import datetime
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from redline.errors import ConfigError, RankLost
 from redline.kernels.hopper import driver
@@ -32,19 +33,24 @@ class GpuGroup:
         """
         self.rank, self.ranks = rank, ranks
         wait = datetime.timedelta(seconds=START_S)
-        self._store = dist.FileStore(file, ranks)
+        self._store = FileStore(file, ranks)
         self._store.set_timeout(wait)
         dist.init_process_group(
-            "nccl", store=dist.PrefixStore("nccl", self._store), rank=rank, world_size=ranks, timeout=wait, device_id=device
+            "nccl",
+            store=PrefixStore("nccl", self._store),
+            rank=rank,
+            world_size=ranks,
+            timeout=wait,
+            device_id=device,
         )
         room, gathered = room_of(padded(hidden, PAD_K), MOST_TOKENS), GATHERED_ROWS * (vocabulary // ranks)
         try:
             self._inbox = driver.SharedMemory(4 * inbox_words(ranks, room, gathered))
             self._inbox.fill(UNSENT)
-            self._store.set(f"inbox {rank}", self._inbox.handle)
-            self._peers = {
-                other: driver.open_shared(self._store.get(f"inbox {other}")) for other in range(ranks) if other != rank
-            }
+            self._store.set(f"inbox {rank}", self._inbox.handle.hex())
+            others = [other for other in range(ranks) if other != rank]
+            handles = {other: bytes.fromhex(self._store.get(f"inbox {other}").decode()) for other in others}
+            self._peers = {other: driver.open_shared(handle) for other, handle in handles.items()}
         except driver.CudaError as error:
             raise ConfigError(f"engine.ranks is {ranks}: this GPU and another cannot share memory ({error})") from error
         addresses = [self._inbox.address if other == rank else self._peers[other] for other in range(ranks)]
@@ -63,7 +69,7 @@ class GpuGroup:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def hurry(self) -> None:
-        """From now on a rank is waited for STEP_S seconds, no longer START_S: nothing is compiled or recorded any more."""
+        """From now on a rank is waited for STEP_S seconds: nothing is compiled or recorded any more."""
         self.links.control[0] = int(STEP_S * 1e9)
 
     def check(self) -> None:

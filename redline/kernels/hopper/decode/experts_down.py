@@ -44,7 +44,7 @@ class ExpertsDownArgs(NamedTuple):
 
 
 def reference(args: ExpertsDownArgs) -> Result:
-    """-> (residual float32 [T, D], x bf16 [T, D padded to 128], squares float32 [D padded / 64, T padded to 8]), of one rank."""
+    """-> (residual float32 [T, D], x bf16 [T, D padded to 128], squares float32 [D padded / 64, T padded to 8])."""
     assert args.links is None, "a reference knows one rank"
     pairs, weights, shared_w = args.pairs, args.weights, args.shared_w
     residual = args.residual_TD.clone()
