@@ -205,8 +205,9 @@ def check(run: Callable[[Links | None], list[Tensor]], group: GpuGroup) -> None:
             added = (mine[i] - mine[i - 1]).double()
             dist.all_reduce(added)
             got = (together_[i] - together_[i - 1]).double()
-            error = (got - added).abs().max() / added.abs().max()
-            assert error < 1e-4, f"sum {i}: off by {error:.1e}"
+            # Residuals are float32, so their differences are as coarse as they are.
+            error = (got - added).abs().max() / torch.maximum(mine[i].abs().max(), together_[i].abs().max())
+            assert error < 2**-20, f"sum {i}: off by {error:.1e}"
         for residual in (together_[-1],):
             others = [torch.empty_like(residual) for _ in range(group.ranks)]
             dist.all_gather(others, residual)
