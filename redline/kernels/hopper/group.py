@@ -53,10 +53,10 @@ class GpuGroup:
             self._peers = {other: driver.open_shared(handle) for other, handle in handles.items()}
         except driver.CudaError as error:
             raise ConfigError(f"engine.ranks is {ranks}: this GPU and another cannot share memory ({error})") from error
-        addresses = [self._inbox.address if other == rank else self._peers[other] for other in range(ranks)]
+        addresses = tuple(self._inbox.address if other == rank else self._peers[other] for other in range(ranks))
         turns = torch.zeros(2, dtype=torch.int32, device=device)
         control = new_control(START_S, pinned=True)
-        self.links = Links(rank, ranks, torch.tensor(addresses, device=device), control, turns, room, gathered)
+        self.links = Links(rank, ranks, addresses, control, turns, room, gathered)
 
     def add(self, partial: Tensor) -> Tensor:
         """As `Group.add`, through NCCL: for prompts, in the order of the device's work."""

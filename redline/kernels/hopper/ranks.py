@@ -13,7 +13,7 @@ from torch import Tensor
 ATTENTION, EXPERTS = 0, 1  # sites
 Site = Literal[0, 1]
 UNSENT = 0x80000000  # the word that nobody has sent: minus zero
-ALIGNED = 4  # words of which a room is a multiple
+MOST_RANKS = 8
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Links:
 
     rank: int
     ranks: int
-    inboxes: Tensor  # int64 [ranks]: the address of each rank's inbox, as this chip sees it
+    inboxes: tuple[int, ...]  # the address of each rank's inbox, as this chip sees it
     control: Tensor  # int64 [2], the host's: nanoseconds that a rank may be waited for; 1 + the rank that did not come
     turns: Tensor  # int32 [2]: `gather_ranks` counts its launches there
     room: int  # words of a rank at a site
@@ -37,10 +37,14 @@ class Links:
         return {**self._who(), "site": 2 * self.ranks * self.room, "room": self.gathered, "turns": self.turns}
 
     def _who(self) -> dict[str, Any]:
-        return {"inboxes": self.inboxes, "control": self.control.data_ptr(), "rank": self.rank}
+        return {**_inboxes(self.inboxes), "control": self.control.data_ptr(), "rank": self.rank}
 
 
-NO_LINKS: dict[str, Any] = {"inboxes": None, "control": None, "site": 0, "rank": 0, "room": 0}
+def _inboxes(addresses: tuple[int, ...]) -> dict[str, Any]:
+    return {f"inbox_{rank}": at for rank, at in enumerate((*addresses, *(0,) * (MOST_RANKS - len(addresses))))}
+
+
+NO_LINKS: dict[str, Any] = {**_inboxes(()), "control": None, "site": 0, "rank": 0, "room": 0}
 """What a kernel's record takes where there is one rank."""
 
 

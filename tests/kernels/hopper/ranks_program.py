@@ -31,7 +31,7 @@ def links_of(file: Path, rank: int, ranks: int, seconds: float) -> Links:
     """A rank's links over inboxes in a file that all ranks map."""
     words = inbox_words(ranks, ROOM, GATHERED)
     inboxes = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
-    at = torch.tensor([inboxes.data_ptr() + 4 * words * other for other in range(ranks)])
+    at = tuple(inboxes.data_ptr() + 4 * words * other for other in range(ranks))
     links = Links(rank, ranks, at, new_control(seconds, pinned=False), torch.zeros(2, dtype=torch.int32), *CELLS)
     _mapped.append(inboxes)
     return links

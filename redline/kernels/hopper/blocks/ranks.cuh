@@ -31,15 +31,17 @@ struct Ranks {
     u32 rank, room;
 };
 
+// A launch has the inboxes' addresses among its arguments, `inbox_0` to `inbox_7`: nothing has to be loaded to find them.
 // `first`: of the site's words in an inbox.
-FN Ranks ranks_of(const u64* inboxes, u64* control, u32 rank, u32 room, u64 first) {
+template <class Launch>
+FN Ranks ranks_of(const Launch& a, u64 first) {
+    const u64 inboxes[8] = {a.inbox_0, a.inbox_1, a.inbox_2, a.inbox_3, a.inbox_4, a.inbox_5, a.inbox_6, a.inbox_7};
     Ranks r;
-    r.mine = nullptr, r.control = control, r.rank = rank, r.room = room;
+    r.mine = nullptr, r.control = a.control, r.rank = a.rank, r.room = a.room;
 #pragma unroll
     for (u32 i = 0; i < RANKS; i++) {
-        u32x2 at = load_global_2(inboxes + i);
-        r.inbox[i] = (u32*)((u64)at.y << 32 | at.x) + first;
-        if (i == rank) r.mine = r.inbox[i];
+        r.inbox[i] = (u32*)inboxes[i] + first;
+        if (i == a.rank) r.mine = r.inbox[i];
     }
     return r;
 }

@@ -210,8 +210,8 @@ struct ProjectOutLaunch {
     float* residual_out;    // [T, OUTPUTS]
     u16* x_out;             // bf16 [T, OUTPUTS_PADDED]
     float* squares_out;     // [blocks, 8]
-    const u64* inboxes;     // [RANKS]; null, as control: there is one rank
-    u64* control;           // ranks.cuh
+    u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
+    u64* control;  // ranks.cuh; null: there is one rank
     u64 site;               // its first word in an inbox: [rank][OUTPUTS / 2][8][2] words
     u32 tokens, parts, rank, room;
     float eps;
@@ -225,7 +225,7 @@ FN u32x4 load_operands(const Arguments& a, u32 row, u32 token) {
 }
 FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float, u32x4 operands) {
 #if RANKS > 1
-    Ranks ranks = ranks_of(a.inboxes, a.control, a.rank, a.room, a.site);
+    Ranks ranks = ranks_of(a, a.site);
     u32 place = (row / 2 * MOST_TOKENS + token) * 2;
     send(ranks, place, u32x2{as_u32(lo), as_u32(hi)});
     f32x2 sum = sum_of_ranks(ranks, place, f32x2{lo, hi});

@@ -40,8 +40,8 @@ struct ExpertsDownLaunch {
     float* residual_out;     // [T, HIDDEN]
     char* x;                 // bf16 [T, X]
     float* squares;          // [X / 64, T padded to 8]
-    const u64* inboxes;      // [RANKS]; null, as control: there is one rank
-    u64* control;            // ranks.cuh
+    u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
+    u64* control;  // ranks.cuh; null: there is one rank
     u64 site;                // its first word in an inbox: [rank][T][X] words
     int tokens, pairs, slots;
     u32 rank, room;
@@ -307,7 +307,7 @@ KERNEL(experts_down, ExpertsDownLaunch) {
 
     thread = forget(thread_index()), column = block_index() * 64 + thread % 64, exists = column < HIDDEN;
 #if RANKS > 1
-    Ranks ranks = ranks_of(a.inboxes, a.control, a.rank, a.room, a.site);
+    Ranks ranks = ranks_of(a, a.site);
     for (u32 token = thread / 64; token < a.tokens; token += THREADS / 64)
         send(ranks, token * X + column, as_u32(sum_of(token, thread % 64)));
 #endif

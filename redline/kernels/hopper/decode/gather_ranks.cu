@@ -9,7 +9,7 @@
 struct GatherRanksLaunch {
     const float* part;   // [R, WIDTH]
     float* whole;        // [R, RANKS, WIDTH]
-    const u64* inboxes;  // [RANKS]
+    u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
     u64* control;        // ranks.cuh
     u32* turns;          // [2]: launches that have ended, and blocks of this one that have
     u64 site;            // first word of the two rooms in an inbox: [2][rank][R][WIDTH] words
@@ -20,7 +20,7 @@ KERNEL(gather_ranks, GatherRanksLaunch) {
     let_next_grid_start();
     wait_for_previous_grid();
     u64 turn = load_global_fresh(a.turns) & 1;
-    Ranks ranks = ranks_of(a.inboxes, a.control, a.rank, a.room, a.site + turn * RANKS * a.room);
+    Ranks ranks = ranks_of(a, a.site + turn * RANKS * a.room);
     u32 count = a.rows * (WIDTH / 4), step = grid_size() * THREADS, first = block_index() * THREADS + thread_index();
     for (u32 i = first; i < count; i += step) {
         u32x4 v = load_global_4(a.part + 4 * i);

@@ -14,8 +14,8 @@ struct SumRanksLaunch {
     float* residual_out;    // [T, HIDDEN]
     u16* x;                 // bf16 [T, HIDDEN_PADDED]
     float* squares;         // [blocks, T padded to 8]
-    const u64* inboxes;     // [RANKS]; null, as control: there is one rank
-    u64* control;           // ranks.cuh
+    u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
+    u64* control;  // ranks.cuh; null: there is one rank
     u64 site;               // its first word in an inbox: [rank][T][HIDDEN] words
     u32 tokens, rank, room;
 };
@@ -32,7 +32,7 @@ KERNEL(sum_ranks, SumRanksLaunch) {
     u32x4 gamma = {0, 0, 0, 0}, v = {0, 0, 0, 0}, old = {0, 0, 0, 0};
     if (exists) gamma = load_global_4(a.gamma + column);
 #if RANKS > 1
-    Ranks ranks = ranks_of(a.inboxes, a.control, a.rank, a.room, a.site);
+    Ranks ranks = ranks_of(a, a.site);
 #endif
     wait_for_previous_grid();
     if (exists) {
