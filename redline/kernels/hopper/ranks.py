@@ -5,7 +5,7 @@ rooms of `gather_ranks`.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,16 @@ class Links:
 
 def _inboxes(addresses: tuple[int, ...]) -> dict[str, Any]:
     return {f"inbox_{rank}": at for rank, at in enumerate((*addresses, *(0,) * (MOST_RANKS - len(addresses))))}
+
+
+@runtime_checkable
+class Linked(Protocol):
+    """A group whose ranks reach one another's memory."""
+
+    @property
+    def links(self) -> Links:
+        """This rank's."""
+        ...
 
 
 NO_LINKS: dict[str, Any] = {**_inboxes(()), "control": None, "site": 0, "rank": 0, "room": 0}
