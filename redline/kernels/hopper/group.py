@@ -15,10 +15,8 @@ from redline.errors import ConfigError, RankLost
 from redline.kernels.hopper import driver
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
-from redline.kernels.hopper.ranks import UNSENT, Links, inbox_words, new_control, room_of
+from redline.kernels.hopper.ranks import GATHERED_ROWS, MOST_TOKENS, UNSENT, Links, inbox_words, new_control, room_of
 
-MOST_TOKENS = 64  # of a step whose sums go through inboxes
-GATHERED_ROWS = 256  # of logits that are gathered at once: the most positions of a recorded step
 START_S = 120.0  # that a rank is waited for while ranks load, compile and record
 STEP_S = 5.0  # afterwards
 

@@ -14,6 +14,8 @@ ATTENTION, EXPERTS = 0, 1  # sites
 Site = Literal[0, 1]
 UNSENT = 0x80000000  # the word that nobody has sent: minus zero
 MOST_RANKS = 8
+MOST_TOKENS = 64  # of a step whose sums go through inboxes
+GATHERED_ROWS = 256  # of logits that are gathered at once: the most positions of a recorded step
 
 
 @dataclass(frozen=True)
