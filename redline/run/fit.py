@@ -17,7 +17,7 @@ from redline.kernels.hopper.step.adjust import SlotWishes
 from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.k2.config import K2Config, Nvfp4Experts
-from redline.model.k2.shard import part_of
+from redline.model.k2.shard import head_left_out, part_of, weight_bytes
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import TOP_LOGPROBS
 from redline.run.sampling.on_host import SCORED_ROWS
@@ -180,11 +180,9 @@ class Sizes:
     def weight_bytes(self) -> int:
         """Bytes of the target's weights as this engine holds them: NVFP4 as bf16 where the GPU's kernels do not run."""
         part, config = part_of(self.config, self.ranks), self.config
-        head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
-        others = 2 * (head - head // self.ranks)  # the part's geometry has the whole vocabulary
         if isinstance(config.quantization, Nvfp4Experts) and not self.gpu_kernels:
-            return 2 * (part.dense_parameters + part.routed_parameters) - others
-        return part.weight_bytes - others
+            return 2 * (part.dense_parameters + part.routed_parameters - head_left_out(config, self.ranks))
+        return weight_bytes(config, self.ranks)
 
     @property
     def _links_bytes(self) -> int:

@@ -69,6 +69,17 @@ def part_of(config: K2Config, ranks: int) -> K2Config:
     )
 
 
+def head_left_out(config: K2Config, ranks: int) -> int:
+    """Numbers of the head that a rank does not hold: `part_of` has the whole vocabulary."""
+    head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return head - head // ranks
+
+
+def weight_bytes(config: K2Config, ranks: int) -> int:
+    """Bytes of one rank's weights, as `K2Config.weight_bytes` has the whole model's."""
+    return part_of(config, ranks).weight_bytes - 2 * head_left_out(config, ranks)
+
+
 def check_ranks(config: K2Config, ranks: int) -> None:
     """Raises ConfigError, with the numbers that would do, where the model does not come apart into so many parts."""
     faults = {each: _fault(config, each) for each in RANKS}
