@@ -5,6 +5,7 @@ T tokens, D hidden, R rows, V vocabulary.
 
 import mmap
 import os
+import time
 from pathlib import Path
 
 import torch
@@ -12,19 +13,21 @@ from torch import Tensor
 
 from redline.errors import RankLost
 from redline.kernels.cpu import native
+from redline.kernels.group import START_S, STEP_S
 
 _APART = 64  # bytes between the ranks' epochs
 _ROOM = 1 << 18  # floats of a rank in a room: larger tensors are added up piece by piece
+_LOOK_S = 1.0  # of a wait, between two looks at whether a rank is known to be lost
 _meet = native.function("meet")
 
 
 class SharedMemoryGroup:
     """A `Group` over a file of shared memory. Every rank has its own object, which one thread at a time may use.
 
-    seconds: that a rank may keep another waiting in one call; it may be changed at any time, by each rank for itself.
+    seconds: that a rank may keep this one waiting in one call.
     """
 
-    def __init__(self, path: Path | str, rank: int, ranks: int, seconds: float) -> None:
+    def __init__(self, path: Path | str, rank: int, ranks: int, seconds: float = START_S) -> None:
         """path: a file of `create`, for the same number of ranks."""
         self.rank, self.ranks = rank, ranks
         self.seconds = seconds
@@ -35,6 +38,7 @@ class SharedMemoryGroup:
         self._rooms = self._epochs + ranks * _APART
         self._missing = torch.zeros(1, dtype=torch.int32)
         self._calls = 0
+        self._lost: str | None = None
 
     @staticmethod
     def create(path: Path | str, ranks: int) -> None:
@@ -64,12 +68,16 @@ class SharedMemoryGroup:
             self._call(part_RV[first : first + most], whole[first : first + most], width)
         return whole
 
-    def meet(self) -> None:
-        """Returns once every rank has come here."""
-        self.add(torch.zeros(1))
-
     def check(self) -> None:
-        """A rank that is lost has been told by the call that waited for it."""
+        """The call that waited has raised already."""
+
+    def hurry(self) -> None:
+        """As `Group.hurry`: STEP_S seconds."""
+        self.seconds = STEP_S
+
+    def lose(self, reason: str) -> None:
+        """As `Group.lose`: within a second."""
+        self._lost = reason
 
     def close(self) -> None:
         """Lets the memory go."""
@@ -78,6 +86,19 @@ class SharedMemoryGroup:
 
     def _call(self, part: Tensor, whole: Tensor, width: int) -> None:
         self._calls += 1
+        until = time.monotonic() + self.seconds
+        while True:
+            missing = self._meet(part, whole, width, max(min(until - time.monotonic(), _LOOK_S), 0))
+            if missing is None:
+                return
+            if self._lost is not None:
+                raise RankLost(self._lost)
+            if time.monotonic() >= until:
+                kept = f"rank {missing} has kept rank {self.rank} waiting for {self.seconds:g} s"
+                raise RankLost(f"{kept} in sum {self._calls:,}")
+
+    def _meet(self, part: Tensor, whole: Tensor, width: int, seconds: float) -> int | None:
+        """The rank that did not come in time. It may be called again: the others then find the same words once more."""
         _meet(
             epochs=self._epochs,
             rooms=self._rooms,
@@ -87,15 +108,13 @@ class SharedMemoryGroup:
             count=part.numel(),
             room=_ROOM,
             width=width,
-            wait_ns=int(self.seconds * 1e9),
+            wait_ns=int(seconds * 1e9),
             epoch=self._calls,
             rank=self.rank,
             ranks=self.ranks,
         )
-        if (missing := int(self._missing[0])) >= 0:
-            raise RankLost(
-                f"rank {missing} has kept rank {self.rank} waiting for {self.seconds:g} s in sum {self._calls:,}"
-            )
+        missing = int(self._missing[0])
+        return None if missing < 0 else missing
 
 
 def _bytes(ranks: int) -> int:
