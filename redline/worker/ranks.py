@@ -127,7 +127,8 @@ class Ranks:
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         """Until the rank ends: its last line says why, where it could say so."""
         assert process.stdout is not None
-        said = process.stdout.read().decode(errors="replace").strip().splitlines()
+        with process.stdout:
+            said = process.stdout.read().decode(errors="replace").strip().splitlines()
         code = process.wait()
         if not self._ending:
             why = said[-1] if said else f"it has ended with code {code}"
@@ -157,6 +158,8 @@ class Ranks:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()
+        for watcher in self._watching:
+            watcher.join()
         for outbox in self._outboxes:
             outbox.close()
         self._outboxes = []
