@@ -293,9 +293,9 @@ async def test_the_job_is_aborted_where_its_one_call_ends() -> None:
 # -- bounds on thinking
 
 
-async def thinking_of(style: Style = K2_6, **fields: Any) -> Thinking | None:
+async def thinking_of(**fields: Any) -> Thinking | None:
     """The bound that the job of a request has."""
-    async with World(answer("a"), style=style) as world:
+    async with World(answer("a")) as world:
         await ask(world, extra_body=fields)
         grammar = world.engine.jobs[0].sampling.grammar
     return None if grammar is None else grammar.thinking

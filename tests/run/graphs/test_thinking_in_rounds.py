@@ -25,7 +25,7 @@ MOST = (0, 1, 7, 40)
 def bounded(name: str, most: int, **how: Any) -> Job:
     """Of random weights, which hardly ever end their thinking."""
     grammar = Grammar(text="", thinking=Thinking(most=most, end=THOUGHT, ends=(THOUGHT,)))
-    return job(name, range(20 + most, 90), **{"max_tokens": 60, "grammar": grammar, **how})
+    return job(name, range(20 + most, 60 + most), **{"max_tokens": 60, "grammar": grammar, **how})
 
 
 def with_form(most: int) -> Job:
