@@ -65,7 +65,7 @@ else:
 
 _WHOLE = (
     "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "logprobs", "top_logprobs",
-    "prompt_logprobs",
+    "prompt_logprobs", "thinking_token_budget", "thinking_budget",
 )  # fmt: skip
 
 
@@ -177,8 +177,6 @@ class _Refused(_RefusedInPrompt, kw_only=True):
     return_tokens_as_token_ids: msgspec.Raw = _ABSENT
     verbosity: msgspec.Raw = _ABSENT
     moderation: msgspec.Raw = _ABSENT
-    thinking_token_budget: msgspec.Raw = _ABSENT
-    thinking_budget: msgspec.Raw = _ABSENT
     priority: msgspec.Raw = _ABSENT
     kv_transfer_params: msgspec.Raw = _ABSENT
     ec_transfer_params: msgspec.Raw = _ABSENT
@@ -220,8 +218,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _OFF_IS_NOT_NEUTRAL = {  # here false, or zero, is what changes the answer
     "separate_reasoning",
     "stream_reasoning",
-    "thinking_token_budget",
-    "thinking_budget",
 }
 _INSTEAD = {
     "reasoning": "reasoning_effort",
@@ -289,6 +285,8 @@ class _Chat(_Common, kw_only=True):
     thinking: _Thinking | None = None
     enable_thinking: bool | None = None
     reasoning_effort: _Effort | None = None
+    thinking_token_budget: Tokens | None = None
+    thinking_budget: Tokens | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -371,10 +369,12 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     )
     if request.max_tokens == 0:
         raise RequestError("Expected `int` >= 1", "max_tokens")
+    budgets = [most for most in (request.thinking_token_budget, request.thinking_budget) if most is not None]
     ask = _ask(
         *(request, (conversation,), sampling, "messages", limits),
         calls=calls_of(request.tool_choice, conversation.tools, request.parallel_tool_calls is not False),
         reasoning=request.include_reasoning is not False,
+        thinking_budget=min(budgets, default=None),
     )
     if conversation.continues and ask.constraint is not None:
         raise RequestError("an answer that goes on with a message cannot have a form of its own", ask.constraint.param)
@@ -494,6 +494,7 @@ def _ask(
     limits: Limits,
     calls: Calls = Calls(),  # noqa: B008
     reasoning: bool = True,
+    thinking_budget: int | None = None,
 ) -> Ask:
     constraint = _constraint(request, limits)
     if constraint is not None or calls.mode == "required":
@@ -519,6 +520,7 @@ def _ask(
         salt=request.cache_salt or "",
         constraint=constraint,
         calls=calls,
+        thinking_budget=thinking_budget,
         reasoning=reasoning,
         token_ids=bool(request.return_token_ids),
         param=param,
