@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,21 +230,31 @@ class Bench:
     async def random(self, count: int, seed: int, most_s: float, at_once: int, *, wild: bool = True) -> dict[str, Any]:
         """Sends `count` random requests, or as many as `most_s` seconds allow, `at_once` at a time.
 
-        wild: as in `random_requests.requests`; else the phase is called "ordinary". Returns what was sent, the counts
+        wild: as in `random_requests.requests`; else the phase is called "ordinary". Returns as `traffic` does.
+        """
+        name = "random" if wild else "ordinary"
+        return {"seed": seed, **await self.traffic(name, requests(seed, wild=wild), count, most_s, at_once)}
+
+    async def traffic(
+        self, name: str, source: Iterator[Request], count: int, most_s: float, at_once: int, every_s: float = 0.0
+    ) -> dict[str, Any]:
+        """A phase of `count` requests of `source`, or as many as `most_s` seconds allow, `at_once` at a time.
+
+        every_s: seconds from the start of one request to that of the next, at least. Returns what was sent, the counts
         by route and kind of reply, and the answers that nobody should get.
         """
-        deadline = time.monotonic() + most_s
+        began = time.monotonic()
         sent = 0
-        source = requests(seed, wild=wild)
         by_route: Counter[str] = Counter()
 
         async def client() -> None:
             nonlocal sent
-            while sent < count and time.monotonic() < deadline:
+            while sent < count and time.monotonic() < began + most_s:
                 sent += 1
                 self.memory.requests += 1
                 self.doing = f"{name} request {sent} of {count}"
                 request = next(source)
+                await asyncio.sleep(began + sent * every_s - time.monotonic())
                 reply = await self.world.send(request.data, **{"limit_s": ANSWER_S, **request.how})
                 by_route[f"{request.route} {reply.kind}"] += 1
                 self._judge(request, reply)
@@ -252,9 +262,8 @@ class Bench:
         async def fire() -> None:
             await asyncio.gather(*(client() for _ in range(at_once)))
 
-        name = "random" if wild else "ordinary"
-        await self._phase(name, name, f"{count} {name} requests, seed {seed}, {at_once} at once", fire)
-        return {"asked": count, "sent": sent, "seed": seed, "by_route": dict(sorted(by_route.items())), "odd": self.odd}
+        await self._phase(name, name, f"{count} {name} requests, {at_once} at once", fire)
+        return {"asked": count, "sent": sent, "by_route": dict(sorted(by_route.items())), "odd": self.odd}
 
     async def end(self) -> dict[str, Any]:
         """Stops the server by SIGTERM while silent sockets and streams that nobody reads are open.

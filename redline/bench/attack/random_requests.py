@@ -463,6 +463,23 @@ def ordinary(rng: random.Random) -> Request:
     return Request(path, post(path, json.dumps(asked).encode()), {}, "stream" if streams else "json")
 
 
+def light(rng: random.Random) -> Request:
+    """A request as a soak sends: mostly valid, one prompt of up to 60 words, one short answer, and some clients leave.
+
+    One in ten is as `draw` has it.
+    """
+    if rng.random() < 0.1:
+        return draw(rng)
+    path = rng.choice(sorted(ANSWERS))
+    asked, streams = _asked(rng, path)
+    for name in ("n", "prompt_logprobs"):
+        asked.pop(name, None)
+    if "prompt" in asked:
+        asked["prompt"] = text(rng)[:300] or "a"
+    how = {"leave_s": rng.uniform(0, 0.3)} if rng.random() < 0.15 else {}
+    return Request(path, post(path, json.dumps(asked).encode()), how, "stream" if streams else "json")
+
+
 def draw(rng: random.Random) -> Request:
     """One request with its client's manners: 90 % to a POST route with a body of fields, the others odd ones."""
     how = _manners(rng)
