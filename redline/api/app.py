@@ -36,6 +36,8 @@ from redline.api.config import ApiConfig, Defaults, Limits
 from redline.api.errors import Answer, Refusal, answer_to
 from redline.api.gateway import Gateway, Generation
 from redline.api.openai import Streaming, read_chat, read_completion, read_detokenize, read_tokenize
+from redline.api.openai_operations import operations
+from redline.api.openapi import PAGE_HEADERS, openapi, page
 from redline.api.sse import ChatStream, CompletionStream, EventStream, data
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError
@@ -63,6 +65,8 @@ def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
         Route("/metrics", api.metrics),
         Route("/version", api.version),
         Route("/v1/models", api.models),
+        Route("/openapi.json", api.openapi),
+        Route("/docs", api.docs),
         Route("/v1/chat/completions", _Post(api.chat, config, bodies), methods=["POST"]),
         Route("/v1/completions", _Post(api.completions, config, bodies), methods=["POST"]),
         Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
@@ -275,6 +279,8 @@ class _Api:
         self._names = config.served_model_names
         self._created = int(time.time())
         self.routes: list[str] = []
+        document = openapi(operations(config.limits, config.defaults), OPEN_PATHS, keys=config.keys_file is not None)
+        self._document, self._page = msgspec.json.encode(document), page(document)
 
     async def root(self, request: Request) -> Response:
         """What this is, and its routes."""
@@ -297,6 +303,12 @@ class _Api:
 
     async def version(self, request: Request) -> Response:
         return _json({"version": version("redline")})
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    async def docs(self, request: Request) -> Response:
+        return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
 
     async def models(self, request: Request) -> Response:
         ready = self._gateway.ready

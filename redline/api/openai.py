@@ -32,13 +32,16 @@ Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 MaxTokens = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopTexts = Annotated[list[StopText], Meta(max_length=16)]
+StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 Top = Annotated[int, Meta(ge=0, le=20)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
 
 
-_ABSENT = msgspec.Raw()
+# A factory, since a default of type Raw has no JSON schema (see api/openapi.py).
+_ABSENT: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class _Item(msgspec.Struct, gc=False):
@@ -214,8 +217,8 @@ def _is_absent(raw: msgspec.Raw) -> bool:
     return bytes(memoryview(raw)[:5]) in (b"", b"null")
 
 
-_STOP = _Field(msgspec.json.Decoder(StopText | Annotated[list[StopText], Meta(max_length=16)]), 256 << 10)
-_STOP_IDS = _Field(msgspec.json.Decoder(Annotated[list[TokenId], Meta(max_length=64)]), 4 << 10)
+_STOP = _Field(msgspec.json.Decoder(StopText | StopTexts), 256 << 10)
+_STOP_IDS = _Field(msgspec.json.Decoder(StopIds), 4 << 10)
 _LOGIT_BIAS: _Field[dict[int, float]] = _Field(
     msgspec.json.Decoder(Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=300)]),
     16 << 10,
@@ -663,3 +666,10 @@ def read_detokenize(body: bytes, most: int) -> DetokenizeRequest:
     """Read the body of POST /detokenize; more than `most` ids are not read. Raises RequestError, naming the field."""
     request = read(body, _Detokenize)
     return DetokenizeRequest(model=request.model, tokens=_ids(request.tokens, "tokens", most))
+
+
+# -- What `/openapi.json` is made from -----------------------------------------------------------------------------
+
+ChatBody, CompletionBody, TokenizeBody, DetokenizeBody = _Chat, _Completion, _Tokenize, _Detokenize
+REFUSED = _Refused.__struct_fields__
+REFUSED_IN_PROMPT = _RefusedInPrompt.__struct_fields__
