@@ -144,7 +144,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "add_generation_prompt": (True,),
 }
 _OFF_IS_NOT_NEUTRAL = {"add_generation_prompt"}  # here false is what changes the answer
@@ -671,5 +671,16 @@ def read_detokenize(body: bytes, most: int) -> DetokenizeRequest:
 # -- What `/openapi.json` is made from -----------------------------------------------------------------------------
 
 ChatBody, CompletionBody, TokenizeBody, DetokenizeBody = _Chat, _Completion, _Tokenize, _Detokenize
-REFUSED = _Refused.__struct_fields__
-REFUSED_IN_PROMPT = _RefusedInPrompt.__struct_fields__
+
+
+def _passing(refused: type[_RefusedInPrompt]) -> dict[str, list[Any]]:
+    """For each field that is not served, the values that pass, since they change nothing."""
+    empty = ["", [], {}, False, 0]
+    return {
+        field: [None, *([] if field in _OFF_IS_NOT_NEUTRAL else empty), *_NEUTRAL.get(field, ())]
+        for field in refused.__struct_fields__
+    }
+
+
+REFUSED = _passing(_Refused)
+REFUSED_IN_PROMPT = _passing(_RefusedInPrompt)

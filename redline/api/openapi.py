@@ -72,9 +72,9 @@ def _complete(schemas: dict[str, Schema], operation: Operation) -> None:
     """Say of the body's fields what its struct leaves open."""
     assert operation.body is not None
     body = operation.body.__name__
-    for field in operation.refused:
-        told = "Not served: what would change the answer is refused with 400."
-        schemas[body]["properties"][field] = {"description": told}
+    for field, passing in operation.refused.items():
+        told = "Not served: only what changes nothing passes."
+        schemas[body]["properties"][field] = {"description": told, "enum": passing}
     for place, kind in operation.raw.items():
         struct, _, field = place.rpartition(".")
         properties: dict[str, Schema] = schemas[struct or body]["properties"]

@@ -13,7 +13,8 @@ class Operation(NamedTuple):
 
     body: the msgspec struct that its reader decodes, None where it takes no body. raw: for each field of it that the
     reader takes as `msgspec.Raw`, the type or JSON schema that it is read as later. bounds: keywords that narrow a
-    field further. refused: fields that are known and not served. answer: the schema of a 200. event: the schema of the
+    field further. refused: fields that are known and not served, each
+    with the values that pass. answer: the schema of a 200. event: the schema of the
     data of a streamed answer's events, None where it never streams. text: the media type of an answer that is not JSON.
     unready: what a 503 has instead of an error, where it does.
     """
@@ -25,7 +26,7 @@ class Operation(NamedTuple):
     body: type | None = None
     raw: Mapping[str, Any] = _NOTHING
     bounds: Mapping[str, Schema] = _NOTHING
-    refused: tuple[str, ...] = ()
+    refused: Mapping[str, list[Any]] = _NOTHING
     event: Schema | None = None
     text: str | None = None
     unready: Schema | None = None
