@@ -675,7 +675,7 @@ ChatBody, CompletionBody, TokenizeBody, DetokenizeBody = _Chat, _Completion, _To
 
 def _passing(refused: type[_RefusedInPrompt]) -> dict[str, list[Any]]:
     """For each field that is not served, the values that pass, since they change nothing."""
-    empty = ["", [], {}, False, 0]
+    empty: list[Any] = ["", [], {}, False, 0]
     return {
         field: [None, *([] if field in _OFF_IS_NOT_NEUTRAL else empty), *_NEUTRAL.get(field, ())]
         for field in refused.__struct_fields__
