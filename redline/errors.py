@@ -5,11 +5,13 @@ RedlineError
     - ContextTooLong
     - ModelNotFound
     - MessageTooLarge
+    - DeadlineExceeded
     - Refusal             what HTTP itself refuses (redline.api.errors)
   x ConfigError           the operator can fix it; names the place
     - CheckpointError     one line: file, tensor, what was expected
   x Overloaded            a retry can fix it
   x WorkerLost            the worker has ended; a retry can fix it once there is another
+    - RankLost              one of its ranks has
   x JobFailed             our fault, in one job alone (redline.api.gateway)
 """
 
@@ -61,8 +63,27 @@ class CheckpointError(ConfigError):
 
 
 class Overloaded(RedlineError):
-    """There is no room for the request now (a full queue, a model that is loading); it may succeed later."""
+    """There is no room for the request now (a full queue, a model that is loading); it may succeed later.
+
+    `retry_s`: in how many seconds, as far as that is known. `reason`: the word for metrics.
+    """
+
+    def __init__(self, message: str, retry_s: float = 1.0, reason: str = "overloaded") -> None:
+        super().__init__(message)
+        self.retry_s = retry_s
+        self.reason = reason
+
+
+class DeadlineExceeded(RequestError):
+    """The answer was not complete when the time was over that its request gave it, or the deployment."""
+
+    status = 504
+    code = "deadline_exceeded"
 
 
 class WorkerLost(RedlineError):
     """The worker that ran the request has ended, or must end because no further step can succeed."""
+
+
+class RankLost(WorkerLost):
+    """Another rank of the model has ended, or has kept this one waiting too long; the message names it and the step."""

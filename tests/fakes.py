@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from redline.plan.planner import PlanConfig, Planner
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta
@@ -409,11 +411,15 @@ class World:
         self.stories: dict[JobId, Story] = {}  # in the order of submission
         self.flights: deque[tuple[Step, FakePending]] = deque()
         self._of_slot: dict[int, Story] = {}
+        self._begun: dict[JobId, Story] = {}  # in the order in which they first began
         self._passed_over = 0
 
-    def submit(self, tokens: tuple[int, ...], *, max_tokens: int = 8, salt: str = "", **sampling: object) -> Story:
+    def submit(
+        self, tokens: tuple[int, ...], *, max_tokens: int = 8, salt: str = "", tenant: str = "", **sampling: object
+    ) -> Story:
         seed = len(self.stories)
         job = make_job(f"job-{seed}", tokens, max_tokens=max_tokens, salt=salt, seed=seed, **sampling)
+        job = msgspec.structs.replace(job, tenant=tenant)
         story = self.stories[job.id] = Story(job, whole_answer(job, self.max_model_len))
         self._tell(self.planner.submit(job))
         return story
@@ -482,12 +488,12 @@ class World:
             assert tuple(story.tokens) == story.expected[: len(story.tokens)], f"{delta.job} went astray"
 
     def _watch_the_oldest(self, step: Step) -> None:
-        """The oldest job that has rows left is passed over by a few steps at most, while older steps settle."""
-        oldest = next(
-            (story for story in self.stories.values() if story.finish is None and self._has_rows(story)), None
-        )
+        """Of the jobs that have begun, the oldest that has rows left is passed over by a few steps at most, while older
+        steps settle."""
+        oldest = next((story for story in self._begun.values() if story.finish is None and self._has_rows(story)), None)
         for begin in step.begins:
             story = self._of_slot[begin.slot] = self.stories[JobId(f"job-{begin.sampling.seed}")]
+            self._begun.setdefault(story.job.id, story)
             story.planned = len(begin.pages) * PAGE_TOKENS
         advanced: list[Story] = []
         for row in step.rows:

@@ -56,7 +56,8 @@ FLAGS = {
     "--skip-tokenizer-init --header --extra-body --insecure --preset --dataset-name --dataset-path --num-prompts "
     "--input-len --output-len --random-input-len --random-output-len --random-range-ratio --random-prefix-len "
     "--sharegpt-output-len --custom-output-len --prefix-repetition-prefix-len --prefix-repetition-suffix-len "
-    "--prefix-repetition-num-prefixes --prefix-repetition-output-len --no-oversample --disable-shuffle --seed "
+    "--prefix-repetition-num-prefixes --prefix-repetition-output-len --no-oversample --disable-shuffle "
+    "--skip-chat-template --seed "
     "--request-rate --burstiness --max-concurrency --ramp-up-strategy --ramp-up-start-rps --ramp-up-end-rps "
     "--num-warmups --max-seconds --ignore-eos --temperature --top-p --top-k --min-p --frequency-penalty "
     "--presence-penalty --repetition-penalty --logprobs --goodput --percentile-metrics --metric-percentiles "
@@ -98,7 +99,12 @@ FLAGS = {
 PEERS_NAMES = {"--backend", "--backend-a", "--backend-b", "--disable-tqdm", "--disable-shuffle"}
 
 KEYS = """
-    weights host port served_model_name keys_file log_level
+    weights host port served_model_name keys_file responses_file cors_origins metrics_port log_level access_log drain_s
+    admin_port
+    admin_keys_file unix_socket
+    tls_cert tls_key
+    per_key.requests_per_s per_key.concurrency per_key.tokens_per_minute per_key.tokens_per_day
+    requests.default_max_tokens requests.most_max_tokens requests.timeout_s requests.queue_tokens
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
     engine.device
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
@@ -271,6 +277,7 @@ RUN_TIME = {
     "tiktoken": "tiktoken", "starlette": "starlette", "uvicorn": "uvicorn", "uvloop": "uvloop",
     "httptools": "httptools", "httpx": "httpx", "prometheus-client": "prometheus_client", "typer": "typer",
     "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
+    "llguidance": "llguidance",
 }  # fmt: skip
 # Plots, foreign vocabularies and training (`bench`, `draft`, `train`); the peer of `bench.peers`, which `test` brings.
 EXTRAS = {"matplotlib", "tokenizers", "accelerate", "deepspeed", "transformers", "compressed_tensors"}

@@ -7,52 +7,37 @@ we refuse), Origin, and, where only this machine can reach us, Host. A request w
 """
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import sha256
 from ipaddress import ip_address
-from pathlib import Path
 
 from redline.api.errors import Refusal
-from redline.errors import ConfigError
 
-OPEN_PATHS = {"/health", "/live"}  # all that needs no key
+OPEN_PATHS = {"/health", "/live", "/ping"}  # all that needs no key
 WAY_OUT = "; with a keys_file such requests are served"
 
 Headers = Sequence[tuple[bytes, bytes]]
 
 
-def read_keys(path: Path) -> frozenset[bytes]:
-    """SHA-256 of every key in a file of one per line, so that comparing takes the same time whatever their lengths.
-
-    Blank lines and lines that start with # do not count. Raises ConfigError where the file cannot be read or holds no
-    key.
-    """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: the file of API keys cannot be read: {error}") from None
-    keys = {line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")}
-    if not keys:
-        raise ConfigError(f"{path}: no API key in the file; expected one per line")
-    return frozenset(sha256(key.encode()).digest() for key in keys)
-
-
-def check_key(headers: Headers, keys: frozenset[bytes]) -> None:
-    """Raises Refusal (401) for a request without one of the keys. keys: as `read_keys` gives them."""
+def check_key(headers: Headers, keys: Collection[bytes]) -> bytes:
+    """The SHA-256 of the request's key. Raises Refusal (401) where it is none of `keys`, which are such digests too."""
     scheme, _, key = header(headers, b"authorization").strip().partition(b" ")
     if scheme.lower() != b"bearer" or not key.strip():
+        key = header(headers, b"x-api-key")  # Anthropic's
+    if not key.strip():
         raise Refusal(401, "no API key was given: send the header Authorization: Bearer KEY", "invalid_api_key")
     digest = sha256(key.strip()).digest()
     # Every key is compared, in constant time each.
-    matches = [hmac.compare_digest(digest, known) for known in keys]
-    if not any(matches):
+    matches = [known for known in keys if hmac.compare_digest(digest, known)]
+    if not matches:
         raise Refusal(401, "Incorrect API key provided", "invalid_api_key")
+    return digest
 
 
-def check_page(method: str, headers: Headers, local: bool) -> None:
+def check_page(method: str, headers: Headers, local: bool, origins: frozenset[bytes] = frozenset()) -> None:
     """Raises Refusal (400, 403, 415) for a request that a page of somebody else may have sent.
 
-    local: only this machine can reach the server.
+    local: only this machine can reach the server. origins: of pages that may.
     """
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1:
@@ -66,7 +51,7 @@ def check_page(method: str, headers: Headers, local: bool) -> None:
             "foreign_host",
         )
     for name, origin in headers:
-        if name == b"origin" and not _is_own(origin, host, local):
+        if name == b"origin" and origin not in origins and not _is_own(origin, host, local):
             raise Refusal(
                 403, f"the header Origin is {_shown(origin)}: a page from elsewhere{WAY_OUT}", "foreign_origin"
             )

@@ -1,5 +1,6 @@
 """Whole answers in OpenAI's shape, and the parts that streams share with them: finish reasons, usage, logprobs."""
 
+import codecs
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from typing import Any
@@ -13,6 +14,7 @@ from redline.wire.step import TokenLogprobs
 Json = dict[str, Any]
 TokenBytes = Callable[[int], bytes]
 Scored = tuple[TokenLogprobs, bytes]
+Placed = tuple[TokenLogprobs | None, bytes, int]  # with its offset in the text
 
 _AT_ONCE = 256  # entries of a list that are written in one call, which holds the interpreter's lock
 _json = msgspec.json.Encoder().encode
@@ -37,11 +39,15 @@ class Choice:
         self.logprobs: list[Scored] = []
         self.end: End | None = None
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None
+        self.prompt_ids: Sequence[int] | None = None
+        self.token_ids: list[int] = []  # both where they are asked for
 
     def add(self, batch: Batch) -> None:
         """Take in the choice's next batch."""
         if batch.first:
             self.prompt_logprobs = batch.prompt_logprobs
+            self.prompt_ids = batch.prompt_ids
+        self.token_ids += batch.token_ids or ()
         for event in batch.events:
             match event:
                 case Text(text=text):
@@ -60,7 +66,8 @@ class Choice:
     @property
     def entries(self) -> int:
         """How much is to be written: the log probabilities that are told, and the pieces of text."""
-        return len(self.text) + len(self.thought) + sum(1 + len(item.top) for item, _ in self.logprobs)
+        ids = (len(self.prompt_ids or ()) + len(self.token_ids)) // 8
+        return ids + len(self.text) + len(self.thought) + sum(1 + len(item.top) for item, _ in self.logprobs)
 
     def ended(self) -> End:
         """The choice's end. Raises AssertionError where it has not come."""
@@ -100,11 +107,14 @@ def chat_answer(
                 "message": _message(choice),
                 "logprobs": chat_logprobs(choice.logprobs, token_bytes) if logprobs else None,
                 **finish_of(choice.ended()),
+                **({} if choice.prompt_ids is None else {"token_ids": json_list(choice.token_ids)}),
             }
             for index, choice in enumerate(choices)
         ],
         "usage": usage_of([choice.ended() for choice in choices], n=len(choices)),
     }
+    if (prompt_ids := choices[0].prompt_ids) is not None:
+        answer["prompt_token_ids"] = json_list(prompt_ids)
     if (prompt_logprobs := choices[0].prompt_logprobs) is not None:
         answer["prompt_logprobs"] = vllm_prompt_logprobs(prompt_logprobs, token_bytes)
     return _json(answer)
@@ -179,11 +189,13 @@ def completion_answer(
     logprobs: bool,
     echo: bool,
     token_bytes: TokenBytes,
+    hidden: frozenset[int],
 ) -> bytes:
     """The body of a whole text completion, as JSON.
 
     created: Unix seconds. prompts: their token ids. choices: the answers to the first prompt, then to the second, and
-    so on, all of them ended. logprobs: whether they were asked for. echo: the prompt opens each choice's text.
+    so on, all of them ended. logprobs: whether they were asked for. echo: the prompt opens each choice's text. hidden:
+    ids that have no text in an answer.
     """
     n = len(choices) // len(prompts)
     answer = {
@@ -196,7 +208,7 @@ def completion_answer(
                 index,
                 choice,
                 Opening(prompts[index // n], choice.prompt_logprobs, echo, token_bytes),
-                logprobs,
+                Offsets(hidden) if logprobs else None,
                 token_bytes,
             )
             for index, choice in enumerate(choices)
@@ -206,18 +218,23 @@ def completion_answer(
     return _json(answer)
 
 
-def _completion_choice(index: int, choice: Choice, opening: "Opening", logprobs: bool, token_bytes: TokenBytes) -> Json:
-    scored = None
-    if logprobs:
-        scored = completion_logprobs([*opening.scored, *choice.logprobs], token_bytes)
+def _completion_choice(
+    index: int, choice: Choice, opening: "Opening", offsets: "Offsets | None", token_bytes: TokenBytes
+) -> Json:
+    text, scored = opening.text + "".join(choice.text), None
+    if offsets is not None:
+        placed = [*offsets.of_prompt(opening.scored), *offsets.of(choice.logprobs)]
+        scored = completion_logprobs(placed, token_bytes, len(text))
     answer: Json = {
         "index": index,
-        "text": opening.text + "".join(choice.text),
+        "text": text,
         "logprobs": scored,
         **finish_of(choice.ended()),
     }
     if opening.prompt_logprobs is not None:
         answer["prompt_logprobs"] = vllm_prompt_logprobs(opening.prompt_logprobs, token_bytes)
+    if choice.prompt_ids is not None:
+        answer |= {"prompt_token_ids": json_list(choice.prompt_ids), "token_ids": json_list(choice.token_ids)}
     return answer
 
 
@@ -279,27 +296,73 @@ def _scored(data: bytes, logprob: float) -> Json:
     return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
 
-def completion_logprobs(
-    items: Iterable[tuple[TokenLogprobs | None, bytes]], token_bytes: TokenBytes, offset: int = 0
-) -> Json:
+class Offsets:
+    """Where the tokens of a choice begin in its text, in characters.
+
+    A token that is only part of a character begins where that character does.
+    """
+
+    def __init__(self, hidden: frozenset[int]) -> None:
+        """`hidden`: ids of generated tokens that have no text."""
+        self._hidden = hidden
+        self._pending = b""  # of a character that is not complete
+        self._chars = 0
+
+    def of_prompt(self, items: Iterable[tuple[TokenLogprobs | None, bytes]]) -> list[Placed]:
+        """The tokens of an echoed prompt, which comes first, and is a text of its own."""
+        placed = [(item, data, self._pass(data)) for item, data in items]
+        self._flush()
+        return placed
+
+    def of(self, items: Iterable[Scored]) -> list[Placed]:
+        """The next tokens of the answer."""
+        placed: list[Placed] = []
+        for item, data in items:
+            if item.token in self._hidden:
+                self._flush()
+                placed.append((item, data, self._chars))
+            else:
+                placed.append((item, data, self._pass(data)))
+        return placed
+
+    def _pass(self, data: bytes) -> int:
+        begin, data = self._chars, self._pending + data
+        text, used = codecs.utf_8_decode(data, "replace", False)
+        self._chars += len(text)
+        self._pending = data[used:]
+        return begin
+
+    def _flush(self) -> None:
+        self._chars += len(self._pending.decode(errors="replace"))
+        self._pending = b""
+
+
+def completion_logprobs(items: Iterable[Placed], token_bytes: TokenBytes, most: int) -> Json:
     """OpenAI's completions shape: parallel lists. The chosen token is always among the top ones, as in OpenAI's.
 
-    items: each token's log probabilities (None for a prompt's first token) with the token's bytes. offset: characters
-    of the choice's text before the first item; `text_offset` counts on from there.
+    items: each token's log probabilities (None for a prompt's first token) with the token's bytes and its offset. most:
+    characters of the text so far; the tokens of a stop string that is not shown begin at its end.
     """
     tokens: list[str] = []
     logprobs: list[float | None] = []
     tops: list[dict[str, float] | None] = []
     offsets: list[int] = []
-    for item, data in items:
-        token = data.decode(errors="replace")
+    for item, data, offset in items:
+        token = _spelled(data)
         tokens.append(token)
-        offsets.append(offset)
-        offset += len(token)
+        offsets.append(min(offset, most))
         logprobs.append(item.logprob if item else None)
-        top = {token_bytes(id).decode(errors="replace"): logprob for id, logprob in item.top} if item else None
+        top = {_spelled(token_bytes(id)): logprob for id, logprob in item.top} if item else None
         tops.append({token: item.logprob, **(top or {})} if item else None)
     return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": json_list(tops), "text_offset": offsets}
+
+
+def _spelled(data: bytes) -> str:
+    """A token as text; one that is part of a character as OpenAI spells it, `bytes:\\xe2\\x80`: no two are the same."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def vllm_prompt_logprobs(items: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> msgspec.Raw:

@@ -8,11 +8,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -24,26 +25,41 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from redline.api import metrics
-from redline.api.access import OPEN_PATHS, check_key, check_page, header, read_keys
+from redline.api.access import OPEN_PATHS, Headers, check_page, header
 from redline.api.answers import (
-    chat_answer,
-    completion_answer,
     detokenize_answer,
     gather,
     tokenize_answer,
 )
+from redline.api.anthropic import read_count
+from redline.api.anthropic_events import MESSAGES, count_answer, messages_error
 from redline.api.config import ApiConfig, Defaults, Limits
-from redline.api.errors import Answer, Refusal, answer_to
+from redline.api.cors import Cors, check_origins
+from redline.api.dialect import A, Dialect, EventStream, Reply
+from redline.api.edge import Edge
+from redline.api.errors import Answer, Refusal
 from redline.api.gateway import Gateway, Generation
-from redline.api.openai import Streaming, read_chat, read_completion, read_detokenize, read_tokenize
-from redline.api.openai_operations import operations
-from redline.api.openapi import PAGE_HEADERS, openapi, page
-from redline.api.sse import ChatStream, CompletionStream, EventStream, data
+from redline.api.metrics import Metrics
+from redline.api.openai import read_detokenize, read_tokenize
+from redline.api.openai_dialects import CHAT, COMPLETIONS, openai_error
+from redline.api.openapi import openapi
+from redline.api.openapi_page import PAGE_HEADERS, page
+from redline.api.operations import operations
+from redline.api.pour import DIRECT
+from redline.api.quota import CALLER, Account, Caller
+from redline.api.response_store import ResponseStore
+from redline.api.responses_events import KeptResponses, responses
+from redline.api.unpack import check_encoding, unpacked
 from redline.chat.conversation import Conversation
 from redline.errors import ModelNotFound, Overloaded, RequestError
-from redline.wire.job import Sampling
 
-QUIET_PATHS = {"/health", "/live", "/metrics"}  # asked every few seconds by machines: access lines at debug only
+QUIET_PATHS = {
+    "/health",
+    "/live",
+    "/ping",
+    "/load",
+    "/metrics",
+}  # asked every few seconds by machines: access lines at debug only
 REQUEST_ID_CHARS = 128
 SHOWN_PATH_CHARS = 200
 
@@ -52,41 +68,78 @@ access_log = logging.getLogger("redline.access")
 T = TypeVar("T")
 Respond = Callable[[Send], Awaitable[None]]
 Begin = Callable[[bytes, Scope], Awaitable[Respond]]  # what a body asks for, begun
+Teller = Callable[[Exception, str], Answer]  # of an exception, with the request's id
+NO_TELLERS: Mapping[str, Teller] = MappingProxyType({})
 
 
-def create_app(gateway: Gateway, config: ApiConfig) -> ASGIApp:
-    """The API over a gateway. Raises ConfigError where the keys' file cannot be read or is empty."""
-    api = _Api(gateway, config)
+def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) -> ASGIApp:
+    """The API over a gateway. edge: where others share it, `Edge(config)`.
+
+    Raises ConfigError where the keys' file cannot be read or is empty, or an origin is no origin.
+    """
+    edge = edge or Edge(config)
+    api = _Api(gateway, config, edge)
     bodies = _Bodies(config.limits.bodies_bytes)
+    store = ResponseStore(Path(config.responses_file)) if config.responses_file else None
+    dialects: dict[str, Dialect[Any]] = {
+        "/v1/chat/completions": CHAT,
+        "/v1/completions": COMPLETIONS,
+        "/v1/messages": MESSAGES,
+        "/v1/responses": responses(store, config.limits),
+    }
     routes = [
         Route("/", api.root),
         Route("/live", api.live),
         Route("/health", api.health),
+        Route("/ping", api.health, methods=["GET", "POST"]),
+        Route("/load", api.load),
         Route("/metrics", api.metrics),
         Route("/version", api.version),
         Route("/v1/models", api.models),
         Route("/openapi.json", api.openapi),
         Route("/docs", api.docs),
-        Route("/v1/chat/completions", _Post(api.chat, config, bodies), methods=["POST"]),
-        Route("/v1/completions", _Post(api.completions, config, bodies), methods=["POST"]),
+        Route("/v1/models/{id:path}", api.one_model),
+        *(
+            Route(path, _Post(partial(api.generate, dialect), config, bodies), methods=["POST"])
+            for path, dialect in dialects.items()
+        ),
+        Route("/v1/messages/count_tokens", _Post(api.count_tokens, config, bodies), methods=["POST"]),
         Route("/tokenize", _Post(api.tokenize, config, bodies), methods=["POST"]),
         Route("/detokenize", _Post(api.detokenize, config, bodies), methods=["POST"]),
     ]
-    api.routes = [f"{'POST' if isinstance(route.endpoint, _Post) else 'GET'} {route.path}" for route in routes]
-    keys = read_keys(Path(config.keys_file)) if config.keys_file else None
-    return _Border(Router(routes, redirect_slashes=False), keys, config.local, config.limits.header_bytes)
+    if store is not None:
+        kept = KeptResponses(store)
+        routes.append(Route("/v1/responses/{id}", kept.read))
+        routes.append(Route("/v1/responses/{id}", kept.delete, methods=["DELETE"]))
+    api.routes = [f"{_method(route)} {route.path_format}" for route in routes]
+    tellers = {path: dialect.error for path, dialect in dialects.items()}
+    tellers["/v1/messages/count_tokens"] = messages_error
+    border = Border(Router(routes, redirect_slashes=False), edge, config, gateway.metrics, tellers)
+    origins = check_origins(config.cors_origins)
+    return Cors(border, origins) if origins else border
 
 
-class _Border:
+def _method(route: Route) -> str:
+    return next((method for method in ("GET", "DELETE") if method in (route.methods or ())), "POST")
+
+
+class Border:
     """What surrounds every request: keys, header size, request id, errors, and the access line."""
 
-    def __init__(self, app: ASGIApp, keys: frozenset[bytes] | None, local: bool, header_bytes: int) -> None:
+    def __init__(
+        self, app: ASGIApp, edge: Edge, config: ApiConfig, counted: Metrics, tellers: Mapping[str, Teller] = NO_TELLERS
+    ) -> None:
+        """tellers: path -> how errors are told there, where that is not OpenAI's way."""
         self._app = app
-        self._keys = keys
-        self._local = local
-        self._header_bytes = header_bytes
+        self._tellers = tellers
+        self._edge = edge
+        self._local = config.local
+        self._origins = check_origins(config.cors_origins)
+        self._header_bytes = config.limits.header_bytes
+        self._counted = counted
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -97,6 +150,8 @@ class _Border:
         request_id = header(headers, b"x-request-id")
         if not 0 < len(request_id) <= REQUEST_ID_CHARS or not _is_plain(request_id):
             request_id = uuid.uuid4().hex.encode()
+
+        tell = self._tellers.get(scope["path"], openai_error)
 
         async def send_on(message: Message) -> None:
             nonlocal status, complete
@@ -110,54 +165,102 @@ class _Border:
         try:
             if sum(len(name) + len(value) for name, value in headers) > self._header_bytes:
                 raise Refusal(431, f"the headers are more than {self._header_bytes} bytes", "headers_too_large")
-            if self._keys is None:
-                check_page(scope["method"], headers, self._local)
+            account: Account | None = None
+            if self._edge.keyring is None:
+                check_page(scope["method"], headers, self._local, self._origins)
             elif scope["path"] not in OPEN_PATHS:
-                check_key(headers, self._keys)
-            await self._app(scope, receive, send_on)
+                scope["account"] = account = self._edge.keyring.account(headers)
+            self._edge.check(scope["method"])
+            CALLER.set(Caller(request_id.decode(), account, time.monotonic(), _timeout_s(headers)))
+            if account is not None and scope["method"] == "POST":
+                with account.request():
+                    await self._app(scope, receive, send_on)
+            else:
+                await self._app(scope, receive, send_on)
         except HTTPException as error:
-            await _send(send_on, _no_route(scope, error))
+            await _send(send_on, _no_route(scope, error, tell, request_id.decode()))
         except Exception as error:  # the last place where an exception can end one request only
-            answer = answer_to(error)
+            answer = tell(error, request_id.decode())
+            self._counted.rejected(error)
             if not status:
                 await _send(send_on, answer)
         except asyncio.CancelledError:
             pass  # the server ends, and has closed the connection
         finally:
-            _tell(scope, status, complete, time.perf_counter() - began, request_id)
+            self._counted.answered(scope, status)
+            _tell(scope, status, complete, time.perf_counter() - began, request_id, json_lines=self._edge.json_lines)
 
 
-def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id: bytes) -> None:
+def _tell(scope: Scope, status: int, complete: bool, seconds: float, request_id: bytes, *, json_lines: bool) -> None:
     """Write the access line. Of what a client chose it holds only the path, percent-encoded, and a plain id."""
     level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
     if not access_log.isEnabledFor(level):
         return
     path = quote(scope["path"], safe="/:@!$&'()*+,;=")
-    tokens = ""
-    if (generation := scope.get("generation")) is not None:
-        tokens = f", tokens {sum(map(len, generation.prompts))} + {sum(lane.read for lane in generation.lanes)}"
+    path = path if len(path) <= SHOWN_PATH_CHARS else path[:SHOWN_PATH_CHARS] + "..."
+    generation: Generation | None = scope.get("generation")
+    account: Account | None = scope.get("account")
+    prompt = 0 if generation is None else sum(map(len, generation.prompts))
+    said = 0 if generation is None else sum(lane.read for lane in generation.lanes)
+    if json_lines:
+        line = {
+            "method": scope["method"],
+            "path": path,
+            "status": status or None,
+            "ms": round(seconds * 1000, 1),
+            "prompt_tokens": prompt,
+            "completion_tokens": said,
+            "key": None if account is None else account.name,
+            "id": request_id.decode(),
+            "complete": complete,
+        }
+        access_log.log(level, "request", extra={"fields": line})
+        return
     access_log.log(
         level,
-        "%s %s %s, %.0f ms%s, id %s%s",
+        "%s %s %s, %.0f ms%s%s, id %s%s",
         scope["method"],
-        path if len(path) <= SHOWN_PATH_CHARS else path[:SHOWN_PATH_CHARS] + "...",
+        path,
         status or "-",
         seconds * 1000,
-        tokens,
+        "" if generation is None else f", tokens {prompt} + {said}",
+        "" if account is None else f", key {account.name}",
         request_id.decode(),
         "" if complete else ", the client left",
     )
 
 
-def _no_route(scope: Scope, error: HTTPException) -> Answer:
-    """The router's own 404 and 405, in OpenAI's shape."""
+MOST_TIMEOUT_S = 86400.0
+
+
+def _timeout_s(headers: Headers) -> float | None:
+    """What X-Request-Timeout says, in seconds. Raises RequestError."""
+    said = header(headers, b"x-request-timeout")
+    if not said:
+        return None
+    try:
+        seconds = float(said)
+    except ValueError:
+        seconds = 0.0
+    if not 0.001 <= seconds <= MOST_TIMEOUT_S:  # so is what is no number at all
+        raise RequestError(
+            f"the header X-Request-Timeout is not a number of seconds from 0.001 to {MOST_TIMEOUT_S:g}",
+            "X-Request-Timeout",
+        )
+    return seconds
+
+
+def _no_route(scope: Scope, error: HTTPException, tell: Teller, request_id: str) -> Answer:
+    """The router's own 404 and 405."""
     if error.status_code == 405:
         refusal = Refusal(405, f"{scope['method']} is not served at {scope['path']}", "method_not_allowed")
     else:
         refusal = Refusal(
             error.status_code, f"there is no route {scope['path'][:SHOWN_PATH_CHARS]}; GET / lists them", "not_found"
         )
-    return answer_to(refusal)._replace(headers={key.lower(): value for key, value in (error.headers or {}).items()})
+    return tell(refusal, request_id)._replace(
+        headers={key.lower(): value for key, value in (error.headers or {}).items()}
+    )
 
 
 def _is_plain(value: bytes) -> bool:
@@ -219,8 +322,10 @@ class _Body:
     async def read(self, scope: Scope, receive: Receive, most: int) -> bytes | None:
         """The whole body; None where the client left meanwhile.
 
-        Raises Refusal (413) as soon as it is known to have more than `most` bytes, and Overloaded.
+        Raises Refusal (413) as soon as it is known to have more than `most` bytes, 400 or 415 for what is packed in
+        another way than gzip, and Overloaded.
         """
+        packed = check_encoding(header(scope["headers"], b"content-encoding"))
         too_large = Refusal(413, f"the body is more than {most} bytes", "body_too_large")
         declared = header(scope["headers"], b"content-length")
         if declared.isdigit() and int(declared[:20]) > most:
@@ -236,7 +341,17 @@ class _Body:
             self._size = self._bodies.grow(self._size, len(part))
             body += part
             if not message.get("more_body", False):
-                return bytes(body)
+                return await self._unpacked(bytes(body), most) if packed else bytes(body)
+
+    async def _unpacked(self, data: bytes, most: int) -> bytes:
+        """Raises Refusal (400, 413) and Overloaded."""
+        body = bytearray()
+        async for piece in unpacked(data):
+            if len(body) + len(piece) > most:
+                raise Refusal(413, f"the body, unpacked, is more than {most} bytes", "body_too_large")
+            self._size = self._bodies.grow(self._size, len(piece))
+            body += piece
+        return bytes(body)
 
 
 class _Post:
@@ -257,6 +372,8 @@ class _Post:
                 return
             departure.watch()
             respond = await self._begin(body, scope)
+            if (generation := scope.get("generation")) is not None:
+                generation.direct = scope.get("extensions", {}).get(DIRECT)
             del body
             until_begun.close()
             await respond(send)
@@ -272,37 +389,46 @@ class _Post:
 class _Api:
     """The routes."""
 
-    def __init__(self, gateway: Gateway, config: ApiConfig) -> None:
+    def __init__(self, gateway: Gateway, config: ApiConfig, edge: Edge) -> None:
         self._gateway = gateway
+        self._edge = edge
         self._limits = config.limits
         self._defaults = config.defaults
         self._names = config.served_model_names
         self._created = int(time.time())
         self.routes: list[str] = []
-        document = openapi(operations(config.limits, config.defaults), OPEN_PATHS, keys=config.keys_file is not None)
+        document = openapi(operations(config), OPEN_PATHS, keys=config.keys_file is not None)
         self._document, self._page = msgspec.json.encode(document), page(document)
 
     async def root(self, request: Request) -> Response:
         """What this is, and its routes."""
-        return _json({"name": "redline", "version": version("redline"), "models": self._names, "routes": self.routes})
+        return json_response(
+            {"name": "redline", "version": version("redline"), "models": self._names, "routes": self.routes}
+        )
 
     async def live(self, request: Request) -> Response:
         """200: this process answers. That says nothing of the model; `health` does."""
-        return _json({"status": "live"})
+        return json_response({"status": "live"})
 
     async def health(self, request: Request) -> Response:
-        """200 while the model answers; 503 while it loads, while it seems stuck, and after the worker has ended."""
+        """200 while the model answers; 503 while it loads, seems stuck or drains, and after the worker has ended."""
         if self._gateway.ready is None:
-            return _json({"status": "worker lost" if self._gateway.lost else "loading"}, 503)
+            return json_response({"status": "worker lost" if self._gateway.lost else "loading"}, 503)
+        if self._edge.draining is not None:
+            return json_response({"status": "draining", "reason": self._edge.draining}, 503)
         if (trouble := self._gateway.trouble) is not None:
-            return _json({"status": "stalled", "reason": trouble}, 503)
-        return _json({"status": "ready"})
+            return json_response({"status": "stalled", "reason": trouble}, 503)
+        return json_response({"status": "ready"})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self._gateway.metrics.expose(), headers={"content-type": metrics.CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": version("redline")})
+        return json_response({"version": version("redline")})
+
+    async def load(self, request: Request) -> Response:
+        """vLLM's: the requests that are being answered or wait."""
+        return json_response({"server_load": self._gateway.load})
 
     async def openapi(self, request: Request) -> Response:
         return Response(self._document, media_type="application/json")
@@ -311,90 +437,70 @@ class _Api:
         return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
 
     async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [self._card(name) for name in self._names]})
+
+    async def one_model(self, request: Request) -> Response:
+        return json_response(self._card(self._model(request.path_params["id"])))
+
+    def _card(self, name: str) -> dict[str, Any]:
         ready = self._gateway.ready
-        card = {
+        return {
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "redline",
             "max_model_len": ready.max_model_len if ready else None,
         }
-        return _json({"object": "list", "data": [{"id": name, **card} for name in self._names]})
 
-    async def chat(self, body: bytes, scope: Scope) -> Respond:
-        request = await self._read(body, read_chat)
-        model = self._model(request.model)
-        scope["generation"] = generation = await self._gateway.begin(request.ask)  # for the access line
-        return partial(self._chat, generation, model, request.stream, request.ask.sampling)
+    async def generate(self, dialect: Dialect[A], body: bytes, scope: Scope) -> Respond:
+        """Begin what a body asks for in a dialect."""
+        asked = await self._read(body, dialect.read)
+        model = self._model(asked.model)
+        if dialect.recall is not None:
+            asked = await dialect.recall(asked)
+        scope["generation"] = generation = await self._gateway.begin(asked.ask)  # for the access line
+        gateway = self._gateway
+        reply = Reply(asked, model, int(time.time()), generation, gateway.tokenizer, gateway.max_model_len)
+        return partial(self._reply, dialect, reply)
 
-    async def _chat(
-        self, generation: Generation, model: str, how: Streaming | None, sampling: Sampling, send: Send
-    ) -> None:
-        logprobs = sampling.logprobs is not None
-        token_bytes = self._gateway.tokenizer.token_bytes
-        id, created = f"chatcmpl-{uuid.uuid4().hex}", int(time.time())
-        with generation:
-            opening = max(_scored_entries(prompt, sampling) for prompt in generation.prompts)
-            if how is not None:
-                prompts = [len(prompt) for prompt in generation.prompts]
-                stream = ChatStream(id, created, model, prompts, generation.n, how, logprobs, token_bytes)
-                await self._stream(send, generation, stream, opening)
+    async def _reply(self, dialect: Dialect[A], reply: Reply[A], send: Send) -> None:
+        with reply.generation as generation:
+            if reply.asked.stream is not None:
+                await self._stream(send, generation, dialect.stream(reply), max(reply.openings))
                 return
             choices = await gather(generation)
-            cost = opening + sum(choice.entries for choice in choices)
-            body = await self._gateway.in_thread(
-                ENTRY_CHARS * cost, chat_answer, id, created, model, choices, logprobs, token_bytes
-            )
-            await _send_json(send, body)
-
-    async def completions(self, body: bytes, scope: Scope) -> Respond:
-        request = await self._read(body, read_completion)
-        model = self._model(request.model)
-        scope["generation"] = generation = await self._gateway.begin(request.ask)  # for the access line
-        return partial(self._completions, generation, model, request.stream, request.ask.sampling, request.echo)
-
-    async def _completions(
-        self,
-        generation: Generation,
-        model: str,
-        how: Streaming | None,
-        sampling: Sampling,
-        echo: bool,
-        send: Send,
-    ) -> None:
-        logprobs = sampling.logprobs is not None
-        token_bytes = self._gateway.tokenizer.token_bytes
-        id, created = f"cmpl-{uuid.uuid4().hex}", int(time.time())
-        with generation:
-            prompts, n = generation.prompts, generation.n
-            openings = [_scored_entries(prompt, sampling) + (len(prompt) if echo else 0) for prompt in prompts]
-            if how is not None:
-                stream = CompletionStream(id, created, model, prompts, n, how, logprobs, echo, token_bytes)
-                await self._stream(send, generation, stream, max(openings))
-                return
-            choices = await gather(generation)
-            cost = n * sum(openings) + sum(choice.entries for choice in choices)
-            body = await self._gateway.in_thread(
-                ENTRY_CHARS * cost, completion_answer, id, created, model, prompts, choices, logprobs, echo, token_bytes
-            )
+            cost = generation.n * sum(reply.openings) + sum(choice.entries for choice in choices)
+            body = await self._gateway.in_thread(ENTRY_CHARS * cost, dialect.answer, reply, choices)
             await _send_json(send, body)
 
     async def _stream(self, send: Send, generation: Generation, stream: EventStream, opening: int) -> None:
-        """The status waits for the first tokens, so that what fails before them fails with its own status. What fails
-        later is an error event, and the end. `opening`: the entries that open a choice."""
+        """The status leaves at admission, within REFUSAL_S, so that what the engine refuses at once fails with its own
+        status. What fails later is an error event, and the end. `opening`: the entries that open a choice."""
         started = False
+
+        async def start() -> None:
+            nonlocal started
+            started = True
+            await send(dict(STREAM_START))
+            if opened := stream.open():
+                await _send_parts(send, opened)
+
         try:
+            if await generation.admitted(REFUSAL_S):
+                await start()
             async for batches in generation:
                 if not started:
-                    started = True
-                    await send(dict(STREAM_START))
+                    await start()
                 cost = ENTRY_CHARS * opening * sum(batch.first for batch in batches)
                 if body := await self._gateway.in_thread(cost, stream.write, batches):
                     await _send_parts(send, body)
+                if not opening:  # else a choice may open with what has to be written in a thread
+                    await _send_parts(send, await generation.pour(stream.write))
             await send({"type": "http.response.body", "body": stream.close(), "more_body": False})
         except Exception as error:
             if not started:
                 raise
-            await send({"type": "http.response.body", "body": data(answer_to(error).body), "more_body": False})
+            await send({"type": "http.response.body", "body": stream.fail(error), "more_body": False})
 
     async def tokenize(self, body: bytes, scope: Scope) -> Respond:
         request = await self._read(body, read_tokenize)
@@ -409,6 +515,16 @@ class _Api:
             len(tokens), tokenize_answer, tokens, self._gateway.max_model_len, token_bytes
         )
         return partial(_send_json, body=answer)
+
+    async def count_tokens(self, body: bytes, scope: Scope) -> Respond:
+        """Anthropic's: how many tokens a message's prompt has."""
+        request = await self._read(body, read_count)
+        self._model(request.model)
+        most = self._limits.tokens
+        tokens = await self._gateway.encode(request.conversation, "messages", most)
+        if len(tokens) > most:
+            raise RequestError(f"messages is {len(tokens)} tokens; at most {most} in one request", "messages")
+        return partial(_send_json, body=count_answer(len(tokens)))
 
     async def detokenize(self, body: bytes, scope: Scope) -> Respond:
         most = self._gateway.max_model_len
@@ -429,16 +545,12 @@ class _Api:
         return asked or self._names[0]
 
 
-def _json(value: Any, status: int = 200) -> Response:
+def json_response(value: Any, status: int = 200) -> Response:
+    """A whole answer in JSON."""
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 ENTRY_CHARS = 8  # writing one log probability costs what encoding so many characters does
-
-
-def _scored_entries(prompt: Sequence[int], sampling: Sampling) -> int:
-    """Log probabilities that are told of a prompt."""
-    return 0 if sampling.prompt_logprobs is None else len(prompt) * (sampling.prompt_logprobs + 1)
 
 
 class _Departure:
@@ -471,6 +583,8 @@ class _Departure:
         self._left = True
         self._task.cancel()
 
+
+REFUSAL_S = 0.25  # in which an engine that is not in the middle of a step has refused what it cannot take
 
 STREAM_START: Message = {
     "type": "http.response.start",

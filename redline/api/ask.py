@@ -1,5 +1,6 @@
 """A question with no dialect left in it: what every API reads into, and what the gateway answers."""
 
+from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation
 from redline.wire.base import Record
 from redline.wire.job import Sampling
@@ -25,7 +26,13 @@ class Ask(Record, frozen=True):
     include_stop: bool = False  # what ended the answer is part of it
     skip_special_tokens: bool = True  # control tokens have no text (redline.chat.decoder.Decoder)
     ignore_eos: bool = False  # the model's own stop ids do not end an answer
+    timeout_s: float | None = None  # from the request's arrival to the last token; None: as the deployment has it
     salt: str = ""  # requests with different salts never share cached pages
+    constraint: Constraint | None = None  # what the visible answer has to be
+    calls: Calls = Calls()  # which of the conversation's tools may be called
+    reasoning: bool = True  # it is shown; false: it is generated and counted, and not shown
+    cut: bool = False  # max_tokens may be more than there is room for; else such a request is refused
+    token_ids: bool = False  # of prompts and answers are told
     param: str = "messages"  # the field that the prompts came from, for errors
 
     @property

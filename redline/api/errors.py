@@ -4,6 +4,7 @@ What was raised on purpose explains itself to the client; anything else is logge
 """
 
 import logging
+import math
 from typing import NamedTuple
 
 import msgspec
@@ -18,8 +19,10 @@ log = logging.getLogger("redline.api")
 class Refusal(RequestError):
     """A request that is refused for its HTTP side (size, key, path), before its body is understood.
 
-    status: of HTTP. code: the word for programs in the body.
+    status: of HTTP. code: the word for programs in the body. `retry_s`: when to ask again, where that would help.
     """
+
+    retry_s: float | None = None
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -40,20 +43,45 @@ def error_body(message: str, kind: str, param: str | None = None, code: str | No
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def answer_to(error: Exception) -> Answer:
-    """The status and body for an exception; what is our fault is logged, with its trace where nobody foresaw it."""
+def _retry_after(seconds: float) -> str:
+    return str(max(RETRY_AFTER_S, math.ceil(seconds)))
+
+
+class Told(NamedTuple):
+    """What a client is told of an exception, in no dialect's shape yet. kind: OpenAI's type."""
+
+    status: int
+    message: str
+    kind: str
+    param: str | None
+    code: str | None
+    headers: dict[str, str]
+
+
+def tell(error: Exception) -> Told:
+    """What a client is told of an exception; what is our fault is logged, with its trace where nobody foresaw it."""
     match error:
+        case Refusal(status=429, retry_s=float() as seconds):
+            headers = {"retry-after": _retry_after(seconds)}
+            return Told(429, str(error), "rate_limit_error", error.param, error.code, headers)
         case RequestError():
-            body = error_body(str(error), "invalid_request_error", error.param, error.code)
-            return Answer(error.status, body, {"www-authenticate": "Bearer"} if error.status == 401 else {})
+            kind = "invalid_request_error" if error.status < 500 else "server_error"
+            headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+            return Told(error.status, str(error), kind, error.param, error.code, headers)
         case Overloaded():
-            body = error_body(str(error), "server_error", None, "overloaded")
-            return Answer(503, body, {"retry-after": str(RETRY_AFTER_S)})
+            return Told(
+                503, str(error), "server_error", None, "overloaded", {"retry-after": _retry_after(error.retry_s)}
+            )
         case WorkerLost():
-            body = error_body(str(error), "server_error", None, "worker_lost")
-            return Answer(503, body, {"retry-after": str(RETRY_AFTER_S)})
+            return Told(503, str(error), "server_error", None, "worker_lost", {"retry-after": str(RETRY_AFTER_S)})
         case _:
             # What the engine says of a job is known, and one line; a trace is for what nobody foresaw.
             known = isinstance(error, RedlineError)
             log.error("a request failed: %s", error, exc_info=None if known else error)
-            return Answer(500, error_body("The server met an error with this request", "server_error"), {})
+            return Told(500, "The server met an error with this request", "server_error", None, None, {})
+
+
+def answer_to(error: Exception) -> Answer:
+    """The status and body for an exception, in OpenAI's shape; `tell` says what is logged."""
+    told = tell(error)
+    return Answer(told.status, error_body(told.message, told.kind, told.param, told.code), told.headers)

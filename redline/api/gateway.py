@@ -15,24 +15,28 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import msgspec
 
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Limits
+from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
+from redline.api.pour import Direct, Pours
+from redline.api.quota import CALLER, Caller, ServedRate
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
-from redline.chat.events import End, Event
+from redline.chat.events import End, Event, Thought
 from redline.chat.hashing import make_job
+from redline.chat.known import KnownTexts
 from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
-from redline.errors import ContextTooLong, Overloaded, RedlineError, RequestError, WorkerLost
+from redline.errors import ContextTooLong, DeadlineExceeded, Overloaded, RedlineError, RequestError, WorkerLost
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
-from redline.wire.job import Abort, Job, JobId, Sampling
+from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
 from redline.wire.news import Beat, Failed, Load, Ready
 from redline.wire.step import TokenLogprobs
 
@@ -51,7 +55,7 @@ class JobFailed(RedlineError):
     """The engine gave up on this job and on no other; a client sees status 500 and no reason."""
 
 
-class Batch(NamedTuple):
+class Batch(msgspec.Struct, frozen=True, gc=False):
     """What one delta gave for one choice."""
 
     choice: int  # its index
@@ -59,6 +63,8 @@ class Batch(NamedTuple):
     completion_tokens: int  # of the choice, so far
     first: bool = False  # the first batch of its choice
     prompt_logprobs: Sequence[TokenLogprobs] | None = None  # with the first batch, where asked for
+    token_ids: Sequence[int] | None = None  # of the answer, since the last batch, where asked for
+    prompt_ids: Sequence[int] | None = None  # with the first batch, where asked for
 
 
 class Gateway:
@@ -87,9 +93,14 @@ class Gateway:
         self._style = style
         self._outbox = outbox
         self._limits = limits
+        self.pours = Pours()
+        self._known = KnownTexts(limits.known_bytes)
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
         self._waiting_tokens = 0  # prompt tokens of those, and of the jobs that are being made
+        self._grammars = Grammars(tokenizer, limits)
+        self._served = ServedRate(clock)
+        metrics.queue(lambda: self._waiting, lambda: self._waiting_tokens)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
         self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
@@ -97,6 +108,31 @@ class Gateway:
     def max_model_len(self) -> int:
         """Tokens of one job at most, prompt and answer. Raises Overloaded or WorkerLost while no worker is ready."""
         return self._engine().max_model_len
+
+    @property
+    def load(self) -> int:
+        """Requests that are being answered or wait."""
+        return len({lane.generation for lane in self._lanes.values()})
+
+    @property
+    def waiting(self) -> tuple[int, int]:
+        """Jobs without a first token, and the tokens of their prompts with those that are being made."""
+        return self._waiting, self._waiting_tokens
+
+    @property
+    def running(self) -> int:
+        """Jobs that have had a first token and have not ended."""
+        return len(self._lanes) - self._waiting
+
+    @property
+    def retry_s(self) -> float:
+        """Seconds until what waits now will have begun, as fast as prompts were served lately."""
+        return self._served.retry_s(self._waiting_tokens)
+
+    @property
+    def served_per_s(self) -> float:
+        """Prompt tokens a second that were served lately, cached ones included."""
+        return self._served.per_s
 
     @property
     def silence(self) -> str | None:
@@ -116,17 +152,26 @@ class Gateway:
         """Read the worker's messages until cancelled. However the reading ends, every answer ends with WorkerLost."""
         try:
             while True:
-                for message in await inbox.get():
-                    self.deliver(message)
+                self.take(await inbox.get())
         finally:
             self.lose("the worker's messages are not read any more")
 
+    def take(self, messages: Sequence[Wire]) -> None:
+        """Take in what has come of the worker together: what it gives a stream is one write. Raises as `deliver`."""
+        for message in messages:
+            self._take(message)
+        self.pours.flush()
+
     def deliver(self, message: Wire) -> None:
-        """Take in one message of the worker. Raises AssertionError for one that no worker sends."""
+        """Take in one message of the worker; more may come in this turn of the loop. Raises AssertionError for one that
+        no worker sends."""
+        self._take(message)
+        self.pours.soon()
+
+    def _take(self, message: Wire) -> None:
         match message:
             case Delta():
-                lane = self._lanes.get(message.job)
-                if lane is not None:  # else: aborted here before the worker knew
+                if (lane := self._lanes.get(message.job)) is not None:  # else: aborted here before the worker knew
                     self._deliver(lane, message)
             case Load():
                 self.metrics.load(message)
@@ -137,6 +182,7 @@ class Gateway:
                 if self._lanes:
                     self.lose("another worker has taken its place")
                 self.ready, self.lost = message, None
+                self.metrics.ready(message)
                 self._beat_at, self._turn_s = None, 0.0
             case Failed():
                 self.lose(message.reason)
@@ -148,25 +194,35 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             self._waits_no_more(lane)
-        if delta.tokens:
-            self._time(lane, now, len(delta.tokens))
+            if delta.finish not in ("error", "aborted"):
+                self._served.served(len(lane.job.tokens))
+        if delta.queued_s is not None:
+            lane.queued_s = delta.queued_s
+        if tokens := len(delta.tokens):
+            if lane.tokens:
+                self.metrics.tokens.generated(tokens, now - lane.last_at)
+            else:
+                lane.first_at = now
+                self.metrics.time_to_first_token.observe(now - lane.began)
+                self.metrics.tokens.generated(tokens, None)
+            lane.last_at = now
+            lane.tokens += tokens
+            if (account := lane.generation.caller.account) is not None:
+                account.charge(tokens)
         if delta.finish is not None:
             del self._lanes[lane.job.id]
             self._ended(lane, now, delta.finish)
         lane.generation.push(lane, delta)
 
-    def _time(self, lane: "_Lane", now: float, tokens: int) -> None:
-        first = lane.tokens == 0
-        if first:
-            lane.first_at = now
-            self.metrics.time_to_first_token.observe(now - lane.began)
-        self.metrics.tokens.generated(tokens, None if first else now - lane.last_at)
-        lane.last_at = now
-        lane.tokens += tokens
-
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
         self.metrics.finished(finish)
         self.metrics.e2e_latency.observe(now - lane.began)
+        self.metrics.job_ended(len(lane.job.tokens), lane.tokens)
+        if lane.tokens:
+            prefill_s = max(0.0, lane.first_at - lane.sent_at - lane.queued_s)
+            self.metrics.job_took(lane.queued_s, prefill_s, lane.last_at - lane.first_at)
+        if (longest := lane.generation.job_ended(lane.tokens)) is not None:
+            self.metrics.answered_whole(longest)
         if lane.tokens > 1:
             self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
 
@@ -184,43 +240,74 @@ class Gateway:
     def close(self) -> None:
         """End every answer with WorkerLost, and the threads once they have done what they are at; idempotent."""
         self.lose("the server is closing")
+        self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def ended(self) -> None:
+        """Wait, behind `close`, until no process of its own is left."""
+        await self._grammars.ended()
 
     # -- from a request
 
     async def begin(self, ask: Ask) -> "Generation":
         """Encode, check, send: the answer as it comes, one job for each choice.
 
-        Raises RequestError (ContextTooLong, MessageTooLarge), Overloaded or WorkerLost; then no job is left running.
+        Raises RequestError (ContextTooLong, MessageTooLarge, DeadlineExceeded; LimitReached where the caller's account
+        cannot pay for it), Overloaded or WorkerLost; then no job is left running.
         A caller that is cancelled in here leaves nothing behind either: no further text is encoded, and jobs that were
         sent are aborted.
         """
+        caller, timeout_s = CALLER.get(), self._timeout_s(ask)
+        if timeout_s is None:
+            return await self._begin(ask, caller)
+        passed = max(0.0, time.monotonic() - caller.began) if caller.began else 0.0
+        until = asyncio.get_running_loop().time() + timeout_s - passed
+        try:
+            async with asyncio.timeout_at(until):
+                generation = await self._begin(ask, caller)
+        except TimeoutError:
+            raise DeadlineExceeded(_too_late(timeout_s)) from None
+        generation.end_at(until, DeadlineExceeded(_too_late(timeout_s)))
+        return generation
+
+    async def _begin(self, ask: Ask, caller: Caller) -> "Generation":
         began = time.perf_counter()
         engine = self._engine()
+        salt = _salt(caller, ask.salt)
         self._admit(ask)
+        if caller.account is not None:
+            caller.account.check_tokens(0)  # before its text is encoded
         self._check_ids(ask.sampling)
         jobs: list[Job] = []
         tokens_before = 0  # of this request, each prompt as often as it is answered
         try:
             for place, prompt in enumerate(ask.prompts):
                 param = ask.param if len(ask.prompts) == 1 else f"{ask.param}[{place}]"
-                tokens = await self.encode(prompt, param, engine.max_model_len)
+                tokens = await self.encode(prompt, param, engine.max_model_len, salt)
                 if not tokens:
                     raise RequestError(f"{param} is empty", param)
                 sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
+                if ask.sampling.max_tokens:
+                    sampling = msgspec.structs.replace(sampling, grammar=await self._grammar(ask, prompt))
                 self._admit_tokens(ask, tokens_before, len(tokens))
                 tokens_before += ask.n * len(tokens)
                 self._waiting_tokens += ask.n * len(tokens)
-                job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, ask.salt)
-                jobs += _copies(job, ask)
+                job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, salt)
+                jobs += _copies(job, ask, caller)
             # While this one was encoded, the worker may have gone and other requests may have come.
             if self._engine() is not engine:
                 raise WorkerLost("the worker has changed")
             self._admit(ask)
-            generation = Generation(self, ask, jobs, began)
+            if caller.account is not None:
+                caller.account.check_tokens(tokens_before)
+                caller.account.charge(tokens_before)
+            generation = Generation(self, ask, jobs, began, caller)
         except BaseException:
             self._waiting_tokens -= tokens_before
             raise
+        self.metrics.asked(ask.n, generation.lanes[0].job.sampling.max_tokens)
+        if not self._waiting:
+            self._served.begins()
         for lane in generation.lanes:
             self._lanes[lane.job.id] = lane
             self._waiting += 1
@@ -236,10 +323,18 @@ class Gateway:
             raise
         return generation
 
-    async def encode(self, prompt: Prompt, param: str, most: int) -> tuple[int, ...]:
+    async def _grammar(self, ask: Ask, prompt: Prompt) -> Grammar | None:
+        conversation = prompt if isinstance(prompt, Conversation) else None
+        if ask.constraint is None and (conversation is None or not conversation.tools):
+            return None
+        thinks = conversation is not None and self._style.thinks(conversation)
+        return await self._grammars.grammar(ask.constraint, ask.calls, conversation, thinks=thinks)
+
+    async def encode(self, prompt: Prompt, param: str, most: int, salt: str | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; encoding ends soon after there are more than `most`, so there may be somewhat more.
 
-        param: the field that the prompt came from, for errors. Raises RequestError for ids beyond the vocabulary,
+        param: the field that the prompt came from, for errors. salt: the tenant's, who shares what was encoded before
+        with those of the same salt only; None: with nobody. Raises RequestError for ids beyond the vocabulary,
         ContextTooLong for a list of more than `most` ids and for a text of which the rest is not encoded.
         """
         chars = most * self._longest_token
@@ -257,7 +352,7 @@ class Gateway:
                 return prompt
         left = threading.Event()
         try:
-            return await self.in_thread(size, self._encode, prompt, most, chars, left)
+            return await self.in_thread(size, self._encode, prompt, most, chars, left, salt)
         except ContextTooLong as error:
             raise ContextTooLong(f"{param} is {error}; at most {most} tokens are read", param) from None
         except asyncio.CancelledError:
@@ -286,6 +381,7 @@ class Gateway:
             parse=chat,
             include_stop_str=ask.include_stop,
             skip_special_tokens=ask.skip_special_tokens,
+            one_call=not ask.calls.parallel,
         )
 
     def forget(self, lane: "_Lane", finish: Finish) -> None:
@@ -303,14 +399,14 @@ class Gateway:
         if self.lost is not None:
             raise WorkerLost("the worker has ended")
         if self.ready is None:
-            raise Overloaded("the model is still loading")
+            raise Overloaded("the model is still loading", reason="loading")
         if (silence := self.silence) is not None:
-            raise Overloaded(silence)
+            raise Overloaded(silence, reason="silent")
         return self.ready
 
     def _admit(self, ask: Ask) -> None:
         if self._waiting + ask.choices > self._limits.waiting:
-            raise Overloaded(f"{self._waiting} jobs wait already; try again later")
+            raise Overloaded(f"{self._waiting} jobs wait already; try again later", self.retry_s, "queue_jobs")
 
     def _admit_tokens(self, ask: Ask, before: int, tokens: int) -> None:
         """Bound the products: prompts, their copies and their logprobs. Raises RequestError or Overloaded.
@@ -323,8 +419,10 @@ class Gateway:
                 f"the prompts, each counted n times, are {asked} tokens or more; at most {most} in one request",
                 ask.param,
             )
-        if self._waiting_tokens > before and self._waiting_tokens + ask.n * tokens > most:
-            raise Overloaded(f"{self._waiting_tokens} tokens wait already; try again later")
+        if self._waiting_tokens > before and self._waiting_tokens + ask.n * tokens > self._limits.queue_tokens:
+            raise Overloaded(
+                f"{self._waiting_tokens} tokens wait already; try again later", self.retry_s, "queue_tokens"
+            )
         scored = ask.sampling.prompt_logprobs
         if scored is not None and asked * (scored + 1) > (most := self._limits.prompt_logprobs):
             raise RequestError(
@@ -333,18 +431,28 @@ class Gateway:
                 "prompt_logprobs",
             )
 
+    def _timeout_s(self, ask: Ask) -> float | None:
+        """From the request's arrival to its last token: the least that field, header and deployment say."""
+        said = [seconds for seconds in (ask.timeout_s, CALLER.get().timeout_s) if seconds is not None]
+        of_all = self._limits.timeout_s
+        return min([*said, *([] if of_all is None else [of_all])], default=None)
+
     def _waits_no_more(self, lane: "_Lane") -> None:
         self._waiting -= 1
         self._waiting_tokens -= len(lane.job.tokens)
 
-    def _encode(self, prompt: Conversation | str, most: int, chars: int, left: threading.Event) -> tuple[int, ...]:
+    def _encode(
+        self, prompt: Conversation | str, most: int, chars: int, left: threading.Event, salt: str | None
+    ) -> tuple[int, ...]:
         def check() -> None:
             if left.is_set():
                 raise asyncio.CancelledError  # nobody waits for this any more
 
         if isinstance(prompt, str):  # a raw prompt is the client's own template
             return tuple(self.tokenizer.encode_with_specials(prompt, most, check))
-        return tuple(self.tokenizer.encode_pieces(render(prompt, self._style, chars), most, check))
+        pieces = render(prompt, self._style, chars)
+        known = None if salt is None else self._known
+        return tuple(self.tokenizer.encode_pieces(pieces, most, check, known, salt or ""))
 
     def _check_ids(self, sampling: Sampling) -> None:
         self._check_range(sampling.stop_ids, "stop_token_ids")
@@ -359,21 +467,31 @@ class Gateway:
     def _settle(self, ask: Ask, prompt_tokens: int, limit: int, param: str) -> Sampling:
         """The sampling of a prompt's jobs, all but the seed. Scoring needs one step, so it asks for one token."""
         asked = ask.sampling.max_tokens
+        most = self._limits.most_max_tokens
+        if asked == WHAT_IS_LEFT:
+            allowed = [tokens for tokens in (most, self._limits.default_max_tokens) if tokens is not None]
+            allowed = min(allowed, default=WHAT_IS_LEFT)
+            if ask.sampling.min_tokens > allowed:
+                raise RequestError(f"min_tokens is more than an answer has here, {allowed} tokens", "min_tokens")
+        elif most is not None and asked > most and not ask.cut:
+            raise RequestError(f"max_tokens is {asked}; this server gives {most} at most", "max_tokens")
+        else:
+            allowed = asked if most is None else min(asked, most)
         left = limit - prompt_tokens
         if left < 1:
             raise ContextTooLong(
                 f"{param} is {prompt_tokens} tokens; this model reads {limit}, the answer's included", param
             )
-        if asked != WHAT_IS_LEFT and asked > left:
+        if asked != WHAT_IS_LEFT and asked > left and not ask.cut:
             raise ContextTooLong(
                 f"{param} is {prompt_tokens} tokens and max_tokens {asked}: together {prompt_tokens + asked}; "
                 f"this model's context holds {limit}",
-                param,
+                "max_tokens",
             )
         own = () if ask.ignore_eos else self.tokenizer.stop_ids
         return msgspec.structs.replace(
             ask.sampling,
-            max_tokens=max(1, min(asked, left)),
+            max_tokens=max(1, min(allowed, left)),
             stop_ids=tuple(dict.fromkeys((*own, *ask.sampling.stop_ids))),
         )
 
@@ -405,16 +523,29 @@ def _size(conversation: Conversation) -> int:
     return size
 
 
+def _too_late(timeout_s: float) -> str:
+    return f"the deadline has passed: the answer was not complete {timeout_s:g} s after the request came"
+
+
+def _salt(caller: Caller, salt: str) -> str:
+    """What keeps the cached pages of one name from another's requests; a name has no line end."""
+    return salt if caller.account is None else f"{caller.account.name}\n{salt}"
+
+
 def _job(tokens: tuple[int, ...], sampling: Sampling, fingerprint: str, salt: str) -> Job:
     return make_job(JobId(uuid.uuid4().hex), tokens, sampling, fingerprint, salt)
 
 
-def _copies(job: Job, ask: Ask) -> list[Job]:
+def _copies(job: Job, ask: Ask, caller: Caller) -> list[Job]:
+    # The request's id stands in the job's, and so in what the worker says of it.
+    id = f"{caller.request_id}.{job.id}" if caller.request_id else job.id
+    tenant = "" if caller.account is None else caller.account.name
     seed = secrets.randbits(63) if ask.seed is None else ask.seed & SEED_MASK
     return [
         msgspec.structs.replace(
             job,
-            id=JobId(f"{job.id}-{k}"),
+            id=JobId(f"{id}-{k}"),
+            tenant=tenant,
             sampling=msgspec.structs.replace(job.sampling, seed=derived_seed(seed, k), seeded=ask.seed is not None),
         )
         for k in range(ask.n)
@@ -456,8 +587,11 @@ class _Lane:
         "job",
         "last_at",
         "opened",
+        "queued_s",
         "read",
+        "sent_at",
         "tokens",
+        "untold",
     )
 
     def __init__(self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float) -> None:
@@ -466,6 +600,8 @@ class _Lane:
         self.job = job
         self.decoder = decoder
         self.began = began
+        self.sent_at = time.perf_counter()  # to the worker, but for what it costs to write jobs
+        self.queued_s = 0.0  # there
         self.first_at = began
         self.last_at = began
         self.tokens = 0  # arrived
@@ -473,6 +609,7 @@ class _Lane:
         self.heard = False  # a delta has come
         self.opened = False  # a batch has gone out
         self.ended = False  # its End has gone out
+        self.untold: list[int] = []  # ids that go out with the next batch, where they are asked for
 
 
 class Generation:
@@ -482,17 +619,25 @@ class Generation:
             async for batches in generation: ...
 
     Iterating raises WorkerLost, Overloaded, RequestError or JobFailed where the answer cannot be completed. `prompts`
-    holds the token ids of each prompt, `n` the choices for each.
+    holds the token ids of each prompt, `n` the choices for each. `direct` is what `pour` writes to, if there is any.
     """
 
-    def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float) -> None:
+    def __init__(self, gateway: Gateway, ask: Ask, jobs: Sequence[Job], began: float, caller: Caller) -> None:
         self.n = ask.n
+        self.caller = caller
+        self._ending: asyncio.TimerHandle | None = None
+        self.direct: Direct | None = None
         self._gateway = gateway
+        self._pours = gateway.pours
         self._scores = ask.sampling.max_tokens == 0
+        self._reasoning, self._token_ids = ask.reasoning, ask.token_ids
         self._arrived: list[tuple[_Lane, Delta]] = []
         self._wake: asyncio.Future[None] | None = None
+        self._pour: Callable[[list[Batch]], bytes] | None = None
+        self._left = b""  # poured, and not written
         self._failure: Exception | None = None
-        self._open = len(jobs)
+        self._open = self._unended = len(jobs)
+        self._longest = 0  # tokens of a job
         self.lanes = [
             _Lane(self, choice, job, gateway.decoder(ask, ask.prompts[choice // ask.n], job), began)
             for choice, job in enumerate(jobs)
@@ -501,16 +646,83 @@ class Generation:
 
     def push(self, lane: _Lane, delta: Delta) -> None:
         """Hand over the next delta of one of its jobs, and wake whoever iterates."""
+        if self._pour is None or delta.finish is not None:
+            self._notify()
+        elif not self._arrived:
+            self._pours.add(self)
         self._arrived.append((lane, delta))
-        self._notify()
+
+    async def pour(self, write: Callable[[list[Batch]], bytes]) -> bytes:
+        """Write what `write` makes of the batches to `direct` as they come, which costs half of waking a task for each.
+
+        Returns, at once or later, whenever whoever iterates has to go on: without `direct`, where its client lags, and
+        for whatever ends a choice or the answer. What it returns has not been written. Raises what `write` raises.
+        """
+        if self.direct is None or self._arrived or self._open == 0 or self._failure is not None:
+            return b""
+        self._pour = write
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+            return self._left
+        finally:
+            self._wake = self._pour = None
+            self._left = b""
+
+    def flush(self) -> None:
+        """Write what has come since the last turn of the event loop (`pour.Poured`)."""
+        if (write := self._pour) is None or (wake := self._wake) is None or wake.done():
+            return  # whoever iterates takes it
+        assert self.direct is not None
+        arrived, self._arrived = self._arrived, []
+        batches: list[Batch] = []
+        try:
+            for lane, delta in arrived:
+                if (batch := self._read(lane, delta)) is not None:
+                    batches.append(batch)
+            body = write(batches)
+        except Exception as error:
+            wake.set_exception(error)
+            return
+        if body and not self.direct.write_part(body):
+            self._left = body
+            wake.set_result(None)
+        elif self._open == 0:
+            wake.set_result(None)
+
+    def job_ended(self, tokens: int) -> int | None:
+        """One of its jobs has ended, with so many tokens: those of the longest, once all of them have."""
+        self._unended -= 1
+        self._longest = max(self._longest, tokens)
+        return None if self._unended else self._longest
 
     def fail(self, error: Exception) -> None:
         """End the answer with an error: what has arrived still goes out, then the iteration raises it."""
         self._failure = error
         self._notify()
 
+    def end_at(self, when: float, error: Exception) -> None:
+        """End the answer with an error, and its jobs, unless it is complete by then. when: in the event loop's time."""
+
+        def end() -> None:
+            self.close()
+            self.fail(error)
+
+        self._ending = asyncio.get_running_loop().call_at(when, end)
+
+    async def admitted(self, seconds: float) -> bool:
+        """False where it is known within so many seconds that nothing will come; it returns as soon as anything is."""
+        if not self._arrived and self._failure is None and self._open:
+            self._wake = asyncio.get_running_loop().create_future()
+            await asyncio.wait({self._wake}, timeout=seconds)
+            self._wake = None
+        ended = any(delta.finish in ("error", "aborted") for _, delta in self._arrived)
+        return self._failure is None and not ended
+
     def close(self) -> None:
         """Abort every job of this answer that has not ended; idempotent."""
+        if self._ending is not None:
+            self._ending.cancel()
         for lane in self.lanes:
             self._gateway.forget(lane, "aborted")
 
@@ -547,15 +759,17 @@ class Generation:
     def _read(self, lane: _Lane, delta: Delta) -> Batch | None:
         if lane.ended:
             return None  # its stop string was found in an earlier delta
-        if delta.finish in ("error", "aborted"):
+        if delta.finish is None:
+            if not delta.tokens:
+                lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
+                return None
+        elif delta.finish in ("error", "aborted"):
             raise _failure(delta)
-        if not delta.tokens and delta.finish is None:
-            lane.decoder.push(delta)  # log probabilities of the prompt, which go out with the first batch
-            return None
         if self._scores:
             self._gateway.forget(lane, "length")
             delta = msgspec.structs.replace(delta, tokens=(), logprobs=(), finish="length")
         events = lane.decoder.push(delta)
+        before = lane.read
         lane.read += len(delta.tokens)
         if lane.decoder.stopped:
             self._gateway.forget(lane, "stop")
@@ -563,8 +777,17 @@ class Generation:
             lane.ended = True
             lane.read = end.completion_tokens
             self._open -= 1
-        elif not events and lane.opened:
+        if not self._reasoning:
+            events = [event for event in events if not isinstance(event, Thought)]
+        if self._token_ids:
+            lane.untold += delta.tokens[: lane.read - before]
+        if not events and lane.opened:
             return None  # the tokens so far end within a character or a tag
         first, lane.opened = not lane.opened, True
         scored = first and lane.job.sampling.prompt_logprobs is not None
-        return Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)
+        batch = Batch(lane.choice, events, lane.read, first, lane.decoder.prompt_logprobs if scored else None)
+        if self._token_ids:
+            told, lane.untold = lane.untold, []
+            prompt_ids = lane.job.tokens if first else None
+            batch = msgspec.structs.replace(batch, token_ids=told, prompt_ids=prompt_ids)
+        return batch

@@ -6,28 +6,50 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate, zip_longest
 from math import inf
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from starlette.types import Scope
 
+from redline.api.errors import Refusal
+from redline.errors import Overloaded
 from redline.wire.delta import Finish
-from redline.wire.news import Load
+from redline.wire.job import PAGE_TOKENS
+from redline.wire.news import STEP_SIZES, Load, Ready
 from redline.wire.step import Drafter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+ENGINE = "0"  # dashboards choose by it; there is one engine behind each server
+
 EXPOSED_S = 0.25  # how long a scrape's text is given to others
 
 # Upper bounds in seconds, those of vLLM.
-TTFT_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
-TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
-E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 120, 240, 480, 960)
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
+)  # fmt: skip
+TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80,
+)  # fmt: skip
+LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+E2E_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 60, 80, 120, 240, 480, 960, 1920, 7680)
+# In tokens: 1, 2, 5, 10 ... up to a context.
+COUNT_BUCKETS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+CHOICE_BUCKETS = (1, 2, 5, 10, 20, 50, 64)
 
 
 class TokenTimes:
     """What is counted for every token. Plain numbers, made into series when Prometheus asks: a tenth of the cost."""
 
     def __init__(self, model_name: str) -> None:
-        self._labels = [model_name]
+        self._labels = [model_name, ENGINE]
         self._counts = [0] * (len(TOKEN_BUCKETS) + 1)
         self._seconds = 0.0
         self._tokens = 0
@@ -41,7 +63,7 @@ class TokenTimes:
 
     def collect(self) -> Iterator[Metric]:
         """The series as Prometheus wants them; its registry calls this."""
-        label = ["model_name"]
+        label = ["model_name", "engine"]
         tokens = CounterMetricFamily("vllm:generation_tokens", "Tokens generated", labels=label)
         tokens.add_metric(self._labels, self._tokens)
         yield tokens
@@ -53,22 +75,52 @@ class TokenTimes:
         yield gaps
 
 
+class StepSizes:
+    """How many positions the engine's steps have, as the workers count them."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = [model_name, ENGINE]
+        self._counts = [0] * (len(STEP_SIZES) + 1)
+        self._positions = 0
+
+    def add(self, load: Load, last: Load | None) -> None:
+        """Count the steps between two loads of one worker; last: None: since its start."""
+        before = last.step_sizes if last else ()
+        for place, (now, then) in enumerate(zip_longest(load.step_sizes, before, fillvalue=0)):
+            self._counts[place] += now - then
+        self._positions += load.step_positions - (last.step_positions if last else 0)
+
+    def collect(self) -> Iterator[Metric]:
+        """The series as Prometheus wants them; its registry calls this."""
+        sizes = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Tokens that a step computes", labels=["model_name", "engine"]
+        )
+        bounds = [*(str(float(bound)) for bound in STEP_SIZES), "+Inf"]
+        sizes.add_metric(self._labels, list(zip(bounds, accumulate(self._counts), strict=True)), self._positions)
+        yield sizes
+
+
 class Metrics:
     """One registry of its own, so that several servers may live in one process. Times are in seconds."""
 
     def __init__(self, model_name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.registry = CollectorRegistry()
-        label = ("model_name",)
+        ProcessCollector(registry=self.registry)
+        own = (model_name, ENGINE)
+        label = ("model_name", "engine")
 
         def histogram(name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
             series = Histogram(f"vllm:{name}", help, label, registry=self.registry, buckets=buckets)
-            return series.labels(model_name)
+            return series.labels(*own)
 
         def counter(name: str, help: str) -> Counter:
-            return Counter(f"vllm:{name}", help, label, registry=self.registry).labels(model_name)
+            return Counter(f"vllm:{name}", help, label, registry=self.registry).labels(*own)
 
         def gauge(name: str, help: str) -> Gauge:
-            return Gauge(f"vllm:{name}", help, label, registry=self.registry).labels(model_name)
+            return Gauge(f"vllm:{name}", help, label, registry=self.registry).labels(*own)
+
+        def gauge_of(name: str, help: str) -> Gauge:
+            return Gauge(f"redline:{name}", help, label, registry=self.registry).labels(*own)
 
         self.time_to_first_token = histogram(
             "time_to_first_token_seconds", "From the request's arrival to its first token", TTFT_BUCKETS
@@ -79,6 +131,29 @@ class Metrics:
         self.e2e_latency = histogram(
             "e2e_request_latency_seconds", "From the request's arrival to its last token", E2E_BUCKETS
         )
+        self._request_prompt = histogram("request_prompt_tokens", "Prompt tokens of a job", COUNT_BUCKETS)
+        self._request_generation = histogram("request_generation_tokens", "Tokens that a job generated", COUNT_BUCKETS)
+        self._request_longest = histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest choice of a request", COUNT_BUCKETS
+        )
+        self._request_n = histogram("request_params_n", "Choices that a request asks for", CHOICE_BUCKETS)
+        self._request_most = histogram("request_params_max_tokens", "max_tokens of a request", COUNT_BUCKETS)
+        self._queue_time = histogram(
+            "request_queue_time_seconds", "From the worker's taking a job to its place in the batch", E2E_BUCKETS
+        )
+        self._prefill_time = histogram(
+            "request_prefill_time_seconds", "From a job's place in the batch to its first token", E2E_BUCKETS
+        )
+        self._decode_time = histogram("request_decode_time_seconds", "From the first token to the last", E2E_BUCKETS)
+        self._inference_time = histogram(
+            "request_inference_time_seconds", "From a job's place in the batch to its last token", E2E_BUCKETS
+        )
+        self._cache_config = Gauge(
+            "vllm:cache_config_info", "What the cache of pages is like",
+            (*label, "block_size", "num_gpu_blocks", "enable_prefix_caching", "max_model_len"), registry=self.registry,
+        )  # fmt: skip
+        self._step_sizes = StepSizes(model_name)
+        self.registry.register(self._step_sizes)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted jobs")
         self.tokens = TokenTimes(model_name)
         self.registry.register(self.tokens)
@@ -90,6 +165,18 @@ class Metrics:
         self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1")
         self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
         self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._requests = Counter(
+            "redline:requests", "HTTP requests that have ended", (*label, "route", "status"), registry=self.registry
+        )
+        self._rejections = Counter(
+            "redline:rejections", "Requests turned away, by reason", (*label, "reason"), registry=self.registry
+        )
+        self._queue_jobs = gauge_of("queue_jobs", "Jobs without a first token")
+        self._queue_tokens = gauge_of("queue_tokens", "Prompt tokens of jobs without a first token")
+        self.loop_lag = Histogram(
+            "redline:event_loop_lag_seconds", "By how much a timer of the API's event loop was late", label,
+            registry=self.registry, buckets=LAG_BUCKETS,
+        ).labels(*own)  # fmt: skip
         self._steps = Counter(
             "redline:steps", "Steps of the engine, replayed from graphs or led by the host", (*label, "by"),
             registry=self.registry,
@@ -112,14 +199,63 @@ class Metrics:
             "redline:accepted_draft_tokens", "Drafts that were accepted, by who made them", (*label, "by"),
             registry=self.registry,
         )  # fmt: skip
-        self._model_name = model_name
+        self._own = own
         self._clock = clock
         self._exposed, self._exposed_until = b"", -inf
         self._last: Load | None = None  # what the counters already hold
 
+    def asked(self, n: int, max_tokens: int) -> None:
+        """Count a request that was admitted."""
+        self._request_n.observe(n)
+        self._request_most.observe(max_tokens)
+
+    def answered_whole(self, longest: int) -> None:
+        """Count a request of which every job has ended. longest: tokens of its longest answer."""
+        self._request_longest.observe(longest)
+
+    def job_ended(self, prompt: int, generated: int) -> None:
+        """Count a job that has ended, by its tokens."""
+        self._request_prompt.observe(prompt)
+        self._request_generation.observe(generated)
+
+    def job_took(self, queued_s: float, prefill_s: float, decode_s: float) -> None:
+        """Count a job that has ended and had a first token, by its times."""
+        self._queue_time.observe(queued_s)
+        self._prefill_time.observe(prefill_s)
+        self._decode_time.observe(decode_s)
+        self._inference_time.observe(prefill_s + decode_s)
+
+    def ready(self, ready: Ready) -> None:
+        """Tell what a worker's cache is like, once it is there."""
+        self._cache_config.clear()
+        self._cache_config.labels(*self._own, PAGE_TOKENS, ready.pages, True, ready.max_model_len).set(1)
+
     def finished(self, finish: Finish) -> None:
         """Count a job that has ended, under vLLM's word for its finish."""
-        self._success.labels(self._model_name, "abort" if finish == "aborted" else finish).inc()
+        self._success.labels(*self._own, "abort" if finish == "aborted" else finish).inc()
+
+    @property
+    def last_load(self) -> Load | None:
+        """The worker's newest counters."""
+        return self._last
+
+    def queue(self, jobs: Callable[[], int], tokens: Callable[[], int]) -> None:
+        """From now on each scrape asks these how much waits for a first token."""
+        self._queue_jobs.set_function(jobs)
+        self._queue_tokens.set_function(tokens)
+
+    def answered(self, scope: Scope, status: int) -> None:
+        """Count a request that has ended; status 0: its client left before it had one."""
+        known = scope.get("endpoint") is not None and not scope.get("path_params")  # else clients could make series
+        route = scope["path"] if known else "other"
+        self._requests.labels(*self._own, route, str(status or "none")).inc()
+
+    def rejected(self, error: Exception) -> None:
+        """Count a request that was turned away for what the server holds or the key may use, by the error's word."""
+        if isinstance(error, Refusal) and error.status == 429:
+            self._rejections.labels(*self._own, getattr(error, "limit", "rate")).inc()
+        elif isinstance(error, Overloaded):
+            self._rejections.labels(*self._own, error.reason).inc()
 
     def load(self, load: Load) -> None:
         """Take in a worker's news. It counts from its own start: fewer steps than before mean that it is a new one."""
@@ -129,18 +265,19 @@ class Metrics:
         last = self._last if self._last and load.steps >= self._last.steps else None
         self._prefix_queries.inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
         self._prefix_hits.inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
-        self._steps.labels(self._model_name, "replay").inc(load.replayed - (last.replayed if last else 0))
-        self._steps.labels(self._model_name, "host").inc(load.led - (last.led if last else 0))
+        self._steps.labels(*self._own, "replay").inc(load.replayed - (last.replayed if last else 0))
+        self._steps.labels(*self._own, "host").inc(load.led - (last.led if last else 0))
         self._preemptions.inc(load.preemptions - (last.preemptions if last else 0))
         self._drafts.inc(load.drafts - (last.drafts if last else 0))
         self._draft_tokens.inc(load.draft_tokens - (last.draft_tokens if last else 0))
         self._accepted_tokens.inc(load.accepted_tokens - (last.accepted_tokens if last else 0))
         for (by, tokens, accepted), (_, tokens_then, accepted_then) in zip(_drafts(load), _drafts(last), strict=True):
-            self._tokens_by.labels(self._model_name, by).inc(tokens - tokens_then)
-            self._accepted_by.labels(self._model_name, by).inc(accepted - accepted_then)
+            self._tokens_by.labels(*self._own, by).inc(tokens - tokens_then)
+            self._accepted_by.labels(*self._own, by).inc(accepted - accepted_then)
         before = last.accepted_per_pos if last else ()
         for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, before, fillvalue=0)):
-            self._accepted_per_pos.labels(self._model_name, str(place)).inc(now - then)
+            self._accepted_per_pos.labels(*self._own, str(place)).inc(now - then)
+        self._step_sizes.add(load, last)
         self._last = load
 
     def expose(self) -> bytes:

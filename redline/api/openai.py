@@ -9,15 +9,19 @@ but 8 MiB of `[],` 0.4 s and 8 MiB of `1e300,` 10 s. So fields that may hold any
 `Raw` at first, which makes no objects, and are read once their length is known to be bounded.
 """
 
+import codecs
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from redline.api.ask import WHAT_IS_LEFT, Ask, Prompt
 from redline.api.config import Defaults, Limits
+from redline.api.constraints import of_response_format, of_structured_outputs
+from redline.api.dialect import Asked, Streaming
+from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
 from redline.chat.generation import MinP, Temperature, TopK, TopP
 from redline.errors import RequestError
@@ -30,44 +34,72 @@ T = TypeVar("T")
 
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
-MaxTokens = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
 StopTexts = Annotated[list[StopText], Meta(max_length=16)]
 StopIds = Annotated[list[TokenId], Meta(max_length=64)]
-Top = Annotated[int, Meta(ge=0, le=20)]
+Timeout = Annotated[float, Meta(ge=0.001, le=86400)]  # seconds
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
 RepetitionPenalty = Annotated[float, Meta(ge=0.01, le=10)]
 
 
+# Some clients have no integers, and write 6.0: `_Common.__post_init__` leaves integers alone.
+if TYPE_CHECKING:
+    Choices = int
+    MaxTokens = int
+    Tokens = int
+    Top = int
+    Seed = int
+    BestOf = int
+    WholeTopK = int
+else:
+
+    def _whole(ge: int, le: int) -> Any:
+        return Annotated[int, Meta(ge=ge, le=le)] | Annotated[float, Meta(ge=ge, le=le)]
+
+    Choices = _whole(1, 64)
+    MaxTokens = _whole(1, WHAT_IS_LEFT - 1)
+    Tokens = _whole(0, WHAT_IS_LEFT - 1)
+    Top = _whole(0, 20)
+    Seed = _whole(-(1 << 63), (1 << 63) - 1)
+    BestOf = _whole(-(1 << 31), 1 << 31)
+    WholeTopK = TopK | Annotated[float, Meta(ge=-1, le=1 << 20)]
+
+_WHOLE = (
+    "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "logprobs", "top_logprobs",
+    "prompt_logprobs",
+)  # fmt: skip
+
+
 # A factory, since a default of type Raw has no JSON schema (see api/openapi.py).
-_ABSENT: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
+ABSENT: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
-class _Item(msgspec.Struct, gc=False):
+class Item(msgspec.Struct, gc=False):
     """An item of which a body may hold hundreds of thousands: the garbage collector walks none of them."""
 
     def __post_init__(self) -> None:
         """Python code, so that the interpreter's lock can change hands while a long list is read."""
 
 
-class _Part(_Item, gc=False):
+class _Part(Item, gc=False):
     type: Name
     text: str | None = None
+    refusal: str | None = None
 
 
 class _Function(msgspec.Struct, gc=False):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    arguments: msgspec.Raw = _ABSENT  # str | dict[str, Any]
+    arguments: msgspec.Raw = ABSENT  # str | dict[str, Any]
 
 
-class _Call(_Item, gc=False):
+class _Call(Item, gc=False):
     id: Name
     function: _Function
     type: Literal["function"] = "function"
 
 
-class _Message(_Item, gc=False):
+class _Message(Item, gc=False):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_Part] | None = None
     name: Name | None = None
@@ -76,15 +108,17 @@ class _Message(_Item, gc=False):
     tool_calls: Annotated[list[_Call], Meta(max_length=128)] | None = None
     tool_call_id: Name | None = None
     refusal: str | None = None
+    partial: bool | None = None
 
 
 class _Declared(msgspec.Struct, gc=False):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
-    parameters: msgspec.Raw = _ABSENT  # dict[str, Any] | None
+    strict: bool | None = None
+    parameters: msgspec.Raw = ABSENT  # dict[str, Any] | None
 
 
-class _Tool(_Item, gc=False):
+class _Tool(Item, gc=False):
     type: Name
     function: _Declared | None = None
 
@@ -94,100 +128,174 @@ class _StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class _TemplateOptions(msgspec.Struct):
+class _TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     thinking: bool | None = None
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
 
 
-class _Thinking(msgspec.Struct):
+class _Thinking(msgspec.Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled"] = "enabled"
     keep: Literal["all"] | None = None
+
+
+# Kimi thinks or does not think: all but none mean that it does.
+_Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _RefusedInPrompt(msgspec.Struct, kw_only=True):
     """Fields that would change the prompt and that are not served. Empty values pass."""
 
-    truncate_prompt_tokens: msgspec.Raw = _ABSENT
-    chat_template: msgspec.Raw = _ABSENT
-    documents: msgspec.Raw = _ABSENT
-    continue_final_message: msgspec.Raw = _ABSENT
+    truncate_prompt_tokens: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
+    input_ids: msgspec.Raw = ABSENT
+    reasoning: msgspec.Raw = ABSENT
 
 
 class _Refused(_RefusedInPrompt, kw_only=True):
-    """Fields that would change the answer and that are not served. Empty values and those in `_NEUTRAL` pass."""
+    """Fields that would change the answer and that are not served. Empty values and those in `_NEUTRAL` pass.
 
-    response_format: msgspec.Raw = _ABSENT
-    functions: msgspec.Raw = _ABSENT
-    function_call: msgspec.Raw = _ABSENT
-    audio: msgspec.Raw = _ABSENT
-    modalities: msgspec.Raw = _ABSENT
-    web_search_options: msgspec.Raw = _ABSENT
-    structured_outputs: msgspec.Raw = _ABSENT
-    guided_json: msgspec.Raw = _ABSENT
-    guided_regex: msgspec.Raw = _ABSENT
-    guided_choice: msgspec.Raw = _ABSENT
-    guided_grammar: msgspec.Raw = _ABSENT
-    logits_processors: msgspec.Raw = _ABSENT
-    logprob_token_ids: msgspec.Raw = _ABSENT
-    allowed_token_ids: msgspec.Raw = _ABSENT
-    bad_words: msgspec.Raw = _ABSENT
-    use_beam_search: msgspec.Raw = _ABSENT
-    length_penalty: msgspec.Raw = _ABSENT
-    prompt_embeds: msgspec.Raw = _ABSENT
-    suffix: msgspec.Raw = _ABSENT
-    add_generation_prompt: msgspec.Raw = _ABSENT
-    return_tokens_as_token_ids: msgspec.Raw = _ABSENT
+    docs/api_fields.md says of each why.
+    """
+
+    functions: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    modalities: msgspec.Raw = ABSENT
+    web_search_options: msgspec.Raw = ABSENT
+    guided_json: msgspec.Raw = ABSENT
+    guided_regex: msgspec.Raw = ABSENT
+    guided_choice: msgspec.Raw = ABSENT
+    guided_grammar: msgspec.Raw = ABSENT
+    guided_decoding_backend: msgspec.Raw = ABSENT
+    logits_processors: msgspec.Raw = ABSENT
+    logprob_token_ids: msgspec.Raw = ABSENT
+    allowed_token_ids: msgspec.Raw = ABSENT
+    bad_words: msgspec.Raw = ABSENT
+    use_beam_search: msgspec.Raw = ABSENT
+    length_penalty: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
+    suffix: msgspec.Raw = ABSENT
+    return_tokens_as_token_ids: msgspec.Raw = ABSENT
+    verbosity: msgspec.Raw = ABSENT
+    moderation: msgspec.Raw = ABSENT
+    thinking_token_budget: msgspec.Raw = ABSENT
+    thinking_budget: msgspec.Raw = ABSENT
+    priority: msgspec.Raw = ABSENT
+    kv_transfer_params: msgspec.Raw = ABSENT
+    ec_transfer_params: msgspec.Raw = ABSENT
+    vllm_xargs: msgspec.Raw = ABSENT
+    repetition_detection: msgspec.Raw = ABSENT
+    return_prompt_text: msgspec.Raw = ABSENT
+    watermarking: msgspec.Raw = ABSENT
+    regex: msgspec.Raw = ABSENT
+    ebnf: msgspec.Raw = ABSENT
+    json_schema: msgspec.Raw = ABSENT
+    structural_tag: msgspec.Raw = ABSENT
+    stop_regex: msgspec.Raw = ABSENT
+    no_stop_trim: msgspec.Raw = ABSENT
+    lora_path: msgspec.Raw = ABSENT
+    session_params: msgspec.Raw = ABSENT
+    separate_reasoning: msgspec.Raw = ABSENT
+    stream_reasoning: msgspec.Raw = ABSENT
+    custom_logit_processor: msgspec.Raw = ABSENT
+    custom_params: msgspec.Raw = ABSENT
+    return_hidden_states: msgspec.Raw = ABSENT
+    return_routed_experts: msgspec.Raw = ABSENT
+    return_cached_tokens_details: msgspec.Raw = ABSENT
+    return_prompt_token_ids: msgspec.Raw = ABSENT
+    return_meta_info: msgspec.Raw = ABSENT
+    extra_key: msgspec.Raw = ABSENT
+    bootstrap_host: msgspec.Raw = ABSENT
+    bootstrap_port: msgspec.Raw = ABSENT
+    bootstrap_room: msgspec.Raw = ABSENT
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "length_penalty": (1,),
-    "add_generation_prompt": (True,),
+    "verbosity": ("medium",),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
 }
-_OFF_IS_NOT_NEUTRAL = {"add_generation_prompt"}  # here false is what changes the answer
+_OFF_IS_NOT_NEUTRAL = {  # here false, or zero, is what changes the answer
+    "separate_reasoning",
+    "stream_reasoning",
+    "thinking_token_budget",
+    "thinking_budget",
+}
+_INSTEAD = {
+    "reasoning": "reasoning_effort",
+    "regex": "structured_outputs.regex",
+    "ebnf": "structured_outputs.grammar",
+    "json_schema": "response_format",
+    "structural_tag": "structured_outputs, or tools",
+    "no_stop_trim": "include_stop_str_in_output",
+    "extra_key": "cache_salt",
+    "return_prompt_token_ids": "return_token_ids",
+    "return_prompt_text": "return_token_ids, and /detokenize",
+}
 
 
 class _Common(_Refused, kw_only=True):
     """What both routes take. Field names are OpenAI's, then vLLM's."""
 
     model: Name | None = None
-    n: Annotated[int, Meta(ge=1, le=8)] | None = None
-    best_of: int | None = None
-    max_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
+    n: Choices | None = None
+    best_of: BestOf | None = None
+    max_tokens: Tokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
-    top_k: TopK | None = None
+    top_k: WholeTopK | None = None
     min_p: MinP | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stop: msgspec.Raw = _ABSENT  # see _STOP
-    stop_token_ids: msgspec.Raw = _ABSENT  # see _STOP_IDS
-    min_tokens: Annotated[int, Meta(ge=0, lt=WHAT_IS_LEFT)] | None = None
+    seed: Seed | None = None
+    stop: msgspec.Raw = ABSENT  # see _STOP
+    stop_token_ids: msgspec.Raw = ABSENT  # see _STOP_IDS
+    min_tokens: Tokens | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: msgspec.Raw = _ABSENT  # see _LOGIT_BIAS
+    logit_bias: msgspec.Raw = ABSENT  # see _LOGIT_BIAS
     prompt_logprobs: Top | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cache_salt: Name | None = None
+    response_format: msgspec.Raw = ABSENT  # see constraints.py
+    structured_outputs: msgspec.Raw = ABSENT  # see constraints.py
+    return_token_ids: bool | None = None
+    timeout: Timeout | None = None
+
+    def __post_init__(self) -> None:
+        """Make integers of 6.0 and the like. Raises RequestError, naming the field, for other floats."""
+        for field in _WHOLE:
+            value = getattr(self, field, None)
+            if type(value) is float:
+                if not value.is_integer():
+                    raise RequestError(f"Expected `int`, got {value}", field)
+                setattr(self, field, int(value))
 
 
 class _Chat(_Common, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     tools: list[_Tool] | None = None
-    tool_choice: msgspec.Raw = _ABSENT
+    tool_choice: msgspec.Raw = ABSENT
+    parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
     chat_template_kwargs: _TemplateOptions | None = None
     thinking: _Thinking | None = None
-    reasoning_effort: Name | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: _Effort | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
 
 
 class _Completion(_Common, kw_only=True):
@@ -205,7 +313,7 @@ class _Field(Generic[T]):
 
     def read(self, raw: msgspec.Raw, place: str) -> T | None:
         """None where it is absent or null. Raises RequestError, which names `place` and what is below it."""
-        if _is_absent(raw):
+        if is_absent(raw):
             return None
         data = memoryview(raw)
         if data.nbytes > self._most_bytes:
@@ -213,7 +321,8 @@ class _Field(Generic[T]):
         return _decoded(self._decoder, data, place)
 
 
-def _is_absent(raw: msgspec.Raw) -> bool:
+def is_absent(raw: msgspec.Raw) -> bool:
+    """Whether the field is not there, or null."""
     return bytes(memoryview(raw)[:5]) in (b"", b"null")
 
 
@@ -236,28 +345,12 @@ _LISTS_OF_IDS = msgspec.json.Decoder(list[list[TokenId]])
 # -- What a request says -------------------------------------------------------------------------------------------
 
 
-class Streaming(Record, frozen=True):
-    """The answer comes in pieces. `usage` adds a last chunk with the token counts; `continuous` puts them in each."""
-
-    usage: bool = False
-    continuous: bool = False
-
-
-class ChatRequest(Record, frozen=True):
+class ChatRequest(Asked, frozen=True):
     """What a body of /v1/chat/completions asks for."""
 
-    model: str | None  # None: the served one
-    ask: Ask
-    stream: Streaming | None  # None: the answer comes whole
 
-
-class CompletionRequest(Record, frozen=True):
+class CompletionRequest(Asked, frozen=True):
     """What a body of /v1/completions asks for."""
-
-    model: str | None  # None: the served one
-    ask: Ask
-    stream: Streaming | None  # None: the answer comes whole
-    echo: bool = False  # the prompt's text, and its logprobs if asked for, open the answer
 
 
 def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
@@ -267,6 +360,8 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     """
     request = read(body, _Chat)
     _refuse(request)
+    if request.echo:
+        raise RequestError("echo is not supported in a chat: the last message is the client's own", "echo")
     conversation = _conversation(request, request.messages, limits, defaults)
     if request.top_logprobs is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
@@ -279,9 +374,14 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     )
     if request.max_tokens == 0:
         raise RequestError("Expected `int` >= 1", "max_tokens")
-    return ChatRequest(
-        model=request.model, ask=_ask(request, (conversation,), sampling, "messages"), stream=_streaming(request)
+    ask = _ask(
+        *(request, (conversation,), sampling, "messages", limits),
+        calls=calls_of(request.tool_choice, conversation.tools, request.parallel_tool_calls is not False),
+        reasoning=request.include_reasoning is not False,
     )
+    if conversation.continues and ask.constraint is not None:
+        raise RequestError("an answer that goes on with a message cannot have a form of its own", ask.constraint.param)
+    return ChatRequest(model=request.model, ask=ask, stream=_streaming(request))
 
 
 def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> CompletionRequest:
@@ -304,19 +404,20 @@ def read_completion(body: bytes, limits: Limits, defaults: Defaults) -> Completi
     )
     return CompletionRequest(
         model=request.model,
-        ask=_ask(request, prompts, sampling, "prompt"),
+        ask=_ask(request, prompts, sampling, "prompt", limits),
         stream=_streaming(request),
         echo=echo,
     )
 
 
 _MISSING = re.compile(r"^Object missing required field `(.*?)`")
+_UNKNOWN = re.compile(r"^Object contains unknown field `(.*?)`")
 _COMPLAINT_CHARS = 400  # msgspec repeats a wrong word, however long it is
 
 
 def read(body: bytes, shape: type[T]) -> T:
     """JSON decoded as `shape`. Raises RequestError, whose `param` is the place, as in `messages[2].role`."""
-    return _decoded(msgspec.json.Decoder(shape), body, "")
+    return _decoded(msgspec.json.Decoder(shape), body.removeprefix(codecs.BOM_UTF8), "")
 
 
 def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: str) -> T:
@@ -326,9 +427,26 @@ def _decoded(decoder: msgspec.json.Decoder[T], data: bytes | memoryview, place: 
     except msgspec.ValidationError as error:
         raise _complaint(str(error), place) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}", place or None) from None
+        raise RequestError(f"The body is not valid JSON: {_cause(data) or error}", place or None) from None
     except RecursionError:
         raise RequestError("The body is nested too deeply", place or None) from None
+
+
+# What opens half of a surrogate pair whose other half does not follow; a backslash may itself be escaped.
+_CAUSE_BYTES = 256 << 10  # of a body are searched for it, while nothing else runs
+_HALF = re.compile(
+    rb"(?<!\\)(?:\\\\)*\\u[dD](?:[89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|[c-fC-F][0-9a-fA-F]{2}(?<!\\u[dD][89abAB]..\\u....))"
+)
+
+
+def _cause(data: bytes | memoryview) -> str | None:
+    """What is wrong with a text that is no JSON, where the reader's own words would mislead."""
+    begin = bytes(data[:4])
+    if begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in begin:
+        return "it is UTF-16 or UTF-32; send UTF-8"
+    if (half := _HALF.search(data[:_CAUSE_BYTES])) is not None:
+        return f"a string has half of a surrogate pair at byte {half.end() - 6}, which is no character"
+    return None
 
 
 def _complaint(message: str, place: str) -> RequestError:
@@ -336,8 +454,8 @@ def _complaint(message: str, place: str) -> RequestError:
     if not text:
         text, path = message, ""
     param = place + path.rpartition("`$")[2].removesuffix("`")
-    if missing := _MISSING.match(text):
-        param = f"{param}.{missing.group(1)}"
+    if named := _MISSING.match(text) or _UNKNOWN.match(text):
+        param = f"{param}.{named.group(1)}"[:_COMPLAINT_CHARS]
     if len(text) > _COMPLAINT_CHARS:
         text = f"{text[:_COMPLAINT_CHARS]} ..."
     return RequestError(text, param.removeprefix(".") or None)
@@ -352,18 +470,44 @@ def _refuse(request: _Common) -> None:
 def _refuse_fields(request: _RefusedInPrompt, refused: type[_RefusedInPrompt]) -> None:
     for field in refused.__struct_fields__:
         raw: msgspec.Raw = getattr(request, field)
+        if not raw:
+            continue  # it is not there: no JSON is empty
         if memoryview(raw).nbytes > REFUSED_BYTES:
-            raise RequestError(f"{field} is not supported", field)
+            raise RequestError(f"{field} is not supported{_instead(field)}", field)
         value = _SMALL.read(raw, field)
         if value is None or value in _NEUTRAL.get(field, ()):
             continue
         if not value and field not in _OFF_IS_NOT_NEUTRAL:
             continue
         kind = cast("dict[str, Any]", value).get("type") if isinstance(value, dict) else None
-        raise RequestError(f"{field}{f' of type {kind}' if kind else ''} is not supported", field)
+        raise RequestError(f"{field}{f' of type {kind}' if kind else ''} is not supported{_instead(field)}", field)
 
 
-def _ask(request: _Common, prompts: tuple[Prompt, ...], sampling: Sampling, param: str) -> Ask:
+def _instead(field: str) -> str:
+    if not field.startswith("guided_"):
+        return f": say {_INSTEAD[field]}" if field in _INSTEAD else ""
+    return f": say structured_outputs.{field.removeprefix('guided_')}" if field != "guided_decoding_backend" else ""
+
+
+def _ask(
+    request: _Common,
+    prompts: tuple[Prompt, ...],
+    sampling: Sampling,
+    param: str,
+    limits: Limits,
+    calls: Calls = Calls(),  # noqa: B008
+    reasoning: bool = True,
+) -> Ask:
+    constraint = _constraint(request, limits)
+    if constraint is not None or calls.mode == "required":
+        field = constraint.param if constraint is not None else "tool_choice"
+        if request.min_tokens:
+            raise RequestError(f"min_tokens may keep an answer from its end, which {field} decides", "min_tokens")
+        if request.ignore_eos:
+            raise RequestError(f"ignore_eos keeps an answer from its end, which {field} decides", "ignore_eos")
+    choices = len(prompts) * (request.n or 1)
+    if choices > limits.choices:
+        raise RequestError(f"the prompts, each n times, are {choices}; at most {limits.choices} in one request", "n")
     stop = _STOP.read(request.stop, "stop") or ()
     return Ask(
         prompts=prompts,
@@ -374,9 +518,27 @@ def _ask(request: _Common, prompts: tuple[Prompt, ...], sampling: Sampling, para
         include_stop=bool(request.include_stop_str_in_output),
         skip_special_tokens=request.skip_special_tokens is not False,
         ignore_eos=bool(request.ignore_eos),
+        timeout_s=request.timeout,
         salt=request.cache_salt or "",
+        constraint=constraint,
+        calls=calls,
+        reasoning=reasoning,
+        token_ids=bool(request.return_token_ids),
         param=param,
     )
+
+
+def _constraint(request: _Common, limits: Limits) -> Constraint | None:
+    """What the visible answer has to be. Raises RequestError, naming the field."""
+    objects = Objects(limits)
+    found: list[Constraint] = []
+    for field, read_field in (("response_format", of_response_format), ("structured_outputs", of_structured_outputs)):
+        raw: msgspec.Raw = getattr(request, field)
+        if not is_absent(raw) and (one := read_field(objects.read(raw, field))) is not None:
+            found.append(one)
+    if len(found) > 1:
+        raise RequestError("give either response_format or structured_outputs", "structured_outputs")
+    return found[0] if found else None
 
 
 def _streaming(request: _Common) -> Streaming | None:
@@ -464,14 +626,37 @@ def _conversation(
     request: "_Chat | _Tokenize", messages: Sequence[_Message], limits: Limits, defaults: Defaults
 ) -> Conversation:
     thinking, preserve = _thinking(request, defaults)
-    objects = _Objects(limits)
+    objects = Objects(limits)
+    continues = _continues(request, messages)
+    if not (continues or isinstance(request, _Tokenize) or request.add_generation_prompt is not False):
+        raise RequestError("false is not supported but with continue_final_message", "add_generation_prompt")
     return Conversation(
         messages=_messages(messages, limits, objects),
-        tools=_tools(request.tools, limits, objects) if _tools_wanted(request.tool_choice) else (),
+        tools=_tools(request.tools, limits, objects) if tools_wanted(request.tool_choice) else (),
         thinking=thinking,
         preserve_thinking=preserve,
-        add_generation_prompt=not isinstance(request, _Tokenize) or request.add_generation_prompt,
+        add_generation_prompt=not continues and request.add_generation_prompt is not False,
+        continues=continues,
     )
+
+
+def _continues(request: "_Chat | _Tokenize", messages: Sequence[_Message]) -> bool:
+    """Whether the answer goes on with the last message: Moonshot's `partial` there, or vLLM's field for the request."""
+    *others, last = messages
+    for index, message in enumerate(others):
+        if message.partial:
+            raise RequestError("only the last message may be partial", f"messages[{index}].partial")
+    place = f"messages[{len(others)}]"
+    param = f"{place}.partial" if last.partial else "continue_final_message"
+    if not last.partial and not request.continue_final_message:
+        return False
+    if last.role != "assistant":
+        raise RequestError(f"the last message is not the assistant's, but the {last.role}'s", param)
+    if last.tool_calls:
+        raise RequestError("a message that makes calls is not gone on with", f"{place}.tool_calls")
+    if request.add_generation_prompt:
+        raise RequestError(f"true would open an answer, and {param} goes on with a message", "add_generation_prompt")
+    return True
 
 
 def _thinking(request: "_Chat | _Tokenize", defaults: Defaults) -> tuple[bool, bool]:
@@ -482,28 +667,44 @@ def _thinking(request: "_Chat | _Tokenize", defaults: Defaults) -> tuple[bool, b
         request.thinking.type == "enabled" if request.thinking else None,
         template.thinking,
         template.enable_thinking,
+        request.enable_thinking,
         request.reasoning_effort != "none" if request.reasoning_effort else None,
     )
     thinking = next((choice for choice in said if choice is not None), defaults.thinking)
     return thinking, bool(template.preserve_thinking) or bool(request.thinking and request.thinking.keep == "all")
 
 
-def _tools_wanted(raw: msgspec.Raw) -> bool:
+def tools_wanted(raw: msgspec.Raw) -> bool:
+    """Whether the model is told of the tools. Raises RequestError for a tool_choice that is not one."""
     choice = _SMALL.read(raw, "tool_choice")
     match choice:
-        case None | "auto":
+        case None | "auto" | "required" | {"type": "function", "function": {"name": str()}}:
             return True
         case "none":
             return False
-        case "required":
-            raise RequestError("tool_choice required is not supported: use auto or none", "tool_choice")
-        case {"type": "function"}:
-            raise RequestError("tool_choice naming a function is not supported: use auto or none", "tool_choice")
+        case {"type": str() as kind}:
+            raise RequestError(f"tool_choice of type {kind} is not supported", "tool_choice")
         case _:
-            raise RequestError("tool_choice has to be auto or none", "tool_choice")
+            raise RequestError("tool_choice has to be auto, none, required or name a function", "tool_choice")
 
 
-class _Objects:
+def calls_of(raw: msgspec.Raw, tools: Sequence[Tool], parallel: bool) -> Calls:
+    """Which of the declared tools may be called. Raises RequestError where a call is asked for that cannot be made."""
+    choice = _SMALL.read(raw, "tool_choice")
+    match choice:
+        case "required":
+            named = None
+        case {"function": {"name": str() as named}}:
+            if all(tool.name != named for tool in tools):
+                raise RequestError(f"tool_choice names {named!r}, which is not among the tools", "tool_choice")
+        case _:
+            return Calls(parallel=parallel)
+    if not tools:
+        raise RequestError("tool_choice asks for a call, and there are no tools", "tool_choice")
+    return Calls(mode="required", named=named, parallel=parallel)
+
+
+class Objects:
     """The JSON objects of one request, which are read whole: bounded together."""
 
     def __init__(self, limits: Limits) -> None:
@@ -511,12 +712,13 @@ class _Objects:
         self._left = limits.json_bytes
 
     def read(self, raw: msgspec.Raw, place: str) -> dict[str, Any]:
+        """An object. Raises RequestError, naming `place`, for anything else and beyond the bounds."""
         data = memoryview(raw)
         self._left -= data.nbytes
         if self._left < 0:
             raise RequestError(
-                f"the parameters of tools and the arguments given as objects are more than {self._limits.json_bytes} "
-                "bytes together",
+                "schemas, the parameters of tools and the arguments given as objects are more than "
+                f"{self._limits.json_bytes} bytes together",
                 place,
             )
         value = _decoded(_OBJECT, data, place)
@@ -525,7 +727,7 @@ class _Objects:
         return value
 
 
-def _messages(messages: Sequence[_Message], limits: Limits, objects: _Objects) -> tuple[Message, ...]:
+def _messages(messages: Sequence[_Message], limits: Limits, objects: Objects) -> tuple[Message, ...]:
     if len(messages) > limits.messages:
         raise RequestError(f"at most {limits.messages} messages in one request", "messages")
     if sum(len(message.tool_calls or ()) for message in messages) > limits.calls:
@@ -533,9 +735,11 @@ def _messages(messages: Sequence[_Message], limits: Limits, objects: _Objects) -
     return tuple(_message(message, f"messages[{index}]", objects) for index, message in enumerate(messages))
 
 
-def _message(message: _Message, place: str, objects: _Objects) -> Message:
+def _message(message: _Message, place: str, objects: Objects) -> Message:
     role = "system" if message.role == "developer" else message.role
     content = _content(message.content, f"{place}.content")
+    if role == "assistant" and message.content is None:
+        content = message.refusal or ""
     if role == "tool" and not message.tool_call_id:
         raise RequestError("a tool message needs the id of the call that it answers", f"{place}.tool_call_id")
     if role == "user" and message.content is None:
@@ -560,14 +764,16 @@ def _content(content: str | list[_Part] | None, place: str) -> str:
     if isinstance(content, str):
         return content
     for index, part in enumerate(content):
+        if part.type == "refusal" and part.refusal is not None:
+            continue
         if part.type != "text":
             raise RequestError(f"content of type {part.type} is not supported: text only", f"{place}[{index}].type")
         if part.text is None:
             raise RequestError("a part of type text needs text", f"{place}[{index}].text")
-    return "".join(part.text or "" for part in content)
+    return "".join((part.refusal if part.type == "refusal" else part.text) or "" for part in content)
 
 
-def _call(call: _Call, place: str, objects: _Objects) -> ToolCall:
+def _call(call: _Call, place: str, objects: Objects) -> ToolCall:
     raw = call.function.arguments
     data = memoryview(raw)
     if not data.nbytes:
@@ -579,7 +785,7 @@ def _call(call: _Call, place: str, objects: _Objects) -> ToolCall:
     return ToolCall(id=call.id, name=call.function.name, arguments=arguments)
 
 
-def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: _Objects) -> tuple[Tool, ...]:
+def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: Objects) -> tuple[Tool, ...]:
     if tools is None:
         return ()
     if len(tools) > limits.tools:
@@ -592,8 +798,15 @@ def _tools(tools: Sequence[_Tool] | None, limits: Limits, objects: _Objects) -> 
         if function is None:
             raise RequestError("a tool of type function needs its function", f"tools[{index}].function")
         raw, place = function.parameters, f"tools[{index}].function.parameters"
-        parameters = {} if _is_absent(raw) else objects.read(raw, place)
-        read.append(Tool(name=function.name, description=function.description or "", parameters=parameters))
+        parameters = {} if is_absent(raw) else objects.read(raw, place)
+        read.append(
+            Tool(
+                name=function.name,
+                description=function.description or "",
+                parameters=parameters,
+                strict=bool(function.strict),
+            )
+        )
     return tuple(read)
 
 
@@ -618,11 +831,13 @@ class _Tokenize(_RefusedInPrompt, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[_Message], Meta(min_length=1)] | None = None
     tools: list[_Tool] | None = None
-    tool_choice: msgspec.Raw = _ABSENT
+    tool_choice: msgspec.Raw = ABSENT
     chat_template_kwargs: _TemplateOptions | None = None
     thinking: _Thinking | None = None
-    reasoning_effort: Name | None = None
-    add_generation_prompt: bool = True
+    enable_thinking: bool | None = None
+    reasoning_effort: _Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -679,6 +894,16 @@ def _passing(refused: type[_RefusedInPrompt]) -> dict[str, list[Any]]:
     return {
         field: [None, *([] if field in _OFF_IS_NOT_NEUTRAL else empty), *_NEUTRAL.get(field, ())]
         for field in refused.__struct_fields__
+    }
+
+
+def whole(body: type[_Common]) -> dict[str, Any]:
+    """The fields that are integers, as types without the floats that pass too: in JSON Schema 6.0 is an integer."""
+    hints = get_type_hints(body, include_extras=True)
+    return {
+        field: Union[tuple(kind for kind in get_args(hints[field]) if getattr(kind, "__origin__", None) is not float)]  # noqa: UP007
+        for field in _WHOLE
+        if field in hints
     }
 
 

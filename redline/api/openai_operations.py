@@ -1,13 +1,25 @@
-"""What the routes of OpenAI's dialect, vLLM's and ours say of themselves for `/openapi.json`: a record for each.
+"""What the routes of OpenAI's chat and completions and of vLLM's tokens say of themselves for `/openapi.json`.
 
 Bodies are the structs that `openai.py` decodes; here stand the fields that it reads raw, and what answers look like.
 """
 
 from typing import Any
 
-from redline.api import openai
+from redline.api import constraints, openai
 from redline.api.config import Defaults, Limits
-from redline.api.operation import COUNT, NUMBER, TEXT, Operation, Schema, listed, nullable, shape
+from redline.api.operation import (
+    ANY_OBJECT,
+    COUNT,
+    NUMBER,
+    TEXT,
+    YES,
+    Operation,
+    Schema,
+    always,
+    listed,
+    nullable,
+    shape,
+)
 
 _USAGE = shape(
     prompt_tokens=COUNT,
@@ -42,10 +54,10 @@ _PROMPT_LOGPROBS = listed(
 _FINISH: Schema = {"enum": ["stop", "length", "tool_calls"]}
 _STOPPED_BY: Schema = {"type": ["string", "integer", "null"]}
 _FUNCTION = shape(name=TEXT, arguments=TEXT)
-_CALL = shape(id=TEXT, type={"const": "function"}, function=_FUNCTION)
+_CALL = shape(id=TEXT, type=always("function"), function=_FUNCTION)
 _MESSAGE = shape(
     optional=("reasoning", "reasoning_content", "tool_calls"),
-    role={"const": "assistant"},
+    role=always("assistant"),
     content=nullable(TEXT),
     refusal={"type": "null"},
     reasoning=TEXT,
@@ -54,7 +66,7 @@ _MESSAGE = shape(
 )
 _DELTA = shape(
     optional=("role", "content", "reasoning", "reasoning_content", "tool_calls"),
-    role={"const": "assistant"},
+    role=always("assistant"),
     content=TEXT,
     reasoning=TEXT,
     reasoning_content=TEXT,
@@ -63,7 +75,7 @@ _DELTA = shape(
             optional=("id", "type"),
             index=COUNT,
             id=TEXT,
-            type={"const": "function"},
+            type=always("function"),
             function=shape(optional=("name",), name=TEXT, arguments=TEXT),
         )
     ),
@@ -72,12 +84,13 @@ _DELTA = shape(
 
 def _envelope(kind: str, choice: Schema, usage: Schema, *optional: str) -> Schema:
     return shape(
-        optional=("prompt_logprobs", *optional),
+        optional=("prompt_logprobs", "prompt_token_ids", *optional),
         id=TEXT,
-        object={"const": kind},
+        object=always(kind),
         created=COUNT,
         model=TEXT,
         prompt_logprobs=_PROMPT_LOGPROBS,
+        prompt_token_ids=listed(COUNT),
         choices=listed(choice),
         usage=usage,
     )
@@ -85,29 +98,85 @@ def _envelope(kind: str, choice: Schema, usage: Schema, *optional: str) -> Schem
 
 def _choice(scored: Schema, streamed: bool, **said: Schema) -> Schema:
     """A choice that says `said`; while it streams, only its last piece has stop_reason."""
+    sometimes = ("prompt_logprobs", "prompt_token_ids", "token_ids")
     return shape(
-        optional=("stop_reason", "prompt_logprobs") if streamed else ("prompt_logprobs",),
+        optional=("stop_reason", *sometimes) if streamed else sometimes,
         index=COUNT,
         **said,
         logprobs=nullable(scored),
         finish_reason=nullable(_FINISH) if streamed else _FINISH,
         stop_reason=_STOPPED_BY,
+        token_ids=nullable(listed(COUNT)),
         prompt_logprobs=_PROMPT_LOGPROBS,
+        prompt_token_ids=listed(COUNT),
     )
 
 
-_STATUS = shape(optional=("reason",), status=TEXT, reason=TEXT)
-_CARD = shape(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, max_model_len=nullable(COUNT))
-_ARGUMENTS: Schema = {"anyOf": [TEXT, {"type": "object"}], "default": ""}
-_PARAMETERS: Schema = {"type": ["object", "null"], "default": None}
+_ARGUMENTS: Schema = {"anyOf": [TEXT, ANY_OBJECT], "default": ""}
+_PARAMETERS: Schema = {"type": ["object", "null"], "default": None, "description": "A JSON schema."}
 _LOGIT_BIAS: Schema = {
     "type": ["object", "null"],
     "maxProperties": 300,
-    "propertyNames": {"pattern": "^[0-9]+$"},
+    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
     "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
 }
-_CHOICE_OF_TOOL: Schema = {"enum": ["auto", "none", None], "default": "auto"}
-_NESTED: dict[str, Any] = {"_Function.arguments": _ARGUMENTS, "_Declared.parameters": _PARAMETERS}
+_NAMED: Schema = {
+    "type": "object",
+    "properties": {
+        "type": always("function"),
+        "function": {"type": "object", "properties": {"name": TEXT}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_CHOICE_OF_TOOL: Schema = {"anyOf": [{"enum": ["auto", "none", "required", None]}, _NAMED], "default": "auto"}
+_FORMATTED: Schema = {
+    "type": "object",
+    "properties": {
+        "type": always("json_schema"),
+        "json_schema": {
+            "type": "object",
+            "properties": {"schema": {"type": ["object", "boolean"]}},
+            "required": ["schema"],
+        },
+    },
+    "required": ["type", "json_schema"],
+}
+_RESPONSE_FORMAT: Schema = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        _FORMATTED,
+        {"type": "null"},
+    ]
+}
+_STRUCTURED: Schema = {
+    "type": ["object", "null"],
+    "properties": {
+        "json": {"type": ["object", "string"], "description": "A JSON schema."},
+        "json_object": YES,
+        "regex": {"type": "string", "minLength": 1},
+        "choice": {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1},
+            "minItems": 1,
+            "maxItems": constraints.MOST_CHOICES,
+        },
+        "grammar": {"type": "string", "minLength": 1, "description": "In the syntax of Lark."},
+    },
+    "description": "One of its members.",
+}
+_CALLS: dict[str, Any] = {
+    "_Function.arguments": _ARGUMENTS,
+    "_Declared.parameters": _PARAMETERS,
+    "tool_choice": _CHOICE_OF_TOOL,
+}
+_FRAMING = "each a line `data: JSON`, at last `data: [DONE]`"
+_NOTES = (
+    "stream_options needs stream to be true.",
+    "min_tokens is at most max_tokens.",
+    "best_of may only equal n.",
+    "Either response_format or structured_outputs; with one of them, neither min_tokens nor ignore_eos.",
+)
+HELLO = [{"role": "user", "content": "Hello!"}]
 
 
 def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
@@ -118,50 +187,54 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
         "stop": openai.StopText | openai.StopTexts | None,
         "stop_token_ids": openai.StopIds | None,
         "logit_bias": _LOGIT_BIAS,
+        "response_format": _RESPONSE_FORMAT,
+        "structured_outputs": _STRUCTURED,
     }
     sampling: dict[str, Schema] = {
         "n": {"default": 1},
-        **{
-            field: {"default": getattr(defaults, field)}
-            for field in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        },
         "presence_penalty": {"default": 0.0},
         "frequency_penalty": {"default": 0.0},
+        **{field: {"default": getattr(defaults, field)} for field in ("min_p", "repetition_penalty")},
+        **{field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
     }
     conversation: dict[str, Schema] = {
         "messages": {"maxItems": limits.messages},
         "tools": {"maxItems": limits.tools},
     }
-    calls = {**_NESTED, "tool_choice": _CHOICE_OF_TOOL}
     return (
-        Operation("GET", "/", "What this is, and its routes", _ROOT),
-        Operation("GET", "/live", "This process answers", shape(status={"const": "live"})),
-        Operation("GET", "/health", "The model answers", shape(status={"const": "ready"}), unready=_STATUS),
-        Operation("GET", "/metrics", "Metrics in Prometheus's text format", TEXT, text="text/plain"),
-        Operation("GET", "/version", "The server's version", shape(version=TEXT)),
-        Operation("GET", "/openapi.json", "This document", {"type": "object"}),
-        Operation("GET", "/docs", "This document as a page", TEXT, text="text/html"),
-        Operation("GET", "/v1/models", "The served names", shape(object={"const": "list"}, data=listed(_CARD))),
         Operation(
             "POST",
             "/v1/chat/completions",
-            "Answer a conversation",
+            "Answers",
+            "OpenAI's chat: answer a conversation",
             _envelope("chat.completion", _choice(_CHAT_LOGPROBS, False, message=_MESSAGE), _USAGE),
+            notes=(
+                *_NOTES,
+                "top_logprobs needs logprobs to be true.",
+                "max_completion_tokens is what max_tokens was called before; where both are given, it holds.",
+                "add_generation_prompt is false only together with continue_final_message.",
+            ),
             body=openai.ChatBody,
-            raw=common | calls,
-            bounds=sampling | conversation,
+            example={"messages": HELLO, "max_completion_tokens": 64},
+            raw=openai.whole(openai.ChatBody) | common | _CALLS,
+            bounds=sampling | conversation | {"max_tokens": {"minimum": 1}, "echo": {"enum": [None, False]}},
             refused=openai.REFUSED,
             event=_envelope(
                 "chat.completion.chunk", _choice(_CHAT_LOGPROBS, True, delta=_DELTA), nullable(_USAGE), "usage"
             ),
+            framing=_FRAMING,
         ),
         Operation(
             "POST",
             "/v1/completions",
-            "Continue a text",
+            "Answers",
+            "OpenAI's completions: continue a text",
             _envelope("text_completion", _choice(_COMPLETION_LOGPROBS, False, text=TEXT), _USAGE),
+            notes=(*_NOTES, "max_tokens is 0 only together with echo."),
             body=openai.CompletionBody,
+            example={"prompt": "Once upon a time", "max_tokens": 64},
             raw={
+                **openai.whole(openai.CompletionBody),
                 **common,
                 "prompt": {
                     "anyOf": [TEXT, {**listed(TEXT), **prompts}, {**ids, "minItems": 1}, {**listed(ids), **prompts}]
@@ -172,26 +245,29 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             event=_envelope(
                 "text_completion", _choice(_COMPLETION_LOGPROBS, True, text=TEXT), nullable(_USAGE), "usage"
             ),
+            framing=_FRAMING,
         ),
         Operation(
             "POST",
             "/tokenize",
-            "The token ids of a text or conversation: give either prompt or messages",
+            "Tokens",
+            "The token ids of a text or a conversation",
             shape(count=COUNT, max_model_len=COUNT, tokens=ids, token_strs=nullable(listed(TEXT))),
+            notes=("Either prompt or messages.",),
             body=openai.TokenizeBody,
-            raw=calls,
+            example={"messages": HELLO},
+            raw=_CALLS,
             bounds=conversation,
             refused=openai.REFUSED_IN_PROMPT,
         ),
         Operation(
             "POST",
             "/detokenize",
+            "Tokens",
             "The text of token ids",
             shape(prompt=TEXT),
             body=openai.DetokenizeBody,
+            example={"tokens": [72, 105]},
             raw={"tokens": ids},
         ),
     )
-
-
-_ROOT = shape(name={"const": "redline"}, version=TEXT, models=listed(TEXT), routes=listed(TEXT))

@@ -1,74 +1,95 @@
-"""The OpenAPI 3.1 document of the routes, made from what their readers decode, and a page that people can read.
+"""The OpenAPI 3.1 document of the routes, made from what their readers decode.
 
 Types, bounds and required fields come from the structs by which msgspec checks bodies, so that the document cannot say
 other than the server does. What a struct cannot say (fields that are read raw, answers) stands in each `Operation`.
 """
 
+import re
 from collections.abc import Sequence
-from html import escape
 from importlib.metadata import version
 from typing import Any, cast
 
 import msgspec
 
-from redline.api.operation import TEXT, Operation, Schema, nullable, shape
+from redline.api.operation import OPENAI_ERROR, Operation, Schema
 
-PAGE_HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-}
-
-_REF = "#/components/schemas/{name}"
-_ERROR = shape(error=shape(message=TEXT, type=TEXT, param=nullable(TEXT), code=nullable(TEXT)))
+_REF = "#/components/schemas/"
 _BODY_ERRORS = {
-    "400": "The body is wrong: `param` names the field",
-    "404": "The model is not served",
+    "404": "The model is not served, or what the body refers to is not there",
     "408": "The body did not arrive in time",
     "413": "The body is too large",
-    "415": "The body is not declared as application/json",
+    "504": "The answer was not complete when its time was over",
+}
+_POST_ERRORS = {
+    "415": "The body is not declared as application/json, or it is packed in another way than gzip",
+    "503": "The server loads, is overloaded, drains or has lost its worker; Retry-After says when to come again",
 }
 _ERRORS = {
-    "401": "No key, or a wrong one, where the server has keys",
-    "403": "The request may come from a web page of somebody else",
+    "400": "The request is wrong; where a field of its body is, the error names it",
+    "403": "A web page of somebody else may have sent the request",
+    "408": "The headers did not arrive in time",
     "431": "The headers are too large",
     "500": "The server met an error with this request",
-    "503": "The server is loading, overloaded, or has lost its worker; Retry-After says when to come again",
+}
+_KEY_ERRORS = {"401": "No key, or one that is not known"}
+_QUOTA_ERRORS = {"429": "The key has used what it may; Retry-After says when to come again"}
+_TIMEOUT: Schema = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "description": "Seconds in which the answer has to be complete; beyond them: 504.",
+    "schema": {"type": "number", "minimum": 0.001, "maximum": 86400},
 }
 
 
 def openapi(operations: Sequence[Operation], open_paths: set[str], keys: bool) -> Schema:
     """The document. open_paths: those that need no key. keys: whether the others need one."""
-    shapes: list[Any] = [operation.body for operation in operations if operation.body is not None]
-    shapes += [kind for operation in operations for kind in operation.raw.values() if not isinstance(kind, dict)]
-    _, schemas = msgspec.json.schema_components(shapes, ref_template=_REF)
-    schemas["Error"] = _ERROR
-    for operation in operations:
-        if operation.body is not None:
-            _complete(schemas, operation)
-    for schema in schemas.values():
-        schema.pop("description", None)  # a struct's docstring is for who reads the code
+    schemas: dict[str, Schema] = {}
+    for module in dict.fromkeys(operation.body.__module__ for operation in operations if operation.body is not None):
+        schemas |= _bodies(module, operations)
     paths: dict[str, Schema] = {}
     for operation in operations:
-        told = _operation(operation)
-        if keys and operation.path not in open_paths:
-            told["security"] = [{"key": []}]
+        errors = operation.errors or OPENAI_ERROR
+        schemas[errors.name] = errors.schema
+        told = _operation(operation, keys=keys and operation.path not in open_paths)
         paths.setdefault(operation.path, {})[operation.method.lower()] = told
     document: Schema = {
         "openapi": "3.1.0",
-        "info": {"title": "Redline", "version": version("redline"), "license": {"name": "Apache-2.0"}},
+        "info": {
+            "title": "Redline",
+            "version": version("redline"),
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "tags": [{"name": group} for group in dict.fromkeys(operation.group for operation in operations)],
         "paths": paths,
         "components": {
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+            },
+            "schemas": schemas,
         },
     }
-    document["components"]["schemas"] = {name.removeprefix("_"): schema for name, schema in schemas.items()}
-    private, public = _REF.format(name="_").encode(), _REF.format(name="").encode()
-    return msgspec.json.decode(msgspec.json.encode(document).replace(private, public))
+    return document
 
 
-def _complete(schemas: dict[str, Schema], operation: Operation) -> None:
+def _bodies(module: str, operations: Sequence[Operation]) -> dict[str, Schema]:
+    """The schemas of the bodies of one module, and of what they hold: `openai.Chat` for `_Chat` of openai.py."""
+    mine = [operation for operation in operations if operation.body and operation.body.__module__ == module]
+    template = f"{_REF}{_dialect(module)}.{{name}}"
+    shapes: list[Any] = [operation.body for operation in mine]
+    shapes += [kind for operation in mine for kind in operation.raw.values() if not isinstance(kind, dict)]
+    _, schemas = msgspec.json.schema_components(shapes, ref_template=template)
+    for operation in mine:
+        _complete(schemas, operation, template)
+    for schema in schemas.values():
+        schema.pop("description", None)  # a struct's docstring is for who reads the code
+        del schema["title"]
+    private, public = template.format(name="_").encode(), template.format(name="").encode()
+    named = {f"{_dialect(module)}.{name.removeprefix('_')}": schema for name, schema in schemas.items()}
+    return msgspec.json.decode(msgspec.json.encode(named).replace(private, public))
+
+
+def _complete(schemas: dict[str, Schema], operation: Operation, template: str) -> None:
     """Say of the body's fields what its struct leaves open."""
     assert operation.body is not None
     body = operation.body.__name__
@@ -81,62 +102,64 @@ def _complete(schemas: dict[str, Schema], operation: Operation) -> None:
         if isinstance(kind, dict):
             properties[field] = cast("Schema", kind)
         else:
-            (properties[field],), _ = msgspec.json.schema_components([kind], ref_template=_REF)
+            (properties[field],), _ = msgspec.json.schema_components([kind], ref_template=template)
     for field, keywords in operation.bounds.items():
         schemas[body]["properties"][field] |= keywords
 
 
-def _operation(operation: Operation) -> Schema:
+def _operation(operation: Operation, keys: bool) -> Schema:
     content: Schema = {operation.text or "application/json": {"schema": operation.answer}}
     said = "The answer"
+    errors = operation.errors or OPENAI_ERROR
+    error: Schema = {"$ref": _REF + errors.name}
     if operation.event is not None:
-        said = "The answer; with `stream` true, server-sent events, each a line `data: JSON`, at last `data: [DONE]`"
+        said = f"The answer; with `stream` true, server-sent events, {operation.framing}"
         content["text/event-stream"] = {
             "schema": {"type": "string", "description": "Events; the schema of each one's JSON is x-event"},
-            "x-event": {"anyOf": [operation.event, _ref("Error")]},
+            "x-event": {"anyOf": [operation.event, error]},
         }
     responses: Schema = {"200": {"description": said, "content": content}}
-    for status, why in (_ERRORS if operation.body is None else _BODY_ERRORS | _ERRORS).items():
-        schema = operation.unready if status == "503" and operation.unready is not None else _ref("Error")
+    for status, why in _statuses(operation, keys).items():
+        schema = operation.unready if status == "503" and operation.unready is not None else error
+        status = str(errors.busy) if status == "503" else status
         responses[status] = {"description": why, "content": {"application/json": {"schema": schema}}}
-    told: Schema = {"summary": operation.summary, "responses": dict(sorted(responses.items()))}
+    told: Schema = {
+        "operationId": f"{operation.method.lower()}{re.sub('[^a-z0-9]+', '_', operation.path.lower()).rstrip('_')}",
+        "tags": [operation.group],
+        "summary": operation.summary,
+        "responses": dict(sorted(responses.items())),
+    }
+    if operation.notes:
+        told["description"] = "\n".join(f"- {note}" for note in operation.notes)
+    parameters: list[Schema] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}, "example": operation.example}
+        for name in re.findall(r"{(\w+)}", operation.path)
+    ]
     if operation.body is not None:
-        body = {"application/json": {"schema": _ref(operation.body.__name__)}}
-        told["requestBody"] = {"required": True, "content": body}
+        name = f"{_dialect(operation.body.__module__)}.{operation.body.__name__.removeprefix('_')}"
+        body = {"schema": {"$ref": _REF + name}, "example": operation.example}
+        told["requestBody"] = {"required": True, "content": {"application/json": body}}
+        parameters.append(_TIMEOUT)
+    if parameters:
+        told["parameters"] = parameters
+    if keys:
+        told["security"] = [{"bearer": []}, {"x-api-key": []}]
     return told
 
 
-def _ref(name: str) -> Schema:
-    return {"$ref": _REF.format(name=name)}
+def _statuses(operation: Operation, keys: bool) -> dict[str, str]:
+    """Status -> what it means, of all that are no 200."""
+    found = _ERRORS | (_KEY_ERRORS if keys else {})
+    if operation.method == "POST":
+        found |= _POST_ERRORS | (_QUOTA_ERRORS if keys else {})
+    if operation.body is not None:
+        found |= _BODY_ERRORS
+    if operation.missing is not None:
+        found["404"] = operation.missing
+    if operation.unready is not None:
+        found["503"] = "The model loads, stalls or drains, or its worker is lost"
+    return found
 
 
-def page(document: Schema) -> str:
-    """The document as one page of HTML that loads nothing."""
-    parts = [
-        '<!doctype html><html lang="en"><meta charset="utf-8"><title>Redline API</title><style>'
-        "body{font:16px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-        "td,th{text-align:left;vertical-align:top;padding:.2em 1em .2em 0}code{white-space:pre-wrap}</style>"
-        f"<h1>Redline {escape(document['info']['version'])}</h1>"
-        '<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>'
-    ]
-    for path, methods in document["paths"].items():
-        for method, told in methods.items():
-            parts.append(f"<h2>{escape(method.upper())} {escape(path)}</h2><p>{escape(told['summary'])}</p>")
-            if "requestBody" in told:
-                name = told["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-                parts.append(f'<p>Body: <a href="#{escape(name)}">{escape(name)}</a></p>')
-            rows = ((status, answer["description"]) for status, answer in told["responses"].items())
-            parts.append(_table(("Status", "Meaning"), rows))
-    for name, schema in document["components"]["schemas"].items():
-        required = schema.get("required", ())
-        rows = (
-            (f"{field} (required)" if field in required else field, msgspec.json.encode(said).decode())
-            for field, said in schema.get("properties", {}).items()
-        )
-        parts.append(f'<h2 id="{escape(name)}">{escape(name)}</h2>{_table(("Field", "Schema"), rows)}')
-    return "".join(parts)
-
-
-def _table(head: tuple[str, str], rows: Any) -> str:
-    body = "".join(f"<tr><td>{escape(left)}<td><code>{escape(right)}</code>" for left, right in rows)
-    return f"<table><tr><th>{head[0]}<th>{head[1]}{body}</table>"
+def _dialect(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -2,8 +2,9 @@
 
 - A request's head never reaches the app before it is complete, and its trailers never do, but httptools stores both as
   they come. So the connection counts what it has read since the parser last told of anything.
-- A client owes a whole head `header_seconds` after it has connected or got its last answer; and while it has not taken
-  what was written, it must take some of it every `write_seconds`.
+- A client owes a whole head `header_seconds` after it has connected or begun to send its next one: it may do that until
+  `idle_seconds` after its last answer, so a pool that keeps connections for shorter never meets a closed one. And
+  while it has not taken what was written, it must take some of it every `write_seconds`.
 - One request at a time: who sends the next before the answer to the last gets that answer, and then the end of the
   connection, as RFC 9112 (9.3.2) has it. uvicorn's queue of such requests has no bound, and a client that leaves is
   not noticed behind one.
@@ -32,6 +33,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from redline.api.config import Limits
 from redline.api.errors import Refusal, answer_to
+from redline.api.pour import DIRECT
 from redline.api.turns import Turns
 from redline.errors import Overloaded, RedlineError
 
@@ -95,6 +97,7 @@ class Connection(HttpToolsProtocol):
         self._refusal: Refusal | None = None  # why a callback of the parser gave up
         self._last = False  # no request is read after the one that is answered now
         self._refused = False  # nothing is read any more
+        self._idle = False  # between requests, nothing of the next has come
         self._head_due: asyncio.TimerHandle | None = None
         self._taken_due: asyncio.TimerHandle | None = None
         self._unsent_bytes = 0  # when `_taken_due` was set
@@ -131,6 +134,9 @@ class Connection(HttpToolsProtocol):
         if self.parser is None or self._refused:
             return
         self._untold_bytes += len(data)
+        if self._idle:
+            self._idle = False
+            self._expect_head()
         if not self._last:
             try:
                 self.parser.feed_data(data)
@@ -149,6 +155,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.keep_alive, self._last = False, True
             raise ValueError("a second request before the answer to the first")  # the parser stops here
         super().on_message_begin()
+        self.scope["extensions"] = cast("dict[str, dict[object, object]]", {DIRECT: self})
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a header line. Raises Refusal (431), which stops the parser, beyond `limits.headers` lines."""
@@ -224,7 +231,8 @@ class Connection(HttpToolsProtocol):
         self.transport.write(b"".join([STATUS_LINE[answer.status], *lines, b"\r\n", answer.body]))
         # Closing with data unread is a reset, and a client that is reset may lose the answer.
         self._refused = True
-        self.transport.write_eof()
+        if self.transport.can_write_eof():  # TLS has no such half
+            self.transport.write_eof()
         self._expect(LINGER_S, self.transport.abort)
 
     def silence(self) -> None:
@@ -234,6 +242,13 @@ class Connection(HttpToolsProtocol):
             self.cycle.message_event.set()
 
     # -- writing
+
+    def write_part(self, body: bytes) -> bool:
+        """Write a part of a streamed body, in the chunk that uvicorn would make of it (`pour.Direct`)."""
+        if self.flow.write_paused or self.cycle.disconnected or self.cycle.response_complete:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     def pause_writing(self) -> None:
         """The client lags: it must take something every `limits.write_seconds`."""
@@ -252,7 +267,8 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()  # uvicorn's time ends with the first byte of a head, ours with the last
         self._expect_taken()
         if not self.transport.is_closing():
-            self._expect_head()
+            self._idle = True
+            self._expect(self._limits.idle_seconds, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection has ended: cancel its timers, and tell the app."""
@@ -306,8 +322,13 @@ class Server(uvicorn.Server):
             task.cancel()  # one that encodes in a thread would not notice
 
 
-def uvicorn_config(app: ASGIApp, limits: Limits, host: str, port: int) -> uvicorn.Config:
-    """The settings for `Server`: uvloop, httptools, and connections within `limits`. Port 0 takes a free one."""
+def uvicorn_config(
+    app: ASGIApp, limits: Limits, host: str, port: int, tls: tuple[str, str] | None = None
+) -> uvicorn.Config:
+    """The settings for `Server`: uvloop, httptools, and connections within `limits`. Port 0 takes a free one.
+
+    tls: PEM files of a certificate, with its chain, and of its key.
+    """
     return uvicorn.Config(
         app,
         host=host,
@@ -319,6 +340,8 @@ def uvicorn_config(app: ASGIApp, limits: Limits, host: str, port: int) -> uvicor
         access_log=False,  # the app writes its own
         log_config=None,
         server_header=False,
+        ssl_certfile=tls[0] if tls else None,
+        ssl_keyfile=tls[1] if tls else None,
         proxy_headers=False,  # nothing here depends on who the client is
         log_level="warning",
     )

@@ -5,26 +5,31 @@ time tokens; deltas that arrived together leave in one write. Nearly every chunk
 the text is encoded once per choice.
 """
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, Protocol
+from operator import itemgetter
+from typing import Any
 
 import msgspec
 
 from redline.api.answers import (
+    Offsets,
     Opening,
+    Placed,
     Scored,
     TokenBytes,
     chat_logprobs,
     completion_logprobs,
     finish_of,
+    json_list,
     usage,
     usage_of,
     vllm_prompt_logprobs,
 )
+from redline.api.dialect import Streaming
+from redline.api.errors import answer_to
 from redline.api.gateway import Batch
-from redline.api.openai import Streaming
 from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
-from redline.wire.step import TokenLogprobs
 
 DONE = b"data: [DONE]\n\n"
 
@@ -34,18 +39,6 @@ _json = msgspec.json.Encoder().encode
 def data(body: bytes) -> bytes:
     """One server-sent event around a JSON body."""
     return b"data: " + body + b"\n\n"
-
-
-class EventStream(Protocol):
-    """Turns the batches of one answer into the bytes of its stream."""
-
-    def write(self, batches: Sequence[Batch]) -> bytes:
-        """The chunks of these batches, in their order, as server-sent events; empty where they show nothing."""
-        ...
-
-    def close(self) -> bytes:
-        """What follows the last choice's end: a chunk with the usage, if asked for, and [DONE]."""
-        ...
 
 
 class _ChunkWriter:
@@ -70,6 +63,14 @@ class _ChunkWriter:
         if not self._how.continuous:
             return self._tail
         return b',"usage":' + _json(usage(sum(self._prompts), sum(self._completion))) + b"}\n\n"
+
+    def open(self) -> bytes:
+        """Nothing: the first chunk of a choice comes with its first tokens."""
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
+        """The error, as the last event."""
+        return data(answer_to(error).body)
 
     def close(self) -> bytes:
         """What follows the last choice's end: a chunk with the usage, if asked for, and [DONE]."""
@@ -101,6 +102,7 @@ class ChatStream(_ChunkWriter):
         self._logprobs = logprobs
         self._token_bytes = token_bytes
         self._held: list[list[Scored]] = [[] for _ in self._ends]  # logprobs whose text has not left yet
+        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
         self._plain = not logprobs and not how.continuous
         self._after = b'},"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"delta":{"content":' % (self._head, index) for index in range(len(self._ends))]
@@ -112,15 +114,18 @@ class ChatStream(_ChunkWriter):
         """The chunks of these batches, in their order; log probabilities leave with the next chunk of their choice."""
         chunks: list[bytes] = []
         for batch in batches:
-            choice = batch.choice
+            choice, events = batch.choice, batch.events
             self._completion[choice] = batch.completion_tokens
             if batch.first:
                 chunks.append(self._open(batch))
+            if batch.token_ids is not None:
+                self._token_ids[choice] = [*(self._token_ids[choice] or ()), *batch.token_ids]
+            elif self._plain and not batch.first and len(events) == 1 and isinstance(event := events[0], Text):
+                chunks.append(self._text[choice] + _json(event.text) + self._after)  # nearly every chunk is one
+                continue
             if self._logprobs:
-                self._held[choice] += [
-                    item for event in batch.events if isinstance(event, Logprobs) for item in event.items
-                ]
-            for event in batch.events:
+                self._held[choice] += [item for event in events if isinstance(event, Logprobs) for item in event.items]
+            for event in events:
                 match event:
                     case Text(text=text):
                         chunks.append(self._piece(choice, self._text[choice], b'"delta":{"content":', _json(text)))
@@ -140,19 +145,23 @@ class ChatStream(_ChunkWriter):
                     case End():
                         self._ends[choice] = event
                         chunks.append(self._delta(choice, {}, finish_of(event)))
-        return b"".join(chunks)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _open(self, batch: Batch) -> bytes:
         """The chunk that names the role, before a choice's first event."""
-        delta = {"role": "assistant", "content": ""}
-        if batch.prompt_logprobs is None:
-            return self._delta(batch.choice, delta)
-        scored = _json(vllm_prompt_logprobs(batch.prompt_logprobs, self._token_bytes))
-        head = self._head.replace(b',"choices":', b',"prompt_logprobs":%b,"choices":' % scored)
-        return self._delta(batch.choice, delta).replace(self._head, head, 1)
+        chunk = self._delta(batch.choice, {"role": "assistant", "content": ""})
+        extra: dict[str, Any] = {}
+        if batch.prompt_logprobs is not None:
+            extra["prompt_logprobs"] = vllm_prompt_logprobs(batch.prompt_logprobs, self._token_bytes)
+        if batch.prompt_ids is not None:
+            extra["prompt_token_ids"] = json_list(batch.prompt_ids)
+        if not extra:
+            return chunk
+        head = self._head.removesuffix(b'"choices":') + _json(extra)[1:-1] + b',"choices":'
+        return head + chunk.removeprefix(self._head)
 
     def _piece(self, choice: int, plain: bytes, opening: bytes, text: bytes) -> bytes:
-        if self._plain:
+        if self._plain and self._token_ids[choice] is None:
             return plain + text + self._after
         return self._chunk(choice, opening + text + b"}," + self._rest(choice, {"finish_reason": None}))
 
@@ -164,14 +173,15 @@ class ChatStream(_ChunkWriter):
         """The members after the delta: the held logprobs, if any, leave with it."""
         held, self._held[choice] = self._held[choice], []
         scored = chat_logprobs(held, self._token_bytes) if held else None
-        return _json({"logprobs": scored, **finish})[1:-1]
+        ids, self._token_ids[choice] = self._token_ids[choice], None
+        return _json({"logprobs": scored, **finish, **({"token_ids": ids} if ids is not None else {})})[1:-1]
 
 
 class CompletionStream(_ChunkWriter):
     """The stream of a text completion.
 
     created: Unix seconds. prompts: token ids. n: choices for each prompt. logprobs: whether they were asked for. echo:
-    the prompt opens each choice's text.
+    the prompt opens each choice's text. hidden: ids that have no text in an answer.
     """
 
     def __init__(
@@ -185,14 +195,17 @@ class CompletionStream(_ChunkWriter):
         logprobs: bool,
         echo: bool,
         token_bytes: TokenBytes,
+        hidden: frozenset[int],
     ) -> None:
         super().__init__(id, "text_completion", created, model, [len(prompt) for prompt in prompts], n, how)
         self._ids = prompts
         self._logprobs = logprobs
         self._echo = echo
         self._token_bytes = token_bytes
-        self._held: list[list[tuple[TokenLogprobs | None, bytes]]] = [[] for _ in self._ends]
-        self._offset = [0] * len(self._ends)  # characters that logprobs have covered
+        self._held: list[list[Placed]] = [[] for _ in self._ends]
+        self._token_ids: list[Sequence[int] | None] = [None] * len(self._ends)  # that leave with the next chunk
+        self._offsets = [Offsets(hidden) for _ in self._ends]
+        self._shown = [0] * len(self._ends)  # characters
         self._plain = not logprobs and not how.continuous
         self._after = b',"logprobs":null,"finish_reason":null}]' + self._tail
         self._text = [b'%b[{"index":%d,"text":' % (self._head, index) for index in range(len(self._ends))]
@@ -203,17 +216,19 @@ class CompletionStream(_ChunkWriter):
         for batch in batches:
             choice = batch.choice
             self._completion[choice] = batch.completion_tokens
-            if batch.first and (self._echo or batch.prompt_logprobs is not None):
+            if batch.first and (self._echo or batch.prompt_logprobs is not None or batch.prompt_ids is not None):
                 chunks.append(self._open(batch))
+            if batch.token_ids is not None:
+                self._token_ids[choice] = [*(self._token_ids[choice] or ()), *batch.token_ids]
             if self._logprobs:
-                self._held[choice] += [
-                    item for event in batch.events if isinstance(event, Logprobs) for item in event.items
-                ]
+                scored = [item for event in batch.events if isinstance(event, Logprobs) for item in event.items]
+                self._held[choice] += self._offsets[choice].of(scored)
             for event in batch.events:
                 match event:
-                    case Text(text=text) if self._plain:
+                    case Text(text=text) if self._plain and batch.token_ids is None:
                         chunks.append(self._text[choice] + _json(text) + self._after)
                     case Text(text=text):
+                        self._shown[choice] += len(text)
                         rest = self._rest(choice, {"finish_reason": None})
                         chunks.append(self._chunk(choice, b'"text":' + _json(text) + b"," + rest))
                     case End():
@@ -228,16 +243,21 @@ class CompletionStream(_ChunkWriter):
         choice, scored = batch.choice, batch.prompt_logprobs
         opening = Opening(self._ids[choice // self._n], scored, self._echo, self._token_bytes)
         if self._logprobs:
-            self._held[choice] += opening.scored
+            self._held[choice] += self._offsets[choice].of_prompt(opening.scored)
+        self._shown[choice] += len(opening.text)
         extra: dict[str, Any] = {"finish_reason": None}
         if scored is not None:
             extra["prompt_logprobs"] = vllm_prompt_logprobs(scored, self._token_bytes)
+        if batch.prompt_ids is not None:
+            extra["prompt_token_ids"] = json_list(batch.prompt_ids)
         return self._chunk(choice, b'"text":' + _json(opening.text) + b"," + self._rest(choice, extra))
 
     def _rest(self, choice: int, finish: dict[str, Any]) -> bytes:
-        held, self._held[choice] = self._held[choice], []
-        scored = None
-        if held:
-            scored = completion_logprobs(held, self._token_bytes, self._offset[choice])
-            self._offset[choice] += sum(map(len, scored["tokens"]))
-        return _json({"logprobs": scored, **finish})[1:-1]
+        """The members after the text. Log probabilities of text that is held back, as it may be a stop string, wait."""
+        held, shown, scored = self._held[choice], self._shown[choice], None
+        ready = len(held) if self._ends[choice] else bisect_right(held, shown, key=itemgetter(2))
+        if ready:
+            scored = completion_logprobs(held[:ready], self._token_bytes, shown)
+            del held[:ready]
+        ids, self._token_ids[choice] = self._token_ids[choice], None
+        return _json({"logprobs": scored, **finish, **({"token_ids": ids} if ids is not None else {})})[1:-1]

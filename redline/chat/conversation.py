@@ -21,6 +21,7 @@ class Tool(Record, frozen=True):
     name: str
     description: str = ""
     parameters: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])  # JSON schema
+    strict: bool = False  # a schema that cannot be followed is refused; else such a tool takes any JSON object
 
 
 class Message(Record, frozen=True):
@@ -42,3 +43,4 @@ class Conversation(Record, frozen=True):
     thinking: bool = True  # open with <think>; false: instant answer
     preserve_thinking: bool = False  # keep the reasoning of every past turn
     add_generation_prompt: bool = True  # the prompt ends with the opening of an answer
+    continues: bool = False  # the answer goes on with the last message, an assistant's, instead of opening its own

@@ -4,8 +4,11 @@ It owns what outlives a delta: bytes of a character that is not complete, text t
 parser's state, the counts. However the tokens are cut into deltas, the events, joined, are the same.
 """
 
-from redline.chat.events import End, Event, Logprobs, Text
+from collections.abc import Sequence
+
+from redline.chat.events import End, Event, Logprobs, Text, Thought
 from redline.chat.parser import Parser, PlainText, Reader
+from redline.chat.shown import Shown, shown
 from redline.chat.stops import StopStrings
 from redline.chat.tokenizer import Tokenizer
 from redline.wire.delta import Delta, Finish
@@ -15,7 +18,8 @@ from redline.wire.step import TokenLogprobs
 class Decoder:
     """Reads the deltas of one job.
 
-    - `stopped` turns True when a stop string was found: the answer is over, and the engine does not know it yet.
+    - `stopped` turns True when a stop string was found, or the one call that may be made has ended: the answer is
+      over, and the engine does not know it yet.
     - `prompt_logprobs` holds the prompt's log probabilities of all deltas so far, in order of position.
     """
 
@@ -29,6 +33,7 @@ class Decoder:
         parse: bool,
         include_stop_str: bool = False,
         skip_special_tokens: bool = True,
+        one_call: bool = False,
     ) -> None:
         """Arguments:
 
@@ -39,13 +44,18 @@ class Decoder:
         - `include_stop_str`: the stop string or stop token that ended the answer is shown too.
         - `skip_special_tokens`: control tokens have no text, except those that the checkpoint declares not special
           (`<think>` and the tool-call marks): a raw completion shows them. In a chat they are read as marks, not shown.
+        - `one_call`: the answer is over where its first tool call ends, as if the model had ended it there.
         """
         skipped = tokenizer.skipped if skip_special_tokens else frozenset[int]()
         self._tokenizer = tokenizer
         self._stops = StopStrings(stop)
         self._reader: Reader = (
-            Parser(tokenizer, thinking, self._stops, skipped) if parse else PlainText(tokenizer, self._stops, skipped)
+            Parser(tokenizer, thinking, self._stops, skipped, one_call)
+            if parse
+            else PlainText(tokenizer, self._stops, skipped)
         )
+        self._texts, self._thoughts = shown(tokenizer)
+        self._steady: Shown | None = None  # what plain tokens show now, where the reader need not see them
         self._stop_ids = frozenset(stop_ids)
         self._include_stop = include_stop_str
         self._prompt_tokens = prompt_tokens
@@ -56,8 +66,31 @@ class Decoder:
         self.stopped = False
         self.prompt_logprobs: list[TokenLogprobs] = []
 
-    def push(self, delta: Delta) -> list[Event]:
+    def push(self, delta: Delta) -> Sequence[Event]:
         """The events of a delta, the End last where the answer ends with it; none once it has ended."""
+        if self._steady is not None and delta.finish is None and not (delta.logprobs or delta.prompt_logprobs):
+            tokens = delta.tokens
+            events = self._steady[tokens[0]] if len(tokens) == 1 else self._join(tokens)
+            if events:
+                self._completion_tokens += len(tokens)
+                if self._steady is self._thoughts:
+                    self._reader.reasoning_tokens += len(tokens)
+                if delta.proposed:
+                    self._accepted_tokens += min(delta.accepted, len(tokens))
+                    self._rejected_tokens += delta.proposed - delta.accepted
+                return events
+        return self._read(delta)
+
+    def _join(self, tokens: Sequence[int]) -> Sequence[Event]:
+        """One event with the text of all the tokens; none unless all are plain."""
+        assert self._steady is not None
+        pieces = [self._steady[token] for token in tokens]
+        if not all(pieces):
+            return ()
+        text = "".join(piece[0].text for piece in pieces if piece)
+        return (Thought(text=text) if self._steady is self._thoughts else Text(text=text),) if text else ()
+
+    def _read(self, delta: Delta) -> list[Event]:
         if self._ended:
             return []
         self.prompt_logprobs += delta.prompt_logprobs
@@ -69,31 +102,35 @@ class Decoder:
         for token in visible:
             self._reader.push(token, events)
             read += 1
-            if self._stops.found is not None:
+            if self._stops.found is not None or self._reader.over:
                 break
 
-        found = self._stops.found
-        ends = delta.finish is not None or found is not None
-        if ends:
-            self._reader.finish(events, complete=found is not None or delta.finish == "stop")
+        kind = self._reader.steady()
+        self._steady = None if kind is None else self._texts if kind is Text else self._thoughts
+        cut = self._stops.found is not None or self._reader.over
+        if cut or delta.finish is not None:
+            self._reader.finish(events, complete=cut or delta.finish == "stop")
         if (found := self._stops.found) is not None and self._include_stop:
             events.append(Text(text=found))
         if delta.logprobs and read:
             pairs = zip(delta.logprobs[:read], visible, strict=False)
             events.append(Logprobs(items=tuple((one, self._tokenizer.token_bytes(token)) for one, token in pairs)))
-        counted = len(tokens) if found is None else read
+        counted = read if cut or found is not None else len(tokens)
         self._completion_tokens += counted
         self._accepted_tokens += min(delta.accepted, counted)  # a stop may cut the accepted ones short
         self._rejected_tokens += delta.proposed - delta.accepted
-        if found is not None:
+        if cut or found is not None:
             self.stopped = True
             events.append(self._end("stop", delta, found))
         elif delta.finish is not None:
-            events.append(self._end(delta.finish, delta, stop_id))
+            # The model's own end is an ordinary one: only what the client named is told.
+            named = None if stop_id in self._tokenizer.stop_ids else stop_id
+            events.append(self._end(delta.finish, delta, named))
         return events
 
     def _end(self, finish: Finish, delta: Delta, stop: str | int | None) -> End:
         self._ended = True
+        self._steady = None
         return End(
             finish=finish,
             prompt_tokens=self._prompt_tokens,

@@ -49,7 +49,7 @@ class End(Record, frozen=True):
     accepted_tokens: int = 0  # drafts that became part of the answer
     rejected_tokens: int = 0  # drafts that the model would not have said
     tool_calls: int = 0  # > 0: the API's finish reason is "tool_calls"
-    stop: str | int | None = None  # the stop string or id that ended it, where one did
+    stop: str | int | None = None  # the stop string or id of the request that ended it, where one did
     error: str | None = None  # one line, where finish is "error"
 
 

@@ -5,6 +5,7 @@ tenant's salt, and a fingerprint of the model and its cache's number format.
 """
 
 import struct
+from array import array
 from hashlib import blake2b
 
 from redline.wire.job import PAGE_TOKENS, Job, JobId, MediaSpan, PageHash, Sampling
@@ -20,18 +21,24 @@ def page_hashes(
 
     salt: the tenant's. fingerprint: of the model and its pages' number format (Ready.fingerprint).
     """
-    data = struct.pack(f"<{len(tokens)}I", *tokens)
+    data = array("I", tokens).tobytes()  # four bytes each, the lowest first: half of what struct takes for many
     previous = blake2b(_framed(salt.encode()) + _framed(fingerprint.encode()), digest_size=_BYTES).digest()
     hashes: list[PageHash] = []
-    for page in range(len(tokens) // PAGE_TOKENS):
-        chain = blake2b(previous + data[page * _PAGE_BYTES : (page + 1) * _PAGE_BYTES], digest_size=_BYTES)
-        for span in media:
-            begin = span.start - page * PAGE_TOKENS
-            if begin < PAGE_TOKENS and begin + span.tokens > 0:
-                chain.update(struct.pack("<qq", begin, span.tokens) + _framed(span.hash))
+    for start in range(0, len(data) - _PAGE_BYTES + 1, _PAGE_BYTES):
+        chain = blake2b(previous + data[start : start + _PAGE_BYTES], digest_size=_BYTES)
+        if media:
+            _add_media(chain, media, start // 4)
         previous = chain.digest()
         hashes.append(PageHash(previous))
     return tuple(hashes)
+
+
+def _add_media(chain: blake2b, media: tuple[MediaSpan, ...], start: int) -> None:
+    """Adds the images in the page whose first token is `start`."""
+    for span in media:
+        begin = span.start - start
+        if begin < PAGE_TOKENS and begin + span.tokens > 0:
+            chain.update(struct.pack("<qq", begin, span.tokens) + _framed(span.hash))
 
 
 def make_job(

@@ -61,9 +61,15 @@ class Reader(Protocol):
 
     calls: int  # tool calls that have begun
     reasoning_tokens: int  # tokens of reasoning so far
+    over: bool  # what follows is no part of the answer
 
     def push(self, token: int, events: list[Event]) -> None:
         """Read one token; what it makes visible is added to `events`."""
+        ...
+
+    def steady(self) -> type[Text] | type[Thought] | None:
+        """What tokens of plain text (`shown.py`) become now, each at once and by itself, with no change to this reader
+        but its count of reasoning; None where a token may be held back, or may do more."""
         ...
 
     def finish(self, events: list[Event], complete: bool) -> None:
@@ -77,6 +83,7 @@ class PlainText:
 
     calls = 0
     reasoning_tokens = 0
+    over = False
 
     def __init__(self, tokenizer: Tokenizer, stops: StopStrings, skipped: frozenset[int]) -> None:
         self._stream = TextStream(tokenizer, skipped)
@@ -88,6 +95,10 @@ class PlainText:
         if text:
             _show_text(self._stops.push(text), events)
 
+    def steady(self) -> type[Text] | None:
+        """Text, where no byte is held and no stop string is looked for."""
+        return Text if self._stream.whole and self._stops.none else None
+
     def finish(self, events: list[Event], complete: bool) -> None:
         """The stream is over: add the text that was held back to `events`. complete: makes no difference here."""
         _show_text(self._stops.push(self._stream.flush()) + self._stops.flush(), events)
@@ -96,8 +107,16 @@ class PlainText:
 class Parser:
     """Reads an answer in Kimi's chat format. Stop strings are looked for in the visible text only."""
 
-    def __init__(self, tokenizer: Tokenizer, thinking: bool, stops: StopStrings, skipped: frozenset[int]) -> None:
-        """`thinking`: the answer opens with reasoning. `skipped`: control tokens that have no text."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        thinking: bool,
+        stops: StopStrings,
+        skipped: frozenset[int],
+        one_call: bool = False,
+    ) -> None:
+        """`thinking`: the answer opens with reasoning. `skipped`: control tokens that have no text. `one_call`: the
+        answer is over where its first call ends."""
         self._names = {tokenizer.specials[name]: name for name in _MARKS if name in tokenizer.specials}
         self._stream = TextStream(tokenizer, skipped - self._names.keys())
         self._stops = stops
@@ -107,8 +126,10 @@ class Parser:
         self._shown = False  # something of this answer, or of these arguments, has been shown
         self._header: list[str] = []
         self._header_chars = 0
+        self._one_call = one_call
         self.calls = 0
         self.reasoning_tokens = 0
+        self.over = False
 
     def push(self, token: int, events: list[Event]) -> None:
         """Read one token; what it makes visible is added to `events`, joined to the last where the kind is the same."""
@@ -126,6 +147,15 @@ class Parser:
             self._text(name, events)  # a model that writes about tags, say into a file, uses these very tokens
         else:
             self._turn(mark, events)
+            self.over = self._one_call and self.calls > 0 and self._state is not _State.ARGUMENTS
+
+    def steady(self) -> type[Text] | type[Thought] | None:
+        """Thought in reasoning and Text in an answer that has begun to show, where nothing is held back."""
+        if self._space or not (self._tail.empty and self._stream.whole):
+            return None
+        if self._state is _State.THOUGHT:
+            return Thought
+        return Text if self._state is _State.ANSWER and self._shown and self._stops.none else None
 
     def finish(self, events: list[Event], complete: bool) -> None:
         """The stream is over: add what was held back to `events`. complete: a call that is still open is whole."""
@@ -243,6 +273,11 @@ class _Tail:
     def __init__(self) -> None:
         self._begun = ""  # a beginning of _SPELLED, or all of it
         self._behind: list[str] = []  # whitespace behind all of it, in pieces: joined once, however many they are
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is held."""
+        return not self._begun
 
     def push(self, text: str) -> str:
         """As much of the text so far as cannot be part of _SPELLED, whatever follows."""

@@ -17,6 +17,11 @@ class StopStrings:
         self._held = ""  # that end
         self.found: str | None = None
 
+    @property
+    def none(self) -> bool:
+        """Whether there is no string to look for, so that every text is shown as it comes."""
+        return not self._search.stops
+
     def push(self, text: str) -> str:
         """Take in more text: what can be shown now. Once a stop string is found, the text ends right before it.
 

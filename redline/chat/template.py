@@ -34,7 +34,9 @@ class Style:
     keeps_thoughts: bool = False  # as if preserve_thinking, always
 
     def thinks(self, conversation: Conversation) -> bool:
-        """Whether the answer begins with reasoning."""
+        """Whether the answer begins with reasoning, or goes on with it."""
+        if conversation.continues and conversation.messages[-1].content:
+            return False
         return self.thoughts and (conversation.thinking or self.prefill != "either")
 
 
@@ -103,7 +105,8 @@ def _pieces(conversation: Conversation, style: Style, most: int) -> Iterator[Pie
 
     # Reasoning survives only behind the last final answer, which is to say within the tool loop that is going on.
     keep_all = conversation.preserve_thinking or style.keeps_thoughts
-    finals = (i for i, message in enumerate(messages) if message.role == "assistant" and not message.tool_calls)
+    ended = messages[:-1] if conversation.continues else messages
+    finals = (i for i, message in enumerate(ended) if message.role == "assistant" and not message.tool_calls)
     history = 0 if keep_all else max(finals, default=-1) + 1
     forget = style.prefill == "either" and not conversation.thinking and not keep_all
     for index, message in enumerate(messages):
@@ -113,13 +116,16 @@ def _pieces(conversation: Conversation, style: Style, most: int) -> Iterator[Pie
                 yield from _turn("user", name, message.content)
             case "assistant":
                 reasoning = "" if index < history or forget else message.reasoning
-                yield from _turn("assistant", name, *_answer(message, reasoning, style))
+                turn = _turn("assistant", name, *_answer(message, reasoning, style))
+                if conversation.continues and index == len(messages) - 1:
+                    turn = _unfinished(name, message.content, reasoning, style, thinks=style.thinks(conversation))
+                yield from turn
             case "tool":
                 yield from _turn("system", name, f"## Return of {message.tool_call_id}\n", message.content)
             case _:
                 yield from _turn("system", name, message.content)
 
-    if conversation.add_generation_prompt:
+    if conversation.add_generation_prompt and not conversation.continues:
         yield from (Special("<|im_assistant|>"), "assistant", Special("<|im_middle|>"))
         if style.prefill != "none":
             yield Special("<think>")
@@ -141,6 +147,16 @@ def _answer(message: Message, reasoning: str, style: Style) -> Iterator[Piece]:
             yield from (Special("<|tool_call_begin|>"), call.id, Special("<|tool_call_argument_begin|>"))
             yield from (call.arguments, Special("<|tool_call_end|>"))
         yield Special("<|tool_calls_section_end|>")
+
+
+def _unfinished(name: str, content: str, reasoning: str, style: Style, *, thinks: bool) -> Iterator[Piece]:
+    """An assistant's turn with which the answer goes on: with its text, or, where it has none yet, its reasoning."""
+    yield from (Special("<|im_assistant|>"), name, Special("<|im_middle|>"))
+    if style.thoughts:
+        yield from (Special("<think>"), reasoning)
+        if not thinks:
+            yield Special("</think>")
+    yield content
 
 
 def native_ids(messages: tuple[Message, ...]) -> tuple[Message, ...]:

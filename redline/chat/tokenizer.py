@@ -19,6 +19,7 @@ from typing import Any
 
 import tiktoken
 
+from redline.chat.known import KnownTexts, parts
 from redline.errors import CheckpointError, ConfigError, ContextTooLong, RequestError
 
 RESERVED = 256  # ids behind the ranks, for control tokens
@@ -89,6 +90,11 @@ class Tokenizer:
         self.stop_ids = (self.special("[EOS]"), self.special("<|im_end|>"))
         self.skipped = frozenset(reserved) - kept  # left out of text unless asked for
 
+    @property
+    def encoding(self) -> tiktoken.Encoding:
+        """The vocabulary as tiktoken holds it, for libraries that read that."""
+        return self._encoding
+
     @classmethod
     def open(cls, folder: Path) -> "Tokenizer":
         """Read the tokenizer of a checkpoint folder. Raises CheckpointError, which names the file."""
@@ -115,14 +121,20 @@ class Tokenizer:
         return self.encode_pieces((text,))
 
     def encode_pieces(
-        self, pieces: Iterable[Piece], most: int = sys.maxsize, between: Callable[[], None] = lambda: None
+        self,
+        pieces: Iterable[Piece],
+        most: int = sys.maxsize,
+        between: Callable[[], None] = lambda: None,
+        known: KnownTexts | None = None,
+        salt: str = "",
     ) -> list[int]:
         """Ids of text with control tokens in between, equal to what upstream makes of the joined string.
 
         That string's own slices (see _cuts) fall on the same characters here, so the ids of long prompts agree too.
         Encoding takes up to a second per million characters, so `between` is called before each slice, and may raise.
-        Raises ContextTooLong, without encoding the rest, where there are more than `most` ids before the last slice,
-        and ConfigError where the checkpoint has no control token of a name.
+        `known` keeps the ids of a slice's parts, under `salt`, and changes none. Raises ContextTooLong, without
+        encoding the rest, where there are more than `most` ids before the last slice (with `known`: its last part), and
+        ConfigError where the checkpoint has no control token of a name.
         """
         pieces = tuple(pieces)
         joined = "".join(piece.name if isinstance(piece, Special) else piece for piece in pieces)
@@ -137,9 +149,11 @@ class Tokenizer:
                 start, end = end, end + len(piece)
                 inside = cuts[bisect_right(cuts, start) : bisect_left(cuts, end)]
                 for text in _slices(piece, [cut - start for cut in inside]):
-                    between()
-                    _check_length(ids, most)
-                    ids += self._encoding.encode_ordinary(text)
+                    for part in (text,) if known is None else parts(text):
+                        between()
+                        _check_length(ids, most)
+                        encode = self._encoding.encode_ordinary
+                        ids += encode(part) if known is None else known.ids(salt, part, encode)
         return ids
 
     def encode_with_specials(
@@ -188,6 +202,11 @@ class TextStream:
         self._pending = data[used:]
         return text
 
+    @property
+    def whole(self) -> bool:
+        """Whether no byte of an incomplete character is held."""
+        return not self._pending
+
     def flush(self) -> str:
         """No more bytes will come: what is left of a character leaves as U+FFFD; empty where nothing is left."""
         pending, self._pending = self._pending, b""
@@ -208,9 +227,21 @@ def _cuts(text: str) -> list[int]:
     for start in range(0, len(text), _SLICE_CHARS):
         if start:
             cuts.append(start)
-        for run in _LONG_RUN.finditer(text[start : start + _SLICE_CHARS]):
+        for run in _long_runs(text[start : start + _SLICE_CHARS]):
             cuts += range(start + run.start() + _RUN_CHARS, start + run.end(), _RUN_CHARS)
     return cuts
+
+
+def _long_runs(text: str) -> Iterator[re.Match[str]]:
+    """The runs of more than _RUN_CHARS. Each covers a whole window of half as many, without a space and a newline, or
+    of whitespace only; the expression, which looks at every character, is used where there is such a window."""
+    window = _RUN_CHARS // 2
+    for start in range(0, len(text) - window + 1, window):
+        end = start + window
+        no_space = text.find(" ", start, end) < 0 and text.find("\n", start, end) < 0
+        if no_space or text[start:end].isspace():
+            return _LONG_RUN.finditer(text)
+    return iter(())
 
 
 def _slices(text: str, cuts: list[int]) -> Iterator[str]:

@@ -5,8 +5,30 @@ weights = "weights/kimi-k2.6"          # the one key that must be there
 host = "127.0.0.1"
 port = 8000
 served_model_name = ["kimi-k2.6"]      # absent: the folder's name
-keys_file = "keys.txt"                 # API keys, one per line; absent: everyone who reaches the port is served
+keys_file = "keys.txt"                 # names and API keys, one per line; absent: everyone is served
+responses_file = "responses.sqlite"   # where /v1/responses keeps them; absent: nowhere
+cors_origins = ["https://chat.example"]   # pages of other origins that may ask here; absent: none
 log_level = "info"                     # a line for each request; "warning": none; or "debug", "error"
+access_log = "json"                    # each request's line is a JSON object; or "text"
+drain_s = 30                           # seconds for running answers once the server stops
+admin_port = 8001                      # /admin/status, /admin/drain, /admin/reload; absent: there are none
+admin_keys_file = "admin-keys.txt"     # whose keys they ask for
+metrics_port = 9090                    # /metrics there too, on `host` and without a key; absent: it is not
+unix_socket = "/run/redline.sock"      # in place of host and port
+tls_cert = "cert.pem"                  # HTTPS; with tls_key
+tls_key = "key.pem"
+
+[per_key]                              # of each name in keys_file whose line says nothing else
+requests_per_s = 10
+concurrency = 16
+tokens_per_minute = 200000
+tokens_per_day = 50000000
+
+[requests]
+default_max_tokens = 4096              # of an answer where the request is silent; absent: what the context holds
+most_max_tokens = 32768                # that a request may ask for
+timeout_s = 600                        # from a request's arrival to its last token
+queue_tokens = 500000                  # of prompts that wait, before new requests get 503
 
 [engine]
 kv_memory = "8GB"
@@ -24,11 +46,13 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
+from msgspec import Meta
 
 from redline.api.access import is_loopback
+from redline.api.config import Count, KeyLimits, Limits
 from redline.errors import ConfigError
 from redline.plan.planner import MOST_STEP_TOKENS
 from redline.tune.synthetic import read_acceptance
@@ -46,9 +70,23 @@ _MOST = {
     "step_tokens": MOST_STEP_TOKENS,
 }
 
+_FILES = ("keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key")
+
 _SYNTHETIC = "synthetic_acceptance"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+class Requests(Record, frozen=True):
+    """What every request may ask for; `redline.api.config.Limits` says what its fields mean."""
+
+    default_max_tokens: Count | None = None
+    most_max_tokens: Count | None = None
+    timeout_s: Annotated[float, Meta(ge=0.001, le=86400)] | None = None
+    queue_tokens: Count = Limits().queue_tokens
+
+
+_TABLES: dict[str, type[Record]] = {"per_key": KeyLimits, "requests": Requests}
 
 
 class ServeConfig(Record, frozen=True):
@@ -59,7 +97,19 @@ class ServeConfig(Record, frozen=True):
     port: int = 8000  # 0: any free one
     served_model_name: tuple[str, ...] = ()  # none: the folder's name
     keys_file: str | None = None  # None: no key is asked for
+    responses_file: str | None = None  # None: /v1/responses keeps nothing
+    cors_origins: tuple[str, ...] = ()  # none: pages of no other origin may ask
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    access_log: Literal["text", "json"] = "text"
+    drain_s: Annotated[float, Meta(ge=0, le=86400)] = 3.0  # for running answers once the server stops
+    admin_port: int | None = None  # 0: any free one; None: there are no admin routes
+    admin_keys_file: str | None = None
+    metrics_port: int | None = None  # 0: any free one; None: /metrics is with the API alone
+    unix_socket: str | None = None  # its path, in place of host and port
+    tls_cert: str | None = None  # PEM files
+    tls_key: str | None = None
+    per_key: KeyLimits = KeyLimits()
+    requests: Requests = Requests()
     engine: EngineConfig = EngineConfig()
 
     @property
@@ -84,7 +134,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{source}: not a TOML file: {error}") from None
         _check_keys(values, source)
-        _resolve(values, ("weights", "keys_file"), source.parent)
+        _resolve(values, ("weights", *_FILES), source.parent)
         _resolve(_table(values, "engine.speculation"), ("drafter", "trace"), source.parent)
     else:
         raise ConfigError(f"{source}: no such folder or file; expected a checkpoint's folder or a deployment.toml")
@@ -105,6 +155,16 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
         raise ConfigError(f"{source}: {error}") from None
     if not 0 <= config.port <= 65535:
         raise ConfigError(f"{source}: port is {config.port}; expected 0 to 65535 (0: any free one)")
+    if config.admin_port is not None and not 0 <= config.admin_port <= 65535:
+        raise ConfigError(f"{source}: admin_port is {config.admin_port}; expected 0 to 65535 (0: any free one)")
+    if config.metrics_port is not None and not 0 <= config.metrics_port <= 65535:
+        raise ConfigError(f"{source}: metrics_port is {config.metrics_port}; expected 0 to 65535 (0: any free one)")
+    if (config.admin_port is None) != (config.admin_keys_file is None):
+        raise ConfigError(f"{source}: admin_port and admin_keys_file need each other; set both, or neither")
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigError(f"{source}: tls_cert and tls_key need each other; set both, or neither")
+    if config.per_key != KeyLimits() and config.keys_file is None:
+        raise ConfigError(f"{source}: [per_key] limits the names in keys_file; set keys_file too")
     if not config.host:
         raise ConfigError(f"{source}: host is empty; expected an address, such as 127.0.0.1, or 0.0.0.0 for every one")
     for name in config.names:
@@ -151,7 +211,8 @@ def _drafting(source: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_keys(values: dict[str, Any], source: Path) -> None:
     """Raise ConfigError for an unknown key, listing the known ones, and for text with a zero byte."""
-    outer = [key for key in ServeConfig.__struct_fields__ if key != "engine"]
+    outer = [key for key in ServeConfig.__struct_fields__ if key not in ("engine", *_TABLES)]
+    tables = {name: list(table.__struct_fields__) for name, table in _TABLES.items()}
     inner = [key for key in EngineConfig.__struct_fields__ if key != "speculation"]
     speculation = _table(values, "engine.speculation")
     kind = Suffix if speculation.get("type") == "suffix" else Learned
@@ -161,10 +222,13 @@ def _check_keys(values: dict[str, Any], source: Path) -> None:
         "engine": "[engine]",
         "speculation": "[engine.speculation]",
         **{key: f"engine.{key}" for key in inner},
+        **{name: f"[{name}]" for name in tables},
+        **{key: f"{name}.{key}" for name, keys in tables.items() for key in keys},
         **{key: key for key in outer},
     }
     for place, known, found in (
-        ("", [*outer, "engine"], values),
+        ("", [*outer, *tables, "engine"], values),
+        *((f"{name}.", keys, _table(values, name)) for name, keys in tables.items()),
         ("engine.", [*inner, "speculation"], _table(values, "engine")),
         ("engine.speculation.", drafting, speculation),
     ):
@@ -182,6 +246,7 @@ def _check_keys(values: dict[str, Any], source: Path) -> None:
                 f"{source}: unknown key {place}{key}; "
                 + (f"did you mean {places[near[0]]}? " if near else "")
                 + f"the keys are {', '.join(outer)}, under [engine] {', '.join(inner)}, "
+                + "".join(f"under [{name}] {', '.join(keys)}, " for name, keys in tables.items())
                 + f'and under [engine.speculation] ("{kind.__struct_config__.tag}") {", ".join(drafting)}'
             )
 

@@ -5,11 +5,13 @@ loop every stream would wait too. So a thread of its own writes, and what it can
 counted.
 """
 
+import json
 import logging
 import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
@@ -20,15 +22,18 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 
 
 @contextmanager
-def lines_on_stderr(level: str) -> Generator[None]:
+def lines_on_stderr(level: str, *, as_json: bool = False) -> Generator[None]:
     """While inside, log records of `level` (a key of LEVELS) and above are written to standard error.
+
+    as_json: each is a JSON object.
 
     Those of libraries are written from that level or from warning on, whichever is higher.
     """
     root, ours = logging.getLogger(), logging.getLogger("redline")
     lines = Lines(sys.stderr.fileno())
     lines.setLevel(LEVELS[level])
-    lines.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+    text = logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S")
+    lines.setFormatter(JsonLines() if as_json else text)
     before = ours.level
     root.addHandler(lines)
     ours.setLevel(LEVELS[level])
@@ -78,6 +83,20 @@ class Lines(logging.Handler):
             with suppress(OSError):  # nobody is there to read them
                 while data:
                     data = data[os.write(self._descriptor, data) :]
+
+
+class JsonLines(logging.Formatter):
+    """A record as one JSON object: time, level and message, or, for a request, its fields in place of the message."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line, without its end."""
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(record.created))
+        fields: dict[str, object] | None = getattr(record, "fields", None)
+        told = {"message": record.getMessage()} if fields is None else fields
+        line: dict[str, object] = {"time": stamp, "level": record.levelname, **told}
+        if record.exc_info:
+            line["trace"] = self.formatException(record.exc_info)
+        return json.dumps(line)
 
 
 def printable(text: str) -> str:

@@ -10,27 +10,35 @@ import errno
 import gc
 import json
 import logging
+import os
 import shlex
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 import uvloop
 from rich.console import Console
 from rich.text import Text
 
-from redline.api.access import is_loopback, read_keys
+from redline.api.access import is_loopback
+from redline.api.admin import create_admin_app
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Defaults, Limits
+from redline.api.cors import check_origins
+from redline.api.edge import Edge, measure_lag
 from redline.api.gateway import Gateway
+from redline.api.keys import read_keys
 from redline.api.metrics import Metrics
+from redline.api.scrape import create_metrics_app
 from redline.api.server import Server, uvicorn_config
 from redline.chat.conversation import Conversation, Message
 from redline.chat.generation import generation_config_of
@@ -45,9 +53,11 @@ from redline.worker.config import SUFFIX, DraftConfig, Learned, WorkerConfig
 
 log = logging.getLogger("redline.fleet")
 
+ADMIN_HOST = "127.0.0.1"  # the admin routes are for this machine; a proxy or a tunnel takes them further
 KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
-GRACE_S = 3.0  # for running answers to come to their ends; the others are told that it is over
+GRACE_S = 3.0  # for clients to be told that it is over
+IDLE_S = 0.05  # between two looks whether answers still run
 TELL_S = 1.0  # for clients to take what they are told
 EXAMPLE = "What is 347 + 586?"
 LEAST_ANSWER = 16  # tokens
@@ -69,10 +79,39 @@ def serve(config: ServeConfig, console: Console) -> int:
     speculation = config.engine.speculation
     if speculation is not None:
         _check_drafting(speculation)
+    check_origins(config.cors_origins)
     if config.keys_file is not None:
-        read_keys(Path(config.keys_file))  # before a model is loaded for minutes
-    listener = _listen(config.host, config.port)
-    if not is_loopback(config.host) and config.keys_file is None:
+        read_keys(Path(config.keys_file), config.per_key)  # before a model is loaded for minutes
+    if config.admin_keys_file is not None:
+        read_keys(Path(config.admin_keys_file))
+    if config.tls_cert is not None and config.tls_key is not None:
+        _check_tls(config.tls_cert, config.tls_key)
+    with ExitStack() as listeners:
+        listener = listeners.enter_context(
+            _listen(config.host, config.port) if config.unix_socket is None else _listen_at(config.unix_socket)
+        )
+        if config.unix_socket is not None:
+            listeners.callback(Path(config.unix_socket).unlink, missing_ok=True)
+        admin = None
+        if config.admin_port is not None:
+            admin = listeners.enter_context(_listen(ADMIN_HOST, config.admin_port))
+        scrape = None
+        if config.metrics_port is not None:
+            scrape = listeners.enter_context(_listen(config.host, config.metrics_port))
+        return _serve_at(config, folder, _Doors(listener, admin, scrape), console)
+
+
+class _Doors(NamedTuple):
+    """Where this process listens."""
+
+    api: socket.socket
+    admin: socket.socket | None  # None: there are no admin routes
+    metrics: socket.socket | None  # None: /metrics is with the API alone
+
+
+def _serve_at(config: ServeConfig, folder: Path, doors: _Doors, console: Console) -> int:
+    speculation = config.engine.speculation
+    if config.unix_socket is None and not is_loopback(config.host) and config.keys_file is None:
         console.print(
             f"warning: {config.host} is reachable from other machines and no keys_file is set: "
             "everyone who reaches the port is served",
@@ -87,11 +126,16 @@ def serve(config: ServeConfig, console: Console) -> int:
         warning = "warning: synthetic acceptance: a draw says which drafts hold, so the answers are not the model's"
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
+    with lines_on_stderr(config.log_level, as_json=config.access_log == "json"):
+        return uvloop.run(_serve(config, folder, doors, console))
+
+
+def _check_tls(cert: str, key: str) -> None:
+    """ConfigError, before a model is loaded for minutes, where HTTPS cannot be served with these files."""
     try:
-        with lines_on_stderr(config.log_level):
-            return uvloop.run(_serve(config, folder, listener, console))
-    finally:
-        listener.close()
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=lambda: "")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"tls_cert {cert}, tls_key {key}: expected PEM files that belong together: {error}") from None
 
 
 def _check_drafting(speculation: DraftConfig) -> None:
@@ -137,14 +181,65 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def _serve(config: ServeConfig, folder: Path, listener: socket.socket, console: Console) -> int:
-    stop = asyncio.Event()
+def _listen_at(path: str) -> socket.socket:
+    """A socket in the file system, for its owner and group; one that a server which ended left behind is replaced."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                if probe.connect_ex(path) == 0:
+                    raise ConfigError(f"unix_socket: {path}: another server answers there")
+            Path(path).unlink()
+        listener.bind(path)
+        os.chmod(path, 0o660)
+        listener.listen(1024)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"unix_socket: {path} cannot be used: {error.strerror or error}") from None
+    except ConfigError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+class _Signals:
+    """What the process was asked. stop: end, once running answers have ended. now: asked again, so end at once."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+        self.now = asyncio.Event()
+        self.reload: Callable[[], object] | None = None
+
+    def end(self) -> None:
+        """Asked to end."""
+        (self.now if self.stop.is_set() else self.stop).set()
+
+    def hang_up(self) -> None:
+        """SIGHUP: for a service it means to read its files again; for a program in a terminal, that this has closed."""
+        if self.reload is not None and not _has_terminal():
+            self.reload()
+        else:
+            self.end()
+
+
+def _has_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
+async def _serve(config: ServeConfig, folder: Path, doors: _Doors, console: Console) -> int:
+    signals = _Signals()
     for number in STOP_SIGNALS:  # before there is anything to leave behind
         if number is not signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup has it ignored
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            handler = signals.hang_up if number is signal.SIGHUP else signals.end
+            asyncio.get_running_loop().add_signal_handler(number, handler)
     try:
         with _sockets() as sockets:
-            return await _serve_through(sockets, config, folder, listener, stop, console)
+            return await _serve_through(sockets, config, folder, doors, signals, console)
     finally:
         # The end has come: another Ctrl-C would only interrupt the interpreter's own clearing up.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -164,8 +259,14 @@ def _sockets() -> Generator[Path]:
 
 
 async def _serve_through(
-    sockets: Path, config: ServeConfig, folder: Path, listener: socket.socket, stop: asyncio.Event, console: Console
+    sockets: Path,
+    config: ServeConfig,
+    folder: Path,
+    doors: _Doors,
+    signals: _Signals,
+    console: Console,
 ) -> int:
+    stop = signals.stop
     to_worker, from_worker = ipc_address(sockets, "jobs"), ipc_address(sockets, "deltas")
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
     if config.engine.max_model_len is not None:
@@ -173,16 +274,37 @@ async def _serve_through(
     api = ApiConfig(
         served_model_names=config.names,
         keys_file=config.keys_file,
-        local=is_loopback(config.host),
+        per_key=config.per_key,
+        cors_origins=config.cors_origins,
+        responses_file=config.responses_file,
+        json_lines=config.access_log == "json",
+        drain_s=config.drain_s,
+        local=config.unix_socket is None and is_loopback(config.host),
         defaults=Defaults(**msgspec.structs.asdict(generation_config_of(folder))),
-        limits=Limits(),
+        limits=Limits(**msgspec.structs.asdict(config.requests)),
     )
+    edge = Edge(api)
+    if edge.keyring is not None:
+        signals.reload = edge.reload
     with AsyncSocketInbox(from_worker) as inbox, SocketOutbox(to_worker) as outbox:
-        gateway = Gateway(tokenizer, style, outbox, Metrics(config.names[0]))
-        server = Server(uvicorn_config(create_app(gateway, api), api.limits, config.host, config.port))
+        gateway = Gateway(tokenizer, style, outbox, Metrics(config.names[0]), api.limits)
+        tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
+        app = create_app(gateway, api, edge)
+        server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls))
+        beside = [asyncio.create_task(edge.follow_keys()), asyncio.create_task(measure_lag(gateway.metrics))]
+        others: list[Server] = []
+        if doors.admin is not None:
+            own = ApiConfig(served_model_names=config.names, keys_file=config.admin_keys_file)
+            routes = create_admin_app(gateway, edge, own, signals.end)
+            others.append(Server(uvicorn_config(routes, own.limits, ADMIN_HOST, 0, tls)))
+            beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.admin])))
+        if doors.metrics is not None:
+            own = ApiConfig(served_model_names=config.names, local=is_loopback(config.host))
+            others.append(Server(uvicorn_config(create_metrics_app(gateway, own), own.limits, config.host, 0)))
+            beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.metrics])))
         process = _start_worker(config, to_worker, from_worker)
         ended = asyncio.create_task(asyncio.to_thread(process.wait))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve(sockets=[doors.api]))
         ready: Ready | None = None
         try:
             ready = await _until_ready(gateway, inbox, ended, serving, stop)
@@ -192,7 +314,7 @@ async def _serve_through(
             gc.collect()
             gc.freeze()  # what stands now stays; a full collection that walked through it took 30 to 100 ms of a stream
             following = asyncio.create_task(gateway.follow(inbox))
-            _announce(config, listener, ready, console)
+            _announce(config, doors.api, doors.admin, ready, console)
             stopping, silence = asyncio.create_task(stop.wait()), asyncio.create_task(_until_silent(gateway))
             await asyncio.wait({stopping, ended, following, serving, silence}, return_when=asyncio.FIRST_COMPLETED)
             lost = not stopping.done()
@@ -210,8 +332,12 @@ async def _serve_through(
                 log.info("stopping")
             stopping.cancel()
             silence.cancel()
+            if not lost:
+                edge.draining = "the server is stopping"
+                await _drain(server, config.drain_s, {ended, following, serving}, signals.now)
             server.should_exit = True
-            await asyncio.wait({serving}, timeout=GRACE_S)
+            if lost:
+                await asyncio.wait({serving}, timeout=GRACE_S)
             gateway.lose("the server is stopping")
             await _end(server, serving)
             serving.result()
@@ -223,6 +349,12 @@ async def _serve_through(
         finally:
             gateway.close()
             await _end(server, serving)
+            for other in others:
+                other.should_exit = True
+                other.abort()
+                await asyncio.wait(beside[-1:], timeout=TELL_S)
+            for task in beside:
+                task.cancel()
             if ready is not None and process.poll() is None and gateway.silence is None:
                 outbox.put(Stop())
                 with suppress(asyncio.TimeoutError):
@@ -230,8 +362,20 @@ async def _serve_through(
             if process.poll() is None:
                 process.kill()
             await ended
+            await gateway.ended()
             if process.stdin is not None:
-                process.stdin.close()
+                with suppress(BrokenPipeError):
+                    process.stdin.close()
+
+
+async def _drain(server: Server, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:
+    """Wait until no request is read or answered; no longer than so many seconds, until one of `ends` ends, or `now`."""
+    until = asyncio.get_running_loop().time() + seconds
+    while server.server_state.tasks and asyncio.get_running_loop().time() < until:
+        if now.is_set() or any(task.done() for task in ends):
+            return
+        with suppress(TimeoutError):
+            await asyncio.wait_for(now.wait(), IDLE_S)
 
 
 async def _end(server: Server, serving: "asyncio.Task[None]") -> None:
@@ -250,8 +394,9 @@ def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.P
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     told = WorkerConfig(weights=config.weights, engine=config.engine, inbox=inbox, outbox=outbox)
     assert process.stdin is not None
-    process.stdin.write(msgspec.json.encode(told) + b"\n")
-    process.stdin.flush()
+    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
+        process.stdin.write(msgspec.json.encode(told) + b"\n")
+        process.stdin.flush()
     return process
 
 
@@ -308,11 +453,21 @@ async def _until_silent(gateway: Gateway) -> None:
         silent, beats = silent + 1 if gateway.beats == beats else 0, gateway.beats
 
 
-def _announce(config: ServeConfig, listener: socket.socket, ready: Ready, console: Console) -> None:
+def _announce(
+    config: ServeConfig, listener: socket.socket, admin: socket.socket | None, ready: Ready, console: Console
+) -> None:
+    name = config.names[0]
+    scheme = "http" if config.tls_cert is None else "https"
+    if admin is not None:
+        at = f"{scheme}://{ADMIN_HOST}:{admin.getsockname()[1]}/admin/status"
+        console.print(f"admin routes are at {at}", style="dim", highlight=False, soft_wrap=True)
+    if config.unix_socket is not None:
+        where = f"is ready at {config.unix_socket}   (Ctrl-C stops it)\n{ready.summary}"
+        console.print(f"{name} {where}", highlight=False, soft_wrap=True, markup=False)
+        return
     port = listener.getsockname()[1]
     host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    name = config.names[0]
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": EXAMPLE}]})
     console.print(Text.assemble((name, "bold"), " is ready at ", (url, "bold"), "   (Ctrl-C stops it)"), soft_wrap=True)
     summary = f"{ready.summary}; contexts up to {ready.max_model_len:,} tokens\n"

@@ -23,6 +23,7 @@ from redline.kernels.hopper.decode.head import head, head_8
 from redline.kernels.hopper.decode.project_a import project_a
 from redline.kernels.hopper.decode.project_out import project_out
 from redline.kernels.hopper.decode.project_q import project_q
+from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.decode.unabsorb import unabsorb
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
@@ -41,7 +42,7 @@ CPU: tuple[Kernel[Any, Any, Any], ...] = (
 
 # The launches of a decode step on a GPU, in their order, and what many tokens take in their place.
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
-    *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, gates),
+    *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, sum_ranks, gates),
     *(choose_experts, experts_up, experts_down, head, head_8, adjust, best.hopper, settle_rows),
     *(suffix_match, read_rows, keep_drafts),
     *(norm_states, join_rows, keep_rows, attend_grouped),

@@ -18,9 +18,11 @@ class ActiveJob:
     __slots__ = (
         "arrival",
         "cached_tokens",
+        "came",
         "computed",
         "counted",
         "drafting",
+        "entry",
         "exact",
         "finish",
         "flights",
@@ -32,9 +34,11 @@ class ActiveJob:
         "length",
         "limit",
         "pages",
+        "passed",
         "planned",
         "prompt",
         "proposed",
+        "queued_s",
         "read",
         "scored",
         "sent",
@@ -43,11 +47,17 @@ class ActiveJob:
         "stop_ids",
         "target",
         "waiting",
+        "work",
     )
 
     def __init__(self, job: Job, arrival: int, limit: int) -> None:
         self.job = job
-        self.arrival = arrival  # jobs are admitted in this order
+        self.arrival = arrival  # its place among all jobs that have come
+        self.entry: int | None = None  # its place among all that have begun
+        self.came = 0.0  # when, by the planner's clock
+        self.queued_s: float | None = None  # from then to its first step
+        self.work = len(job.tokens)  # positions that it had to compute when it came; in the queue it is ranked by them
+        self.passed = 0  # positions of jobs that began while it was this one's turn
         self.prompt = len(job.tokens)
         self.limit = limit
         # Positions that must be computed: the last token's own position never is, nobody reads what it would give.

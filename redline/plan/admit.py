@@ -1,6 +1,6 @@
 """Who may be planned at all, and who may enter now: pure functions.
 
-Jobs enter in the order in which they came, and nobody overtakes. A job enters when a slot is free and there are pages
+Whose turn it is, `queue` says. A job enters when a slot is free and there are pages
 for all that it has to compute first, plus one page for each running job, so that it is not thrown out again at once.
 """
 

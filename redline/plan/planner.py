@@ -5,17 +5,20 @@ have ended, and drafts in flight count as if they held. What only a result can t
 an error, the rows that were launched meanwhile are dropped when they settle; what rejected drafts were counted for is
 taken back.
 
-No job starves. Jobs are admitted in the order in which they came; every step gives one row to each running job that
-generates. What is left of the budget goes to prompts, the oldest first, and to drafts, which leave half of it to the
-prompts. There are at least as many tokens in a step as there are slots, so a prompt always gets something. When pages
-run out, the youngest running job is pre-empted and waits in front of all others. So the oldest job always advances, and
-every job becomes the oldest.
+No job starves. Jobs are admitted in turns (`queue`); every step gives one row to each running job that generates. What
+is left of the budget goes to prompts and to drafts, which leave half of it to the prompts. Of what prompts get, half
+may go to those that have less to compute than the oldest, and the rest goes to the oldest first. There are at least as
+many tokens in a step as there are slots, so the oldest always gets something. When pages run out, the running job that
+began last is pre-empted and waits in front of all others. So the oldest job always advances, and every job becomes the
+oldest.
 
 Where throughput counts and nobody waits for a first token, waiting jobs are admitted several at once
 (`admit_together`), each prompt whole where it fits: fewer steps have prompts.
 """
 
+import heapq
 import itertools
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,12 +29,13 @@ from redline.plan.active import ActiveJob, pages_for
 from redline.plan.admit import may_enter, refusal, token_limit
 from redline.plan.pages import Holder, PagePool
 from redline.plan.prefix import PrefixCache
+from redline.plan.queue import Queue
 from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta, Fault, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
-from redline.wire.news import Load
+from redline.wire.news import STEP_SIZES, Load
 from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 HashPage = Callable[[PageHash | None, tuple[int, ...]], PageHash]
@@ -104,12 +108,15 @@ class Planner:
         max_model_len: int,
         hash_page: HashPage,
         costs: StepCosts | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """pages: how many there are. max_model_len: tokens of one job, prompt and answer.
 
-        costs: of steps on this machine; None: nothing was measured, and rows draft as much as they may.
+        costs: of steps on this machine; None: nothing was measured, and rows draft as much as they may. clock: tells
+        seconds, by which it is told how long jobs waited, and nothing else; None: that is not told.
         """
         self._config = config
+        self._clock = clock
         self._max_model_len = max_model_len
         self._hash_page = hash_page
         self._pool = PagePool(pages)
@@ -117,16 +124,19 @@ class Planner:
         self._recorded = RecordedShapes()
         self._speculation = Speculation(config.draft_tokens, config.learned, costs or StepCosts())
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
-        self._waiting: deque[ActiveJob] = deque()
-        self._running: list[ActiveJob] = []  # in the order of arrival, which is that of admission
+        self._waiting = Queue()
+        self._running: list[ActiveJob] = []  # in the order in which they first began
         self._draining: set[ActiveJob] = set()  # ended, with steps in flight: they still hold slot and pages
         self._flights: deque[_PlannedStep] = deque()
         self._free_slots = list(reversed(range(config.max_running)))
         self._admitting = False  # until nobody waits or no slot is free
         self._arrivals = 0
+        self._entries = 0
         self._steps = 0
         self._replayed = 0
         self._led = 0
+        self._step_sizes = [0] * (len(STEP_SIZES) + 1)
+        self._step_positions = 0
         self._preemptions = 0
         self._prompt_tokens = 0
         self._prompt_tokens_cached = 0
@@ -155,8 +165,11 @@ class Planner:
             return [_error(job.id, f"the queue is full: {len(self._waiting)} jobs wait; try again later", "overloaded")]
         active = ActiveJob(job, self._arrivals, token_limit(job, self._max_model_len))
         self._arrivals += 1
+        if self._clock is not None:
+            active.came = self._clock()
         self._jobs[job.id] = active
-        self._waiting.append(active)
+        active.work -= PAGE_TOKENS * len(self._cache.match(active.hashes[: active.usable]))
+        self._waiting.add(active)
         return []
 
     def report(self, recorded: Recorded) -> None:
@@ -203,18 +216,24 @@ class Planner:
             parts.append(_Part(job, 1 + drafts, decodes=True))
             spare -= drafts
             budget -= drafts
+        begins: list[Begin] = []
+        quick = self._quick(prompts, begins, budget // 2)
+        parts += quick
+        budget -= sum(part.positions for part in quick)
+        first = {part.job for part in quick}
         for job in prompts:
             if not budget:
                 break
-            parts.append(_Part(job, job.next_count(budget), decodes=False))
-            budget -= parts[-1].positions
-        begins: list[Begin] = []
+            if job not in first:
+                parts.append(_Part(job, job.next_count(budget), decodes=False))
+                budget -= parts[-1].positions
         enough = min(self._config.admit_together, len(self._waiting))
         self._admitting = self._admitting or bool(prompts) or len(self._free_slots) >= enough
         while self._admitting and budget and self._waiting and self._free_slots:
-            if begins and self._config.admit_together > 1 and self._waiting[0].known > budget:
+            due = self._waiting.due()
+            if begins and self._config.admit_together > 1 and due.known > budget:
                 break  # in two parts it would cost two steps
-            begin = self._admit(self._waiting[0])
+            begin = self._admit(due)
             if begin is None:
                 break
             begins.append(begin)
@@ -230,6 +249,33 @@ class Planner:
         step = Step(number=self._steps, begins=tuple(begins), rows=rows, shape=self._shape(parts[: len(decoding)]))
         self._flights.append(_PlannedStep(step, [part.job for part in parts]))
         return step
+
+    def _quick(self, prompts: Sequence[ActiveJob], begins: list[Begin], share: int) -> list[_Part]:
+        """Prompts with less to compute than the oldest has, or the one whose turn it is, get this share of the step,
+        those with least first; waiting ones begin, and are added to `begins`. Where jobs are admitted together nobody
+        waits for a first token, and the share stays with the oldest."""
+        parts: list[_Part] = []
+        if self._config.admit_together > 1 or not (len(prompts) > 1 or self._waiting):
+            return parts
+        oldest = prompts[0].known - prompts[0].planned if prompts else self._waiting.due().work
+        short = [(job.known - job.planned, job.entry or 0, job) for job in prompts[1:]]
+        heapq.heapify(short)
+        while share:
+            least = short[0][0] if short else oldest
+            waiting = self._waiting.quick(min(least, oldest)) if self._waiting and self._free_slots else None
+            if waiting is not None:
+                begin = self._admit(waiting)
+                if begin is None:
+                    break
+                begins.append(begin)
+                job = waiting
+            elif least < oldest:
+                job = heapq.heappop(short)[2]
+            else:
+                break
+            parts.append(_Part(job, job.next_count(share), decodes=False))
+            share -= parts[-1].positions
+        return parts
 
     def _shape(self, decoding: Sequence[_Part]) -> Shape | None:
         """What these decode rows replay, once their pages are sent."""
@@ -273,6 +319,9 @@ class Planner:
         )
         self._replayed += result.replayed
         self._led += not result.replayed
+        positions = sum(row.count for row in step.rows)
+        self._step_sizes[bisect_left(STEP_SIZES, positions)] += 1
+        self._step_positions += positions
         deltas: list[Delta] = []
         for job, row, outcome in zip(flight.jobs, flight.step.rows, result.rows, strict=True):
             job.flights -= 1
@@ -309,6 +358,8 @@ class Planner:
             suffix_draft_tokens=self._speculation.suffix_draft_tokens,
             suffix_accepted_tokens=self._speculation.suffix_accepted_tokens,
             accepted_per_pos=tuple(self._speculation.accepted_per_pos),
+            step_sizes=tuple(self._step_sizes),
+            step_positions=self._step_positions,
         )
 
     def check(self) -> None:
@@ -332,11 +383,12 @@ class Planner:
         for job in self._running:
             self._check_lengths(job)
         assert all(job.finish and job.flights for job in self._draining), "a drained job still holds its pages"
+        assert all(job.passed <= job.work for job in self._jobs.values()), "too much has begun before a job"
         assert not any(job.pages or job.slot is not None for job in self._waiting), "a waiting job holds pages"
         alive = [*self._running, *self._waiting]
         assert {job.job.id: job for job in alive} == self._jobs, "a job is neither running nor waiting"
-        arrivals = [job.arrival for job in alive]
-        assert arrivals == sorted(arrivals), f"order of arrival {arrivals} is broken"
+        entries = [job.entry or 0 for job in (*self._running, *self._waiting.again)]
+        assert entries == sorted(entries), f"the order {entries} in which jobs began is broken"
 
     def _check_lengths(self, job: ActiveJob) -> None:
         """Raises AssertionError unless what is planned of a running job is settled or in flight, and has its pages."""
@@ -429,7 +481,7 @@ class Planner:
         return self._pool.take(count)
 
     def _admit(self, job: ActiveJob) -> Begin | None:
-        """Gives the first waiting job slot and pages; None when there is no room, or when it pays to wait."""
+        """Gives a waiting job slot and pages; None when there is no room, or when it pays to wait."""
         matched = self._match(job)
         if self._is_coming(job, len(matched)):
             return None
@@ -447,8 +499,13 @@ class Planner:
         if not job.generated:
             job.exact = all(self._cache.is_exact(page) for page in matched)
             job.cached_tokens = job.planned
-        self._waiting.popleft()
+        self._waiting.begins(job)
         self._running.append(job)
+        if job.entry is None:
+            self._entries += 1
+            job.entry = self._entries
+            if self._clock is not None:
+                job.queued_s = self._clock() - job.came
         if not job.counted:
             job.counted = True
             self._prompt_tokens += job.prompt
@@ -508,7 +565,7 @@ class Planner:
         assert self._running.pop() is job, f"job {job.job.id} is not the youngest"
         self._release(job)
         job.leave()
-        self._waiting.appendleft(job)
+        self._waiting.put_back(job)
         self._preemptions += 1
 
     def _release(self, job: ActiveJob) -> None:
@@ -552,6 +609,7 @@ class Planner:
             job=job.job.id,
             tokens=tokens,
             finish=finish,
+            queued_s=job.queued_s if tokens and len(tokens) == len(job.generated) else None,
             cached_tokens=job.cached_tokens,
             logprobs=outcome.logprobs[: len(tokens)],
             prompt_logprobs=prompt_logprobs,

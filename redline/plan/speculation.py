@@ -38,10 +38,9 @@ class Speculation:
         self._by_learned = Acceptance(most)  # of the learned drafter's own drafts
         self._by_suffix = Acceptance(most)  # of matches of a text's own past, whoever else follows it
         self._matched = 1.0  # of these, the share that has drafts in steps where any has
-        self._outcomes: Counter[tuple[bool, int, int]] = (
-            Counter()
-        )  # rows by whether the drafter drafted, proposed, accepted: all so far
-        self._taken_in: Counter[tuple[bool, int, int]] = Counter()  # of these, what the last decision knew
+        # Rows by whether the learned drafter drafted (None: a grammar did), proposed, accepted: all so far.
+        self._outcomes: Counter[tuple[bool | None, int, int]] = Counter()
+        self._taken_in: Counter[tuple[bool | None, int, int]] = Counter()  # of these, what the last decision knew
 
     @property
     def drafts(self) -> int:
@@ -61,12 +60,12 @@ class Speculation:
     @property
     def suffix_draft_tokens(self) -> int:
         """Drafts of matches of a text's own past that were verified."""
-        return sum(proposed * rows for (learned, proposed, _), rows in self._outcomes.items() if not learned)
+        return sum(proposed * rows for (learned, proposed, _), rows in self._outcomes.items() if learned is False)
 
     @property
     def suffix_accepted_tokens(self) -> int:
         """How many of them held."""
-        return sum(accepted * rows for (learned, _, accepted), rows in self._outcomes.items() if not learned)
+        return sum(accepted * rows for (learned, _, accepted), rows in self._outcomes.items() if learned is False)
 
     @property
     def accepted_per_pos(self) -> list[int]:
@@ -132,9 +131,13 @@ class Speculation:
         self._taken_in = self._outcomes.copy()
 
     def settled(self, outcome: RowResult) -> None:
-        """Take in what came of the drafts of a decode row, of a job that has not ended."""
+        """Take in what came of the drafts of a decode row, of a job that has not ended.
+
+        Those of a grammar are counted; nothing is learnt of them, since they always hold.
+        """
         if outcome.proposed:
-            self._outcomes[outcome.by == "learned", outcome.proposed, outcome.accepted] += 1
+            learned = None if outcome.by == "grammar" else outcome.by == "learned"
+            self._outcomes[learned, outcome.proposed, outcome.accepted] += 1
 
     def took(self, step: Step, result: StepResult, seconds: float) -> None:
         """Take in that a step took so many seconds.

@@ -18,7 +18,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import torch
@@ -31,6 +31,7 @@ from redline.model.k2.cpu import K2
 from redline.run.drafting.learned import Drafting
 from redline.run.drafting.verify import Verified, is_chosen_alone, verify, verify_chosen, verify_synthetic
 from redline.run.fit import Layout
+from redline.run.grammar.matcher import Matchers, masked
 from redline.run.graphs.captured import CapturedSteps, Wants, no_choice, not_finite
 from redline.run.graphs.decode_step import SharedState
 from redline.run.graphs.prompt_chunk import PromptChunks
@@ -39,6 +40,9 @@ from redline.run.sampling.on_host import SCORED_ROWS, is_greedy, logprobs_of, sa
 from redline.run.slots import Proposal, Slots, Span
 from redline.wire.job import Sampling
 from redline.wire.step import Begin, Recorded, RowResult, Step, StepResult, TokenLogprobs
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
 
 T = TypeVar("T")
 
@@ -105,11 +109,13 @@ class Runner:
         drafts: int = 0,
         rates: Sequence[float] = (),
         captured: bool | None = None,
+        tokens: "Callable[[], LLTokenizer] | None" = None,
     ) -> None:
         """slots    how many jobs run at once
         drafts   of a row, at most
         rates    of synthetic acceptance (`tune.synthetic.rates_of`); none: drafts are compared with the target's tokens
         captured whether decode steps are recorded, and a thread runs all steps; None: on a GPU
+        tokens   makes the vocabulary that grammars are compiled with; None: no job may have a grammar
 
         Raises what the recording raised, and ConfigError where the machine does not give the memory for pages.
         """
@@ -119,7 +125,12 @@ class Runner:
         recorded = model.device.type == "cuda" if captured is None else captured
         # Recorded steps have the device look for matches. Of the steps that the host leads among them, none does.
         of_host = suffix and not (recorded and model.recordable)
-        self.slots = Slots(slots, layout.max_model_len, model.config.vocab_size, model.device, suffix=of_host)
+        vocabulary, on_gpu = model.config.vocab_size, model.device.type == "cuda"
+        # Where acceptance is synthetic, drafts hold that a grammar would refuse.
+        self._matchers = None if tokens is None or rates else Matchers(tokens, vocabulary, pinned=on_gpu)
+        self.slots = Slots(
+            slots, layout.max_model_len, vocabulary, model.device, suffix=of_host, matchers=self._matchers
+        )
         self._rates = rates
         self.drafting = Drafting(drafter, self.slots, self.kv, certain=recorded or bool(rates))
         self._layers = drafter.config.layer_ids if drafter is not None else ()
@@ -186,6 +197,8 @@ class Runner:
             self._work.put(None)
             self._thread.join()
             _log.info("%d steps were replayed; led by the host: %s", self.replays, dict(self.led))
+        if self._matchers is not None:
+            self._matchers.close()
 
     def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
         """Sets a slot's length in tokens and the drafts that its next row verifies, for measurements.
@@ -241,7 +254,8 @@ class Runner:
     def _replay(self, step: Step, wants: Wants, captured: CapturedSteps) -> WaitForStep:
         """Launches a step of decode rows that can be replayed."""
         self.replays += 1
-        return captured.launch(step, wants).result
+        assert step.shape is not None, "only a step that is recorded is replayed"
+        return captured.launch(step, wants, captured.masks(step.rows, step.shape.positions)).result
 
     def _read(self, step: Step) -> WaitForStep:
         """Launches a step of prompts whose jobs have begun; where a row needs the host, it is led, and awaited."""
@@ -353,7 +367,7 @@ class Runner:
             try:
                 if self._rates:
                     given = self._verify_synthetic(span.slot, drafts.tokens, out, first, chosen, position)
-                elif is_chosen_alone(slot.sampling, position - slot.prompt, span.drafts.q):
+                elif is_chosen_alone(slot.choosing, position - slot.prompt, span.drafts.q):
                     given = verify_chosen(chosen[first : first + sound], drafts.tokens)
                 else:
                     given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
@@ -398,7 +412,7 @@ class Runner:
         for span in spans:
             first, end = end, end + 1 + len(span.drafts.tokens)
             slot = self.slots.at[span.slot]
-            sampling = slot.sampling
+            sampling = slot.choosing
             if is_greedy(sampling):
                 continue
             position = span.end - len(span.drafts.tokens)
@@ -420,7 +434,11 @@ class Runner:
     def _verify_drawn(self, number: int, drafts: Proposal, logits_NV: Tensor, position: int) -> Verified:
         slot, tokens = self.slots.at[number], self.slots.tokens[number]
         prompt, generated = tokens[: slot.prompt], tokens[slot.prompt : position]
-        return verify(logits_NV, drafts.tokens, drafts.q, slot.sampling, prompt, generated, position)
+        sampling = slot.choosing
+        if slot.matcher is not None and sampling.grammar is not None:
+            masks_NW = slot.matcher.masks(drafts.tokens)
+            logits_NV, drafts = masked(logits_NV[: len(masks_NW)], masks_NW), drafts.until(len(masks_NW) - 1)
+        return verify(logits_NV, drafts.tokens, drafts.q, sampling, prompt, generated, position)
 
     def _verify_synthetic(
         self, number: int, drafts: Sequence[int], out: Predicted, first: int, chosen: Sequence[int], position: int

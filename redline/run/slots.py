@@ -20,6 +20,7 @@ from redline.kernels.inputs import Chunk, Inputs
 from redline.model.k2.cpu import K2
 from redline.ops.staged import staged
 from redline.run.drafting.suffix import Suffix
+from redline.run.grammar.matcher import Matcher, Matchers
 from redline.wire.job import PAGE_TOKENS, Sampling
 from redline.wire.step import Begin, Drafter, Row
 
@@ -79,9 +80,18 @@ class Slot:
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
     proposal: Proposal = NOTHING
     suffix: Suffix | None = None
+    matcher: Matcher | None = None  # where its job has a grammar
     behind: bool = False  # the drafter's row of the next position is to come, with the feature that its last page keeps
+    unmasked: Sampling | None = None  # its job's without the grammar, where it has one
     error: str | None = None  # why its job cannot go on: its rows must not run
     told: bool = False  # the device's account of length and limit holds, and is ahead of this one (captured.py)
+
+    @property
+    def choosing(self) -> Sampling:
+        """How the next row's tokens are chosen: without the grammar while it is idle."""
+        if self.matcher is not None and self.unmasked is not None and self.matcher.idle:
+            return self.unmasked
+        return self.sampling
 
 
 class Slots:
@@ -92,13 +102,21 @@ class Slots:
     """
 
     def __init__(
-        self, slots: int, max_model_len: int, vocabulary: int, device: torch.device, *, suffix: bool = False
+        self,
+        slots: int,
+        max_model_len: int,
+        vocabulary: int,
+        device: torch.device,
+        *,
+        suffix: bool = False,
+        matchers: Matchers | None = None,
     ) -> None:
         """slots: how many there are; the last row of each tensor belongs to none of them (`SharedState`).
 
-        suffix: whether slots keep what suffix matches need.
+        suffix: whether slots keep what suffix matches need. matchers: compile the grammars of jobs; None: none can.
         """
         self._vocabulary = vocabulary
+        self._matchers = matchers
         self._suffix = suffix
         rows, pages = slots + 1, -(-max_model_len // PAGE_TOKENS)
         self.tokens: Tensor = torch.zeros(rows, max_model_len + 1, dtype=torch.int64, device=device)
@@ -134,6 +152,12 @@ class Slots:
         else:
             wrong = least if least < 0 else most
             slot.error = f"token ids go from 0 to {self._vocabulary - 1}; the prompt has {wrong}"
+        if begin.sampling.grammar is not None:
+            if self._matchers is None:
+                slot.error = "the job has a grammar, and this engine was not told what its tokens spell"
+            else:
+                slot.matcher = self._matchers.begin(begin.sampling.grammar, begin.tokens[begin.prompt :])
+                slot.unmasked = msgspec.structs.replace(begin.sampling, grammar=None)
         self.add_pages(number, begin.pages)
         slot.pages = len(begin.pages)
         self.at[number] = slot
@@ -159,6 +183,8 @@ class Slots:
         if not slot.proposal.tokens:
             return Span(row, row.slot, length - 1, 1)
         drafts = slot.proposal.until(min(row.drafts, room - 1))
+        if slot.matcher is not None:
+            drafts = drafts.until(slot.matcher.allowed(drafts.tokens))
         self._write(row.slot, drafts.tokens, length)
         return Span(row, row.slot, length - 1, 1 + len(drafts.tokens), drafts)
 
@@ -175,6 +201,8 @@ class Slots:
         slot.proposal = NOTHING
         if slot.suffix is not None:
             slot.suffix.extend(tokens)
+        if slot.matcher is not None:
+            slot.matcher.advance(tokens)
 
     def _write(self, number: int, tokens: Sequence[int], position: int) -> None:
         if not tokens:

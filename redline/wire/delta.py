@@ -22,6 +22,7 @@ class Delta(Message, frozen=True):
     job: JobId
     tokens: tuple[int, ...] = ()
     finish: Finish | None = None  # in a job's last delta, and in no other
+    queued_s: float | None = None  # from its coming to its first step; with its first token, where it was timed
     cached_tokens: int = 0  # prompt tokens found in the prefix cache; the same in every delta
     logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
     prompt_logprobs: tuple[

@@ -11,6 +11,14 @@ PageHash = NewType("PageHash", bytes)
 PAGE_TOKENS = 64  # one page id addresses this many tokens, in every plane
 
 
+class Grammar(Record, frozen=True):
+    """What the tokens of an answer have to be. Whoever makes one has checked that it compiles (api)."""
+
+    text: str  # as llguidance reads it: Lark, or JSON of several grammars; control tokens stand there by id
+    after: tuple[int, ...] = ()  # the first of these that comes is the grammar's first token; none: the answer's first
+    banned: tuple[int, ...] = ()  # none of these comes before it
+
+
 class Sampling(Record, frozen=True):
     """How the next token is chosen. Bounds are checked where requests are read (api)."""
 
@@ -29,6 +37,7 @@ class Sampling(Record, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     logprobs: int | None = None  # None: none; n: the chosen token's and the n best
     prompt_logprobs: int | None = None  # the same for each prompt token but the first
+    grammar: Grammar | None = None  # None: any token may come
 
 
 class MediaSpan(Record, frozen=True):
@@ -46,6 +55,7 @@ class Job(Message, frozen=True):
     tokens: tuple[int, ...]  # the prompt
     pages: tuple[PageHash, ...]  # hash i covers tokens [0, (i + 1) * PAGE_TOKENS); full pages only
     sampling: Sampling
+    tenant: str = ""  # whose turn it takes among waiting jobs
     salt: str = ""  # tenants with different salts never share pages
     media: tuple[MediaSpan, ...] = ()
 

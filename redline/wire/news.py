@@ -24,6 +24,9 @@ class Beat(Message, frozen=True):
     turn_s: float = 0.0  # how long the loop has been in one step; 0 where it waits for jobs
 
 
+STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # positions of a step, upper bounds
+
+
 class Load(Message, frozen=True):
     """Gauges of now (jobs, pages), and counters since the worker's start."""
 
@@ -45,6 +48,8 @@ class Load(Message, frozen=True):
     suffix_draft_tokens: int = 0  # of those verified, what matches of the text's own past have made
     suffix_accepted_tokens: int = 0  # and of those accepted
     accepted_per_pos: tuple[int, ...] = ()  # how often the first, second ... draft of a row was accepted
+    step_sizes: tuple[int, ...] = ()  # steps that have ended, by STEP_SIZES; the last counts what is larger
+    step_positions: int = 0  # of all of them
 
 
 class Stop(Message, frozen=True):

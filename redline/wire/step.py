@@ -74,8 +74,8 @@ class TokenLogprobs(Record, frozen=True):
     top: tuple[tuple[int, float], ...] = ()  # best first
 
 
-Drafter = Literal["learned", "suffix"]
-"""Who makes drafts: a learned drafter, or a match of the text's own past."""
+Drafter = Literal["learned", "suffix", "grammar"]
+"""Who makes drafts: a learned drafter, a match of the text's own past, or a grammar, which knows what must come."""
 
 
 class RowResult(Record, frozen=True):

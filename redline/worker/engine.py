@@ -7,6 +7,7 @@ benchmarks.
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from redline import limits
 from redline.chat.hashing import page_hash
 from redline.chat.template import Style, style_of
 from redline.chat.tokenizer import Tokenizer
+from redline.chat.vocabulary import grammar_tokens
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
 from redline.model.eagle3.hopper import check as check_drafter
@@ -56,12 +58,14 @@ class EngineCore:
         config: EngineConfig,
         fingerprint: str,
         drafter: Eagle3 | None = None,
+        tokenizer: Callable[[], Tokenizer] | None = None,
     ) -> None:
         """Makes pages and slots, and measures what steps cost where drafts are asked for.
 
         fingerprint: names the checkpoint and its pages' number format, for page hashes. drafter: what
-        `config.speculation` names where it is Learned, prepared for the model; its rows are in the layout. Raises
-        ConfigError where the trace cannot be written or numbers of the config cannot work together.
+        `config.speculation` names where it is Learned, prepared for the model; its rows are in the layout. tokenizer:
+        reads the checkpoint's, for jobs with a grammar; None: there are none. Raises ConfigError where the trace cannot
+        be written or numbers of the config cannot work together.
         """
         speculation = config.speculation
         assert isinstance(speculation, Learned) == (drafter is not None), f"{speculation}, and the drafter is {drafter}"
@@ -81,13 +85,21 @@ class EngineCore:
                 suffix = False
         drafts = plan.draft_tokens
         rates = config.synthetic_rates()
-        self.runner = Runner(model, layout, config.max_running, drafter, suffix=suffix, drafts=drafts, rates=rates)
+        size = model.config.vocab_size
+        self.runner = Runner(
+            *(model, layout, config.max_running, drafter),
+            suffix=suffix,
+            drafts=drafts,
+            rates=rates,
+            tokens=None if tokenizer is None else lambda: grammar_tokens(tokenizer(), size),
+        )
         self.planner = Planner(
             layout.pages,
             replace(plan, ahead=int(self.runner.overlaps)),
             layout.max_model_len,
             functools.partial(page_hash, fingerprint=fingerprint),
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
+            time.monotonic,
         )
 
     @classmethod
@@ -135,7 +147,8 @@ class EngineCore:
         if drafter is not None:
             assert isinstance(speculation, Learned), "it names the drafter"
             drafter.prepare(model, speculation.head_bits)
-        return cls(model, layout, config, f"{checkpoint.fingerprint} {config.kv_dtype}", drafter)
+        fingerprint = f"{checkpoint.fingerprint} {config.kv_dtype}"
+        return cls(model, layout, config, fingerprint, drafter, lambda: Tokenizer.open(Path(folder)))
 
     @property
     def ready(self) -> Ready:

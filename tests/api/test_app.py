@@ -45,7 +45,7 @@ async def test_every_listed_route_answers() -> None:
         listed = (await world.http.get("/")).json()
         assert listed["models"] == [MODEL, "alias"]
         for line in listed["routes"]:
-            method, path = line.split()
+            method, path = line.format(id=MODEL).split()
             response = await world.http.request(method, path, content=b"{}" if method == "POST" else None)
             assert response.status_code == (400 if method == "POST" else 200), line
         assert (await world.http.get("/version")).json()["version"] == listed["version"]
@@ -182,7 +182,7 @@ async def test_an_exception_ends_its_own_request_and_tells_nothing(
         assert "secret" not in response.text
         assert "a secret" in caplog.text
         monkeypatch.setattr(ChatStream, "write", write)
-        monkeypatch.setattr("redline.api.app.chat_answer", broken)
+        monkeypatch.setattr("redline.api.openai_dialects.chat_answer", broken)
         response = await world.http.post(CHAT, json=HELLO)
         assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
         assert "secret" not in response.text
@@ -294,7 +294,7 @@ async def test_tokenize_and_detokenize_have_vllms_shapes() -> None:
 
 def load(**values: Any) -> Load:
     names = Load.__struct_fields__
-    return Load(**{**dict.fromkeys(names, 0), "accepted_per_pos": (), **values})
+    return Load(**{**dict.fromkeys(names, 0), "accepted_per_pos": (), "step_sizes": (), **values})
 
 
 async def test_metrics_carry_vllms_names_and_the_counts() -> None:
@@ -314,8 +314,8 @@ async def test_metrics_carry_vllms_names_and_the_counts() -> None:
     prompt = len(world.engine.jobs[0].tokens)
     said = len(ids("</think>abcd<|im_end|>"))
     for line in (
-        f'redline:steps_total{{by="replay",model_name="{MODEL}"}} 4.0',
-        f'redline:steps_total{{by="host",model_name="{MODEL}"}} 8.0',
+        f'redline:steps_total{{by="replay",engine="0",model_name="{MODEL}"}} 4.0',
+        f'redline:steps_total{{by="host",engine="0",model_name="{MODEL}"}} 8.0',
         f"vllm:prompt_tokens_total{{M}} {3 * prompt}.0",
         f"vllm:generation_tokens_total{{M}} {2 * said + 2}.0",
         "vllm:num_requests_running{M} 1.0",
@@ -328,15 +328,15 @@ async def test_metrics_carry_vllms_names_and_the_counts() -> None:
         f"vllm:inter_token_latency_seconds_count{{M}} {2 * (said - 1) + 1}.0",
         "vllm:request_time_per_output_token_seconds_count{M} 3.0",
         "vllm:e2e_request_latency_seconds_count{M} 3.0",
-        'vllm:request_success_total{finished_reason="stop",model_name="kimi-nano"} 2.0',
-        'vllm:request_success_total{finished_reason="length",model_name="kimi-nano"} 1.0',
+        'vllm:request_success_total{engine="0",finished_reason="stop",model_name="kimi-nano"} 2.0',
+        'vllm:request_success_total{engine="0",finished_reason="length",model_name="kimi-nano"} 1.0',
     ):
-        assert line.replace("{M}", '{model_name="kimi-nano"}') in text
+        assert line.replace("{M}", '{engine="0",model_name="kimi-nano"}') in text
 
 
 async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
     async with World(answer("a")) as world:
-        assert "vllm:spec_decode_num_drafts_total{M} 0.0".replace("{M}", '{model_name="kimi-nano"}') in (
+        assert "vllm:spec_decode_num_drafts_total{M} 0.0".replace("{M}", '{engine="0",model_name="kimi-nano"}') in (
             world.metrics.expose().decode()
         )
         for news in (
@@ -366,7 +366,7 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="1"} 5.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="2"} 1.0',
     ):
-        assert line.replace("M", 'model_name="kimi-nano"', 1) in text
+        assert line.replace("M", 'engine="0",model_name="kimi-nano"', 1) in text
 
 
 async def test_the_gateway_follows_a_channel_and_its_loss_ends_the_answers() -> None:
@@ -374,7 +374,8 @@ async def test_the_gateway_follows_a_channel_and_its_loss_ends_the_answers() -> 
     async with World(answer("abc")) as world:
         follow = asyncio.create_task(world.gateway.follow(channel))
         channel.put(load(steps=1, running=7))
-        await until(lambda: 'vllm:num_requests_running{model_name="kimi-nano"} 7.0' in world.metrics.expose().decode())
+        running = b'vllm:num_requests_running{engine="0",model_name="kimi-nano"} 7.0'
+        await until(lambda: running in world.metrics.expose())
         world.engine.gate.clear()
         request = asyncio.create_task(world.http.post(CHAT, json=HELLO))
         await until(lambda: world.engine.jobs)

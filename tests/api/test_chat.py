@@ -12,15 +12,10 @@ from redline.api.config import Limits
 from redline.wire.delta import Delta
 from redline.wire.job import Job
 from redline.wire.news import Failed
-from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids, openai_client, until
+from tests.api.world import CALLS, END, MODEL, TOKENIZER, World, answer, ids, openai_client, until
 
 pytestmark = pytest.mark.anyio
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
-CALLS = (
-    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
-    '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>'
-    '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>'
-)
 
 
 @pytest.fixture
@@ -243,11 +238,14 @@ async def test_the_models_own_ends_stop_the_job_unless_ignored() -> None:
 
 async def test_a_prompt_beyond_the_context_is_refused_with_the_numbers() -> None:
     async with World(answer("a"), max_model_len=100) as world:
-        for fields in ({"messages": [{"role": "user", "content": "ab" * 300}]}, {"max_tokens": 90}):
+        for fields, param in (
+            ({"messages": [{"role": "user", "content": "ab" * 300}]}, "messages"),
+            ({"max_tokens": 90}, "max_tokens"),
+        ):
             with pytest.raises(BadRequestError) as refused:
                 await ask(world, **fields)
             assert refused.value.code == "context_length_exceeded"
-            assert refused.value.param == "messages"
+            assert refused.value.param == param
             assert "100" in refused.value.message
         with pytest.raises(BadRequestError, match="characters"):
             await ask(world, messages=[{"role": "user", "content": "a" * 100_000}])

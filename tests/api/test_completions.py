@@ -7,6 +7,7 @@ from openai import BadRequestError
 
 from redline.wire.delta import Delta
 from redline.wire.job import Job
+from redline.wire.step import TokenLogprobs
 from tests.api.fake_engine import say
 from tests.api.world import END, MODEL, TOKENIZER, World, ids
 
@@ -151,3 +152,67 @@ async def test_a_prompt_that_cannot_be_continued_is_named(prompt: Any, param: st
             await complete(world, prompt=prompt)
     assert refused.value.param == param
     assert world.engine.jobs == []
+
+
+def unsure(text: str) -> Any:
+    """A model that says a text byte by byte, as its last choice: better ones are parts of other characters."""
+
+    def script(job: Job) -> Any:
+        for place, byte in enumerate((*text.encode(), END)):
+            top = ((0xE2, -7.41), (0x98, -8.0))
+            one = TokenLogprobs(token=byte, logprob=-10.0, rank=3, top=top[: job.sampling.logprobs])
+            finish = "stop" if byte == END else None
+            yield Delta(job=job.id, tokens=(byte,), logprobs=(one,), finish=finish)
+            assert place < 100
+
+    return script
+
+
+async def test_tokens_that_are_part_of_a_character_have_keys_of_their_own() -> None:
+    async with World(unsure("é!")) as world:
+        scored: Any = (await complete(world, logprobs=2)).choices[0].logprobs
+    assert scored.tokens == ["bytes:\\xc3", "bytes:\\xa9", "!"]
+    assert scored.top_logprobs[0] == {"bytes:\\xc3": -10.0, "bytes:\\xe2": -7.41, "bytes:\\x98": -8.0}
+    for token, logprob, top in zip(scored.tokens, scored.token_logprobs, scored.top_logprobs, strict=True):
+        assert (top[token], len(top)) == (logprob, 3)
+
+
+@pytest.mark.parametrize("per_delta", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize(
+    ("said", "fields"),
+    [
+        ("a—é👋z", {}),
+        ("one STOP two", {"stop": ["STOP"]}),
+        ("a STO", {"stop": ["STOP"]}),
+        ("a STO b STOP", {"stop": ["STOP"]}),
+        ("é<|im_user|>x<|im_user|>y", {"stop": ["STOP"]}),
+        ("é<|im_user|>x", {"extra_body": {"skip_special_tokens": False}}),
+        ("é<think>x", {"echo": True, "prompt": "ü<|im_end|>—"}),
+    ],
+)
+async def test_offsets_point_at_the_text_and_never_beyond(per_delta: int, said: str, fields: dict[str, Any]) -> None:
+    async with World(say([*ids(said), END], per_delta=per_delta)) as world:
+        whole: Any = (await complete(world, logprobs=1, **fields)).choices[0]
+        stream: Any = [c for chunk in await chunks(world, logprobs=1, **fields) for c in chunk.choices]
+    scored = whole.logprobs
+    assert "".join(part.text for part in stream) == whole.text
+    parts = [part.logprobs for part in stream if part.logprobs]
+    assert [offset for part in parts for offset in part.text_offset] == scored.text_offset
+    assert [token for part in parts for token in part.tokens] == scored.tokens
+    assert scored.text_offset == sorted(scored.text_offset)
+    assert scored.text_offset[-1] <= len(whole.text)
+    for token, offset in zip(scored.tokens, scored.text_offset, strict=True):
+        if token.startswith("bytes:") or (token == "<|im_user|>" and "extra_body" not in fields):
+            continue  # a part of a character; a token without text
+        assert whole.text.startswith(token, offset) or token.startswith(whole.text[offset:])
+
+
+async def test_an_ordinary_end_has_no_stop_reason() -> None:
+    async with World(say([*ids("ab"), END])) as world:
+        plain = (await complete(world)).choices[0]
+        named = (await complete(world, extra_body={"stop_token_ids": [END]})).choices[0]
+    async with World(say(ids("ab"))) as world:
+        by_id = (await complete(world, extra_body={"stop_token_ids": ids("b")})).choices[0]
+        by_text = (await complete(world, stop="b")).choices[0]
+    assert [choice.finish_reason for choice in (plain, named, by_id, by_text)] == ["stop"] * 4
+    assert [getattr(choice, "stop_reason", 0) for choice in (plain, named, by_id, by_text)] == [None, None, 98, "b"]

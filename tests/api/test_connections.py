@@ -152,8 +152,20 @@ async def test_a_head_has_its_time_however_it_drips() -> None:
         await until(lambda: not server.server_state.connections)
 
 
+async def test_a_pools_idle_connection_is_kept_until_it_is_used_again() -> None:
+    """Five seconds, uvicorn's own time and httpx's, are a race that clients lose."""
+    assert Limits().idle_seconds > 90  # Go's; nginx keeps 60 s, Node and httpx 5 s
+    async with serving(App(), Limits(header_seconds=0.1)) as (port, _), connect(port) as (reader, writer):
+        for _ in range(2):
+            writer.write(GET)
+            await reader.readuntil(b"xx")
+            await asyncio.sleep(0.3)
+        writer.write(GET[:9])  # what it has begun has a head's time
+        assert error_of(await reader.read()) == (408, "timeout")
+
+
 async def test_a_silent_connection_is_closed_before_and_after_a_request() -> None:
-    async with serving(App(), Limits(header_seconds=0.4)) as (port, _):
+    async with serving(App(), Limits(header_seconds=0.4, idle_seconds=0.4)) as (port, _):
         assert await say(port, b"") == b""
         assert (await say(port, GET)).endswith(b"\r\n\r\nxx")
         async with connect(port) as (reader, writer):
@@ -189,7 +201,7 @@ async def test_what_two_readers_might_read_differently_is_refused(request_bytes:
 
 
 async def test_an_upgrade_without_a_body_is_a_request_as_any_other() -> None:
-    async with serving(App(), Limits(header_seconds=0.5)) as (port, _):
+    async with serving(App(), Limits(header_seconds=0.5, idle_seconds=0.5)) as (port, _):
         request = b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n" + HOST + b"\r\n"
         assert (await say(port, request)).startswith(b"HTTP/1.1 200")
 
@@ -240,7 +252,7 @@ async def test_a_stream_that_nobody_reads_is_ended_and_its_jobs_aborted() -> Non
 async def test_an_answer_that_nobody_takes_does_not_hold_its_connection(close: bytes) -> None:
     """In one write of megabytes; in pieces that wait; and with so little left that nothing waits."""
     for app in (App(size=8 << 20), App(size=60_000, pieces=200), App(size=60_000, pieces=5)):
-        async with serving(app, Limits(header_seconds=0.3, write_seconds=0.3)) as (port, server):
+        async with serving(app, Limits(header_seconds=0.3, idle_seconds=0.3, write_seconds=0.3)) as (port, server):
             unread(port, b"GET / HTTP/1.1\r\n" + HOST + close + b"\r\n")
             await until(lambda app=app: app.requests)
             await until(lambda server=server: not server.server_state.connections, SOON_S)
@@ -249,7 +261,7 @@ async def test_an_answer_that_nobody_takes_does_not_hold_its_connection(close: b
 async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
     size = 3 << 20
     for app in (App(size=size), App(size=size // 48, pieces=48)):
-        limits = Limits(header_seconds=0.3, write_seconds=0.3)
+        limits = Limits(header_seconds=0.3, idle_seconds=0.3, write_seconds=0.3)
         async with serving(app, limits) as (port, _), connect(port) as (reader, writer):
             writer.write(GET)
             got, began = 0, time.monotonic()

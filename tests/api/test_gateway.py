@@ -1,6 +1,7 @@
 """The gateway alone: workers that come and go, clients that leave, and what is left behind."""
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import pytest
 from starlette.types import Message
@@ -8,6 +9,10 @@ from starlette.types import Message
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Limits
 from redline.api.gateway import derived_seed
+from redline.api.quota import CALLER, Account, Caller, KeyLimits
+from redline.chat.conversation import Conversation
+from redline.chat.conversation import Message as Said
+from redline.chat.known import KnownTexts
 from redline.errors import MessageTooLarge, Overloaded, WorkerLost
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
@@ -92,7 +97,7 @@ async def test_a_job_is_counted_as_vllms_abort_whoever_ended_it() -> None:
         with await world.gateway.begin(text_ask()) as generation:
             world.gateway.deliver(Delta(job=generation.lanes[0].job.id, finish="aborted"))
         exposed = world.metrics.expose().decode()
-    assert 'vllm:request_success_total{finished_reason="abort",model_name="kimi-nano"} 2.0' in exposed
+    assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="kimi-nano"} 2.0' in exposed
     assert 'finished_reason="aborted"' not in exposed
 
 
@@ -150,3 +155,26 @@ def test_seeds_of_further_choices_are_neither_each_others_nor_a_neighbours() -> 
     assert len(seeds) == 400
     assert all(0 <= seed < 1 << 63 for seed in seeds)
     assert derived_seed(5, 0) == 5
+
+
+async def test_what_was_encoded_before_is_known_to_its_own_tenant_and_salt_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    salts: list[str] = []
+
+    def noted(_: KnownTexts, salt: str, text: str, encode: Callable[[str], Sequence[int]]) -> Sequence[int]:
+        salts.append(salt)
+        return encode(text)
+
+    monkeypatch.setattr(KnownTexts, "ids", noted)
+    prompt = Conversation(messages=(Said(role="user", content="hello the end " * 10),))
+    async with World(answer("a")) as world:
+        for account, salt in ((None, "x"), (Account("alice", KeyLimits()), "x"), (Account("bob", KeyLimits()), "x")):
+            CALLER.set(Caller(account=account))
+            ask = Ask(prompts=(prompt,), sampling=Sampling(max_tokens=1), salt=salt, param="messages")
+            with await world.gateway.begin(ask):
+                pass
+        told = len(salts)
+        await world.gateway.encode(prompt, "messages", 4096)  # for nobody
+    assert set(salts) == {job.salt for job in world.engine.jobs} == {"x", "alice\nx", "bob\nx"}
+    assert len(salts) == told

@@ -27,6 +27,11 @@ from tests.api.fake_engine import FakeEngine, Script, say
 MODEL = "kimi-nano"
 HOST = b"host: localhost\r\n"
 SOON_S = 10.0  # for what takes milliseconds, on a busy machine
+CALLS = (  # two, as the model writes them
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get:0<|tool_call_argument_begin|>"
+    '{"city": "Rome"}<|tool_call_end|><|tool_call_begin|>functions.get:1<|tool_call_argument_begin|>'
+    '{"city": "Oslo"}<|tool_call_end|><|tool_calls_section_end|>'
+)
 UNREAD: list[socket.socket] = []  # clients that read nothing
 
 
@@ -46,6 +51,15 @@ def ids(text: str) -> list[int]:
 
 def answer(text: str, thought: str = "", **how: Any) -> Script:
     return say(ids(f"{thought}</think>{text}<|im_end|>"), **how)
+
+
+def named_events(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The events of a whole stream, with their names."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
 
 
 class World:
@@ -68,6 +82,7 @@ class World:
 
     async def __aexit__(self, *_: object) -> None:
         self.gateway.close()
+        await self.gateway.ended()
         await self.client.close()
 
     @asynccontextmanager

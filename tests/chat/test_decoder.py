@@ -204,10 +204,10 @@ def test_a_header_without_an_end_is_no_call(tiny: Tokenizer):
     assert calls(answer(tiny, call("functions.f:" + "0" * 1013, "{}"))) == []
 
 
-def test_a_stop_id_is_counted_and_reported_but_not_shown(tiny: Tokenizer):
+def test_the_models_own_end_is_counted_and_not_shown_or_reported(tiny: Tokenizer):
     events = answer(tiny, "hello<|im_end|>", skip_special_tokens=False)
     last = end(events)
-    assert (text(events), last.stop, last.completion_tokens) == ("hello", tiny.special("<|im_end|>"), 2)
+    assert (text(events), last.stop, last.completion_tokens) == ("hello", None, 2)
 
 
 def test_a_stop_id_is_shown_where_asked_for(tiny: Tokenizer):
@@ -240,7 +240,6 @@ def test_counts_are_those_of_the_job(tiny: Tokenizer):
         cached_tokens=5,
         reasoning_tokens=2,
         tool_calls=1,
-        stop=tiny.special("<|im_end|>"),
     )
 
 

@@ -15,6 +15,7 @@ host = "::1"
 port = 9000
 served_model_name = ["kimi", "k2"]
 keys_file = "keys.txt"
+responses_file = "kept.sqlite"
 
 [engine]
 kv_memory = "1.5GiB"
@@ -58,6 +59,7 @@ def test_a_file_states_every_key_and_its_paths_are_relative_to_it(tmp_path: Path
     config = read(write(tmp_path, WHOLE), {})
     assert config.weights == str(tmp_path / "weights/kimi")
     assert config.keys_file == str(tmp_path / "keys.txt")
+    assert config.responses_file == str(tmp_path / "kept.sqlite")
     assert config.names == ("kimi", "k2")
     assert (config.host, config.port) == ("::1", 9000)
     engine = config.engine
@@ -255,3 +257,36 @@ def test_sizes(text: str, expected: int):
 def test_what_is_no_size(text: str):
     with pytest.raises(ConfigError, match="here is"):
         size(text, "here")
+
+
+def test_limits_and_what_requests_may_ask_for_are_tables(tmp_path: Path):
+    path = tmp_path / "deployment.toml"
+    path.write_text(
+        'weights = "w"\nkeys_file = "keys"\ndrain_s = 60\n[per_key]\nrequests_per_s = 2\nconcurrency = 3\n'
+        "[requests]\ndefault_max_tokens = 10\ntimeout_s = 1.5\n"
+    )
+    config = read(path, {})
+    assert (config.per_key.requests_per_s, config.per_key.concurrency, config.per_key.tokens_per_day) == (2, 3, None)
+    assert (config.requests.default_max_tokens, config.requests.timeout_s, config.drain_s) == (10, 1.5, 60)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[per_key]\nconcurrency = 3", r"\[per_key\] limits the names in keys_file; set keys_file too"),
+        ("keys_file = 'k'\n[per_key]\nconcurrency = 0", r"Expected `int` >= 1 - at `\$.per_key.concurrency`"),
+        ("[requests]\ntimeout_s = 0", r"\$.requests.timeout_s"),
+        ("[requests]\nmax_tokens = 5", "unknown key requests.max_tokens; did you mean requests.most_max_tokens"),
+        ("concurrency = 5", "unknown key concurrency; did you mean per_key.concurrency"),
+        ("admin_port = 1", "admin_port and admin_keys_file need each other"),
+        ("admin_port = 99999\nadmin_keys_file = 'a'", "admin_port is 99999; expected 0 to 65535"),
+        ("tls_key = 'key.pem'", "tls_cert and tls_key need each other"),
+        ("drain_s = -1", r"Expected `float` >= 0.0 - at `\$.drain_s`"),
+        ("access_log = 'xml'", r"\$.access_log"),
+    ],
+)
+def test_a_wrong_edge_is_named(tmp_path: Path, text: str, complaint: str):
+    path = tmp_path / "deployment.toml"
+    path.write_text(f'weights = "w"\n{text}\n')
+    with pytest.raises(ConfigError, match=complaint):
+        read(path, {})

@@ -1,10 +1,11 @@
 """Lines on standard error: what they let through, and what they do where nobody reads them."""
 
+import json
 import logging
 import os
 import threading
 
-from redline.fleet.lines import MOST_WAITING, Lines, printable
+from redline.fleet.lines import MOST_WAITING, JsonLines, Lines, printable
 
 
 def read_all(descriptor: int) -> str:
@@ -57,3 +58,17 @@ def test_a_reader_that_is_gone_is_no_error():
     lines.handle(record("a"))
     lines.close()
     os.close(writer)
+
+
+def test_a_line_of_json_is_a_request_with_its_fields_or_a_message():
+    lines = JsonLines()
+    told = json.loads(lines.format(record('a "quoted"\nline \x1b')))
+    assert (told["level"], told["message"]) == ("INFO", 'a "quoted"\nline \x1b')
+    assert len(told["time"]) == len("2026-11-23T07:01:02Z")
+    request = record("request")
+    request.__dict__["fields"] = {"status": 200, "path": "/health"}
+    line = lines.format(request)
+    assert "\n" not in line
+    assert {key: value for key, value in json.loads(line).items() if key != "time"} == {
+        "level": "INFO", "status": 200, "path": "/health",
+    }  # fmt: skip

@@ -1,19 +1,21 @@
 """The planner's rules, one at a time, in the smallest world that shows each."""
 
 import math
+import random
 import subprocess
 import sys
 
 import pytest
 
 from redline.errors import ConfigError
-from redline.plan.planner import MOST_STEP_TOKENS, PlanConfig
+from redline.plan.planner import MOST_STEP_TOKENS, PlanConfig, Planner
 from redline.wire.channel import MAX_MESSAGE_BYTES
 from redline.wire.codec import encode
 from redline.wire.delta import Delta
 from redline.wire.job import PAGE_TOKENS, JobId, MediaSpan
+from redline.wire.news import STEP_SIZES
 from redline.wire.step import RowResult, StepResult, TokenLogprobs
-from tests.fakes import Story, World, make_job, page_hashes
+from tests.fakes import Story, World, hash_page, make_job, page_hashes
 
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
@@ -252,19 +254,74 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_waits_for_nobody():
 
 
 @pytest.mark.parametrize("length", [100, 300, 390])
-def test_a_job_behind_choices_that_share_ends_no_later_than_behind_jobs_that_do_not(length: int):
-    def turns(firsts: list[int]) -> int:
-        world = World(pages=200, max_running=16, step_tokens=128)
-        for first in firsts:
-            world.submit(prompt(length, first), max_tokens=4)
-        behind = world.submit(prompt(70, 88), max_tokens=4)
-        for turn in range(1000):
-            if behind.finish:
-                return turn
-            world.turn()
-        raise AssertionError("it did not end")
+def test_a_short_job_behind_choices_that_share_ends_before_all_of_them_could_be_computed(length: int):
+    """It enters in its turn, so it waits with them for the page that the first of them computes."""
+    world = World(pages=200, max_running=16, step_tokens=128)
+    for _ in range(8):
+        world.submit(prompt(length), max_tokens=4)
+    behind = world.submit(prompt(70, 88), max_tokens=4)
+    turns = 0
+    while not behind.finish:
+        world.turn()
+        turns += 1
+    assert turns <= 8 * length // 128 + 4
+    world.finish()
 
-    assert turns([1] * 8) <= turns(list(range(8)))
+
+def first_token(world: World, story: Story) -> int:
+    """Steps from now on until a story has its first token."""
+    for step in range(1, 1000):
+        world.turn()
+        if story.tokens:
+            return step
+    raise AssertionError("no token came")
+
+
+def long_prompts(world: World, many: int, length: int) -> list[Story]:
+    """Prompts that share nothing, the first of which is being computed."""
+    stories = [world.submit(prompt(length, 100 + number), max_tokens=4) for number in range(many)]
+    world.turn()
+    world.turn()
+    return stories
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("many", [1, 6, 14])
+def test_a_short_prompt_does_not_wait_behind_long_ones(many: int, ahead: int):
+    """In the step that is planned next, and its token is there when that has settled."""
+    world = World(pages=700, max_model_len=3000, max_running=16, step_tokens=512, ahead=ahead)
+    long_prompts(world, many, 2000)
+    assert first_token(world, world.submit(prompt(30, 7), max_tokens=4)) <= 2 + ahead
+    world.finish()
+
+
+def test_a_prompt_that_is_long_itself_does_not_wait_behind_a_much_longer_one():
+    world = World(pages=700, max_model_len=30_000, max_running=16, step_tokens=512)
+    long_prompts(world, 1, 20_000)
+    assert first_token(world, world.submit(prompt(2000, 7), max_tokens=4)) <= 2000 // 256 + 3
+    world.finish()
+
+
+def test_prompts_of_one_length_are_computed_one_after_another():
+    """To share a step among equals would help nobody and delay all but the last."""
+    world = World(pages=700, max_model_len=3000, max_running=16, step_tokens=512)
+    stories = long_prompts(world, 4, 2000)
+    ends = [first_token(world, story) for story in stories]
+    assert all(4 <= steps <= 5 for steps in ends[1:]), ends
+    world.finish()
+
+
+def test_short_prompts_take_half_of_a_step_at_most_and_starve_nobody():
+    world = World(pages=700, max_model_len=30_000, max_running=16, step_tokens=512)
+    (story,) = long_prompts(world, 1, 10_000)
+    steps = 0
+    while not story.tokens:
+        for number in range(3):  # more than the steps can take, without end
+            world.submit(tuple(random.Random(3 * steps + number).choices(range(89), k=200)), max_tokens=1)
+        world.turn()
+        steps += 1
+    assert steps <= 10_000 / (512 // 2 - 16) + 2  # the rows that decode count too
+    world.finish()
 
 
 # The prefix cache
@@ -414,7 +471,7 @@ def test_when_pages_run_out_the_youngest_job_steps_back_and_resumes():
 
 def test_a_resumed_job_computes_generated_positions_in_rows_of_their_own():
     world = World(pages=4, max_model_len=250, max_running=2, step_tokens=64)
-    world.submit(prompt(50), max_tokens=150)
+    world.submit(prompt(40), max_tokens=150)
     world.submit(prompt(40, 7), max_tokens=150)
     resumed = []
     while not world.planner.idle:
@@ -431,19 +488,6 @@ def test_a_resumed_job_computes_generated_positions_in_rows_of_their_own():
     assert rows[1].start == 40
     assert rows[1].count > 1, "generated positions are recomputed together"
     world.check_end()
-
-
-def test_a_job_never_overtakes_one_that_came_before():
-    """A large job that finds no room is not passed by small ones that would fit."""
-    world = World(pages=6, max_running=4)
-    world.submit(prompt(200), max_tokens=20)
-    large = world.submit(prompt(190, 5), max_tokens=20)
-    small = world.submit(prompt(5, 9), max_tokens=1)
-    world.plan()
-    assert world.planner.load().running == 1
-    world.finish()
-    assert list(world.stories.values())[1:] == [large, small]
-    assert large.finish == small.finish == "length"
 
 
 def test_a_long_prompt_moves_in_every_step_while_others_generate():
@@ -567,3 +611,31 @@ def test_a_prompt_that_would_be_cut_waits_for_a_step_of_its_own_where_jobs_begin
         world.submit(prompt(60, 1))
         world.submit(prompt(60, 2))
         assert begun(world) == expected
+
+
+def test_it_is_told_how_long_a_job_waited_and_how_large_steps_were():
+    """Once a job, with its first token."""
+    now = 0.0
+    world = World(max_running=1, step_tokens=64, ahead=0)
+    world.planner = Planner(16, world.config, world.max_model_len, hash_page, clock=lambda: now)
+    stories = [world.submit(prompt(100), max_tokens=2)]
+    for _ in range(5):
+        world.plan()
+        if now == 0:
+            stories.append(world.submit((1, 2, 3), max_tokens=2))
+        world.settle()
+        now += 1
+    world.check_end()
+    told = [[delta.queued_s for delta in story.deltas] for story in stories]
+    assert told == [[0.0, None], [3.0, None]]  # two steps for the first one's prompt, one for its second token
+    load = world.planner.load()
+    assert (sum(load.step_sizes), load.step_positions) == (5, 64 + 36 + 1 + 3 + 1)
+    assert [size for size, steps in zip(STEP_SIZES, load.step_sizes, strict=False) if steps] == [1, 8, 64]
+    assert load.step_sizes[STEP_SIZES.index(64)] == 2
+
+
+def test_without_a_clock_no_wait_is_told():
+    world = World()
+    story = world.submit(prompt(3))
+    world.finish()
+    assert {delta.queued_s for delta in story.deltas} == {None}

@@ -56,6 +56,7 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False, together: bool
                 tokens + random_tokens(random_, random_.choice([0, 1, 3, 70])),
                 max_tokens=random_.choice([0, 1, 2, 30, 150, 300]),
                 salt=random_.choice(["", "", "a"]),
+                tenant=random_.choice(["", "", "a", "b"]) if seed % 2 else "",
                 stop_ids=random_tokens(random_, random_.choice([0, 0, 0, 2])),
                 logprobs=random_.choice([None, None, 0]),
                 prompt_logprobs=random_.choice([None] * 7 + [0]),

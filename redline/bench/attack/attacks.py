@@ -241,8 +241,8 @@ def one_word(world: World) -> Fire:
 
 @attack("A2", "2 million ids to /detokenize and a whole context of them, four of each at once")
 def many_ids(world: World) -> Fire:
-    """Eight bodies, the larger ones of 6 MiB; of each answer only 4 KiB are kept."""
-    bodies = [b'{"tokens": [' + b"1, " * (count - 1) + b"1]}" for count in (IDS, world.context)]
+    """Eight bodies, the larger ones of 7 MiB, much of it spaces; of each answer only 4 KiB are kept."""
+    bodies = [b'{"tokens": [' + (b"1," + b" " * 12) * (count - 1) + b"1]}" for count in (IDS, world.context)]
     return at_once(world, [post(DETOKENIZE, one) for one in bodies] * 4, keep=1 << 12)
 
 

@@ -1,6 +1,6 @@
 """A K2 checkpoint as a GGUF of architecture `deepseek2`, so that llama.cpp can be measured beside us on the same model.
 
-    python -m redline.bench.peers.to_gguf models/kimi-nano FOLDER [--dense q4_0] [--check --llama-python PYTHON]
+    python -m redline.bench.peers.to_gguf models/kimi-nano FOLDER [--dense q4_0] [--vocabulary] [--check ...]
 
 writes FOLDER/q4_0.gguf, and so on for each `--dense`.
 
@@ -11,7 +11,8 @@ file of these widths; or q8_0, or bf16 as in the checkpoint. Norms, routers and 
 `--check`: everything dequantised, experts too, so that what is left of a difference is not rounding of weights.
 
 Attention is stored split, for the latent form: the keys' half of kv_b transposed (`attn_k_b`), the values' as it is
-(`attn_v_b`). Rope pairs are interleaved on both sides. There is no vocabulary: what is measured are token ids.
+(`attn_v_b`). Rope pairs are interleaved on both sides. There is no vocabulary, where what is measured are token ids;
+with `--vocabulary`, which a server needs to answer in text, it is that of tokenizer.json.
 
 The container (version 3, github.com/ggml-org/ggml/blob/master/docs/gguf.md) is written here; it is built in memory.
 
@@ -50,9 +51,10 @@ ALIGNMENT = 32  # bytes: each tensor starts at a multiple of it
 ANSWER = 32  # tokens of a greedy answer
 THREADS = 2
 DENSE = ("q4_0", "q8_0", "bf16", "f32")
+NORMAL, CONTROL = 1, 3  # kinds of tokens: LLAMA_TOKEN_TYPE_* of llama.h
 PEER = Path(__file__).with_name("peer_llama_cpp.py")
 
-Value = bool | int | float | str
+Value = bool | int | float | str | list[str] | list[int]
 
 
 class Kind(NamedTuple):
@@ -77,14 +79,15 @@ class Stored(NamedTuple):
     data: bytes
 
 
-def convert(folder: Path, out: Path, dense: str = "q4_0") -> None:
+def convert(folder: Path, out: Path, dense: str = "q4_0", *, words: bool = False) -> None:
     """Writes the checkpoint in `folder` to `out`. dense: the type of all matrices but routed experts, one of DENSE.
 
-    With f32 the experts have that type too. Raises CheckpointError if the checkpoint is broken, or beyond what
-    llama.cpp's deepseek2 computes.
+    With f32 the experts have that type too. words: with the vocabulary of tokenizer.json. Raises CheckpointError if the
+    checkpoint is broken, or beyond what llama.cpp's deepseek2 computes.
     """
     checkpoint = Checkpoint.open(folder)
-    write(out, metadata(checkpoint.config, dense), list(tensors(checkpoint, dense)))
+    values = metadata(checkpoint.config, dense) | (vocabulary(folder) if words else {})
+    write(out, values, list(tensors(checkpoint, dense)))
 
 
 def metadata(config: K2Config, dense: str) -> dict[str, Value]:
@@ -139,6 +142,32 @@ def metadata(config: K2Config, dense: str) -> dict[str, Value]:
         f"{scaling}.yarn_beta_fast": yarn.beta_fast,
         f"{scaling}.yarn_beta_slow": yarn.beta_slow,
         f"{scaling}.yarn_log_multiplier": 0.1 * yarn.mscale_all_dim,  # the 0.1 of 0.1 m ln(factor) + 1
+    }
+
+
+def vocabulary(folder: Path) -> dict[str, Value]:
+    """The vocabulary of `folder`/tokenizer.json under llama.cpp's names. Its control tokens end no answer.
+
+    Raises CheckpointError where the file is missing, or its ids are not 0, 1, 2 and so on.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        raise CheckpointError(f"{path}: missing; a file with a vocabulary is made from it")
+    read = json.loads(path.read_text())
+    ordinary: dict[str, int] = read["model"]["vocab"]
+    control = {token["content"]: token["id"] for token in read["added_tokens"]}
+    names = {id: name for name, id in (ordinary | control).items()}
+    if sorted(names) != list(range(len(names))):
+        raise CheckpointError(f"{path}: {len(names)} tokens with other ids than 0 to {len(names) - 1}")
+    every = [names[id] for id in range(len(names))]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in read["model"]["merges"]]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "kimi-k2",
+        "tokenizer.ggml.tokens": every,
+        "tokenizer.ggml.token_type": [CONTROL if name in control else NORMAL for name in every],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": False,
     }
 
 
@@ -295,6 +324,10 @@ def _value(value: Value) -> bytes:
             return struct.pack("<If", 6, value)
         case str():
             return struct.pack("<I", 8) + _string(value)
+        case [str(), *_]:
+            return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_string, map(str, value)))
+        case _:
+            return struct.pack(f"<IIQ{len(value)}i", 9, 5, len(value), *map(int, value))
 
 
 # The check.
@@ -356,6 +389,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--dense", action="append", choices=DENSE, help="once or several times; q4_0 if absent")
+    parser.add_argument("--vocabulary", action="store_true", help="with that of tokenizer.json, as a server needs it")
     parser.add_argument("--check", action="store_true", help="compare llama.cpp's logits with transformers'")
     parser.add_argument("--llama-python", type=Path, help="a Python that has llama-cpp-python")
     arguments = parser.parse_args()
@@ -364,7 +398,7 @@ def main() -> None:
     every: list[str] = arguments.dense or ["q4_0"]
     arguments.out.mkdir(parents=True, exist_ok=True)
     for dense in every:
-        convert(arguments.folder, arguments.out / f"{dense}.gguf", dense)
+        convert(arguments.folder, arguments.out / f"{dense}.gguf", dense, words=arguments.vocabulary)
     if not arguments.check:
         return
     mine = texts(arguments.folder)

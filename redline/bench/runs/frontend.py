@@ -35,6 +35,7 @@ from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Batch, Gateway
 from redline.api.metrics import Metrics
 from redline.api.openai import Streaming
+from redline.api.pour import DIRECT, Direct
 from redline.api.server import uvicorn_config
 from redline.api.sse import DONE, ChatStream
 from redline.bench.program import program
@@ -49,7 +50,7 @@ from redline.wire.news import Ready
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "frontend-cpu.json"
 MODEL = "fake"
-CASES = ((1, 20_000), (64, 1500))  # streams at once, tokens of each
+CASES = ((1, 20_000), (64, 1500), (512, 400))  # streams at once, tokens of each
 WORD = " the"
 
 
@@ -85,13 +86,15 @@ class FreeEngine:
     async def _run(self) -> None:
         assert self.gateway is not None
         while self._left:
+            messages: list[Wire] = []
             for id, left in list(self._left.items()):
                 if left > 1:
                     self._left[id] = left - 1
-                    self.gateway.deliver(decode(self._more[id]))
+                    messages.append(decode(self._more[id]))
                 else:
                     del self._left[id]
-                    self.gateway.deliver(Delta(job=id, tokens=(self._token,), finish="length"))
+                    messages.append(Delta(job=id, tokens=(self._token,), finish="length"))
+            self.gateway.take(messages)
             await asyncio.sleep(0)
 
 
@@ -122,6 +125,18 @@ def bare() -> ASGIApp:
     return app
 
 
+class _CountedDirect:
+    """A connection whose direct writes are counted with the app's own."""
+
+    def __init__(self, direct: Direct, counted: "Counted") -> None:
+        self._direct = direct
+        self._counted = counted
+
+    def write_part(self, body: bytes) -> bool:
+        self._counted.writes += 1
+        return self._direct.write_part(body)
+
+
 class Counted:
     """An app whose writes are counted: more tokens than writes means that deltas waited for one another."""
 
@@ -130,7 +145,8 @@ class Counted:
         self.writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hands the request to the app, and counts every message that the app sends."""
+        """Hands the request to the app, and counts all that the app sends, past `send` too."""
+        scope["extensions"][DIRECT] = _CountedDirect(scope["extensions"][DIRECT], self)
 
         async def counting(message: Message) -> None:
             self.writes += 1
@@ -189,13 +205,13 @@ async def read_stream(port: int, tokens: int) -> None:
 
 
 class Server:
-    """A server in a process of its own, up once this is made. make: builds its app, in that process."""
+    """A server in a process of its own, up on `port` once this is made. make: builds its app, in that process."""
 
     def __init__(self, make: Callable[[], ASGIApp]) -> None:
         context = multiprocessing.get_context("spawn")
         self._control, theirs = context.Pipe()
-        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self._port = listener.getsockname()[1]
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.port = listener.getsockname()[1]
         self._process = context.Process(target=serve, args=(make, listener, theirs), daemon=True)
         self._process.start()
         listener.close()
@@ -212,7 +228,7 @@ class Server:
         """
 
         async def all_streams() -> None:
-            await asyncio.gather(*(read_stream(self._port, tokens) for _ in range(streams)))
+            await asyncio.gather(*(read_stream(self.port, tokens) for _ in range(streams)))
 
         cpu, writes = self._counts()
         began = time.perf_counter()

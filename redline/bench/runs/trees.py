@@ -201,7 +201,7 @@ class Server:
         """
         deadline = time.monotonic() + START_S
         while self.process.poll() is None and time.monotonic() < deadline:
-            if self._is_ready():
+            if is_healthy(self.port):
                 return self.port
             time.sleep(0.1)
         raise RedlineError(f"the server of {self.tree.name} did not start: {self.said.strip()[-2000:]}")
@@ -213,16 +213,6 @@ class Server:
                 f"the server of {self.tree.name} has ended with status {self.process.returncode}: "
                 f"{self.said.strip()[-2000:]}"
             )
-
-    def _is_ready(self) -> bool:
-        link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=KNOCK_S)
-        try:
-            link.request("GET", "/health")
-            return link.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            link.close()
 
     @property
     def worker(self) -> int:
@@ -270,6 +260,18 @@ def served(trees: Sequence[Tree], arguments: Sequence[Sequence[str]]) -> Generat
         for server in servers:
             server.until_ready()
         yield servers
+
+
+def is_healthy(port: int) -> bool:
+    """Whether the server on this port of loopback says that it is ready."""
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=KNOCK_S)
+    try:
+        link.request("GET", "/health")
+        return link.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        link.close()
 
 
 def free_port() -> int:

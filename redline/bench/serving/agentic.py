@@ -20,7 +20,7 @@ import numpy as np
 
 from redline.bench.serving.metrics import e2el, error_of, failure_of, input_tokens, output_tokens, tpot, ttft
 from redline.bench.serving.records import Answer, Ask, GeneratorLoad
-from redline.bench.serving.remarks import generator_remark
+from redline.bench.serving.remarks import generator_remark, uncounted, uncounted_remarks
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Plot, Section, Series, Table, Words
 from redline.bench.serving.traces import Session
@@ -299,7 +299,7 @@ def figures(replay: Replay) -> dict[str, Any]:
 
     interactivity_e2e_p90: the 90th percentile of r = E2EL / output tokens over all turns, inverted: tokens/s of one
     user, the prompt's time included, as InferenceX AgentX has it. cache_hit_share: prompt tokens from the server's
-    cache over all prompt tokens of answers that say so.
+    cache over all prompt tokens of answers that say so. uncounted: answers whose events were taken for their tokens.
     """
     answers = [one.answer for one in replay.turns]
     good = [answer for answer in answers if failure_of(answer) is None]
@@ -315,6 +315,7 @@ def figures(replay: Replay) -> dict[str, Any]:
         "sessions_failed": sum(one.failed for one in replay.sessions),
         "total_input_tokens": sum(map(input_tokens, good)),
         "total_output_tokens": tokens,
+        "uncounted": uncounted(good),
         "output_throughput": tokens / seconds,
         "request_throughput": len(good) / seconds,
         "interactivity_e2e_p90": interactivity(good),
@@ -389,6 +390,7 @@ def agentic_sections(result: Result) -> list[Section]:
         found.append(Words(text=text, warning=result.stopped))
     if result.generator is not None:
         found.append(generator_remark(result.generator, result.answers))
+    found += uncounted_remarks(result.figures.get("uncounted", 0))
     found.append(_totals(result.figures))
     if pairs:
         turns = [(f"{low}" if low == high else f"{low} to {high}", low, high) for low, high in _groups(pairs)]

@@ -129,7 +129,7 @@ class _Exchange:
             return self._wait_anew()
         try:
             said = self.read(data)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             shown = data[:80].decode(errors="replace")
             return self.conclude("malformed", f"what came cannot be read ({error}): {shown!r}", at)
         if said.error is not None:
@@ -338,7 +338,7 @@ class Client:
         body = await self.get("/v1/models")
         try:
             return [model.id for model in msgspec.json.decode(body, type=_Models).data]
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{self.target.base_url} lists no models at /v1/models: {error}") from None
 
     async def ready(self, count: int) -> None:
@@ -443,7 +443,7 @@ class Client:
     def _request(self, method: str, path: str, body: bytes) -> bytes:
         if not path.isascii() or not path.isprintable() or " " in path:
             raise ConfigError(f"the path {path!r} has signs that HTTP does not carry; see --base-url and --endpoint")
-        kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
+        kind = f"Content-Length: {len(body)}\r\n" if body else ""
         return f"{method} {path} HTTP/1.1\r\n{self._head}{kind}\r\n".encode("latin-1") + body
 
 
@@ -457,10 +457,11 @@ class _Models(msgspec.Struct):
 
 def _head(host: str, target: Target) -> str:
     """The header lines of every request. Raises ConfigError for one that HTTP cannot carry."""
-    headers = {"Host": host, "Accept": "*/*", "User-Agent": "redline-bench"}
+    headers = {"Host": host, "Accept": "*/*", "User-Agent": "redline-bench", "Content-Type": "application/json"}
     if target.key:
         headers["Authorization"] = f"Bearer {target.key}"
-    headers.update(target.headers)
+    given = {name.lower() for name in target.headers}
+    headers = {name: value for name, value in headers.items() if name.lower() not in given} | target.headers
     for name, value in headers.items():
         if not name or not (name + value).isascii() or any(sign in name + value for sign in "\r\n\0") or ":" in name:
             raise ConfigError(f"the header {name!r} has signs that HTTP does not carry")

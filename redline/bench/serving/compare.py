@@ -28,7 +28,7 @@ from redline.bench.serving.metrics import (
     ttft,
 )
 from redline.bench.serving.records import Answer, Ask, GeneratorLoad, Run
-from redline.bench.serving.remarks import generator_remark
+from redline.bench.serving.remarks import generator_remark, uncounted, uncounted_remarks
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.bench.serving.target import Pace, Target
@@ -62,7 +62,7 @@ FIGURES: dict[str, Figure] = {
 class Load(Record, frozen=True):
     """One small load of a block. figures: by a name of FIGURES, seconds or tokens/s; only those that there are.
 
-    events: of the streams, that carried text.
+    events: of the streams, that carried text. uncounted: answers whose events were taken for their tokens.
     """
 
     side: Side
@@ -71,6 +71,7 @@ class Load(Record, frozen=True):
     failed: int
     output_tokens: int
     events: int
+    uncounted: int = 0
 
 
 class Same(Record, frozen=True):
@@ -115,10 +116,16 @@ class Compared(Record, frozen=True):
 Put = Callable[[Side, Sequence[Ask]], Run]
 
 
-def compare(plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], tell: Callable[[int], None]) -> Compared:
+def compare(
+    plan: Plan,
+    put: Put,
+    asks: Callable[[int], Sequence[Ask]],
+    tell: Callable[[int], None],
+    counts: Counts | None = None,
+) -> Compared:
     """Measure block by block. put: puts a load on one side. asks: the requests of a pair of loads, by its number.
 
-    tell: called after every block with how many there are.
+    tell: called after every block with how many there are. counts: who counts text, where a server says nothing.
     """
     draw = random.Random(plan.seed)
     blocks: list[tuple[Load, ...]] = []
@@ -127,7 +134,7 @@ def compare(plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], tell: Ca
     generators: list[GeneratorLoad] = []
     stopped = False
     while not stopped and not enough(plan, blocks):
-        found = _block(plan, put, asks, draw, len(blocks), same)
+        found = _block(plan, put, asks, draw, len(blocks), same, counts)
         stopped = found is None
         if found is not None:
             blocks.append(found.loads)
@@ -148,7 +155,13 @@ class _Block(NamedTuple):
 
 
 def _block(
-    plan: Plan, put: Put, asks: Callable[[int], Sequence[Ask]], draw: random.Random, before: int, same: Same
+    plan: Plan,
+    put: Put,
+    asks: Callable[[int], Sequence[Ask]],
+    draw: random.Random,
+    before: int,
+    same: Same,
+    counts: Counts | None,
 ) -> _Block | None:
     """The next block; None where it was stopped. before: how many there are. same: what was found alike until now."""
     loads: list[Load] = []
@@ -163,9 +176,9 @@ def _block(
                 return None
             runs[side] = run
             generators.append(run.generator)
-            loads.append(measured(side, run, scheduled=plan.scheduled))
+            loads.append(measured(side, run, counts, scheduled=plan.scheduled))
             answers += _named(run.answers, f"{side} block {before + 1} load {len(loads)}")
-        same = also(same, runs["A"].answers, runs["B"].answers)
+        same = also(same, runs["A"].answers, runs["B"].answers, counts)
     return _Block(tuple(loads), same, answers, generators)
 
 
@@ -230,6 +243,7 @@ def measured(side: Side, run: Run, counts: Counts | None = None, *, scheduled: b
         failed=len(run.answers) - len(good),
         output_tokens=tokens,
         events=sum(len(answer.chunks) for answer in good),
+        uncounted=uncounted(good, counts),
     )
 
 
@@ -242,19 +256,19 @@ def _named(answers: Sequence[Answer], name: str) -> list[Answer]:
     return [msgspec.structs.replace(one, ask=msgspec.structs.replace(one.ask, name=name)) for one in answers]
 
 
-def also(same: Same, a: Sequence[Answer], b: Sequence[Answer]) -> Same:
+def also(same: Same, a: Sequence[Answer], b: Sequence[Answer], counts: Counts | None = None) -> Same:
     """`same`, with the answers of two loads of the same requests, in the requests' order, counted in."""
-    pairs, equal, counts, first = same.pairs, same.equal, same.equal_counts, same.first
+    pairs, equal, as_many, first = same.pairs, same.equal, same.equal_counts, same.first
     for one, other in zip(a, b, strict=True):
         if failure_of(one) is not None or failure_of(other) is not None:
             continue
         pairs += 1
-        counts += output_tokens(one).count == output_tokens(other).count
+        as_many += output_tokens(one, counts).count == output_tokens(other, counts).count
         if texts(one) == texts(other):
             equal += 1
         elif not first:
             first = _difference(pairs, "\n".join(texts(one)), "\n".join(texts(other)))
-    return Same(pairs=pairs, equal=equal, equal_counts=counts, first=first)
+    return Same(pairs=pairs, equal=equal, equal_counts=as_many, first=first)
 
 
 def _difference(pair: int, a: str, b: str) -> str:
@@ -421,6 +435,9 @@ def _warnings(result: Result, blocks: Sequence[Sequence[Load]], same: Same, gree
         found.append(Words(text=text, warning=True))
     if result.generator is not None:
         found.append(generator_remark(result.generator, result.answers))
+    for side in ("A", "B"):
+        unsure = sum(one.uncounted for block in blocks for one in block if one.side == side)
+        found += uncounted_remarks(unsure, f" of {side}")
     a, b = figures["output_tokens_a"], figures["output_tokens_b"]
     apart = abs(math.log(b / a)) if a and b else 0.0
     counts = f"{same.equal_counts:,} of {same.pairs:,} answers have as many tokens on both; B/A of all tokens: "

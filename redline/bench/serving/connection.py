@@ -262,6 +262,5 @@ def tls(verify: bool) -> ssl.SSLContext:
     if not verify:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
-    with contextlib.suppress(NotImplementedError):
-        context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols(["http/1.1"])
     return context

@@ -17,6 +17,8 @@ from redline.bench.serving.records import Ask, Kind, Usage
 from redline.bench.serving.target import Target
 from redline.errors import ConfigError
 
+MOST_TOKENS = 1 << 32  # of one request: a larger count is none
+
 
 class Call(NamedTuple):
     """Part of one tool call. place: which call of the answer it belongs to. arguments: the next part of their text."""
@@ -47,7 +49,8 @@ class Dialect(NamedTuple):
     """One kind of server. path: where it is asked, unless the target names an endpoint.
 
     body(ask, target): the request's fields; raises ConfigError where the dialect cannot ask so. read(event): what one
-    event's data says, or a whole answer that was not streamed; raises msgspec.DecodeError where it is no such thing.
+    event's data says, or a whole answer that was not streamed; raises msgspec.DecodeError where it is no such
+    thing, RecursionError where its values lie too deep in one another.
     """
 
     path: str
@@ -121,7 +124,7 @@ def error_line(data: bytes) -> str:
     found: Any
     try:
         found = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         found = data.decode(errors="replace")
     for key in ("error", "message", "detail"):
         if isinstance(found, dict):
@@ -131,14 +134,19 @@ def error_line(data: bytes) -> str:
     return " ".join(line.split())[:300]
 
 
+def _count(said: int | None) -> int | None:
+    """A server's count; None where no number of tokens can be so small, or so large."""
+    return said if said is not None and 0 <= said < MOST_TOKENS else None
+
+
 def _counted(usage: _Usage) -> Usage:
     prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
     return Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=prompt.cached_tokens if prompt else None,
-        reasoning_tokens=completion.reasoning_tokens if completion else None,
-        accepted_tokens=completion.accepted_prediction_tokens if completion else None,
+        prompt_tokens=_count(usage.prompt_tokens),
+        completion_tokens=_count(usage.completion_tokens),
+        cached_tokens=_count(prompt.cached_tokens) if prompt else None,
+        reasoning_tokens=_count(completion.reasoning_tokens) if completion else None,
+        accepted_tokens=_count(completion.accepted_prediction_tokens) if completion else None,
     )
 
 
@@ -216,7 +224,14 @@ def _common(ask: Ask, target: Target) -> dict[str, Any]:
     body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     if ask.tools is not None:
         body["tools"] = list(ask.tools)
-    return {**body, **target.body, **ask.extra}
+    body |= {**target.body, **ask.extra}
+    for field in ("n", "best_of"):
+        if body.get(field) not in (None, 1):
+            raise ConfigError(
+                f"--extra-body has {field} {body[field]!r}: usage counts the tokens of all answers together, so one "
+                "among several cannot be measured; ask for one, and more often (--num-prompts)"
+            )
+    return body
 
 
 def _chat_body(ask: Ask, target: Target) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from redline.bench.serving.metrics import (
     ttft,
 )
 from redline.bench.serving.records import Answer, Ask, Run
+from redline.bench.serving.remarks import uncounted, uncounted_remarks
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.bench.serving.target import Pace, Target
@@ -141,7 +142,8 @@ class Measured(Record, frozen=True):
     """One request's figures. Times are seconds, speeds tokens/s; None: it has no such figure.
 
     native tokens are the server's own, o200k tokens those of `o200k_base`. end_to_end: input, thinking and
-    ANSWER_TOKENS at the output speed. whole: the answer as it was, to its last token.
+    ANSWER_TOKENS at the output speed. whole: the answer as it was, to its last token. uncounted: its events were taken
+    for its tokens.
     """
 
     workload: str
@@ -158,6 +160,7 @@ class Measured(Record, frozen=True):
     speed_o200k: float | None = None
     end_to_end_o200k: float | None = None
     hidden_thinking: bool = False
+    uncounted: bool = False
     error: str = ""
 
 
@@ -189,6 +192,7 @@ def measured(
         speed_o200k=speed_o200k,
         end_to_end_o200k=_end_to_end(begun, speed_o200k),
         hidden_thinking=hidden,
+        uncounted=uncounted([answer], counts) > 0,
     )
 
 
@@ -336,6 +340,7 @@ def differs(target: Target, outcomes: Sequence[Outcome], runs: int, *, o200k: bo
             "that vocabulary to see both."
         )
     rows = [row for outcome in outcomes for row in outcome.good]
+    said += [words.text for words in uncounted_remarks(sum(row.uncounted for row in rows))]
     if rows and not any(row.thinking is not None for row in rows):
         hidden = any(row.hidden_thinking for row in rows)
         said.append(

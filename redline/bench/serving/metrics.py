@@ -55,8 +55,11 @@ def ttft(answer: Answer) -> float | None:
 
 
 def answer_ttft(answer: Answer) -> float | None:
-    """From the request's first byte to the first token that is not thinking: of the answer or of a tool call."""
-    return _since(answer.sent, answer, [chunk for chunk in answer.chunks if chunk.kind != "thinking"])
+    """From the request's first byte to the first token that is not thinking: of the answer or of a tool call.
+
+    None where thinking took all tokens: an empty event behind it, as with the finish_reason, is no answer.
+    """
+    return _since(answer.sent, answer, [chunk for chunk in answer.chunks if _answers(chunk)])
 
 
 def thinking(answer: Answer) -> float | None:
@@ -64,8 +67,12 @@ def thinking(answer: Answer) -> float | None:
     first = next((chunk.at for chunk in answer.chunks if chunk.kind == "thinking"), None)
     if failure_of(answer) is not None or first is None:
         return None
-    after = (chunk.at for chunk in answer.chunks if chunk.kind != "thinking")
+    after = (chunk.at for chunk in answer.chunks if _answers(chunk))
     return next(after, answer.chunks[-1].at) - first
+
+
+def _answers(chunk: Chunk) -> bool:
+    return chunk.kind != "thinking" and chunk.characters > 0
 
 
 def e2el(answer: Answer) -> float | None:
@@ -254,10 +261,12 @@ def spread(answer: Answer, counts: Counts | None = None) -> list[tuple[float, fl
 def tokens_by_second(answers: Sequence[Answer], counts: Counts | None = None) -> list[float]:
     """Output tokens in each second since the first request was sent."""
     began = min((answer.sent for answer in answers if answer.sent is not None), default=0.0)
-    points = [point for answer in answers for point in spread(answer, counts)]
-    seconds = [0.0] * (int(max((at for at, _ in points), default=began) - began) + 1 if points else 0)
-    for at, tokens in points:
-        seconds[int(at - began)] += tokens
+    seconds: list[float] = []
+    for answer in answers:
+        for at, tokens in spread(answer, counts):
+            second = int(at - began)
+            seconds += [0.0] * (second + 1 - len(seconds))
+            seconds[second] += tokens
     return seconds
 
 
@@ -277,6 +286,9 @@ def concurrency(answers: Iterable[Answer]) -> list[tuple[float, int]]:
 
 def keeps(answer: Answer, goodput: Mapping[str, float], counts: Counts | None = None) -> bool:
     """Whether an answer keeps every SLO, milliseconds by a name of SLOS. One that failed keeps none."""
+
+    if failure_of(answer) is not None:
+        return False
 
     def value(name: str) -> float | None:
         return tpot(answer, counts) or 0.0 if name == "tpot" else MEASURES[name](answer)

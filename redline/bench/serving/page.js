@@ -500,12 +500,14 @@ function words({ text, warning }) {
 function page({ title, subtitle, sections, provenance }) {
   const main = html("main");
   const contents = [];
+  const charts = [];
   let plots = null; // those that follow one another share a grid
   for (const section of sections) {
     if (section.type !== "Plot") plots = null;
     if (section.type === "Plot") {
       if (!plots) main.append((plots = html("div", { class: "plots" })));
-      plots.append(new Chart(section).figure);
+      charts.push(new Chart(section));
+      plots.append(charts.at(-1).figure);
     } else if (section.type === "Heading") {
       const id = `part-${contents.length + 1}`;
       contents.push(html("li", {}, html("a", { href: `#${id}` }, section.text)));
@@ -518,6 +520,7 @@ function page({ title, subtitle, sections, provenance }) {
     main,
     provenance.length ? html("footer", {}, html("dl", {}, ...provenance.flatMap(([name, value]) =>
       [html("dt", {}, name), html("dd", {}, value)]))) : "");
+  for (const chart of charts) chart.resize(); // now, not with the next frame: a page that nobody looks at has none
 }
 
 if (typeof document !== "undefined") page(JSON.parse(document.getElementById("data").textContent));

@@ -3,7 +3,7 @@
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -14,7 +14,7 @@ from redline.wire.base import Record
 
 LOADING_S, ABSENT_S = 600.0, 10.0  # a server that says 503 loads its model; where nobody listens, perhaps nobody will
 ANSWER_S = 30.0
-MOST_METRICS_BYTES = 16 << 20
+MOST_BYTES = 16 << 20  # of one such answer
 
 
 class _Model(msgspec.Struct):
@@ -53,14 +53,14 @@ def models(
     with _http(target) as http:
         while True:
             try:
-                answer = http.get(place)
-                if answer.status_code == 200 and http.get(f"{target.base_url}/health").status_code == 503:
+                answer = _get(http, place)
+                if answer.status == 200 and _get(http, f"{target.base_url}/health").status == 503:
                     answer = None  # some list their models while they load them
                 state, most = f"{target.base_url} is not ready (503)", LOADING_S
             except httpx.TransportError as error:
                 answer = None
                 state, most = f"no server at {target.base_url} ({error or type(error).__name__})", ABSENT_S
-            if answer is not None and answer.status_code != 503:
+            if answer is not None and answer.status != 503:
                 return _names(place, answer)
             most = most if seconds is None else seconds
             if clock() - began >= most:
@@ -72,13 +72,29 @@ def models(
             wait(0.5)
 
 
-def _names(place: str, answer: httpx.Response) -> tuple[str, ...]:
-    if answer.status_code in (401, 403):
-        raise ConfigError(f"{place} answers {answer.status_code}: set the server's key in OPENAI_API_KEY")
-    if answer.status_code != 200:
+class _Answer(NamedTuple):
+    status: int
+    data: bytes
+
+
+def _get(http: httpx.Client, place: str) -> _Answer:
+    """One answer, of MOST_BYTES and ANSWER_S at most: what comes beyond them is left."""
+    data, until = b"", time.monotonic() + ANSWER_S
+    with http.stream("GET", place) as answer:
+        for part in answer.iter_bytes():
+            data += part
+            if len(data) > MOST_BYTES or time.monotonic() > until:
+                break
+    return _Answer(answer.status_code, data)
+
+
+def _names(place: str, answer: _Answer) -> tuple[str, ...]:
+    if answer.status in (401, 403):
+        raise ConfigError(f"{place} answers {answer.status}: set the server's key in OPENAI_API_KEY")
+    if answer.status != 200:
         return ()
     try:
-        return tuple(model.id for model in msgspec.json.decode(answer.content, type=_Models).data)
+        return tuple(model.id for model in msgspec.json.decode(answer.data, type=_Models).data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ()
 
@@ -87,8 +103,8 @@ def max_model_len(target: Target) -> int | None:
     """Tokens of a prompt and its answer that the target's model takes, where the server's list of models says so."""
     try:
         with _http(target) as http:
-            answer = http.get(f"{target.base_url}/v1/models")
-        models = msgspec.json.decode(answer.content, type=_Models).data
+            answer = _get(http, f"{target.base_url}/v1/models")
+        models = msgspec.json.decode(answer.data, type=_Models).data
     except (httpx.HTTPError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     return next((model.max_model_len for model in models if model.id == target.model), None)
@@ -97,17 +113,13 @@ def max_model_len(target: Target) -> int | None:
 def drafting(target: Target) -> Drafting | None:
     """The counters of speculative decoding in a server's /metrics, under vLLM's names; None where it has none."""
     try:
-        with _http(target) as http, http.stream("GET", f"{target.base_url}/metrics") as answer:
-            if answer.status_code != 200:
-                return None
-            data = b""
-            for part in answer.iter_bytes():
-                data += part
-                if len(data) > MOST_METRICS_BYTES:
-                    return None
+        with _http(target) as http:
+            answer = _get(http, f"{target.base_url}/metrics")
     except httpx.HTTPError:
         return None
-    return counters(data.decode(errors="replace"))
+    if answer.status != 200 or len(answer.data) > MOST_BYTES:
+        return None
+    return counters(answer.data.decode(errors="replace"))
 
 
 _LINE = re.compile(r"vllm:spec_decode_(\w+?)(?:_total)?(\{[^\n]*\})?\s+([0-9.eE+]+)(?:\s+\d+)?$")
@@ -121,7 +133,11 @@ def counters(text: str) -> Drafting | None:
         match = _LINE.match(line)
         if match is None:
             continue
-        name, labels, value = match[1], match[2] or "", int(float(match[3]))
+        name, labels = match[1], match[2] or ""
+        try:
+            value = int(float(match[3]))
+        except (ValueError, OverflowError):
+            continue  # no number, or one without end
         place = re.search(r'[{,]position="(\d{1,3})"', labels)
         if name == "num_accepted_tokens_per_pos" and place is not None:
             places[int(place[1])] = places.get(int(place[1]), 0) + value
@@ -161,8 +177,8 @@ def drafting_figures(before: Drafting | None, after: Drafting | None) -> dict[st
 
 def _http(target: Target) -> httpx.Client:
     headers = dict(target.headers)
-    if target.key is not None:
-        headers.setdefault("Authorization", f"Bearer {target.key}")
+    if target.key is not None and "authorization" not in {name.lower() for name in headers}:
+        headers["Authorization"] = f"Bearer {target.key}"
     host = httpx.URL(target.base_url).host
     here = host == "localhost" or host.startswith("127.") or host == "::1"
     try:

@@ -1,12 +1,12 @@
 """What a reader of figures must know beside them: whether this client was the limit, what the latencies leave out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import numpy as np
 
-from redline.bench.serving.metrics import e2el, failure_of, itls, output_tokens, queue_time, values
+from redline.bench.serving.metrics import Counts, e2el, failure_of, itls, output_tokens, queue_time, values
 from redline.bench.serving.records import Answer, GeneratorLoad
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Words
@@ -32,7 +32,11 @@ def remarks(result: Result) -> list[Words]:
         found.append(generator_remark(result.generator, result.answers))
     if result.pace is not None and good:
         found.append(schedule_remark(result.pace, good))
-    found += _chunk_remarks(good) + _eos_remarks(good, bool(result.dataset.get("ignore_eos")))
+    sources: dict[str, int] = result.figures.get("output_tokens_sources", {})
+    unsure = sources.get("chunk count", 0) if sources else uncounted(good)
+    found += (
+        uncounted_remarks(unsure) + _chunk_remarks(good) + _eos_remarks(good, bool(result.dataset.get("ignore_eos")))
+    )
     return found
 
 
@@ -54,6 +58,9 @@ def generator_remark(generator: GeneratorLoad, answers: Sequence[Answer]) -> Wor
         )
         if holds
     ]
+    if not reasons and generator.lag_most == 0.0:
+        text = f"Nothing was timed that would tell whether the load generator was the limit: {facts}. Ask for more."
+        return Words(text=text)
     if not reasons:
         return Words(text=f"The load generator was not the limit: {facts}.")
     text = f"The load generator was itself a limit ({', '.join(reasons)}), so the server may be faster: {facts}."
@@ -86,17 +93,25 @@ def scheduled(pace: Pace) -> bool:
     return pace.ramp is not None or math.isfinite(pace.rate)
 
 
+def uncounted(answers: Iterable[Answer], counts: Counts | None = None) -> int:
+    """How many answers have no count of tokens: neither the server's, nor that of a vocabulary."""
+    good = (answer for answer in answers if failure_of(answer) is None)
+    return sum(output_tokens(answer, counts).source == "chunk count" for answer in good)
+
+
+def uncounted_remarks(many: int, whose: str = "") -> list[Words]:
+    """A warning about so many answers without a count of tokens; none of none. whose: words behind `answers`."""
+    text = (
+        f"{many:,} answers{whose} have no count of tokens: each event was counted as one token, which is too few where "
+        "events carry several. --tokenizer FOLDER counts their text."
+    )
+    return [Words(text=text, warning=True)] if many else []
+
+
 def _chunk_remarks(good: Sequence[Answer]) -> list[Words]:
     found: list[Words] = []
     chunks = sum(len(answer.chunks) for answer in good)
     tokens = [output_tokens(answer) for answer in good]
-    unsure = sum(one.source == "chunk count" for one in tokens)
-    if unsure:
-        text = (
-            f"{unsure:,} answers have no count of tokens: each event was counted as one token, which is too few where "
-            "events carry several. --tokenizer FOLDER counts their text."
-        )
-        found.append(Words(text=text, warning=True))
     ratio = sum(one.count for one in tokens) / max(1, chunks)
     if ratio > 1.05:
         text = f"An event carries {ratio:.2f} tokens on average: ITL is the gap between events, TPOT is per token."

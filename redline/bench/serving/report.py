@@ -37,7 +37,7 @@ def sections_of(result: Result) -> list[Section]:
     make: Callable[[Result], list[Section]] = resolve_name(SECTIONS[result.kind])
     try:
         return make(result)
-    except (KeyError, msgspec.ValidationError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"a result of kind {result.kind}: what its page needs is not in it: {error}") from error
 
 

@@ -230,15 +230,28 @@ def without_secrets(target: Target) -> dict[str, Any]:
     kept: dict[str, Any] = msgspec.to_builtins(target)
     kept["key"] = None if target.key is None else "given"
     kept["headers"] = dict.fromkeys(target.headers, "given")
-    kept["body"] = {name: "given" if _secret(name) else value for name, value in target.body.items()}
+    kept["body"] = _without(kept["body"])
     scheme, separator, rest = target.base_url.partition("://")
     host, slash, path = rest.partition("/")
     kept["base_url"] = f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
     return kept
 
 
+def _without(value: Any) -> Any:
+    """A JSON value with the fields that sound secret blanked, however deep they lie."""
+    if isinstance(value, dict):
+        fields: dict[str, Any] = dict(value)  # pyright: ignore[reportUnknownArgumentType]
+        return {name: "given" if _secret(name) else _without(inner) for name, inner in fields.items()}
+    if isinstance(value, list | tuple):
+        return [_without(inner) for inner in value]  # pyright: ignore[reportUnknownVariableType]
+    return value
+
+
 def command_without_secrets(words: Sequence[str]) -> tuple[str, ...]:
-    """A command line as a result keeps it: what follows --header, --key or --extra-body with a secret is left out."""
+    """A command line as a result keeps it: what follows --header, --key or --extra-body with a secret is left out.
+
+    So is the user and password of any address.
+    """
     kept: list[str] = []
     option = ""
     for word in words:
@@ -258,14 +271,14 @@ def _hidden(option: str, value: str) -> str:
             return "..."
         case "--extra-body" if _secret(value):
             return "..."
-        case "--base-url" | "--url" if "@" in value:
-            return value.partition("://")[0] + "://..." + value[value.rindex("@") :]
         case _:
-            return value
+            # An address may also stand behind no flag, and without its scheme.
+            return re.sub(r'^(?:(https?://)[^/]*|[^/\s:{"]+:[^/\s]*)@', r"\1...@", value)
 
 
 def _secret(name: str) -> bool:
-    return any(word in name.lower() for word in SECRETS) and name.lower() not in ("max_tokens", "max_completion_tokens")
+    known = re.sub(r"\b(?:max_|min_|max_completion_|stop_token_|return_token_)(?:tokens|ids)\b", "", name.lower())
+    return any(word in known for word in SECRETS)
 
 
 # ---------------------------------------------------------------------------------------------------------------- rows

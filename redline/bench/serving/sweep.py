@@ -8,7 +8,6 @@ not; a search halves the gap.
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -29,6 +28,7 @@ from redline.bench.serving.metrics import (
     ttft_from_schedule,
 )
 from redline.bench.serving.records import Answer, Run
+from redline.bench.serving.remarks import MOST_CPU, uncounted, uncounted_remarks
 from redline.bench.serving.saved import Result
 from redline.bench.serving.sections import Mark, Plot, Section, Series, Table, Words
 from redline.wire.base import Record
@@ -40,7 +40,6 @@ FALLEN = 0.8  # of the best throughput: one such point is enough
 CLOSE = 1.05  # a search ends where the lowest bad load is at most so many times the highest good one
 MOST_HALVINGS = 6
 LOWEST = 8  # where no load keeps the SLOs: the lowest that is tried is the lowest given over this
-COMFORT = 0.9  # of a core: a load generator that is busier is itself the limit
 
 
 class Row(Record, frozen=True, array_like=True):
@@ -59,7 +58,8 @@ class Point(Record, frozen=True):
 
     interactivity: 1 / TPOT, tokens/s of one user: of the median TPOT, and of the 90th percentile of whole seconds per
     output token (E2EL / tokens), inverted, as InferenceX plots it. kept: share of all requests that kept every SLO;
-    None: no SLOs. goodput: requests/s that did. cpu_share, lag_p99: of the load generator.
+    None: no SLOs. goodput: requests/s that did. cpu_share, lag_p99: of the load generator. uncounted: requests whose
+    events were taken for their tokens.
     """
 
     load: float
@@ -83,6 +83,7 @@ class Point(Record, frozen=True):
     cpu_share: float
     lag_p99: float
     rows: tuple[Row, ...] = ()
+    uncounted: int = 0
 
     @property
     def name(self) -> str:
@@ -128,6 +129,7 @@ def point(load: float, by: By, run: Run, slos: Mapping[str, float], counts: Coun
         cpu_share=run.generator.cpu_share,
         lag_p99=run.generator.lag_p99,
         rows=tuple(_row(answer, tokens) for answer in run.answers),
+        uncounted=uncounted(good, counts),
     )
 
 
@@ -273,7 +275,8 @@ def verdict(plan: Plan, points: Sequence[Point], gpus: int | None = None) -> lis
             f"Stopped at {rising[-1].name}: throughput no longer rose, and latency did. Not measured: "
             f"{', '.join(f'{load:g}' for load in left)}."
         )
-    if busy := [one for one in points if one.cpu_share > COMFORT]:
+    said += [words.text for words in uncounted_remarks(sum(one.uncounted for one in points))]
+    if busy := [one for one in points if one.cpu_share >= MOST_CPU]:
         said.append(
             f"The load generator was itself the limit at {', '.join(one.name for one in busy)}: it took "
             f"{max(one.cpu_share for one in busy):.0%} of a core. What is measured there is a lower bound."
@@ -335,7 +338,7 @@ def sweep_sections(result: Result) -> list[Section]:
     plan = msgspec.convert(result.details["plan"], Plan)
     points = msgspec.convert(result.details["points"], list[Point])
     gpus: int | None = result.details.get("gpus")
-    sections: list[Section] = [*(Words(text=text) for text in verdict(plan, points, gpus))]
+    sections: list[Section] = [Words(text=text) for text in (*verdict(plan, points, gpus), *result.notes)]
     if any(one.interactivity is not None for one in points):
         sections.append(_frontier_plot(plan, points, gpus))
         sections.append(_latency_plot(plan, points))
@@ -415,11 +418,6 @@ def doubling(most: int) -> list[float]:
     """1, 2, 4 ... up to `most`, which is the last."""
     loads = [float(1 << power) for power in range(most.bit_length()) if 1 << power <= most]
     return loads if loads[-1] == most else [*loads, float(most)]
-
-
-def rises(loads: Sequence[float]) -> bool:
-    """Whether every load is more than the one before."""
-    return all(a < b for a, b in pairwise(loads))
 
 
 def ms(seconds: float | None) -> float | None:

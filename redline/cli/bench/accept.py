@@ -1,34 +1,20 @@
 """`redline bench accept`: the flags, and what becomes of them."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from redline.bench.serving.target import Patience
 from redline.cli.bench.options import (
     SERVER,
-    Backend,
-    ConnectTimeout,
     DatasetName,
     DatasetPath,
-    Endpoint,
-    ExtraBody,
-    FirstTokenTimeout,
-    Header,
-    Host,
     Html,
-    Insecure,
-    Model,
-    Port,
     Quiet,
-    ReadyTimeout,
-    RequestTimeout,
     Save,
     Seed,
-    ServedModelName,
-    SilenceTimeout,
-    Tokenizer,
+    ServerFlags,
+    WaitingFlags,
+    grouped,
     target_of,
 )
 from redline.cli.console import plain_console
@@ -38,7 +24,9 @@ QUESTIONS, MOST_TOKENS = 16, 256
 MOST_LINES = 100_000  # of a file that are looked at
 
 
+@grouped
 def bench_accept(
+    *,
     base_url: Annotated[
         list[str] | None,
         typer.Option(
@@ -47,16 +35,7 @@ def bench_accept(
             rich_help_panel=SERVER,
         ),
     ] = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    endpoint: Endpoint = None,
-    backend: Backend = None,
-    model: Model = None,
-    served_model_name: ServedModelName = None,
-    tokenizer: Tokenizer = None,
-    header: Header = None,
-    extra_body: ExtraBody = None,
-    insecure: Insecure = False,
+    server: ServerFlags,
     metrics_url: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Where /metrics is, if not beside the API.", rich_help_panel=SERVER),
@@ -79,11 +58,7 @@ def bench_accept(
     save: Save = None,
     html: Html = None,
     disable_tqdm: Quiet = False,
-    ready_check_timeout_sec: ReadyTimeout = None,
-    connect_timeout_sec: ConnectTimeout = 10.0,
-    first_token_timeout_sec: FirstTokenTimeout = 600.0,
-    silence_timeout_sec: SilenceTimeout = 60.0,
-    request_timeout_sec: RequestTimeout = 6 * 3600.0,
+    waiting: WaitingFlags,
 ) -> None:
     """How many drafts hold: by place and by domain, and tokens of a round by k beside the golden curve.
 
@@ -94,23 +69,9 @@ def bench_accept(
     from redline.cli.bench.accept_run import AcceptConfig, run
 
     targets = tuple(
-        target_of(
-            base_url=url,
-            host=host,
-            port=port,
-            endpoint=endpoint,
-            backend=backend,
-            model=model,
-            served_model_name=served_model_name,
-            header=header,
-            extra_body=extra_body,
-            insecure=insecure,
-            patience=Patience(
-                connect=connect_timeout_sec,
-                first=first_token_timeout_sec,
-                silence=silence_timeout_sec,
-                whole=request_timeout_sec,
-            ),
+        server.target(
+            url,
+            waiting.patience,
         )
         for url in base_url or [None]
     )
@@ -133,9 +94,9 @@ def bench_accept(
         domains=tuple(domain or ()),
         temperatures=tuple(dict.fromkeys(temperature or (0.0,))),
         concurrency=max_concurrency,
-        tokenizer=tokenizer or (model if model and Path(model).is_dir() else None),
+        tokenizer=server.vocabulary,
         metrics_url=None if metrics_url is None else target_of(base_url=metrics_url.removesuffix("/metrics")).base_url,
-        ready_s=ready_check_timeout_sec,
+        ready_s=waiting.ready_check_timeout_sec,
         quiet=disable_tqdm,
         save=None if save is None else str(save),
         html=None if html is None else str(html),

@@ -6,29 +6,15 @@ from typing import Annotated
 import msgspec
 import typer
 
-from redline.bench.serving.target import Patience
 from redline.bench.serving.traces import Shape
 from redline.cli.bench.options import (
-    Backend,
     BaseUrl,
-    ConnectTimeout,
-    Endpoint,
-    ExtraBody,
-    FirstTokenTimeout,
-    Header,
-    Host,
     Html,
-    Insecure,
-    Model,
-    Port,
     Quiet,
-    ReadyTimeout,
-    RequestTimeout,
     Save,
-    ServedModelName,
-    SilenceTimeout,
-    Tokenizer,
-    target_of,
+    ServerFlags,
+    WaitingFlags,
+    grouped,
 )
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
@@ -37,19 +23,12 @@ MADE = "A trace made up"
 SHAPE = Shape()
 
 
+@grouped
 def bench_agentic(
+    *,
     trace: Annotated[Path | None, typer.Argument(help="A trace, JSONL; see docs/bench_agentic.md.")] = None,
     base_url: BaseUrl = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    endpoint: Endpoint = None,
-    backend: Backend = None,
-    model: Model = None,
-    served_model_name: ServedModelName = None,
-    tokenizer: Tokenizer = None,
-    header: Header = None,
-    extra_body: ExtraBody = None,
-    insecure: Insecure = False,
+    server: ServerFlags,
     history: Annotated[
         str,
         typer.Option(
@@ -97,11 +76,7 @@ def bench_agentic(
     think_s: Annotated[
         float, typer.Option(min=0.0, help="Seconds of a user between two tasks, at the median.", rich_help_panel=MADE)
     ] = SHAPE.think_s,
-    ready_check_timeout_sec: ReadyTimeout = None,
-    connect_timeout_sec: ConnectTimeout = 10.0,
-    first_token_timeout_sec: FirstTokenTimeout = 600.0,
-    silence_timeout_sec: SilenceTimeout = 60.0,
-    request_timeout_sec: RequestTimeout = 6 * 3600.0,
+    waiting: WaitingFlags,
 ) -> None:
     """Multi-turn sessions of an agent, with tools and the time they take: TTFT by turn, cache hits, time of a session.
 
@@ -126,27 +101,13 @@ def bench_agentic(
             think_s=think_s,
             seed=seed,
         )
-        raise typer.Exit(make(shape, synthesize, tokenizer, console))
+        raise typer.Exit(make(shape, synthesize, server.tokenizer, console))
     if users is not None and session_rate is not None:
         raise ConfigError("--users and --session-rate: sessions come from users or at a rate, one of the two")
-    target = target_of(
-        base_url=base_url,
-        host=host,
-        port=port,
-        endpoint=endpoint,
-        backend=backend,
-        model=model,
-        served_model_name=served_model_name,
-        header=header,
-        extra_body=extra_body,
-        insecure=insecure,
+    target = server.target(
+        base_url,
+        waiting.patience,
         body={} if temperature is None else {"temperature": temperature},
-        patience=Patience(
-            connect=connect_timeout_sec,
-            first=first_token_timeout_sec,
-            silence=silence_timeout_sec,
-            whole=request_timeout_sec,
-        ),
     )
     if target.backend in COMPLETIONS:
         raise ConfigError(f"--backend {target.backend}: sessions are messages; give --backend openai-chat")
@@ -163,7 +124,7 @@ def bench_agentic(
             extra={"ignore_eos": True} if ignore_eos else {},
         ),
         sessions=sessions,
-        ready_s=ready_check_timeout_sec,
+        ready_s=waiting.ready_check_timeout_sec,
         quiet=disable_tqdm,
         save=None if save is None else str(save),
         html=None if html is None else str(html),

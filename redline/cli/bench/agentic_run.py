@@ -58,9 +58,7 @@ def make(shape: Shape, path: Path, tokenizer: str | None, console: Console) -> i
 
 def run(config: AgenticConfig, console: Console) -> int:
     """Replays, prints, saves; the exit code: 0, 1 where every turn failed, 130 after Ctrl-C. Raises ConfigError."""
-    for path in (config.save, config.html):
-        if path is not None:
-            check_output(Path(path))
+    kept.check_files(config.save, config.html)
     return until_interrupted(lambda: _run(config, console), console)
 
 

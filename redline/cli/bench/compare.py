@@ -7,23 +7,20 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from redline.bench.serving.target import Pace, Patience, Target
+from redline.bench.serving.target import Pace, Target
 from redline.cli.bench.options import (
-    ConnectTimeout,
     DatasetName,
     DatasetPath,
     ExtraBody,
-    FirstTokenTimeout,
     Header,
     Html,
     Insecure,
     Quiet,
-    ReadyTimeout,
-    RequestTimeout,
     Save,
     Seed,
-    SilenceTimeout,
     Tokenizer,
+    WaitingFlags,
+    grouped,
     target_of,
 )
 from redline.cli.console import plain_console
@@ -34,20 +31,26 @@ THE_TWO = "The two servers"
 
 
 def _of(side: str, what: str, metavar: str) -> Any:
-    return typer.Option(metavar=metavar, help=f"{what} of {side}.", rich_help_panel=THE_TWO)
+    return typer.Option(metavar=metavar, help=f"{side}'s {what}", rich_help_panel=THE_TWO)
 
 
+@grouped
 def bench_compare(
+    *,
     a: Annotated[str, typer.Argument(metavar="A", help="A server, such as http://127.0.0.1:8000.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
-    model_a: Annotated[str | None, _of("A", "The model's name; absent: the first that it lists.", "NAME")] = None,
-    model_b: Annotated[str | None, _of("B", "The model's name; absent: the first that it lists.", "NAME")] = None,
-    backend_a: Annotated[str | None, _of("A", "How it is spoken to.", "NAME")] = None,
-    backend_b: Annotated[str | None, _of("B", "How it is spoken to.", "NAME")] = None,
-    endpoint_a: Annotated[str | None, _of("A", "The path; absent: the backend's own.", "PATH")] = None,
-    endpoint_b: Annotated[str | None, _of("B", "The path; absent: the backend's own.", "PATH")] = None,
-    key_env_a: Annotated[str | None, _of("A", "The environment's variable with the key.", "NAME")] = None,
-    key_env_b: Annotated[str | None, _of("B", "The environment's variable with the key.", "NAME")] = None,
+    model_a: Annotated[str | None, _of("A", "model by name; absent: the first that it lists.", "NAME")] = None,
+    model_b: Annotated[str | None, _of("B", "model by name; absent: the first that it lists.", "NAME")] = None,
+    backend_a: Annotated[
+        str | None, _of("A", "backend, such as openai-chat or openai: how it is spoken to.", "NAME")
+    ] = None,
+    backend_b: Annotated[
+        str | None, _of("B", "backend, such as openai-chat or openai: how it is spoken to.", "NAME")
+    ] = None,
+    endpoint_a: Annotated[str | None, _of("A", "path; absent: the backend's own.", "PATH")] = None,
+    endpoint_b: Annotated[str | None, _of("B", "path; absent: the backend's own.", "PATH")] = None,
+    key_env_a: Annotated[str | None, _of("A", "key: the variable of the environment that holds it.", "NAME")] = None,
+    key_env_b: Annotated[str | None, _of("B", "key: the variable of the environment that holds it.", "NAME")] = None,
     tokenizer: Tokenizer = None,
     header: Header = None,
     extra_body: ExtraBody = None,
@@ -94,11 +97,7 @@ def bench_compare(
     save: Save = None,
     html: Html = None,
     disable_tqdm: Quiet = False,
-    ready_check_timeout_sec: ReadyTimeout = None,
-    connect_timeout_sec: ConnectTimeout = 10.0,
-    first_token_timeout_sec: FirstTokenTimeout = 600.0,
-    silence_timeout_sec: SilenceTimeout = 60.0,
-    request_timeout_sec: RequestTimeout = 6 * 3600.0,
+    waiting: WaitingFlags,
 ) -> None:
     """Which of two servers is faster, by how much, and how sure that is; and whether they answer alike.
 
@@ -112,12 +111,7 @@ def bench_compare(
     if figure is not None and figure not in FIGURES:
         raise ConfigError(f"--figure {figure!r}: expected one of {', '.join(FIGURES)}")
     many, drawn = loads_size(num_prompts, max_concurrency, request_rate), kept.seed_of(seed)
-    patience = Patience(
-        connect=connect_timeout_sec,
-        first=first_token_timeout_sec,
-        silence=silence_timeout_sec,
-        whole=request_timeout_sec,
-    )
+    patience = waiting.patience
 
     def target(url: str, model: str | None, backend: str | None, endpoint: str | None, variable: str | None) -> Target:
         found = target_of(
@@ -172,7 +166,7 @@ def bench_compare(
         warmups=many if num_warmups is None else num_warmups,
         temperature=temperature,
         tokenizer=tokenizer,
-        ready_s=ready_check_timeout_sec,
+        ready_s=waiting.ready_check_timeout_sec,
         quiet=disable_tqdm,
         save=None if save is None else str(save),
         html=None if html is None else str(html),

@@ -20,7 +20,6 @@ from redline.bench.serving.vocabulary import open_vocabulary
 from redline.cli.bench import kept
 from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, say, until_interrupted
-from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.progress import Working
 from redline.wire.base import Record
@@ -50,9 +49,7 @@ def run(config: CompareConfig, console: Console) -> int:
 
     Raises ConfigError.
     """
-    for path in (config.save, config.html):
-        if path is not None:
-            check_output(Path(path))
+    kept.check_files(config.save, config.html)
     return until_interrupted(lambda: _run(config, console), console)
 
 
@@ -62,11 +59,11 @@ class Prompts:
     def __init__(self, config: DatasetConfig, tokenizer: str | None) -> None:
         """Raises ConfigError where a file cannot be used."""
         self._config = config
-        self._vocabulary = None if tokenizer is None else open_vocabulary(Path(tokenizer))
+        self.vocabulary = None if tokenizer is None else open_vocabulary(Path(tokenizer))
         self._file: list[Ask] = []
         if config.dataset_path is not None:
             whole = msgspec.structs.replace(config, num_prompts=MOST_LINES, no_oversample=True)
-            self._file = asks(whole, self._vocabulary)
+            self._file = asks(whole, self.vocabulary)
 
     def __call__(self, pair: int) -> list[Ask]:
         """The requests of a pair of loads, by its number; -1 is the warm-up's."""
@@ -75,7 +72,7 @@ class Prompts:
             start = (pair + 1) * many
             return [self._file[at % len(self._file)] for at in range(start, start + many)]
         seed = self._config.seed + 1 + pair
-        return asks(msgspec.structs.replace(self._config, seed=seed), self._vocabulary)
+        return asks(msgspec.structs.replace(self._config, seed=seed), self.vocabulary)
 
     def again(self, pairs: int) -> bool:
         """Whether some prompts were asked more than once: a prefix cache knows those."""
@@ -114,10 +111,12 @@ def _run(config: CompareConfig, console: Console) -> int:
                 raise ConfigError(
                     f"{side}, {targets[side].base_url}: no warm-up was answered: {error_of(found.answers[0])}"
                 )
-        compared = compare.compare(plan, put, prompts, tell)
+        compared = compare.compare(plan, put, prompts, tell, prompts.vocabulary)
     notes: tuple[str, ...] = ()
     if prompts.again(2 * len(compared.blocks)):
         notes = ("The file has fewer prompts than were asked: some came again, and a prefix cache knew them.",)
+    if targets["A"].base_url == targets["B"].base_url:
+        notes += ("A and B are one server: what one load asks, its prefix cache may know when the next asks it again.",)
     details: dict[str, Any] = {
         "plan": plan,
         "blocks": compared.blocks,

@@ -19,6 +19,7 @@ from redline.bench.serving.saved import Result, command_without_secrets, without
 from redline.bench.serving.target import Pace, Target
 from redline.cli.bench.serve_run import named
 from redline.cli.console import say
+from redline.disk import check_output
 from redline.disk import save as save_bytes
 from redline.errors import ConfigError
 from redline.progress import Working
@@ -78,6 +79,7 @@ def result(
     stopped: bool,
     pace: Pace | None = None,
     answers: Sequence[Answer] = (),
+    notes: Sequence[str] = (),
 ) -> Result:
     """A verb's result with where it comes from. details may hold records."""
     return Result(
@@ -90,9 +92,19 @@ def result(
         pace=pace,
         began=began,
         stopped=stopped,
+        notes=tuple(notes),
         details=msgspec.to_builtins(details),
         answers=tuple(answers),
     )
+
+
+def check_files(save: str | Path | None, html: str | Path | None) -> None:
+    """Before long work begins. Raises ConfigError where a file cannot be written, or one would overwrite the other."""
+    for path in (save, html):
+        if path is not None:
+            check_output(Path(path))
+    if save is not None and html is not None and Path(save).resolve() == Path(html).resolve():
+        raise ConfigError(f"--html {html}: the result is written there; name another file")
 
 
 def keep(found: Result, save: str | None, html: str | None, console: Console) -> None:

@@ -5,47 +5,26 @@ from typing import Annotated
 
 import typer
 
-from redline.bench.serving.target import Patience
 from redline.cli.bench.options import (
-    Backend,
     BaseUrl,
-    ConnectTimeout,
-    Endpoint,
-    ExtraBody,
-    FirstTokenTimeout,
-    Header,
-    Host,
     Html,
-    Insecure,
-    Model,
-    Port,
     Quiet,
-    ReadyTimeout,
-    RequestTimeout,
     Save,
     Seed,
-    ServedModelName,
-    SilenceTimeout,
-    Tokenizer,
-    target_of,
+    ServerFlags,
+    WaitingFlags,
+    grouped,
 )
 from redline.cli.console import plain_console
 
 RUNS = 8  # the leaderboard asks eight times a day
 
 
+@grouped
 def bench_leaderboard(
+    *,
     base_url: BaseUrl = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    endpoint: Endpoint = None,
-    backend: Backend = None,
-    model: Model = None,
-    served_model_name: ServedModelName = None,
-    tokenizer: Tokenizer = None,
-    header: Header = None,
-    extra_body: ExtraBody = None,
-    insecure: Insecure = False,
+    server: ServerFlags,
     workload: Annotated[
         list[str] | None,
         typer.Option(metavar="100/300|1k/1k|10k/1.5k|100k/2k|all", help="Tokens in and out. Absent: 10k/1.5k."),
@@ -80,11 +59,7 @@ def bench_leaderboard(
     save: Save = None,
     html: Html = None,
     disable_tqdm: Quiet = False,
-    ready_check_timeout_sec: ReadyTimeout = None,
-    connect_timeout_sec: ConnectTimeout = 10.0,
-    first_token_timeout_sec: FirstTokenTimeout = 600.0,
-    silence_timeout_sec: SilenceTimeout = 60.0,
-    request_timeout_sec: RequestTimeout = 6 * 3600.0,
+    waiting: WaitingFlags,
 ) -> None:
     """A leaderboard's claim, checked: TTFT, first answer token, output speed, end to end for 500 tokens; P50 of runs.
 
@@ -93,23 +68,9 @@ def bench_leaderboard(
     """
     from redline.cli.bench.leaderboard_run import LeaderboardConfig, run
 
-    target = target_of(
-        base_url=base_url,
-        host=host,
-        port=port,
-        endpoint=endpoint,
-        backend=backend,
-        model=model,
-        served_model_name=served_model_name,
-        header=header,
-        extra_body=extra_body,
-        insecure=insecure,
-        patience=Patience(
-            connect=connect_timeout_sec,
-            first=first_token_timeout_sec,
-            silence=silence_timeout_sec,
-            whole=request_timeout_sec,
-        ),
+    target = server.target(
+        base_url,
+        waiting.patience,
     )
     config = LeaderboardConfig(
         target=target,
@@ -121,10 +82,10 @@ def bench_leaderboard(
         warmups=num_warmups,
         ignore_eos=ignore_eos,
         temperature=temperature,
-        tokenizer=tokenizer or (model if model and Path(model).is_dir() else None),
+        tokenizer=server.vocabulary,
         o200k=None if o200k_file is None else str(o200k_file),
         seed=seed,
-        ready_s=ready_check_timeout_sec,
+        ready_s=waiting.ready_check_timeout_sec,
         quiet=disable_tqdm,
         save=None if save is None else str(save),
         html=None if html is None else str(html),

@@ -15,7 +15,6 @@ from redline.bench.serving.vocabulary import o200k, open_vocabulary
 from redline.cli.bench import kept
 from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, say, until_interrupted
-from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.progress import Working
 from redline.wire.base import Record
@@ -48,9 +47,7 @@ def run(config: LeaderboardConfig, console: Console) -> int:
     Raises ConfigError.
     """
     workloads = asked_for(config)
-    for path in (config.save, config.html):
-        if path is not None:
-            check_output(Path(path))
+    kept.check_files(config.save, config.html)
     return until_interrupted(lambda: _run(config, workloads, console), console)
 
 

@@ -4,11 +4,15 @@ They have the names of `vllm bench serve`, and are written as its users write th
 needs one word changed. What of theirs is not served here is refused by name, with what to use instead.
 """
 
+import base64
+import functools
+import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any
-from urllib.parse import urlsplit
+from typing import Annotated, Any, get_type_hints
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 import typer
@@ -113,6 +117,104 @@ DatasetPath = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Of a dataset that is a file; of redline also a folder.")
 ]
 
+PATIENCE = Patience()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """Of one server: where it is, how it is spoken to, and who counts its tokens."""
+
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    endpoint: Endpoint = None
+    backend: Backend = None
+    model: Model = None
+    served_model_name: ServedModelName = None
+    tokenizer: Tokenizer = None
+    header: Header = None
+    extra_body: ExtraBody = None
+    insecure: Insecure = False
+
+    @property
+    def vocabulary(self) -> str | None:
+        """The folder whose vocabulary counts tokens: --tokenizer, or --model where that is one; None: nobody's."""
+        return self.tokenizer or (self.model if self.model and Path(self.model).is_dir() else None)
+
+    def target(
+        self,
+        base_url: str | None,
+        patience: Patience,
+        *,
+        body: dict[str, Any] | None = None,
+        otherwise: str = "openai-chat",
+    ) -> Target:
+        """As `target_of`."""
+        return target_of(
+            base_url=base_url,
+            host=self.host,
+            port=self.port,
+            endpoint=self.endpoint,
+            backend=self.backend,
+            model=self.model,
+            served_model_name=self.served_model_name,
+            header=self.header,
+            extra_body=self.extra_body,
+            insecure=self.insecure,
+            body=body,
+            patience=patience,
+            otherwise=otherwise,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingFlags:
+    """How long is waited: for a server that starts, and for each step of a request."""
+
+    ready_check_timeout_sec: ReadyTimeout = None
+    connect_timeout_sec: ConnectTimeout = PATIENCE.connect
+    first_token_timeout_sec: FirstTokenTimeout = PATIENCE.first
+    silence_timeout_sec: SilenceTimeout = PATIENCE.silence
+    request_timeout_sec: RequestTimeout = PATIENCE.whole
+
+    @property
+    def patience(self) -> Patience:
+        """Those of a request."""
+        return Patience(
+            connect=self.connect_timeout_sec,
+            first=self.first_token_timeout_sec,
+            silence=self.silence_timeout_sec,
+            whole=self.request_timeout_sec,
+        )
+
+
+def grouped(verb: Callable[..., None]) -> Callable[..., None]:
+    """A verb as typer reads it: each parameter that is a group of flags stands for all of its fields, in its place."""
+    hints = get_type_hints(verb, include_extras=True)
+    groups: dict[str, type[Any]] = {}
+    flags: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(verb).parameters.items():
+        if not is_dataclass(hints[name]):
+            flags.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]))
+            continue
+        groups[name] = hints[name]
+        kinds = get_type_hints(hints[name], include_extras=True)
+        for field in fields(hints[name]):
+            kind, default = kinds[field.name], field.default
+            flags.append(
+                inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+            )
+
+    @functools.wraps(verb)
+    def typed(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        verb(**given)
+
+    typed.__signature__ = inspect.Signature(flags)  # pyright: ignore[reportAttributeAccessIssue]
+    typed.__annotations__ = {flag.name: flag.annotation for flag in flags}
+    return typed
+
+
 # Options of vLLM's that take several values behind one name.
 MANY = ("--header", "--metadata", "--goodput")
 # Flags of `vllm bench serve` that are not served, and what to do instead.
@@ -135,7 +237,7 @@ REFUSED = {
     "--random-batch-size": "leave it out: embeddings are not measured",
     "--no-reranker": "leave it out: rerankers are not measured",
     "--chat-template-kwargs": "give them to the server: --extra-body '{\"chat_template_kwargs\": {...}}'",
-    "--skip-chat-template": "take --backend openai, which has no template",
+    "--skip-chat-template": "leave it out: no template is put around a prompt here",
 }
 # Groups of flags of datasets that are not read here, by how they begin.
 REFUSED_DATASETS = (
@@ -204,7 +306,7 @@ def target_of(
     body: fields that other flags give; those of extra_body win. otherwise: the backend where neither --backend nor
     --endpoint says one. Raises ConfigError, naming the flag.
     """
-    address = _address(base_url, host, port)
+    address, basic = _address(base_url, host, port)
     path = endpoint or ""
     if path.startswith("http"):
         raise ConfigError(f"--endpoint {path!r}: expected a path such as /v1/chat/completions; see --base-url")
@@ -220,7 +322,7 @@ def target_of(
         endpoint=path,
         model=served_model_name or model or "",
         key=key,
-        headers=pairs("--header", header or ()),
+        headers={**basic, **pairs("--header", header or ())},
         body={**(body or {}), **json_object("--extra-body", extra_body)},
         verify_tls=not insecure,
         patience=patience or Patience(),
@@ -292,10 +394,13 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names)
 
 
-def _address(base_url: str | None, host: str, port: int) -> str:
-    """Scheme, host, port and path, without a slash or /v1 at its end. Raises ConfigError."""
+def _address(base_url: str | None, host: str, port: int) -> tuple[str, dict[str, str]]:
+    """Scheme, host, port and path, without a slash or /v1 at its end; and the header of a user and password in it.
+
+    Those stand in no address from here on, so that none that is shown or kept has them. Raises ConfigError.
+    """
     if base_url is None:
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", {}
     text = base_url.strip() if "://" in base_url else f"http://{base_url.strip()}"
     try:
         parts = urlsplit(text)
@@ -303,5 +408,12 @@ def _address(base_url: str | None, host: str, port: int) -> str:
     except ValueError:
         parts, named = None, False
     if parts is None or not named or parts.scheme not in ("http", "https") or parts.query or parts.fragment:
-        raise ConfigError(f"--base-url {base_url!r}: expected an address such as http://127.0.0.1:8000")
-    return text.rstrip("/").removesuffix("/v1")
+        shown = base_url.rpartition("@")[2]
+        raise ConfigError(f"--base-url {shown!r}: expected an address such as http://127.0.0.1:8000")
+    user, at, place = parts.netloc.rpartition("@")
+    plain = parts._replace(netloc=place).geturl().rstrip("/").removesuffix("/v1")
+    if not at:
+        return plain, {}
+    name, _, password = user.partition(":")
+    words = base64.b64encode(f"{unquote(name)}:{unquote(password)}".encode()).decode()
+    return plain, {"Authorization": f"Basic {words}"}

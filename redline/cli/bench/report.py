@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from redline.cli.console import plain_console, say
+from redline.errors import ConfigError
 
 
 def bench_report(
@@ -23,6 +24,8 @@ def bench_report(
 
     if html is not None:
         check_output(html)
+        if html.resolve() in {path.resolve() for path in files}:
+            raise ConfigError(f"--html {html}: is one of the results that are shown; name another file")
     results = [(path.stem, saved.read(path)) for path in files]
     console = plain_console()
     if beside := compared(results):

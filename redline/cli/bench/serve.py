@@ -6,31 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from redline.bench.serving.target import Patience, Ramp
+from redline.bench.serving.target import Ramp
 from redline.cli.bench.options import (
     SERVER,
-    Backend,
     BaseUrl,
-    ConnectTimeout,
-    Endpoint,
-    ExtraBody,
-    FirstTokenTimeout,
-    Header,
-    Host,
-    Insecure,
-    Model,
-    Port,
     Quiet,
-    ReadyTimeout,
-    RequestTimeout,
-    ServedModelName,
-    SilenceTimeout,
-    Tokenizer,
+    ServerFlags,
+    WaitingFlags,
     choices,
     goals,
+    grouped,
     pairs,
     percentiles,
-    target_of,
 )
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
@@ -38,15 +25,11 @@ from redline.errors import ConfigError
 DATA, TRAFFIC, SAMPLING, RESULT = "What is asked", "How hard", "Sampling", "What is shown and kept"
 
 
+@grouped
 def bench_serve(
+    *,
     base_url: BaseUrl = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    endpoint: Endpoint = None,
-    backend: Backend = None,
-    model: Model = None,
-    served_model_name: ServedModelName = None,
-    tokenizer: Tokenizer = None,
+    server: ServerFlags,
     skip_tokenizer_init: Annotated[
         bool,
         typer.Option(
@@ -55,9 +38,6 @@ def bench_serve(
             rich_help_panel=SERVER,
         ),
     ] = False,
-    header: Header = None,
-    extra_body: ExtraBody = None,
-    insecure: Insecure = False,
     preset: Annotated[
         str | None,
         typer.Option(
@@ -128,6 +108,14 @@ def bench_serve(
         bool,
         typer.Option(
             "--no-oversample", help="Ask no prompt of a file twice, even if it has too few.", rich_help_panel=DATA
+        ),
+    ] = False,
+    skip_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--skip-chat-template",
+            help="Put no chat template around a prompt here: none ever is, so the flag changes nothing.",
+            rich_help_panel=DATA,
         ),
     ] = False,
     disable_shuffle: Annotated[
@@ -247,11 +235,7 @@ def bench_serve(
         typer.Option(metavar="KEY=VALUE", help="Kept in the result (repeatable).", rich_help_panel=RESULT),
     ] = None,
     disable_tqdm: Quiet = False,
-    ready_check_timeout_sec: ReadyTimeout = None,
-    connect_timeout_sec: ConnectTimeout = 10.0,
-    first_token_timeout_sec: FirstTokenTimeout = 600.0,
-    silence_timeout_sec: SilenceTimeout = 60.0,
-    request_timeout_sec: RequestTimeout = 6 * 3600.0,
+    waiting: WaitingFlags,
 ) -> None:
     """Throughput and latencies of any OpenAI server, over HTTP. Flags and results are those of `vllm bench serve`.
 
@@ -306,24 +290,10 @@ def bench_serve(
         "repetition_penalty": repetition_penalty,
         "logprobs": logprobs,
     }
-    target = target_of(
-        base_url=base_url,
-        host=host,
-        port=port,
-        endpoint=endpoint,
-        backend=backend,
-        model=model,
-        served_model_name=served_model_name,
-        header=header,
-        extra_body=extra_body,
-        insecure=insecure,
+    target = server.target(
+        base_url,
+        waiting.patience,
         body=given(sampling),
-        patience=Patience(
-            connect=connect_timeout_sec,
-            first=first_token_timeout_sec,
-            silence=silence_timeout_sec,
-            whole=request_timeout_sec,
-        ),
         otherwise="openai-chat" if dataset_name == "redline" else "openai",
     )
     dataset, pace = with_preset(preset, {**given(asked), "backend": target.backend}, given(paced))
@@ -331,12 +301,12 @@ def bench_serve(
         target=target,
         pace=pace,
         dataset=dataset,
-        model=model,
-        tokenizer=None if skip_tokenizer_init else tokenizer_of(tokenizer, model),
+        model=server.model,
+        tokenizer=None if skip_tokenizer_init else server.vocabulary,
         goodput=goals(goodput or (), SLOS),
         latencies=choices("--percentile-metrics", percentile_metrics, NAMES),
         percentiles=percentiles(metric_percentiles),
-        ready_s=ready_check_timeout_sec,
+        ready_s=waiting.ready_check_timeout_sec,
         quiet=disable_tqdm,
         label=label,
         metadata=pairs("--metadata", metadata or ()),
@@ -347,11 +317,6 @@ def bench_serve(
         html=None if html is None else str(html),
     )
     raise typer.Exit(measure(config, plain_console()))
-
-
-def tokenizer_of(tokenizer: str | None, model: str | None) -> str | None:
-    """Whose vocabulary counts tokens: --tokenizer, or --model where that is a folder; None: nobody's."""
-    return tokenizer or (model if model and Path(model).is_dir() else None)
 
 
 def given(flags: dict[str, Any]) -> dict[str, Any]:

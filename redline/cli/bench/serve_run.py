@@ -72,12 +72,17 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
     path = result_path(config, target, now) if config.save else None
     if path is not None:
         check_output(path)
+        if config.html is not None and Path(config.html).resolve() == path.resolve():
+            raise ConfigError(f"--html {config.html}: the result is written there; name another file")
     notes: list[str] = []
     with Working("prompts", shown=not config.quiet) as working:
         wanted = config.dataset.num_prompts
         dataset = msgspec.structs.replace(config.dataset, num_prompts=wanted + config.pace.warmups)
         requests = asks(dataset, vocabulary, notes.append, working.show)
         pace = msgspec.structs.replace(config.pace, warmups=max(0, len(requests) - wanted))
+        if pace.warmups < config.pace.warmups:
+            few = f"{pace.warmups} of {config.pace.warmups}"
+            notes.append(f"{few} warm-ups were asked: the dataset has no more prompts than are measured")
         before = ready.drafting(target)
         working.show(0, len(requests) - pace.warmups, what="requests")
         run = run_load(target, requests, pace, lambda live: _watch(working, live))
@@ -93,7 +98,7 @@ def _bench_serve(config: ServeConfig, vocabulary: Vocabulary | None, console: Co
         provenance=provenance("httptools", "uvloop"),
         target=without_secrets(target),
         dataset=msgspec.to_builtins(config.dataset),
-        pace=config.pace,
+        pace=pace,
         generator=run.generator,
         began=run.began,
         stopped=run.stopped,

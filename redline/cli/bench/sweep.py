@@ -5,32 +5,18 @@ from typing import Annotated
 
 import typer
 
-from redline.bench.serving.target import Patience
 from redline.cli.bench.options import (
     KEPT,
-    Backend,
     BaseUrl,
-    ConnectTimeout,
     DatasetName,
     DatasetPath,
-    Endpoint,
-    ExtraBody,
-    FirstTokenTimeout,
-    Header,
-    Host,
     Html,
-    Insecure,
-    Model,
-    Port,
     Quiet,
-    ReadyTimeout,
-    RequestTimeout,
     Seed,
-    ServedModelName,
-    SilenceTimeout,
-    Tokenizer,
+    ServerFlags,
+    WaitingFlags,
     goals,
-    target_of,
+    grouped,
 )
 from redline.cli.console import plain_console
 from redline.errors import ConfigError
@@ -38,18 +24,11 @@ from redline.errors import ConfigError
 STREAMS = 64  # the most at once where no loads are given
 
 
+@grouped
 def bench_sweep(
+    *,
     base_url: BaseUrl = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8000,
-    endpoint: Endpoint = None,
-    backend: Backend = None,
-    model: Model = None,
-    served_model_name: ServedModelName = None,
-    tokenizer: Tokenizer = None,
-    header: Header = None,
-    extra_body: ExtraBody = None,
-    insecure: Insecure = False,
+    server: ServerFlags,
     max_concurrency: Annotated[
         list[str] | None,
         typer.Option(metavar="1,2,4", help="Streams at once (repeatable, or with commas). Absent: 1, 2, 4 ... 64."),
@@ -103,11 +82,7 @@ def bench_sweep(
     ] = None,
     html: Html = None,
     disable_tqdm: Quiet = False,
-    ready_check_timeout_sec: ReadyTimeout = None,
-    connect_timeout_sec: ConnectTimeout = 10.0,
-    first_token_timeout_sec: FirstTokenTimeout = 600.0,
-    silence_timeout_sec: SilenceTimeout = 60.0,
-    request_timeout_sec: RequestTimeout = 6 * 3600.0,
+    waiting: WaitingFlags,
 ) -> None:
     """Throughput against latency at rising loads: the frontier, and the highest load that keeps the SLOs.
 
@@ -134,23 +109,9 @@ def bench_sweep(
     if num_prompts is not None and plan_by == "streams" and num_prompts < loads[-1]:
         raise ConfigError(f"--num-prompts {num_prompts} cannot keep {loads[-1]:g} streams busy: give at least as many")
     config = SweepConfig(
-        target=target_of(
-            base_url=base_url,
-            host=host,
-            port=port,
-            endpoint=endpoint,
-            backend=backend,
-            model=model,
-            served_model_name=served_model_name,
-            header=header,
-            extra_body=extra_body,
-            insecure=insecure,
-            patience=Patience(
-                connect=connect_timeout_sec,
-                first=first_token_timeout_sec,
-                silence=silence_timeout_sec,
-                whole=request_timeout_sec,
-            ),
+        target=server.target(
+            base_url,
+            waiting.patience,
         ),
         plan=Plan(
             by=plan_by,
@@ -170,13 +131,13 @@ def bench_sweep(
             custom_output_len=output_len,
             ignore_eos=ignore_eos or dataset_name == "random",
         ),
-        tokenizer=tokenizer or (model if model and Path(model).is_dir() else None),
+        tokenizer=server.vocabulary,
         temperature=temperature,
         num_prompts=num_prompts,
         warmups=num_warmups,
         seed=seed,
         gpus=gpus,
-        ready_s=ready_check_timeout_sec,
+        ready_s=waiting.ready_check_timeout_sec,
         quiet=disable_tqdm,
         save=None if save is None else str(save),
         html=None if html is None else str(html),

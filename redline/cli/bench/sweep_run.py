@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -18,12 +18,12 @@ from redline.bench.serving.vocabulary import Vocabulary, open_vocabulary
 from redline.cli.bench import kept
 from redline.cli.bench.show import show
 from redline.cli.console import INTERRUPTED, say, until_interrupted
-from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.progress import Working
 from redline.wire.base import Record
 
 EACH, WARMUPS = 10, 2  # requests and warm-ups for each stream, as InferenceX has them
+AGAIN = "Prompts of a file come again at other loads, where a prefix cache may know them; random ones do not."
 OF_A_RATE_S, LEAST_OF_A_RATE = 60.0, 20  # seconds' worth of requests at a rate, and the fewest
 
 
@@ -50,9 +50,7 @@ def run(config: SweepConfig, console: Console) -> int:
 
     Raises ConfigError.
     """
-    for path in (config.save, config.html):
-        if path is not None:
-            check_output(Path(path))
+    kept.check_files(config.save, config.html)
     continued = "nothing was saved" if config.save is None else f"{config.save} holds the points, and is continued"
     return until_interrupted(lambda: _run(config, console), console, continued)
 
@@ -75,37 +73,51 @@ def settings(config: SweepConfig, target: Target) -> dict[str, Any]:
     )
 
 
-def continued(config: SweepConfig, target: Target) -> tuple[list[Point], int, float]:
-    """The points that the file has, its seed and its beginning; none, and new ones, where there is no file.
+class Held(NamedTuple):
+    """What a sweep goes on from. notes: what a reader of the points has to know."""
+
+    points: list[Point]
+    seed: int
+    began: float
+    notes: tuple[str, ...] = ()
+
+
+def continued(config: SweepConfig, target: Target) -> Held:
+    """The points that the file has, with its seed and beginning; none, and new ones, where there is no file.
 
     Raises ConfigError where the file is of something else: nothing in it is lost.
     """
     path = None if config.save is None else Path(config.save)
     if path is None or not path.exists():
-        return [], kept.seed_of(config.seed), time.time()
+        return Held([], kept.seed_of(config.seed), time.time())
     found = saved.read(path)
     if found.kind != "sweep":
         raise ConfigError(f"--save {path}: holds a result of {found.kind}; name another file")
-    now, then = settings(config, target), found.details["settings"]
+    now, then = settings(config, target), found.details.get("settings", {})
     differing = [name for name in now if now[name] != then.get(name)]
-    if config.seed not in (None, found.dataset["seed"]):
+    seed = found.dataset.get("seed", 0)
+    if config.seed not in (None, seed):
         differing.append("seed")
     if differing:
         raise ConfigError(
             f"--save {path}: was measured with other settings ({', '.join(differing)}); name another file, or "
             "give the same again"
         )
-    return msgspec.convert(found.details["points"], list[Point]), found.dataset["seed"], found.began
+    try:
+        points = msgspec.convert(found.details.get("points"), list[Point])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"--save {path}: its points cannot be read ({error}); name another file") from None
+    return Held(points, seed, found.began, found.notes)
 
 
 def _run(config: SweepConfig, console: Console) -> int:
     plan = config.plan
     target = kept.reached(config.target, config.ready_s, console)
-    points, seed, began = continued(config, target)
+    points, seed, began, before_notes = continued(config, target)
     if points:
         say(console, f"{config.save} has {len(points)} points; what is missing is measured", "dim")
     counts = None if config.tokenizer is None else open_vocabulary(Path(config.tokenizer))
-    notes: dict[str, None] = {}
+    notes = dict.fromkeys(before_notes)
     requests = {load: requests_of(config, load) for load in plan.loads}
     done = sum(requests.get(one.load, 0) for one in points)
 
@@ -118,6 +130,7 @@ def _run(config: SweepConfig, console: Console) -> int:
             details={"plan": plan, "points": points, "gpus": config.gpus, "settings": settings(config, target)},
             began=began,
             stopped=stopped,
+            notes=tuple(notes),
         )
 
     with Working("requests", shown=not config.quiet) as working:
@@ -125,15 +138,17 @@ def _run(config: SweepConfig, console: Console) -> int:
         def measure(load: float) -> Point | None:
             nonlocal done
             many = requests_of(config, load)
-            before = warmups_of(config, load)
-            requested = asks_of(config, target, before + many, seed + round(load * 1000), counts, notes)
+            requested = asks_of(config, target, warmups_of(config, load) + many, load, seed, counts, notes)
+            before = max(0, len(requested) - many)  # a dataset may have fewer than were asked for
+            if config.dataset.dataset_path is not None and points:
+                notes.setdefault(AGAIN)
             total = sum(requests.values()) if load in requests else done + many
             if before:  # with prompts of their own, which the server need not know later
                 warm = kept.watched(working, lambda: done, total + before, f"{load:g} {plan.by}, warm-up: ")
                 if warm(target, requested[:before], pace(plan, load)).stopped:
                     return None
             found = kept.watched(working, lambda: done, total, f"{load:g} {plan.by}: ")(
-                target, requested[-many:], pace(plan, load)
+                target, requested[before:], pace(plan, load)
             )
             if found.stopped:
                 return None
@@ -147,8 +162,6 @@ def _run(config: SweepConfig, console: Console) -> int:
                 saved.save(Path(config.save), result(stopped=True))
 
         whole = sweep.sweep(plan, points, measure, save)
-    for note in notes:
-        say(console, note, "yellow")
     found = result(stopped=not whole)
     show(sweep.sweep_sections(found), console)
     if len(points) > 1:
@@ -162,10 +175,20 @@ def _run(config: SweepConfig, console: Console) -> int:
 
 
 def asks_of(
-    config: SweepConfig, target: Target, many: int, seed: int, counts: Vocabulary | None, notes: dict[str, None]
+    config: SweepConfig,
+    target: Target,
+    many: int,
+    load: float,
+    seed: int,
+    counts: Vocabulary | None,
+    notes: dict[str, None],
 ) -> list[Ask]:
-    """A point's requests, which are no other point's. notes: gets what a reader has to know of them."""
-    dataset = msgspec.structs.replace(config.dataset, num_prompts=many, seed=seed, backend=target.backend)
+    """A point's requests, which are no other point's where they are made up; those of a file may come again.
+
+    notes: gets what a reader has to know of them.
+    """
+    own = seed + round(load * 1000)
+    dataset = msgspec.structs.replace(config.dataset, num_prompts=many, seed=own, backend=target.backend)
     extra = {} if config.temperature is None else {"temperature": config.temperature}
     found = asks(dataset, counts, lambda text: notes.setdefault(text))
     return [msgspec.structs.replace(ask, extra={**ask.extra, **extra}) for ask in found]

@@ -7,10 +7,12 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <ctime>
 #include <map>
 #include <random>
 #include <sys/mman.h>
 #include <ucontext.h>
+#include <unistd.h>
 #include <vector>
 
 namespace emulated {
@@ -276,6 +278,17 @@ void copies_wait(u32 left) {  // they arrive as late as they may
 }  // namespace emulated
 
 using namespace emulated;
+
+u64 nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (u64)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+void wait_a_little() {
+    state.progress = true;  // it will come, or the wait is over after a while
+    if (draw() % 256 == 0) usleep(draw() % 200);
+    yield();
+}
 
 void barrier_init(u32 barrier) { at(barrier, 8), block.barriers[barrier] = {}; }
 void barrier_expect(u32 barrier, u32 bytes) {

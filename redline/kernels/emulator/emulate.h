@@ -130,6 +130,22 @@ FN u32 add_global(void* p, u32 v) {
     return old;
 }
 
+// Other ranks are other processes, whose memory this one shares.
+FN void load_system(const void* p, u32& v) { v = __atomic_load_n(emulated::aligned<u32>(p), __ATOMIC_RELAXED); }
+FN void load_system(const void* p, u32x2& v) { load_system(p, v.x), load_system((const u32*)p + 1, v.y); }
+FN void load_system(const void* p, u32x4& v) {
+    load_system(p, v.x), load_system((const u32*)p + 1, v.y), load_system((const u32*)p + 2, v.z), load_system((const u32*)p + 3, v.w);
+}
+FN void store_system(void* p, u32 v) { __atomic_store_n(emulated::aligned<u32>(p), v, __ATOMIC_RELAXED); }
+FN void store_system(void* p, u32x2 v) { store_system(p, v.x), store_system((u32*)p + 1, v.y); }
+FN void store_system(void* p, u32x4 v) {
+    store_system(p, v.x), store_system((u32*)p + 1, v.y), store_system((u32*)p + 2, v.z), store_system((u32*)p + 3, v.w);
+}
+FN u64 load_system_64(const void* p) { return __atomic_load_n(emulated::aligned<u64>(p), __ATOMIC_RELAXED); }
+FN void store_system_64(void* p, u64 v) { __atomic_store_n(emulated::aligned<u64>(p), v, __ATOMIC_RELAXED); }
+u64 nanoseconds();
+void wait_a_little();  // other threads' turn, and other ranks'
+
 void barrier_init(u32 barrier);
 FN void barrier_init_done() {}
 void barrier_expect(u32 barrier, u32 bytes);

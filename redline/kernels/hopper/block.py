@@ -28,6 +28,7 @@ from redline.kernels.hopper.linear import product
 from redline.kernels.hopper.prefill.chunk_attention import attend_chunks
 from redline.kernels.hopper.prefill.grouped import grouped_experts
 from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, split_a, swiglu
+from redline.kernels.hopper.ranks import ATTENTION, EXPERTS, Links
 from redline.kernels.inputs import Inputs
 from redline.ops.route_experts import choose
 from redline.wire.job import PAGE_TOKENS
@@ -107,12 +108,19 @@ class ResidualStream:
 
 
 def decode_block(
-    stream: ResidualStream, w: GpuBlock, inputs: Inputs, plane: Tensor, next_norm: Tensor, forced_TK: Tensor | None
+    stream: ResidualStream,
+    w: GpuBlock,
+    inputs: Inputs,
+    plane: Tensor,
+    next_norm: Tensor,
+    forced_TK: Tensor | None,
+    links: Links | None = None,
 ) -> ResidualStream:
     """One block of a step whose tokens are all queries, in order; at most MOST_DECODED of them.
 
     plane [pages, 64, R + P]: read, and written at rows_T. next_norm float32 [D]: the norm's of the next block, or the
-    model's last. forced_TK int32 [T, K]: the experts to take instead of choosing.
+    model's last. forced_TK int32 [T, K]: the experts to take instead of choosing. links: to the other ranks, each of
+    which has a part of the block; None: there are none.
     """
     attention = w.attention
     q_a, q_squares, kv = project_a(stream.x_TK, stream.squares, attention.w_a, attention.q_norm, w.eps)
@@ -121,21 +129,21 @@ def decode_block(
         *(inputs.cos_T, inputs.sin_T, inputs.rows_T, plane, attention.eps),
     )
     o = _absorbed(q, inputs.tokens_Q, w, inputs, plane)
-    residual, x, squares = project_out(o, w.o_proj, stream.residual_TD, w.mlp_norm)
+    residual, x, squares = project_out(o, w.o_proj, stream.residual_TD, w.mlp_norm, None, links, ATTENTION)
     experts = w.experts
     count = 0 if experts is None else experts.bias_E.shape[0]
     choice = None if experts is None else experts.choice(forced_TK)
     _, h, rstd, pairs = gates(x, squares, w.gates, count, w.width, w.eps, choice)
     if experts is None:
         assert isinstance(w.down, Tiled)
-        return ResidualStream(*project_out(h, w.down, residual, next_norm))
+        return ResidualStream(*project_out(h, w.down, residual, next_norm, None, links, EXPERTS))
     assert isinstance(w.down, Slabs)
     assert pairs is not None
     if x.shape[0] > LISTED:
         routed = grouped_experts(x, pairs.ids, pairs.weights, experts.up, experts.down, rstd)
-        return ResidualStream(*project_out(h, w.down, residual, next_norm, routed))
+        return ResidualStream(*project_out(h, w.down, residual, next_norm, routed, links, EXPERTS))
     routed = experts_up(x, rstd, experts.up, pairs)
-    return ResidualStream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm))
+    return ResidualStream(*experts_down(routed, pairs, experts.down, h, w.down, residual, next_norm, links))
 
 
 def prefill_block(

@@ -26,6 +26,7 @@ _OFFSETS = "#define __builtin_offsetof(type, field) __INTADDR__(&((type*)0)->fie
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _compiling = threading.Lock()
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,10 @@ class _Launch(ctypes.Structure):
         ("attributes", ctypes.POINTER(_Attribute)),
         ("count", ctypes.c_uint),
     ]
+
+
+class _IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_char * 64)]
 
 
 class CudaError(RuntimeError):
@@ -103,6 +108,47 @@ class Function:
         launch = _Launch(*grid, 1, threads, 1, 1, shared, stream, attributes, 1 if overlap else 0)
         values = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
         _check(_cuda().cuLaunchKernelEx(ctypes.byref(launch), self._handle, values, None))
+
+
+class SharedMemory:
+    """Memory of the current device that other processes' devices read and write through CUDA's IPC.
+
+    address: where this process sees it. handle: what another process opens it with (`open_shared`).
+    """
+
+    def __init__(self, size: int) -> None:
+        """Raises CudaError where the device has not so many bytes, or gives no handle."""
+        torch.cuda.current_stream()  # makes the context
+        at, handle = ctypes.c_uint64(), _IpcHandle()
+        _check(_cuda().cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(size)))
+        _check(_cuda().cuIpcGetMemHandle(ctypes.byref(handle), at))
+        self.address = at.value
+        self.handle = bytes(handle)
+        self.size = size
+
+    def fill(self, word: int) -> None:
+        """Writes this 32-bit word everywhere, and waits for it."""
+        _check(
+            _cuda().cuMemsetD32_v2(ctypes.c_uint64(self.address), ctypes.c_uint(word), ctypes.c_size_t(self.size // 4))
+        )
+        torch.cuda.synchronize()
+
+    def free(self) -> None:
+        """Gives it back; whoever has it open must have closed it."""
+        _check(_cuda().cuMemFree_v2(ctypes.c_uint64(self.address)))
+
+
+def open_shared(handle: bytes) -> int:
+    """The address at which this process sees another's `SharedMemory`, from the current device. Raises CudaError."""
+    torch.cuda.current_stream()  # makes the context
+    at, given = ctypes.c_uint64(), _IpcHandle.from_buffer_copy(handle)
+    _check(_cuda().cuIpcOpenMemHandle_v2(ctypes.byref(at), given, ctypes.c_uint(_LAZY_PEER_ACCESS)))
+    return at.value
+
+
+def close_shared(address: int) -> None:
+    """Ends what `open_shared` began."""
+    _check(_cuda().cuIpcCloseMemHandle(ctypes.c_uint64(address)))
 
 
 def machine_code(source: Path, options: Sequence[str], check: str) -> bytes:

@@ -335,9 +335,33 @@ class CapturedSteps:
             if way.kind > kind:
                 kind = way.kind
             # The slot may be further than its account here, never less far.
-            adjusted = adjusted or slot.length < way.until
+            adjusted = adjusted or slot.length < way.until or slot.matcher is not None
             scores = scores or way.scores
         return Wants(None, kind, adjusted, scores)
+
+    def masks(self, rows: Sequence[Row], positions: int) -> Mapping[int, Callable[[], Tensor]]:
+        """By place among rows of a step, what gives the masks of a row whose job has a grammar: `launch` takes them.
+
+        positions: of each row. What gives them first waits for the results of all steps before: while the device does
+        the forward of this one, the host reads what came of the last, and follows it in the grammar.
+        """
+        at = self._slots.at
+        return {
+            place: functools.partial(self._allowed, slot, min(row.drafts, positions - 1), self._given(row.slot))
+            for place, row in enumerate(rows)
+            if (slot := at[row.slot]).matcher is not None
+        }
+
+    def _given(self, number: int) -> list[int] | None:
+        """The drafts that a slot's next plan tells the device; None: the device has its own."""
+        slot = self._slots.at[number]
+        return None if slot.told else slot.proposal.tokens
+
+    def _allowed(self, slot: Slot, most: int, given: list[int] | None) -> Tensor:
+        """The masks of a slot's next positions, for so many drafts at most."""
+        self.catch_up()
+        assert slot.matcher is not None, "only a job with a grammar has masks"
+        return slot.matcher.masks((slot.proposal.tokens if given is None else given)[:most])
 
     def launch(self, step: Step, wants: Wants, masks: Mapping[int, Callable[[], Tensor]] = _NO_MASKS) -> Replay:
         """Gives the step to the device without waiting for it.

@@ -102,8 +102,11 @@ class PromptChunks:
         captured, rows = self._captured, step.rows
         end = _ChunkEnd(self._shared, len(rows))
         asked = captured.asked(rows)
-        captured.send(end.shape, rows)
+        masks = captured.masks(rows, end.shape.positions)
+        captured.send(end.shape, rows, masks)
         end.take(hidden_RD, features_RF)
+        for place, allowed in masks.items():
+            end.allow(place, allowed())
         end.settle(asked.kind, adjusted=asked.adjusted)
         if asked.scores:
             end.score()

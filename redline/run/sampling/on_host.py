@@ -53,9 +53,11 @@ def is_plain_greedy(sampling: Sampling, generated: int) -> bool:
 
 
 def is_unadjusted(sampling: Sampling, generated: int) -> bool:
-    """Whether `adjusted` would change nothing, now and later in the answer. generated: tokens of the answer so far."""
+    """Whether nothing changes the model's logits before a token is chosen, neither `adjusted` nor a grammar's mask, now
+    and later in the answer. generated: tokens of the answer so far."""
     return (
-        sampling.presence_penalty == sampling.frequency_penalty == 0
+        sampling.grammar is None
+        and sampling.presence_penalty == sampling.frequency_penalty == 0
         and sampling.repetition_penalty == 1
         and not sampling.logit_bias
         and generated >= sampling.min_tokens

@@ -1,5 +1,6 @@
 """What llama.cpp would read, read by the formats' own descriptions: it is not here, so this file has a reader."""
 
+import json
 import math
 import struct
 from dataclasses import replace
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from redline.bench.peers.to_gguf import DENSE, convert, metadata, pack
+from redline.bench.peers.to_gguf import DENSE, convert, metadata, pack, vocabulary
 from redline.errors import CheckpointError
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.write import random_checkpoint
@@ -20,7 +21,7 @@ from tests.tiny_model import kernel_config
 CONFIG = kernel_config(q_lora_rank=64)  # every row in whole blocks
 NUMBERS = {0: "f32", 2: "q4_0", 8: "q8_0", 30: "bf16"}
 BYTES = {"f32": (1, 4), "q4_0": (32, 18), "q8_0": (32, 34), "bf16": (1, 2)}  # values of a block, and its bytes
-SINGLE = {4: "<I", 6: "<f", 7: "<?"}
+SINGLE = {4: "<I", 5: "<i", 6: "<f", 7: "<?"}
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -44,7 +45,7 @@ class Reader:
         for _ in range(values):
             key = self._string()
             [kind] = self._take("<I")
-            self.values[key] = self._string() if kind == 8 else self._take(SINGLE[kind])[0]
+            self.values[key] = self._list() if kind == 9 else self._value(kind)
         places: dict[str, tuple[tuple[int, ...], str, int]] = {}
         for _ in range(tensors):
             name = self._string()
@@ -57,6 +58,13 @@ class Reader:
         self.tensors = {name: self._tensor(*place) for name, place in places.items()}
         ends = [start + _size(shape, kind) for shape, kind, start in places.values()]
         assert math.ceil(max(ends) / 32) * 32 == len(self._data) - self._at, "nothing behind the last tensor"
+
+    def _value(self, kind: int) -> Any:
+        return self._string() if kind == 8 else self._take(SINGLE[kind])[0]
+
+    def _list(self) -> list[Any]:
+        kind, length = self._take("<IQ")
+        return [self._value(kind) for _ in range(length)]
 
     def _take(self, form: str) -> tuple[Any, ...]:
         found = struct.unpack_from(form, self._data, self._at)
@@ -198,3 +206,23 @@ def test_rope_with_two_temperatures_is_refused():
     config = replace(CONFIG, yarn=replace(CONFIG.yarn, mscale=0.707))
     with pytest.raises(CheckpointError, match=r"mscale is 0.707 and mscale_all_dim 1.0"):
         metadata(config, "q4_0")
+
+
+def test_the_vocabulary_is_that_of_tokenizer_json(checkpoint: Path):
+    model = {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    (checkpoint / "tokenizer.json").write_text(
+        json.dumps({"model": model, "added_tokens": [{"id": 3, "content": "[E]"}]})
+    )
+    convert(checkpoint, checkpoint / "words.gguf", words=True)
+    values = Reader(checkpoint / "words.gguf").values
+    assert values["tokenizer.ggml.model"] == "gpt2"
+    assert values["tokenizer.ggml.tokens"] == ["a", "b", "ab", "[E]"]
+    assert values["tokenizer.ggml.token_type"] == [1, 1, 1, 3]
+    assert values["tokenizer.ggml.merges"] == ["a b"]
+
+
+def test_a_vocabulary_with_gaps_is_refused(tmp_path: Path):
+    model: dict[str, Any] = {"vocab": {"a": 0, "b": 2}, "merges": []}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
+    with pytest.raises(CheckpointError, match="2 tokens with other ids than 0 to 1"):
+        vocabulary(tmp_path)

@@ -12,6 +12,7 @@ import pytest
 
 from redline.bench.serving.client import BODY_BYTES, Client
 from redline.bench.serving.connection import EVENT_BYTES, HEAD_BYTES
+from redline.bench.serving.dialects import error_line
 from redline.bench.serving.records import Answer, Ask, Usage
 from redline.bench.serving.target import Patience
 from redline.errors import ConfigError
@@ -358,3 +359,25 @@ def test_a_target_that_cannot_be_is_an_error_that_names_the_flag(fields: dict[st
 def test_a_text_that_json_cannot_carry_is_an_error():
     with pytest.raises(ConfigError, match="JSON"):
         Client(target(1)).request(Ask(max_tokens=1, text="\ud800"))
+
+
+def test_a_header_that_is_given_takes_the_place_of_ours_however_it_is_written():
+    headers = {"authorization": "Basic b", "content-type": "application/json; charset=utf-8"}
+    head = Client(target(1, key="k", headers=headers)).request(HI).partition(b"\r\n\r\n")[0].lower()
+    assert head.count(b"authorization:") == 1
+    assert b"basic b" in head
+    assert head.count(b"content-type:") == 1
+
+
+@pytest.mark.parametrize("field", ["n", "best_of"])
+def test_several_answers_to_one_request_are_refused(field: str):
+    with pytest.raises(ConfigError, match=field):
+        Client(target(1, body={field: 2})).request(HI)
+    assert Client(target(1, body={field: 1})).request(HI)
+
+
+def test_what_lies_too_deep_to_be_read_ends_its_request_at_once():
+    deep = b'{"x":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    found = _asked(HEAD, b"data: " + deep + b"\n\n")
+    assert found.failure == "malformed"
+    assert error_line(deep).startswith('{"x":[[')

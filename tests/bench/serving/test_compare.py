@@ -256,3 +256,21 @@ def test_a_server_is_described_with_its_load():
     target = Target(base_url="http://a", model="m")
     assert compare.describe(target, Pace(max_concurrency=4)) == "m at http://a (openai-chat), 4 streams"
     assert compare.describe(target, Pace(rate=2.5)) == "m at http://a (openai-chat), 2.5 requests/s"
+
+
+class Letters:
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+
+def test_answers_without_a_count_are_counted_by_their_text_or_warned_of():
+    bare = [answer(at, at=(0.1, 0.2), text="abcdef", usage=Usage()) for at in range(2)]
+    put = {"A": run(answer(0), answer(1)), "B": run(*bare)}
+    for counts, tokens, warned in ((None, 2 * 2, True), (Letters(), 2 * 6, False)):
+        found = compare.compare(Plan(blocks=1), lambda side, _: put[side], asks, lambda blocks: None, counts)
+        assert {load.output_tokens for load in found.blocks[0] if load.side == "B"} == {tokens}
+        details = {"plan": Plan(blocks=1), "blocks": found.blocks, "same": found.same, "servers": {"A": "", "B": ""}}
+        result = Result(kind="compare", figures={}, details=msgspec.to_builtins(details))
+        texts = [one.text for one in compare.compare_sections(result) if isinstance(one, Words) and one.warning]
+        assert any("4 answers of B have no count of tokens" in text for text in texts) == warned
+        assert not any("of A have no count" in text for text in texts)

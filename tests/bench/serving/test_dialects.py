@@ -97,3 +97,12 @@ def test_an_error_that_is_no_json_is_shown_as_it_is():
 def test_what_is_no_event_is_refused():
     with pytest.raises(msgspec.DecodeError):
         CHAT.read(b'{"choices":[{"delta"')
+
+
+@pytest.mark.parametrize("said", ["-5", "1" + 40 * "0"])
+def test_a_count_that_can_be_none_is_taken_for_none(said: str):
+    details = (
+        f'"prompt_tokens_details":{{"cached_tokens":{said}}},"completion_tokens_details":{{"reasoning_tokens":{said}}}'
+    )
+    event = f'{{"choices":[],"usage":{{"prompt_tokens":{said},"completion_tokens":{said},{details}}}}}'
+    assert BACKENDS["openai-chat"].read(event.encode()).usage == Usage()

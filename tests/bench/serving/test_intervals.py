@@ -43,3 +43,14 @@ def test_student_goes_on_where_its_table_ends():
     assert student(30) > student(31) > student(100) > 1.96
     assert student(31) == pytest.approx(2.0395, abs=1e-4)
     assert student(100) == pytest.approx(1.98397, abs=1e-5)
+
+
+@pytest.mark.parametrize(("many", "least", "most"), [(8, 0.83, 0.92), (24, 0.90, 0.98)])
+def test_few_skewed_numbers_have_an_interval_that_is_too_narrow_as_the_docs_say(many: int, least: float, most: float):
+    draw = np.random.default_rng(0)
+    held = 0
+    for seed in range(300):
+        found = interval(list(draw.exponential(1.0, many)), seed)
+        assert found is not None
+        held += found.low <= 1.0 <= found.high
+    assert least <= held / 300 <= most

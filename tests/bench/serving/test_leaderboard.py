@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from redline.bench.serving import leaderboard
@@ -158,3 +159,12 @@ def test_a_page_is_made_of_what_a_file_holds():
 
 def test_a_workload_without_answers_still_has_a_page():
     assert isinstance(page([answer(failure="refused")])[0], Table)
+
+
+def test_answers_whose_tokens_nobody_counted_are_told():
+    bare = msgspec.structs.replace(steady(1.0, 0.1, 20), usage=None)
+    said = [
+        leaderboard.differs(TARGET, [Outcome(workload=Workload(10, 20), rows=(row,))], 1, o200k=True)
+        for row in (measured(one, workload="w", run=0) for one in (bare, steady(1.0, 0.1, 20)))
+    ]
+    assert [any("1 answers have no count of tokens" in text for text in texts) for texts in said] == [True, False]

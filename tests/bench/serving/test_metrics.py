@@ -1,5 +1,6 @@
 """Figures of answers made by hand: each number here can be worked out on paper."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -35,6 +36,10 @@ def test_thinking_and_answer_are_apart():
 def test_an_answer_that_only_thought_has_no_first_answer_token_and_a_tool_call_is_one():
     thought = answer(at=(0.2, 0.3), kinds="tt", thinking="hm", text="")
     assert (metrics.answer_ttft(thought), metrics.thinking(thought)) == (None, pytest.approx(0.1))
+    closed = answer(at=(0.2, 0.3, 0.4), kinds="tta", thinking="hm", text="")
+    empty = msgspec.structs.replace(closed.chunks[2], characters=0)
+    closed = msgspec.structs.replace(closed, chunks=(*closed.chunks[:2], empty))
+    assert metrics.answer_ttft(closed) is None, "an event with a finish_reason and no text is no answer"
     called = answer(at=(0.2, 0.4), kinds="tc", thinking="hm", text="")
     assert metrics.answer_ttft(called) == pytest.approx(0.4)
     assert metrics.thinking(answer()) is None
@@ -136,3 +141,9 @@ def test_thinking_and_cached_tokens_are_told_where_the_server_says_them():
     found = figures(run(answer(usage=usage), answer(1)))
     assert (found["total_cached_tokens"], found["total_thinking_tokens"]) == (8, 3)
     assert "total_cached_tokens" not in figures(run(answer()))
+
+
+def test_a_failed_answer_keeps_no_slo():
+    failed = answer(at=(), failure="http", error="503", text="")
+    assert not metrics.keeps(failed, {"tpot": 50.0})
+    assert metrics.keeps(answer(at=(0.1,)), {"tpot": 50.0})  # one token has no time between two

@@ -1,5 +1,6 @@
 """A server is waited for within bounds, and what its drafts did is read from its own counters."""
 
+import contextlib
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -101,3 +102,37 @@ def test_what_drafts_did_is_the_difference_of_two_looks():
     assert found["spec_decode_acceptance_rate"] == pytest.approx(40.0)
     assert found["spec_decode_per_position_acceptance_rates"] == pytest.approx([0.8, 0.6, 0.2])
     assert drafting_figures(None, before) == drafting_figures(before, before) == {}
+
+
+def test_a_list_of_models_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch):
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while not over.wait(0.02):
+                    self.wfile.write(b" " * 64)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Says nothing."""
+
+    over = threading.Event()
+    monkeypatch.setattr("redline.bench.serving.ready.ANSWER_S", 0.3)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        found: list[object] = []
+        target = Target(base_url=f"http://127.0.0.1:{listening.server_port}")
+        asking = threading.Thread(
+            target=lambda: found.append((models(target, 0, print), drafting(target))), daemon=True
+        )
+        asking.start()
+        asking.join(5)
+        over.set()
+        listening.shutdown()
+    assert found == [((), None)]
+
+
+def test_a_counter_that_is_no_number_is_left_out():
+    page = "vllm:spec_decode_num_drafts_total 1e999\nvllm:spec_decode_num_draft_tokens_total e.+\n"
+    assert counters(page) is None
+    assert counters(page + "vllm:spec_decode_num_drafts_total 4\n") == Drafting(drafts=4)

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from redline.bench.serving.metrics import figures
@@ -119,3 +120,23 @@ def test_a_run_in_which_all_failed_has_no_plots_and_no_latencies():
     found = serve_sections(served(answer(at=(), failure="refused", error="nobody listens", text="")))
     assert [section.title for section in found if isinstance(section, Table)] == ["Throughput", "Failures: refused 1"]
     assert not [section for section in found if isinstance(section, Plot)]
+
+
+class Letters:
+    def encode(self, text: str) -> list[int]:
+        return list(map(ord, text))
+
+
+def test_what_a_vocabulary_has_counted_is_not_called_uncounted():
+    measured = run(answer(0, usage=Usage(prompt_tokens=3)))
+    for counts, warned in ((None, True), (Letters(), False)):
+        result = Result(kind="serve", figures=figures(measured, counts=counts), answers=measured.answers)
+        assert any("no count of tokens" in words.text for words in remarks(result)) == warned
+
+
+def test_a_run_too_short_to_time_the_generator_does_not_clear_it():
+    still = GeneratorLoad(cpu_share=0.1, lag_p50=0.0, lag_p99=0.0, lag_most=0.0, late_sends=0)
+    said = generator_remark(still, [answer()])
+    assert "was not the limit" not in said.text
+    assert "Nothing was timed" in said.text
+    assert generator_remark(msgspec.structs.replace(still, cpu_share=0.95), [answer()]).warning

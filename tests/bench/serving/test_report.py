@@ -132,3 +132,17 @@ def test_a_file_that_is_no_result_is_refused_before_anything_is_written(tmp_path
     assert isinstance(done.exception, ConfigError)
     assert str(other) in str(done.exception)
     assert not page.exists()
+
+
+def test_a_result_whose_figures_are_no_numbers_is_an_error_in_one_line(tmp_path: Path):
+    other = tmp_path / "other.json"
+    other.write_text('{"duration": "long", "completed": "many", "model_id": 3}')
+    done = CliRunner().invoke(app, ["bench", "report", str(other)])
+    assert isinstance(done.exception, ConfigError)
+
+
+def test_a_page_does_not_overwrite_a_result_that_it_shows(tmp_path: Path):
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    done = CliRunner().invoke(app, ["bench", "report", str(other), "--html", str(tmp_path / "." / "other.json")])
+    assert "name another file" in str(done.exception)

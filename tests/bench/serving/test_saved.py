@@ -159,3 +159,15 @@ def test_a_result_holds_no_secret():
     command = command_without_secrets([*words.split(), '{"api_key": "hunter2"}', "--seed", "1"])
     assert "hunter2" not in " ".join(command)
     assert command[-2:] == ("--seed", "1")
+
+
+def test_secrets_are_left_out_wherever_they_stand():
+    target = Target(base_url="http://h", body={"metadata": [{"api_key": "hunter2", "min_tokens": 5}], "min_tokens": 3})
+    kept = without_secrets(target)
+    assert kept["body"] == {"metadata": [{"api_key": "given", "min_tokens": 5}], "min_tokens": 3}
+    words = ["compare", "http://u:hunter2@a:1", "https://hunter2@b/x", "--metrics-url=u:hunter2@c:9", "u:hunter2@d"]
+    words += ["--model", "a@b", "--extra-body", '{"user": "a@b"}']
+    shown = command_without_secrets(words)
+    assert "hunter2" not in " ".join(shown)
+    assert shown[1:3] == ("http://...@a:1", "https://...@b/x")
+    assert shown[-3:] == tuple(words[-3:])

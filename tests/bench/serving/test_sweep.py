@@ -192,3 +192,14 @@ def test_a_page_is_made_of_what_a_file_holds():
 def test_doubling_ends_where_it_is_told():
     assert sweep.doubling(6) == [1, 2, 4, 6]
     assert sweep.doubling(1) == [1]
+
+
+def test_a_point_whose_tokens_nobody_counted_is_told():
+    bare = msgspec.structs.replace(steady(1.0, 0.1, 11), usage=None)
+    of = point(1, "streams", run(bare), {})
+    assert of.uncounted == 1
+    assert any(
+        "1 answers have no count of tokens" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [of])
+    )
+    known = point(1, "streams", run(steady(1.0, 0.1, 11)), {})
+    assert not any("no count" in text for text in sweep.verdict(Plan(by="streams", loads=(1,)), [known]))

@@ -120,3 +120,10 @@ def test_prompts_of_a_file_that_come_again_are_told(slow: Scripted, tmp_path: Pa
 def test_flags_that_make_no_sense_are_named(words: tuple[str, ...], said: str):
     with pytest.raises(ConfigError, match=said):
         type_in("http://127.0.0.1:1", "http://127.0.0.1:1", *words)
+
+
+def test_one_server_against_itself_is_told_of_its_cache(slow: Scripted, fast: Scripted):
+    _, said = type_in(slow.url, slow.url, *SHORT, "--blocks", 1)
+    assert "A and B are one server" in said
+    _, said = type_in(slow.url, fast.url, *SHORT, "--blocks", 1)
+    assert "A and B are one server" not in said

@@ -1,5 +1,7 @@
 """A command line of `vllm bench serve` is read as its users write it; what is not served is refused by name."""
 
+from base64 import b64encode
+
 import pytest
 
 from redline.bench.serving.target import Target
@@ -110,3 +112,13 @@ def test_lists_and_pairs_are_checked():
             pairs("--header", [wrong])
     with pytest.raises(ConfigError, match="expected one of ttft"):
         options.choices("--percentile-metrics", "ttft,itl", ("ttft",))
+
+
+@pytest.mark.parametrize("url", ["http://me:s%40cret@host:1/v1/", "me:s%40cret@host:1"])
+def test_a_user_in_an_address_becomes_a_header_and_is_shown_nowhere(url: str):
+    target = target_of(base_url=url)
+    assert target.base_url == "http://host:1"
+    assert target.headers == {"Authorization": "Basic " + b64encode(b"me:s@cret").decode()}
+    with pytest.raises(ConfigError) as caught:
+        target_of(base_url="http://me:hunter2@host:port")
+    assert "hunter2" not in str(caught.value)

@@ -153,3 +153,14 @@ def test_help_imports_nothing_that_takes_time():
     program = "import sys; from redline.cli import app; print({'numpy', 'httpx', 'torch'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()"
+
+
+def test_warm_ups_for_which_there_are_no_prompts_are_told(server: Scripted):
+    data = ["--dataset-name", "prefix_repetition", "--num-prompts", "10", "--num-warmups", "2", "--output-len", "4"]
+    found = typed("bench", "serve", "--base-url", server.url, "--disable-tqdm", *data)
+    assert "0 of 2 warm-ups were asked" in found.output
+
+
+def test_vllms_flag_against_a_template_is_taken_since_none_is_put_around_a_prompt(server: Scripted, tmp_path: Path):
+    done = typed(*words(server, prompts(tmp_path, "fast"), 1, "--skip-chat-template"))
+    assert done.exit_code == 0, done.output

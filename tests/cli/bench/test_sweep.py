@@ -98,3 +98,35 @@ def test_a_sweep_of_failures_is_code_1(server: Scripted):
 def test_a_wrong_sweep_is_said_in_one_line(server: Scripted, words: tuple[str, ...], said: str):
     with pytest.raises(ConfigError, match=said):
         type_in("sweep", server, *words)
+
+
+def test_no_prompt_of_a_warm_up_is_measured(server: Scripted):
+    """Ten prefixes make ten prompts of the twelve that are asked for: what is measured must not shrink, nor overlap."""
+    server.forget()
+    flags = ("--dataset-name", "prefix_repetition", "--num-prompts", 10, "--num-warmups", 2, "--max-concurrency", 1)
+    code, _ = type_in("sweep", server, *flags)
+    assert code == 0
+    assert len(server.log().requests) == 10
+
+
+def test_prompts_of_a_file_that_other_loads_have_asked_are_told_and_kept(server: Scripted, tmp_path: Path):
+    (tmp_path / "own.jsonl").write_text("\n".join(f'{{"prompt": "{at}", "output_tokens": 4}}' for at in range(9)))
+    file = tmp_path / "result.json"
+    data = ("--dataset-name", "custom", "--dataset-path", tmp_path / "own.jsonl", "--num-warmups", 0)
+    flags = (*data, "--num-prompts", 4, "--save", file)
+    _, said = type_in("sweep", server, *flags, "--max-concurrency", "1")
+    assert "come again at other loads" not in said
+    type_in("sweep", server, *flags, "--max-concurrency", "1,2")
+    found = saved.read(file)
+    assert any("come again at other loads" in note for note in found.notes)
+    assert any("come again at other loads" in getattr(one, "text", "") for one in sweep_sections(found))
+
+
+@pytest.mark.parametrize("verb", ["sweep", "leaderboard", "serve"])
+def test_the_page_does_not_overwrite_the_result(verb: str, server: Scripted, tmp_path: Path):
+    file = tmp_path / "result"
+    save = ("--result-filename", file) if verb == "serve" else ("--save", file)
+    server.forget()
+    with pytest.raises(ConfigError, match="name another file"):
+        type_in(verb, server, *save, "--html", tmp_path / "." / "result")
+    assert not server.log().requests

@@ -94,7 +94,7 @@ def test_what_lies_behind_gamma_is_no_outputs() -> None:
     case = next(
         case for case in experts_down.op.cases() if case.small and case.make(fresh_generator())[6].shape[0] % 64
     )
-    *args, gamma = case.make(fresh_generator())
+    *args, gamma, _ = case.make(fresh_generator())
     behind = torch.full((len(gamma) + 64,), torch.nan)
     behind[: len(gamma)] = gamma
     x = emulated(experts_down, *args, behind[: len(gamma)])[1]

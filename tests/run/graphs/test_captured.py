@@ -463,8 +463,8 @@ def test_a_gpus_llama_drafter_drafts_in_recorded_rounds_what_the_reference_draft
     asked = [job(f"{n}", prompt(seed=n, length=59 + n), max_tokens=8, logprobs=None) for n in range(2)]
     drafted: list[list[list[int]]] = []
 
-    def launch(self: CapturedSteps, step: Step, wants: Wants) -> Any:
-        replay = launched(self, step, wants)
+    def launch(self: CapturedSteps, step: Step, wants: Wants, masks: Any) -> Any:
+        replay = launched(self, step, wants, masks)
         drafted[-1].extend(outcome.drafts for outcome in replay.outcomes)
         return replay
 
@@ -729,8 +729,8 @@ def _decode(runner: Runner, drafts: int) -> tuple[tuple[int, ...], int, int]:
 
 def test_no_option_of_sampling_is_lost_on_the_way_to_the_device():
     """Each is a fact that the plan tells of the slot, or a wish for its logits, or is the host's alone."""
-    # A limit, ends, a prompt's rows, who verifies; and what of the log probabilities that are kept is told.
-    by_host = {"max_tokens", "stop_ids", "prompt_logprobs", "seeded", "logprobs"}
+    # A limit, ends, a prompt's rows, who verifies, who makes masks; and what of the kept log probabilities is told.
+    by_host = {"max_tokens", "stop_ids", "prompt_logprobs", "seeded", "logprobs", "grammar"}
     plain = Sampling(max_tokens=9, temperature=0.5)
     others: dict[str, Any] = {
         "temperature": 0.7,

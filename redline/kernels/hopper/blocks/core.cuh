@@ -125,6 +125,35 @@ FN u32 add_global(void* at, u32 v) {
     return old;
 }
 
+// ---- memory that several chips write, or a chip and the host: past what any of them may remember of an address
+
+FN void load_system(const void* at, u32& v) { ASM("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory"); }
+FN void load_system(const void* at, u32x2& v) {
+    ASM("ld.relaxed.sys.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(at) : "memory");
+}
+FN void load_system(const void* at, u32x4& v) {
+    ASM("ld.relaxed.sys.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+}
+FN void store_system(void* at, u32 v) { ASM("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory"); }
+FN void store_system(void* at, u32x2 v) {
+    ASM("st.relaxed.sys.global.v2.u32 [%0], {%1,%2};" ::"l"(at), "r"(v.x), "r"(v.y) : "memory");
+}
+FN void store_system(void* at, u32x4 v) {
+    ASM("st.relaxed.sys.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+FN u64 load_system_64(const void* at) {
+    u64 v;
+    ASM("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+    return v;
+}
+FN void store_system_64(void* at, u64 v) { ASM("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory"); }
+FN u64 nanoseconds() {  // since some time that all blocks share
+    u64 v;
+    ASM("mov.u64 %0, %%globaltimer;" : "=l"(v));
+    return v;
+}
+FN void wait_a_little() {}
+
 // ---- bulk copies. A barrier has one arrival, that of `barrier_expect`, and completes when the bytes are there.
 
 FN void barrier_init(u32 barrier) { ASM("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory"); }

@@ -16,8 +16,10 @@
 // Macros: INPUTS (K, padded), BITS (of a weight, 16 or 8), RING (bytes before the ring), WARPS_PER_TILE, UNITS, STAGES, FREE_STAGES (not under x), EARLY_STAGES (before the grid in
 // front has ended), COLUMNS (1, 2, 4 or 8 >= T), SLICES (parts of K whose x is in registers by turns), TILES (sums that a
 // warp keeps), ROW_TILES, BATCHED (more tiles than sums: these come in batches), EPILOGUE and its sizes; and bytes from the
-// beginning of shared memory: X_AT, SUMS_AT (BATCHED: a room for two batches), OPERANDS_AT (0: none).
+// beginning of shared memory: X_AT, SUMS_AT (BATCHED: a room for two batches), OPERANDS_AT (0: none). RANKS: of PROJECT_OUT,
+// whose sums are then those of all ranks (ranks.cuh).
 #include "core.cuh"
+#include "ranks.cuh"
 
 #define PROJECT_A 1
 #define PROJECT_Q 2
@@ -208,7 +210,10 @@ struct ProjectOutLaunch {
     float* residual_out;    // [T, OUTPUTS]
     u16* x_out;             // bf16 [T, OUTPUTS_PADDED]
     float* squares_out;     // [blocks, 8]
-    u32 tokens, parts;
+    u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
+    u64* control;  // ranks.cuh; null: there is one rank
+    u64 site;               // its first word in an inbox: [rank][OUTPUTS / 2][8][2] words
+    u32 tokens, parts, rank, room;
     float eps;
 };
 using Arguments = ProjectOutLaunch;
@@ -219,6 +224,13 @@ FN u32x4 load_operands(const Arguments& a, u32 row, u32 token) {
     return {before.x, before.y, gamma.x, gamma.y};
 }
 FN float finish(const Arguments& a, u32 row, u32 token, float lo, float hi, float, u32x4 operands) {
+#if RANKS > 1
+    Ranks ranks = ranks_of(a, a.site);
+    u32 place = (row / 2 * MOST_TOKENS + token) * 2;
+    send(ranks, place, u32x2{as_u32(lo), as_u32(hi)});
+    f32x2 sum = sum_of_ranks(ranks, place, f32x2{lo, hi});
+    lo = sum.x, hi = sum.y;
+#endif
     lo += as_float(operands.x), hi += as_float(operands.y);
     store_f32_pair(a.residual_out + token * OUTPUTS + row, lo, hi);
     store_bf16_pair(a.x_out + token * OUTPUTS_PADDED + row, lo * as_float(operands.z), hi * as_float(operands.w));

@@ -14,8 +14,9 @@
 //
 // SLICES, SLICE: an expert's width cut into slices of so many inputs. SHARED: the shared expert's width. HIDDEN, X: outputs,
 // and the row of x, which is zero from HIDDEN on. ROOM: tokens. CHUNK: of them, up to 8. PAIRS: of a stage. FORMAT: of the
-// experts' weights, and so of h.
+// experts' weights, and so of h. RANKS: the sums are those of all ranks (ranks.cuh).
 #include "expert_formats.cuh"
+#include "ranks.cuh"
 #include "ring.cuh"
 #include "running_sum.cuh"
 #if FORMAT == INT4
@@ -39,7 +40,11 @@ struct ExpertsDownLaunch {
     float* residual_out;     // [T, HIDDEN]
     char* x;                 // bf16 [T, X]
     float* squares;          // [X / 64, T padded to 8]
+    u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
+    u64* control;  // ranks.cuh; null: there is one rank
+    u64 site;                // its first word in an inbox: [rank][T][X] words
     int tokens, pairs, slots;
+    u32 rank, room;
 };
 
 constexpr u32 GROUPS = SLICE / 32;
@@ -301,10 +306,19 @@ KERNEL(experts_down, ExpertsDownLaunch) {
     if (FEW) group.store_sums(), sync_block();
 
     thread = forget(thread_index()), column = block_index() * 64 + thread % 64, exists = column < HIDDEN;
+#if RANKS > 1
+    Ranks ranks = ranks_of(a, a.site);
+    for (u32 token = thread / 64; token < a.tokens; token += THREADS / 64)
+        send(ranks, token * X + column, as_u32(sum_of(token, thread % 64)));
+#endif
     for (u32 token = thread / 64; token < a.tokens; token += THREADS / 64) {
         u32 place = token * HIDDEN + column;
         if (token >= THREADS / 64 && exists) old = load_global_f32(a.residual + place);
-        float now = exists ? old + sum_of(token, thread % 64) : 0.f;
+        float sum = sum_of(token, thread % 64);
+#if RANKS > 1
+        sum = sum_of_ranks(ranks, token * X + column, sum);
+#endif
+        float now = exists ? old + sum : 0.f;
         if (exists) store_global_f32(a.residual_out + place, now);
         store_global_u16(a.x + 2 * (token * X + column), f32_to_bf16(now * gamma));
         float square = warp_sum(now * now);

@@ -17,6 +17,7 @@ from redline.kernels.hopper.decode.experts_up import decode_h, encode_h, some_pa
 from redline.kernels.hopper.kernel import CudaKernel, launch_record
 from redline.kernels.hopper.layouts.records import KINDS, SLAB_ROWS, Form, Kind, Records, Slabs, random_experts
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
+from redline.kernels.hopper.ranks import EXPERTS, Links, ranks_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -39,10 +40,12 @@ class ExpertsDownArgs(NamedTuple):
     shared_w: Slabs | None  # [D, Is]
     residual_TD: Tensor  # float32 [T, D]; read
     gamma_next: Tensor  # float32 [D]: of the norm that follows
+    links: Links | None = None  # the products are partial sums, and those of all ranks are added; None: of one
 
 
 def reference(args: ExpertsDownArgs) -> Result:
     """-> (residual float32 [T, D], x bf16 [T, D padded to 128], squares float32 [D padded / 64, T padded to 8])."""
+    assert args.links is None, "a reference knows one rank"
     pairs, weights, shared_w = args.pairs, args.weights, args.shared_w
     residual = args.residual_TD.clone()
     width, firsts = decode_h(args.h, weights.inputs, weights.kind), pairs.slot_first.tolist()
@@ -63,7 +66,7 @@ _Launch = launch_record("decode/experts_down.cu", "ExpertsDownLaunch")
 
 
 @functools.cache
-def kernel_of(form: Form, shared: int, hidden: int, room: int) -> CudaKernel:
+def kernel_of(form: Form, shared: int, hidden: int, room: int, ranks: int = 1) -> CudaKernel:
     """The program for `room` tokens at most. shared: Is padded, or 0.
 
     The sums of a token take 1 KB of shared memory where there are more than eight tokens.
@@ -83,7 +86,7 @@ def kernel_of(form: Form, shared: int, hidden: int, room: int) -> CudaKernel:
         pairs = SLOT_PAIRS  # of small slices; they are the columns of one product
     sizes = {"SLICES": form.slices, "SLICE": form.inputs, "SHARED": shared, "HIDDEN": hidden}
     sizes |= {"X": padded(hidden, PAD_K), "ROOM": room, "CHUNK": chunk, "PAIRS": pairs, "KEPT": int(few)}
-    defines = {"FORMAT": form.kind, **sizes}
+    defines = {"FORMAT": form.kind, "RANKS": ranks, **sizes}
     return CudaKernel("decode/experts_down.cu", "experts_down", _Launch, defines, memory(pairs))
 
 
@@ -114,9 +117,10 @@ def cuda(args: ExpertsDownArgs) -> Result:
         tokens=tokens,
         pairs=len(pairs),
         slots=pairs.most,
+        **sums_of(args.links, EXPERTS),
     )
     shared = 0 if shared_h is None else shared_h.shape[1]
-    kernel_of(args.weights.form, shared, d, _room(tokens)).launch(arguments, x_width // SLAB_ROWS)
+    kernel_of(args.weights.form, shared, d, _room(tokens), ranks_of(args.links)).launch(arguments, x_width // SLAB_ROWS)
     return residual, x, squares
 
 

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from redline.kernels.hopper.decode import dense
+from redline.kernels.hopper.decode.sum_ranks import sum_ranks
 from redline.kernels.hopper.kernel import launch_record
 from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import PAD_K, Tiled, padded
+from redline.kernels.hopper.ranks import ATTENTION, Links, Site, ranks_of, sums_of
 from redline.kernels.kernel import Kernel
 from redline.ops.op import Case, Cost, Op
 
@@ -28,10 +30,15 @@ class ProjectOutArgs(NamedTuple):
     residual_TD: Tensor  # float32 [T, D]; read
     gamma_D: Tensor  # float32 [D]: of the norm that follows
     routed_TD: Tensor | None = None  # float32 [T, D]: added as well; only with more than 8 tokens
+    links: Links | None = (
+        None  # W y and what is routed are partial sums, and those of all ranks are added; None: of one
+    )
+    site: Site = ATTENTION  # where ranks meet
 
 
 def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """-> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8]), as in `dense`."""
+    """-> (residual float32 [T, D], x bf16 [T, D padded], squares float32 [parts, T padded to 8]), of one rank."""
+    assert args.links is None, "a reference knows one rank"
     residual = args.residual_TD + dense.product(args.y, args.w)
     if args.routed_TD is not None:
         residual += args.routed_TD
@@ -40,15 +47,22 @@ def reference(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
-    """The reference's result: dense.cu up to 8 tokens, Triton up to 64; they differ in how many parts squares have."""
+    """The reference's result: dense.cu up to 8 tokens, Triton up to 64; they differ in how many parts squares have.
+
+    Over several ranks dense.cu adds them up as it ends; behind Triton's product a launch does (`sum_ranks`).
+    """
     y, w = args.y, args.w
     tokens, d_padded = y.shape[0], padded(w.outputs, PAD_K)
     if tokens > dense.MOST_TOKENS:
         from redline.kernels.hopper.triton import dense as streamed
 
-        return streamed.project_out(y, w, args.residual_TD, args.gamma_D, args.routed_TD)
+        if args.links is None:
+            return streamed.project_out(y, w, args.residual_TD, args.gamma_D, args.routed_TD)
+        partial = streamed.partial_out(y, w)
+        return sum_ranks(partial, args.residual_TD, args.gamma_D, args.routed_TD, args.links, args.site)
     assert isinstance(w, Tiled)
-    kernel, blocks = dense.kernel_of(_Launch, "PROJECT_OUT", w, tokens, OUTPUTS_PADDED=d_padded)
+    sizes = {"OUTPUTS_PADDED": d_padded, "RANKS": ranks_of(args.links)}
+    kernel, blocks = dense.kernel_of(_Launch, "PROJECT_OUT", w, tokens, **sizes)
     residual = torch.empty(tokens, w.outputs, device=y.device)
     x = torch.empty(tokens, d_padded, dtype=torch.bfloat16, device=y.device)
     squares = torch.empty(blocks, dense.MOST_TOKENS, device=y.device)
@@ -64,6 +78,7 @@ def cuda(args: ProjectOutArgs) -> tuple[Tensor, Tensor, Tensor]:
         tokens=tokens,
         parts=0,
         eps=0.0,
+        **sums_of(args.links, args.site),
     )
     kernel.launch(given, blocks)
     return residual, x, squares

@@ -197,6 +197,27 @@ def project_out(
 
 
 @triton.jit
+def _partial_out(
+    x, weight, out, tokens, rows, last, x_stride, outputs,
+    K: tl.constexpr, LINES: tl.constexpr, SLABS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * BLOCK_N
+    n, t = first + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
+    begin(weight, first, last, K, LINES, SLABS, BLOCK_N, DEPENDENT)
+    y_NT = multiply(x, weight, n, t, tokens, rows, x_stride, K, SLABS, BLOCK_N, BLOCK_K, BLOCK_T)
+    real = (t < tokens)[None, :] & (n < outputs)[:, None]
+    tl.store(out + t[None, :].to(tl.int64) * outputs + n[:, None], y_NT, mask=real)
+
+
+def partial_out(y: Tensor, w: Tiled | Slabs) -> Tensor:
+    """W y of 9 to 64 tokens, float32 [T, D]: what one rank has of `decode.project_out`."""
+    out = torch.empty(y.shape[0], w.outputs, device=y.device)
+    launch(_partial_out, w, y, w.outputs, (out,), (w.outputs,))
+    return out
+
+
+@triton.jit
 def _gates(
     x, weight, squares, logits, h, rstd, tokens, rows, last, x_stride,
     parts, stride, inputs, eps, experts, router_rows, h_stride,

@@ -1,0 +1,76 @@
+"""Routes for whoever runs the server, on a port and with keys of their own: its status, its end, its keys."""
+
+from collections.abc import Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp
+
+from redline.api.app import Border, json_response
+from redline.api.config import ApiConfig
+from redline.api.edge import Edge
+from redline.api.gateway import Gateway
+
+
+def create_admin_app(gateway: Gateway, edge: Edge, config: ApiConfig, drain: Callable[[], None]) -> ASGIApp:
+    """The admin routes. edge: of the server that they are about. config: of these routes, with their own keys_file.
+
+    drain: begins the server's end. Raises ConfigError where the keys' file cannot be read or is empty.
+    """
+    admin = _Admin(gateway, edge, drain)
+    routes = [
+        Route("/admin/status", admin.status),
+        Route("/admin/drain", admin.drain, methods=["POST"]),
+        Route("/admin/reload", admin.reload, methods=["POST"]),
+    ]
+    return Border(Router(routes, redirect_slashes=False), Edge(config), config, gateway.metrics)
+
+
+class _Admin:
+    def __init__(self, gateway: Gateway, edge: Edge, drain: Callable[[], None]) -> None:
+        self._gateway = gateway
+        self._edge = edge
+        self._drain = drain
+
+    async def status(self, request: Request) -> Response:
+        """The queue, the worker's rows and pages, and what each name has used and may still use."""
+        gateway, keyring = self._gateway, self._edge.keyring
+        jobs, tokens = gateway.waiting
+        load = gateway.metrics.last_load
+        accounts = {} if keyring is None else keyring.accounts
+        return json_response(
+            {
+                "ready": gateway.ready is not None and gateway.trouble is None and self._edge.draining is None,
+                "draining": self._edge.draining,
+                "trouble": gateway.lost or gateway.trouble,
+                "queue": {
+                    "jobs": jobs,
+                    "tokens": tokens,
+                    "tokens_per_s": round(gateway.served_per_s, 1),
+                    "retry_s": round(gateway.retry_s, 1),
+                },
+                "running": gateway.running,
+                "worker": None if load is None else msgspec.to_builtins(load),
+                "keys": {
+                    name: {
+                        "running": account.running,
+                        "requests": account.requests,
+                        "tokens": account.tokens,
+                        "limits": msgspec.structs.asdict(account.limits),
+                        "left": account.left(),
+                    }
+                    for name, account in accounts.items()
+                },
+            }
+        )
+
+    async def drain(self, request: Request) -> Response:
+        """Take no new requests, let running answers end within drain_s, and end the server."""
+        self._drain()
+        return json_response({"status": "draining", "drain_s": self._edge.drain_s})
+
+    async def reload(self, request: Request) -> Response:
+        """Read the file of keys again."""
+        return json_response({"message": self._edge.reload()})

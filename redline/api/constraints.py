@@ -1,0 +1,99 @@
+"""What clients say of the form of an answer: OpenAI's response_format, and vLLM's structured_outputs.
+
+Both are JSON objects of which the size and the depth are bounded already.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+from redline.chat.constraint import Constraint
+from redline.errors import RequestError
+
+MOST_CHOICES = 1024
+# Fields of structured_outputs that ask for what is so anyway.
+_NEUTRAL = {"disable_fallback", "backend", "_backend", "_backend_was_auto"}
+
+
+def of_response_format(value: dict[str, Any]) -> Constraint | None:
+    """OpenAI's field; None: any text. Raises RequestError, naming the place."""
+    param = "response_format"
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return Constraint(kind="json_schema", text='{"type": "object"}', param=param)
+        case {"type": "json_schema", "json_schema": {"schema": dict() | bool()}}:
+            schema: Any = value["json_schema"]["schema"]
+            return Constraint(kind="json_schema", text=json.dumps(schema), param=f"{param}.json_schema.schema")
+        case {"type": "json_schema"}:
+            raise RequestError(
+                "a format of type json_schema needs its schema, an object", f"{param}.json_schema.schema"
+            )
+        case {"type": str() as kind}:
+            raise RequestError(f"response_format of type {kind} is not supported", f"{param}.type")
+        case _:
+            raise RequestError("response_format needs a type: text, json_object or json_schema", f"{param}.type")
+
+
+def of_structured_outputs(value: dict[str, Any]) -> Constraint | None:
+    """vLLM's field; None where it is empty. Raises RequestError, naming the place."""
+    asked = {key: one for key, one in value.items() if one not in (None, False) and key not in _NEUTRAL}
+    if not asked:
+        return None
+    if len(asked) > 1:
+        raise RequestError(f"one of these only: {', '.join(sorted(asked))[:200]}", "structured_outputs")
+    [(kind, one)] = asked.items()
+    param = f"structured_outputs.{kind[:64]}"
+    if (read := _READ.get(kind)) is None:
+        raise RequestError(f"{kind[:64]} is not supported", param)
+    return read(one, param)
+
+
+def _json(value: Any, param: str) -> Constraint:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the schema is not valid JSON: {error}", param) from None
+    if not isinstance(value, dict):
+        raise RequestError("Expected a JSON schema, an object", param)
+    return Constraint(kind="json_schema", text=json.dumps(value), param=param)
+
+
+def _json_object(value: Any, param: str) -> Constraint:
+    return Constraint(kind="json_schema", text='{"type": "object"}', param=param)
+
+
+def _regex(value: Any, param: str) -> Constraint:
+    return Constraint(kind="regex", text=_text(value, param), param=param)
+
+
+def _choice(value: Any, param: str) -> Constraint:
+    if not isinstance(value, list):
+        raise RequestError("Expected a list of strings, none of them empty", param)
+    choices = cast("list[Any]", value)
+    if not all(isinstance(choice, str) and choice for choice in choices) or not choices:
+        raise RequestError("Expected a list of strings, none of them empty", param)
+    if len(choices) > MOST_CHOICES:
+        raise RequestError(f"at most {MOST_CHOICES} choices", param)
+    return Constraint(kind="choice", text=json.dumps(choices), param=param)
+
+
+def _grammar(value: Any, param: str) -> Constraint:
+    return Constraint(kind="grammar", text=_text(value, param), param=param)
+
+
+def _text(value: Any, param: str) -> str:
+    if not isinstance(value, str) or not value:
+        raise RequestError("Expected a string that is not empty", param)
+    return value
+
+
+_READ: dict[str, Callable[[Any, str], Constraint]] = {
+    "json": _json,
+    "json_object": _json_object,
+    "regex": _regex,
+    "choice": _choice,
+    "grammar": _grammar,
+}

@@ -1,0 +1,136 @@
+"""The file of API keys: who holds each, and what they may use; read again while the server runs.
+
+    # name  key                  limits of this name; what is not said is as in [per_key] of the deployment
+    alice   sk-3f...             requests_per_s=5 concurrency=8
+    alice   sk-77...             # a second key of the same name, while the first is being replaced
+    batch   sk-a0...             tokens_per_minute=200000 tokens_per_day=20000000
+    sk-old...                    # a key alone
+
+Limits stand beside the key so that one reading takes both: a new client needs no restart, and neither does a new limit.
+"""
+
+import os
+import secrets
+import time
+from collections.abc import Callable
+from hashlib import blake2b, sha256
+from pathlib import Path
+
+import msgspec
+
+from redline.api.access import Headers, check_key
+from redline.api.config import KeyLimits
+from redline.api.quota import Account
+from redline.errors import ConfigError
+
+NAME_CHARS = 64
+_SECRET = secrets.token_bytes(16)  # so that the name of a key alone, which is logged, tells nothing of the key
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """Whose a key is, and what it may use."""
+
+    name: str
+    limits: KeyLimits
+
+
+def read_keys(path: Path, default: KeyLimits = KeyLimits()) -> dict[bytes, Entry]:  # noqa: B008
+    """Entries by the SHA-256 of their keys, so that comparing takes the same time whatever their lengths.
+
+    Raises ConfigError, which names the line and never a key, where the file cannot be read, holds no key or says what
+    nobody knows.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the file of API keys cannot be read: {error}") from None
+    entries: dict[bytes, Entry] = {}
+    limits_of: dict[str, tuple[KeyLimits, str]] = {}
+    for number, line in enumerate(lines, 1):
+        if line.lstrip().startswith("#"):
+            continue
+        words = _words(line)
+        if not words:
+            continue
+        place = f"{path}, line {number}"
+        entry, key = _entry(words, default, place)
+        digest = sha256(key.encode()).digest()
+        if entries.setdefault(digest, entry).name != entry.name:
+            raise ConfigError(f"{place}: this key has another name already: {entries[digest].name}")
+        first, where = limits_of.setdefault(entry.name, (entry.limits, place))
+        if len(words) > 2 and first != entry.limits:
+            raise ConfigError(f"{place}: {entry.name} has other limits in {where}; say them there alone")
+        entries[digest] = Entry(entry.name, first)
+    if not entries:
+        raise ConfigError(f"{path}: no API key in the file; expected one per line, as NAME KEY or KEY alone")
+    return entries
+
+
+def _words(line: str) -> list[str]:
+    words = line.split()
+    comment = next((at for at, word in enumerate(words) if at and word.startswith("#")), len(words))
+    return words[:comment]
+
+
+def _entry(words: list[str], default: KeyLimits, place: str) -> tuple[Entry, str]:
+    if len(words) == 1:
+        name = f"key-{blake2b(words[0].encode(), key=_SECRET, digest_size=4).hexdigest()}"
+        return Entry(name, default), words[0]
+    name, key, *rest = words
+    if len(name) > NAME_CHARS or not name.isprintable():
+        raise ConfigError(f"{place}: the name is not printable text of at most {NAME_CHARS} characters")
+    said: dict[str, str] = {}
+    for word in rest:
+        limit, equals, number = word.partition("=")
+        if not equals or limit not in KeyLimits.__struct_fields__:
+            known = ", ".join(f"{field}=NUMBER" for field in KeyLimits.__struct_fields__)
+            raise ConfigError(f"{place}: a word behind the key of {name} is no limit; expected {known}, or # COMMENT")
+        said[limit] = number
+    try:
+        limits = msgspec.convert({**msgspec.structs.asdict(default), **said}, KeyLimits, strict=False)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{place}: {name}: {error}") from None
+    return Entry(name, limits), key
+
+
+class Keyring:
+    """The keys that hold now, and an Account for each name, which outlives every reading of the file."""
+
+    def __init__(self, path: Path, default: KeyLimits, clock: Callable[[], float] = time.monotonic) -> None:
+        """Raises ConfigError as `read_keys` does."""
+        self.path = path
+        self._default = default
+        self._clock = clock
+        self.accounts: dict[str, Account] = {}
+        self.reload()
+
+    def reload(self) -> int:
+        """Read the file again: -> how many keys it holds. Raises ConfigError; what held before holds on then."""
+        self._seen = self._look()
+        self._entries = read_keys(self.path, self._default)
+        limits = {entry.name: entry.limits for entry in self._entries.values()}
+        for name, account in list(self.accounts.items()):
+            if name not in limits and not account.running:
+                del self.accounts[name]
+        for name, of_name in limits.items():
+            if (account := self.accounts.get(name)) is None:
+                self.accounts[name] = Account(name, of_name, self._clock)
+            elif account.limits != of_name:
+                account.limit(of_name)
+        return len(self._entries)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the file is another one than when it was read last, by its time, size and number."""
+        return self._look() != self._seen
+
+    def account(self, headers: Headers) -> Account:
+        """Whose request it is. Raises Refusal (401) for one without a known key."""
+        return self.accounts[self._entries[check_key(headers, self._entries)].name]
+
+    def _look(self) -> tuple[int, int, int] | None:
+        try:
+            stat = os.stat(self.path)
+        except OSError:
+            return None  # between two versions, perhaps
+        return stat.st_mtime_ns, stat.st_size, stat.st_ino

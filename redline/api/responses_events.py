@@ -1,0 +1,305 @@
+"""Answers in OpenAI's Responses shape: whole, or as a stream of numbered events; and the dialect that they make.
+
+A response is a list of items: reasoning, a message, calls. In a stream each item is added, grows and is done before
+the next one is added. A call's `call_id` is the model's own, so that it finds it again in its history.
+"""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from redline.api.answers import Choice
+from redline.api.config import Limits
+from redline.api.dialect import Dialect, Reply
+from redline.api.errors import tell
+from redline.api.gateway import Batch
+from redline.api.openai_dialects import openai_error
+from redline.api.quota import CALLER
+from redline.api.response_store import ResponseStore
+from redline.api.responses import ResponsesRequest, behind, read_responses
+from redline.api.sealed import seal
+from redline.chat.conversation import Message, ToolCall
+from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, Thought
+from redline.errors import RequestError
+
+Json = dict[str, Any]
+
+_json = msgspec.json.Encoder().encode
+
+
+class _Body:
+    """The response object of one answer."""
+
+    def __init__(self, reply: Reply[ResponsesRequest], store: ResponseStore | None) -> None:
+        self.id = f"resp_{uuid.uuid4().hex}"
+        self._asked = reply.asked
+        self._store = store if reply.asked.stores else None
+        asked, sampling = reply.asked, reply.asked.ask.sampling
+        self._same: Json = {
+            "id": self.id,
+            "object": "response",
+            "created_at": reply.created,
+            "model": reply.model,
+            "background": False,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "metadata": asked.metadata,
+            "parallel_tool_calls": asked.parallel,
+            "previous_response_id": asked.previous,
+            "reasoning": {"effort": asked.effort, "summary": asked.summary},
+            "store": self._store is not None,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "text": {"format": msgspec.Raw(asked.format)},
+            "tool_choice": msgspec.Raw(asked.tool_choice),
+            "tools": msgspec.Raw(asked.tools),
+            "truncation": "disabled",
+        }
+
+    def now(self, status: str, output: list[Json], end: End | None = None, error: Json | None = None) -> Json:
+        """The object with these items."""
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        usage = None if end is None else _usage(end)
+        more = {"status": status, "error": error, "incomplete_details": cut, "output": output, "usage": usage}
+        return {**self._same, **more}
+
+    def ended(self, end: End, output: list[Json], turn: Message) -> Json:
+        """The object of an answer that has ended, which is kept where that was asked for. turn: what was said."""
+        body = self.now("incomplete" if end.finish == "length" else "completed", output, end)
+        if self._store is not None:
+            self._store.put(self.id, self._asked.owner, _json(body), (*self._asked.said, turn))
+        return body
+
+
+def _usage(end: End) -> Json:
+    return {
+        "input_tokens": end.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": end.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": end.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": end.reasoning_tokens},
+        "total_tokens": end.prompt_tokens + end.completion_tokens,
+    }
+
+
+def _reasoning(id: str, text: str, status: str, sealed: bool) -> Json:
+    item: Json = {"id": id, "type": "reasoning", "summary": [], "status": status}
+    item["content"] = [{"type": "reasoning_text", "text": text}] if text else []
+    return {**item, "encrypted_content": seal(text)} if sealed and text else item
+
+
+def _output_text(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _said(id: str, text: str, status: str) -> Json:
+    content = [_output_text(text)] if text else []
+    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _called(id: str, call: CallBegin, arguments: str, status: str) -> Json:
+    item = {"id": id, "type": "function_call", "call_id": call.id, "name": call.name, "arguments": arguments}
+    return {**item, "status": status}
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
+
+
+class ResponseStream:
+    """The stream of one response."""
+
+    def __init__(self, reply: Reply[ResponsesRequest], store: ResponseStore | None) -> None:
+        self._body = _Body(reply, store)
+        self._sealed = reply.asked.sealed
+        self._number = 0  # of the next event
+        self._output: list[Json] = []  # items that are done
+        self._choice = Choice()
+        self._kind = ""  # of the item that is open; empty: none is
+        self._id = ""  # of that item
+        self._call: CallBegin | None = None  # that item, where it is a call
+        self._pieces: list[str] = []  # of its text or its arguments
+        self._head = b""  # of the events that its pieces come in
+
+    def open(self) -> bytes:
+        """response.created and response.in_progress."""
+        return b"".join(self._response(kind, "in_progress") for kind in ("created", "in_progress"))
+
+    def write(self, batches: Sequence[Batch]) -> bytes:
+        """The events of these batches; the last of them close the response."""
+        out: list[bytes] = []
+        for batch in batches:
+            self._choice.add(batch)
+            for event in batch.events:
+                match event:
+                    case Text(text=text):
+                        if self._kind != "message":
+                            self._open_text(out)
+                        out.append(self._piece(text))
+                    case Thought(text=text):
+                        if self._kind != "reasoning":
+                            self._open_reasoning(out)
+                        out.append(self._piece(text))
+                    case CallBegin():
+                        self._open_call(event, out)
+                    case CallArguments(text=text):
+                        out.append(self._piece(text))
+                    case Logprobs():
+                        pass  # they are refused
+                    case End():
+                        self._done(out, "incomplete" if event.finish == "length" else "completed")
+                        body = self._body.ended(event, self._output, _turn(self._choice))
+                        out.append(self._event(f"response.{body['status']}", {"response": body}))
+        return b"".join(out)
+
+    def close(self) -> bytes:
+        """Nothing: the last event came with the answer's end."""
+        return b""
+
+    def fail(self, error: Exception) -> bytes:
+        """response.failed, as the last event."""
+        told = tell(error)
+        failure = {"code": told.code or "server_error", "message": told.message}
+        return self._event("response.failed", {"response": self._body.now("failed", self._output, error=failure)})
+
+    def _response(self, kind: str, status: str) -> bytes:
+        return self._event(f"response.{kind}", {"response": self._body.now(status, [])})
+
+    def _event(self, name: str, fields: Json) -> bytes:
+        number, self._number = self._number, self._number + 1
+        return b"event: %b\ndata: %b\n\n" % (
+            name.encode(),
+            _json({"type": name, "sequence_number": number, **fields}),
+        )
+
+    def _of_item(self, name: str, fields: Json) -> bytes:
+        return self._event(name, {"output_index": len(self._output), "item_id": self._id, **fields})
+
+    def _piece(self, text: str) -> bytes:
+        """A delta; all of it but its number and the text was encoded when the item was added."""
+        self._pieces.append(text)
+        number, self._number = self._number, self._number + 1
+        return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (self._head, number, _json(text))
+
+    def _open(self, kind: str, prefix: str, item: Json, delta: str, fields: Json, out: list[bytes]) -> None:
+        """Close the item that is open, and add another, whose pieces come as `delta` events with these fields."""
+        self._done(out, "completed")
+        self._kind, self._id = kind, _id(prefix)
+        added = {"output_index": len(self._output), "item": {**item, "id": self._id}}
+        out.append(self._event("response.output_item.added", added))
+        place = {"type": delta, "output_index": len(self._output), "item_id": self._id, **fields}
+        self._head = b"event: %b\ndata: %b" % (delta.encode(), _json(place)[:-1])
+
+    def _open_reasoning(self, out: list[bytes]) -> None:
+        item = _reasoning("", "", "in_progress", sealed=False)
+        self._open("reasoning", "rs", item, "response.reasoning_text.delta", {"content_index": 0}, out)
+        part = {"type": "reasoning_text", "text": ""}
+        out.append(self._of_item("response.content_part.added", {"content_index": 0, "part": part}))
+
+    def _open_text(self, out: list[bytes]) -> None:
+        fields: Json = {"content_index": 0, "logprobs": []}
+        self._open("message", "msg", _said("", "", "in_progress"), "response.output_text.delta", fields, out)
+        out.append(self._of_item("response.content_part.added", {"content_index": 0, "part": _output_text("")}))
+
+    def _open_call(self, call: CallBegin, out: list[bytes]) -> None:
+        item = _called("", call, "", "in_progress")
+        self._open("function_call", "fc", item, "response.function_call_arguments.delta", {}, out)
+        self._call = call
+
+    def _done(self, out: list[bytes], status: str) -> None:
+        """Close the item that is open, if there is one."""
+        text = "".join(self._pieces)
+        self._pieces.clear()
+        match self._kind:
+            case "reasoning":
+                item = _reasoning(self._id, text, status, self._sealed)
+                out.append(self._of_item("response.reasoning_text.done", {"content_index": 0, "text": text}))
+                part = {"type": "reasoning_text", "text": text}
+                out.append(self._of_item("response.content_part.done", {"content_index": 0, "part": part}))
+            case "message":
+                item = _said(self._id, text, status)
+                fields: Json = {"content_index": 0, "text": text, "logprobs": []}
+                out.append(self._of_item("response.output_text.done", fields))
+                part = {"content_index": 0, "part": _output_text(text)}
+                out.append(self._of_item("response.content_part.done", part))
+            case "function_call":
+                assert self._call is not None
+                item = _called(self._id, self._call, text, status)
+                fields = {"name": self._call.name, "arguments": text}
+                out.append(self._of_item("response.function_call_arguments.done", fields))
+            case _:
+                return
+        self._kind = ""
+        out.append(self._event("response.output_item.done", {"output_index": len(self._output), "item": item}))
+        self._output.append(item)
+
+
+def _turn(choice: Choice) -> Message:
+    """What the assistant said, for the next request."""
+    calls = [ToolCall(id=call.id, name=call.name, arguments="".join(pieces)) for call, pieces in choice.calls]
+    return Message(
+        role="assistant", content="".join(choice.text), reasoning="".join(choice.thought), tool_calls=tuple(calls)
+    )
+
+
+def response_answer(reply: Reply[ResponsesRequest], choices: Sequence[Choice], store: ResponseStore | None) -> bytes:
+    """The body of a whole response. Of a cut answer the last item is incomplete."""
+    [choice] = choices
+    output: list[Json] = []
+    if thought := "".join(choice.thought):
+        output.append(_reasoning(_id("rs"), thought, "completed", reply.asked.sealed))
+    if text := "".join(choice.text):
+        output.append(_said(_id("msg"), text, "completed"))
+    for call, pieces in choice.calls:
+        output.append(_called(_id("fc"), call, "".join(pieces), "completed"))
+    end = choice.ended()
+    if end.finish == "length" and output:
+        output[-1]["status"] = "incomplete"
+    return _json(_Body(reply, store).ended(end, output, _turn(choice)))
+
+
+def responses(store: ResponseStore | None, limits: Limits) -> Dialect[ResponsesRequest]:
+    """The dialect. store: where responses are kept; None: nowhere, so answers say `store: false`."""
+
+    async def recall(asked: ResponsesRequest) -> ResponsesRequest:
+        asked = msgspec.structs.replace(asked, owner=owner())
+        if asked.previous is None:
+            return asked
+        if store is None:
+            raise RequestError("this server keeps no responses: send the whole conversation", "previous_response_id")
+        return behind(asked, await store.messages(asked.previous, asked.owner), limits)
+
+    return Dialect(
+        read=read_responses,
+        stream=lambda reply: ResponseStream(reply, store),
+        answer=lambda reply, choices: response_answer(reply, choices, store),
+        error=openai_error,
+        recall=recall,
+    )
+
+
+class KeptResponses:
+    """The routes of responses that are kept."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    async def read(self, request: Request) -> Response:
+        """GET: the response as it was answered."""
+        body = await self._store.body(request.path_params["id"], owner())
+        return Response(body, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        """DELETE: the response is forgotten."""
+        id = request.path_params["id"]
+        await self._store.delete(id, owner())
+        return Response(_json({"id": id, "object": "response", "deleted": True}), media_type="application/json")
+
+
+def owner() -> str:
+    """Whose responses the current request may see: the name of its key; empty where no keys are asked for."""
+    account = CALLER.get().account
+    return "" if account is None else account.name

@@ -1,0 +1,132 @@
+// What the blocks of several ranks, each on a chip of its own, tell one another: words of float32 partial sums.
+//
+// Every rank has an inbox, which all others can write: [site][source rank][room words]. A thread sends its word to the
+// same place of every other rank's inbox, under its own rank, and reads what the others have sent to its own. A word that
+// nobody has sent is minus zero, which no sum is sent as; whoever has read a word makes it unsent again. There are no
+// flags, no counters, and no fence: a word is its own sign that it has come.
+//
+// Two sites, used in turn, are enough. A rank sends to a site again only after it has read, at the other site, what every
+// rank sent there later; and a rank sends that only once the grid that read the first site has ended (a kernel sends
+// behind `wait_for_previous_grid`), so its words there are unsent again.
+//
+// The wait is bounded: a rank whose words do not come within control[0] nanoseconds is written to control[1], plus one,
+// and from then on nobody waits: what is read is NaN.
+//
+// Macros: RANKS.
+#pragma once
+#include "core.cuh"
+
+#if RANKS > 1
+constexpr u32 UNSENT = 0x80000000, LOST = 0x7fffffff;
+#ifdef REDLINE_EMULATE
+constexpr u32 TRIES = 16;
+#else
+constexpr u32 TRIES = 4096;  // of a read, between two looks at the clock
+#endif
+
+struct Ranks {
+    u32* inbox[RANKS];  // of this site, as this chip sees them
+    u32* mine;
+    u64* control;
+    u32 rank, room;
+};
+
+// A launch has the inboxes' addresses among its arguments, `inbox_0` to `inbox_7`: nothing has to be loaded to find them.
+// `first`: of the site's words in an inbox.
+template <class Launch>
+FN Ranks ranks_of(const Launch& a, u64 first) {
+    const u64 inboxes[8] = {a.inbox_0, a.inbox_1, a.inbox_2, a.inbox_3, a.inbox_4, a.inbox_5, a.inbox_6, a.inbox_7};
+    Ranks r;
+    r.mine = nullptr, r.control = a.control, r.rank = a.rank, r.room = a.room;
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++) {
+        r.inbox[i] = (u32*)inboxes[i] + first;
+        if (i == a.rank) r.mine = r.inbox[i];
+    }
+    return r;
+}
+
+FN u32 sent(u32 v) { return v == UNSENT ? 0 : v; }
+FN u32x2 sent(u32x2 v) { return {sent(v.x), sent(v.y)}; }
+FN u32x4 sent(u32x4 v) { return {sent(v.x), sent(v.y), sent(v.z), sent(v.w)}; }
+FN bool is_unsent(u32 v) { return v == UNSENT; }
+FN bool is_unsent(u32x2 v) { return v.x == UNSENT || v.y == UNSENT; }
+FN bool is_unsent(u32x4 v) { return v.x == UNSENT || v.y == UNSENT || v.z == UNSENT || v.w == UNSENT; }
+FN void fill_words(u32& v, u32 with) { v = with; }
+FN void fill_words(u32x2& v, u32 with) { v = {with, with}; }
+FN void fill_words(u32x4& v, u32 with) { v = {with, with, with, with}; }
+
+// To this place of every other rank's inbox.
+template <class Words>
+FN void send(const Ranks& r, u32 place, Words v) {
+    v = sent(v);
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++) {
+        if (i != r.rank) store_system(r.inbox[i] + (u64)r.rank * r.room + place, v);
+    }
+}
+
+FN bool is_lost(const Ranks& r, u32 source, u64& since) {
+    u64 now = nanoseconds();
+    if (since == 0) since = now;
+    if (load_system_64(r.control + 1)) return true;
+    if (now - since < load_system_64(r.control)) return false;
+    store_system_64(r.control + 1, source + 1);
+    return true;
+}
+
+// What a rank has sent here; waits for it, and makes it unsent again.
+template <class Words>
+FN Words receive(const Ranks& r, u32 source, u32 place) {
+    u32* at = r.mine + (u64)source * r.room + place;
+    u64 since = 0;
+    Words v;
+    for (u32 tries = 1;; tries++) {
+        load_system(at, v);
+        if (!is_unsent(v)) break;
+        wait_a_little();
+        if (tries % TRIES == 0 && is_lost(r, source, since)) {
+            fill_words(v, LOST);
+            return v;
+        }
+    }
+    Words none;
+    fill_words(none, UNSENT);
+    store_system(at, none);
+    return v;
+}
+
+// The sum of what all ranks have sent to this place, `own` among them, in the order of ranks: the same bits on all.
+FN float sum_of_ranks(const Ranks& r, u32 place, float own) {
+    float sum = 0.f;
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++) {
+        float v = as_float(sent(as_u32(own)));
+        if (i != r.rank) v = as_float(receive<u32>(r, i, place));
+        sum = i ? sum + v : v;
+    }
+    return sum;
+}
+FN f32x2 sum_of_ranks(const Ranks& r, u32 place, f32x2 own) {
+    f32x2 sum = {0.f, 0.f};
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++) {
+        u32x2 v = sent(u32x2{as_u32(own.x), as_u32(own.y)});
+        if (i != r.rank) v = receive<u32x2>(r, i, place);
+        sum.x = i ? sum.x + as_float(v.x) : as_float(v.x), sum.y = i ? sum.y + as_float(v.y) : as_float(v.y);
+    }
+    return sum;
+}
+FN u32x4 sum_of_ranks(const Ranks& r, u32 place, u32x4 own) {
+    u32x4 sum = {0, 0, 0, 0};
+#pragma unroll
+    for (u32 i = 0; i < RANKS; i++) {
+        u32x4 v = sent(own);
+        if (i != r.rank) v = receive<u32x4>(r, i, place);
+        sum = i ? u32x4{as_u32(as_float(sum.x) + as_float(v.x)), as_u32(as_float(sum.y) + as_float(v.y)),
+                        as_u32(as_float(sum.z) + as_float(v.z)), as_u32(as_float(sum.w) + as_float(v.w))}
+                : v;
+    }
+    return sum;
+}
+#endif

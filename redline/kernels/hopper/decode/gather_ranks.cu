@@ -1,0 +1,41 @@
+// Every rank's columns, side by side, on every rank: the logits of a head whose rows are divided among the ranks.
+//
+// An inbox has two rooms for it, taken in turn, since two gathers may follow one another directly. Whose turn it is lies
+// in memory, and the last block of a launch passes it on. All blocks of a launch must fit on the chip at once.
+// Macros: RANKS, WIDTH (columns of a rank, a multiple of 4).
+#include "core.cuh"
+#include "ranks.cuh"
+
+struct GatherRanksLaunch {
+    const float* part;   // [R, WIDTH]
+    float* whole;        // [R, RANKS, WIDTH]
+    u64 inbox_0, inbox_1, inbox_2, inbox_3, inbox_4, inbox_5, inbox_6, inbox_7;  // of RANKS ranks
+    u64* control;        // ranks.cuh
+    u32* turns;          // [2]: launches that have ended, and blocks of this one that have
+    u64 site;            // first word of the two rooms in an inbox: [2][rank][R][WIDTH] words
+    u32 rows, rank, room;
+};
+
+KERNEL(gather_ranks, GatherRanksLaunch) {
+    let_next_grid_start();
+    wait_for_previous_grid();
+    u64 turn = load_global_fresh(a.turns) & 1;
+    Ranks ranks = ranks_of(a, a.site + turn * RANKS * a.room);
+    u32 count = a.rows * (WIDTH / 4), step = grid_size() * THREADS, first = block_index() * THREADS + thread_index();
+    for (u32 i = first; i < count; i += step) {
+        u32x4 v = load_global_4(a.part + 4 * i);
+        send(ranks, 4 * i, v);
+        store_global_4(a.whole + ((u64)(i / (WIDTH / 4)) * RANKS + a.rank) * WIDTH + i % (WIDTH / 4) * 4, v);
+    }
+    for (u32 i = first; i < count; i += step)
+#pragma unroll
+        for (u32 source = 0; source < RANKS; source++)
+            if (source != a.rank)
+                store_global_4(a.whole + ((u64)(i / (WIDTH / 4)) * RANKS + source) * WIDTH + i % (WIDTH / 4) * 4,
+                               receive<u32x4>(ranks, source, 4 * i));
+    sync_block();
+    if (thread_index() == 0 && add_global(a.turns + 1, 1) + 1 == grid_size()) {
+        store_global(a.turns + 1, 0);
+        add_global(a.turns, 1);
+    }
+}

@@ -1,0 +1,1 @@
+"""Grammars: which tokens an answer may go on with."""

@@ -1,0 +1,224 @@
+"""Which tokens may come next in a slot whose job has a grammar.
+
+A matcher follows its slot's tokens, and gives a mask for each position of a row: the one behind the last token, and
+those behind the drafts before each. What the grammar forces is one token, the one that the tokenizer would write there:
+so a forced run is known before the model has seen it, and drafts made of it hold whatever the model prefers.
+
+W words of a mask, 32 tokens each.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from redline.wire.job import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+KEPT = 64  # compiled grammars, the latest used ones
+_log = logging.getLogger(__name__)
+
+_EVERY = -1  # a word of a mask that allows every token
+
+
+class Matchers:
+    """Compiles grammars, each in a thread beside the one that runs steps, and keeps the last ones."""
+
+    def __init__(self, tokens: Callable[[], LLTokenizer], vocabulary: int, *, pinned: bool = False) -> None:
+        """tokens: makes the vocabulary that grammars are compiled with; called once, in the thread.
+
+        vocabulary: of the model's logits. pinned: whether masks lie in memory that a GPU reads without waiting.
+        """
+        self.words = -(-vocabulary // 32)
+        self.pinned = pinned
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._tokens: Future[LLTokenizer] = self._threads.submit(tokens)  # while the model's memory is made ready
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+
+    def begin(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
+        """A matcher of an answer that has these tokens so far. Does not wait for the compilation."""
+        compiled = self._compiled.get(grammar.text)
+        if compiled is None:
+            compiled = self._compiled[grammar.text] = self._threads.submit(self._compile, grammar.text)
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar.text)
+        return Matcher(self, grammar, compiled, generated)
+
+    @functools.cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The ids with which an answer ends where its grammar is complete; none where the vocabulary cannot be had."""
+        return frozenset() if self._tokens.exception() is not None else frozenset(self._tokens.result().eos_tokens)
+
+    def close(self) -> None:
+        """Ends the thread; what waits to be compiled is left."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _compile(self, text: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        return LLMatcher(self._tokens.result(), text, log_level=0)
+
+
+class Matcher:
+    """Where one answer stands in its grammar."""
+
+    def __init__(
+        self, matchers: Matchers, grammar: Grammar, compiled: Future[LLMatcher], generated: Sequence[int]
+    ) -> None:
+        """compiled: the grammar, of which this takes a copy once it is reached. generated: tokens of the answer."""
+        self._matchers = matchers
+        self._grammar = grammar
+        self._compiled = compiled
+        self._own: LLMatcher | None = None
+        self._lost = False  # it cannot be compiled here
+        self._free = bool(grammar.after)  # the grammar has not begun
+        self._ended = False  # the answer has: what follows is nobody's
+        self._forced: list[int] = []  # what comes next in any case, as far as it has been worked out
+        self.advance(generated)
+
+    @property
+    def idle(self) -> bool:
+        """Whether any token may come next, since the grammar has not begun."""
+        return self._free and not self._grammar.banned
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Takes in tokens that are certain. Those behind the answer's end are nobody's."""
+        for token in tokens:
+            if self._ended or not self._take(token):
+                return
+
+    def masks(self, drafts: Sequence[int]) -> Tensor:
+        """The allowed tokens behind the last token and behind each draft, int32 [rows, W]: a bit for each token.
+
+        Rows end before the first draft that is refused, or that ends the answer. A grammar that cannot go on, such as
+        one that takes too much to follow, allows nothing.
+        """
+        matchers = self._matchers
+        masks = torch.empty(1 + len(drafts), matchers.words, dtype=torch.int32, pin_memory=matchers.pinned)
+        before = self._free, self._ended, self._forced
+        taken, rows = 0, 0
+        for draft in (*drafts, None):
+            self._write(masks[rows])
+            rows += 1
+            if draft is None or self._ended or not self._allows(draft) or self._ends(draft):
+                break
+            taken += not self._free or draft in self._grammar.after
+            self._take(draft)
+        self._back(taken, *before)
+        return masks[:rows]
+
+    def allowed(self, drafts: Sequence[int]) -> int:
+        """How many of the drafts the grammar takes, one after another, before the answer's end.
+
+        While it is idle those before it begins: so the row needs no mask at all.
+        """
+        if self.idle:
+            after = self._grammar.after
+            return next((place for place, draft in enumerate(drafts) if draft in after), len(drafts))
+        before = self._free, self._ended, self._forced
+        taken = count = 0
+        for draft in drafts:
+            if self._ended or not self._allows(draft) or self._ends(draft):
+                break
+            taken += not self._free or draft in self._grammar.after
+            count += 1
+            self._take(draft)
+        self._back(taken, *before)
+        return count
+
+    def forced(self) -> list[int]:
+        """The tokens that come next whatever the model says."""
+        if self._free or self._ended:
+            return []
+        if not self._forced:
+            matcher = self._matcher()
+            self._forced = [] if matcher is None else matcher.compute_ff_tokens()
+        return self._forced
+
+    def _matcher(self) -> LLMatcher | None:
+        """This answer's own; waits for the compilation. None where that has failed."""
+        if self._own is None and not self._lost:
+            try:
+                self._own = self._compiled.result().deep_copy()
+            except Exception as error:  # of this job alone: it is left no token to choose
+                self._lost = True
+                _log.warning("a grammar cannot be compiled: %s", error)
+        return self._own
+
+    def _ends(self, token: int) -> bool:
+        return not self._free and token in self._matchers.stop_ids
+
+    def _allows(self, token: int) -> bool:
+        if self._free:
+            return token not in self._grammar.banned
+        if forced := self.forced():
+            return token == forced[0]
+        matcher = self._matcher()
+        return matcher is not None and matcher.validate_tokens([token]) == 1
+
+    def _take(self, token: int) -> bool:
+        """False where the answer has ended, or has left its grammar."""
+        if self._free:
+            if token not in self._grammar.after:
+                return True
+            self._free = False
+        elif self._ends(token):
+            self._ended = True
+            return False
+        self._forced = self._forced[1:] if self._forced and self._forced[0] == token else []
+        matcher = self._matcher()
+        return matcher is not None and matcher.consume_token(token)
+
+    def _back(self, taken: int, free: bool, ended: bool, forced: list[int]) -> None:
+        matcher = self._own
+        if taken and matcher is not None:
+            matcher.rollback(taken)
+        self._free, self._ended, self._forced = free, ended, forced
+
+    def _write(self, mask_W: Tensor) -> None:
+        """One row: memory that numpy sees costs less than a torch operation."""
+        words = mask_W.numpy()
+        if self._free or self._ended:
+            words.fill(_EVERY)
+            for token in self._grammar.banned if self._free else ():
+                _clear(words, token)
+            return
+        forced, matcher = self.forced(), self._matcher()
+        if forced or matcher is None:
+            words.fill(0)
+            for token in forced[:1]:
+                _set(words, token)
+            return
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            words.fill(0)
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << token % 32).astype(np.int32)
+
+
+def _clear(words: np.ndarray[tuple[int], np.dtype[np.int32]], token: int) -> None:
+    words[token // 32] &= ~_bit(token)
+
+
+def _set(words: np.ndarray[tuple[int], np.dtype[np.int32]], token: int) -> None:
+    words[token // 32] |= _bit(token)
+
+
+def masked(logits_NV: Tensor, masks_NW: Tensor) -> Tensor:
+    """A copy of the logits with -inf for the tokens that a position's mask does not allow."""
+    bits_NV = np.unpackbits(masks_NW.numpy().view(np.uint8), axis=1, bitorder="little")[:, : logits_NV.shape[1]]
+    allowed_NV = torch.from_numpy(bits_NV).bool().to(logits_NV.device)
+    return logits_NV.masked_fill(~allowed_NV, -torch.inf)

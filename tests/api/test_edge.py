@@ -1,0 +1,379 @@
+"""Keys with names and limits, reloading, deadlines, the queue's bounds, draining, the admin routes, what is counted."""
+
+import asyncio
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from redline.api.admin import create_admin_app
+from redline.api.app import create_app
+from redline.api.config import ApiConfig, KeyLimits, Limits
+from redline.api.edge import Edge, measure_lag
+from redline.api.keys import Keyring, read_keys
+from redline.api.quota import Account, LimitReached, ServedRate
+from redline.errors import ConfigError
+from tests.api.world import MODEL, World, answer, until
+
+pytestmark = pytest.mark.anyio
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def keys_file(folder: Path, text: str) -> Path:
+    path = folder / "keys.txt"
+    path.write_text(text)
+    return path
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def chat(world: World, key: str = "", headers: dict[str, str] | None = None, **fields: Any) -> httpx2.Response:
+    sent = {"authorization": f"Bearer {key}"} if key else {}
+    body = {"messages": [{"role": "user", "content": "hello"}], **fields}
+    return await world.http.post(CHAT, json=body, headers=sent | (headers or {}))
+
+
+# -- the file
+
+
+def test_a_line_is_a_name_and_a_key_or_a_key_alone(tmp_path: Path) -> None:
+    path = keys_file(
+        tmp_path, "# all\n\nalice k1 requests_per_s=2 concurrency=3  # hers\nalice k2\nbob k3\n  k4\nk5 # old\n"
+    )
+    entries = list(read_keys(path, KeyLimits(concurrency=7, tokens_per_day=9)).values())
+    assert [entry.name for entry in entries[:3]] == ["alice", "alice", "bob"]
+    hers = KeyLimits(requests_per_s=2, concurrency=3, tokens_per_day=9)
+    assert [entry.limits for entry in entries[:3]] == [hers, hers, KeyLimits(concurrency=7, tokens_per_day=9)]
+    alone = [entry.name for entry in entries[3:]]
+    assert len(set(alone)) == 2
+    assert all(re.fullmatch("key-[0-9a-f]{8}", name) for name in alone)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "no API key in the file"),
+        ("alice secret what", "line 1: a word behind the key of alice is no limit; expected requests_per_s=NUMBER"),
+        ("alice secret concurrency=0", "line 1: alice: Expected `int` >= 1"),
+        ("alice secret tokens_per_day=many", "line 1: alice: Expected `int"),
+        ("alice secret\nbob secret", "line 2: this key has another name already: alice"),
+        ("a secret concurrency=1\na other concurrency=2", "line 2: a has other limits in .*line 1"),
+        (f"{'a' * 65} secret", "line 1: the name is not printable text of at most 64"),
+    ],
+)
+def test_a_wrong_line_is_named_and_its_key_is_not(tmp_path: Path, text: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint) as told:
+        read_keys(keys_file(tmp_path, text))
+    assert "secret" not in str(told.value)
+
+
+async def test_keys_are_read_again_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, "alice k1 concurrency=2")
+    async with World(answer("a")) as world:
+        edge = Edge(ApiConfig(served_model_names=(MODEL,), keys_file=str(path)))
+        app = create_app(world.gateway, ApiConfig(served_model_names=(MODEL,)), edge)
+        world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
+        following = asyncio.create_task(edge.follow_keys())
+        assert (await chat(world, "k1")).status_code == 200
+        assert (await chat(world, "k2")).status_code == 401
+        assert edge.keyring is not None
+        used = edge.keyring.accounts["alice"].tokens
+        assert used > 0
+        path.write_text("alice k2 concurrency=5\n")
+        await until(lambda: edge.keyring and edge.keyring.accounts["alice"].limits.concurrency == 5)
+        assert (await chat(world, "k1")).status_code == 401
+        assert (await chat(world, "k2")).status_code == 200
+        assert edge.keyring.accounts["alice"].tokens > used
+        path.write_text("alice k3 concurrency=none\n")
+        assert "the keys that held before hold on" in edge.reload()
+        assert (await chat(world, "k2")).status_code == 200
+        following.cancel()
+
+
+def test_a_name_that_is_gone_keeps_no_account_once_its_requests_have_ended(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, "alice k1\nbob k2")
+    keys = Keyring(path, KeyLimits())
+    with keys.accounts["bob"].request():
+        path.write_text("alice k1")
+        assert keys.changed
+        assert keys.reload() == 1
+        assert set(keys.accounts) == {"alice", "bob"}
+    keys.reload()
+    assert set(keys.accounts) == {"alice"}
+
+
+# -- limits
+
+
+def test_requests_in_a_second_come_free_with_time() -> None:
+    clock = Clock()
+    account = Account("alice", KeyLimits(requests_per_s=2), clock)
+    for _ in range(2):
+        with account.request():
+            pass
+    with (
+        pytest.raises(LimitReached, match="the key alice has reached its limit: requests_per_s is 2") as told,
+        account.request(),
+    ):
+        pass
+    assert told.value.retry_s == pytest.approx(0.5)
+    clock.now += 0.5
+    with account.request():
+        pass
+
+
+def test_tokens_are_paid_for_afterwards_and_the_debt_is_waited_for() -> None:
+    clock = Clock()
+    account = Account("alice", KeyLimits(tokens_per_minute=600), clock)
+    account.check_tokens(600)
+    account.charge(1200)
+    with pytest.raises(LimitReached, match="tokens_per_minute is 600") as told:
+        account.check_tokens(0)
+    assert told.value.retry_s == pytest.approx(60.1)
+    with pytest.raises(LimitReached) as told:
+        account.check_tokens(10_000)  # more than a minute gives: once it is full
+    assert told.value.retry_s == pytest.approx(120)
+    clock.now += 60.1
+    account.check_tokens(0)
+    account.limit(KeyLimits(tokens_per_minute=600, concurrency=1))
+    with pytest.raises(LimitReached):
+        account.check_tokens(100)  # another limit has changed; the debt is not forgotten
+    account.limit(KeyLimits(tokens_per_minute=700))
+    account.check_tokens(700)
+
+
+def test_a_new_rate_holds_from_the_next_request_on() -> None:
+    clock = Clock()
+    account = Account("alice", KeyLimits(requests_per_s=0.5), clock)
+    for rate, waits in ((0.5, 2.0), (0.25, 4.0)):
+        account.limit(KeyLimits(requests_per_s=rate))
+        with account.request():
+            pass
+        with pytest.raises(LimitReached) as told, account.request():
+            pass
+        assert told.value.retry_s == pytest.approx(waits)
+
+
+async def test_a_key_that_has_reached_a_limit_gets_429_with_its_name_and_others_are_served(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, "alice k1 concurrency=1\nbob k2 tokens_per_day=40\ncarol k3")
+    async with World(answer("a"), keys_file=str(path)) as world:
+        world.engine.gate.clear()
+        first = asyncio.create_task(chat(world, "k1"))
+        await until(lambda: world.engine.jobs)
+        refused = await chat(world, "k1")
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert "alice has reached its limit: concurrency is 1" in error["message"]
+        world.engine.gate.set()
+        assert (await first).status_code == 200
+        assert (await chat(world, "k1")).status_code == 200
+        statuses = [(await chat(world, "k2")).status_code for _ in range(4)]
+        assert statuses[0] == 200
+        assert statuses[-1] == 429
+        assert int((await chat(world, "k2")).headers["retry-after"]) > 60
+        assert (await chat(world, "k3")).status_code == 200
+        metrics = (await world.http.get("/metrics", headers={"authorization": "Bearer k3"})).text
+        assert f'redline:rejections_total{{engine="0",model_name="{MODEL}",reason="concurrency"}} 1.0' in metrics
+        assert f'redline:requests_total{{engine="0",model_name="{MODEL}",route="{CHAT}",status="200"}} ' in metrics
+
+
+async def test_pages_of_one_name_are_never_anothers(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, "alice k1\nalice k2\nbob k3")
+    async with World(answer("a"), keys_file=str(path)) as world:
+        long = [{"role": "user", "content": "x" * 200}]
+        for key, salt in (("k1", None), ("k2", None), ("k3", None), ("k1", "s"), ("k3", "s")):
+            assert (await chat(world, key, messages=long, cache_salt=salt)).status_code == 200
+        pages = [job.pages for job in world.engine.jobs]
+        assert all(pages)
+        assert pages[0] == pages[1]
+        assert len({hash for of_job in pages[1:] for hash in of_job[:1]}) == 4
+        assert [job.tenant for job in world.engine.jobs] == ["alice", "alice", "bob", "alice", "bob"]
+
+
+# -- admission and deadlines
+
+
+def test_what_waits_is_told_by_what_was_served_lately() -> None:
+    clock = Clock()
+    rate = ServedRate(clock)
+    assert rate.retry_s(1_000_000) == 1.0, "nothing has been measured"
+    rate.begins()
+    for _ in range(10):
+        clock.now += 1
+        rate.served(100)
+    assert rate.per_s == pytest.approx(100)
+    assert rate.retry_s(2500) == pytest.approx(25)
+    assert rate.retry_s(10**9) == 600
+    clock.now += 1000  # idle
+    rate.begins()
+    clock.now += 1
+    rate.served(100)
+    assert rate.per_s == pytest.approx(100), "idle time is not time in which nothing was served"
+
+
+async def test_a_full_queue_says_when_to_come_back() -> None:
+    async with World(answer("a"), limits=Limits(queue_tokens=30)) as world:
+        world.engine.gate.clear()
+        waits = asyncio.create_task(chat(world))
+        await until(lambda: world.engine.jobs)
+        refused = await chat(world)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+        assert refused.headers["retry-after"] == "1"
+        assert world.gateway.waiting[0] == 1
+        world.engine.gate.set()
+        assert (await waits).status_code == 200
+        assert world.gateway.waiting == (0, 0)
+        assert world.gateway.served_per_s > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("by", ["field", "header", "deployment"])
+async def test_a_deadline_ends_an_answer_and_its_jobs(stream: bool, by: str) -> None:
+    limits = Limits(timeout_s=0.3) if by == "deployment" else Limits()
+    async with World(answer("a"), limits=limits) as world:
+        world.engine.gate.clear()
+        headers = {"x-request-timeout": "0.3"} if by == "header" else {}
+        fields = {"timeout": 0.3} if by == "field" else {}
+        ended = await chat(world, headers=headers, stream=stream, **fields)
+        assert ended.status_code == (200 if stream else 504)
+        assert "the deadline has passed: the answer was not complete 0.3 s after the request came" in ended.text
+        assert "deadline_exceeded" in ended.text
+        assert "[DONE]" not in ended.text
+        assert {job.id for job in world.engine.jobs} == world.engine.aborted
+        assert world.gateway.waiting == (0, 0)
+
+
+async def test_a_deadline_that_is_no_number_is_refused() -> None:
+    async with World(answer("a")) as world:
+        for wrong in ("soon", "0", "-1", "nan", "inf", "1e9"):
+            refused = await chat(world, headers={"x-request-timeout": wrong})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "X-Request-Timeout")
+        assert (await chat(world, timeout=0)).json()["error"]["param"] == "timeout"
+        assert (await chat(world, timeout=5, headers={"x-request-timeout": "5"})).status_code == 200
+
+
+async def test_max_tokens_has_a_default_and_a_maximum() -> None:
+    async with World(answer("a"), limits=Limits(default_max_tokens=5, most_max_tokens=8)) as world:
+        for fields in ({}, {"max_tokens": 7}):
+            assert (await chat(world, **fields)).status_code == 200
+        assert [job.sampling.max_tokens for job in world.engine.jobs] == [5, 7]
+        refused = await chat(world, max_tokens=9)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+        assert "at most" in refused.json()["error"]["message"]
+        assert (await chat(world, min_tokens=6)).json()["error"]["param"] == "min_tokens"
+    async with World(answer("a"), limits=Limits(most_max_tokens=8)) as world:
+        await chat(world)
+        assert world.engine.jobs[0].sampling.max_tokens == 8
+
+
+async def test_a_streams_headers_leave_before_its_first_token() -> None:
+    async with World(answer("a")) as world, world.listening() as url, httpx2.AsyncClient() as http:
+        world.engine.gate.clear()
+        body = {"messages": [{"role": "user", "content": "hello"}], "stream": True}
+        async with asyncio.timeout(5), http.stream("POST", url + CHAT, json=body) as response:
+            assert response.status_code == 200
+            assert world.engine.sent == 0
+            world.engine.gate.set()
+            assert (await response.aread()).endswith(b"data: [DONE]\n\n")
+
+
+# -- draining, the admin routes, what is told
+
+
+async def test_while_it_drains_new_work_is_refused_and_running_answers_end() -> None:
+    async with World(answer("a")) as world:
+        edge = Edge(world.config)
+        app = create_app(world.gateway, world.config, edge)
+        world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
+        world.engine.gate.clear()
+        running = asyncio.create_task(chat(world))
+        await until(lambda: world.engine.jobs)
+        edge.draining = "the server is stopping"
+        health = await world.http.get("/health")
+        assert (health.status_code, health.json()) == (
+            503,
+            {"status": "draining", "reason": "the server is stopping"},
+        )
+        assert (await world.http.get("/live")).status_code == 200
+        refused = await chat(world)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "3")
+        world.engine.gate.set()
+        assert (await running).status_code == 200
+
+
+async def test_the_admin_routes_ask_for_keys_of_their_own(tmp_path: Path) -> None:
+    path = keys_file(tmp_path, "alice k1 tokens_per_minute=500")
+    own = tmp_path / "admin.txt"
+    own.write_text("root r1")
+    drained: list[bool] = []
+    async with World(answer("a"), keys_file=str(path)) as world:
+        edge = Edge(world.config)
+        app = create_app(world.gateway, world.config, edge)
+        world.http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline")
+        assert (await chat(world, "k1")).status_code == 200
+        config = ApiConfig(served_model_names=(MODEL,), keys_file=str(own))
+        routes = create_admin_app(world.gateway, edge, config, lambda: drained.append(True))
+        admin = httpx2.AsyncClient(transport=httpx2.ASGITransport(routes), base_url="http://admin")
+        for key in ("k1", ""):
+            sent = {"authorization": f"Bearer {key}"} if key else {}
+            assert (await admin.get("/admin/status", headers=sent)).status_code == 401
+        assert (await world.http.get("/admin/status", headers={"authorization": "Bearer k1"})).status_code == 404
+        ours = {"authorization": "Bearer r1"}
+        status = (await admin.get("/admin/status", headers=ours)).json()
+        assert status["ready"] is True
+        assert status["queue"]["jobs"] == status["queue"]["tokens"] == 0
+        alice = status["keys"]["alice"]
+        assert (alice["requests"], alice["running"]) == (1, 0)
+        assert alice["tokens"] > 1
+        assert 0 < alice["left"]["tokens_per_minute"] < 500
+        path.write_text("bob k2")
+        assert "1 keys hold now" in (await admin.post("/admin/reload", headers=ours)).json()["message"]
+        assert (await chat(world, "k1")).status_code == 401
+        assert not drained
+        assert (await admin.post("/admin/drain", headers=ours)).json()["status"] == "draining"
+        assert drained == [True]
+        await admin.aclose()
+
+
+async def test_an_access_line_has_fields_and_no_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = keys_file(tmp_path, "alice k1")
+    caplog.set_level(logging.INFO, "redline.access")
+    async with World(answer("a secret answer"), keys_file=str(path), json_lines=True) as world:
+        secret = [{"role": "user", "content": "a secret question"}]
+        await chat(world, "k1", headers={"x-request-id": "abc-1"}, messages=secret)
+        fields: dict[str, Any] = caplog.records[-1].__dict__["fields"]
+        assert fields.pop("ms") >= 0
+        assert fields.pop("prompt_tokens") > 5
+        assert fields.pop("completion_tokens") > 5
+        assert fields == {
+            "method": "POST", "path": CHAT, "status": 200, "key": "alice", "id": "abc-1", "complete": True,
+        }  # fmt: skip
+        assert "secret" not in caplog.text
+        assert world.engine.jobs[0].id.startswith("abc-1."), "what the worker says of a job has the request's id"
+
+
+async def test_the_loops_lag_is_observed() -> None:
+    async with World(answer("a")) as world:
+        measuring = asyncio.create_task(measure_lag(world.metrics))
+        await until(
+            lambda: (
+                b'redline:event_loop_lag_seconds_count{engine="0",model_name="kimi-nano"} 0.0'
+                not in world.metrics.expose()
+            )
+        )
+        measuring.cancel()

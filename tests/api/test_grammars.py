@@ -1,0 +1,251 @@
+"""Grammars before their jobs are admitted: what can be used, what is refused in which words, what it may cost."""
+
+import asyncio
+import json
+import resource
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from redline.api.ask import Ask
+from redline.api.config import Defaults, Limits
+from redline.api.grammars import Grammars
+from redline.api.openai import read_chat
+from redline.bench.runs.constrained import tokenizer
+from redline.chat.constraint import Calls, Constraint
+from redline.chat.conversation import Conversation, Message, Tool, ToolCall
+from redline.errors import Overloaded, RequestError
+from redline.wire.job import Grammar
+
+pytestmark = pytest.mark.anyio
+SPECIAL = tokenizer().special
+NESTED = {"type": "object", "properties": {"a": {"items": {"uniqueItems": True}}}}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def opened(**limits: Any) -> AsyncIterator[Grammars]:
+    grammars = Grammars(tokenizer(), Limits(**limits))
+    try:
+        yield grammars
+    finally:
+        grammars.close()
+        await grammars.ended()
+
+
+def schema(value: Any) -> Constraint:
+    return Constraint(kind="json_schema", text=json.dumps(value), param="schema")
+
+
+async def grammar_of(grammars: Grammars, asked: Constraint | Conversation, **how: Any) -> Grammar | None:
+    conversation = asked if isinstance(asked, Conversation) else None
+    constraint = asked if isinstance(asked, Constraint) else None
+    thinks = bool(how.pop("thinks", False))
+    return await grammars.grammar(constraint, Calls(**how), conversation, thinks=thinks)
+
+
+def tools(*declared: Tool, calls: tuple[str, ...] = ()) -> Conversation:
+    made = tuple(ToolCall(id=id, name="f", arguments="{}") for id in calls)
+    return Conversation(messages=(Message(role="assistant", tool_calls=made),), tools=declared)
+
+
+async def test_where_nothing_is_asked_for_there_is_no_grammar_and_no_process():
+    async with opened() as grammars:
+        assert await grammars.grammar(None, Calls(), None, thinks=True) is None
+        assert await grammars.grammar(None, Calls(), tools(), thinks=True) is None
+        assert grammars._process is None
+
+
+@pytest.mark.parametrize(
+    ("constraint", "words"),
+    [
+        (schema(NESTED), "uniqueItems is not supported, at #/properties/a/items/uniqueItems"),
+        (schema({"type": "text"}), "Invalid type: text"),
+        (schema({"$ref": "#/$defs/x"}), "Pointer '/$defs/x' does not exist"),
+        (schema(False), "not is not supported"),
+        (Constraint(kind="regex", text="(?=a)b", param="schema"), "look-ahead"),
+        (Constraint(kind="regex", text="a(", param="schema"), "unclosed group"),
+        (Constraint(kind="grammar", text="start: nobody", param="schema"), "unknown name"),
+        (Constraint(kind="grammar", text="root ::= (", param="schema"), "GBNF"),
+        (schema({"enum": ["x" * (1 << 20)]}), "at most 1048576 are read"),
+    ],
+)
+async def test_what_cannot_be_used_is_refused_in_these_words(constraint: Constraint, words: str):
+    async with opened() as grammars:
+        for thinks in (False, True):
+            with pytest.raises(RequestError) as refused:
+                await grammar_of(grammars, constraint, thinks=thinks)
+            assert words in str(refused.value)
+            assert refused.value.param == "schema"
+
+
+async def test_a_process_that_takes_too_long_is_killed_and_another_takes_its_place():
+    slow = {"anyOf": [{"type": "object", "properties": {f"k{n}": {"type": "string"}}} for n in range(4000)]}
+    async with opened(grammar_seconds=0.05) as grammars:
+        assert await grammar_of(grammars, schema({})) is not None
+        first = grammars._process
+        assert first is not None
+        with pytest.raises(RequestError, match=r"more than 0.05 s"):
+            await grammar_of(grammars, schema(slow))
+        assert await first.wait() != 0
+        assert await grammar_of(grammars, schema({"type": "string"})) is not None
+        assert grammars._process not in (None, first)
+
+
+async def test_where_no_process_can_be_started_a_client_may_try_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.executable", "/nowhere/python")
+    async with opened() as grammars:
+        with pytest.raises(Overloaded):
+            await grammar_of(grammars, schema({}))
+    monkeypatch.undo()
+    async with opened(grammar_memory=1 << 20) as grammars:
+        with pytest.raises(Overloaded):
+            await grammar_of(grammars, schema({}))
+
+
+async def test_a_process_that_ends_in_the_middle_refuses_one_grammar_alone():
+    async with opened() as grammars:
+        assert await grammar_of(grammars, schema({})) is not None
+        assert grammars._process is not None
+        grammars._process.kill()
+        await grammars._process.wait()
+        with pytest.raises(RequestError, match="memory"):
+            await grammar_of(grammars, schema({"type": "string"}))
+        assert await grammar_of(grammars, schema({"type": "integer"})) is not None
+
+
+async def test_the_process_may_take_so_much_memory_and_no_more():
+    async with opened(grammar_memory=333 << 20) as grammars:
+        assert await grammar_of(grammars, schema({"type": "integer"})) is not None
+        assert grammars._process is not None
+        assert resource.prlimit(grammars._process.pid, resource.RLIMIT_AS) == (333 << 20, 333 << 20)
+
+
+async def test_a_verdict_is_kept():
+    async with opened() as grammars:
+        first = await grammar_of(grammars, schema({"type": "integer"}))
+        assert grammars._process is not None
+        grammars._process.kill()
+        await grammars._process.wait()
+        assert await grammar_of(grammars, schema({"type": "integer"})) == first
+
+
+async def test_too_many_that_wait_are_told_to_come_later():
+    async with opened(grammars=2) as grammars:
+        asked = (grammar_of(grammars, schema({"maxLength": n})) for n in range(5))
+        came = await asyncio.gather(*asked, return_exceptions=True)
+        assert [type(one) for one in came] == [Grammar, Grammar, *[Overloaded] * 3]
+        assert grammars._waiting == 0
+
+
+async def test_a_caller_that_leaves_in_the_middle_leaves_nothing_to_read():
+    async with opened() as grammars:
+        await grammar_of(grammars, schema({}))
+        leaving = asyncio.create_task(grammar_of(grammars, schema({"enum": list(range(20_000))})))
+        await asyncio.sleep(0.01)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+        assert await grammar_of(grammars, schema({"type": "integer"})) is not None
+        with pytest.raises(RequestError, match="Invalid type"):
+            await grammar_of(grammars, schema({"type": "nothing"}))
+
+
+async def test_a_tool_that_is_not_strict_takes_any_object_where_its_schema_cannot_be_followed():
+    async with opened() as grammars:
+        sound = Tool(name="f", parameters={"properties": {"n": {"type": "integer"}}})
+        given = await grammar_of(grammars, tools(sound, Tool(name="g", parameters=NESTED)))
+        assert given is not None
+        texts = {one["name"]: one.get("json_schema") for one in json.loads(given.text)["grammars"]}
+        assert texts["arguments0"]["properties"] == {"n": {"type": "integer"}}
+        assert {key for key in texts["arguments1"] if key != "x-guidance"} == {"type"}
+        with pytest.raises(RequestError, match="uniqueItems") as refused:
+            await grammar_of(grammars, tools(sound, Tool(name="g", parameters=NESTED, strict=True)))
+        assert refused.value.param == "tools[1].function.parameters"
+
+
+async def test_when_a_grammar_begins_and_what_cannot_come_before():
+    end, section, call = map(SPECIAL, ("</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>"))
+    stops = tokenizer().stop_ids
+    tool = tools(Tool(name="f"))
+    async with opened() as grammars:
+
+        async def places(asked: Constraint | Conversation, **how: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+            given = await grammar_of(grammars, asked, **how)
+            assert given is not None
+            return given.after, given.banned
+
+        assert await places(schema({})) == ((), ())
+        assert await places(schema({}), thinks=True) == ((end,), (*stops, section, call))
+        assert await places(tool, thinks=True) == await places(tool) == ((section, call), ())
+        assert await places(tool, mode="required") == ((), ())
+        assert await places(tool, mode="required", thinks=True) == ((end, section, call), stops)
+
+
+async def test_the_first_call_has_the_next_index_of_the_conversation():
+    async with opened() as grammars:
+        for calls, index in (((), 0), (("x", "y"), 2), (("functions.f:7",), 8), (("functions.f:0", "z"), 2)):
+            given = await grammar_of(grammars, tools(Tool(name="f"), calls=calls))
+            assert given is not None
+            assert f'"functions.f:{index}"' in json.loads(given.text)["grammars"][0]["lark_grammar"]
+
+
+def read(**fields: Any) -> Ask:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    return read_chat(json.dumps(body).encode(), Limits(), Defaults()).ask
+
+
+TOOLS = [{"type": "function", "function": {"name": name, "strict": name == "g"}} for name in ("f", "g")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "constraint"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"structured_outputs": {}}, None),
+        ({"structured_outputs": {"regex": None, "disable_fallback": True}}, None),
+        ({"response_format": {"type": "json_object"}}, ("json_schema", {"type": "object"}, "response_format")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}},
+            ("json_schema", {"type": "null"}, "response_format.json_schema.schema"),
+        ),
+        ({"structured_outputs": {"json": {"const": 1}}}, ("json_schema", {"const": 1}, "structured_outputs.json")),
+        ({"structured_outputs": {"json": '{"const": 1}'}}, ("json_schema", {"const": 1}, "structured_outputs.json")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, ("choice", ["a", "b"], "structured_outputs.choice")),
+    ],
+)
+def test_what_a_request_says_of_its_answer(fields: dict[str, Any], constraint: tuple[str, Any, str] | None):
+    given = read(**fields).constraint
+    assert (given and (given.kind, json.loads(given.text), given.param)) == constraint
+
+
+@pytest.mark.parametrize(
+    ("fields", "calls"),
+    [
+        ({}, Calls()),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, Calls(parallel=False)),
+        ({"tools": TOOLS, "tool_choice": "required"}, Calls(mode="required")),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            Calls(mode="required", named="g"),
+        ),
+    ],
+)
+def test_which_tools_a_request_lets_be_called(fields: dict[str, Any], calls: Calls):
+    asked = read(**fields)
+    assert asked.calls == calls
+    [conversation] = asked.prompts
+    assert isinstance(conversation, Conversation)
+    assert [tool.strict for tool in conversation.tools] == ([False, True] if fields else [])
+
+
+@pytest.mark.parametrize("field", ["json", "regex", "choice", "grammar"])
+def test_the_old_names_are_refused_with_the_new_ones(field: str):
+    with pytest.raises(RequestError, match=f"structured_outputs.{field}"):
+        read(**{f"guided_{field}": "x"})

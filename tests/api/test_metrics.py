@@ -1,0 +1,152 @@
+"""What vLLM's Grafana dashboard asks for, and what the numbers mean."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from redline.api.config import ApiConfig
+from redline.api.metrics import Metrics
+from redline.api.scrape import create_metrics_app
+from redline.wire.delta import Delta
+from redline.wire.job import Job
+from redline.wire.news import STEP_SIZES, Load
+from tests.api.test_chat import ask
+from tests.api.world import END, MODEL, World, answer, ids
+
+pytestmark = pytest.mark.anyio
+
+# The series of the panels of vLLM's dashboard, and of those that its users add.
+ASKED = """
+    e2e_request_latency_seconds_bucket e2e_request_latency_seconds_sum e2e_request_latency_seconds_count
+    prompt_tokens_total generation_tokens_total
+    request_time_per_output_token_seconds_bucket inter_token_latency_seconds_bucket
+    num_requests_running num_requests_waiting
+    time_to_first_token_seconds_bucket time_to_first_token_seconds_sum time_to_first_token_seconds_count
+    kv_cache_usage_perc request_prompt_tokens_bucket request_generation_tokens_bucket request_success_total
+    request_queue_time_seconds_sum request_prefill_time_seconds_sum request_decode_time_seconds_sum
+    request_inference_time_seconds_sum request_max_num_generation_tokens_sum request_params_n_sum
+    request_params_max_tokens_sum iteration_tokens_total_bucket iteration_tokens_total_sum cache_config_info
+    num_preemptions_total prefix_cache_queries_total prefix_cache_hits_total
+"""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def values(text: bytes) -> dict[str, float]:
+    """The series without labels but `le` and `engine`'s presence checked: name[,le] -> value."""
+    found: dict[str, float] = {}
+    for line in text.decode().splitlines():
+        if match := re.fullmatch(r"vllm:(\w+)\{(.*)\} (\S+)", line):
+            assert 'engine="0"' in match[2]
+            assert f'model_name="{MODEL}"' in match[2]
+            le = re.search(r'le="([^"]+)"', match[2])
+            found[match[1] + (f",{le[1]}" if le else "")] = float(match[3])
+    return found
+
+
+def timed(job: Job) -> list[Delta]:
+    first = Delta(job=job.id, tokens=tuple(ids("</think>ab")), queued_s=0.0)
+    return [first, Delta(job=job.id, tokens=(*ids("c"), END), finish="stop")]
+
+
+async def test_every_series_of_the_dashboard_is_there_with_its_labels() -> None:
+    async with World(timed) as world:
+        await ask(world, n=2)
+        world.metrics.load(load())
+        text = (await world.http.get("/metrics")).content
+    found = values(text)
+    names = {name.partition(",")[0] for name in found}
+    assert set(ASKED.split()) <= names
+    assert b"process_resident_memory_bytes " in text
+    assert b"process_cpu_seconds_total " in text
+    assert found["inter_token_latency_seconds_bucket,80.0"] == 2
+    assert found["request_time_per_output_token_seconds_bucket,80.0"] == 2
+    assert b'block_size="64"' in text
+    assert b'num_gpu_blocks="1000"' in text
+
+
+async def test_requests_and_jobs_are_counted_by_their_tokens() -> None:
+    async with World(answer("x" * 30)) as world:
+        await ask(world, n=3, max_tokens=20)
+        found = values(world.metrics.expose())
+        prompt = len(world.engine.jobs[0].tokens)
+    assert found["request_prompt_tokens_count"] == 3
+    assert found["request_prompt_tokens_sum"] == 3 * prompt
+    assert (found["request_generation_tokens_count"], found["request_generation_tokens_sum"]) == (3, 60)
+    assert (found["request_max_num_generation_tokens_count"], found["request_max_num_generation_tokens_sum"]) == (1, 20)
+    assert (found["request_params_n_sum"], found["request_params_max_tokens_sum"]) == (3, 20)
+    assert found["request_generation_tokens_bucket,20.0"] == 3
+    assert found["request_generation_tokens_bucket,10.0"] == 0
+
+
+async def test_the_times_of_a_job_add_up() -> None:
+    def script(job: Job) -> Any:
+        import time
+
+        time.sleep(0.06)  # of which it says that it waited for half
+        yield Delta(job=job.id, tokens=tuple(ids("</think>a")), queued_s=0.03)
+        time.sleep(0.04)
+        yield Delta(job=job.id, tokens=(END,), finish="stop")
+
+    async with World(script) as world:
+        await ask(world)
+        found = values(world.metrics.expose())
+    queue, prefill, decode, inference = (
+        found[f"request_{part}_time_seconds_sum"] for part in ("queue", "prefill", "decode", "inference")
+    )
+    assert queue == 0.03
+    assert 0.03 <= prefill < 1
+    assert 0.04 <= decode < 1
+    assert inference == pytest.approx(prefill + decode)
+    assert queue + inference <= found["e2e_request_latency_seconds_sum"] + 1e-6
+
+
+async def test_a_job_without_a_token_has_no_times() -> None:
+    async with World(lambda job: [Delta(job=job.id, finish="error", error="no", fault="failed")]) as world:
+        with pytest.raises(Exception, match="error"):
+            await ask(world)
+        found = values(world.metrics.expose())
+    assert (found["request_queue_time_seconds_count"], found["request_generation_tokens_sum"]) == (0, 0)
+    assert found["request_prompt_tokens_count"] == 1
+
+
+def load(steps: int = 1, sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1), positions: int = 0) -> Load:
+    others = "running waiting pages_used pages_cached pages_total replayed led preemptions prompt_tokens"
+    counters = dict.fromkeys(f"{others} prompt_tokens_cached generation_tokens".split(), 0)
+    return Load(steps=steps, step_sizes=sizes, step_positions=positions, **counters)
+
+
+def test_step_sizes_add_up_over_workers() -> None:
+    metrics = Metrics(MODEL, iter(range(0, 100, 10)).__next__)
+    none = [0] * (len(STEP_SIZES) + 1)
+    metrics.load(load(2, (1, 1, *none[2:]), 9))
+    metrics.load(load(4, (1, 2, *none[3:], 1), 9 + 8 + 20_000))
+    metrics.load(load(1, (1, *none[1:]), 1))  # of another worker
+    found = values(metrics.expose())
+    assert found["iteration_tokens_total_bucket,1.0"] == 2
+    assert found["iteration_tokens_total_bucket,8.0"] == 4
+    assert found["iteration_tokens_total_bucket,16384.0"] == 4
+    assert found["iteration_tokens_total_bucket,+Inf"] == found["iteration_tokens_total_count"] == 5
+    assert found["iteration_tokens_total_sum"] == 9 + 8 + 20_000 + 1
+
+
+async def test_metrics_have_a_port_without_keys(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("secret\n")
+    async with World(answer("a"), keys_file=str(tmp_path / "keys")) as world:
+        assert (await world.http.get("/metrics")).status_code == 401
+        app = create_metrics_app(world.gateway, ApiConfig(served_model_names=(MODEL,)))
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://redline") as scraper:
+            told = await scraper.get("/metrics")
+            assert told.status_code == 200
+            assert told.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert "request_queue_time_seconds" in told.text
+            for path in ("/", "/v1/models", "/v1/chat/completions"):
+                assert (await scraper.get(path)).status_code == 404
+            page = await scraper.get("/metrics", headers={"origin": "https://evil.example"})
+            assert page.status_code == 403

@@ -1,0 +1,349 @@
+"""OpenAI's Responses through the official client, whole and streamed, over a scripted engine; and what is kept."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai import BadRequestError, NotFoundError
+
+from redline.api.config import Defaults, Limits
+from redline.api.response_store import ResponseStore, StoreLimits
+from redline.api.responses import ResponsesRequest, read_responses
+from redline.chat.conversation import Conversation, Message
+from redline.errors import ConfigError, RequestError
+from redline.wire.delta import Delta
+from tests.api.fake_engine import say
+from tests.api.world import CALLS, MODEL, TOKENIZER, World, answer, ids, named_events
+
+pytestmark = pytest.mark.anyio
+RESPONSES = "/v1/responses"
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "name": "get",
+    "description": "the weather",
+    "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "strict": False,
+}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+async def ask(world: World, **fields: Any) -> Any:
+    return await world.client.responses.create(**{"model": MODEL, "input": "hello", **fields})
+
+
+async def events(world: World, **fields: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The raw events of a stream: name and data."""
+    response = await world.http.post(RESPONSES, json={"input": "hello", "stream": True, **fields})
+    assert response.status_code == 200, response.text
+    return named_events(response.text)
+
+
+def request(**fields: Any) -> ResponsesRequest:
+    return read_responses(msgspec.json.encode({"input": "hello", **fields}), Limits(), Defaults())
+
+
+def conversation(**fields: Any) -> Conversation:
+    (prompt,) = request(**fields).ask.prompts
+    assert isinstance(prompt, Conversation)
+    return prompt
+
+
+async def test_an_answer_comes_whole() -> None:
+    async with World(answer("hello there", thought="the user greets", cached=5)) as world:
+        response = await ask(world, instructions="be kind", metadata={"a": "b"})
+        prompt = TOKENIZER.decode_bytes(world.engine.jobs[0].tokens).decode()
+    reasoning, message = response.output
+    assert (response.status, response.output_text, response.model) == ("completed", "hello there", MODEL)
+    assert (reasoning.type, reasoning.content[0].text, reasoning.encrypted_content) == (
+        "reasoning", "the user greets", None,
+    )  # fmt: skip
+    assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
+    assert (response.store, response.metadata, response.instructions) == (False, {"a": "b"}, "be kind")
+    usage = response.usage
+    assert usage.input_tokens == len(world.engine.jobs[0].tokens)
+    assert usage.input_tokens_details.cached_tokens == 5
+    assert usage.output_tokens == len(ids("the user greets</think>hello there<|im_end|>"))
+    assert usage.output_tokens_details.reasoning_tokens == len(ids("the user greets"))
+    assert usage.total_tokens == usage.input_tokens + usage.output_tokens
+    assert "be kind" in prompt
+
+
+@pytest.mark.parametrize("per_delta", [1, 3, 100])
+async def test_the_stream_joined_by_the_client_is_the_whole_answer(per_delta: int) -> None:
+    async with World(answer("héllo, 世界! 👋" + CALLS, thought="hm — ok", per_delta=per_delta)) as world:
+        whole = await ask(world, tools=[TOOL])
+        async with world.client.responses.stream(model=MODEL, input="hello", tools=[TOOL]) as stream:  # type: ignore[arg-type]
+            async for _ in stream:
+                pass
+            streamed = await stream.get_final_response()
+    for response in (whole, streamed):
+        reasoning, message, *calls = response.output
+        assert (reasoning.content[0].text, message.content[0].text) == ("hm — ok", "héllo, 世界! 👋")
+        assert [(call.call_id, call.name, call.arguments) for call in calls] == [
+            ("functions.get:0", "get", '{"city": "Rome"}'),
+            ("functions.get:1", "get", '{"city": "Oslo"}'),
+        ]
+    assert whole.usage == streamed.usage
+
+
+async def test_every_event_comes_in_its_order_and_is_numbered() -> None:
+    async with World(answer("ab" + CALLS, thought="t")) as world:
+        stream = await events(world, tools=[TOOL])
+    assert all(name == data["type"] for name, data in stream)
+    assert [data["sequence_number"] for _, data in stream] == list(range(len(stream)))
+    names: list[str] = []
+    for name, _ in stream:
+        short = name.removeprefix("response.")
+        if not names or names[-1] != short:
+            names.append(short)
+    call = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+    assert names == [
+        *("created", "in_progress"),
+        *("output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.done"),
+        *("content_part.done", "output_item.done"),
+        *("output_item.added", "content_part.added", "output_text.delta", "output_text.done"),
+        *("content_part.done", "output_item.done"),
+        *call, *call,
+        "completed",
+    ]  # fmt: skip
+    done = [data["item"] for name, data in stream if name == "response.output_item.done"]
+    assert stream[-1][1]["response"]["output"] == done
+    added = [data for name, data in stream if name == "response.output_item.added"]
+    assert [data["output_index"] for data in added] == [0, 1, 2, 3]
+    assert [data["item"]["id"] for data in added] == [item["id"] for item in done]
+
+
+async def test_a_tool_round_trip_gives_the_model_its_own_words() -> None:
+    async with World(answer("let me see" + CALLS, thought="which city?")) as world:
+        first = await ask(world, tools=[TOOL], include=["reasoning.encrypted_content"], store=False)
+        outputs = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": f"sun {index}"}
+            for index, call in enumerate(first.output[2:])
+        ]
+        items = [item.model_dump(exclude_none=True) for item in first.output]
+        items[0].pop("content")  # a client that sends back only what is sealed
+        await ask(world, tools=[TOOL], input=[{"role": "user", "content": "hello"}, *items, *outputs])
+        prompt = TOKENIZER.decode_bytes(world.engine.jobs[1].tokens).decode()
+    assert "<think>which city?</think>let me see" + CALLS in prompt
+    assert "## Return of functions.get:0\nsun 0" in prompt
+    assert "## Return of functions.get:1\nsun 1" in prompt
+
+
+async def test_an_answer_that_was_cut_is_incomplete() -> None:
+    async with World(say(ids("ab</think>cdef"))) as world:
+        whole = await ask(world, max_output_tokens=5)
+        stream = await events(world, max_output_tokens=5)
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert (whole.output[-1].status, whole.output_text) == ("incomplete", "cd")
+    assert stream[-1][0] == "response.incomplete"
+    assert stream[-1][1]["response"]["output"][-1]["status"] == "incomplete"
+
+
+async def test_a_job_that_fails_says_so_in_the_stream() -> None:
+    def fails(job: Any) -> Any:
+        yield Delta(job=job.id, tokens=tuple(ids("</think>a")))
+        world.engine.gate.clear()  # so that the first token has left
+        asyncio.get_running_loop().call_later(0.05, world.engine.gate.set)
+        yield Delta(job=job.id, finish="error", error="no", fault="failed")
+
+    async with World(fails) as world:
+        stream = await events(world)
+    assert stream[-1][0] == "response.failed"
+    assert stream[-1][1]["response"]["error"]["code"] == "server_error"
+
+
+@settings(max_examples=25, deadline=None)
+@given(cuts=st.lists(st.integers(1, 9), min_size=1, max_size=12))
+def test_any_chunking_joins_to_the_same_whole(cuts: list[int]) -> None:
+    said = ids("a thought</think>wörld 👋" + CALLS + "<|im_end|>")
+
+    def script(job: Any) -> Any:
+        start, turn = 0, 0
+        while start < len(said):
+            end = start + cuts[turn % len(cuts)]
+            yield Delta(job=job.id, tokens=tuple(said[start:end]), finish="stop" if end >= len(said) else None)
+            start, turn = end, turn + 1
+
+    async def run() -> list[tuple[str, dict[str, Any]]]:
+        async with World(script) as world:
+            return await events(world)
+
+    joined: dict[int, str] = {}
+    for name, data in asyncio.run(run()):
+        if name.endswith(".delta"):
+            joined[data["output_index"]] = joined.get(data["output_index"], "") + data["delta"]
+    assert list(joined.values()) == ["a thought", "wörld 👋", '{"city": "Rome"}', '{"city": "Oslo"}']
+
+
+async def test_a_response_that_is_kept_is_read_gone_on_with_and_forgotten(tmp_path: Path) -> None:
+    async with World(answer("so" + CALLS, thought="why"), responses_file=str(tmp_path / "kept")) as world:
+        first = await ask(world, instructions="be kind", tools=[TOOL])
+        assert first.store
+        assert await world.client.responses.retrieve(first.id) == first
+        output = {"type": "function_call_output", "call_id": "functions.get:0", "output": "sun"}
+        stream = await events(world, previous_response_id=first.id, input=[output])
+        prompt = TOKENIZER.decode_bytes(world.engine.jobs[1].tokens).decode()
+        second = stream[-1][1]["response"]
+        assert (second["previous_response_id"], second["store"]) == (first.id, True)
+        await ask(world, previous_response_id=second["id"], input="and then?", store=False)
+        third = TOKENIZER.decode_bytes(world.engine.jobs[2].tokens).decode()
+        await world.client.responses.delete(first.id)
+        with pytest.raises(NotFoundError):
+            await world.client.responses.retrieve(first.id)
+        with pytest.raises(NotFoundError):
+            await ask(world, previous_response_id=first.id)
+    assert "<think>why</think>so" + CALLS in prompt
+    assert "## Return of functions.get:0\nsun" in prompt
+    assert "be kind" not in prompt
+    assert third.count("hello") == 1
+    assert third.index("sun") < third.index("and then?")
+
+
+async def test_a_response_is_its_keys_alone(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    files = {"keys_file": str(tmp_path / "keys"), "responses_file": str(tmp_path / "kept")}
+    async with World(answer("a"), **files) as world:
+        mine, other = ({"authorization": f"Bearer {key}"} for key in ("one", "two"))
+        id = (await world.http.post(RESPONSES, json={"input": "hello"}, headers=mine)).json()["id"]
+        assert (await world.http.get(f"{RESPONSES}/{id}", headers=other)).status_code == 404
+        assert (await world.http.delete(f"{RESPONSES}/{id}", headers=other)).status_code == 404
+        body = {"input": "hello", "previous_response_id": id}
+        assert (await world.http.post(RESPONSES, json=body, headers=other)).status_code == 404
+        assert (await world.http.get(f"{RESPONSES}/{id}", headers=mine)).status_code == 200
+
+
+async def test_without_a_store_nothing_is_kept() -> None:
+    async with World(answer("a")) as world:
+        assert (await ask(world, store=True)).store is False
+        with pytest.raises(BadRequestError, match="keeps no responses"):
+            await ask(world, previous_response_id="resp_1")
+        with pytest.raises(NotFoundError):
+            await world.client.responses.retrieve("resp_1")
+
+
+def held(store: ResponseStore, count: int) -> list[int]:
+    async def look() -> list[int]:
+        found: list[int] = []
+        for number in range(count):
+            try:
+                await store.body(str(number), "")
+                found.append(number)
+            except RequestError:
+                pass
+        return found
+
+    return asyncio.run(look())
+
+
+def test_what_is_kept_is_bounded_in_number_bytes_and_age(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    now = 0.0
+    limits = StoreLimits(rows=4, bytes=950, row_bytes=500, age_s=10)
+    store = ResponseStore(tmp_path / "kept", limits, clock=lambda: now)
+    for number in range(6):
+        store.put(str(number), "", b"{}", (Message(role="user", content="a"),))
+    assert held(store, 6) == [2, 3, 4, 5]
+    store.put("6", "", b"x" * 400, ())
+    store.put("7", "", b"x" * 480, ())
+    store.put("8", "", b"x" * 501, ())
+    assert held(store, 9) == [6, 7]
+    assert "not kept" in caplog.text
+    now = 11.0
+    assert held(store, 9) == []
+    store.close()
+    again = ResponseStore(tmp_path / "kept", limits, clock=lambda: 5.0)
+    assert held(again, 9) == [6, 7]
+    again.close()
+
+
+def test_a_file_that_is_no_store_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("this is no database" * 100)
+    with pytest.raises(ConfigError, match="kept"):
+        ResponseStore(tmp_path / "kept")
+
+
+def test_items_of_one_turn_become_one_message() -> None:
+    read = conversation(
+        input=[
+            {"role": "developer", "content": "d"},
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"},
+            {"type": "function_call", "call_id": "c2", "name": "g", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "o"}]},
+            {"role": "assistant", "content": "b"},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "s"}]},
+        ],
+        reasoning={"effort": "none"},
+    )
+    assert [message.role for message in read.messages] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "assistant",
+    ]
+    assert (read.messages[2].reasoning, read.messages[2].content) == ("r", "a")
+    assert [call.name for call in read.messages[2].tool_calls] == ["f", "g"]
+    assert (read.messages[3].content, read.messages[4].content, read.messages[5].reasoning) == ("o", "b", "s")
+    assert read.thinking is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"type": "message", "role": "user"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": "x"}] * 4097}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0]"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": 3}, "tools"),
+        ({"tools": [{**TOOL, "parameters": 3}]}, "tools[0].parameters"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "x"}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"background": True}, "background"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "x"}}, "prompt"),
+        ({"reasoning": {"effort": "bogus"}}, "reasoning.effort"),
+        ({"metadata": {"a": 1}}, "metadata[...]"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_request_is_refused_by_the_name_of_its_field(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        request(**fields)
+    assert refused.value.param == param
+
+
+def test_which_tools_may_be_called_and_what_the_answer_has_to_be() -> None:
+    named = request(tools=[TOOL], tool_choice={"type": "function", "name": "get"}, parallel_tool_calls=False).ask
+    assert (named.calls.mode, named.calls.named, named.calls.parallel) == ("required", "get", False)
+    assert conversation(tools=[TOOL], tool_choice="none").tools == ()
+    schema = {"type": "object", "properties": {}}
+    format = {"type": "json_schema", "name": "x", "schema": schema}
+    constraint = request(text={"format": format}).ask.constraint
+    assert constraint is not None
+    assert json.loads(constraint.text) == schema

@@ -1,0 +1,145 @@
+"""One rank of `test_cuda_ranks.py`, a process of its own: launches kernels of several ranks, and proves what they give.
+
+usage: ranks_program.py FILE RANK RANKS ROUNDS      FILE holds the inboxes of all ranks.
+"""
+
+import random
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.decode.experts_down import ExpertsDownArgs, experts_down
+from redline.kernels.hopper.decode.experts_up import encode_h, some_pairs
+from redline.kernels.hopper.decode.gather_ranks import gather_ranks
+from redline.kernels.hopper.decode.project_out import ProjectOutArgs, project_out
+from redline.kernels.hopper.decode.sum_ranks import SumRanksArgs, sum_ranks
+from redline.kernels.hopper.layouts.records import Records, Slabs, random_experts
+from redline.kernels.hopper.layouts.tiled import Tiled
+from redline.kernels.hopper.ranks import ATTENTION, Links, inbox_words, new_control, room_of
+
+HIDDEN, INPUTS, WIDTH, EXPERTS, CHOSEN = 128, 256, 128, 3, 2
+COLUMNS, ROWS = 60, 5  # of a gather
+ROOM, GATHERED = room_of(HIDDEN, 64), ROWS * COLUMNS
+CELLS = ROOM, GATHERED
+
+
+def links_of(file: Path, rank: int, ranks: int, seconds: float) -> Links:
+    """A rank's links over inboxes in a file that all ranks map."""
+    words = inbox_words(ranks, ROOM, GATHERED)
+    inboxes = torch.from_file(str(file), shared=True, size=ranks * words, dtype=torch.int32)
+    at = tuple(inboxes.data_ptr() + 4 * words * other for other in range(ranks))
+    links = Links(rank, ranks, at, new_control(seconds, pinned=False), torch.zeros(2, dtype=torch.int32), *CELLS)
+    _mapped.append(inboxes)
+    return links
+
+
+_mapped: list[Tensor] = []  # for as long as the process runs
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    assert not got.isnan().any(), "NaN"
+    error = (got.double() - want.double()).abs().max() / want.double().abs().max()
+    assert error < 1e-2 if got.dtype == torch.bfloat16 else error < 1e-4, f"{error:.2e}"
+
+
+def generator(round_: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * round_ + rank)
+
+
+def attention(round_: int, tokens: int, links: Links) -> Tensor:
+    """`project_out` of this rank's inputs; -> the residual of all ranks' sums."""
+    shared = generator(round_, 99)
+    residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
+
+    def part(rank: int) -> tuple[Tensor, Tiled]:
+        g = generator(round_, rank)
+        weight = torch.randn(HIDDEN, INPUTS, generator=g) * INPUTS**-0.5
+        return torch.randn(tokens, INPUTS, generator=g).bfloat16(), Tiled.prepare(weight.bfloat16())
+
+    got, x, squares = project_out(*part(links.rank), residual, gamma, None, links, ATTENTION)
+    want = residual
+    for rank in range(links.ranks):
+        want = project_out.op.reference(ProjectOutArgs(*part(rank), want, gamma))[0]
+    near(got, want)
+    near(x, want * gamma)
+    near(squares.sum(0)[:tokens], want.square().sum(1))
+    return got
+
+
+def experts(round_: int, tokens: int, links: Links) -> Tensor:
+    """`experts_down` of this rank's width of every expert; -> the residual of all ranks' sums."""
+    shared = generator(round_, 99)
+    residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
+    pairs = some_pairs(shared, tokens, EXPERTS, CHOSEN)
+
+    def part(rank: int) -> tuple[Tensor, Records, Tensor, Slabs]:
+        g = generator(round_, rank)
+        records = Records.prepare("down", random_experts(g, "INT4", "down", EXPERTS, HIDDEN, WIDTH))
+        h = encode_h(torch.randn(len(pairs), WIDTH, generator=g), records.form.width, "INT4")
+        down = Slabs.prepare((torch.randn(HIDDEN, WIDTH, generator=g) * WIDTH**-0.5).bfloat16())
+        return h, records, torch.randn(tokens, WIDTH, generator=g).bfloat16(), down
+
+    h, records, shared_h, down = part(links.rank)
+    got, x, squares = experts_down(h, pairs, records, shared_h, down, residual, gamma, links)
+    want = residual
+    for rank in range(links.ranks):
+        h, records, shared_h, down = part(rank)
+        want = experts_down.op.reference(ExpertsDownArgs(h, pairs, records, shared_h, down, want, gamma))[0]
+    near(got, want)
+    near(x, want * gamma)
+    near(squares.sum(0)[:tokens], want.square().sum(1))
+    return got
+
+
+def sums(round_: int, tokens: int, links: Links) -> Tensor:
+    """`sum_ranks`, with minus zeros among the sums; -> the residual of all ranks' sums."""
+    shared = generator(round_, 99)
+    residual, gamma = torch.randn(tokens, HIDDEN, generator=shared), torch.rand(HIDDEN, generator=shared) + 0.5
+
+    def part(rank: int) -> tuple[Tensor, Tensor]:
+        both = torch.randn(2, tokens, HIDDEN, generator=generator(round_, rank))
+        both[:, :, ::3] = -0.0
+        return both[0], both[1]
+
+    partial, routed = part(links.rank)
+    got, x, squares = sum_ranks(partial, residual, gamma, routed, links, ATTENTION)
+    want = residual
+    for rank in range(links.ranks):
+        partial, routed = part(rank)
+        want = sum_ranks.op.reference(SumRanksArgs(partial, want, gamma, routed))[0]
+    near(got, want)
+    near(x, want * gamma)
+    near(squares.sum(0)[:tokens], want.square().sum(1))
+    return got
+
+
+def gathered(round_: int, links: Links) -> None:
+    parts = [torch.randn(ROWS, COLUMNS, generator=generator(round_, rank)) for rank in range(links.ranks)]
+    assert torch.equal(gather_ranks(parts[links.rank], links), torch.cat(parts, 1))
+
+
+def main() -> None:
+    file, rank, ranks, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    torch.set_num_threads(1)
+    late = random.Random(rank + time.time_ns())
+    links = links_of(file, rank, ranks, seconds=60)
+    hashes: list[int] = []
+    with emulation():
+        for round_ in range(rounds):
+            tokens = (1, 8, 3, 2)[round_ % 4]
+            if late.random() < 0.5:
+                time.sleep(late.random() * 0.02)
+            first = sums if round_ % 3 == 2 else attention
+            for got in (first(3 * round_, tokens, links), experts(3 * round_ + 1, tokens, links)):
+                hashes.append(hash(got.numpy().tobytes()))
+            for again in range(round_ % 3):  # two directly one after the other
+                gathered(3 * round_ + again, links)
+    print(sum(value % 2**40 for value in hashes), int(links.control[1]))
+
+
+if __name__ == "__main__":
+    main()

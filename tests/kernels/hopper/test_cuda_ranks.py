@@ -1,0 +1,57 @@
+"""Kernels of several ranks: on the CPU, thread by thread, in a process for each rank, each at its own pace."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from redline.kernels.emulator.emulator import emulation
+from redline.kernels.hopper.decode.sum_ranks import sum_ranks
+from redline.kernels.hopper.ranks import ATTENTION, UNSENT, inbox_words
+from tests.kernels.hopper import ranks_program
+
+HERE = Path(__file__).parent
+
+
+def inboxes(folder: Path, ranks: int) -> Path:
+    """A file of inboxes in which nobody has sent anything."""
+    words = ranks * inbox_words(ranks, ranks_program.ROOM, ranks_program.GATHERED)
+    (folder / "inboxes").write_bytes(UNSENT.to_bytes(4, "little") * words)
+    return folder / "inboxes"
+
+
+@pytest.mark.parametrize(("ranks", "rounds"), [(2, 12), (4, 5)])
+def test_every_rank_has_the_sum_of_all_in_the_same_bits(ranks: int, rounds: int, tmp_path: Path) -> None:
+    file = inboxes(tmp_path, ranks)
+    command = [sys.executable, "-m", "tests.kernels.hopper.ranks_program", str(file)]
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    given = [[*command, str(rank), str(ranks), str(rounds)] for rank in range(ranks)]
+    started = [
+        subprocess.Popen(each, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for each in given
+    ]
+    said = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0] * ranks, said
+    assert len({out for out, _ in said}) == 1, "the ranks have other bits"
+    assert said[0][0].split()[1] == "0", "somebody gave up waiting"
+    left = torch.from_file(str(file), size=file.stat().st_size // 4, dtype=torch.int32)
+    assert (left == torch.tensor(UNSENT - 2**32, dtype=torch.int32)).all(), "a word that was read is unsent again"
+
+
+def test_a_rank_that_never_comes_is_named_in_time(tmp_path: Path) -> None:
+    """Its words are NaN, and the launch behind does not wait once more."""
+    links = ranks_program.links_of(inboxes(tmp_path, 2), 0, 2, seconds=0.3)
+    x = torch.randn(1, ranks_program.HIDDEN)
+    began = time.monotonic()
+    with emulation():
+        first, *_ = sum_ranks(x, x, x[0], None, links, ATTENTION)
+        waited = time.monotonic() - began
+        sum_ranks(x, x, x[0], None, links, ATTENTION)
+    assert first.isnan().all()
+    assert links.control[1] == 2, "one more than the rank that did not come"
+    assert 0.3 <= waited < 30
+    assert time.monotonic() - began < 2 * waited + 1

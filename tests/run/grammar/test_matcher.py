@@ -1,0 +1,135 @@
+"""A slot's matcher: what may come next, behind drafts too, and what must."""
+
+import functools
+import json
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from redline.bench.runs.constrained import tokenizer
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB
+from redline.chat.vocabulary import grammar_tokens
+from redline.run.grammar.matcher import KEPT, Matcher, Matchers, masked
+from redline.wire.job import Grammar
+
+TOKENIZER = tokenizer()
+END = TOKENIZER.special("<|im_end|>")
+THOUGHT = TOKENIZER.special("</think>")
+STOPS = set(TOKENIZER.stop_ids)
+COLOURS = Grammar(text='start: "red" | "rot" | "grün"')
+
+
+@pytest.fixture(scope="module")
+def matchers() -> Iterator[Matchers]:
+    made = Matchers(functools.partial(grammar_tokens, TOKENIZER), TINY_VOCAB)
+    yield made
+    made.close()
+
+
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text)
+
+
+def letters(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def allowed(mask_W: Tensor) -> set[int]:
+    return {token for token in range(32 * len(mask_W)) if int(mask_W[token // 32]) >> token % 32 & 1}
+
+
+def texts(matcher: Matcher, drafts: Sequence[int] = ()) -> list[set[str]]:
+    return [{TOKENIZER.token_bytes(token).decode() for token in allowed(mask)} for mask in matcher.masks(drafts)]
+
+
+def test_a_mask_allows_what_the_grammar_does(matchers: Matchers):
+    matcher = matchers.begin(COLOURS, ())
+    assert texts(matcher) == [{"r", "re", "g"}]
+    matcher.advance(letters("r"))
+    assert texts(matcher) == [{"e", "o"}]
+
+
+def test_behind_its_end_only_a_stop_id_is_allowed_and_then_nothing_matters(matchers: Matchers):
+    matcher = matchers.begin(COLOURS, letters("red"))
+    assert allowed(matcher.masks(())[0]) == STOPS
+    matcher.advance([END, 65, 66])
+    assert matcher.masks(()).tolist() == [[-1] * matchers.words]
+
+
+def test_an_answer_that_is_begun_again_stands_where_it_stood(matchers: Matchers):
+    again, whole = matchers.begin(COLOURS, letters("ro")), matchers.begin(COLOURS, ())
+    whole.advance(letters("r"))
+    whole.advance(letters("o"))
+    assert again.masks(()).tolist() == whole.masks(()).tolist()
+    assert texts(again) == [{"t"}]
+
+
+def test_masks_behind_drafts_end_before_the_first_that_is_refused(matchers: Matchers):
+    matcher = matchers.begin(COLOURS, ())
+    before = matcher.masks(()).tolist()
+    assert texts(matcher, letters("rex")) == [{"r", "re", "g"}, {"e", "o"}, {"d"}]
+    assert matcher.allowed(letters("rex")) == 2
+    assert matcher.allowed([*letters("red"), END, 65]) == 3  # what ends the answer is no draft
+    assert len(matcher.masks([*letters("red"), END, 65])) == 4
+    assert matcher.masks(()).tolist() == before  # and the matcher stands where it stood
+
+
+def test_what_must_come_is_one_token_and_known_in_advance(matchers: Matchers):
+    schema = {"type": "object", "properties": {"functions": {"const": 1}}, "required": ["functions"]}
+    text = f"start: %json {json.dumps({**schema, 'additionalProperties': False})}"
+    matcher = matchers.begin(Grammar(text=text), letters('{"'))
+    forced = matcher.forced()
+    assert forced[:2] == ids('functions"')[:2], "in the tokenizer's own tokens, where single letters would do too"
+    assert [allowed(mask) for mask in matcher.masks(forced)[:-1]] == [{token} for token in forced]
+    matcher.advance(forced)
+    assert len(allowed(matcher.masks(())[0])) > 1
+
+
+def test_before_it_begins_all_is_free_but_what_is_banned(matchers: Matchers):
+    grammar = Grammar(text=f'start: <[{THOUGHT}]> "red"', after=(THOUGHT,), banned=(END, 3))
+    matcher = matchers.begin(grammar, ())
+    everything = set(range(32 * matchers.words))
+    assert allowed(matcher.masks(())[0]) == everything - {END, 3}
+    assert matcher.forced() == []
+    rows = matcher.masks([65, THOUGHT, *letters("re"), 65])
+    assert [len(allowed(row)) for row in rows[:2]] == [len(everything) - 2] * 2
+    assert TOKENIZER.token_bytes(min(allowed(rows[2]))) == b"re"
+    assert matcher.allowed([65, END]) == 1
+    assert allowed(matcher.masks(())[0]) == everything - {END, 3}, "drafts do not begin it"
+    matcher.advance([65, THOUGHT])
+    assert 65 not in allowed(matcher.masks(())[0])
+
+
+def test_a_grammar_that_cannot_be_compiled_allows_nothing(matchers: Matchers):
+    matcher = matchers.begin(Grammar(text="start: nobody"), ())
+    assert allowed(matcher.masks(())[0]) == set()
+    assert matcher.allowed([65]) == 0
+
+
+def test_without_a_vocabulary_nothing_is_allowed_and_nothing_is_raised():
+    def missing() -> object:
+        raise FileNotFoundError("tiktoken.model")
+
+    lost = Matchers(missing, TINY_VOCAB)  # type: ignore[arg-type]
+    matcher = lost.begin(COLOURS, [65])
+    assert allowed(matcher.masks([66])[0]) == set()
+    lost.close()
+
+
+def test_the_last_grammars_are_kept_and_no_more(matchers: Matchers):
+    for n in range(KEPT + 5):
+        matchers.begin(Grammar(text=f'start: "{n}"'), ())
+    assert len(matchers._compiled) == KEPT
+    first = matchers._compiled[f'start: "{KEPT}"']
+    matchers.begin(Grammar(text=f'start: "{KEPT}"'), ())
+    assert matchers._compiled[f'start: "{KEPT}"'] is first
+
+
+def test_masked_logits_keep_their_bits_where_they_may():
+    logits = torch.randn(2, 40)
+    masks = torch.tensor([[5, 0], [-1, 1 << 7]], dtype=torch.int32)
+    rows = masked(logits, masks)
+    assert (rows[0].isfinite().nonzero().flatten().tolist(), rows[0, 2]) == ([0, 2], logits[0, 2])
+    assert rows[1].isfinite().nonzero().flatten().tolist() == [*range(32), 39]

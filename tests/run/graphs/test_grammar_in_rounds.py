@@ -1,0 +1,188 @@
+"""Rows whose jobs have a grammar: replayed as led by the host, to the token, and nobody beside them notices."""
+
+import functools
+import json
+import tempfile
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from redline.bench.runs.constrained import tokenizer
+from redline.bench.runs.schemas import schemas
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB
+from redline.model.eagle3.module import Eagle3, Eagle3Config
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.cpu import K2, load
+from redline.model.k2.write import random_checkpoint
+from redline.run.fit import Layout
+from redline.run.runner import Runner
+from redline.wire.job import PAGE_TOKENS, Grammar, Job
+from redline.worker.config import DraftConfig, EngineConfig, Learned
+from redline.worker.engine import EngineCore
+from tests.tiny_model import BOTH, CPU, LEARNED, SUFFIX, Answer, job, kernel_config, run
+
+TOKENIZER = tokenizer()
+THOUGHT, END = TOKENIZER.special("</think>"), TOKENIZER.special("<|im_end|>")
+WHITE = {"x-guidance": {"whitespace_pattern": "[ ]{1,2}"}}
+CLOSING = tuple((TOKENIZER.encode(text)[0], 4.0) for text in ('"', "}", "]", ","))
+DRAWN = {"temperature": 1.0, "seed": 5, "seeded": True}
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": DRAWN,
+    "narrowed": {**DRAWN, "top_p": 0.9, "top_k": 50, "min_p": 0.01},
+    "penalties": {**DRAWN, "presence_penalty": 0.4, "frequency_penalty": 0.3, "repetition_penalty": 1.1},
+    "no log probabilities": {"logprobs": None},
+}
+
+
+@functools.cache
+def model() -> K2:
+    with tempfile.TemporaryDirectory() as folder:
+        random_checkpoint(folder, kernel_config(vocab_size=TINY_VOCAB))
+        return load(Checkpoint.open(folder), CPU)
+
+
+@functools.cache
+def drafter() -> Eagle3:
+    torch.manual_seed(0)
+    made = Eagle3(Eagle3Config.for_target(model().config))
+    made.prepare(model())
+    return made
+
+
+def opened(speculation: DraftConfig | None = None, *, captured: bool = False, pages: int = 128) -> EngineCore:
+    layout = Layout(pages, 1024, model().dtype, model().config.kv_bytes_per_token(model().dtype) * PAGE_TOKENS)
+    config = EngineConfig(max_running=16, step_tokens=512, speculation=speculation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=captured))
+        own = drafter() if isinstance(speculation, Learned) else None
+        return EngineCore(model(), layout, config, "tiny", own, lambda: TOKENIZER)
+
+
+def answers(engine: EngineCore, jobs: list[Job]) -> dict[str, Answer]:
+    try:
+        return {name: told(answer) for name, answer in run(engine, jobs).items()}
+    finally:
+        engine.runner.close()
+
+
+def told(answer: Answer) -> Answer:
+    return answer._replace(proposed=0, accepted=0, cached_tokens=0)
+
+
+def grammar(schema: dict[str, Any], *, thinks: bool = False) -> Grammar:
+    text = f"%json {json.dumps({**schema, **WHITE})}"
+    if not thinks:
+        return Grammar(text=f"start: {text}")
+    return Grammar(text=f"start: <[{THOUGHT}]> {text}", after=(THOUGHT,), banned=TOKENIZER.stop_ids)
+
+
+def asked(name: str, n: int, schema: dict[str, Any], *, thinks: bool = False, **how: Any) -> Job:
+    bias = (*CLOSING, (THOUGHT, 5.0)) if thinks else CLOSING
+    form = grammar(schema, thinks=thinks)
+    given = {"max_tokens": 120, "logit_bias": bias, "stop_ids": TOKENIZER.stop_ids, "grammar": form, **how}
+    return job(name, range(20 + n, 60 + 3 * n), **given)
+
+
+SCHEMAS = [schema for schema in schemas(12) if "odd" not in schema["properties"]]
+JOBS = [
+    asked(f"{name}, {'thinks' if thinks else 'at once'}", n, SCHEMAS[n], thinks=thinks, **how)
+    for thinks in (False, True)
+    for n, (name, how) in enumerate(ASKED.items())
+]
+JOBS += [
+    asked(
+        "idle at first",
+        7,
+        SCHEMAS[7],
+        thinks=True,
+        grammar=msgspec.structs.replace(grammar(SCHEMAS[7], thinks=True), banned=()),
+        **DRAWN,
+    )
+]
+PLAIN = [job(f"plain {n}", range(70 + n, 120), max_tokens=60 - n) for n in range(3)]
+
+
+@functools.cache
+def led() -> dict[str, Answer]:
+    """By the host, without drafts."""
+    return answers(opened(), [*JOBS, *PLAIN])
+
+
+def test_led_by_the_host_the_answers_fit():
+    for one, schema in zip(JOBS, [*SCHEMAS[: len(ASKED)] * 2, SCHEMAS[7]], strict=True):
+        answer = led()[one.id]
+        assert answer.error is None
+        assert answer.finish in ("stop", "length")
+        if answer.finish == "stop":
+            text = answer.tokens[answer.tokens.index(THOUGHT) + 1 :] if THOUGHT in answer.tokens else answer.tokens
+            value = json.loads(TOKENIZER.decode_bytes(text[:-1]))
+            assert set(schema.get("required", ())) <= set(value)
+    assert sum(answer.finish == "stop" for answer in led().values()) >= 7
+
+
+KINDS = pytest.mark.parametrize(
+    "speculation", [None, SUFFIX, LEARNED, BOTH], ids=["no drafts", "suffix", "drafter", "both"]
+)
+
+
+@KINDS
+def test_replayed_rounds_give_what_the_host_gives(speculation: DraftConfig | None):
+    engine = opened(speculation, captured=True)
+    assert answers(engine, [*JOBS, *PLAIN]) == led()
+    assert engine.runner.led == {}
+    assert engine.runner.replays > 20
+
+
+@KINDS
+def test_drafts_do_not_change_what_the_host_gives(speculation: DraftConfig | None):
+    assert answers(opened(speculation), [*JOBS, *PLAIN]) == led()
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
+@pytest.mark.parametrize("how", [{}, DRAWN], ids=["greedy", "drawn"])
+def test_a_grammar_that_never_begins_changes_nothing(how: dict[str, Any], captured: bool):
+    [expected] = answers(opened(SUFFIX), [job("plain", range(50), max_tokens=50, **how)]).values()
+    never = Grammar(text='start: "x"', after=tuple(set(range(TINY_VOCAB)) - set(expected.tokens)))
+    given = job("plain", range(50), max_tokens=50, grammar=never, **how)
+    assert answers(opened(SUFFIX, captured=captured), [given]) == {"plain": expected}
+
+
+def test_what_a_grammar_forces_is_drafted_and_always_holds():
+    forced = {"type": "object", "properties": {"functions": {"const": "the ions and the functions"}}}
+    one = asked("forced", 3, {**forced, "required": ["functions"], "additionalProperties": False})
+    engine = opened(SUFFIX)
+    try:
+        answer = run(engine, [one])[one.id]
+    finally:
+        engine.runner.close()
+    assert answer.finish == "stop"
+    assert answer.accepted >= 8
+    assert engine.planner.load().accepted_tokens == answer.accepted
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
+def test_a_job_that_is_thrown_out_goes_on_in_its_grammar(captured: bool):
+    """Pages for fewer jobs than run: they begin again from their tokens, and the matcher with them."""
+    engine = opened(captured=captured, pages=5)
+    assert answers(engine, JOBS) == {one.id: led()[one.id] for one in JOBS}
+    assert engine.planner.load().preemptions > 0
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["led", "replayed"])
+def test_a_grammar_that_is_lost_ends_its_own_job_alone(captured: bool):
+    broken = job("broken", range(30), grammar=Grammar(text="start: nobody"))
+    given = answers(opened(captured=captured), [broken, *PLAIN])
+    assert given["broken"].finish == "error"
+    assert "no token can be chosen" in str(given["broken"].error)
+    assert {one.id: given[one.id] for one in PLAIN} == {one.id: led()[one.id] for one in PLAIN}
+
+
+def test_an_engine_without_a_vocabulary_says_so():
+    engine = opened()
+    engine.runner.slots._matchers = None
+    given = answers(engine, [JOBS[0], PLAIN[0]])
+    assert "what its tokens spell" in str(given[JOBS[0].id].error)
+    assert given[PLAIN[0].id] == led()[PLAIN[0].id]
