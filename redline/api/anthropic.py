@@ -100,7 +100,6 @@ class _Prompt(msgspec.Struct, kw_only=True):
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    output_format: msgspec.Raw = ABSENT  # an earlier name of output_config.format
     context_management: _ContextManagement | None = None
     mcp_servers: msgspec.Raw = ABSENT
     container: msgspec.Raw = ABSENT
@@ -108,6 +107,7 @@ class _Prompt(msgspec.Struct, kw_only=True):
 
 class _Messages(_Prompt, kw_only=True):
     max_tokens: _Count
+    output_format: msgspec.Raw = ABSENT  # an earlier name of output_config.format
     stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -349,7 +349,7 @@ def _calls(request: _Prompt, tools: Sequence[Tool]) -> Calls:
     return Calls(mode="required", named=choice.name, parallel=parallel)
 
 
-def _constraint(request: _Prompt, objects: Objects) -> Constraint | None:
+def _constraint(request: _Messages, objects: Objects) -> Constraint | None:
     config = request.output_config
     places = {
         "output_config.format": config.format if config else msgspec.Raw(),

@@ -82,7 +82,6 @@ _RAW: dict[str, Any] = {
     "_Tool.input_schema": _SCHEMA,
     "_OutputConfig.format": _FORMAT,
     "_Edit.keep": {"description": "`all`: thinking of every past turn stays."},
-    "output_format": {**_FORMAT, "description": "An earlier name of output_config.format."},
 }
 _NOTES = (
     "A model whose name begins with `claude` is the served one.",
@@ -107,7 +106,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             notes=_NOTES,
             body=anthropic.MessagesBody,
             example={"max_tokens": 64, "messages": prompt},
-            raw=_RAW,
+            raw=_RAW | {"output_format": {**_FORMAT, "description": "An earlier name of output_config.format."}},
             bounds=common
             | {field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
             refused=refused,

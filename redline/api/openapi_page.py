@@ -23,11 +23,12 @@ nav b{display:block;margin:1.2em 0 .3em}nav a{display:block;padding:.1em 0;overf
 main{padding:1em 2.5em 6em;max-width:66em}a{color:var(--link);text-decoration:none}a:hover{text-decoration:underline}
 h1{margin:.2em 0}h2{margin:2.5em 0 0;padding-top:.6em;border-top:2px solid var(--line);font-size:1.5em}
 h3{margin:2em 0 .2em;font-size:1.1em}h4{margin:1.2em 0 .2em;font-size:.95em}p,ul{margin:.4em 0}
-code,pre{font:13px/1.5 ui-monospace,monospace}pre{background:var(--ground);padding:.8em 1em;overflow:auto}
+code,pre{font:13px/1.5 ui-monospace,monospace}pre{background:var(--ground);padding:.8em 1em;white-space:pre-wrap;
+overflow-wrap:anywhere}
 table{border-collapse:collapse;width:100%;font-size:14px}
 td,th{text-align:left;vertical-align:top;padding:.3em 1em .3em 0;border-bottom:1px solid var(--line)}
 th{color:var(--soft);font-weight:normal}td:first-child{white-space:nowrap;width:1%}summary{cursor:pointer;margin:.6em 0}
-.method{display:inline-block;min-width:3.6em;color:var(--soft);font:12px ui-monospace,monospace}.soft{color:var(--soft)}
+.method{display:inline-block;min-width:4.6em;color:var(--soft);font:12px ui-monospace,monospace}.soft{color:var(--soft)}
 @media(max-width:60em){body{display:block}nav{position:static;height:auto;border:0}main{padding:1em}}
 """
 
@@ -77,7 +78,7 @@ def _links(document: Schema) -> Iterator[str]:
 def _section(document: Schema, path: str, method: str, told: Schema) -> Iterator[str]:
     yield f'<h3 id="{told["operationId"]}"><code>{method} {escape(path)}</code></h3><p>{escape(told["summary"])}.'
     if "security" in told:
-        yield ' <span class="soft">Needs a key: <code>Authorization: Bearer KEY</code> or <code>X-Api-Key</code>.</span>'
+        yield ' <span class="soft">Needs a key: <code>Authorization: Bearer</code> or <code>X-Api-Key</code>.</span>'
     yield "</p>"
     if "description" in told:
         notes = (f"<li>{escape(note.removeprefix('- '))}" for note in told["description"].split("\n"))
@@ -156,7 +157,7 @@ def _kind(told: Schema) -> str:
         return f'<a href="#{escape(_name(told))}">{escape(_name(told))}</a>'
     if "const" in told:
         return f"<code>{escape(json.dumps(told['const']))}</code>"
-    if "enum" in told:
+    if "enum" in told and told["enum"] != [None]:
         return " · ".join(f"<code>{escape(json.dumps(value))}</code>" for value in told["enum"] if value is not None)
     if "anyOf" in told:
         some = [one for one in told["anyOf"] if one.get("type") != "null"]
@@ -177,6 +178,7 @@ def _kind(told: Schema) -> str:
 
 _BOUNDS = {
     "minimum": "≥ {}",
+    "exclusiveMinimum": "> {}",
     "maximum": "≤ {}",
     "exclusiveMaximum": "< {}",
     "minItems": "{} or more",
