@@ -105,7 +105,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             _MESSAGE,
             notes=_NOTES,
             body=anthropic.MessagesBody,
-            example={"max_tokens": 64, "messages": prompt},
+            example={"max_tokens": 16, "messages": prompt},
             raw=_RAW | {"output_format": {**_FORMAT, "description": "An earlier name of output_config.format."}},
             bounds=common
             | {field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},

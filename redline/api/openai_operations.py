@@ -197,6 +197,9 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
         **{field: {"default": getattr(defaults, field)} for field in ("min_p", "repetition_penalty")},
         **{field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
     }
+    most = {} if limits.most_max_tokens is None else {"maximum": limits.most_max_tokens}
+    asked = min((one for one in (limits.default_max_tokens, limits.most_max_tokens) if one is not None), default=None)
+    silent = most if asked is None else most | {"default": asked}
     conversation: dict[str, Schema] = {
         "messages": {"maxItems": limits.messages},
         "tools": {"maxItems": limits.tools},
@@ -215,9 +218,11 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
                 "add_generation_prompt is false only together with continue_final_message.",
             ),
             body=openai.ChatBody,
-            example={"messages": HELLO, "max_completion_tokens": 64},
+            example={"messages": HELLO, "max_completion_tokens": 16},
             raw=openai.whole(openai.ChatBody) | common | _CALLS,
-            bounds=sampling | conversation | {"max_tokens": {"minimum": 1}, "echo": {"enum": [None, False]}},
+            bounds=sampling
+            | conversation
+            | {"max_completion_tokens": silent, "max_tokens": {"minimum": 1, **most}, "echo": {"enum": [None, False]}},
             refused=openai.REFUSED,
             event=_envelope(
                 "chat.completion.chunk", _choice(_CHAT_LOGPROBS, True, delta=_DELTA), nullable(_USAGE), "usage"
@@ -232,7 +237,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
             _envelope("text_completion", _choice(_COMPLETION_LOGPROBS, False, text=TEXT), _USAGE),
             notes=(*_NOTES, "max_tokens is 0 only together with echo."),
             body=openai.CompletionBody,
-            example={"prompt": "Once upon a time", "max_tokens": 64},
+            example={"prompt": "Once upon a time", "max_tokens": 16},
             raw={
                 **openai.whole(openai.CompletionBody),
                 **common,
@@ -240,7 +245,7 @@ def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
                     "anyOf": [TEXT, {**listed(TEXT), **prompts}, {**ids, "minItems": 1}, {**listed(ids), **prompts}]
                 },
             },
-            bounds=sampling,
+            bounds=sampling | {"max_tokens": silent},
             refused=openai.REFUSED,
             event=_envelope(
                 "text_completion", _choice(_COMPLETION_LOGPROBS, True, text=TEXT), nullable(_USAGE), "usage"

@@ -117,7 +117,7 @@ def _call(path: str, method: str, told: Schema) -> str:
     words = ["curl"] if method == "GET" else ["curl", "-X", method]
     if method == "POST":
         words = ["curl", "-H 'content-type: application/json'"]
-        body = told["requestBody"]["content"]["application/json"]["example"] if "requestBody" in told else {}
+        body: Any = told["requestBody"]["content"]["application/json"]["example"] if "requestBody" in told else {}
         words.append(f"-d '{json.dumps(body)}'")
     return " ".join([*words[:1], f"http://127.0.0.1:8000{path}", *words[1:]])
 
@@ -152,7 +152,7 @@ def _cell(told: Schema) -> str:
 
 
 def _kind(told: Schema) -> str:
-    """A schema in words."""
+    """A schema in words; empty for null."""
     if "$ref" in told:
         return f'<a href="#{escape(_name(told))}">{escape(_name(told))}</a>'
     if "const" in told:
@@ -162,7 +162,7 @@ def _kind(told: Schema) -> str:
     if "anyOf" in told:
         some = [one for one in told["anyOf"] if one.get("type") != "null"]
         bounds = _bounds({key: value for key, value in told.items() if key != "anyOf"})
-        return " or ".join(dict.fromkeys(filter(None, map(_kind, some)))) + bounds
+        return " or ".join(dict.fromkeys(said for one in some if (said := _kind(one)))) + bounds
     kinds = told.get("type", "anything")
     kinds = [kind for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind != "null"]
     said = " or ".join(kinds)

@@ -75,7 +75,7 @@ _RESPONSE = shape(
 
 
 def _event(name: str, /, **members: Schema) -> Schema:
-    return shape(type=always(f"response.{name}"), sequence_number=COUNT, **members)
+    return shape(optional=(), type=always(f"response.{name}"), sequence_number=COUNT, **members)
 
 
 def _of_item(name: str, /, **members: Schema) -> Schema:
@@ -137,7 +137,7 @@ def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operat
         _RESPONSE,
         notes=(kept if stored else forgotten, "tool_choice required, or one that names a function, needs tools."),
         body=responses.ResponsesBody,
-        example={"input": "Hello!", "max_output_tokens": 64},
+        example={"input": "Hello!", "max_output_tokens": 16},
         raw=raw,
         bounds={
             "tools": {"maxItems": limits.tools},

@@ -8,7 +8,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from redline.api import anthropic, openai, responses
-from redline.api.config import ApiConfig
+from redline.api.config import ApiConfig, Limits
 from redline.api.operations import operations
 from tests.api.fake_engine import say
 from tests.api.world import World, answer, ids
@@ -68,7 +68,7 @@ async def test_what_a_reader_takes_and_what_is_told_are_the_same_struct(
     taken: list[type] = []
     read = openai.read
 
-    def spy(body: bytes, shape: type) -> Any:
+    def spy(body: bytes, shape: type[Any]) -> Any:
         taken.append(shape)
         return read(body, shape)
 
@@ -80,8 +80,7 @@ async def test_what_a_reader_takes_and_what_is_told_are_the_same_struct(
         check(document, told["schema"], told["example"])
         response = await world.http.post(path, json=told["example"])
     assert response.status_code == 200, response.text
-    body = BODIES[path].body
-    assert body is not None
+    body: Any = BODIES[path].body
     assert taken[0] is body
     assert set(body_schema(document, path)["properties"]) == set(body.__struct_fields__)
 
@@ -106,6 +105,17 @@ async def test_bounds_and_defaults_are_those_of_the_server() -> None:
     assert fields["n"]["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 64}
     assert fields["messages"]["maxItems"] == world.config.limits.messages
     assert fields["temperature"]["default"] == world.config.defaults.temperature
+    assert "maximum" not in fields["max_completion_tokens"]
+
+
+async def test_what_a_deployment_says_of_max_tokens_is_told() -> None:
+    async with World(answer("a"), Limits(default_max_tokens=20, most_max_tokens=30)) as world:
+        document = (await world.http.get("/openapi.json")).json()
+        more = await world.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 31})
+    assert more.status_code == 400
+    for path, field in (("/v1/chat/completions", "max_completion_tokens"), ("/v1/completions", "max_tokens")):
+        told = body_schema(document, path)["properties"][field]
+        assert (told["maximum"], told["default"]) == (30, 20)
 
 
 @pytest.mark.parametrize(
