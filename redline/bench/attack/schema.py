@@ -3,11 +3,11 @@
     python -m redline.bench.attack.schema PYTHON http://127.0.0.1:8000 --examples 50 --log run.txt
 
 PYTHON is the interpreter of an environment that has schemathesis, which is no dependency of ours. What it looks for:
-a status of 500 or more, and an answer whose status, type or body is not what `/openapi.json` says. 504 is no fault: some
-requests give the server a millisecond. The exit code is its own: 0 where it finds nothing.
+a status of 500 or more, and an answer whose status, type or body is not what `/openapi.json` says. 504 is no fault:
+some requests give the server a millisecond. The exit code is its own: 0 where it finds nothing.
 
 An answer may be as long as the context, where its request says nothing. For a run that is to end soon, let the server's
-deployment say `default_max_tokens` and `most_max_tokens`.
+deployment say `requests.default_max_tokens` and `most_max_tokens`.
 """
 
 import argparse
