@@ -153,6 +153,7 @@ def read_messages(body: bytes, limits: Limits, defaults: Defaults) -> MessagesRe
         ),
         stop=tuple(request.stop_sequences or ()),
         constraint=constraint,
+        thinking_budget=request.thinking.budget_tokens if request.thinking else None,
         calls=_calls(request, conversation.tools),
         reasoning=conversation.thinking,
         cut=True,

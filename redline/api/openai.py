@@ -67,7 +67,7 @@ else:
 
 _WHOLE = (
     "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "logprobs", "top_logprobs",
-    "prompt_logprobs",
+    "prompt_logprobs", "thinking_token_budget", "thinking_budget",
 )  # fmt: skip
 
 
@@ -180,8 +180,6 @@ class _Refused(_RefusedInPrompt, kw_only=True):
     return_tokens_as_token_ids: msgspec.Raw = ABSENT
     verbosity: msgspec.Raw = ABSENT
     moderation: msgspec.Raw = ABSENT
-    thinking_token_budget: msgspec.Raw = ABSENT
-    thinking_budget: msgspec.Raw = ABSENT
     priority: msgspec.Raw = ABSENT
     kv_transfer_params: msgspec.Raw = ABSENT
     ec_transfer_params: msgspec.Raw = ABSENT
@@ -223,8 +221,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _OFF_IS_NOT_NEUTRAL = {  # here false, or zero, is what changes the answer
     "separate_reasoning",
     "stream_reasoning",
-    "thinking_token_budget",
-    "thinking_budget",
 }
 _INSTEAD = {
     "reasoning": "reasoning_effort",
@@ -292,6 +288,8 @@ class _Chat(_Common, kw_only=True):
     thinking: _Thinking | None = None
     enable_thinking: bool | None = None
     reasoning_effort: _Effort | None = None
+    thinking_token_budget: Tokens | None = None
+    thinking_budget: Tokens | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -374,10 +372,12 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     )
     if request.max_tokens == 0:
         raise RequestError("Expected `int` >= 1", "max_tokens")
+    budgets = [most for most in (request.thinking_token_budget, request.thinking_budget) if most is not None]
     ask = _ask(
         *(request, (conversation,), sampling, "messages", limits),
         calls=calls_of(request.tool_choice, conversation.tools, request.parallel_tool_calls is not False),
         reasoning=request.include_reasoning is not False,
+        thinking_budget=min(budgets, default=None),
     )
     if conversation.continues and ask.constraint is not None:
         raise RequestError("an answer that goes on with a message cannot have a form of its own", ask.constraint.param)
@@ -497,6 +497,7 @@ def _ask(
     limits: Limits,
     calls: Calls = Calls(),  # noqa: B008
     reasoning: bool = True,
+    thinking_budget: int | None = None,
 ) -> Ask:
     constraint = _constraint(request, limits)
     if constraint is not None or calls.mode == "required":
@@ -522,6 +523,7 @@ def _ask(
         salt=request.cache_salt or "",
         constraint=constraint,
         calls=calls,
+        thinking_budget=thinking_budget,
         reasoning=reasoning,
         token_ids=bool(request.return_token_ids),
         param=param,

@@ -11,10 +11,13 @@ from typing import NamedTuple
 import torch
 
 from redline.errors import ConfigError
+from redline.kernels.hopper.layouts.tiled import PAD_K, padded
+from redline.kernels.hopper.ranks import GATHERED_ROWS, MOST_TOKENS, inbox_words, room_of
 from redline.kernels.hopper.step.adjust import SlotWishes
 from redline.kernels.hopper.step.step_rows import MOST_POSITIONS, MOST_ROWS
 from redline.model.eagle3.module import Eagle3Config
 from redline.model.k2.config import K2Config, Nvfp4Experts
+from redline.model.k2.shard import head_left_out, part_of, weight_bytes
 from redline.run.graphs.shapes import FIRST_SHAPES, shapes
 from redline.run.sampling.on_device import TOP_LOGPROBS
 from redline.run.sampling.on_host import SCORED_ROWS
@@ -146,6 +149,7 @@ class Sizes:
     positions    of a decode row, at most: its last token and its drafts
     gpu_kernels  whether the GPU's own kernels run the model; they alone read NVFP4, and they alone are recorded
     head_bits    of the head that drafts: 16, or 8
+    ranks        that share the model: the bytes are those of one
     """
 
     config: K2Config
@@ -158,6 +162,7 @@ class Sizes:
     drafter: Eagle3Config | None = None
     drafter_parameters: int = 0
     head_bits: int = 16
+    ranks: int = 1
 
     @property
     def draft_bytes(self) -> int:
@@ -174,10 +179,19 @@ class Sizes:
     @property
     def weight_bytes(self) -> int:
         """Bytes of the target's weights as this engine holds them: NVFP4 as bf16 where the GPU's kernels do not run."""
-        config = self.config
+        part, config = part_of(self.config, self.ranks), self.config
         if isinstance(config.quantization, Nvfp4Experts) and not self.gpu_kernels:
-            return 2 * (config.dense_parameters + config.routed_parameters)
-        return config.weight_bytes
+            return 2 * (part.dense_parameters + part.routed_parameters - head_left_out(config, self.ranks))
+        return weight_bytes(config, self.ranks)
+
+    @property
+    def _links_bytes(self) -> int:
+        """Bytes of the inbox through which a GPU's ranks meet."""
+        if self.ranks == 1 or self.device != "cuda":
+            return 0
+        c = self.config
+        room = room_of(padded(c.hidden_size, PAD_K), MOST_TOKENS)
+        return 4 * inbox_words(self.ranks, room, GATHERED_ROWS * (c.vocab_size // self.ranks))
 
     def needs(self, max_model_len: int) -> Needs:
         """Bytes of everything but pages, where jobs come to `max_model_len` tokens."""
@@ -214,7 +228,7 @@ class Sizes:
         return (rows * (hidden + 4) if self.gpu_kernels else 2 * rows * hidden) - own
 
     def _scratch(self, max_model_len: int) -> int:
-        c, exact = self.config, self.kv_dtype == torch.float32
+        c, exact = part_of(self.config, self.ranks), self.kv_dtype == torch.float32
         tokens, asked = self.step_tokens, min(self.step_tokens, self.max_running * self.positions)
         heads, head, value = c.num_attention_heads, c.qk_head_dim, c.v_head_dim
         features = 0 if self.drafter is None else len(self.drafter.layer_ids) * c.hidden_size
@@ -237,13 +251,13 @@ class Sizes:
             context = (4 if exact else 2) * (2 * c.kv_lora_rank + head + value)
             fixed = 16 * c.vocab_size
         whole = tokens * token + asked * row + max_model_len * context + fixed + scored
-        return whole + LIBRARIES[self.device]
+        return whole + self._links_bytes + LIBRARIES[self.device]
 
     def recorded_steps(self, max_model_len: int) -> RecordedSteps:
         """What is recorded for jobs of `max_model_len` tokens: before the first job or later, all of it is counted."""
         if not self.gpu_kernels:
             return RecordedSteps({})
-        c = self.config
+        c = part_of(self.config, self.ranks)
         heads = c.num_attention_heads
         # Of every position: its stream in several forms, absorbed queries and what attention gives, its logits.
         position = (

@@ -145,7 +145,7 @@ def _origin(record: DepthRecord) -> str:
 
 
 def _peer() -> list[str]:
-    cases = ", ".join(f"{tokens}: {peer.ms:g} ms" for tokens, peer in PEER.items())
+    cases = ", ".join(f"{tokens}: {peer.ms:g} ms" for (ranks, tokens), peer in PEER.items() if ranks == 1)
     return [
         "## The peer\n",
         "vLLM 0.26 on one NVIDIA H200 (Marlin experts, FlashAttention MLA, CUDA graphs, async scheduling), Kimi K2's",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from redline.bench.step.routing import distinct, draw
 from redline.model.k2.config import K2Config
+from redline.model.k2.shard import head_left_out, part_of
 from redline.ops.op import Cost
 
 WARM_UP = 5  # replays before those that count
@@ -37,6 +38,7 @@ class Depth:
     context   tokens of each row that are there before the step
     kv_dtype  of the pages
     overlap   of the experts of a row's tokens (`routing.draw`); None: the model routes
+    ranks     that share the model: bytes and operations are those of one
     """
 
     shape: str
@@ -47,6 +49,12 @@ class Depth:
     context: int
     kv_dtype: torch.dtype
     overlap: float | None
+    ranks: int = 1
+
+    @property
+    def part(self) -> K2Config:
+        """The geometry of what one rank holds, but for the head."""
+        return part_of(self.config, self.ranks)
 
     @property
     def dense(self) -> int:
@@ -55,8 +63,8 @@ class Depth:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of one routed expert's weights."""
-        return round(self.config.expert_parameters * self.config.bits_per_routed_parameter / 8)
+        """Bytes of a rank's part of one routed expert."""
+        return round(self.part.expert_parameters * self.config.bits_per_routed_parameter / 8)
 
     def physical_layer(self, layer: int, rotation: int = 0) -> int:
         """The physical layer on which a layer of the step lies.
@@ -70,17 +78,17 @@ class Depth:
     def cost(self, experts: float) -> Cost:
         """Bytes and operations of the step, from the model's sizes alone; the embedding is a gather, and is left out.
 
-        Each weight is read once, each row's context once, and of the routed experts `experts`, over all layers
-        together.
+        Of one rank: each weight is read once, each row's context once, and of the routed experts `experts`, over all
+        layers together.
         """
-        c, tokens = self.config, self.rows * self.tokens
-        embedding = c.vocab_size * c.hidden_size
+        c, tokens = self.part, self.rows * self.tokens
+        elsewhere = c.vocab_size * c.hidden_size + head_left_out(self.config, self.ranks)
         seen = self.context + self.tokens
         kv = self.rows * seen * c.kv_width * self.kv_dtype.itemsize * c.num_hidden_layers
         pairs = self.rows * sum(range(self.context + 1, seen + 1)) * c.num_hidden_layers
         attention = 2 * pairs * c.num_attention_heads * (2 * c.kv_lora_rank + c.qk_rope_head_dim)
-        read = 2 * (c.dense_parameters - embedding) + round(experts * self.expert_bytes) + kv
-        return Cost(read, 2 * tokens * (c.active_parameters - embedding) + attention)
+        read = 2 * (c.dense_parameters - elsewhere) + round(experts * self.expert_bytes) + kv
+        return Cost(read, 2 * tokens * (c.active_parameters - elsewhere) + attention)
 
 
 @dataclass(frozen=True)
@@ -280,6 +288,7 @@ def depth_of(
     context: int,
     kv_dtype: torch.dtype,
     overlap: float | None,
+    ranks: int = 1,
 ) -> Depth:
     """The case whose config has so many layers and experts. experts: in each layer; None: as many as the config has."""
     changed = replace(config, num_hidden_layers=layers, n_routed_experts=experts or config.n_routed_experts)
@@ -292,4 +301,5 @@ def depth_of(
         context=context,
         kv_dtype=kv_dtype,
         overlap=overlap,
+        ranks=ranks,
     )

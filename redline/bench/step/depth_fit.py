@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from redline.bench.step.depth import Depth
 from redline.errors import ConfigError
-from redline.model.k2.config import K2Config
+from redline.model.k2.shard import weight_bytes
 from redline.wire.job import PAGE_TOKENS
 
 
@@ -26,24 +26,27 @@ class Memory:
     @property
     def ends(self) -> int:
         """Bytes of the embedding, the head and the last norm."""
-        return _weights(self.depth.config, 0)
+        return self._weights(0)
 
     @property
     def dense(self) -> int:
         """Bytes of all layers without experts."""
-        return _weights(self.depth.config, self.depth.dense) - self.ends
+        return self._weights(self.depth.dense) - self.ends
 
     @property
     def layer(self) -> int:
         """Bytes of one layer with experts."""
-        config = self.depth.config
-        first = config.first_k_dense_replace
-        return _weights(config, first + 1) - _weights(config, first)
+        first = self.depth.config.first_k_dense_replace
+        return self._weights(first + 1) - self._weights(first)
 
     @property
     def weights(self) -> int:
         """Bytes of all weights that lie in memory."""
-        return _weights(self.depth.config, self.depth.physical)
+        return self._weights(self.depth.physical)
+
+    def _weights(self, layers: int) -> int:
+        """Bytes of so many layers and the ends, a rank's part of each."""
+        return weight_bytes(dataclasses.replace(self.depth.config, num_hidden_layers=layers), self.depth.ranks)
 
     @property
     def tokens(self) -> int:
@@ -120,10 +123,6 @@ def check(depth: Depth) -> None:
             f"context is {depth.context:,}, and {depth.tokens} tokens follow; {depth.shape} reads "
             f"{config.max_position_embeddings:,}"
         )
-
-
-def _weights(config: K2Config, layers: int) -> int:
-    return dataclasses.replace(config, num_hidden_layers=layers).weight_bytes
 
 
 def _size(count: int) -> str:

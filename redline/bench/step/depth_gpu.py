@@ -15,6 +15,7 @@ from redline.bench.step.depth import Depth, Progress, Stage, captured
 from redline.bench.step.depth_fit import Memory
 from redline.bench.step.routing import draw
 from redline.kernels.by_chip import best, linear
+from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import LISTED, MOST_DECODED, GpuBlock
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
@@ -45,10 +46,15 @@ class GpuStep:
     progress: told of (bytes of weights made, bytes in all). Its graphs are captured once this is made.
     """
 
-    def __init__(self, depth: Depth, progress: Progress, device: torch.device = CUDA) -> None:
+    def __init__(self, depth: Depth, progress: Progress, device: torch.device = CUDA, group: Group = ALONE) -> None:
+        """group: of as many ranks as the depth has."""
         config, whole = depth.config, Memory(depth).weights
         place = [depth.physical_layer(layer) for layer in range(config.num_hidden_layers)]
-        self._model = random_gpu_k2(config, place, device, progress=lambda n, of: progress(whole * n // of, whole))
+
+        def made(count: int, of: int) -> None:
+            progress(whole * count // of, whole)
+
+        self._model = random_gpu_k2(config, place, device, progress=made, group=group)
         at = {depth.physical_layer(layer): block for layer, block in enumerate(self._model.gpu_blocks)}
         self._blocks = [at[place] for place in range(depth.physical)]
         self._depth = depth
@@ -87,7 +93,9 @@ class ForcedK2(GpuK2):
     """
 
     def __init__(self, model: GpuK2, tokens: int) -> None:
-        super().__init__(model.config, model.embedding_VD, model.gpu_blocks, model.norm, _tiled(model.head))
+        super().__init__(
+            *(model.config, model.embedding_VD, model.gpu_blocks, model.norm, _tiled(model.head), model.group)
+        )
         c, generator = model.config, torch.Generator(model.device).manual_seed(0)
         self.routing = draw(generator, c.num_hidden_layers, 1, tokens, c.n_routed_experts, c.num_experts_per_tok)
 
@@ -96,11 +104,17 @@ class ForcedK2(GpuK2):
         return super().forward(replace(inputs, routing=self.routing[:, : inputs.count]), planes, layers)
 
 
-def forced_k2(depth: Depth, tokens: int, progress: Progress, device: torch.device = CUDA) -> ForcedK2:
-    """A model of this depth for steps of so many tokens at most."""
+def forced_k2(
+    depth: Depth, tokens: int, progress: Progress, device: torch.device = CUDA, group: Group = ALONE
+) -> ForcedK2:
+    """A model of this depth, or a rank's part of it, for steps of so many tokens at most."""
     whole, layers = Memory(depth).weights, range(depth.config.num_hidden_layers)
     place = [depth.physical_layer(layer) for layer in layers]
-    model = random_gpu_k2(depth.config, place, device, progress=lambda n, of: progress(whole * n // of, whole))
+
+    def made(count: int, of: int) -> None:
+        progress(whole * count // of, whole)
+
+    model = random_gpu_k2(depth.config, place, device, progress=made, group=group)
     return ForcedK2(model, tokens)
 
 
@@ -200,7 +214,7 @@ class _Ops:
             assert not isinstance(w.down, Tiled)
             return experts_down(routed, pairs[layer], w.experts.down, h, w.down, residual, w.mlp_norm)
 
-        c, each = self.depth.config, tokens * e.chosen
+        c, each = self.depth.part, tokens * e.chosen
         product_flops = 2 * each * c.moe_intermediate_size * c.hidden_size
         shared_flops = 2 * tokens * c.hidden_size * self.last.width
         shared = Cost(self.last.down.nbytes + h.nbytes, shared_flops)

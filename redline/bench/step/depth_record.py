@@ -72,8 +72,8 @@ class DepthRecord(Record, frozen=True):
     @property
     def peer(self) -> "Peer | None":
         """The peer's figures where this is a case that it was measured at, on the same chip; else None."""
-        case = self.shape, self.ranks, self.layers, self.experts, self.context, self.kv_dtype, self.routing
-        return PEER.get(self.tokens) if case == PEER_CASE and PEER_GPU in self.gpu else None
+        case = self.shape, self.layers, self.experts, self.context, self.kv_dtype, self.routing
+        return PEER.get((self.ranks, self.tokens)) if case == PEER_CASE and PEER_GPU in self.gpu else None
 
 
 class RoundRecord(DepthRecord, frozen=True):
@@ -107,9 +107,9 @@ R = TypeVar("R", bound=DepthRecord)
 
 
 class Peer(NamedTuple):
-    """ms: vLLM 0.26 on one NVIDIA H200, the step of a batch of so many, its slope per layer carried to 61 layers.
+    """ms: vLLM 0.26 on NVIDIA H200s, the step of a batch of so many, its slope per layer carried to 61 layers.
 
-    floor_ms: the step's weights at 4.3 TB/s.
+    floor_ms: the step's weights at 4.3 TB/s; on two GPUs, where it was not measured beside, at 4.5 TB/s.
     """
 
     ms: float
@@ -117,8 +117,17 @@ class Peer(NamedTuple):
 
 
 PEER_GPU = "H200"
-PEER_CASE = "kimi-k2.6", 1, 61, 384, 1024, "bf16", "uniform"  # shape, ranks, layers, experts, context, pages, routing
-PEER = {1: Peer(13.4, 7.67), 4: Peer(22.9, 15.6), 8: Peer(37.5, 25.5), 32: Peer(104.0, 70.0)}
+PEER_CASE = "kimi-k2.6", 61, 384, 1024, "bf16", "uniform"  # shape, layers, experts, context, pages, routing
+PEER = {  # by ranks and rows
+    (1, 1): Peer(13.4, 7.67),
+    (1, 4): Peer(22.9, 15.6),
+    (1, 8): Peer(37.5, 25.5),
+    (1, 32): Peer(104.0, 70.0),
+    (2, 1): Peer(9.7, 3.9),
+    (2, 4): Peer(14.4, 7.7),
+    (2, 8): Peer(22.0, 12.4),
+    (2, 32): Peer(56.8, 33.7),
+}
 
 
 _WHAT = {DepthRecord: "measured steps", RoundRecord: "measured rounds"}
@@ -136,7 +145,7 @@ def record_of(depth: Depth, timing: Timing, machine: Machine) -> DepthRecord:
     return DepthRecord(
         shape=depth.shape,
         gpu=machine.name,
-        ranks=1,
+        ranks=depth.ranks,
         layers=depth.config.num_hidden_layers,
         physical_layers=depth.physical,
         experts=depth.config.n_routed_experts,

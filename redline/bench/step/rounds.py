@@ -92,7 +92,8 @@ class RoundCase:
         context = rows * self.depth.context
         pages = context * c.kv_bytes_per_token(self.depth.kv_dtype)
         scores = 2 * context * c.num_attention_heads * (c.kv_width + c.kv_lora_rank)
-        weights, head = drafter_weights(c) - fuse, head_rows(c)
+        head = head_rows(c) // self.depth.ranks  # all else of a drafter is whole on every rank
+        weights = drafter_weights(c) - fuse - c.hidden_size * (head_rows(c) - head)
         rounded = head * (c.hidden_size - 4) if self.head_bits == 8 else 0  # bytes less: a byte a number, a scale a row
         further = Cost(2 * weights - rounded + pages, 2 * rows * weights + scores)
         whole = Cost(2 * fuse, 2 * tokens * fuse)  # of the tokens that only leave a row, the projections are left out

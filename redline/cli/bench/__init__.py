@@ -102,6 +102,9 @@ def bench_decode(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Timed steps of each case. Absent: 40 of a checkpoint, 30 of a shape.")
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of this host that share a shape: 1, 2, 4 or 8. Absent: 1.")
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the result as JSON; a shape's cases are added to the file's list.")
     ] = None,
@@ -126,6 +129,7 @@ def bench_decode(
         "k": k and tuple(k),
         "draft_head_bits": draft_head_bits,
         "accept": accept,
+        "ranks": ranks,
     }
     given: dict[str, Any] = {name: value for name, value in of_a_shape.items() if value is not None}
     if folder is not None and shape is None:

@@ -16,13 +16,15 @@ from redline.bench.step.depth_cpu import random_k2
 from redline.bench.step.depth_fit import Memory
 from redline.bench.step.depth_gpu import forced_k2
 from redline.bench.step.depth_record import RoundRecord, append, read, round_record
+from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.bench.step.rounds import RoundCase, RoundTiming, drafter_weights, measure_round, random_drafter
 from redline.bench.step.trace import draw
-from redline.cli.bench.step_tables import READ_BYTES, DepthConfig, builder, cases, describe
+from redline.cli.bench.step_tables import READ_BYTES, DepthConfig, cases, check_device, describe
 from redline.cli.console import say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.kernels.cpu import native
+from redline.kernels.group import Group
 from redline.kernels.hopper.step.step_rows import MOST_DRAFTS, MOST_ROWS
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.module import Eagle3
@@ -55,15 +57,25 @@ def bench_rounds(config: RoundsConfig, console: Console) -> int:
     Raises ConfigError.
     """
     device = pick_device(None)
-    builder(device)  # which refuses a GPU without kernels
+    check_device(config.step, device)
     measured = round_cases(config, forced=device.type != "cpu")
+    if own_rank():
+        step = msgspec.structs.replace(config.step, save=None)
+        config, console = msgspec.structs.replace(config, step=step), Console(quiet=True)
+    with ranks_of_gpus(measured[0].depth.config, config.step.ranks) as group:
+        return _bench_cases(config, measured, device, console, group)
+
+
+def _bench_cases(
+    config: RoundsConfig, measured: Sequence[RoundCase], device: torch.device, console: Console, group: Group
+) -> int:
     save = None if config.step.save is None else Path(config.step.save)
     if save is not None:
         check_output(save)
         if save.exists():
             read(save, RoundRecord)  # so that a file of something else is said before minutes of measuring
     kept = "nothing was saved" if save is None else f"{save} holds the cases that were measured"
-    return until_interrupted(lambda: _bench_rounds(config, measured, device, save, console), console, kept)
+    return until_interrupted(lambda: _bench_rounds(config, measured, device, save, console, group), console, kept)
 
 
 def round_cases(config: RoundsConfig, *, forced: bool) -> list[RoundCase]:
@@ -102,7 +114,12 @@ def _rates(config: RoundsConfig, k: int) -> tuple[float, ...]:
 
 
 def _bench_rounds(
-    config: RoundsConfig, measured: Sequence[RoundCase], device: torch.device, save: Path | None, console: Console
+    config: RoundsConfig,
+    measured: Sequence[RoundCase],
+    device: torch.device,
+    save: Path | None,
+    console: Console,
+    group: Group,
 ) -> int:
     repeats, threads = config.step.repeats, torch.get_num_threads()
     torch.set_num_threads(native.threads())
@@ -115,12 +132,12 @@ def _bench_rounds(
             say(console, line)
         if memory.whole > (free := free_memory(device)):
             raise memory.refusal(free)
-        machine = measure(device, min(largest.depth.config.weight_bytes, READ_BYTES))
+        machine = measure(device, min(memory.weights, READ_BYTES))
         if device.type == "cpu" and native.library() is not None:
             torch.set_num_threads(1)
         try:
             with Working("building") as working:
-                model, drafter = _models(measured, device, working)
+                model, drafter = _models(measured, device, working, group)
                 for number, case in enumerate(measured):
                     working.show(number, len(measured), what="rounds")
                     timing = measure_round(model, drafter, case, repeats)
@@ -146,7 +163,7 @@ def _memory(case: RoundCase, repeats: int) -> Memory:
     return Memory(case.depth, 2 * 2 * drafter_weights(case.drafter), grows)
 
 
-def _models(measured: Sequence[RoundCase], device: torch.device, working: Working) -> tuple[K2, Eagle3]:
+def _models(measured: Sequence[RoundCase], device: torch.device, working: Working, group: Group) -> tuple[K2, Eagle3]:
     """The target and the drafter of all cases, which differ in rows, tokens and context alone."""
     most = max(case.depth.rows * case.depth.tokens for case in measured)
     first = measured[0]
@@ -154,7 +171,8 @@ def _models(measured: Sequence[RoundCase], device: torch.device, working: Workin
     def made(done: int, whole: int) -> None:
         working.show(done / whole, 1.0)
 
-    model = random_k2(first.depth, made) if device.type == "cpu" else forced_k2(first.depth, most, made, device)
+    on_cpu = device.type == "cpu"
+    model = random_k2(first.depth, made) if on_cpu else forced_k2(first.depth, most, made, device, group)
     drafter = random_drafter(model, first.drafter, first.head_bits)
     _release(device)
     return model, drafter

@@ -1,10 +1,12 @@
 """`redline bench decode`: the tables of `bench.step.checkpoint_steps` (files) and of `bench.step.depth` (a shape)."""
 
+import functools
 import gc
 import itertools
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -16,11 +18,13 @@ from redline.bench.step.checkpoint_steps import bench_decode as measure_decode
 from redline.bench.step.depth import Build, Depth, Timing, depth_of, measure_step
 from redline.bench.step.depth_fit import Memory, check
 from redline.bench.step.depth_record import KV_DTYPES, DepthRecord, append, read, record_of
+from redline.bench.step.ranks import own_rank, ranks_of_gpus
 from redline.bench.step.routing import OVERLAP
 from redline.cli.console import save_result, say, until_interrupted
 from redline.disk import check_output
 from redline.errors import ConfigError
 from redline.kernels.cpu import native
+from redline.kernels.group import Group
 from redline.kernels.hopper.kernel import has_kernels, why_not
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.shapes import shape
@@ -141,6 +145,7 @@ class DepthConfig(Record, frozen=True):
     kv_dtype: str = "bf16"  # of the pages
     repeats: int = 30  # timed steps of each case
     save: str | None = None  # a file whose list of cases is added to
+    ranks: int = 1  # GPUs that share the model
 
 
 def bench_depth(config: DepthConfig, console: Console) -> int:
@@ -149,8 +154,25 @@ def bench_depth(config: DepthConfig, console: Console) -> int:
     Raises ConfigError.
     """
     device = pick_device(None)
-    build = builder(device)
+    check_device(config, device)
     measured = cases(config, forced=device.type != "cpu")
+    if own_rank():
+        config, console = msgspec.structs.replace(config, save=None), Console(quiet=True)
+    with ranks_of_gpus(measured[0].config, config.ranks) as group:
+        return _bench_cases(config, measured, builder(device, group), device, console)
+
+
+def check_device(config: DepthConfig, device: torch.device) -> None:
+    """Raises ConfigError where no step can be built on this device, or not over ranks."""
+    if device.type == "cuda" and not has_kernels(device):
+        raise ConfigError(f"no step of a shape can be built here ({why_not()}); give a checkpoint's folder")
+    if config.ranks > 1 and device.type == "cpu":
+        raise ConfigError(f"ranks is {config.ranks}: a step of a shape is measured over several GPUs, not on a CPU")
+
+
+def _bench_cases(
+    config: DepthConfig, measured: list[Depth], build: Build, device: torch.device, console: Console
+) -> int:
     save = None if config.save is None else Path(config.save)
     if save is not None:
         check_output(save)
@@ -172,7 +194,7 @@ def _bench_depth(
                 console.print(line, highlight=False, soft_wrap=True, markup=False)
             _check_memory(case, device)
             if machine is None:
-                machine = measure(device, min(max(case.config.weight_bytes for case in measured), READ_BYTES))
+                machine = measure(device, min(max(Memory(case).weights for case in measured), READ_BYTES))
                 if device.type == "cpu" and native.library() is not None:
                     torch.set_num_threads(1)
             record = record_of(case, _measure(case, build, device, config.repeats), machine)
@@ -185,13 +207,9 @@ def _bench_depth(
     return 0
 
 
-def builder(device: torch.device) -> Build:
-    """The function that builds a step on this device. Raises ConfigError where there is none."""
-    if device.type == "cpu":
-        return depth_cpu.CpuStep
-    if has_kernels(device):
-        return depth_gpu.GpuStep
-    raise ConfigError(f"no step of a shape can be built here ({why_not()}); give a checkpoint's folder")
+def builder(device: torch.device, group: Group) -> Build:
+    """The function that builds a step on this device, or a rank's part of it."""
+    return depth_cpu.CpuStep if device.type == "cpu" else functools.partial(depth_gpu.GpuStep, group=group)
 
 
 def cases(config: DepthConfig, *, forced: bool) -> list[Depth]:
@@ -215,6 +233,7 @@ def cases(config: DepthConfig, *, forced: bool) -> list[Depth]:
             context=context,
             kv_dtype=KV_DTYPES[config.kv_dtype],
             overlap=overlap,
+            ranks=config.ranks,
         )
         for context, tokens, rows in itertools.product(config.context, config.tokens, config.batch)
     ]
@@ -243,6 +262,8 @@ def describe(case: Depth, config: DepthConfig, memory: Memory) -> list[str]:
     """What is built, what of it is not the whole model, and what it takes."""
     layers, whole = case.config.num_hidden_layers, shape(config.shape).n_routed_experts
     lines = [f"{case.shape}: {layers} layers, {case.rows} rows x {case.tokens} tokens, context {case.context:,}"]
+    if case.ranks > 1:
+        lines.append(f"ranks            {case.ranks}; bytes, floors and ops are those of one")
     if case.physical < layers:
         lines.append(f"aliased          {layers} layers on {case.physical} in memory, in turn")
     if case.config.n_routed_experts < whole:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import attend
 from redline.kernels.hopper.decode.choose_experts import RouterChoice, choose_experts
@@ -147,13 +148,19 @@ def decode_block(
 
 
 def prefill_block(
-    residual_TD: Tensor, partial_TD: Tensor | None, w: GpuBlock, inputs: Inputs, plane: Tensor, forced_TK: Tensor | None
+    residual_TD: Tensor,
+    partial_TD: Tensor | None,
+    w: GpuBlock,
+    inputs: Inputs,
+    plane: Tensor,
+    forced_TK: Tensor | None,
+    group: Group = ALONE,
 ) -> tuple[Tensor, Tensor | None]:
     """One block of any step. -> (residual, partial) for the next block.
 
     residual float32 [T, D]: the given one is changed in place. partial float32 or bf16 [T, D]: for the next norm to
     add; None: nothing. plane [pages, 64, R + P]: read, and written at rows_T. forced_TK int32 [T, K]: the experts to
-    take instead of choosing.
+    take instead of choosing. group: the ranks of which each has a part of the block.
     """
     attention = w.attention
     residual, x = norm_rows(residual_TD, partial_TD, w.attention_norm, w.eps)
@@ -171,21 +178,25 @@ def prefill_block(
         decoding = inputs.tokens_Q.long()
         places = torch.arange(decoding.shape[0], dtype=torch.int32, device=x.device)
         o[decoding] = _absorbed(q[decoding], places, w, inputs, plane)[:, : heads * value].unflatten(1, (heads, value))
-    residual, x = norm_rows(residual, product(o.flatten(1), w.o_proj, torch.bfloat16), w.mlp_norm, w.eps)
+    partial = group.add(product(o.flatten(1), w.o_proj, torch.bfloat16))
+    residual, x = norm_rows(residual, partial, w.mlp_norm, w.eps)
     both = product(x, w.gates, torch.float32)
     count = 0 if w.experts is None else w.experts.bias_E.shape[0]
     h = swiglu(both, padded(count, TILE_N), w.width)
     if w.experts is None:
         assert isinstance(w.down, Tiled)
-        return residual, product(h, w.down, torch.bfloat16)
+        return residual, group.add(product(h, w.down, torch.bfloat16))
     assert isinstance(w.down, Slabs)
     e, logits = w.experts, both[:, :count].contiguous()
     if tokens <= LISTED:
         pairs = choose_experts(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK)
         routed = experts_up(x, torch.ones(tokens, device=x.device), e.up, pairs)
-        return experts_down(routed, pairs, e.down, h, w.down, residual, w.mlp_norm)[0], None
+        if group.ranks == 1:
+            return experts_down(routed, pairs, e.down, h, w.down, residual, w.mlp_norm)[0], None
+        nothing = torch.zeros_like(residual)
+        return residual, group.add(experts_down(routed, pairs, e.down, h, w.down, nothing, w.mlp_norm)[0])
     ids, weights = choose(logits, e.bias_E, e.chosen, e.normalise, e.scale, forced_TK, ties=False)
-    return residual, h[:, : w.width] @ w.down.dense().T + grouped_experts(x, ids, weights, e.up, e.down)
+    return residual, group.add(h[:, : w.width] @ w.down.dense().T + grouped_experts(x, ids, weights, e.up, e.down))
 
 
 def _absorbed(q_THX: Tensor, tokens_Q: Tensor, w: GpuBlock, inputs: Inputs, plane: Tensor) -> Tensor:

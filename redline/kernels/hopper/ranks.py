@@ -5,7 +5,7 @@ rooms of `gather_ranks`.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ ATTENTION, EXPERTS = 0, 1  # sites
 Site = Literal[0, 1]
 UNSENT = 0x80000000  # the word that nobody has sent: minus zero
 MOST_RANKS = 8
+MOST_TOKENS = 64  # of a step whose sums go through inboxes
+GATHERED_ROWS = 256  # of logits that are gathered at once: the most positions of a recorded step
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,16 @@ class Links:
 
 def _inboxes(addresses: tuple[int, ...]) -> dict[str, Any]:
     return {f"inbox_{rank}": at for rank, at in enumerate((*addresses, *(0,) * (MOST_RANKS - len(addresses))))}
+
+
+@runtime_checkable
+class Linked(Protocol):
+    """A group whose ranks reach one another's memory."""
+
+    @property
+    def links(self) -> Links:
+        """This rank's."""
+        ...
 
 
 NO_LINKS: dict[str, Any] = {**_inboxes(()), "control": None, "site": 0, "rank": 0, "room": 0}

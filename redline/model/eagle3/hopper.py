@@ -14,6 +14,7 @@ from torch import Tensor
 
 from redline.errors import CheckpointError
 from redline.kernels.cpu.blocks.draft_pass import DraftPages, DraftRows
+from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import GpuMla
 from redline.kernels.hopper.decode.absorb import absorb
 from redline.kernels.hopper.decode.attend import ROPE, attend
@@ -32,6 +33,7 @@ from redline.kernels.hopper.prefill.rowwise import norm_rows, rotate_heads, spli
 from redline.kernels.inputs import Inputs
 from redline.model.eagle3.config import Eagle3Config
 from redline.model.eagle3.forward import SKIP, looked_up
+from redline.model.k2.shard import ROW_WORDS, Shard
 from redline.ops.mla import angles
 from redline.ops.staged import staged
 from redline.wire.job import PAGE_TOKENS
@@ -75,8 +77,13 @@ class GpuServed:
         embedding_VD: Tensor,
         target_head: Tiled,
         head_bits: int = 16,
+        group: Group = ALONE,
     ) -> None:
-        """state: by our names. head_bits: 16, or 8: the drafter's head, or its copy of the target's, is rounded."""
+        """state: by our names. head_bits: 16, or 8: the drafter's head, or its copy of the target's, is rounded.
+
+        group: of the ranks that divide the head, of which target_head is this one's part. All else is whole on each: a
+        pass reads little of it, and would have two sums.
+        """
         device, at = embedding_VD.device, "layers.0"
         reader = _Reader(state, device)
         self._config = config
@@ -93,11 +100,15 @@ class GpuServed:
         self._down = reader.tiled(f"{at}.mlp.down_proj.weight")
         self._norm = reader.vector("norm.weight")
         shared = config.draft_vocab_size is None
+        # An own head whose rows the ranks cannot share is whole on each.
+        divided = shared or state["lm_head.weight"].shape[0] % (group.ranks * ROW_WORDS) == 0
+        self._group = group if divided else ALONE
+        own = None if shared else Shard(self._group.rank, self._group.ranks).rows(state["lm_head.weight"].detach())
         self._head: Tiled | Tiled8
         if head_bits == 8:
-            self._head = Tiled8.prepare(target_head if shared else state["lm_head.weight"].detach(), device)
+            self._head = Tiled8.prepare(target_head if own is None else own, device)
         else:
-            self._head = target_head if shared else reader.tiled("lm_head.weight")
+            self._head = target_head if own is None else Tiled.prepare(own.to(device, torch.bfloat16))
         self.inv_freq = config.inv_freq().to(device)
         # Sums of squares of rows whose norm is divided out already: D of the head's input.
         self._normed = torch.full((1, MOST_TOKENS), float(config.hidden_size), device=device)
@@ -163,7 +174,7 @@ class GpuServed:
 
     def logits(self, normed_RD: Tensor) -> Tensor:
         """bf16 [R, D], normed -> float32 [R, draft vocabulary]."""
-        return logits_of(normed_RD, self._head, self._normed)
+        return self._group.gather(logits_of(normed_RD, self._head, self._normed))
 
 
 class _Reader:

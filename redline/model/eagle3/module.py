@@ -243,7 +243,7 @@ class Eagle3(nn.Module):
         self._ids = None if ids is None else ids.to(model.device)
         state = self.state_dict()
         if isinstance(model.head, Tiled):
-            self._served = GpuServed(self.config, state, model.embedding_VD, model.head, head_bits)
+            self._served = GpuServed(self.config, state, model.embedding_VD, model.head, head_bits, model.group)
         else:
             self._served = Served(self.config, state, model, head_bits)
 

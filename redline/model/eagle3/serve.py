@@ -43,7 +43,10 @@ class Served:
         norms = [reader.vector(f"fc_norm.{i}.weight") for i in range(len(config.layer_ids))] if config.fc_norm else []
         self._fc_norms = torch.stack(norms) if norms else None
         mla = config.architecture == "mla"
-        head = model.head if config.draft_vocab_size is None else reader.matrix("lm_head.weight")
+        if config.draft_vocab_size is not None:
+            head = reader.matrix("lm_head.weight")
+        else:  # drafts are chained in one call, which knows no other ranks
+            head = model.head if model.group.ranks == 1 else Matrix.prepare(model.whole_head())
         self.layer = DraftLayer(
             embedding_VD=model.embedding_VD,
             input_norm=reader.vector(f"{at}.input_layernorm.weight"),

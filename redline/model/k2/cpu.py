@@ -1,13 +1,12 @@
 """What K2 is: embeddings, blocks of latent attention and experts, a head.
 
 A block is two sublayers. Each takes the normed stream and returns its partial sum; adding it to the residual belongs to
-the next sublayer's norm (`add_norm`), across block borders. Nothing is done between the two yet: an all-reduce over
-several devices would stand there.
+the next sublayer's norm (`add_norm`), across block borders. Over several ranks the group's sum stands between the two.
 
 T tokens of a step, D hidden, H heads, P rope, R rows whose next token is asked for, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,27 +14,41 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.kernels.by_chip import linear
 from redline.kernels.cpu.blocks.block import Block, Moe
-from redline.kernels.cpu.blocks.transformer import Predicted, Transformer
+from redline.kernels.cpu.blocks.transformer import Predicted, Transformer, TransformerArgs
 from redline.kernels.cpu.panels import Experts, Matrix, stack_experts
+from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint, Projection
 from redline.model.k2.config import K2Config
+from redline.model.k2.forward import forward
 from redline.model.k2.one_call import transformer
+from redline.model.k2.shard import WHOLE, Shard, check_ranks
 from redline.ops.formats import Int4, Nvfp4
 from redline.ops.mla import MlaWeights
+
+Cut = Callable[[Tensor], Tensor]  # a rank's part of a weight
 
 
 class K2:
     """The text model on one device, weights in the layouts that its ops want.
 
+    config  of the whole model, where blocks and head may be one rank's parts
     dtype   of activations: float32 on a CPU, bf16 on a GPU
+    group   the ranks that have the other parts
     """
 
     def __init__(
-        self, config: K2Config, embedding_VD: Tensor, blocks: Sequence[Block], norm: Tensor, head: Matrix | Tiled
+        self,
+        config: K2Config,
+        embedding_VD: Tensor,
+        blocks: Sequence[Block],
+        norm: Tensor,
+        head: Matrix | Tiled,
+        group: Group = ALONE,
     ) -> None:
         self.config = config
+        self.group = group
         self.embedding_VD = embedding_VD
         self.norm = norm
         self.head = head
@@ -66,6 +79,8 @@ class K2:
         layers  whose entering states are kept, by vLLM's and SGLang's ids: k is the state that enters layer k (0: the
                 embedding), and the number of layers is what enters the last norm
         """
+        if self.group.ranks > 1:
+            return forward(TransformerArgs(planes, self._weights, inputs, layers, asked), self.group)
         return transformer(planes, self._weights, inputs, layers, asked)
 
     def forward(self, inputs: Inputs, planes: Tensor, layers: Sequence[int] = ()) -> tuple[Tensor, Tensor | None]:
@@ -78,35 +93,47 @@ class K2:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Normed hidden states [R, D] -> logits float32 [R, V]."""
-        return linear(hidden_RD, self.head).float()
+        return self.group.gather(linear(hidden_RD, self.head).float())
+
+    def whole_head(self) -> Tensor:
+        """The head bf16 [V, D], of all ranks, which must all call this."""
+        return self.group.gather(self.head.dense().T.float()).T.to(torch.bfloat16)
 
 
-def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: float | None = None) -> K2:
+def load(
+    checkpoint: Checkpoint, device: torch.device, *, group: Group = ALONE, low_rank_norm_eps: float | None = None
+) -> K2:
     """Copies a checkpoint onto a device, tensor by tensor; anonymous memory at the peak is the model and one tensor.
 
+    group              of ranks: this one's part of the model is read
     low_rank_norm_eps  replaces the config's, to compare with transformers, which fixes it at 1e-6
 
     CheckpointError where a norm or the router has a number that is not finite.
     """
     config = checkpoint.config
-    reader = Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps)
+    reader = Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps, Shard(group.rank, group.ranks))
     embedding = reader.plain("embed_tokens.weight")
     blocks = [reader.block(layer) for layer in range(config.num_hidden_layers)]
-    norm, head = reader.vector("norm.weight"), reader.matrix("lm_head.weight")
-    return K2(config, embedding, blocks, norm, head)
+    norm, head = reader.vector("norm.weight"), reader.matrix("lm_head.weight", cut=reader.shard.rows)
+    return K2(config, embedding, blocks, norm, head, group)
 
 
 class Reader:
     """Reads a checkpoint's tensors onto a device. `at` is a prefix of logical names, such as `layers.3.self_attn`."""
 
-    def __init__(self, checkpoint: Checkpoint, device: torch.device, low_rank_norm_eps: float) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, device: torch.device, low_rank_norm_eps: float, shard: Shard = WHOLE
+    ) -> None:
+        """shard: which part of the weights that ranks divide. Raises ConfigError where they cannot."""
+        check_ranks(checkpoint.config, shard.ranks)
+        self.shard = shard
         self._checkpoint = checkpoint
         self._device = device
         self._eps = low_rank_norm_eps
 
-    def plain(self, name: str) -> Tensor:
-        """The tensor of this logical name in bf16, a copy: what the checkpoint hands out is a view of the file."""
-        return self._checkpoint.plain(name).to(self._device, torch.bfloat16, copy=True)
+    def plain(self, name: str, cut: Cut = lambda whole: whole) -> Tensor:
+        """The tensor of this logical name, or what `cut` leaves of it, in bf16, copied from the view of the file."""
+        return cut(self._checkpoint.plain(name)).to(self._device, torch.bfloat16, copy=True)
 
     def vector(self, name: str) -> Tensor:
         """A norm or a bias in float32. CheckpointError where a number is not finite."""
@@ -122,9 +149,9 @@ class Reader:
             raise CheckpointError(f"{name}: expected finite numbers, found NaN or infinity")
         return weight
 
-    def matrix(self, *names: str) -> Matrix:
-        """Weights [N, K] over the same inputs, stacked along N."""
-        weights = [self.plain(name) for name in names]
+    def matrix(self, *names: str, cut: Cut = lambda whole: whole) -> Matrix:
+        """Weights [N, K] over the same inputs, each cut, stacked along N."""
+        weights = [self.plain(name, cut) for name in names]
         return Matrix.prepare(weights[0] if len(weights) == 1 else torch.cat(weights))
 
     def block(self, layer: int) -> Block:
@@ -136,19 +163,21 @@ class Reader:
         return Block(
             attention_norm=self.vector(f"{at}.input_layernorm.weight"),
             attention=self.attention(f"{at}.self_attn"),
-            o_proj=self.matrix(f"{at}.self_attn.o_proj.weight"),
+            o_proj=self.matrix(f"{at}.self_attn.o_proj.weight", cut=self.shard.columns),
             mlp_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
-            shared_gate_up=self.matrix(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight"),
-            shared_down=self.matrix(f"{shared}.down_proj.weight"),
+            shared_gate_up=self.matrix(f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight", cut=self.shard.rows),
+            shared_down=self.matrix(f"{shared}.down_proj.weight", cut=self.shard.columns),
             experts=self.moe(layer) if config.is_moe(layer) else None,
             eps=config.rms_norm_eps,
             softmax_scale=config.softmax_scale,
         )
 
     def unfolding(self, at: str) -> tuple[Tensor, Tensor]:
-        """W_UK transposed, [H, R, N], and W_UV [H, V, R], bf16. R latent, N query without position, V value width."""
+        """W_UK transposed, [H, R, N], and W_UV [H, V, R], bf16. H of this rank, R latent, N query without position, V
+        value width."""
         config = self._checkpoint.config
-        kv_b = self.plain(f"{at}.kv_b_proj.weight").unflatten(0, (config.num_attention_heads, -1))
+        kv_b = self.plain(f"{at}.kv_b_proj.weight", self.shard.rows)
+        kv_b = kv_b.unflatten(0, (config.num_attention_heads // self.shard.ranks, -1))
         w_uk, w_uv = kv_b.split([config.qk_nope_head_dim, config.v_head_dim], 1)
         return w_uk.transpose(1, 2).contiguous(), w_uv.contiguous()
 
@@ -159,7 +188,7 @@ class Reader:
             w_a=self.matrix(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
             q_norm=self.vector(f"{at}.q_a_layernorm.weight"),
             kv_norm=self.vector(f"{at}.kv_a_layernorm.weight"),
-            w_q=self.matrix(f"{at}.q_b_proj.weight"),
+            w_q=self.matrix(f"{at}.q_b_proj.weight", cut=self.shard.rows),
             w_uk=Matrix.prepare(w_uk),
             w_uv=Matrix.prepare(w_uv),
             eps=self._eps,
@@ -192,8 +221,11 @@ class Reader:
         return weight.dequantize(torch.bfloat16) if isinstance(weight, Nvfp4) else weight
 
     def expert(self, layer: int, expert: int, projections: Sequence[Projection]) -> Tensor | Int4 | Nvfp4:
-        """One routed expert's projections, stacked along the outputs: [N, K], INT4 or NVFP4 as stored, else bf16."""
-        parts = [self._checkpoint.expert(layer, expert, projection) for projection in projections]
+        """One routed expert's projections, this rank's part of each, stacked along the outputs: [N, K], INT4 or NVFP4
+        as stored, else bf16."""
+        whole = [self._checkpoint.expert(layer, expert, projection) for projection in projections]
+        cut = self.shard.expert_columns if "down" in projections else self.shard.expert_rows
+        parts = [cut(weight) for weight in whole]
         nvfp4 = [part for part in parts if isinstance(part, Nvfp4)]
         if nvfp4:
             stacked = (torch.cat(same) for same in zip(*((p.codes, p.scales, p.scale) for p in nvfp4), strict=True))

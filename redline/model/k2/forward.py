@@ -5,7 +5,8 @@ the next sublayer's norm (`add_norm`), across block borders:
 
     residual += partial;  partial = attention(norm(residual));  residual += partial;  partial = experts(norm(residual))
 
-Nothing is done to a partial sum in between yet; an all-reduce over several devices would stand there.
+Over several ranks, each of which has a part of the heads and of every expert's width, a partial sum is one rank's: the
+group adds them up (`kernels.group`), and puts the parts of the logits side by side.
 
 All else is held to this page: what a CPU does in one call has its bits (law 1), what a GPU cuts otherwise comes near
 its logits, and those are transformers' (law 10). Ops are called as the CPU's kernels; within `references()`, and where
@@ -26,12 +27,13 @@ from redline.kernels.cpu.mla import mla_decode, mla_prefill, mla_qkv
 from redline.kernels.cpu.moe import moe
 from redline.kernels.cpu.panels import Matrix
 from redline.kernels.cpu.route_experts import route_experts
+from redline.kernels.group import ALONE, Group
 from redline.kernels.inputs import Inputs
 from redline.ops.mla import MlaWeights, prefill_whole, rounds
 from redline.ops.moe import Routed
 
 
-def forward(step: TransformerArgs) -> Predicted:
+def forward(step: TransformerArgs, group: Group = ALONE) -> Predicted:
     """A whole step: the likeliest token of every asked row, with the states and logits behind it."""
     planes, weights, inputs, layers, asked = step
     residual, partial = weights.embedding_VD[inputs.ids_T].to(weights.dtype), None
@@ -40,16 +42,21 @@ def forward(step: TransformerArgs) -> Predicted:
     for layer, (block_, plane) in enumerate(zip(weights.blocks, planes.unbind(0), strict=True)):
         if features is not None and layer in wanted:
             features[:, wanted[layer]] = residual if partial is None else residual + partial
-        residual, partial = block(residual, partial, block_, inputs, plane)
+        residual, partial = block(residual, partial, block_, inputs, plane, group)
     residual, x = add_norm(residual, partial, weights.norm, weights.eps)
     if features is not None and len(weights.blocks) in wanted:
         features[:, wanted[len(weights.blocks)]] = residual
-    logits_RV = linear(x[list(asked)], weights.head).float()
+    logits_RV = group.gather(linear(x[list(asked)], weights.head).float())
     return predicted(x, None if features is None else features.flatten(1), logits_RV)
 
 
 def block(
-    residual_TD: Tensor, partial_TD: Tensor | None, weights: Block, inputs: Inputs, plane: Tensor
+    residual_TD: Tensor,
+    partial_TD: Tensor | None,
+    weights: Block,
+    inputs: Inputs,
+    plane: Tensor,
+    group: Group = ALONE,
 ) -> tuple[Tensor, Tensor]:
     """One block: (residual, partial) in, (residual, partial) out, [T, D] each; a partial sum may be None at first.
 
@@ -61,10 +68,10 @@ def block(
     q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
     o = torch.empty(x.shape[0], w.heads, w.value, dtype=x.dtype, device=x.device)
     attend(q, w, weights.softmax_scale, inputs, plane, o)
-    partial = linear(o.flatten(1), weights.o_proj, rounds(plane))
+    partial = group.add(linear(o.flatten(1), weights.o_proj, rounds(plane)))
     residual, x = add_norm(residual, partial, weights.mlp_norm, weights.eps)
     routed = _route(x, weights.experts)
-    return residual, moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane))
+    return residual, group.add(moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane)))
 
 
 def attend(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import (
     MOST_DECODED,
     GpuBlock,
@@ -26,20 +27,29 @@ from redline.kernels.hopper.decode.head import logits_of
 from redline.kernels.hopper.layouts.records import Kind, Records, Slabs
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.prefill.rowwise import norm_rows
+from redline.kernels.hopper.ranks import Linked
 from redline.kernels.inputs import Inputs
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Unquantized
-from redline.model.k2.cpu import K2, Reader
+from redline.model.k2.cpu import K2, Cut, Reader
 from redline.model.k2.forward import predicted
+from redline.model.k2.shard import Shard
 
 
 class GpuK2(K2):
     """The text model with weights in the layouts of the GPU's own kernels. Activations are bf16."""
 
     def __init__(
-        self, config: K2Config, embedding_VD: Tensor, blocks: Sequence[GpuBlock], norm: Tensor, head_VD: Tiled
+        self,
+        config: K2Config,
+        embedding_VD: Tensor,
+        blocks: Sequence[GpuBlock],
+        norm: Tensor,
+        head_VD: Tiled,
+        group: Group = ALONE,
     ) -> None:
-        super().__init__(config, embedding_VD, (), norm, head_VD)
+        super().__init__(config, embedding_VD, (), norm, head_VD, group)
+        self._links = group.links if isinstance(group, Linked) else None
         self.gpu_blocks = blocks
         self._most_decoded = most_decoded(config)
         # Sums of squares of rows whose norm is divided out already.
@@ -79,20 +89,20 @@ class GpuK2(K2):
         stream = ResidualStream(*embed(inputs.ids_T, self.embedding_VD, norms[0]))
         for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
             features.take(layer, stream.residual_TD)
-            stream = decode_block(stream, w, inputs, plane, norms[layer + 1], _forced(inputs, layer))
+            stream = decode_block(stream, w, inputs, plane, norms[layer + 1], _forced(inputs, layer), self._links)
         return stream.residual_TD
 
     def _prefill(self, inputs: Inputs, planes: Tensor, features: "_Features") -> tuple[Tensor, Tensor | None]:
         residual, partial = self.embedding_VD[inputs.ids_T].float(), None
         for layer, (w, plane) in enumerate(zip(self.gpu_blocks, planes.unbind(0), strict=True)):
             features.take(layer, residual, partial)
-            residual, partial = prefill_block(residual, partial, w, inputs, plane, _forced(inputs, layer))
+            residual, partial = prefill_block(residual, partial, w, inputs, plane, _forced(inputs, layer), self.group)
         return residual, partial
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Normed hidden states, bf16 [R, D] -> logits float32 [R, V]."""
         assert isinstance(self.head, Tiled)
-        return logits_of(hidden_RD, self.head, self._normed)
+        return self.group.gather(logits_of(hidden_RD, self.head, self._normed))
 
 
 def most_decoded(config: K2Config) -> int:
@@ -120,13 +130,16 @@ def _forced(inputs: Inputs, layer: int) -> Tensor | None:
     return None if inputs.routing is None else inputs.routing[layer]
 
 
-def load(checkpoint: Checkpoint, device: torch.device, *, low_rank_norm_eps: float | None = None) -> GpuK2:
-    """As `redline.model.k2.cpu.load`: the device holds at most the model and one tensor more."""
+def load(
+    checkpoint: Checkpoint, device: torch.device, *, group: Group = ALONE, low_rank_norm_eps: float | None = None
+) -> GpuK2:
+    """As `redline.model.k2.cpu.load`: the device holds at most this rank's part of the model and one tensor more."""
     config = checkpoint.config
-    reader = _Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps)
+    reader = _Reader(checkpoint, device, low_rank_norm_eps or config.low_rank_norm_eps, Shard(group.rank, group.ranks))
     embedding = reader.plain("embed_tokens.weight")
     blocks = [reader.gpu_block(layer) for layer in range(config.num_hidden_layers)]
-    return GpuK2(config, embedding, blocks, reader.vector("norm.weight"), Tiled.prepare(reader.plain("lm_head.weight")))
+    head = Tiled.prepare(reader.plain("lm_head.weight", reader.shard.rows))
+    return GpuK2(config, embedding, blocks, reader.vector("norm.weight"), head, group)
 
 
 def expert_kind(config: K2Config) -> Kind:
@@ -141,20 +154,20 @@ def expert_kind(config: K2Config) -> Kind:
 
 
 class _Reader(Reader):
-    def tiled(self, *names: str) -> Tiled:
-        return Tiled.prepare(torch.cat([self.plain(name) for name in names]))
+    def tiled(self, *names: str, cut: Cut = lambda whole: whole) -> Tiled:
+        return Tiled.prepare(torch.cat([self.plain(name, cut) for name in names]))
 
     def gpu_block(self, layer: int) -> GpuBlock:
         config = self._checkpoint.config
         at = f"layers.{layer}"
         is_moe = config.is_moe(layer)
         mlp = f"{at}.mlp.shared_experts" if is_moe else f"{at}.mlp"
-        gate_up = torch.cat([self.plain(f"{mlp}.{name}_proj.weight") for name in ("gate", "up")])
-        down = self.plain(f"{mlp}.down_proj.weight")
+        gate_up = torch.cat([self.plain(f"{mlp}.{name}_proj.weight", self.shard.rows) for name in ("gate", "up")])
+        down = self.plain(f"{mlp}.down_proj.weight", self.shard.columns)
         return GpuBlock(
             attention_norm=self.vector(f"{at}.input_layernorm.weight"),
             attention=self.gpu_attention(f"{at}.self_attn"),
-            o_proj=self.tiled(f"{at}.self_attn.o_proj.weight"),
+            o_proj=self.tiled(f"{at}.self_attn.o_proj.weight", cut=self.shard.columns),
             mlp_norm=self.vector(f"{at}.post_attention_layernorm.weight"),
             gates=gates_weight(self.router(f"{at}.mlp.gate") if is_moe else None, gate_up),
             width=down.shape[1],
@@ -170,7 +183,7 @@ class _Reader(Reader):
             w_a=self.tiled(f"{at}.q_a_proj.weight", f"{at}.kv_a_proj_with_mqa.weight"),
             q_norm=self.vector(f"{at}.q_a_layernorm.weight"),
             kv_norm=self.vector(f"{at}.kv_a_layernorm.weight"),
-            w_q=self.tiled(f"{at}.q_b_proj.weight"),
+            w_q=self.tiled(f"{at}.q_b_proj.weight", cut=self.shard.rows),
             w_uk=Tiled.prepare(w_uk),
             w_uv=Tiled.prepare(w_uv),
             eps=self._eps,
@@ -178,7 +191,8 @@ class _Reader(Reader):
 
     def gpu_moe(self, layer: int) -> GpuMoe:
         config = self._checkpoint.config
-        hidden, width, count = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+        hidden, count = config.hidden_size, config.n_routed_experts
+        width = config.moe_intermediate_size // self.shard.ranks
         kind = expert_kind(config)
         up = Records.empty("up", count, 2 * width, hidden, self._device, kind)
         down = Records.empty("down", count, hidden, width, self._device, kind)

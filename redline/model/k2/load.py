@@ -2,20 +2,22 @@
 
 import torch
 
+from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper import kernel
 from redline.model.k2 import cpu, hopper
 from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 
 
-def load(checkpoint: Checkpoint, device: torch.device) -> cpu.K2:
+def load(checkpoint: Checkpoint, device: torch.device, group: Group = ALONE) -> cpu.K2:
     """The model of a checkpoint on a device: the GPU's own class where `why_not` gives None, else the references'.
 
+    group: of ranks, where this one has a part of the model. ConfigError where they cannot share it evenly;
     CheckpointError where a norm or the router has a number that is not finite.
     """
     if why_not(checkpoint.config, device) is None:
-        return hopper.load(checkpoint, device)
-    return cpu.load(checkpoint, device)
+        return hopper.load(checkpoint, device, group=group)
+    return cpu.load(checkpoint, device, group=group)
 
 
 def why_not(config: K2Config, device: torch.device) -> str | None:

@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from redline.kernels.group import ALONE, Group
 from redline.kernels.hopper.block import GpuBlock, GpuMla, GpuMoe
 from redline.kernels.hopper.decode.gates import gates_weight
 from redline.kernels.hopper.layouts.records import Records, Slabs
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.model.k2.config import K2Config
 from redline.model.k2.hopper import GpuK2, expert_kind
+from redline.model.k2.shard import part_of
 
 Progress = Callable[[int, int], object]  # (layers made, layers to make)
 
@@ -24,14 +26,17 @@ def random_gpu_k2(
     device: torch.device,
     seed: int = 0,
     progress: Progress = lambda made, whole: None,
+    group: Group = ALONE,
 ) -> GpuK2:
     """A model of this geometry with random weights on the device, the same for the same seed.
 
     place     place[layer] is which of the layers in memory a layer of the model uses; a dense layer cannot share one
               with a layer of experts
     progress  called after each layer in memory that is made
+    group     of ranks, where this one has a part of the model; what all have whole may differ among them, which changes
+              no time
     """
-    random = _Random(config, device, seed)
+    random = _Random(part_of(config, group.ranks), device, seed)
     made: dict[int, GpuBlock] = {}
     count = len(set(place))
     for layer, at in enumerate(place):
@@ -40,8 +45,8 @@ def random_gpu_k2(
             progress(len(made), count)
     blocks = [made[at] for at in place]
     embedding = random.normal(config.vocab_size, config.hidden_size, spread=1.0)
-    head = random.tiled(config.vocab_size, config.hidden_size)
-    return GpuK2(config, embedding, blocks, random.norm(config.hidden_size), head)
+    head = random.tiled(config.vocab_size // group.ranks, config.hidden_size)
+    return GpuK2(config, embedding, blocks, random.norm(config.hidden_size), head, group)
 
 
 class _Random:

@@ -1,0 +1,106 @@
+"""Which part of each weight a rank holds: its heads, its slice of every MLP's width, its rows of the head.
+
+What all ranks hold whole: norms, the down-projections of attention, the router, the embedding. They are a twentieth of
+what a step of one token reads, and a sum more for each would cost more than the reading.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from redline.errors import ConfigError
+from redline.model.k2.config import K2Config, Nvfp4Experts
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
+
+RANKS = 1, 2, 4, 8
+ROW_WORDS = 4  # logits of a rank's part are gathered 16 bytes at a time
+
+
+class Shard(NamedTuple):
+    """A rank's place: `rank` of `ranks`, from 0."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def rows(self, weight: Tensor) -> Tensor:
+        """[N / ranks, ...] of [N, ...]: a view, so of a mapped file nothing else is read."""
+        return self._part(weight, 0)
+
+    def columns(self, weight: Tensor) -> Tensor:
+        """[..., K / ranks] of [..., K]: a view."""
+        return self._part(weight, weight.dim() - 1)
+
+    def expert_rows(self, weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4 | Nvfp4:
+        """As `rows`, of a weight in any format."""
+        return _of_parts(weight, self.rows)
+
+    def expert_columns(self, weight: Tensor | Int4 | Nvfp4) -> Tensor | Int4 | Nvfp4:
+        """As `columns`, of a weight in any format, whose groups stay whole."""
+        return _of_parts(weight, self.columns)
+
+    def _part(self, weight: Tensor, axis: int) -> Tensor:
+        size = weight.shape[axis] // self.ranks
+        assert size * self.ranks == weight.shape[axis], f"{list(weight.shape)} in {self.ranks} parts"
+        return weight.narrow(axis, self.rank * size, size)
+
+
+WHOLE = Shard()
+
+
+def _of_parts(weight: Tensor | Int4 | Nvfp4, part: Callable[[Tensor], Tensor]) -> Tensor | Int4 | Nvfp4:
+    match weight:
+        case Int4():
+            return Int4(part(weight.packed), part(weight.scale))
+        case Nvfp4():
+            return Nvfp4(part(weight.codes), part(weight.scales), weight.scale)
+        case Tensor():
+            return part(weight)
+
+
+def part_of(config: K2Config, ranks: int) -> K2Config:
+    """The geometry of one rank's part: of what is divided, its share. Vocabulary and embedding stay whole."""
+    return replace(
+        config,
+        num_attention_heads=config.num_attention_heads // ranks,
+        moe_intermediate_size=config.moe_intermediate_size // ranks,
+        intermediate_size=config.intermediate_size // ranks,
+    )
+
+
+def head_left_out(config: K2Config, ranks: int) -> int:
+    """Numbers of the head that a rank does not hold: `part_of` has the whole vocabulary."""
+    head = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size
+    return head - head // ranks
+
+
+def weight_bytes(config: K2Config, ranks: int) -> int:
+    """Bytes of one rank's weights, as `K2Config.weight_bytes` has the whole model's."""
+    return part_of(config, ranks).weight_bytes - 2 * head_left_out(config, ranks)
+
+
+def check_ranks(config: K2Config, ranks: int) -> None:
+    """Raises ConfigError, with the numbers that would do, where the model does not come apart into so many parts."""
+    faults = {each: _fault(config, each) for each in RANKS}
+    if ranks not in RANKS or faults[ranks] is not None:
+        possible = ", ".join(str(each) for each in RANKS if faults[each] is None)
+        reason = faults.get(ranks) or "a host has as many GPUs as a power of two"
+        raise ConfigError(f"engine.ranks is {ranks}; expected one of {possible} for this model: {reason}")
+
+
+def _fault(config: K2Config, ranks: int) -> str | None:
+    if ranks == 1:
+        return None
+    group = NVFP4_GROUP if isinstance(config.quantization, Nvfp4Experts) else INT4_GROUP
+    divided = {
+        "num_attention_heads": (config.num_attention_heads, 1),
+        "moe_intermediate_size": (config.moe_intermediate_size, group),
+        "intermediate_size": (config.intermediate_size, group),
+        "vocab_size": (config.vocab_size, ROW_WORDS),
+    }
+    for name, (size, unit) in divided.items():
+        if size % (ranks * unit):
+            of = f" in groups of {unit}" if unit > 1 else ""
+            return f"{name} is {size}, which {ranks} ranks cannot share evenly{of}"
+    return None
