@@ -107,7 +107,7 @@ def test_https_over_a_socket_in_the_file_system(start: Start, tiny: Path, tmp_pa
         "--cacert",
         place / "cert.pem",
     ]
-    body = ["-H", "content-type: application/json", "-d", '{"prompt": "the", "max_tokens": 3}']
+    body = ["-H", "content-type: application/json", "-d", '{"prompt": "the", "min_tokens": 3, "max_tokens": 3}']
     told = subprocess.run(
         [*asking, *body, "https://localhost/v1/completions"], check=True, capture_output=True, timeout=20
     )
