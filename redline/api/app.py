@@ -152,12 +152,14 @@ class Border:
             request_id = uuid.uuid4().hex.encode()
 
         tell = self._tellers.get(scope["path"], openai_error)
+        # Anthropic's SDK reads the id under a name of its own.
+        ids = [(name, request_id) for name in (b"x-request-id", b"request-id")[: 1 + (tell is messages_error)]]
 
         async def send_on(message: Message) -> None:
             nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+                message["headers"] = [*message.get("headers", ()), *ids]
             else:
                 complete = not message.get("more_body", False)
             await send(message)

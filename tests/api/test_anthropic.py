@@ -260,7 +260,7 @@ async def test_errors_have_anthropics_shape(tmp_path: Path) -> None:
         assert nobody.json() == {
             "type": "error",
             "error": {"type": "authentication_error", "message": nobody.json()["error"]["message"]},
-            "request_id": nobody.headers["x-request-id"],
+            "request_id": nobody.headers["request-id"],
         }
         key = {"x-api-key": "good", "anthropic-version": "2023-06-01"}
         missing = await world.http.post(MESSAGES, json={"messages": HELLO}, headers=key)
