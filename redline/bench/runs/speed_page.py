@@ -39,7 +39,8 @@ pages of short contexts) is warm there, unlike in a step.
 **Floors** are the larger of bytes over the bandwidth and operations over the rate, both measured on that machine in the
 same run. A step's floor counts, from the model's sizes alone, every weight once, each distinct expert that was chosen
 once, and each row's context once. An op's adds its activations. `weights alone` is the floor of the step's weights at
-4.3 TB/s (of two GPUs 4.5), with as many experts as uniform routing chooses on average: the fixed measure on an NVIDIA H200.
+4.3 TB/s (of two GPUs 4.5), with as many experts as uniform routing chooses on average: the fixed measure on an NVIDIA
+H200.
 """
 
 
