@@ -1,0 +1,124 @@
+"""What went wrong in other servers (docs/attacks.md): what no other file holds, and that the page is true."""
+
+import ast
+import hashlib
+import hmac
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.api.access import check_key
+from redline.api.errors import Refusal, answer_to
+from redline.chat.parser import Parser
+from redline.chat.stops import StopStrings
+from tests.api.world import MODEL, TOKENIZER, World, answer, ids
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = (
+    "http://169.254.169.254/latest",
+    "https://u@127.0.0.1:1\\@example.org/x.png",
+    "file:///etc/passwd",
+    "data:,x",
+)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+async def test_media_are_refused_and_nobody_is_asked_for_them(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(socket.socket, "connect", lambda self, address: asked.append(address))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **more: asked.append(given) or [])
+    chat = [{"type": "image_url", "image_url": {"url": where}}]
+    block = [{"type": "image", "source": {"type": "url", "url": where}}]
+    item = [{"type": "input_image", "image_url": where}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": chat}]},
+        "/v1/messages": {"max_tokens": 5, "messages": [{"role": "user", "content": block}]},
+        "/v1/responses": {"input": [{"role": "user", "content": item}]},
+    }
+    async with World(answer("a")) as world:
+        for path, body in bodies.items():
+            told = await world.http.post(path, json={"model": MODEL, **body})
+            assert told.status_code == 400, path
+            assert "image" in told.text
+        assert world.engine.jobs == []
+    assert asked == []
+
+
+def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after one that matches, and the first and the last alike."""
+    compared: list[bytes] = []
+    real = hmac.compare_digest
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append(b)
+        return real(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    known = [hashlib.sha256(b"%d" % number).digest() for number in range(5)]
+    for number in (0, 4):
+        compared.clear()
+        assert check_key([(b"authorization", b"Bearer %d" % number)], known) == known[number]
+        assert compared == known
+    compared.clear()
+    with pytest.raises(Refusal):
+        check_key([(b"authorization", b"Bearer 5")], known)
+    assert compared == known
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "<|tool_call_begin|>",
+        "functions.",
+        "functions.a:",
+        '{"a": [',
+        "<|tool_calls_section_begin|><|tool_call_begin|>",
+        "</th",
+        " \n",
+    ],
+)
+def test_an_answer_is_parsed_in_time_that_grows_with_its_length_alone(piece: str) -> None:
+    """Four times the tokens take about four times as long; what backtracks takes sixteen times, or for ever."""
+
+    def seconds(times: int) -> float:
+        parser, events, said = Parser(TOKENIZER, False, StopStrings(("never",)), frozenset()), [], ids(piece) * times
+        began = time.process_time()
+        for token in said:
+            parser.push(token, events)
+        parser.finish(events, True)
+        return time.process_time() - began
+
+    seconds(100)
+    short, long = min(seconds(2000) for _ in range(3)), min(seconds(8000) for _ in range(2))
+    assert long < 9 * short + 0.02
+
+
+def test_an_error_that_nobody_foresaw_tells_a_client_nothing_of_the_inside(caplog: pytest.LogCaptureFixture) -> None:
+    told = answer_to(KeyError(f"{object()!r} of {ROOT}"))
+    assert told.status == 500
+    assert b"0x" not in told.body
+    assert str(ROOT).encode() not in told.body
+    assert "0x" in caplog.text, "the operator is told"
+
+
+def test_every_class_of_the_page_names_a_test_that_there_is() -> None:
+    page = (ROOT / "docs" / "attacks.md").read_text()
+    rows = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| What", "|---"))]
+    assert len(rows) >= 16
+    for row in rows:
+        cited = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row)
+        assert cited, row
+        for file, name in cited:
+            tree = ast.parse((ROOT / file).read_text())
+            names = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+            assert name in names, f"{file} has no {name}"
