@@ -44,12 +44,12 @@ OF_A_SERVER = (
 )
 FLAGS = {
     "serve": "--host --port --served-model-name --max-model-len --kv-memory --kv-dtype --keys-file --device "
-    "--draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
+    "--ranks --draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
     "doctor": "",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
-    "--draft-head-bits --accept --kv-dtype --batch --context --repeats --save",
+    "--draft-head-bits --accept --kv-dtype --batch --context --repeats --ranks --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "
     "--repeats --synthetic-acceptance --save",
     "bench serve": "--base-url --host --port --endpoint --backend --model --served-model-name --tokenizer "
@@ -106,7 +106,7 @@ KEYS = """
     per_key.requests_per_s per_key.concurrency per_key.tokens_per_minute per_key.tokens_per_day
     requests.default_max_tokens requests.most_max_tokens requests.timeout_s requests.queue_tokens
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
-    engine.device
+    engine.device engine.ranks
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix
     engine.speculation.head_bits

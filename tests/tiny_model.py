@@ -23,7 +23,7 @@ from redline.wire.delta import Delta, Finish
 from redline.wire.job import PAGE_TOKENS, Job, JobId, Sampling
 from redline.wire.step import TokenLogprobs
 from redline.worker.config import EngineConfig, Learned, Suffix
-from redline.worker.engine import EngineCore
+from redline.worker.engine import EngineCore, Loaded
 from redline.worker.loop import StepInFlight, turn
 
 FINGERPRINT = "tiny"
@@ -82,7 +82,7 @@ def open_engine(
     asked = EngineConfig(max_running=max_running, step_tokens=step_tokens, **config)
     if isinstance(asked.speculation, Learned):
         drafter = drafter or tiny_drafter()
-    return EngineCore(model, layout, asked, FINGERPRINT, drafter)
+    return EngineCore(Loaded(model, layout, FINGERPRINT, drafter), asked)
 
 
 def prompt(seed: int, length: int) -> tuple[int, ...]:

@@ -74,6 +74,13 @@ def serve(
         ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="GPUs of this host that share the model (1, 2, 4 or 8); on a CPU, processes. Absent: 1.",
+        ),
+    ] = None,
     draft: Annotated[
         str | None,
         typer.Option(
@@ -121,6 +128,7 @@ def serve(
         "engine.kv_memory": kv_memory,
         "engine.kv_dtype": kv_dtype,
         "engine.device": device,
+        "engine.ranks": ranks,
         "engine.speculation": draft,
         "engine.speculation.tokens": draft_tokens,
         "engine.speculation.head_bits": draft_head_bits,

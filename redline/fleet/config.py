@@ -68,6 +68,7 @@ _MOST = {
     "max_running": 4096,
     "admit_together": 4096,
     "step_tokens": MOST_STEP_TOKENS,
+    "ranks": 8,
 }
 
 _FILES = ("keys_file", "responses_file", "admin_keys_file", "unix_socket", "tls_cert", "tls_key")

@@ -7,6 +7,7 @@ from equal bits is equal: norms, experts chosen, tokens drawn. So ranks never as
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -35,6 +36,22 @@ class Group(Protocol):
         """[R, V / ranks] of each rank -> [R, V] on every rank, side by side in the order of ranks."""
         ...
 
+    def check(self) -> None:
+        """Raises RankLost where a rank has kept a device waiting too long: what came of it since is nothing."""
+        ...
+
+    def hurry(self) -> None:
+        """From now on nothing is loaded, compiled or recorded any more: ranks are waited for a short time only."""
+        ...
+
+    def lose(self, reason: str) -> None:
+        """A rank has ended, in these words: whoever waits for it raises RankLost soon. Any thread may call this."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of what the ranks share."""
+        ...
+
 
 class Alone:
     """A group of one rank: nothing is sent, nothing is copied."""
@@ -50,5 +67,26 @@ class Alone:
         """The same tensor."""
         return part_RV
 
+    def check(self) -> None:
+        """Nobody else can be lost."""
+
+    def hurry(self) -> None:
+        """Nobody is waited for."""
+
+    def lose(self, reason: str) -> None:
+        """Nobody else can be lost."""
+
+    def close(self) -> None:
+        """Nothing is shared."""
+
 
 ALONE = Alone()
+START_S = 120.0  # that a rank is waited for while ranks load, compile and record
+STEP_S = 5.0  # afterwards
+
+
+def least(group: Group, number: int, device: torch.device) -> int:
+    """The least of the ranks' numbers, each up to 2^24, on every rank."""
+    if group.ranks == 1:
+        return number
+    return int(group.gather(torch.full((1, 4), float(number), device=device)).min())

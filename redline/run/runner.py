@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from redline.kernels.cpu.blocks.transformer import Predicted
+from redline.kernels.group import Group
 from redline.kernels.hopper.faults import is_device_error
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
@@ -52,12 +53,15 @@ _log = logging.getLogger(__name__)
 class Launched:
     """A step that a thread will run. `wait` raises what the step raised."""
 
-    def __init__(self, future: "Future[WaitForStep]") -> None:
+    def __init__(self, future: "Future[WaitForStep]", group: Group) -> None:
         self._future = future
+        self._group = group
 
     def wait(self) -> StepResult:
-        """The step's result; blocks until the thread has run it. Raises what the step raised."""
-        return self._future.result()()
+        """The step's result; blocks until the thread has run it. Raises what the step raised, and RankLost."""
+        result = self._future.result()()
+        self._group.check()
+        return result
 
 
 class Queued:
@@ -166,7 +170,7 @@ class Runner:
         """Queues the step; `wait` of what comes back gives its result. One and the same thread must launch and wait."""
         if self._captured is None:
             return Queued(step, self, self._queued)
-        return Launched(self._by_thread(functools.partial(self._start, step, self._captured)))
+        return Launched(self._by_thread(functools.partial(self._start, step, self._captured)), self.model.group)
 
     def record_more(self) -> bool:
         """Records one more of the shapes that were not recorded at the start; false where none is left.
@@ -210,10 +214,16 @@ class Runner:
         slot = self.slots.at[number]
         slot.length, slot.proposal, slot.told = length, Proposal(list(drafts)), False
 
+    def forget_text(self, number: int) -> None:
+        """Has the host look for no matches in a slot's text any more, for measurements: they would be the drafts."""
+        self.slots.at[number].suffix = None
+
     def _serve(self) -> None:
         """Until `close`; or until the recording has failed, which is the thread's first work."""
         captured = self._captured
         assert captured is not None, "a thread runs steps where they are recorded"
+        if self.model.device.type == "cuda":
+            torch.cuda.set_device(self.model.device)  # which each thread has to be told
         with torch.inference_mode():
             try:
                 captured.record()

@@ -97,3 +97,18 @@ class StepResult(Record, frozen=True):
     number: int
     rows: tuple[RowResult, ...]  # in the order of the step's rows
     replayed: bool = False  # its decode rows, from a recorded graph; otherwise led by the host, launch by launch
+
+
+class Place(Message, frozen=True):
+    """Before a step that is measured: where a slot stands, and the drafts that its next row verifies.
+
+    drafts None: the slot's text is not searched for matches from now on.
+    """
+
+    slot: int
+    length: int = 0
+    drafts: tuple[int, ...] | None = None
+
+
+class RecordMore(Message, frozen=True):
+    """Every rank records the next of the shapes that the start has left."""

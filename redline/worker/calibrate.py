@@ -45,7 +45,7 @@ def calibrate(runner: Runner, draft_tokens: int) -> StepCosts:
         )
         known = Row(slot=slot, start=0, count=PROMPT, new_pages=(PageId(slot),), drafting=begin.drafting)
         runner.launch(Step(number=0, begins=(begin,), rows=(known,))).wait()
-        runner.slots.at[slot].suffix = None  # its matches cost nothing, and would stand in for the drafter
+        runner.forget_text(slot)  # its matches cost nothing, and would stand in for the drafter
     shapes = RecordedShapes(runner.recorded)
 
     def named(rows: int, count: int) -> Shape | None:

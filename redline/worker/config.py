@@ -52,6 +52,7 @@ class EngineConfig(Record, frozen=True):
     step_tokens: int | None = None  # positions computed in one step; absent: 512, on a GPU 2048
     kv_dtype: str = "bf16"  # of the pages: bf16, fp8 (e4m3, half the bytes) or float32
     device: str | None = None  # cpu or cuda; absent: the GPU, if there is one
+    ranks: int = 1  # processes that share the model, each with a GPU of its own: 1, 2, 4 or 8
     speculation: Learned | Suffix | None = None  # who drafts, and how; absent: no speculation
 
     @property
@@ -91,3 +92,13 @@ class WorkerConfig(Record, frozen=True):
     engine: EngineConfig
     inbox: str  # the address that the worker reads
     outbox: str  # the address that it writes
+
+
+class RankConfig(Record, frozen=True):
+    """One line of JSON on the standard input of a rank that follows (`worker.rank`)."""
+
+    weights: str
+    engine: EngineConfig
+    rank: int
+    folder: str  # where the ranks meet
+    inbox: str  # the address of the commands that it reads

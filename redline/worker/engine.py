@@ -9,10 +9,11 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 import torch
 
@@ -23,6 +24,7 @@ from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
+from redline.kernels.group import ALONE, Group, least
 from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
@@ -40,6 +42,8 @@ from redline.worker.calibrate import calibrate
 from redline.worker.config import HEAD_BITS, EngineConfig, Learned, Suffix
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
+from redline.worker.ranks import LeadingRunner, Ranks
+from redline.worker.ranks import check as check_ranks
 from redline.worker.trace import Trace
 
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "float32": torch.float32}
@@ -48,59 +52,50 @@ STEP_TOKENS = {"cpu": 512, "cuda": 2048}
 OUTSTANDING = 512  # jobs of one `generate` that the planner sees at a time; it bounds its queue
 
 
-class EngineCore:
-    """One model on one device, with its pages, planner and runner. `serve` closes the runner when it ends."""
+class Loaded(NamedTuple):
+    """What a checkpoint's folder, and a drafter's, have become on a device."""
 
-    def __init__(
-        self,
-        model: K2,
-        layout: Layout,
-        config: EngineConfig,
-        fingerprint: str,
-        drafter: Eagle3 | None = None,
-        tokenizer: Callable[[], Tokenizer] | None = None,
-    ) -> None:
+    model: K2
+    layout: Layout
+    fingerprint: str  # names the checkpoint and its pages' number format, for page hashes
+    drafter: Eagle3 | None = None  # what the config's `speculation` names where it is Learned, prepared for the model
+    tokenizer: Callable[[], Tokenizer] | None = None  # reads the checkpoint's; None: no job may have a grammar
+
+
+class EngineCore:
+    """One model on one device, with its pages, planner and runner. `serve` closes the runner when it ends.
+
+    Where ranks share the model this is rank 0, which plans for all.
+    """
+
+    def __init__(self, loaded: Loaded, config: EngineConfig, ranks: Ranks | None = None) -> None:
         """Makes pages and slots, and measures what steps cost where drafts are asked for.
 
-        fingerprint: names the checkpoint and its pages' number format, for page hashes. drafter: what
-        `config.speculation` names where it is Learned, prepared for the model; its rows are in the layout. tokenizer:
-        reads the checkpoint's, for jobs with a grammar; None: there are none. Raises ConfigError where the trace cannot
-        be written or numbers of the config cannot work together.
+        ranks: those that follow, which have loaded their parts. Raises ConfigError where the trace cannot be written or
+        numbers of the config cannot work together.
         """
-        speculation = config.speculation
-        assert isinstance(speculation, Learned) == (drafter is not None), f"{speculation}, and the drafter is {drafter}"
+        speculation, model, layout = config.speculation, loaded.model, loaded.layout
         self.model = model
         self.layout = layout
-        self.fingerprint = fingerprint
-        self.drafter = drafter
+        self.fingerprint = loaded.fingerprint
+        self.drafter = loaded.drafter
+        self._ranks = config.ranks
         plan = plan_of(config, model.device)
         self.step_tokens = plan.step_tokens
         self.trace = Trace(Path(speculation.trace)) if speculation is not None and speculation.trace else None
-        match speculation:
-            case Learned():
-                suffix = speculation.suffix
-            case Suffix():
-                suffix = True
-            case None:
-                suffix = False
+        make = Runner if ranks is None else functools.partial(LeadingRunner, ranks)
+        self.runner = make_runner(make, loaded, config)
         drafts = plan.draft_tokens
-        rates = config.synthetic_rates()
-        size = model.config.vocab_size
-        self.runner = Runner(
-            *(model, layout, config.max_running, drafter),
-            suffix=suffix,
-            drafts=drafts,
-            rates=rates,
-            tokens=None if tokenizer is None else lambda: grammar_tokens(tokenizer(), size),
-        )
         self.planner = Planner(
             layout.pages,
             replace(plan, ahead=int(self.runner.overlaps)),
             layout.max_model_len,
-            functools.partial(page_hash, fingerprint=fingerprint),
+            functools.partial(page_hash, fingerprint=loaded.fingerprint),
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
             time.monotonic,
         )
+        if ranks is not None:
+            ranks.group.hurry()
 
     @classmethod
     def load(
@@ -110,45 +105,26 @@ class EngineCore:
         *,
         device: torch.device | None = None,
         progress: Callable[[int, int], object] | None = None,
+        lost: Callable[[str], object] | None = None,
     ) -> "EngineCore":
-        """Load a checkpoint's folder, and a drafter's where the config names one, onto a device.
+        """Load a checkpoint's folder, and a drafter's where the config names one, onto a device, and start other ranks.
 
-        device: absent: the config's. progress: called with (bytes read, bytes in all) while weights are read. Raises
-        CheckpointError for files that cannot be read, ConfigError for what the config asks and cannot be had, such as
-        more memory than is free.
+        device: absent: the config's. progress: called with (bytes read, bytes in all) while weights are read. lost: as
+        `Ranks` has it. Raises CheckpointError for files that cannot be read, ConfigError for what the config asks and
+        cannot be had, such as more memory than is free, RankLost where another rank could not load.
         """
-        checkpoint = Checkpoint.open(folder)
         device = device or pick_device(config.device)
-        dtype = kv_dtype_of(config.kv_dtype)
-        free = free_memory(device)
-        speculation = config.speculation
-        plan_of(config, device)  # what it refuses is refused before the weights are read
-        drafter = None
-        if isinstance(speculation, Learned):
-            if speculation.head_bits not in HEAD_BITS:
-                raise ConfigError(f"head_bits is {speculation.head_bits}; expected 16 or 8")
-            drafter = Eagle3.open(speculation.drafter, checkpoint.config)
-            if why_not(checkpoint.config, device) is None:
-                check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
-        sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
-        layout = fit(sizes, free, config.kv_memory, config.max_model_len)
-        if progress is not None:
-            done = 0
-
-            def read(count: int) -> None:
-                nonlocal done
-                done += count
-                progress(done, checkpoint.bytes)
-
-            checkpoint.progress = read
-        # The CPU's kernels have threads of their own; torch does small things beside them.
-        torch.set_num_threads(1 if device.type == "cpu" and native.library() is not None else native.threads())
-        model = load(checkpoint, device)
-        if drafter is not None:
-            assert isinstance(speculation, Learned), "it names the drafter"
-            drafter.prepare(model, speculation.head_bits)
-        fingerprint = f"{checkpoint.fingerprint} {config.kv_dtype}"
-        return cls(model, layout, config, fingerprint, drafter, lambda: Tokenizer.open(Path(folder)))
+        if config.ranks == 1:
+            return cls(load_model(folder, config, device, ALONE, progress), config)
+        model = K2Config.from_folder(Path(folder))
+        check_ranks(model, config.ranks, device)
+        with ExitStack() as started:
+            ranks = Ranks(str(folder), config, device, model, lost)
+            started.callback(ranks.close)
+            loaded = load_model(folder, config, ranks.device, ranks.group, progress)
+            engine = cls(loaded, config, ranks)
+            started.pop_all()
+        return engine
 
     @property
     def ready(self) -> Ready:
@@ -162,7 +138,10 @@ class EngineCore:
             where = torch.cuda.get_device_name(self.model.device) + (f", reference path: {reason}" if reason else "")
         dtype = next(name for name, dtype in KV_DTYPES.items() if dtype == self.layout.kv_dtype)
         drafts = f"; drafter {self.drafter.parameter_count / 1e6:,.1f} M" if self.drafter is not None else ""
-        summary = f"{weights}{drafts}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens, {dtype}"
+        ranks = f"; {self._ranks} ranks" if self._ranks > 1 else ""
+        summary = (
+            f"{weights}{drafts}{ranks}; {self.model.device.type}, {where}; KV {self.layout.tokens:,} tokens, {dtype}"
+        )
         return Ready(
             max_model_len=self.layout.max_model_len,
             pages=self.layout.pages,
@@ -316,6 +295,75 @@ class Engine:
         self.close()
 
 
+def load_model(
+    folder: Path | str,
+    config: EngineConfig,
+    device: torch.device,
+    group: Group,
+    progress: Callable[[int, int], object] | None = None,
+) -> Loaded:
+    """A checkpoint's folder, or this rank's part of it, on a device, with as many pages as every rank has room for.
+
+    Raises as `EngineCore.load`.
+    """
+    checkpoint = Checkpoint.open(folder)
+    dtype = kv_dtype_of(config.kv_dtype)
+    free = free_memory(device)
+    speculation = config.speculation
+    plan_of(config, device)  # what it refuses is refused before the weights are read
+    drafter = None
+    if isinstance(speculation, Learned):
+        if speculation.head_bits not in HEAD_BITS:
+            raise ConfigError(f"head_bits is {speculation.head_bits}; expected 16 or 8")
+        drafter = Eagle3.open(speculation.drafter, checkpoint.config)
+        if why_not(checkpoint.config, device) is None:
+            check_drafter(drafter.config, str(Path(speculation.drafter) / "config.json"))
+    sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
+    if device.type == "cpu":
+        free //= group.ranks  # they share one memory
+    layout = fit(sizes, free, config.kv_memory, config.max_model_len)
+    pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
+    layout = replace(layout, pages=pages, max_model_len=length)
+    if progress is not None:
+        done = 0
+
+        def read(count: int) -> None:
+            nonlocal done
+            done += count
+            progress(done, checkpoint.bytes)
+
+        checkpoint.progress = read
+    # The CPU's kernels have threads of their own; torch does small things beside them.
+    torch.set_num_threads(1 if device.type == "cpu" and native.library() is not None else native.threads())
+    model = load(checkpoint, device, group)
+    if drafter is not None:
+        assert isinstance(speculation, Learned), "it names the drafter"
+        drafter.prepare(model, speculation.head_bits)
+    fingerprint = f"{checkpoint.fingerprint} {config.kv_dtype}"
+    return Loaded(model, layout, fingerprint, drafter, lambda: Tokenizer.open(Path(folder)))
+
+
+def make_runner(make: Callable[..., Runner], loaded: Loaded, config: EngineConfig) -> Runner:
+    """The runner of one rank, the same on all; on a GPU the first shapes are recorded meanwhile. make: its class."""
+    speculation, tokenizer = config.speculation, loaded.tokenizer
+    assert isinstance(speculation, Learned) == (loaded.drafter is not None), f"{speculation}, {loaded.drafter}"
+    match speculation:
+        case Learned():
+            suffix = speculation.suffix
+        case Suffix():
+            suffix = True
+        case None:
+            suffix = False
+    size = loaded.model.config.vocab_size
+    return make(
+        *(loaded.model, loaded.layout, config.max_running, loaded.drafter),
+        suffix=suffix,
+        drafts=config.draft_tokens,
+        rates=config.synthetic_rates(),
+        tokens=None if tokenizer is None else lambda: grammar_tokens(tokenizer(), size),
+    )
+
+
 def pick_device(name: str | None) -> torch.device:
     """The device of a name, "cpu" or "cuda"; None: the GPU if there is one, else the CPU.
 
@@ -362,6 +410,7 @@ def sizes_of(
         drafter=drafter and drafter.config,
         drafter_parameters=drafter.parameter_count if drafter is not None else 0,
         head_bits=config.speculation.head_bits if isinstance(config.speculation, Learned) else 16,
+        ranks=config.ranks,
     )
 
 

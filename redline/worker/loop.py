@@ -83,6 +83,8 @@ class Failures:
     def count(self, ended: EndedStep) -> None:
         """Raises WorkerLost, with one line for the operator, where no further step should be tried."""
         error = ended.error
+        if isinstance(error, WorkerLost):
+            raise error
         self._in_a_row = self._in_a_row + 1 if error else 0
         if is_device_error(error):
             raise WorkerLost(f"the device gave an error: {one_line(error)}") from error

@@ -56,8 +56,16 @@ def main() -> int:
 
 
 def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
+
+    def lost(reason: str) -> None:
+        """Another rank has ended: this one may be deep in a sum with it."""
+        with SocketOutbox(config.outbox) as last_words:
+            last_words.put(Failed(reason=reason))
+        time.sleep(FLUSH_S)
+        os._exit(1)
+
     with _progress() as progress:
-        engine = EngineCore.load(config.weights, config.engine, progress=progress)
+        engine = EngineCore.load(config.weights, config.engine, progress=progress, lost=lost)
     gc.collect()
     gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
     pulse = Pulse()

@@ -53,7 +53,7 @@ from redline.wire.channel import MemoryChannel
 from redline.wire.job import PAGE_TOKENS
 from redline.wire.news import Stop
 from redline.worker.config import DraftConfig, EngineConfig, Suffix
-from redline.worker.engine import EngineCore
+from redline.worker.engine import EngineCore, Loaded
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "grammar-cpu.json"
 MODEL = "tiny"
@@ -117,7 +117,7 @@ async def tiny_server(
     pages, kv_dtype = max_running * CONTEXT // PAGE_TOKENS, torch.bfloat16
     layout = Layout(pages, CONTEXT, kv_dtype, model.config.kv_bytes_per_token(kv_dtype) * PAGE_TOKENS)
     config = EngineConfig(max_running=max_running, speculation=speculation)
-    engine = EngineCore(model, layout, config, "tiny", tokenizer=tokenizer)
+    engine = EngineCore(Loaded(model, layout, "tiny", tokenizer=tokenizer), config)
     inbox, outbox = MemoryChannel(), MemoryChannel()
     gateway = Gateway(tokenizer(), K2_6, inbox, Metrics(MODEL, count().__next__))
     gateway.deliver(engine.ready)

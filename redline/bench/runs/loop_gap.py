@@ -32,7 +32,7 @@ from redline.run.fit import Layout
 from redline.wire.job import PAGE_TOKENS, JobId, Sampling
 from redline.wire.step import Row, Step
 from redline.worker.config import EngineConfig
-from redline.worker.engine import EngineCore
+from redline.worker.engine import EngineCore, Loaded
 from redline.worker.loop import StepInFlight, turn
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "loop-gap.json"
@@ -54,7 +54,7 @@ def random_engine(config: K2Config, in_memory: int, engine_config: EngineConfig,
     model = random_gpu_k2(config, places, device)
     page_bytes = config.kv_bytes_per_token(torch.bfloat16) * PAGE_TOKENS
     layout = Layout(-(-tokens // PAGE_TOKENS) + 1, tokens, torch.bfloat16, page_bytes)
-    return EngineCore(model, layout, engine_config, FINGERPRINT)
+    return EngineCore(Loaded(model, layout, FINGERPRINT), engine_config)
 
 
 class Answering:

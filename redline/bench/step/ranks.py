@@ -48,7 +48,7 @@ def ranks_of_gpus(config: K2Config, ranks: int) -> Generator[Group]:
         with _others(ranks, meet) if rank == 0 else _with_parent():
             device = torch.device("cuda", rank)
             torch.cuda.set_device(device)
-            torch.manual_seed(0)  # what is random is the same on all
+            torch.cuda.manual_seed(0)  # what is random is the same on all
             group = GpuGroup(meet, rank, ranks, device, config.hidden_size, config.vocab_size)
             try:
                 yield group

@@ -32,6 +32,7 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-pthread", "
 HEADERS = ("core/kernels.h", "blocks/blocks.h", "blocks/draft_pass.h")
 
 _reason: str | None = None
+_sharing = 1
 
 
 def why_not() -> str | None:
@@ -41,7 +42,13 @@ def why_not() -> str | None:
 
 def threads() -> int:
     """As many as this process may run at once: a thread that its quota stops holds up those that wait for it."""
-    return processors()
+    return max(1, processors() // _sharing)
+
+
+def share_processors(processes: int) -> None:
+    """As many processes as this compute side by side; said before `library` is first called, it divides the threads."""
+    global _sharing
+    _sharing = processes
 
 
 @functools.cache

@@ -12,13 +12,11 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from redline.errors import ConfigError, RankLost
+from redline.kernels.group import START_S, STEP_S
 from redline.kernels.hopper import driver
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.hopper.ranks import GATHERED_ROWS, MOST_TOKENS, UNSENT, Links, inbox_words, new_control, room_of
-
-START_S = 120.0  # that a rank is waited for while ranks load, compile and record
-STEP_S = 5.0  # afterwards
 
 
 class GpuGroup:
@@ -30,6 +28,7 @@ class GpuGroup:
         Raises ConfigError where a GPU of the host does not let another read its memory, or memory is short.
         """
         self.rank, self.ranks = rank, ranks
+        self._lost: str | None = None
         wait = datetime.timedelta(seconds=START_S)
         self._store = FileStore(file, ranks)
         self._store.set_timeout(wait)
@@ -67,12 +66,19 @@ class GpuGroup:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def hurry(self) -> None:
-        """From now on a rank is waited for STEP_S seconds: nothing is compiled or recorded any more."""
+        """As `Group.hurry`: STEP_S seconds."""
         self.links.control[0] = int(STEP_S * 1e9)
 
+    def lose(self, reason: str) -> None:
+        """As `Group.lose`: kernels that wait give up when they next look at the clock."""
+        self._lost = reason
+        self.links.control[0] = 0
+
     def check(self) -> None:
-        """Raises RankLost where a kernel has waited in vain: what it computed is NaN, and so is all that follows."""
+        """As `Group.check`: what a kernel computed that has waited in vain is NaN, and so is all that follows."""
         lost = int(self.links.control[1])
+        if lost and self._lost is not None:
+            raise RankLost(self._lost)
         if lost:
             seconds = self.links.control[0].item() / 1e9
             raise RankLost(f"rank {lost - 1} has kept rank {self.rank} waiting for {seconds:.0f} s")

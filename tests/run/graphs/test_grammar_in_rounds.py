@@ -20,7 +20,7 @@ from redline.run.fit import Layout
 from redline.run.runner import Runner
 from redline.wire.job import PAGE_TOKENS, Grammar, Job
 from redline.worker.config import DraftConfig, EngineConfig, Learned
-from redline.worker.engine import EngineCore
+from redline.worker.engine import EngineCore, Loaded
 from tests.tiny_model import BOTH, CPU, LEARNED, SUFFIX, Answer, job, kernel_config, run
 
 TOKENIZER = tokenizer()
@@ -58,7 +58,7 @@ def opened(speculation: DraftConfig | None = None, *, captured: bool = False, pa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("redline.worker.engine.Runner", functools.partial(Runner, captured=captured))
         own = drafter() if isinstance(speculation, Learned) else None
-        return EngineCore(model(), layout, config, "tiny", own, lambda: TOKENIZER)
+        return EngineCore(Loaded(model(), layout, "tiny", own, lambda: TOKENIZER), config)
 
 
 def answers(engine: EngineCore, jobs: list[Job]) -> dict[str, Answer]:

@@ -70,7 +70,9 @@ def microseconds(way: Plan, queries: int, heads: int, pages: int) -> float:
     """How long `attend` takes by the model: in each wave a block begins, and multiplies a page while the next comes."""
     parts, share = -(-heads // way.rows), -(-pages // way.splits)
     blocks = queries * parts * -(-pages // share)
-    waves = blocks / SMS if share == 1 else -(-blocks // SMS)  # blocks of one page end one by one
+    waves = -(-blocks // SMS)
+    if share == 1 and waves > 1:  # blocks of one page end one by one; of the smallest, two lie on a multiprocessor
+        waves = blocks / SMS if way.rows == min(_TIMES) else waves - _ONE_BY_ONE
     busy = min(blocks, SMS)
     memory_speed = _MEMORY_SPEED * (0.35 + 0.65 * busy / SMS)
     load = _PAGE_BYTES * max(1 / _SM_SPEED, busy / _L2_SPEED, busy / parts / memory_speed)
@@ -87,6 +89,7 @@ def _combining(latents: int) -> float:
 # An NVIDIA H200: microseconds, and bytes. 16 and 32 rows as measured; 64 by counted cycles of their products.
 _TIMES = {64: (4.0, 1.6), 32: (3.6, 3.5), 16: (3.0, 2.2)}  # of a block of so many rows: to begin, and each page
 _LAUNCH = 0.4
+_ONE_BY_ONE = 0.45  # of a wave
 _PAGE_BYTES, _LATENT_BYTES = 73728, 1024
 _SM_SPEED, _L2_SPEED, _MEMORY_SPEED = 118e3, 5.5e6, 4.4e6  # bytes per microsecond: of a block, and of all
 _PARTIAL_SPEED, _PARTIAL_ROOM, _SPILLED_SPEED = 2.7e6, 16e6, 1.6e6  # partial latents, and those beyond the L2 cache

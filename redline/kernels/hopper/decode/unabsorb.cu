@@ -4,9 +4,8 @@
 // 64 KB. For 8 queries at a time it combines the splits of its head, then multiplies: warps are row tiles x parts of R.
 //
 // A team of R / 8 threads reads a split at once, 16 bytes each, and asks for AT_ONCE before it adds the first; and before it
-// is known how many hold something. Of up to FEW splits a team has a query, and sums them in order. Of more all teams have
-// one query after the other, every eighth split each, and their sums are added up in shared memory. So a latent is summed in
-// an order that depends on the number of splits alone, not on company.
+// is known how many hold something. Of up to `few` splits a team has a query, and sums them in order. Of more all teams have
+// one query after the other, every eighth split each, and their sums are added up in shared memory.
 //
 // It is small, 102 KB and 64 registers: its weights arrive while small blocks of `attend` still work beside it, and two share
 // an SM where GROUPS blocks share many queries.
@@ -19,7 +18,7 @@ constexpr u32 UNITS = R / 32 / PARTS;  // of a warp: 32 inputs, two products eac
 constexpr u32 WEIGHT_BYTES = ROWS * R * 2, COPY_BYTES = 16384;
 constexpr u32 COLUMNS = 8;                       // queries are the columns of a product
 constexpr u32 TEAMS = 8, TEAM = R / 8;           // threads of a team
-constexpr u32 AT_ONCE = 8, FEW = 16;             // splits
+constexpr u32 AT_ONCE = 8;                       // splits
 constexpr u32 HELD = (MAX_SPLITS + 31) / 32;      // log-sum-exps of a lane
 constexpr u32 LATENT_ROW = 2 * R + 64;           // so that eight lanes of a fragment meet all banks
 
@@ -39,7 +38,7 @@ struct UnabsorbLaunch {
     const float* lse;     // [Q, H, splits]
     const char* weight;   // bf16 [H, V / 16, R / 32, 16, 32]
     char* out;            // bf16 [Q, width]
-    int queries, heads, splits, width;
+    int queries, heads, splits, width, few;
 };
 
 // One warp: the splits' shares of a query, exp(lse - the largest), over their sum.
@@ -193,7 +192,7 @@ KERNEL_BESIDE(unabsorb, UnabsorbLaunch, 2) {
     u32 first = block_index_y() / 2 * COLUMNS;
     for (u32 batch = first; batch < (u32)a.queries; batch += GROUPS * COLUMNS) {
         u32 columns = smaller(COLUMNS, a.queries - batch);
-        if (a.splits <= (int)FEW)
+        if (a.splits <= a.few)
             combine_few(a, base, head, batch, columns);
         else
             combine_many(a, base, head, batch, columns);

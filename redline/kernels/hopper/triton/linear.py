@@ -21,6 +21,7 @@ from redline.kernels.hopper.layouts.records import Slabs
 from redline.kernels.hopper.layouts.tiled import TILE_N, Tiled
 
 BLOCK_K = 128
+SMS = 132  # of an NVIDIA H200
 _LINE = 128  # bytes of a prefetch
 _EARLY = 64 << 10  # bytes of weights that a program asks for before the grid in front has ended
 
@@ -97,11 +98,16 @@ def linear(x_TK: Tensor, weight: Tiled, dtype: torch.dtype) -> Tensor:
 
 
 def block_rows(outputs: int) -> int:
-    """Outputs of a program: the fastest number from 16 to 128 on an NVIDIA H200 at Kimi's sizes.
+    """Outputs of a program: the fewest of 16, 32 and 64 with which all programs run at once, else 64.
 
-    W_a has 2112 outputs: 16 to a program make 132, one for each multiprocessor.
+    Measured on an NVIDIA H200 at Kimi's sizes: where some multiprocessors have two programs, all wait for those.
     """
-    return 64 if outputs >= 4096 else TILE_N
+    return next((rows for rows in (TILE_N, 2 * TILE_N) if outputs <= rows * SMS), 4 * TILE_N)
+
+
+def _block_inputs(inputs: int, rows: int) -> int:
+    """Inputs of a turn of a program's loop. Programs of few rows, which have less to wait for at once, take more."""
+    return 2 * BLOCK_K if rows < 4 * TILE_N and inputs % (2 * BLOCK_K) == 0 else BLOCK_K
 
 
 def launch(
@@ -131,7 +137,7 @@ def launch(
         LINES=1 << (early.bit_length() - 1),
         SLABS=slabs,
         BLOCK_N=block_n,
-        BLOCK_K=BLOCK_K,
+        BLOCK_K=_block_inputs(k, block_n),
         BLOCK_T=block_t,
         DEPENDENT=dependent,
         num_warps=4,

@@ -1,0 +1,121 @@
+"""The ranks of one model on a CPU: processes, or threads of one, that add up partial sums in memory that they share.
+
+T tokens, D hidden, R rows, V vocabulary.
+"""
+
+import mmap
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from redline.errors import RankLost
+from redline.kernels.cpu import native
+from redline.kernels.group import START_S, STEP_S
+
+_APART = 64  # bytes between the ranks' epochs
+_ROOM = 1 << 18  # floats of a rank in a room: larger tensors are added up piece by piece
+_LOOK_S = 1.0  # of a wait, between two looks at whether a rank is known to be lost
+_meet = native.function("meet")
+
+
+class SharedMemoryGroup:
+    """A `Group` over a file of shared memory. Every rank has its own object, which one thread at a time may use.
+
+    seconds: that a rank may keep this one waiting in one call.
+    """
+
+    def __init__(self, path: Path | str, rank: int, ranks: int, seconds: float = START_S) -> None:
+        """path: a file of `create`, for the same number of ranks."""
+        self.rank, self.ranks = rank, ranks
+        self.seconds = seconds
+        with Path(path).open("r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), _bytes(ranks))
+        self._floats = torch.frombuffer(self._memory, dtype=torch.float32)
+        self._epochs = self._floats.data_ptr()
+        self._rooms = self._epochs + ranks * _APART
+        self._missing = torch.zeros(1, dtype=torch.int32)
+        self._calls = 0
+        self._lost: str | None = None
+
+    @staticmethod
+    def create(path: Path | str, ranks: int) -> None:
+        """Makes the file, which only this user may read. Raises FileExistsError where there is one."""
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        try:
+            os.truncate(descriptor, _bytes(ranks))
+        finally:
+            os.close(descriptor)
+
+    def add(self, partial: Tensor) -> Tensor:
+        """As `Group.add`: float32 [T, D], in new memory."""
+        flat = partial.float().flatten()
+        whole = torch.empty_like(flat)
+        for first in range(0, len(flat), _ROOM):
+            part = flat[first : first + _ROOM]
+            self._call(part, whole[first : first + _ROOM], 0)
+        return whole.view(partial.shape)
+
+    def gather(self, part_RV: Tensor) -> Tensor:
+        """As `Group.gather`: float32 [R, V], in new memory. V / ranks is at most 262,144."""
+        part_RV = part_RV.float().contiguous()
+        rows, width = part_RV.shape
+        whole = torch.empty(rows, self.ranks * width)
+        most = _ROOM // width
+        for first in range(0, rows, most):
+            self._call(part_RV[first : first + most], whole[first : first + most], width)
+        return whole
+
+    def check(self) -> None:
+        """The call that waited has raised already."""
+
+    def hurry(self) -> None:
+        """As `Group.hurry`: STEP_S seconds."""
+        self.seconds = STEP_S
+
+    def lose(self, reason: str) -> None:
+        """As `Group.lose`: within a second."""
+        self._lost = reason
+
+    def close(self) -> None:
+        """Lets the memory go."""
+        del self._floats
+        self._memory.close()
+
+    def _call(self, part: Tensor, whole: Tensor, width: int) -> None:
+        self._calls += 1
+        until = time.monotonic() + self.seconds
+        while True:
+            missing = self._meet(part, whole, width, max(min(until - time.monotonic(), _LOOK_S), 0))
+            if missing is None:
+                return
+            if self._lost is not None:
+                raise RankLost(self._lost)
+            if time.monotonic() >= until:
+                kept = f"rank {missing} has kept rank {self.rank} waiting for {self.seconds:g} s"
+                raise RankLost(f"{kept} in sum {self._calls:,}")
+
+    def _meet(self, part: Tensor, whole: Tensor, width: int, seconds: float) -> int | None:
+        """The rank that did not come in time. It may be called again: the others then find the same words once more."""
+        _meet(
+            epochs=self._epochs,
+            rooms=self._rooms,
+            part=part,
+            whole=whole,
+            missing=self._missing,
+            count=part.numel(),
+            room=_ROOM,
+            width=width,
+            wait_ns=int(seconds * 1e9),
+            epoch=self._calls,
+            rank=self.rank,
+            ranks=self.ranks,
+        )
+        missing = int(self._missing[0])
+        return None if missing < 0 else missing
+
+
+def _bytes(ranks: int) -> int:
+    return ranks * _APART + 2 * ranks * _ROOM * 4

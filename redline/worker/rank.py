@@ -1,0 +1,130 @@
+"""A rank that follows: it has its part of the model, and does what rank 0 tells it, in that order (`worker.ranks`).
+
+Its standard input is as a worker's (`worker.main`): one line, then a pipe that ends with rank 0. What it has to say
+about its end is the last line of its standard output.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import torch
+
+from redline.errors import RedlineError
+from redline.kernels.cpu import native
+from redline.kernels.hopper.faults import is_device_error
+from redline.model.k2.config import K2Config
+from redline.run.runner import Runner
+from redline.wire.channel import SocketInbox
+from redline.wire.news import Stop
+from redline.wire.step import Place, RecordMore, Step
+from redline.worker.config import RankConfig
+from redline.worker.engine import load_model, make_runner, pick_device
+from redline.worker.loop import Pending, one_line
+from redline.worker.ranks import device_of, open_group
+
+_log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Follow until told to stop: 0. Where it cannot go on, the process ends with code 1, and its last line says why."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # they reach the whole group; rank 0 says when to stop
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankConfig)
+    logging.basicConfig(
+        level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format=f"rank {config.rank}: %(levelname)s %(message)s"
+    )
+    threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
+    try:
+        _follow(config)
+    except Exception as error:  # the last place: it becomes one line, and the end
+        _log.info("the rank ends", exc_info=error)
+        print(error if isinstance(error, RedlineError) else one_line(error), flush=True)
+        os._exit(1)  # what is left of a device that has failed may end a process in its own way, or not at all
+    return 0
+
+
+def _follow(config: RankConfig) -> None:
+    engine = config.engine
+    device = device_of(config.rank, pick_device(engine.device))
+    if device.type == "cpu":
+        native.share_processors(engine.ranks)
+    model = K2Config.from_folder(Path(config.weights))
+    with contextlib.closing(open_group(Path(config.folder), config.rank, engine.ranks, device, model)) as group:
+        loaded = load_model(config.weights, engine, device, group)
+        with SocketInbox(config.inbox) as inbox, torch.inference_mode():
+            runner = make_runner(Runner, loaded, engine)
+            group.hurry()
+            try:
+                _obey(runner, inbox)
+            finally:
+                runner.close()
+
+
+def _obey(runner: Runner, inbox: SocketInbox) -> None:
+    """Until a Stop comes. A step that a device runs behind is waited for once the next is launched, as rank 0 does."""
+    pending: Pending | None = None
+    while True:
+        commands = inbox.drain(wait=False)
+        if not commands:
+            _wait(pending)
+            pending, commands = None, inbox.drain(wait=True)
+        for command in commands:
+            match command:
+                case Step():
+                    before, pending = pending, _launch(runner, command)
+                    _wait(before)
+                    if not runner.overlaps:
+                        _wait(pending)
+                        pending = None
+                case Place(drafts=None):
+                    runner.forget_text(command.slot)
+                case Place(drafts=drafts):
+                    assert drafts is not None, "the case before has none"
+                    runner.place(command.slot, command.length, drafts)
+                case RecordMore():
+                    runner.record_more()
+                case Stop():
+                    _wait(pending)
+                    return
+                case _:
+                    raise AssertionError(f"a rank is told steps, not {command}")
+
+
+def _launch(runner: Runner, step: Step) -> Pending | None:
+    try:
+        return runner.launch(step)
+    except Exception as error:
+        _survive(error)
+        return None
+
+
+def _wait(pending: Pending | None) -> None:
+    if pending is None:
+        return
+    try:
+        pending.wait()
+    except Exception as error:
+        _survive(error)
+
+
+def _survive(error: Exception) -> None:
+    """What goes wrong in a step goes wrong on rank 0 too, which tells its jobs. Raises what ends all ranks."""
+    if isinstance(error, RedlineError) or is_device_error(error):
+        raise error
+    _log.info("a step failed", exc_info=error)
+
+
+def _leave_with_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(1)  # nobody is left to follow
+
+
+if __name__ == "__main__":
+    sys.exit(main())

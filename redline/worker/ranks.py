@@ -1,0 +1,209 @@
+"""Several ranks of one model: rank 0 plans, and every rank does the same steps in the same order.
+
+Rank 0 is the worker. It starts the others (`worker.rank`), tells each what it does with its own runner before it does
+it, and never waits for their results: all ranks add up the same sums, so each comes to the same tokens by itself. They
+wait for one another in the model's sums alone, and not for long (`kernels.group`).
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from redline.errors import ConfigError, RankLost
+from redline.kernels.cpu import native
+from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.group import Group
+from redline.kernels.hopper.group import GpuGroup
+from redline.model.k2.config import K2Config
+from redline.model.k2.load import why_not
+from redline.model.k2.shard import check_ranks
+from redline.run.runner import Launched, Queued, Runner
+from redline.wire.channel import SocketOutbox, ipc_address
+from redline.wire.codec import Wire
+from redline.wire.news import Stop
+from redline.wire.step import Place, RecordMore, Step
+from redline.worker.config import EngineConfig, RankConfig
+
+END_S = 10.0  # for a rank to end that was told to
+MEET = "meet"  # the file, of their folder, through which ranks find one another
+
+_log = logging.getLogger(__name__)
+
+
+def check(config: K2Config, ranks: int, device: torch.device) -> None:
+    """Raises ConfigError where the model does not come apart into so many ranks, or the host has too few GPUs."""
+    check_ranks(config, ranks)
+    if ranks > 1 and device.type == "cuda":
+        if torch.cuda.device_count() < ranks:
+            raise ConfigError(f"engine.ranks is {ranks}, and torch sees {torch.cuda.device_count()} GPUs")
+        if reason := why_not(config, device):
+            raise ConfigError(f"engine.ranks is {ranks}: several GPUs need the GPU's own kernels ({reason})")
+    if ranks > 1 and device.type == "cpu" and native.find_compiler() is None:
+        raise ConfigError(f"engine.ranks is {ranks}: ranks on a CPU need the CPU's kernels, and there is no compiler")
+
+
+def device_of(rank: int, device: torch.device) -> torch.device:
+    """The device of a rank, which is torch's current one from then on."""
+    if device.type == "cpu":
+        return device
+    torch.cuda.set_device(rank)
+    return torch.device("cuda", rank)
+
+
+def open_group(folder: Path, rank: int, ranks: int, device: torch.device, config: K2Config) -> Group:
+    """This rank's end of what they share, where all meet in a folder of rank 0's."""
+    file = folder / MEET
+    if device.type == "cuda":
+        return GpuGroup(str(file), rank, ranks, device, config.hidden_size, config.vocab_size)
+    return SharedMemoryGroup(file, rank, ranks)
+
+
+class Ranks:
+    """The ranks that follow this process, which is rank 0, and the group of all. Close it, and they end."""
+
+    def __init__(
+        self,
+        weights: str,
+        engine: EngineConfig,
+        device: torch.device,
+        config: K2Config,
+        lost: Callable[[str], object] | None = None,
+    ) -> None:
+        """Starts them; they load while the caller does.
+
+        lost: called, in a thread of its own, with one line where a rank has ended that should not. None: the group is
+        told. Raises ConfigError where they cannot be started.
+        """
+        self.step = 0  # the number of the last one
+        self._lost = lost
+        self._ending = False
+        self._folder = tempfile.TemporaryDirectory(prefix="redline-", dir=_memory_folder(device))
+        folder, ranks = Path(self._folder.name), engine.ranks
+        self._outboxes: list[SocketOutbox] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._watching: list[threading.Thread] = []
+        if device.type == "cpu":
+            SharedMemoryGroup.create(folder / MEET, ranks)
+            native.share_processors(ranks)
+        try:
+            for rank in range(1, ranks):
+                inbox = ipc_address(folder, f"rank-{rank}")
+                told = RankConfig(weights=weights, engine=engine, rank=rank, folder=str(folder), inbox=inbox)
+                self._start(told)
+            self.device = device_of(0, device)
+            self.group = open_group(folder, 0, ranks, self.device, config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, told: RankConfig) -> None:
+        # As the worker is started (fleet.serve): what stops a group of processes is for rank 0 to pass on.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+        process = subprocess.Popen(
+            [sys.executable, "-m", "redline.worker.rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._processes.append(process)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended already, which its watcher tells
+            process.stdin.write(msgspec.json.encode(told) + b"\n")
+            process.stdin.flush()
+        self._outboxes.append(SocketOutbox(told.inbox))
+        watcher = threading.Thread(target=self._watch, args=(told.rank, process), name=f"rank {told.rank}", daemon=True)
+        watcher.start()
+        self._watching.append(watcher)
+
+    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        """Until the rank ends: its last line says why, where it could say so."""
+        assert process.stdout is not None
+        with process.stdout:
+            said = process.stdout.read().decode(errors="replace").strip().splitlines()
+        code = process.wait()
+        if not self._ending:
+            why = said[-1] if said else f"it has ended with code {code}"
+            at = f" in step {self.step:,}" if self.step else " while it was loading"
+            reason = f"rank {rank} is lost{at}: {why}"
+            if self._lost is not None:
+                self._lost(reason)
+            elif (group := vars(self).get("group")) is not None:
+                group.lose(reason)
+
+    def tell(self, command: Wire) -> None:
+        """Every rank does what this one is about to do."""
+        for outbox in self._outboxes:
+            outbox.put(command)
+
+    def close(self) -> None:
+        """Ends them: those that do not end when they are told to are killed. Safe to call twice."""
+        self._ending = True
+        with contextlib.suppress(RankLost, RuntimeError):
+            self.tell(Stop())
+        for process in self._processes:
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        for watcher in self._watching:
+            watcher.join()
+        for outbox in self._outboxes:
+            outbox.close()
+        self._outboxes = []
+        if (group := vars(self).pop("group", None)) is not None:
+            group.close()
+        self._folder.cleanup()
+
+
+def _memory_folder(device: torch.device) -> str | None:
+    """A folder in memory, for what a CPU's ranks share; None: any."""
+    return "/dev/shm" if device.type == "cpu" and os.access("/dev/shm", os.W_OK) else None
+
+
+class LeadingRunner(Runner):
+    """Rank 0's runner: whatever is done with it, the others are told first."""
+
+    def __init__(self, ranks: Ranks, *given: Any, **options: Any) -> None:
+        """given, options: a Runner's."""
+        self._ranks = ranks
+        super().__init__(*given, **options)
+
+    def launch(self, step: Step) -> Launched | Queued:
+        """As `Runner.launch`, on every rank."""
+        self._ranks.step = step.number
+        self._ranks.tell(step)
+        return super().launch(step)
+
+    def record_more(self) -> bool:
+        """As `Runner.record_more`, on every rank."""
+        if self.overlaps:
+            self._ranks.tell(RecordMore())
+        return super().record_more()
+
+    def place(self, number: int, length: int, drafts: Sequence[int]) -> None:
+        """As `Runner.place`, on every rank."""
+        self._ranks.tell(Place(slot=number, length=length, drafts=tuple(drafts)))
+        super().place(number, length, drafts)
+
+    def forget_text(self, number: int) -> None:
+        """As `Runner.forget_text`, on every rank."""
+        self._ranks.tell(Place(slot=number))
+        super().forget_text(number)
+
+    def close(self) -> None:
+        """As `Runner.close`; then the other ranks end."""
+        super().close()
+        self._ranks.close()

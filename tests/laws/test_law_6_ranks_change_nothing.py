@@ -1,0 +1,273 @@
+"""Law 6: n ranks = one rank, to rounding.
+
+Sums over ranks are added in another order than within one, so logits differ in their last bits; all ranks have the same
+bits. A greedy or seeded token may differ only at a near tie, and such are counted.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import ConfigError, RankLost, WorkerLost
+from redline.kernels.cpu import ranks as cpu_ranks
+from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.inputs import Chunk, Inputs
+from redline.model.k2 import cpu
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.config import K2Config
+from redline.model.k2.cpu import K2
+from redline.model.k2.write import random_checkpoint
+from redline.wire.job import Grammar, Job
+from redline.worker import ranks as worker_ranks
+from redline.worker.config import EngineConfig, Learned, Suffix
+from redline.worker.engine import EngineCore
+from tests.tiny_model import CPU, Answer, job, kernel_config, run
+
+MODELS = Path(__file__).parents[2] / "models"
+NANO = MODELS / "kimi-nano"
+PROMPT = 100
+
+
+def eight_heads() -> K2Config:
+    return kernel_config(num_attention_heads=8, moe_intermediate_size=256, intermediate_size=256)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    folder = tmp_path_factory.mktemp("eight")
+    random_checkpoint(folder, eight_heads())
+    return Checkpoint.open(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------- the model
+
+
+def step(model: K2, first: int, count: int) -> Inputs:
+    """Positions [first, first + count) of slot 0: a chunk, or one that decodes."""
+    positions = torch.arange(first, first + count)
+    cos, sin = model.angles(positions)
+    queries = torch.arange(0 if first == 0 else count, dtype=torch.int32)
+    ids = torch.randint(model.config.vocab_size, (512,), generator=torch.Generator().manual_seed(0))
+    return Inputs(
+        ids_T=ids[positions],
+        cos_T=cos,
+        sin_T=sin,
+        rows_T=positions,
+        chunks=(Chunk(0, count, 0, 0),) if first == 0 else (),
+        tokens_Q=queries,
+        slots_Q=torch.zeros_like(queries),
+        lengths_Q=queries + first + 1,
+        tables=torch.arange(4, dtype=torch.int32)[None],
+    )
+
+
+def logits_of(model: K2, dtype: torch.dtype) -> Tensor:
+    """Of a prompt's every position, and of some that are decoded after it."""
+    planes = torch.zeros(model.config.num_hidden_layers, 4, 64, model.config.kv_width, dtype=dtype)
+    parts = [model.predict(step(model, 0, PROMPT), planes, (), range(PROMPT)).logits().clone()]
+    for position in range(PROMPT, PROMPT + 6):
+        parts.append(model.predict(step(model, position, 1), planes, (), [0]).logits().clone())
+    return torch.cat(parts)
+
+
+def together(file: Path, ranks: int, work: Callable[[SharedMemoryGroup], Tensor]) -> list[Tensor]:
+    """What each rank gives, as threads of this process."""
+    SharedMemoryGroup.create(file, ranks)
+    results: dict[int, Tensor] = {}
+
+    def rank(number: int) -> None:
+        with torch.inference_mode():
+            results[number] = work(SharedMemoryGroup(file, number, ranks))
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [results[number] for number in range(ranks)]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06)], ids=str)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_logits_are_those_of_one_rank_and_the_same_on_all(
+    ranks: int, dtype: torch.dtype, bound: float, tiny: Checkpoint, tmp_path: Path
+) -> None:
+    want = logits_of(cpu.load(tiny, CPU), dtype)
+    got = together(tmp_path / "meet", ranks, lambda group: logits_of(cpu.load(tiny, CPU, group=group), dtype))
+    assert all(torch.equal(got[0], other) for other in got), "ranks have other bits"
+    assert (got[0] - want).abs().max() <= bound * want.abs().max()
+
+
+def test_a_slice_that_is_another_ranks_is_noticed(tiny: Checkpoint, tmp_path: Path) -> None:
+    """What the bound above lets through is far from what a wrong part gives."""
+    want = logits_of(cpu.load(tiny, CPU), torch.bfloat16)
+
+    def wrong(group: SharedMemoryGroup) -> Tensor:
+        if group.rank == 1:
+            mine = cpu.Reader(tiny, CPU, tiny.config.low_rank_norm_eps, cpu.Shard(0, 2))
+            blocks = [mine.block(layer) for layer in range(tiny.config.num_hidden_layers)]
+            right = cpu.load(tiny, CPU, group=group)
+            return logits_of(K2(tiny.config, right.embedding_VD, blocks, right.norm, right.head, group), torch.bfloat16)
+        return logits_of(cpu.load(tiny, CPU, group=group), torch.bfloat16)
+
+    got = together(tmp_path / "meet", 2, wrong)
+    assert (got[0] - want).abs().max() > 0.12 * want.abs().max()
+
+
+# --------------------------------------------------------------------------------------------------------- the engine
+
+
+def config(**changes: object) -> EngineConfig:
+    asked: dict[str, object] = {"kv_dtype": "float32", "max_model_len": 1024, "max_running": 4, "step_tokens": 96}
+    return EngineConfig(**{**asked, "kv_memory": 60_000_000, "device": "cpu", **changes})  # type: ignore[arg-type]
+
+
+def waves() -> list[list[Job]]:
+    """Prompts in chunks, cached prefixes, every way to choose a token, and more pages than a small pool has."""
+    tokens = Tokenizer.open(NANO).encode((Path(os.__file__).read_text())[:4000])
+    schema = '%json {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    grammar = Grammar(text=f"start: json\njson: {schema}")
+    first = [
+        job("greedy", tokens[:130], max_tokens=30),
+        job("seeded", tokens[5:60], max_tokens=24, temperature=1.0, seed=5, seeded=True),
+        job("penalties", tokens[9:80], max_tokens=20, temperature=0.7, seed=7, seeded=True, frequency_penalty=0.3),
+    ]
+    second = [
+        job("cached", tokens[:140], max_tokens=20),
+        job("grammar", tokens[:50], max_tokens=24, grammar=grammar),
+        job("long", tokens[:300], max_tokens=40, prompt_logprobs=2),
+    ]
+    return [first, second]
+
+
+def answers(**changes: object) -> dict[str, Answer]:
+    engine = EngineCore.load(NANO, config(**changes))
+    try:
+        with torch.inference_mode():
+            return run(engine, *waves(), every=4)
+    finally:
+        engine.runner.close()
+
+
+def counted(got: dict[str, Answer], want: dict[str, Answer], near: float) -> int:
+    """Answers that part ways, each where the two likeliest tokens of one rank were nearer than `near`."""
+    apart = 0
+    for name, answer in got.items():
+        other = want[name]
+        assert (answer.finish, answer.error) == (other.finish, other.error)
+        places = [i for i, (a, b) in enumerate(zip(answer.tokens, other.tokens, strict=False)) if a != b]
+        if places:
+            best, second = (value for _, value in other.logprobs[places[0]].top[:2])
+            assert best - second <= near, f"{name}: {best - second:.3f} apart at {places[0]}"
+            apart += 1
+    return apart
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, Answer]:
+    return answers()
+
+
+SPECULATIONS = {
+    "plain": None,
+    "drafter": Learned(drafter=str(MODELS / "kimi-nano-eagle3"), adaptive=False),
+    "suffix": Suffix(adaptive=False),
+}
+
+
+@pytest.mark.parametrize("way", SPECULATIONS)
+def test_two_ranks_say_what_one_says(way: str, one_rank: dict[str, Answer]) -> None:
+    """Over pages of float32, where rounding is no reason for another token; law 4 lets one compare with no drafts."""
+    got = answers(ranks=2, speculation=SPECULATIONS[way])
+    assert counted(got, one_rank, near=1e-3) == 0
+    assert got["cached"].cached_tokens == one_rank["cached"].cached_tokens > 0
+    if way != "plain":
+        assert sum(answer.proposed for answer in got.values()) > 0
+
+
+def test_four_ranks_with_few_pages_say_what_one_says_over_bf16() -> None:
+    """Jobs are thrown out and begin again; a rounding of bf16 may fall otherwise, and then at a near tie."""
+    few: dict[str, object] = {"kv_dtype": "bf16", "kv_memory": 5_200_000, "max_model_len": 384}
+    assert counted(answers(ranks=4, **few), answers(**few), near=0.6) <= 2
+
+
+# ----------------------------------------------------------------------------------------------- when a rank is lost
+
+
+def followers() -> list[int]:
+    """The processes of ranks that this one has started."""
+    children = Path(f"/proc/{os.getpid()}/task")
+    found = {int(child) for task in children.iterdir() for child in (task / "children").read_text().split()}
+    return [child for child in found if b"redline.worker.rank" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def long_job() -> Job:
+    return job("long", range(5, 60), max_tokens=900, stop_ids=())
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(signal.SIGKILL, "rank 1 is lost in step"), (signal.SIGSTOP, "rank 1 has kept rank 0 waiting")]
+)
+def test_a_rank_that_ends_or_hangs_ends_all_with_its_name(
+    number: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_ranks, "STEP_S", 2.0)
+    monkeypatch.setattr(worker_ranks, "END_S", 0.5)
+    engine = EngineCore.load(NANO, config(ranks=2))
+    (follower,) = followers()
+    try:
+        threading.Timer(0.3, lambda: os.kill(follower, number)).start()
+        began = time.monotonic()
+        with torch.inference_mode(), pytest.raises(RankLost, match=said):
+            run(engine, [long_job()])
+        assert time.monotonic() - began < 5 + 10, "within 5 s, on a machine that is not busy"
+    finally:
+        engine.runner.close()
+    assert not followers(), "no rank is left behind"
+
+
+def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 finds another checkpoint than rank 0: its shards have gone meanwhile."""
+    folder = tmp_path / "model"
+    random_checkpoint(folder, eight_heads())
+    start = worker_ranks.Ranks._start
+
+    def away(self: worker_ranks.Ranks, told: worker_ranks.RankConfig) -> None:
+        start(self, worker_ranks.msgspec.structs.replace(told, weights=str(tmp_path / "gone")))
+
+    monkeypatch.setattr(worker_ranks.Ranks, "_start", away)
+    with pytest.raises(WorkerLost, match=r"rank 1 is lost while it was loading: .*gone"):
+        EngineCore.load(folder, config(ranks=2, max_model_len=128))
+    assert not followers()
+
+
+def test_ranks_end_with_rank_0_however_it_ends() -> None:
+    program = (
+        "import time; from redline.worker.engine import EngineCore; from redline.worker.config import EngineConfig\n"
+        f"engine = EngineCore.load({str(NANO)!r}, EngineConfig(ranks=2, kv_memory=60_000_000, max_model_len=256))\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as zero:
+        assert zero.stdout is not None
+        assert zero.stdout.readline() == "ready\n"
+        (follower,) = Path(f"/proc/{zero.pid}/task/{zero.pid}/children").read_text().split()
+        zero.kill()
+    until = time.monotonic() + 10
+    while Path(f"/proc/{follower}").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{follower}").exists()
+
+
+def test_ranks_that_the_model_cannot_make_are_refused_before_anything_starts() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.ranks is 8; expected one of 1, 2, 4 for this model"):
+        EngineCore.load(NANO, config(ranks=8))
