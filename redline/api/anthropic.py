@@ -18,7 +18,7 @@ from msgspec import Meta
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.dialect import Asked, Streaming
-from redline.api.openai import Item, Name, Objects, StopText, is_absent, read
+from redline.api.openai import ABSENT, Item, Name, Objects, StopText, is_absent, read
 from redline.api.sealed import unseal
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
@@ -30,7 +30,6 @@ from redline.wire.job import Sampling
 FOREIGN = "claude"  # names of models that begin so are the served one's
 _ACCOUNTING = "x-anthropic-billing-header:"
 
-_ABSENT = msgspec.Raw()
 _Count = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 _FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 
@@ -47,7 +46,7 @@ class _Block(Item, gc=False):
     signature: str | None = None
     id: Name | None = None
     name: _FunctionName | None = None
-    input: msgspec.Raw = _ABSENT  # dict[str, Any]
+    input: msgspec.Raw = ABSENT  # dict[str, Any]
     tool_use_id: Name | None = None
     content: str | list[_Text] | None = None
 
@@ -61,7 +60,7 @@ class _Tool(Item, gc=False):
     name: _FunctionName
     type: Name | None = None
     description: str | None = None
-    input_schema: msgspec.Raw = _ABSENT  # dict[str, Any]
+    input_schema: msgspec.Raw = ABSENT  # dict[str, Any]
     strict: bool | None = None
 
 
@@ -79,12 +78,12 @@ class _Thinking(msgspec.Struct):
 
 class _OutputConfig(msgspec.Struct):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-    format: msgspec.Raw = _ABSENT
+    format: msgspec.Raw = ABSENT
 
 
 class _Edit(msgspec.Struct):
     type: Name
-    keep: msgspec.Raw = _ABSENT
+    keep: msgspec.Raw = ABSENT
 
 
 class _ContextManagement(msgspec.Struct):
@@ -101,14 +100,14 @@ class _Prompt(msgspec.Struct, kw_only=True):
     tool_choice: _ToolChoice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    output_format: msgspec.Raw = _ABSENT  # an earlier name of output_config.format
     context_management: _ContextManagement | None = None
-    mcp_servers: msgspec.Raw = _ABSENT
-    container: msgspec.Raw = _ABSENT
+    mcp_servers: msgspec.Raw = ABSENT
+    container: msgspec.Raw = ABSENT
 
 
 class _Messages(_Prompt, kw_only=True):
     max_tokens: _Count
+    output_format: msgspec.Raw = ABSENT  # an earlier name of output_config.format
     stop_sequences: Annotated[list[StopText], Meta(max_length=16)] | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -154,6 +153,7 @@ def read_messages(body: bytes, limits: Limits, defaults: Defaults) -> MessagesRe
         ),
         stop=tuple(request.stop_sequences or ()),
         constraint=constraint,
+        thinking_budget=request.thinking.budget_tokens if request.thinking else None,
         calls=_calls(request, conversation.tools),
         reasoning=conversation.thinking,
         cut=True,
@@ -350,9 +350,12 @@ def _calls(request: _Prompt, tools: Sequence[Tool]) -> Calls:
     return Calls(mode="required", named=choice.name, parallel=parallel)
 
 
-def _constraint(request: _Prompt, objects: Objects) -> Constraint | None:
+def _constraint(request: _Messages, objects: Objects) -> Constraint | None:
     config = request.output_config
-    places = {"output_config.format": config.format if config else _ABSENT, "output_format": request.output_format}
+    places = {
+        "output_config.format": config.format if config else msgspec.Raw(),
+        "output_format": request.output_format,
+    }
     for place, raw in places.items():
         if is_absent(raw):
             continue
@@ -362,3 +365,6 @@ def _constraint(request: _Prompt, objects: Objects) -> Constraint | None:
             case _:
                 raise RequestError("Expected the type json_schema and a schema", place)
     return None
+
+
+MessagesBody, CountBody = _Messages, _Prompt  # for `/openapi.json`

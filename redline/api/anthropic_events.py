@@ -21,7 +21,7 @@ from redline.chat.events import CallArguments, CallBegin, End, Logprobs, Text, T
 
 Json = dict[str, Any]
 OVERLOADED = 529  # instead of 503
-_KINDS = {
+KINDS = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -43,7 +43,7 @@ def messages_error(error: Exception, request_id: str) -> Answer:
 
 
 def _error_body(status: int, message: str, param: str | None, request_id: str) -> bytes:
-    kind = _KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    kind = KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
     if param and not message.startswith(param):
         message = f"{param}: {message}"
     body = {"type": "error", "error": {"type": kind, "message": message}}

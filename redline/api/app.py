@@ -42,6 +42,9 @@ from redline.api.gateway import Gateway, Generation
 from redline.api.metrics import Metrics
 from redline.api.openai import read_detokenize, read_tokenize
 from redline.api.openai_dialects import CHAT, COMPLETIONS, openai_error
+from redline.api.openapi import openapi
+from redline.api.openapi_page import PAGE_HEADERS, page
+from redline.api.operations import operations
 from redline.api.pour import DIRECT
 from redline.api.quota import CALLER, Account, Caller
 from redline.api.response_store import ResponseStore
@@ -93,6 +96,8 @@ def create_app(gateway: Gateway, config: ApiConfig, edge: Edge | None = None) ->
         Route("/metrics", api.metrics),
         Route("/version", api.version),
         Route("/v1/models", api.models),
+        Route("/openapi.json", api.openapi),
+        Route("/docs", api.docs),
         Route("/v1/models/{id:path}", api.one_model),
         *(
             Route(path, _Post(partial(api.generate, dialect), config, bodies), methods=["POST"])
@@ -392,6 +397,8 @@ class _Api:
         self._names = config.served_model_names
         self._created = int(time.time())
         self.routes: list[str] = []
+        document = openapi(operations(config), OPEN_PATHS, keys=config.keys_file is not None)
+        self._document, self._page = msgspec.json.encode(document), page(document)
 
     async def root(self, request: Request) -> Response:
         """What this is, and its routes."""
@@ -422,6 +429,12 @@ class _Api:
     async def load(self, request: Request) -> Response:
         """vLLM's: the requests that are being answered or wait."""
         return json_response({"server_load": self._gateway.load})
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(self._document, media_type="application/json")
+
+    async def docs(self, request: Request) -> Response:
+        return Response(self._page, media_type="text/html", headers=PAGE_HEADERS)
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._card(name) for name in self._names]})

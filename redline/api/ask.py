@@ -29,6 +29,7 @@ class Ask(Record, frozen=True):
     timeout_s: float | None = None  # from the request's arrival to the last token; None: as the deployment has it
     salt: str = ""  # requests with different salts never share cached pages
     constraint: Constraint | None = None  # what the visible answer has to be
+    thinking_budget: int | None = None  # tokens of thinking, at most; None: as many as come
     calls: Calls = Calls()  # which of the conversation's tools may be called
     reasoning: bool = True  # it is shown; false: it is generated and counted, and not shown
     cut: bool = False  # max_tokens may be more than there is room for; else such a request is refused

@@ -25,6 +25,7 @@ from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
 from redline.api.pour import Direct, Pours
 from redline.api.quota import CALLER, Caller, ServedRate
+from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
 from redline.chat.events import End, Event, Thought
@@ -288,7 +289,9 @@ class Gateway:
                     raise RequestError(f"{param} is empty", param)
                 sampling = self._settle(ask, len(tokens), engine.max_model_len, param)
                 if ask.sampling.max_tokens:
-                    sampling = msgspec.structs.replace(sampling, grammar=await self._grammar(ask, prompt))
+                    sampling = msgspec.structs.replace(
+                        sampling, grammar=await self._grammar(ask, prompt, tokens, sampling)
+                    )
                 self._admit_tokens(ask, tokens_before, len(tokens))
                 tokens_before += ask.n * len(tokens)
                 self._waiting_tokens += ask.n * len(tokens)
@@ -323,12 +326,19 @@ class Gateway:
             raise
         return generation
 
-    async def _grammar(self, ask: Ask, prompt: Prompt) -> Grammar | None:
+    async def _grammar(self, ask: Ask, prompt: Prompt, tokens: Sequence[int], sampling: Sampling) -> Grammar | None:
+        """What the answer to a prompt has to be. tokens: the prompt's. sampling: with the answer's own max_tokens."""
         conversation = prompt if isinstance(prompt, Conversation) else None
-        if ask.constraint is None and (conversation is None or not conversation.tools):
-            return None
         thinks = conversation is not None and self._style.thinks(conversation)
-        return await self._grammars.grammar(ask.constraint, ask.calls, conversation, thinks=thinks)
+        grammar = None
+        if ask.constraint is not None or (conversation is not None and conversation.tools):
+            grammar = await self._grammars.grammar(ask.constraint, ask.calls, conversation, thinks=thinks)
+        if not thinks:
+            return grammar
+        must = ask.constraint is not None or ask.calls.mode == "required"
+        of_prompt = tokens if conversation is not None and conversation.continues else ()
+        thinking = bound_thinking(ask.thinking_budget, sampling.max_tokens if must else None, of_prompt, self.tokenizer)
+        return grammar if thinking is None else msgspec.structs.replace(grammar or Grammar(text=""), thinking=thinking)
 
     async def encode(self, prompt: Prompt, param: str, most: int, salt: str | None = None) -> tuple[int, ...]:
         """Token ids of a prompt; encoding ends soon after there are more than `most`, so there may be somewhat more.

@@ -12,7 +12,7 @@ but 8 MiB of `[],` 0.4 s and 8 MiB of `1e300,` 10 s. So fields that may hold any
 import codecs
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, TypeVar, Union, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -35,6 +35,8 @@ T = TypeVar("T")
 Name = Annotated[str, Meta(max_length=256)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 StopText = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopTexts = Annotated[list[StopText], Meta(max_length=16)]
+StopIds = Annotated[list[TokenId], Meta(max_length=64)]
 Timeout = Annotated[float, Meta(ge=0.001, le=86400)]  # seconds
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # It divides and multiplies float32 logits: at 1e-40 they overflow, and no token is the most likely one.
@@ -65,11 +67,12 @@ else:
 
 _WHOLE = (
     "n", "best_of", "max_tokens", "max_completion_tokens", "min_tokens", "top_k", "seed", "logprobs", "top_logprobs",
-    "prompt_logprobs",
+    "prompt_logprobs", "thinking_token_budget", "thinking_budget",
 )  # fmt: skip
 
 
-_ABSENT = msgspec.Raw()
+# A factory, since a default of type Raw has no JSON schema (see api/openapi.py).
+ABSENT: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class Item(msgspec.Struct, gc=False):
@@ -87,7 +90,7 @@ class _Part(Item, gc=False):
 
 class _Function(msgspec.Struct, gc=False):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
-    arguments: msgspec.Raw = _ABSENT  # str | dict[str, Any]
+    arguments: msgspec.Raw = ABSENT  # str | dict[str, Any]
 
 
 class _Call(Item, gc=False):
@@ -112,7 +115,7 @@ class _Declared(msgspec.Struct, gc=False):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     strict: bool | None = None
-    parameters: msgspec.Raw = _ABSENT  # dict[str, Any] | None
+    parameters: msgspec.Raw = ABSENT  # dict[str, Any] | None
 
 
 class _Tool(Item, gc=False):
@@ -143,11 +146,11 @@ _Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class _RefusedInPrompt(msgspec.Struct, kw_only=True):
     """Fields that would change the prompt and that are not served. Empty values pass."""
 
-    truncate_prompt_tokens: msgspec.Raw = _ABSENT
-    chat_template: msgspec.Raw = _ABSENT
-    documents: msgspec.Raw = _ABSENT
-    input_ids: msgspec.Raw = _ABSENT
-    reasoning: msgspec.Raw = _ABSENT
+    truncate_prompt_tokens: msgspec.Raw = ABSENT
+    chat_template: msgspec.Raw = ABSENT
+    documents: msgspec.Raw = ABSENT
+    input_ids: msgspec.Raw = ABSENT
+    reasoning: msgspec.Raw = ABSENT
 
 
 class _Refused(_RefusedInPrompt, kw_only=True):
@@ -156,63 +159,61 @@ class _Refused(_RefusedInPrompt, kw_only=True):
     docs/api_fields.md says of each why.
     """
 
-    functions: msgspec.Raw = _ABSENT
-    function_call: msgspec.Raw = _ABSENT
-    audio: msgspec.Raw = _ABSENT
-    modalities: msgspec.Raw = _ABSENT
-    web_search_options: msgspec.Raw = _ABSENT
-    guided_json: msgspec.Raw = _ABSENT
-    guided_regex: msgspec.Raw = _ABSENT
-    guided_choice: msgspec.Raw = _ABSENT
-    guided_grammar: msgspec.Raw = _ABSENT
-    guided_decoding_backend: msgspec.Raw = _ABSENT
-    logits_processors: msgspec.Raw = _ABSENT
-    logprob_token_ids: msgspec.Raw = _ABSENT
-    allowed_token_ids: msgspec.Raw = _ABSENT
-    bad_words: msgspec.Raw = _ABSENT
-    use_beam_search: msgspec.Raw = _ABSENT
-    length_penalty: msgspec.Raw = _ABSENT
-    prompt_embeds: msgspec.Raw = _ABSENT
-    suffix: msgspec.Raw = _ABSENT
-    return_tokens_as_token_ids: msgspec.Raw = _ABSENT
-    verbosity: msgspec.Raw = _ABSENT
-    moderation: msgspec.Raw = _ABSENT
-    thinking_token_budget: msgspec.Raw = _ABSENT
-    thinking_budget: msgspec.Raw = _ABSENT
-    priority: msgspec.Raw = _ABSENT
-    kv_transfer_params: msgspec.Raw = _ABSENT
-    ec_transfer_params: msgspec.Raw = _ABSENT
-    vllm_xargs: msgspec.Raw = _ABSENT
-    repetition_detection: msgspec.Raw = _ABSENT
-    return_prompt_text: msgspec.Raw = _ABSENT
-    watermarking: msgspec.Raw = _ABSENT
-    regex: msgspec.Raw = _ABSENT
-    ebnf: msgspec.Raw = _ABSENT
-    json_schema: msgspec.Raw = _ABSENT
-    structural_tag: msgspec.Raw = _ABSENT
-    stop_regex: msgspec.Raw = _ABSENT
-    no_stop_trim: msgspec.Raw = _ABSENT
-    lora_path: msgspec.Raw = _ABSENT
-    session_params: msgspec.Raw = _ABSENT
-    separate_reasoning: msgspec.Raw = _ABSENT
-    stream_reasoning: msgspec.Raw = _ABSENT
-    custom_logit_processor: msgspec.Raw = _ABSENT
-    custom_params: msgspec.Raw = _ABSENT
-    return_hidden_states: msgspec.Raw = _ABSENT
-    return_routed_experts: msgspec.Raw = _ABSENT
-    return_cached_tokens_details: msgspec.Raw = _ABSENT
-    return_prompt_token_ids: msgspec.Raw = _ABSENT
-    return_meta_info: msgspec.Raw = _ABSENT
-    extra_key: msgspec.Raw = _ABSENT
-    bootstrap_host: msgspec.Raw = _ABSENT
-    bootstrap_port: msgspec.Raw = _ABSENT
-    bootstrap_room: msgspec.Raw = _ABSENT
+    functions: msgspec.Raw = ABSENT
+    function_call: msgspec.Raw = ABSENT
+    audio: msgspec.Raw = ABSENT
+    modalities: msgspec.Raw = ABSENT
+    web_search_options: msgspec.Raw = ABSENT
+    guided_json: msgspec.Raw = ABSENT
+    guided_regex: msgspec.Raw = ABSENT
+    guided_choice: msgspec.Raw = ABSENT
+    guided_grammar: msgspec.Raw = ABSENT
+    guided_decoding_backend: msgspec.Raw = ABSENT
+    logits_processors: msgspec.Raw = ABSENT
+    logprob_token_ids: msgspec.Raw = ABSENT
+    allowed_token_ids: msgspec.Raw = ABSENT
+    bad_words: msgspec.Raw = ABSENT
+    use_beam_search: msgspec.Raw = ABSENT
+    length_penalty: msgspec.Raw = ABSENT
+    prompt_embeds: msgspec.Raw = ABSENT
+    suffix: msgspec.Raw = ABSENT
+    return_tokens_as_token_ids: msgspec.Raw = ABSENT
+    verbosity: msgspec.Raw = ABSENT
+    moderation: msgspec.Raw = ABSENT
+    priority: msgspec.Raw = ABSENT
+    kv_transfer_params: msgspec.Raw = ABSENT
+    ec_transfer_params: msgspec.Raw = ABSENT
+    vllm_xargs: msgspec.Raw = ABSENT
+    repetition_detection: msgspec.Raw = ABSENT
+    return_prompt_text: msgspec.Raw = ABSENT
+    watermarking: msgspec.Raw = ABSENT
+    regex: msgspec.Raw = ABSENT
+    ebnf: msgspec.Raw = ABSENT
+    json_schema: msgspec.Raw = ABSENT
+    structural_tag: msgspec.Raw = ABSENT
+    stop_regex: msgspec.Raw = ABSENT
+    no_stop_trim: msgspec.Raw = ABSENT
+    lora_path: msgspec.Raw = ABSENT
+    session_params: msgspec.Raw = ABSENT
+    separate_reasoning: msgspec.Raw = ABSENT
+    stream_reasoning: msgspec.Raw = ABSENT
+    custom_logit_processor: msgspec.Raw = ABSENT
+    custom_params: msgspec.Raw = ABSENT
+    return_hidden_states: msgspec.Raw = ABSENT
+    return_routed_experts: msgspec.Raw = ABSENT
+    return_cached_tokens_details: msgspec.Raw = ABSENT
+    return_prompt_token_ids: msgspec.Raw = ABSENT
+    return_meta_info: msgspec.Raw = ABSENT
+    extra_key: msgspec.Raw = ABSENT
+    bootstrap_host: msgspec.Raw = ABSENT
+    bootstrap_port: msgspec.Raw = ABSENT
+    bootstrap_room: msgspec.Raw = ABSENT
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "verbosity": ("medium",),
     "separate_reasoning": (True,),
     "stream_reasoning": (True,),
@@ -220,8 +221,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 _OFF_IS_NOT_NEUTRAL = {  # here false, or zero, is what changes the answer
     "separate_reasoning",
     "stream_reasoning",
-    "thinking_token_budget",
-    "thinking_budget",
 }
 _INSTEAD = {
     "reasoning": "reasoning_effort",
@@ -251,19 +250,19 @@ class _Common(_Refused, kw_only=True):
     frequency_penalty: Penalty | None = None
     repetition_penalty: RepetitionPenalty | None = None
     seed: Seed | None = None
-    stop: msgspec.Raw = _ABSENT  # see _STOP
-    stop_token_ids: msgspec.Raw = _ABSENT  # see _STOP_IDS
+    stop: msgspec.Raw = ABSENT  # see _STOP
+    stop_token_ids: msgspec.Raw = ABSENT  # see _STOP_IDS
     min_tokens: Tokens | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    logit_bias: msgspec.Raw = _ABSENT  # see _LOGIT_BIAS
+    logit_bias: msgspec.Raw = ABSENT  # see _LOGIT_BIAS
     prompt_logprobs: Top | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     cache_salt: Name | None = None
-    response_format: msgspec.Raw = _ABSENT  # see constraints.py
-    structured_outputs: msgspec.Raw = _ABSENT  # see constraints.py
+    response_format: msgspec.Raw = ABSENT  # see constraints.py
+    structured_outputs: msgspec.Raw = ABSENT  # see constraints.py
     return_token_ids: bool | None = None
     timeout: Timeout | None = None
 
@@ -281,7 +280,7 @@ class _Chat(_Common, kw_only=True):
     messages: Annotated[list[_Message], Meta(min_length=1)]
     max_completion_tokens: MaxTokens | None = None
     tools: list[_Tool] | None = None
-    tool_choice: msgspec.Raw = _ABSENT
+    tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
@@ -289,6 +288,8 @@ class _Chat(_Common, kw_only=True):
     thinking: _Thinking | None = None
     enable_thinking: bool | None = None
     reasoning_effort: _Effort | None = None
+    thinking_token_budget: Tokens | None = None
+    thinking_budget: Tokens | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -323,8 +324,8 @@ def is_absent(raw: msgspec.Raw) -> bool:
     return bytes(memoryview(raw)[:5]) in (b"", b"null")
 
 
-_STOP = _Field(msgspec.json.Decoder(StopText | Annotated[list[StopText], Meta(max_length=16)]), 256 << 10)
-_STOP_IDS = _Field(msgspec.json.Decoder(Annotated[list[TokenId], Meta(max_length=64)]), 4 << 10)
+_STOP = _Field(msgspec.json.Decoder(StopText | StopTexts), 256 << 10)
+_STOP_IDS = _Field(msgspec.json.Decoder(StopIds), 4 << 10)
 _LOGIT_BIAS: _Field[dict[int, float]] = _Field(
     msgspec.json.Decoder(Annotated[dict[TokenId, Annotated[float, Meta(ge=-100, le=100)]], Meta(max_length=300)]),
     16 << 10,
@@ -371,10 +372,12 @@ def read_chat(body: bytes, limits: Limits, defaults: Defaults) -> ChatRequest:
     )
     if request.max_tokens == 0:
         raise RequestError("Expected `int` >= 1", "max_tokens")
+    budgets = [most for most in (request.thinking_token_budget, request.thinking_budget) if most is not None]
     ask = _ask(
         *(request, (conversation,), sampling, "messages", limits),
         calls=calls_of(request.tool_choice, conversation.tools, request.parallel_tool_calls is not False),
         reasoning=request.include_reasoning is not False,
+        thinking_budget=min(budgets, default=None),
     )
     if conversation.continues and ask.constraint is not None:
         raise RequestError("an answer that goes on with a message cannot have a form of its own", ask.constraint.param)
@@ -467,8 +470,8 @@ def _refuse(request: _Common) -> None:
 def _refuse_fields(request: _RefusedInPrompt, refused: type[_RefusedInPrompt]) -> None:
     for field in refused.__struct_fields__:
         raw: msgspec.Raw = getattr(request, field)
-        if raw is _ABSENT:
-            continue
+        if not raw:
+            continue  # it is not there: no JSON is empty
         if memoryview(raw).nbytes > REFUSED_BYTES:
             raise RequestError(f"{field} is not supported{_instead(field)}", field)
         value = _SMALL.read(raw, field)
@@ -494,6 +497,7 @@ def _ask(
     limits: Limits,
     calls: Calls = Calls(),  # noqa: B008
     reasoning: bool = True,
+    thinking_budget: int | None = None,
 ) -> Ask:
     constraint = _constraint(request, limits)
     if constraint is not None or calls.mode == "required":
@@ -519,6 +523,7 @@ def _ask(
         salt=request.cache_salt or "",
         constraint=constraint,
         calls=calls,
+        thinking_budget=thinking_budget,
         reasoning=reasoning,
         token_ids=bool(request.return_token_ids),
         param=param,
@@ -828,7 +833,7 @@ class _Tokenize(_RefusedInPrompt, kw_only=True):
     prompt: str | None = None
     messages: Annotated[list[_Message], Meta(min_length=1)] | None = None
     tools: list[_Tool] | None = None
-    tool_choice: msgspec.Raw = _ABSENT
+    tool_choice: msgspec.Raw = ABSENT
     chat_template_kwargs: _TemplateOptions | None = None
     thinking: _Thinking | None = None
     enable_thinking: bool | None = None
@@ -878,3 +883,31 @@ def read_detokenize(body: bytes, most: int) -> DetokenizeRequest:
     """Read the body of POST /detokenize; more than `most` ids are not read. Raises RequestError, naming the field."""
     request = read(body, _Detokenize)
     return DetokenizeRequest(model=request.model, tokens=_ids(request.tokens, "tokens", most))
+
+
+# -- What `/openapi.json` is made from -----------------------------------------------------------------------------
+
+ChatBody, CompletionBody, TokenizeBody, DetokenizeBody = _Chat, _Completion, _Tokenize, _Detokenize
+
+
+def _passing(refused: type[_RefusedInPrompt]) -> dict[str, list[Any]]:
+    """For each field that is not served, the values that pass, since they change nothing."""
+    empty: list[Any] = ["", [], {}, False, 0]
+    return {
+        field: [None, *([] if field in _OFF_IS_NOT_NEUTRAL else empty), *_NEUTRAL.get(field, ())]
+        for field in refused.__struct_fields__
+    }
+
+
+def whole(body: type[_Common]) -> dict[str, Any]:
+    """The fields that are integers, as types without the floats that pass too: in JSON Schema 6.0 is an integer."""
+    hints = get_type_hints(body, include_extras=True)
+    return {
+        field: Union[tuple(kind for kind in get_args(hints[field]) if getattr(kind, "__origin__", None) is not float)]  # noqa: UP007
+        for field in _WHOLE
+        if field in hints
+    }
+
+
+REFUSED = _passing(_Refused)
+REFUSED_IN_PROMPT = _passing(_RefusedInPrompt)

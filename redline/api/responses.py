@@ -15,7 +15,7 @@ from msgspec import Meta
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Defaults, Limits
 from redline.api.dialect import Asked, Streaming
-from redline.api.openai import Item, Name, Objects, is_absent, read
+from redline.api.openai import ABSENT, Item, Name, Objects, is_absent, read
 from redline.api.sealed import unseal
 from redline.chat.constraint import Calls, Constraint
 from redline.chat.conversation import Conversation, Message, Tool, ToolCall
@@ -23,7 +23,6 @@ from redline.chat.generation import Temperature, TopP
 from redline.errors import RequestError
 from redline.wire.job import Sampling
 
-_ABSENT = msgspec.Raw()
 _Count = Annotated[int, Meta(ge=1, lt=WHAT_IS_LEFT)]
 _FunctionName = Annotated[str, Meta(min_length=1, max_length=256)]
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -52,7 +51,7 @@ class _Tool(Item, gc=False):
     type: Name
     name: _FunctionName | None = None
     description: str | None = None
-    parameters: msgspec.Raw = _ABSENT  # dict[str, Any] | None
+    parameters: msgspec.Raw = ABSENT  # dict[str, Any] | None
     strict: bool | None = None
 
 
@@ -62,7 +61,7 @@ class _Reasoning(msgspec.Struct):
 
 
 class _Text(msgspec.Struct):
-    format: msgspec.Raw = _ABSENT
+    format: msgspec.Raw = ABSENT
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -76,8 +75,8 @@ class _Responses(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     store: bool | None = None
     previous_response_id: Name | None = None
-    tools: msgspec.Raw = _ABSENT  # list[_Tool], which answers repeat
-    tool_choice: msgspec.Raw = _ABSENT
+    tools: msgspec.Raw = ABSENT  # list[_Tool], which answers repeat
+    tool_choice: msgspec.Raw = ABSENT
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
     text: _Text | None = None
@@ -89,8 +88,8 @@ class _Responses(msgspec.Struct, kw_only=True):
     background: bool | None = None
     top_logprobs: int | None = None
     truncation: Name | None = None
-    conversation: msgspec.Raw = _ABSENT
-    prompt: msgspec.Raw = _ABSENT
+    conversation: msgspec.Raw = ABSENT
+    prompt: msgspec.Raw = ABSENT
 
 
 class ResponsesRequest(Asked, frozen=True):
@@ -364,3 +363,8 @@ def _constraint(format: dict[str, Any]) -> Constraint | None:
             return Constraint(kind="json_schema", text=json.dumps(format["schema"]), param="text.format.schema")
         case _:
             raise RequestError("Expected the type text, json_object, or json_schema with a schema", "text.format")
+
+
+# -- What `/openapi.json` is made from -----------------------------------------------------------------------------
+
+ResponsesBody, ToolList = _Responses, list[_Tool]

@@ -13,10 +13,11 @@ from typing import Any, Literal, NamedTuple
 from redline.chat.conversation import Conversation, Tool
 from redline.chat.tokenizer import Tokenizer
 from redline.wire.base import Record
-from redline.wire.job import Grammar
+from redline.wire.job import Grammar, Thinking
 
 # Between the parts of a JSON text. Bounded, since some models would go on with it for ever.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
+MOST_KEPT = 4096  # tokens of max_tokens that thinking leaves to an answer that has to be something; else a quarter
 _INDEX = re.compile(r"functions\..+:([0-9]{1,9})", re.DOTALL)
 
 
@@ -109,6 +110,31 @@ def compose(
     after, banned = ((end_think, *marks), ()) if tools else ((end_think,), marks)
     grammar = Grammar(text=_text(rules, others), after=after, banned=(*tokenizer.stop_ids, *banned))
     return Composed(grammar, tuple(parts))
+
+
+def bound_thinking(
+    budget: int | None, max_tokens: int | None, before: Sequence[int], tokenizer: Tokenizer
+) -> Thinking | None:
+    """How much an answer may think; None: as much as it will.
+
+    budget: tokens of thinking, at most, as the client says. max_tokens: of an answer that has to be something, which
+    keeps a quarter of them, MOST_KEPT at most; None: it may be anything. before: the prompt, where the answer goes on
+    with its thinking, which counts.
+    """
+    token = tokenizer.specials.__getitem__
+    bounds: list[int] = []
+    if budget is not None:
+        begun = token("<think>")
+        spent = next((place for place, one in enumerate(reversed(before)) if one == begun), 0)
+        bounds.append(max(0, budget - spent))
+    if max_tokens is not None:
+        bounds.append(max(0, max_tokens - 1 - min(MOST_KEPT, -(-max_tokens // 4))))
+    if not bounds:
+        return None
+    end = token("</think>")
+    return Thinking(
+        most=min(bounds), end=end, ends=(end, token("<|tool_calls_section_begin|>"), token("<|tool_call_begin|>"))
+    )
 
 
 def _content(constraint: Constraint) -> dict[str, Any]:

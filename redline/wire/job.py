@@ -11,12 +11,21 @@ PageHash = NewType("PageHash", bytes)
 PAGE_TOKENS = 64  # one page id addresses this many tokens, in every plane
 
 
+class Thinking(Record, frozen=True):
+    """A bound on the reasoning that an answer begins with."""
+
+    most: int  # tokens of the answer before `end`, which is the only one that may follow them
+    end: int
+    ends: tuple[int, ...]  # the tokens that end it: `end`, and where a tool call begins
+
+
 class Grammar(Record, frozen=True):
     """What the tokens of an answer have to be. Whoever makes one has checked that it compiles (api)."""
 
-    text: str  # as llguidance reads it: Lark, or JSON of several grammars; control tokens stand there by id
+    text: str  # as llguidance reads it: Lark, or JSON of several grammars; control tokens by id; empty: any may come
     after: tuple[int, ...] = ()  # the first of these that comes is the grammar's first token; none: the answer's first
     banned: tuple[int, ...] = ()  # none of these comes before it
+    thinking: Thinking | None = None  # None: there is none, or it is not bounded
 
 
 class Sampling(Record, frozen=True):

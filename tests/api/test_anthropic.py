@@ -412,3 +412,12 @@ def test_a_signature_that_is_not_ours_is_nothing() -> None:
     for signature in ("ErUB", "redline1.###", seal("x")[:-3] + "é"):
         block = {"type": "thinking", "thinking": "", "signature": signature}
         assert conversation(messages=[{"role": "assistant", "content": [block]}, *HELLO]).messages[0].reasoning == ""
+
+
+async def test_a_budget_bounds_the_thinking():
+    async with World(answer("a")) as world:
+        await ask(world, thinking=THINK)
+        grammar = world.engine.jobs[0].sampling.grammar
+    assert grammar is not None
+    assert grammar.thinking is not None
+    assert (grammar.text, grammar.thinking.most) == ("", 1024)

@@ -15,6 +15,7 @@ from redline.api import openai as dialect
 from redline.api.config import Defaults, Limits
 from redline.chat.template import K2, K2_6, K2_7, K2_THINKING, Style, encode
 from redline.errors import RequestError
+from redline.wire.job import Thinking
 from tests.api.fake_engine import say
 from tests.api.test_chat import CALLS, HELLO, ask, chunks, joined
 from tests.api.world import END, MODEL, TOKENIZER, World, answer, ids, until
@@ -71,7 +72,7 @@ def test_the_page_knows_every_field_of_the_official_client() -> None:
 
 
 REFUSED: list[tuple[str, Any]] = [
-    ("verbosity", "low"), ("thinking_token_budget", 64), ("thinking_token_budget", 0), ("thinking_budget", 64),
+    ("verbosity", "low"),
     ("priority", 1), ("kv_transfer_params", {"do_remote_decode": True}), ("regex", "a+"), ("ebnf", 'root ::= "a"'),
     ("structural_tag", '{"type": "structural_tag"}'), ("json_schema", "{}"), ("separate_reasoning", False),
     ("stream_reasoning", False), ("stop_regex", "a"), ("no_stop_trim", True), ("lora_path", "x"), ("extra_key", "x"),
@@ -287,3 +288,46 @@ async def test_the_job_is_aborted_where_its_one_call_ends() -> None:
         await ask(world, parallel_tool_calls=False)
         await until(lambda: len(world.engine.aborted) == 1)
         assert world.engine.sent < 200
+
+
+# -- bounds on thinking
+
+
+async def thinking_of(**fields: Any) -> Thinking | None:
+    """The bound that the job of a request has."""
+    async with World(answer("a")) as world:
+        await ask(world, extra_body=fields)
+        grammar = world.engine.jobs[0].sampling.grammar
+    return None if grammar is None else grammar.thinking
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({"thinking_token_budget": 64}, 64),
+        ({"thinking_token_budget": 0}, 0),
+        ({"thinking_budget": 9.0, "thinking_token_budget": 64}, 9),
+        ({"max_tokens": 100, "response_format": {"type": "json_object"}}, 74),
+        ({"max_tokens": 100, "thinking_budget": 90, "response_format": {"type": "json_object"}}, 74),
+        ({"max_tokens": 100, "thinking_budget": 30, "response_format": {"type": "json_object"}}, 30),
+        ({"max_tokens": 1, "response_format": {"type": "json_object"}}, 0),
+        ({"max_tokens": 100, "tools": [GET], "tool_choice": "required"}, 74),
+        ({"max_tokens": 100, "tools": [GET]}, None),
+        ({"max_tokens": 100}, None),
+        ({"thinking_budget": 9, "enable_thinking": False}, None),
+    ],
+)
+async def test_thinking_has_the_bound_that_was_asked_for_and_leaves_room(fields: dict[str, Any], most: int | None):
+    found = await thinking_of(**fields)
+    assert (None if found is None else found.most) == most
+    if found is not None:
+        assert found.end == TOKENIZER.special("</think>") == found.ends[0]
+
+
+async def test_thinking_that_the_prompt_has_counts():
+    thoughts = {"role": "assistant", "content": "", "reasoning_content": "one two three", "partial": True}
+    messages = [{"role": "user", "content": "hi"}, thoughts]
+    spent = len(TOKENIZER.encode("one two three"))
+    found = await thinking_of(messages=messages, thinking_budget=20)
+    assert found is not None
+    assert found.most == 20 - spent

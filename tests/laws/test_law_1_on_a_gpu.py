@@ -97,7 +97,7 @@ def test_the_cuda_kernel_is_the_reference(kernel: Kernel[Any, Any, Any], case: C
             a, b = UNDEFINED[op.name](place, a, b, got, want)
         if a.is_floating_point():
             apart = (a.double() - b.double()).masked_fill(a == b, 0)  # what is infinite in both is not apart
-            error = float(apart.norm() / b.double().masked_fill(b.isinf(), 0).norm().clamp(min=1e-30))
+            error = float(apart.norm() / b.double().masked_fill(b.double().isinf(), 0).norm().clamp(min=1e-30))
             limit = limit_of(op, case, b)
             name = f"{op.name}: output {place}, {str(b.dtype).removeprefix('torch.')}"
             errors[name] = max(errors.get(name, (-1.0, 1.0, "")), (error, limit, case.name), key=lambda e: e[0] / e[1])
@@ -152,6 +152,7 @@ UNDEFINED = {
     "sort_pairs": _sort_pairs,
     "embed": _squares,
     "project_out": _squares,
+    "sum_ranks": _squares,
     "experts_down": _squares,
     "project_a": _project_a,
     "attend": _attend,

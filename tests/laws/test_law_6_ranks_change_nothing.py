@@ -71,12 +71,17 @@ def step(model: K2, first: int, count: int) -> Inputs:
     )
 
 
-def logits_of(model: K2, dtype: torch.dtype) -> Tensor:
-    """Of a prompt's every position, and of some that are decoded after it."""
+def states_of(model: K2, dtype: torch.dtype) -> Tensor:
+    """[positions, V + D]: logits and the hidden states behind them, of a prompt's every position and some decoded.
+
+    The logits of all ranks are the same tensor, put together from the parts of each, whatever the ranks had before;
+    that their sums have the same bits shows in the hidden states, which each rank has computed for itself.
+    """
     planes = torch.zeros(model.config.num_hidden_layers, 4, 64, model.config.kv_width, dtype=dtype)
-    parts = [model.predict(step(model, 0, PROMPT), planes, (), range(PROMPT)).logits().clone()]
-    for position in range(PROMPT, PROMPT + 6):
-        parts.append(model.predict(step(model, position, 1), planes, (), [0]).logits().clone())
+    parts: list[Tensor] = []
+    for first, count in ((0, PROMPT), *((position, 1) for position in range(PROMPT, PROMPT + 6))):
+        out = model.predict(step(model, first, count), planes, (), range(count))
+        parts.append(torch.cat([out.logits(), out.hidden()], 1))
     return torch.cat(parts)
 
 
@@ -99,26 +104,27 @@ def together(file: Path, ranks: int, work: Callable[[SharedMemoryGroup], Tensor]
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.06)], ids=str)
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_logits_are_those_of_one_rank_and_the_same_on_all(
+def test_states_are_those_of_one_rank_and_the_same_on_all(
     ranks: int, dtype: torch.dtype, bound: float, tiny: Checkpoint, tmp_path: Path
 ) -> None:
-    want = logits_of(cpu.load(tiny, CPU), dtype)
-    got = together(tmp_path / "meet", ranks, lambda group: logits_of(cpu.load(tiny, CPU, group=group), dtype))
+    want = states_of(cpu.load(tiny, CPU), dtype)
+    got = together(tmp_path / "meet", ranks, lambda group: states_of(cpu.load(tiny, CPU, group=group), dtype))
     assert all(torch.equal(got[0], other) for other in got), "ranks have other bits"
-    assert (got[0] - want).abs().max() <= bound * want.abs().max()
+    for values, expected in zip(*(both.split(tiny.config.vocab_size, 1) for both in (got[0], want)), strict=True):
+        assert (values - expected).abs().max() <= bound * expected.abs().max()
 
 
 def test_a_slice_that_is_another_ranks_is_noticed(tiny: Checkpoint, tmp_path: Path) -> None:
     """What the bound above lets through is far from what a wrong part gives."""
-    want = logits_of(cpu.load(tiny, CPU), torch.bfloat16)
+    want = states_of(cpu.load(tiny, CPU), torch.bfloat16)
 
     def wrong(group: SharedMemoryGroup) -> Tensor:
         if group.rank == 1:
             mine = cpu.Reader(tiny, CPU, tiny.config.low_rank_norm_eps, cpu.Shard(0, 2))
             blocks = [mine.block(layer) for layer in range(tiny.config.num_hidden_layers)]
             right = cpu.load(tiny, CPU, group=group)
-            return logits_of(K2(tiny.config, right.embedding_VD, blocks, right.norm, right.head, group), torch.bfloat16)
-        return logits_of(cpu.load(tiny, CPU, group=group), torch.bfloat16)
+            return states_of(K2(tiny.config, right.embedding_VD, blocks, right.norm, right.head, group), torch.bfloat16)
+        return states_of(cpu.load(tiny, CPU, group=group), torch.bfloat16)
 
     got = together(tmp_path / "meet", 2, wrong)
     assert (got[0] - want).abs().max() > 0.12 * want.abs().max()

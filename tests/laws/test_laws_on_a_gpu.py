@@ -1,4 +1,4 @@
-"""Laws 2, 3, 4, 7 and 9 on a GPU, over nano as it is shipped. Run by hand:
+"""Laws 2, 3, 4, 6, 7 and 9 on a GPU, over nano as it is shipped. Run by hand:
 
 python -m pytest -m gpu tests/laws/test_laws_on_a_gpu.py
 
@@ -124,3 +124,18 @@ def test_law_4_drafts_change_nothing(
 def test_law_7_company_does_not_matter(asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str):
     with opened(kv_dtype=kv_dtype) as engine:
         same(asked[:8], answer(engine, asked[:8], together=False), plain[:8], kv_dtype)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize(
+    "speculation",
+    [None, Suffix(adaptive=False), Learned(drafter=str(DRAFTER), adaptive=False)],
+    ids=["plain", "suffix", "drafter"],
+)
+def test_law_6_two_ranks_are_one(
+    asked: list[tuple[int, ...]], plain: Answers, kv_dtype: str, speculation: DraftConfig | None
+):
+    with opened(speculation=speculation, kv_dtype=kv_dtype, ranks=2) as engine:
+        given = answer(engine, asked)
+        assert engine.engine.runner.replays > 0, f"no step was replayed; led: {engine.engine.runner.led}"
+    same(asked, given, plain, kv_dtype)

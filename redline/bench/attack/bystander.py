@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bystander.json"
 LIMIT_MS = 100.0  # the longest pause that is allowed
 CALM_S = 90.0  # seconds in which what an attack has left in the engine should end
 ANSWER_S = 120.0  # seconds in which a random request is answered
-AT_ONCE = 16  # random requests in flight
+OVERLOADED = (503, 529)  # statuses of a server that has too much to do, in each dialect
 SAY_S = 10.0
 TAKE_S = 2.0  # seconds; notes are taken often, since telling many at once holds up the bystander
 QUESTION = body(prompt="The capital of France is", max_tokens=24, temperature=0, ignore_eos=True)
@@ -227,32 +227,43 @@ class Bench:
 
         await self._phase(attack.name, attack.item, attack.what, bounded)
 
-    async def random(self, count: int, seed: int, most_s: float) -> dict[str, Any]:
-        """Sends `count` random requests, or as many as `most_s` seconds allow, 16 at a time.
+    async def random(self, count: int, seed: int, most_s: float, at_once: int, *, wild: bool = True) -> dict[str, Any]:
+        """Sends `count` random requests, or as many as `most_s` seconds allow, `at_once` at a time.
 
-        Returns what was sent, the counts by route and kind of reply, and the answers that nobody should get.
+        wild: as in `random_requests.requests`; else the phase is called "ordinary". Returns as `traffic` does.
         """
-        deadline = time.monotonic() + most_s
+        name = "random" if wild else "ordinary"
+        return {"seed": seed, **await self.traffic(name, requests(seed, wild=wild), count, most_s, at_once)}
+
+    async def traffic(
+        self, name: str, source: Iterator[Request], count: int, most_s: float, at_once: int, every_s: float = 0.0
+    ) -> dict[str, Any]:
+        """A phase of `count` requests of `source`, or as many as `most_s` seconds allow, `at_once` at a time.
+
+        every_s: seconds from the start of one request to that of the next, at least. Returns what was sent, the counts
+        by route and kind of reply, and the answers that nobody should get.
+        """
+        began = time.monotonic()
         sent = 0
-        source = requests(seed)
         by_route: Counter[str] = Counter()
 
         async def client() -> None:
             nonlocal sent
-            while sent < count and time.monotonic() < deadline:
+            while sent < count and time.monotonic() < began + most_s:
                 sent += 1
-                self.memory.requests = sent
-                self.doing = f"random request {sent} of {count}"
+                self.memory.requests += 1
+                self.doing = f"{name} request {sent} of {count}"
                 request = next(source)
+                await asyncio.sleep(began + sent * every_s - time.monotonic())
                 reply = await self.world.send(request.data, **{"limit_s": ANSWER_S, **request.how})
                 by_route[f"{request.route} {reply.kind}"] += 1
                 self._judge(request, reply)
 
         async def fire() -> None:
-            await asyncio.gather(*(client() for _ in range(AT_ONCE)))
+            await asyncio.gather(*(client() for _ in range(at_once)))
 
-        await self._phase("random", "random", f"{count} random requests, seed {seed}, {AT_ONCE} at once", fire)
-        return {"asked": count, "sent": sent, "seed": seed, "by_route": dict(sorted(by_route.items())), "odd": self.odd}
+        await self._phase(name, name, f"{count} {name} requests, {at_once} at once", fire)
+        return {"asked": count, "sent": sent, "by_route": dict(sorted(by_route.items())), "odd": self.odd}
 
     async def end(self) -> dict[str, Any]:
         """Stops the server by SIGTERM while silent sockets and streams that nobody reads are open.
@@ -322,11 +333,13 @@ class Bench:
     def _judge(self, request: Request, reply: Reply) -> None:
         """Notes an answer that nobody should get: none at all, a server error, or one that breaks off."""
         odd = ""
-        if reply.outcome in ("closed", "unanswered") or (reply.status >= 500 and reply.status != 503):
+        timed = reply.status == 504 and b"imeout" in request.data  # as it was asked
+        lost = reply.outcome == "unanswered" or (reply.outcome == "closed" and request.shape != "any")
+        if lost or (reply.status >= 500 and reply.status not in OVERLOADED and not timed):
             odd = reply.kind
         elif reply.status == 200 and not reply.whole and request.shape != "any":
             odd = "not whole"
-        elif reply.status == 200 and request.shape == "stream" and not _ends_well(reply.body):
+        elif reply.status == 200 and request.shape == "stream" and not _ends_well(reply.body, request.route):
             odd = "a stream without its end"
         elif reply.status >= 400 and request.shape != "any" and b'"error"' not in reply.body:
             odd = f"{reply.status} without an error"
@@ -345,8 +358,14 @@ class Bench:
         return reply
 
 
-def _ends_well(stream: bytes) -> bool:
+def _ends_well(stream: bytes, route: str) -> bool:
+    """Whether a stream has the last event that its dialect wants, or tells of an error."""
     tail = stream[-4096:]
+    if route == "/v1/messages":
+        return b"event: message_stop" in tail or b"event: error" in tail
+    if route == "/v1/responses":
+        whole = stream.rpartition(b"\nevent: ")[2]  # the last event holds all that was said
+        return whole.startswith((b"response.completed", b"response.incomplete", b"response.failed", b"error"))
     return tail.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in tail
 
 
@@ -419,10 +438,17 @@ async def run(bench: Bench, asked: argparse.Namespace, attacks: Sequence[Attack]
     for attack in attacks:
         await bench.attack(attack, asked.attack_seconds)
     await bench.control("control, later", asked.control)
-    told = await bench.random(asked.requests, asked.seed, 60 * asked.minutes)
+    valid = await bench.random(asked.requests, asked.seed, asked.control, asked.at_once, wild=False)
+    before = len(bench.memory.samples)
+    told = await bench.random(asked.requests, asked.seed, 60 * asked.minutes, asked.at_once)
+    samples = bench.memory.samples[before:]
     await bench.control("control, at the end", asked.control)
-    samples = bench.memory.samples
-    return {"random": told, "mib_per_1000_requests": memory_slopes(samples), "end": await bench.end()}
+    return {
+        "ordinary": valid,
+        "random": told,
+        "mib_per_1000_requests": memory_slopes(samples),
+        "end": await bench.end(),
+    }
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -441,6 +467,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--attack-seconds", type=float, default=45.0, help="of one attack, at most")
     parser.add_argument("--control", type=float, default=20.0, help="seconds of each phase without an attack")
     parser.add_argument("--requests", type=int, default=5000)
+    parser.add_argument("--at-once", type=int, default=16, help="random requests in flight")
     parser.add_argument("--minutes", type=float, default=20.0, help="of random requests, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, default=RESULT)

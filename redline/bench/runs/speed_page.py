@@ -38,8 +38,8 @@ pages of short contexts) is warm there, unlike in a step.
 
 **Floors** are the larger of bytes over the bandwidth and operations over the rate, both measured on that machine in the
 same run. A step's floor counts, from the model's sizes alone, every weight once, each distinct expert that was chosen
-once, and each row's context once. An op's adds its activations. `at 4.3 TB/s` is the floor of the step's weights at
-that bandwidth, with as many experts as uniform routing chooses on average: the fixed measure on an NVIDIA H200.
+once, and each row's context once. An op's adds its activations. `weights alone` is the floor of the step's weights at
+4.3 TB/s (of two GPUs 4.5), with as many experts as uniform routing chooses on average: the fixed measure on an NVIDIA H200.
 """
 
 
@@ -92,7 +92,7 @@ def _step_rows(group: Sequence[DepthRecord]) -> Iterator[list[str]]:
     yield row("tokens/s", lambda r: f"{1e3 * r.tokens / r.ms:,.0f}")
     yield row("experts read, GB", lambda r: f"{r.expert_bytes / 1e9:.2f}")
     if any(record.peer for record in group):
-        yield row("at 4.3 TB/s, ms", lambda r: f"{r.peer.floor_ms:g}" if r.peer else "")
+        yield row("weights alone, ms", lambda r: f"{r.peer.floor_ms:g}" if r.peer else "")
         yield row("that over time", lambda r: f"{r.peer.floor_ms / r.ms:.0%}" if r.peer else "")
         yield row("vLLM 0.26, ms", lambda r: f"{r.peer.ms:g}" if r.peer else "")
         yield row("vLLM's time over ours", lambda r: f"{r.peer.ms / r.ms:.2f}" if r.peer else "")

@@ -47,6 +47,8 @@ class Matchers:
 
     def begin(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
         """A matcher of an answer that has these tokens so far. Does not wait for the compilation."""
+        if not grammar.text:
+            return Matcher(self, grammar, None, generated)
         compiled = self._compiled.get(grammar.text)
         if compiled is None:
             compiled = self._compiled[grammar.text] = self._threads.submit(self._compile, grammar.text)
@@ -74,15 +76,20 @@ class Matcher:
     """Where one answer stands in its grammar."""
 
     def __init__(
-        self, matchers: Matchers, grammar: Grammar, compiled: Future[LLMatcher], generated: Sequence[int]
+        self, matchers: Matchers, grammar: Grammar, compiled: Future[LLMatcher] | None, generated: Sequence[int]
     ) -> None:
-        """compiled: the grammar, of which this takes a copy once it is reached. generated: tokens of the answer."""
+        """compiled: the grammar, of which this takes a copy once it is reached; None: it has no text, and never begins.
+
+        generated: tokens of the answer.
+        """
         self._matchers = matchers
         self._grammar = grammar
         self._compiled = compiled
         self._own: LLMatcher | None = None
         self._lost = False  # it cannot be compiled here
-        self._free = bool(grammar.after)  # the grammar has not begun
+        self._free = compiled is None or bool(grammar.after)  # the grammar has not begun
+        # Tokens that are left for thinking; None: it is over, or not bounded.
+        self._left = None if grammar.thinking is None else max(0, grammar.thinking.most)
         self._ended = False  # the answer has: what follows is nobody's
         self._forced: list[int] = []  # what comes next in any case, as far as it has been worked out
         self.advance(generated)
@@ -90,7 +97,11 @@ class Matcher:
     @property
     def idle(self) -> bool:
         """Whether any token may come next, since the grammar has not begun."""
-        return self._free and not self._grammar.banned
+        return self._free and not self._grammar.banned and self._left != 0
+
+    def quiet(self, tokens: int) -> bool:
+        """Whether any token may come at each of so many next places, whatever comes before it."""
+        return not self._grammar.text and (self._left is None or self._left >= tokens)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes in tokens that are certain. Those behind the answer's end are nobody's."""
@@ -106,7 +117,7 @@ class Matcher:
         """
         matchers = self._matchers
         masks = torch.empty(1 + len(drafts), matchers.words, dtype=torch.int32, pin_memory=matchers.pinned)
-        before = self._free, self._ended, self._forced
+        before = self._free, self._left, self._ended, self._forced
         taken, rows = 0, 0
         for draft in (*drafts, None):
             self._write(masks[rows])
@@ -124,9 +135,12 @@ class Matcher:
         While it is idle those before it begins: so the row needs no mask at all.
         """
         if self.idle:
-            after = self._grammar.after
-            return next((place for place, draft in enumerate(drafts) if draft in after), len(drafts))
-        before = self._free, self._ended, self._forced
+            free = _before(drafts, self._grammar.after)
+            thinking = self._grammar.thinking
+            if thinking is None or self._left is None or _before(drafts, thinking.ends) < self._left:
+                return free
+            return min(free, self._left - 1)
+        before = self._free, self._left, self._ended, self._forced
         taken = count = 0
         for draft in drafts:
             if self._ended or not self._allows(draft) or self._ends(draft):
@@ -139,8 +153,10 @@ class Matcher:
 
     def forced(self) -> list[int]:
         """The tokens that come next whatever the model says."""
-        if self._free or self._ended:
+        if self._ended:
             return []
+        if self._free:
+            return [self._grammar.thinking.end] if self._grammar.thinking is not None and self._left == 0 else []
         if not self._forced:
             matcher = self._matcher()
             self._forced = [] if matcher is None else matcher.compute_ff_tokens()
@@ -148,7 +164,7 @@ class Matcher:
 
     def _matcher(self) -> LLMatcher | None:
         """This answer's own; waits for the compilation. None where that has failed."""
-        if self._own is None and not self._lost:
+        if self._own is None and not self._lost and self._compiled is not None:
             try:
                 self._own = self._compiled.result().deep_copy()
             except Exception as error:  # of this job alone: it is left no token to choose
@@ -161,7 +177,7 @@ class Matcher:
 
     def _allows(self, token: int) -> bool:
         if self._free:
-            return token not in self._grammar.banned
+            return token not in self._grammar.banned if self._left != 0 else [token] == self.forced()
         if forced := self.forced():
             return token == forced[0]
         matcher = self._matcher()
@@ -169,6 +185,8 @@ class Matcher:
 
     def _take(self, token: int) -> bool:
         """False where the answer has ended, or has left its grammar."""
+        if self._left is not None and self._grammar.thinking is not None:
+            self._left = None if token in self._grammar.thinking.ends else max(0, self._left - 1)
         if self._free:
             if token not in self._grammar.after:
                 return True
@@ -180,21 +198,21 @@ class Matcher:
         matcher = self._matcher()
         return matcher is not None and matcher.consume_token(token)
 
-    def _back(self, taken: int, free: bool, ended: bool, forced: list[int]) -> None:
+    def _back(self, taken: int, free: bool, left: int | None, ended: bool, forced: list[int]) -> None:
         matcher = self._own
         if taken and matcher is not None:
             matcher.rollback(taken)
-        self._free, self._ended, self._forced = free, ended, forced
+        self._free, self._left, self._ended, self._forced = free, left, ended, forced
 
     def _write(self, mask_W: Tensor) -> None:
         """One row: memory that numpy sees costs less than a torch operation."""
         words = mask_W.numpy()
-        if self._free or self._ended:
+        if self._ended or (self._free and self._left != 0):
             words.fill(_EVERY)
             for token in self._grammar.banned if self._free else ():
                 _clear(words, token)
             return
-        forced, matcher = self.forced(), self._matcher()
+        forced, matcher = self.forced(), None if self._free else self._matcher()
         if forced or matcher is None:
             words.fill(0)
             for token in forced[:1]:
@@ -203,6 +221,11 @@ class Matcher:
         matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if matcher.is_error():
             words.fill(0)
+
+
+def _before(tokens: Sequence[int], ends: Sequence[int]) -> int:
+    """How many tokens come before the first that is one of `ends`."""
+    return next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
 
 
 def _bit(token: int) -> np.int32:

@@ -41,6 +41,7 @@ from redline.kernels.hopper.step.step_rows import (
     MATCH,
     MOST_DRAFTS,
     MOST_PAGES,
+    MOST_POSITIONS,
     NEW,
     PAGES,
     PROPOSE,
@@ -335,7 +336,7 @@ class CapturedSteps:
             if way.kind > kind:
                 kind = way.kind
             # The slot may be further than its account here, never less far.
-            adjusted = adjusted or slot.length < way.until or slot.matcher is not None
+            adjusted = adjusted or slot.length < way.until or self._has_masks(slot)
             scores = scores or way.scores
         return Wants(None, kind, adjusted, scores)
 
@@ -349,8 +350,15 @@ class CapturedSteps:
         return {
             place: functools.partial(self._allowed, slot, min(row.drafts, positions - 1), self._given(row.slot))
             for place, row in enumerate(rows)
-            if (slot := at[row.slot]).matcher is not None
+            if self._has_masks(slot := at[row.slot])
         }
+
+    def _has_masks(self, slot: Slot) -> bool:
+        """Whether a slot's next row needs masks, whatever comes of the steps that are on their way."""
+        if slot.matcher is None:
+            return False
+        steps = 1 + sum(any(one is slot for one in replay.slots) for replay in self._replays)
+        return not slot.matcher.quiet(steps * MOST_POSITIONS)
 
     def _given(self, number: int) -> list[int] | None:
         """The drafts that a slot's next plan tells the device; None: the device has its own."""

@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from redline.bench.runs.constrained import tokenizer
 from redline.bench.runs.tiny_tokenizer import TINY_VOCAB
 from redline.chat.vocabulary import grammar_tokens
 from redline.run.grammar.matcher import KEPT, Matcher, Matchers, masked
-from redline.wire.job import Grammar
+from redline.wire.job import Grammar, Thinking
 
 TOKENIZER = tokenizer()
 END = TOKENIZER.special("<|im_end|>")
@@ -133,3 +134,44 @@ def test_masked_logits_keep_their_bits_where_they_may():
     rows = masked(logits, masks)
     assert (rows[0].isfinite().nonzero().flatten().tolist(), rows[0, 2]) == ([0, 2], logits[0, 2])
     assert rows[1].isfinite().nonzero().flatten().tolist() == [*range(32), 39]
+
+
+def bounded(most: int, grammar: Grammar | None = None) -> Grammar:
+    """The grammar, or none, behind at most so many tokens of thinking."""
+    thinking = Thinking(most=most, end=THOUGHT, ends=(THOUGHT, 3))
+    return msgspec.structs.replace(grammar or Grammar(text=""), thinking=thinking)
+
+
+def test_behind_the_last_token_of_thinking_only_its_end_is_allowed(matchers: Matchers):
+    matcher = matchers.begin(bounded(2), ())
+    everything = set(range(32 * matchers.words))
+    rows = matcher.masks([65, 66, THOUGHT, 65])
+    assert [allowed(row) for row in rows] == [everything, everything, {THOUGHT}, everything, everything]
+    assert len(matcher.masks([65, 66, 67, 65])) == 3
+    assert (matcher.idle, matcher.quiet(2), matcher.quiet(3), matcher.forced()) == (True, True, False, [])
+    assert matcher.allowed([65, 66, THOUGHT]) == 1  # so that a row without a mask ends before the bound
+    assert matcher.allowed([65, THOUGHT, 66]) == 3
+    matcher.advance([65, 66])
+    assert (matcher.idle, matcher.quiet(1), matcher.forced()) == (False, False, [THOUGHT])
+    assert matcher.allowed([THOUGHT, 65]) == 2
+    matcher.advance([THOUGHT])
+    assert (matcher.idle, matcher.quiet(1000), matcher.forced()) == (True, True, [])
+
+
+def test_no_budget_at_all_begins_with_the_end(matchers: Matchers):
+    assert matchers.begin(bounded(0), ()).forced() == [THOUGHT]
+    assert matchers.begin(bounded(1), [65]).forced() == [THOUGHT]
+
+
+def test_thinking_that_ends_with_a_call_is_over(matchers: Matchers):
+    assert matchers.begin(bounded(2), [3]).quiet(1000)
+
+
+def test_a_bound_stands_before_a_grammar_as_well(matchers: Matchers):
+    text = Grammar(text=f'start: <[{THOUGHT}]> "red"', after=(THOUGHT,), banned=(END,))
+    matcher = matchers.begin(bounded(1, text), ())
+    before = matcher.masks(()).tolist()
+    first, bound, begun = matcher.masks([65, THOUGHT])
+    assert (END in allowed(first), allowed(bound)) == (False, {THOUGHT})
+    assert {TOKENIZER.token_bytes(token) for token in allowed(begun)} == {b"re"}
+    assert matcher.masks(()).tolist() == before

@@ -1,0 +1,278 @@
+"""What the routes of OpenAI's chat and completions and of vLLM's tokens say of themselves for `/openapi.json`.
+
+Bodies are the structs that `openai.py` decodes; here stand the fields that it reads raw, and what answers look like.
+"""
+
+from typing import Any
+
+from redline.api import constraints, openai
+from redline.api.config import Defaults, Limits
+from redline.api.operation import (
+    ANY_OBJECT,
+    COUNT,
+    NUMBER,
+    TEXT,
+    YES,
+    Operation,
+    Schema,
+    always,
+    listed,
+    nullable,
+    shape,
+)
+
+_USAGE = shape(
+    prompt_tokens=COUNT,
+    completion_tokens=COUNT,
+    total_tokens=COUNT,
+    prompt_tokens_details=shape(cached_tokens=COUNT),
+    completion_tokens_details=shape(
+        reasoning_tokens=COUNT, accepted_prediction_tokens=COUNT, rejected_prediction_tokens=COUNT
+    ),
+)
+_BYTES = listed({"type": "integer", "minimum": 0, "maximum": 255})
+_CHAT_LOGPROBS = shape(
+    content=listed(
+        shape(
+            token=TEXT,
+            logprob=NUMBER,
+            bytes=_BYTES,
+            top_logprobs=listed(shape(token=TEXT, logprob=NUMBER, bytes=_BYTES)),
+        )
+    ),
+    refusal={"type": "null"},
+)
+_COMPLETION_LOGPROBS = shape(
+    tokens=listed(TEXT),
+    token_logprobs=listed(nullable(NUMBER)),
+    top_logprobs=listed(nullable({"type": "object", "additionalProperties": NUMBER})),
+    text_offset=listed(COUNT),
+)
+_PROMPT_LOGPROBS = listed(
+    nullable({"type": "object", "additionalProperties": shape(logprob=NUMBER, rank=COUNT, decoded_token=TEXT)})
+)
+_FINISH: Schema = {"enum": ["stop", "length", "tool_calls"]}
+_STOPPED_BY: Schema = {"type": ["string", "integer", "null"]}
+_FUNCTION = shape(name=TEXT, arguments=TEXT)
+_CALL = shape(id=TEXT, type=always("function"), function=_FUNCTION)
+_MESSAGE = shape(
+    optional=("reasoning", "reasoning_content", "tool_calls"),
+    role=always("assistant"),
+    content=nullable(TEXT),
+    refusal={"type": "null"},
+    reasoning=TEXT,
+    reasoning_content=TEXT,
+    tool_calls=listed(_CALL),
+)
+_DELTA = shape(
+    optional=("role", "content", "reasoning", "reasoning_content", "tool_calls"),
+    role=always("assistant"),
+    content=TEXT,
+    reasoning=TEXT,
+    reasoning_content=TEXT,
+    tool_calls=listed(
+        shape(
+            optional=("id", "type"),
+            index=COUNT,
+            id=TEXT,
+            type=always("function"),
+            function=shape(optional=("name",), name=TEXT, arguments=TEXT),
+        )
+    ),
+)
+
+
+def _envelope(kind: str, choice: Schema, usage: Schema, *optional: str) -> Schema:
+    return shape(
+        optional=("prompt_logprobs", "prompt_token_ids", *optional),
+        id=TEXT,
+        object=always(kind),
+        created=COUNT,
+        model=TEXT,
+        prompt_logprobs=_PROMPT_LOGPROBS,
+        prompt_token_ids=listed(COUNT),
+        choices=listed(choice),
+        usage=usage,
+    )
+
+
+def _choice(scored: Schema, streamed: bool, **said: Schema) -> Schema:
+    """A choice that says `said`; while it streams, only its last piece has stop_reason."""
+    sometimes = ("prompt_logprobs", "prompt_token_ids", "token_ids")
+    return shape(
+        optional=("stop_reason", *sometimes) if streamed else sometimes,
+        index=COUNT,
+        **said,
+        logprobs=nullable(scored),
+        finish_reason=nullable(_FINISH) if streamed else _FINISH,
+        stop_reason=_STOPPED_BY,
+        token_ids=nullable(listed(COUNT)),
+        prompt_logprobs=_PROMPT_LOGPROBS,
+        prompt_token_ids=listed(COUNT),
+    )
+
+
+_ARGUMENTS: Schema = {"anyOf": [TEXT, ANY_OBJECT], "default": ""}
+_PARAMETERS: Schema = {"type": ["object", "null"], "default": None, "description": "A JSON schema."}
+_LOGIT_BIAS: Schema = {
+    "type": ["object", "null"],
+    "maxProperties": 300,
+    "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,8})$"},
+    "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+}
+_NAMED: Schema = {
+    "type": "object",
+    "properties": {
+        "type": always("function"),
+        "function": {"type": "object", "properties": {"name": TEXT}, "required": ["name"]},
+    },
+    "required": ["type", "function"],
+}
+_CHOICE_OF_TOOL: Schema = {"anyOf": [{"enum": ["auto", "none", "required", None]}, _NAMED], "default": "auto"}
+_FORMATTED: Schema = {
+    "type": "object",
+    "properties": {
+        "type": always("json_schema"),
+        "json_schema": {
+            "type": "object",
+            "properties": {"schema": {"type": ["object", "boolean"]}},
+            "required": ["schema"],
+        },
+    },
+    "required": ["type", "json_schema"],
+}
+_RESPONSE_FORMAT: Schema = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        _FORMATTED,
+        {"type": "null"},
+    ]
+}
+_STRUCTURED: Schema = {
+    "type": ["object", "null"],
+    "properties": {
+        "json": {"type": ["object", "string"], "description": "A JSON schema."},
+        "json_object": YES,
+        "regex": {"type": "string", "minLength": 1},
+        "choice": {
+            "type": "array",
+            "items": {"type": "string", "minLength": 1},
+            "minItems": 1,
+            "maxItems": constraints.MOST_CHOICES,
+        },
+        "grammar": {"type": "string", "minLength": 1, "description": "In the syntax of Lark."},
+    },
+    "description": "One of its members.",
+}
+_CALLS: dict[str, Any] = {
+    "_Function.arguments": _ARGUMENTS,
+    "_Declared.parameters": _PARAMETERS,
+    "tool_choice": _CHOICE_OF_TOOL,
+}
+_FRAMING = "each a line `data: JSON`, at last `data: [DONE]`"
+_NOTES = (
+    "stream_options needs stream to be true.",
+    "min_tokens is at most max_tokens.",
+    "best_of may only equal n.",
+    "Either response_format or structured_outputs; with one of them, neither min_tokens nor ignore_eos.",
+)
+HELLO = [{"role": "user", "content": "Hello!"}]
+
+
+def operations(limits: Limits, defaults: Defaults) -> tuple[Operation, ...]:
+    """A record for each route, with the bounds and defaults that this server is configured with."""
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0, "exclusiveMaximum": 1 << 31}}
+    prompts = {"minItems": 1, "maxItems": limits.prompts}
+    common: dict[str, Any] = {
+        "stop": openai.StopText | openai.StopTexts | None,
+        "stop_token_ids": openai.StopIds | None,
+        "logit_bias": _LOGIT_BIAS,
+        "response_format": _RESPONSE_FORMAT,
+        "structured_outputs": _STRUCTURED,
+    }
+    sampling: dict[str, Schema] = {
+        "n": {"default": 1},
+        "presence_penalty": {"default": 0.0},
+        "frequency_penalty": {"default": 0.0},
+        **{field: {"default": getattr(defaults, field)} for field in ("min_p", "repetition_penalty")},
+        **{field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p", "top_k")},
+    }
+    most = {} if limits.most_max_tokens is None else {"maximum": limits.most_max_tokens}
+    asked = min((one for one in (limits.default_max_tokens, limits.most_max_tokens) if one is not None), default=None)
+    silent = most if asked is None else most | {"default": asked}
+    conversation: dict[str, Schema] = {
+        "messages": {"maxItems": limits.messages},
+        "tools": {"maxItems": limits.tools},
+    }
+    return (
+        Operation(
+            "POST",
+            "/v1/chat/completions",
+            "Answers",
+            "OpenAI's chat: answer a conversation",
+            _envelope("chat.completion", _choice(_CHAT_LOGPROBS, False, message=_MESSAGE), _USAGE),
+            notes=(
+                *_NOTES,
+                "top_logprobs needs logprobs to be true.",
+                "max_completion_tokens is what max_tokens was called before; where both are given, it holds.",
+                "add_generation_prompt is false only together with continue_final_message.",
+            ),
+            body=openai.ChatBody,
+            example={"messages": HELLO, "max_completion_tokens": 16},
+            raw=openai.whole(openai.ChatBody) | common | _CALLS,
+            bounds=sampling
+            | conversation
+            | {"max_completion_tokens": silent, "max_tokens": {"minimum": 1, **most}, "echo": {"enum": [None, False]}},
+            refused=openai.REFUSED,
+            event=_envelope(
+                "chat.completion.chunk", _choice(_CHAT_LOGPROBS, True, delta=_DELTA), nullable(_USAGE), "usage"
+            ),
+            framing=_FRAMING,
+        ),
+        Operation(
+            "POST",
+            "/v1/completions",
+            "Answers",
+            "OpenAI's completions: continue a text",
+            _envelope("text_completion", _choice(_COMPLETION_LOGPROBS, False, text=TEXT), _USAGE),
+            notes=(*_NOTES, "max_tokens is 0 only together with echo."),
+            body=openai.CompletionBody,
+            example={"prompt": "Once upon a time", "max_tokens": 16},
+            raw={
+                **openai.whole(openai.CompletionBody),
+                **common,
+                "prompt": {
+                    "anyOf": [TEXT, {**listed(TEXT), **prompts}, {**ids, "minItems": 1}, {**listed(ids), **prompts}]
+                },
+            },
+            bounds=sampling | {"max_tokens": silent},
+            refused=openai.REFUSED,
+            event=_envelope(
+                "text_completion", _choice(_COMPLETION_LOGPROBS, True, text=TEXT), nullable(_USAGE), "usage"
+            ),
+            framing=_FRAMING,
+        ),
+        Operation(
+            "POST",
+            "/tokenize",
+            "Tokens",
+            "The token ids of a text or a conversation",
+            shape(count=COUNT, max_model_len=COUNT, tokens=ids, token_strs=nullable(listed(TEXT))),
+            notes=("Either prompt or messages.",),
+            body=openai.TokenizeBody,
+            example={"messages": HELLO},
+            raw=_CALLS,
+            bounds=conversation,
+            refused=openai.REFUSED_IN_PROMPT,
+        ),
+        Operation(
+            "POST",
+            "/detokenize",
+            "Tokens",
+            "The text of token ids",
+            shape(prompt=TEXT),
+            body=openai.DetokenizeBody,
+            example={"tokens": [72, 105]},
+            raw={"tokens": ids},
+        ),
+    )

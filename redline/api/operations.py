@@ -1,0 +1,43 @@
+"""All that `/openapi.json` tells of: the routes of each dialect, and those that say how the server is."""
+
+from redline.api import anthropic_operations, openai_operations, responses_operations
+from redline.api.config import ApiConfig
+from redline.api.operation import COUNT, TEXT, Operation, always, listed, nullable, shape
+
+_ROOT = shape(name=always("redline"), version=TEXT, models=listed(TEXT), routes=listed(TEXT))
+_READY = shape(status=always("ready"))
+_UNREADY = shape(optional=("reason",), status={"enum": ["loading", "worker lost", "draining", "stalled"]}, reason=TEXT)
+_CARD = shape(id=TEXT, object=always("model"), created=COUNT, owned_by=TEXT, max_model_len=nullable(COUNT))
+
+
+def operations(config: ApiConfig) -> tuple[Operation, ...]:
+    """A record for each route of a server that is configured so."""
+    limits, defaults = config.limits, config.defaults
+    name = config.served_model_names[0]
+    chat, completions, *tokens = openai_operations.operations(limits, defaults)
+    messages, count = anthropic_operations.operations(limits, defaults)
+    respond, *kept = responses_operations.operations(limits, defaults, config.responses_file is not None)
+    cards = shape(object=always("list"), data=listed(_CARD))
+    return (
+        *(chat, respond, messages, completions),
+        *tokens,
+        count,
+        *kept,
+        Operation("GET", "/v1/models", "Models", "The served names", cards),
+        Operation("GET", "/v1/models/{id}", "Models", "One of them", _CARD, example=name, missing="It is not served"),
+        *_SERVER,
+    )
+
+
+_SERVER = (
+    Operation("GET", "/", "Server", "What this is, and its routes", _ROOT),
+    Operation("GET", "/health", "Server", "Whether the model answers", _READY, unready=_UNREADY),
+    Operation("GET", "/ping", "Server", "The same, as SageMaker asks it", _READY, unready=_UNREADY),
+    Operation("POST", "/ping", "Server", "The same, as SageMaker asks it", _READY, unready=_UNREADY),
+    Operation("GET", "/live", "Server", "Whether this process answers", shape(status=always("live"))),
+    Operation("GET", "/load", "Server", "Requests that are answered or wait", shape(server_load=COUNT)),
+    Operation("GET", "/metrics", "Server", "Metrics in Prometheus's text format", TEXT, text="text/plain"),
+    Operation("GET", "/version", "Server", "The server's version", shape(version=TEXT)),
+    Operation("GET", "/openapi.json", "Server", "This document", {"type": "object"}),
+    Operation("GET", "/docs", "Server", "This document as a page", TEXT, text="text/html"),
+)

@@ -1,0 +1,164 @@
+"""What the routes of OpenAI's Responses dialect say of themselves for `/openapi.json`.
+
+The body is the struct that `responses.py` decodes; here stand the fields that it reads raw, and what answers look like.
+"""
+
+from typing import Any
+
+from redline.api import responses
+from redline.api.config import Defaults, Limits
+from redline.api.operation import (
+    ANY_OBJECT,
+    COUNT,
+    NUMBER,
+    TEXT,
+    YES,
+    Operation,
+    Schema,
+    always,
+    listed,
+    nullable,
+    shape,
+)
+
+_USAGE = shape(
+    input_tokens=COUNT,
+    input_tokens_details=shape(cached_tokens=COUNT, cache_write_tokens=COUNT),
+    output_tokens=COUNT,
+    output_tokens_details=shape(reasoning_tokens=COUNT),
+    total_tokens=COUNT,
+)
+_STATUS: Schema = {"enum": ["in_progress", "completed", "incomplete"]}
+_THOUGHT = shape(type=always("reasoning_text"), text=TEXT)
+_NOTHING: Schema = {"type": "array", "maxItems": 0}
+_SAID = shape(type=always("output_text"), text=TEXT, annotations=_NOTHING, logprobs=_NOTHING)
+_ITEM: Schema = {
+    "anyOf": [
+        shape(
+            optional=("encrypted_content",),
+            id=TEXT,
+            type=always("reasoning"),
+            summary=_NOTHING,
+            status=_STATUS,
+            content=listed(_THOUGHT),
+            encrypted_content=TEXT,
+        ),
+        shape(id=TEXT, type=always("message"), role=always("assistant"), status=_STATUS, content=listed(_SAID)),
+        shape(id=TEXT, type=always("function_call"), call_id=TEXT, name=TEXT, arguments=TEXT, status=_STATUS),
+    ]
+}
+_RESPONSE = shape(
+    id=TEXT,
+    object=always("response"),
+    created_at=COUNT,
+    model=TEXT,
+    background=always(False),
+    instructions=nullable(TEXT),
+    max_output_tokens=nullable(COUNT),
+    metadata={"type": "object", "additionalProperties": TEXT},
+    parallel_tool_calls=YES,
+    previous_response_id=nullable(TEXT),
+    reasoning=shape(effort=nullable(TEXT), summary=nullable(TEXT)),
+    store=YES,
+    temperature=NUMBER,
+    top_p=NUMBER,
+    text=shape(format=ANY_OBJECT),
+    tool_choice={"type": ["string", "object"]},
+    tools=listed(ANY_OBJECT),
+    truncation=always("disabled"),
+    status={"enum": ["in_progress", "completed", "incomplete", "failed"]},
+    error=nullable(shape(code=TEXT, message=TEXT)),
+    incomplete_details=nullable(shape(reason=always("max_output_tokens"))),
+    output=listed(_ITEM),
+    usage=nullable(_USAGE),
+)
+
+
+def _event(name: str, /, **members: Schema) -> Schema:
+    return shape(optional=(), type=always(f"response.{name}"), sequence_number=COUNT, **members)
+
+
+def _of_item(name: str, /, **members: Schema) -> Schema:
+    return _event(name, output_index=COUNT, item_id=TEXT, **members)
+
+
+def _of_part(name: str, /, **members: Schema) -> Schema:
+    return _of_item(name, content_index=COUNT, **members)
+
+
+_PART: Schema = {"anyOf": [_THOUGHT, _SAID]}
+_EVENT: Schema = {
+    "anyOf": [
+        *(_event(name, response=_RESPONSE) for name in ("created", "in_progress", "completed", "incomplete", "failed")),
+        *(_event(f"output_item.{name}", output_index=COUNT, item=_ITEM) for name in ("added", "done")),
+        *(_of_part(f"content_part.{name}", part=_PART) for name in ("added", "done")),
+        _of_part("reasoning_text.delta", delta=TEXT),
+        _of_part("reasoning_text.done", text=TEXT),
+        _of_part("output_text.delta", delta=TEXT, logprobs=_NOTHING),
+        _of_part("output_text.done", text=TEXT, logprobs=_NOTHING),
+        _of_item("function_call_arguments.delta", delta=TEXT),
+        _of_item("function_call_arguments.done", name=TEXT, arguments=TEXT),
+    ]
+}
+_FORMAT: Schema = {
+    "anyOf": [
+        {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+        {
+            "type": "object",
+            "properties": {"type": always("json_schema"), "schema": {"type": "object"}},
+            "required": ["type", "schema"],
+        },
+        {"type": "null"},
+    ]
+}
+_NAMED: Schema = {
+    "type": "object",
+    "properties": {"type": always("function"), "name": {"type": "string", "minLength": 1, "maxLength": 256}},
+    "required": ["type", "name"],
+}
+_UNKNOWN = "No response of that id is kept for this key"
+
+
+def operations(limits: Limits, defaults: Defaults, stored: bool) -> tuple[Operation, ...]:
+    """A record for each route. stored: whether the server keeps responses."""
+    raw: dict[str, Any] = {
+        "tools": responses.ToolList | None,
+        "tool_choice": {"anyOf": [{"enum": ["auto", "none", "required", None]}, _NAMED], "default": "auto"},
+        "_Tool.parameters": {"type": ["object", "null"], "description": "A JSON schema."},
+        "_Text.format": _FORMAT,
+    }
+    kept = "store is true unless it is said to be false: responses are kept, and previous_response_id goes on with one."
+    forgotten = "This server keeps no responses: answers say `store: false`, and previous_response_id is refused."
+    respond = Operation(
+        "POST",
+        "/v1/responses",
+        "Answers",
+        "OpenAI's responses: answer a conversation",
+        _RESPONSE,
+        notes=(kept if stored else forgotten, "tool_choice required, or one that names a function, needs tools."),
+        body=responses.ResponsesBody,
+        example={"input": "Hello!", "max_output_tokens": 16},
+        raw=raw,
+        bounds={
+            "tools": {"maxItems": limits.tools},
+            "background": {"enum": [None, False]},
+            "truncation": {"enum": [None, "disabled"]},
+            "top_logprobs": {"enum": [None, 0]},
+            "include": {"items": {"not": always("message.output_text.logprobs")}},
+            **({} if stored else {"previous_response_id": {"enum": [None]}}),
+            **{field: {"default": getattr(defaults, field)} for field in ("temperature", "top_p")},
+        },
+        refused={"conversation": [None], "prompt": [None]},
+        event=_EVENT,
+        framing="each a line `event: NAME` and a line `data: JSON`; the last one is response.completed, "
+        "response.incomplete or response.failed",
+    )
+    if not stored:
+        return (respond,)
+    path, group = "/v1/responses/{id}", "Kept responses"
+    gone = shape(id=TEXT, object=always("response"), deleted=always(True))
+    return (
+        respond,
+        Operation("GET", path, group, "A response as it was answered", _RESPONSE, example="resp_0", missing=_UNKNOWN),
+        Operation("DELETE", path, group, "Forget a response", gone, example="resp_0", missing=_UNKNOWN),
+    )

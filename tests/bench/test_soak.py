@@ -1,0 +1,67 @@
+"""What a soak calls wrong; and the whole of it, small, against a real server."""
+
+import json
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.bench.attack import soak
+
+ROOT = Path(__file__).parents[2]
+
+
+def record(**changed: Any) -> dict[str, Any]:
+    return {
+        "at_rest": dict.fromkeys((*soak.IDLE, soak.IDLE_TOKENS), 0.0),
+        "mib_per_1000_requests": {"api": 0.1, "worker": -0.2},
+        "descriptors": {"api": [20, 21], "worker": [9, 9]},
+        "soak": {"odd": [], "sent": soak.WARM},
+        "phases": [{"name": "soak", "right": True}],
+        "end": {"code": 0, "tracebacks": 0},
+        **changed,
+    }
+
+
+def test_a_server_that_is_what_it_was_has_nothing_wrong():
+    assert soak.wrong(record()) == []
+    assert soak.wrong(record(end=None)) == [], "a server of somebody else is not ended"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"at_rest": {**record()["at_rest"], "vllm:kv_cache_usage_perc": 0.01}}, "kv_cache_usage_perc is 0.01"),
+        ({"at_rest": {}}, "not all figures"),
+        ({"mib_per_1000_requests": {"api": 5.0}}, "memory of the api grows by 5.0"),
+        ({"descriptors": {"api": [20, 90]}}, "90 descriptors, 20 before"),
+        ({"soak": {"odd": [{"odd": "500"}], "sent": 9}}, "1 answers that nobody should get"),
+        ({"phases": [{"name": "soak", "right": False}]}, "answers another"),
+        ({"end": {"code": 0, "tracebacks": 1}}, "1 tracebacks"),
+        ({"end": {"code": None, "tracebacks": 0}}, "ended with None"),
+    ],
+)
+def test_what_is_wrong_is_said(changed: dict[str, Any], said: str):
+    (told,) = soak.wrong(record(**changed))
+    assert said in told
+
+
+def test_requests_of_a_soak_are_of_every_dialect_and_some_clients_leave():
+    some = list(islice(soak.source(0), 300))
+    assert some == list(islice(soak.source(0), 300))
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"} <= {one.route for one in some}
+    assert {"stream", "json", "any"} == {one.shape for one in some}
+    assert sum("leave_s" in one.how for one in some) > 15
+
+
+def test_a_small_soak_against_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    saved = tmp_path / "soak.json"
+    sizes = {"kv-memory": "15MB", "kv-tokens": 1000, "alone": 0.5, "requests": 30, "minutes": 0.05, "save": saved}
+    words = [f"--{name}={value}" for name, value in sizes.items()]
+    assert soak.main([str(ROOT / "models" / "kimi-nano"), *words]) == 0
+    told = json.loads(saved.read_text())
+    assert told["at_rest"] == record()["at_rest"]
+    assert told["soak"]["sent"] > 0
+    assert told["end"]["tracebacks"] == 0
+    assert "wrong: nothing" in capsys.readouterr().out
