@@ -44,12 +44,12 @@ class Several(NamedTuple):
 
 
 _HOPPER_LINK = Figure(397e9, "measured between two H200s, by sums of 1 to 32 rows; NVLink 4 is published as 450 GB/s")
-_OURS = ("all: they are written for it (compute capability 9.0)",)
+_OURS = ("all: they are written for compute capability 9.0",)
 CHIPS = {
     "H100": Chip(
         "H100",
-        Figure(80e9, "published, SXM"),
-        Figure(0.94 * 3.35e12, "94% of the published 3.35 TB/s, assumed from the H200: 4.50 measured of 4.8"),
+        Figure(80e9, "published, SXM; a driver shows a few percent more"),
+        Figure(0.94 * 3.35e12, "assumed, 94% of the published 3.35, as the H200 reads 4.50 of 4.8"),
         _HOPPER_LINK,
         Figure(0.989e15, "published"),
         132,
@@ -57,8 +57,8 @@ CHIPS = {
     ),
     "H200": Chip(
         "H200",
-        Figure(141e9, "published"),
-        Figure(4.505e12, "measured; published 4.8 TB/s"),
+        Figure(141e9, "published; a driver shows a few percent more"),
+        Figure(4.505e12, "measured; published 4.8"),
         _HOPPER_LINK,
         Figure(0.889e15, "measured"),
         132,
@@ -67,19 +67,19 @@ CHIPS = {
     "B200": Chip(
         "B200",
         Figure(180e9, "published, in HGX"),
-        Figure(0.94 * 7.7e12, "94% of the published 7.7 TB/s (HGX), assumed from the H200"),
-        Figure(2 * 397e9, "assumed: twice the H200's, as NVLink 5 is published as twice NVLink 4"),
+        Figure(0.94 * 7.7e12, "assumed, 94% of the published 7.7 (HGX), as the H200 reads 4.50 of 4.8"),
+        Figure(2 * 397e9, "assumed, twice the H200's, as NVLink 5 is published as twice NVLink 4"),
         Figure(2.25e15, "published"),
         148,
         (
-            "as released none: the loader takes compute capability 9.0 alone, and this is 10.0",
-            "mma.sync family and Triton (all decode steps of 1 to 32 tokens but for the",
-            "  attention of 64 heads): their instructions exist there; nobody has run them",
-            "wgmma (attend_warpgroups.cu, prefill/grouped.cu) does not exist there: attend.cu",
-            "  stands in for the one (ranks of 32 heads or fewer take it anyway), experts by",
-            "  pairs for the other, up to 32 tokens; prompts have no fast stand-in",
-            "so the times below assume a build for 10.0, and per step the H200's microseconds",
-            "  over the floor; no FP4 unit is used, so NVFP4 is not faster than INT4",
+            "today none: the driver refuses anything but compute capability 9.x, and this is 10.0, so a server there "
+            "runs the reference path; the times below assume a build for 10.0, which nobody has made",
+            "would run as they are: the mma.sync family and Triton's products, which are all of a decode step of 1 to "
+            "32 tokens but for attention over 64 heads; nobody has run them there",
+            "would not: wgmma, which that chip lacks (attend_warpgroups.cu, prefill/grouped.cu); attend.cu stands in "
+            "for the one, and a rank of 32 heads or fewer takes it anyway; for the other, a prompt's experts, nothing "
+            "fast does beyond 32 tokens",
+            "no FP4 unit is used: NVFP4 is not faster than INT4",
         ),
     ),
 }

@@ -1,14 +1,16 @@
 """What a decode step and a round would take on GPUs that are not here: the floor, and what was measured above it.
 
-A step on one H200 takes its floor and something more. Of that, `kept` stays on every one of several ranks: all that a
-step of one token takes (the hand-over from kernel to kernel), and what more tokens add to the ops that every rank does
-whole. `divided` is what more tokens add to the others: arithmetic, of which a rank has its share. So
+A step on one H200 and on two takes its floor and something more. Of that, `kept` stays on each of however many ranks,
+and `divided` is shared by them: they are the two numbers that give both measured steps. So
 
     step = floor of a rank + kept + divided / ranks + sums + gather
 
-On one H200 that is the measured step again. A test recomputes MEASURED, LONG_MS and ROUNDS from benchmarks/results.
+Ops alone do not tell which is which: attention of half the heads and a shared expert of half the width take as long
+above their floors as whole ones. A test recomputes STEPS, LONG_STEPS, ROUNDS, ROUND_MS and MEETINGS from
+benchmarks/results.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -18,14 +20,27 @@ from redline.bench.step.depth import Depth
 from redline.bench.step.machines import Several
 from redline.bench.step.rounds import RoundCase, floors
 from redline.model.eagle3.config import Eagle3Config
-from redline.model.k2.config import K2Config, Nvfp4Experts
+from redline.model.k2.config import K2Config
 from redline.model.k2.shapes import KIMI_K26
 from redline.ops.op import Machine
 from redline.tune.synthetic import GOLDEN, rates_of
 
 TOKENS = 1, 4, 8, 32  # of a measured step
 SHORT, LONG = 1024, 32768  # contexts
-WHOLE_OPS = {"embed", "project_a", "gates"}  # every rank has them whole, but for the shared expert's part of gates
+
+
+class Took(NamedTuple):
+    """Milliseconds of a step, and of its floor by the bandwidth measured beside it."""
+
+    ms: float
+    floor: float
+
+
+class Meeting(NamedTuple):
+    """Microseconds that a sum of two ranks adds to the product which it ends, and of gathering their logits."""
+
+    sum: float
+    gather: float
 
 
 class Excess(NamedTuple):
@@ -42,22 +57,49 @@ class Round(NamedTuple):
     draft: float
 
 
-MEASURED = {1: Excess(1.719, 0.0), 4: Excess(1.814, 1.196), 8: Excess(1.972, 2.457), 32: Excess(3.769, 12.989)}
-LONG_MS = {"bf16": 0.524, "fp8": 1.291}  # more of one row at LONG than at SHORT
+STEPS = {  # on so many H200s, by tokens
+    1: {1: Took(9.058, 7.339), 4: Took(18.005, 14.995), 8: Took(28.906, 24.477), 32: Took(84.124, 67.366)},
+    2: {1: Took(5.694, 3.989), 4: Took(10.619, 7.904), 8: Took(16.441, 12.766), 32: Took(46.863, 34.785)},
+}
+MEETINGS = {1: Meeting(1.839, 4.351), 4: Meeting(1.391, 7.537), 8: Meeting(1.142, 11.214), 32: Meeting(1.062, 36.099)}
+LONG_STEPS = {"bf16": Took(10.078, 7.835), "fp8": Took(10.589, 7.579)}  # of one token at LONG, on one H200
 ROUNDS = {1: Round(2.305, 0.058), 2: Round(2.711, 0.084), 3: Round(2.935, 0.109), 4: Round(3.414, 0.135)}
-SUM_US = 0.65  # that a sum of the ranks adds to the kernel it ends, beside its bytes: measured by a probe, two H200s
+ROUND_MS = {  # whole rounds, on so many H200s, by drafts
+    1: {1: 13.101, 2: 16.818, 3: 20.285, 4: 23.962},
+    2: {2: 10.011, 3: 12.021, 4: 14.078},
+}
 SUMS_OF_A_LAYER = 2
+SUMS = SUMS_OF_A_LAYER * KIMI_K26.num_hidden_layers
 NVFP4_OVER_INT4 = 0.03  # of reading the experts: measured by a probe, gate and up of one token
 KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def excess(tokens: int) -> Excess:
     """Of a step of 1 to 32 tokens: linear between those that were measured."""
-    low = max(count for count in TOKENS if count <= tokens)
-    high = min(count for count in TOKENS if count >= tokens)
+    return Excess(*_between(tokens, {count: _excess(count) for count in TOKENS}))
+
+
+def _excess(tokens: int) -> Excess:
+    """Solves kept + divided = what one rank takes above its floor, kept + divided / 2 = what two do, but for sums."""
+    one, two = STEPS[1][tokens], STEPS[2][tokens]
+    meeting = MEETINGS[tokens]
+    alone = one.ms - one.floor
+    shared = two.ms - two.floor - (SUMS * meeting.sum + meeting.gather) / 1e3
+    divided = 2 * (alone - shared)
+    return Excess(alone - divided, divided)
+
+
+def _between(tokens: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, ...]:
+    low = max(count for count in measured if count <= tokens)
+    high = min(count for count in measured if count >= tokens)
     share = (tokens - low) / (high - low) if high > low else 0.0
-    kept, divided = (a + share * (b - a) for a, b in zip(MEASURED[low], MEASURED[high], strict=True))
-    return Excess(kept, divided)
+    return tuple(a + share * (b - a) for a, b in zip(measured[low], measured[high], strict=True))
+
+
+def long_ms(kv_dtype: str) -> float:
+    """Milliseconds that one row at LONG takes more above its floor than at SHORT."""
+    longer, shorter = LONG_STEPS[kv_dtype], STEPS[1][1]
+    return (longer.ms - longer.floor) - (shorter.ms - shorter.floor)
 
 
 def like_kimi(config: K2Config) -> bool:
@@ -81,9 +123,8 @@ class Step:
     """One predicted step of `rows` rows of `tokens` tokens each: milliseconds, but for `gb` and `experts`.
 
     gb       that a rank reads, contexts among it
+    floor    of reading it
     experts  distinct ones of a layer
-    weights  the floor of the weights alone
-    floor    of all that is read
     kept, divided, sums, gather  above it
     nvfp4    what NVFP4 adds, where experts are INT4
     """
@@ -92,7 +133,6 @@ class Step:
     tokens: int
     gb: float
     experts: float
-    weights: float
     floor: float
     kept: float
     divided: float
@@ -132,13 +172,13 @@ class Machines:
         layer = distinct_experts(self.config, all_tokens)
         experts = layer * self.config.moe_layers
         cost = depth.cost(experts)
-        weights = replace(depth, context=0).cost(experts).bytes - self._pages(replace(depth, context=0))
         kept, divided = excess(all_tokens)
-        kept += LONG_MS[kv_dtype] * rows * max(context - SHORT, 0) / (LONG - SHORT)
+        kept += long_ms(kv_dtype) * rows * max(context - SHORT, 0) / (LONG - SHORT)
         nvfp4 = NVFP4_OVER_INT4 * experts * depth.expert_bytes / machine.bytes_per_s
         return Step(
-            rows, tokens, cost.bytes / 1e9, layer, 1e3 * weights / machine.bytes_per_s, 1e3 * cost.seconds(machine),
-            kept, divided / self.on.count, self._sums_ms(all_tokens), self._gather_ms(all_tokens), 1e3 * nvfp4,
+            rows, tokens, cost.bytes / 1e9, layer, 1e3 * cost.seconds(machine),
+            kept, divided / self.on.count, SUMS * self.sum_us(all_tokens) / 1e3, self.gather_us(all_tokens) / 1e3,
+            1e3 * nvfp4,
         )  # fmt: skip
 
     def round(self, drafts: int, kv_dtype: str = "bf16") -> tuple[Step, float]:
@@ -152,30 +192,19 @@ class Machines:
             rates=rates_of(GOLDEN[drafts - 1], drafts, "accept"),
         )
         _, floor = floors(case, step.experts * self.config.moe_layers, self.machine)
-        return replace(step, kept=step.kept + settle), floor + ROUNDS[drafts].draft + drafts * self._gather_ms(1)
-
-    def _pages(self, depth: Depth) -> int:
-        seen = depth.context + depth.tokens
-        return depth.rows * seen * self.config.kv_bytes_per_token(depth.kv_dtype)
+        return replace(step, kept=step.kept + settle), floor + ROUNDS[drafts].draft + drafts * self.gather_us(1) / 1e3
 
     def sum_us(self, tokens: int) -> float:
-        """Microseconds of one sum, pushed to each of the other ranks in float32."""
+        """Microseconds of one sum: as two ranks take, and the bytes pushed to every further one, in float32."""
         if self.on.count == 1:
             return 0.0
-        pushed = (self.on.count - 1) * tokens * self.config.hidden_size * 4
-        return SUM_US + 1e6 * pushed / self.on.chip.link.value
+        pushed = (self.on.count - 2) * tokens * self.config.hidden_size * 4
+        return Meeting(*_between(tokens, MEETINGS)).sum + 1e6 * pushed / self.on.chip.link.value
 
-    def _sums_ms(self, tokens: int) -> float:
-        return SUMS_OF_A_LAYER * self.config.num_hidden_layers * self.sum_us(tokens) / 1e3
-
-    def _gather_ms(self, tokens: int) -> float:
-        if self.on.count == 1:
-            return 0.0
+    def gather_us(self, tokens: int) -> float:
+        """Microseconds of gathering logits: as two ranks take, and the bytes that more of them push beyond that."""
         ranks = self.on.count
-        pushed = (ranks - 1) * tokens * (self.config.vocab_size // ranks) * 4
-        return SUM_US / 1e3 + 1e3 * pushed / self.on.chip.link.value
-
-
-def nvfp4(config: K2Config) -> K2Config:
-    """The same model with NVFP4 experts."""
-    return replace(config, quantization=Nvfp4Experts("ModelOpt"))
+        if ranks == 1:
+            return 0.0
+        pushed = tokens * self.config.vocab_size * 4 * ((ranks - 1) / ranks - 1 / 2)
+        return Meeting(*_between(tokens, MEETINGS)).gather + 1e6 * pushed / self.on.chip.link.value
