@@ -1,7 +1,7 @@
 """`redline doctor --on "8 x H200"`: what GPUs that are not here would give, each line with its arithmetic.
 
-The model is Kimi K2.6, or that of a folder with a config.json. Nothing is measured: predictions rest on what one and two
-H200s took (`bench/step/predict.py`) and on what is known of the chips (`bench/step/machines.py`).
+The model is Kimi K2.6, or that of a folder with a config.json. Nothing is measured: predictions rest on what one and
+two H200s took (`bench/step/predict.py`) and on what is known of the chips (`bench/step/machines.py`).
 """
 
 import textwrap
@@ -44,8 +44,8 @@ MOST_DRAFTS = max(ROUNDS)
 KIMI_BITS = KIMI_K26.bits_per_routed_parameter
 Lines = Iterator[tuple[str, str]]  # (name, text); a table's lines have no name
 MARKS = (
-    "measured: by this repository, on one H200 and on two. published: by the maker. derived: arithmetic on those and on "
-    "the model's sizes. assumed: neither"
+    "measured: by this repository, on one H200 and on two. published: by the maker. derived: arithmetic on those and "
+    "on the model's sizes. assumed: neither"
 )
 
 
@@ -115,10 +115,11 @@ def _bytes(config: K2Config, on: Several) -> Lines:
     share = f" / {ranks} ranks" if ranks > 1 else ""
     experts = c.moe_layers * c.n_routed_experts
     bits = c.bits_per_routed_parameter
+    alike = "; NVFP4 takes as much" if bits == KIMI_BITS else ""
     yield (
         "routed experts",
         f"{c.moe_layers} layers x {c.n_routed_experts} experts x {c.expert_parameters:,} x {bits:g} bits{share} = "
-        f"{_gb(experts * c.expert_parameters * bits / 8 / ranks)}{'; NVFP4 takes as much' if bits == KIMI_BITS else ''}",
+        f"{_gb(experts * c.expert_parameters * bits / 8 / ranks)}{alike}",
     )
     whole_attention = c.hidden_size * (c.q_lora_rank + c.kv_width) + c.q_lora_rank + c.kv_lora_rank
     heads = c.attention_parameters - whole_attention
@@ -166,7 +167,8 @@ def _pages(sizes: Sizes, memory: int) -> str:
     tokens = left // sizes.page_bytes * PAGE_TOKENS
     return (
         f"{_gb(memory)} - {beside} of weights, scratch and recorded steps = {_gb(left)} / "
-        f"{sizes.page_bytes / PAGE_TOKENS:,.0f} bytes = {tokens:,} tokens (--kv-memory; without it {_gb(KV_MOST)} at most)"
+        f"{sizes.page_bytes / PAGE_TOKENS:,.0f} bytes = {tokens:,} tokens (--kv-memory; without it "
+        f"{_gb(KV_MOST)} at most)"
     )
 
 
@@ -174,8 +176,8 @@ def _does_not_fit(config: K2Config, sizes: Sizes, memory: int) -> str:
     needs = sizes.needs(PAGE_TOKENS)
     would = [f"{one.count} x {one.chip.name}" for one in _that_fit(config)]
     return (
-        f"{needs.sentence()} = {_gb(needs.whole)} of {_gb(memory)}; {', '.join(would) or 'no machine known here'} would "
-        "do. What follows is what this machine would give if it did"
+        f"{needs.sentence()} = {_gb(needs.whole)} of {_gb(memory)}; {', '.join(would) or 'no machine known here'} "
+        "would do. What follows is what this machine would give if it did"
     )
 
 
@@ -212,8 +214,8 @@ def _summary(on: Several, steps: list[Step], longer: dict[str, Step], rounds: di
     if measured and on.count in STEPS:
         yield (
             "measured",
-            "as far as benchmarks/results has it: decode-h200.json, rounds-h200.json. Predicted steps come from these "
-            "rows but for the bandwidth (4.43 TB/s in those of two GPUs); rounds of two GPUs do not",
+            "as far as benchmarks/results has it (decode-h200.json, rounds-h200.json). Steps are predicted from these "
+            "very rows, and differ by the bandwidth of their runs; rounds of two GPUs are not",
         )
 
 

@@ -5,6 +5,7 @@ sheet), or assumed.
 """
 
 import re
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from redline.errors import ConfigError
@@ -31,7 +32,8 @@ class Chip(NamedTuple):
     kernels: tuple[str, ...]  # lines about which of our kernels run there
 
 
-class Several(NamedTuple):
+@dataclass(frozen=True)
+class Several:
     """So many GPUs of one host."""
 
     count: int

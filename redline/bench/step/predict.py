@@ -7,7 +7,7 @@ and `divided` is shared by them: they are the two numbers that give both measure
 
 Ops alone do not tell which is which: attention of half the heads and a shared expert of half the width take as long
 above their floors as whole ones. A test recomputes STEPS, LONG_STEPS, ROUNDS, ROUND_MS and MEETINGS from
-benchmarks/results.
+the newest rows of benchmarks/results.
 """
 
 from collections.abc import Mapping
@@ -58,14 +58,14 @@ class Round(NamedTuple):
 
 
 STEPS = {  # on so many H200s, by tokens
-    1: {1: Took(9.058, 7.339), 4: Took(18.005, 14.995), 8: Took(28.906, 24.477), 32: Took(84.124, 67.366)},
+    1: {1: Took(9.114, 7.334), 4: Took(17.790, 14.972), 8: Took(28.904, 24.457), 32: Took(83.651, 67.312)},
     2: {1: Took(5.694, 3.989), 4: Took(10.619, 7.904), 8: Took(16.441, 12.766), 32: Took(46.863, 34.785)},
 }
 MEETINGS = {1: Meeting(1.839, 4.351), 4: Meeting(1.391, 7.537), 8: Meeting(1.142, 11.214), 32: Meeting(1.062, 36.099)}
 LONG_STEPS = {"bf16": Took(10.078, 7.835), "fp8": Took(10.589, 7.579)}  # of one token at LONG, on one H200
-ROUNDS = {1: Round(2.305, 0.058), 2: Round(2.711, 0.084), 3: Round(2.935, 0.109), 4: Round(3.414, 0.135)}
+ROUNDS = {1: Round(2.305, 0.058), 2: Round(2.533, 0.079), 3: Round(2.907, 0.113), 4: Round(3.414, 0.135)}
 ROUND_MS = {  # whole rounds, on so many H200s, by drafts
-    1: {1: 13.101, 2: 16.818, 3: 20.285, 4: 23.962},
+    1: {1: 13.101, 2: 16.632, 3: 20.257, 4: 23.962},
     2: {2: 10.011, 3: 12.021, 4: 14.078},
 }
 SUMS_OF_A_LAYER = 2
