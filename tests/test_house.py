@@ -47,7 +47,7 @@ FLAGS = {
     "--ranks --draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
-    "doctor": "",
+    "doctor": "--on",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
     "--draft-head-bits --accept --kv-dtype --batch --context --repeats --ranks --save",
     "bench speculate": "--draft --prompts --k --batch --questions --rounds --max-tokens --temperature --context "

@@ -182,8 +182,21 @@ def evaluate(
 
 
 @app.command()
-def doctor(folder: Annotated[Path | None, typer.Argument(help="A checkpoint whose fit to check.")] = None) -> None:
+def doctor(
+    folder: Annotated[Path | None, typer.Argument(help="A checkpoint whose fit to check.")] = None,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MACHINE",
+            help="GPUs that are not here, as in '8 x H200': what they would give. Without FOLDER: of Kimi K2.6.",
+        ),
+    ] = None,
+) -> None:
     """What this machine has, what fits on it, and why: each number with its arithmetic."""
+    if on is not None:
+        from redline.cli.doctor_on import doctor_on
+
+        raise typer.Exit(doctor_on(on, folder, Terminal()))
     from redline.cli.doctor import doctor as run
 
     raise typer.Exit(run(folder, Terminal()))

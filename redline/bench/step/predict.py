@@ -1,0 +1,210 @@
+"""What a decode step and a round would take on GPUs that are not here: the floor, and what was measured above it.
+
+A step on one H200 and on two takes its floor and something more. Of that, `kept` stays on each of however many ranks,
+and `divided` is shared by them: they are the two numbers that give both measured steps. So
+
+    step = floor of a rank + kept + divided / ranks + sums + gather
+
+Ops alone do not tell which is which: attention of half the heads and a shared expert of half the width take as long
+above their floors as whole ones. A test recomputes STEPS, LONG_STEPS, ROUNDS, ROUND_MS and MEETINGS from
+the newest rows of benchmarks/results.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from redline.bench.step.depth import Depth
+from redline.bench.step.machines import Several
+from redline.bench.step.rounds import RoundCase, floors
+from redline.model.eagle3.config import Eagle3Config
+from redline.model.k2.config import K2Config
+from redline.model.k2.shapes import KIMI_K26
+from redline.ops.op import Machine
+from redline.tune.synthetic import GOLDEN, rates_of
+
+TOKENS = 1, 4, 8, 32  # of a measured step
+SHORT, LONG = 1024, 32768  # contexts
+
+
+class Took(NamedTuple):
+    """Milliseconds of a step, and of its floor by the bandwidth measured beside it."""
+
+    ms: float
+    floor: float
+
+
+class Meeting(NamedTuple):
+    """Microseconds that a sum of two ranks adds to the product which it ends, and of gathering their logits."""
+
+    sum: float
+    gather: float
+
+
+class Excess(NamedTuple):
+    """Milliseconds of a step on one H200 above its floor. kept, divided: see above."""
+
+    kept: float
+    divided: float
+
+
+class Round(NamedTuple):
+    """Milliseconds above the floors of a round of one row on one H200: of verifying, and of drafting."""
+
+    verify: float
+    draft: float
+
+
+STEPS = {  # on so many H200s, by tokens
+    1: {1: Took(9.114, 7.334), 4: Took(17.790, 14.972), 8: Took(28.904, 24.457), 32: Took(83.651, 67.312)},
+    2: {1: Took(5.694, 3.989), 4: Took(10.619, 7.904), 8: Took(16.441, 12.766), 32: Took(46.863, 34.785)},
+}
+MEETINGS = {1: Meeting(1.839, 4.351), 4: Meeting(1.391, 7.537), 8: Meeting(1.142, 11.214), 32: Meeting(1.062, 36.099)}
+LONG_STEPS = {"bf16": Took(10.078, 7.835), "fp8": Took(10.589, 7.579)}  # of one token at LONG, on one H200
+ROUNDS = {1: Round(2.305, 0.058), 2: Round(2.533, 0.079), 3: Round(2.907, 0.113), 4: Round(3.414, 0.135)}
+ROUND_MS = {  # whole rounds, on so many H200s, by drafts
+    1: {1: 13.101, 2: 16.632, 3: 20.257, 4: 23.962},
+    2: {2: 10.011, 3: 12.021, 4: 14.078},
+}
+SUMS_OF_A_LAYER = 2
+SUMS = SUMS_OF_A_LAYER * KIMI_K26.num_hidden_layers
+NVFP4_OVER_INT4 = 0.03  # of reading the experts: measured by a probe, gate and up of one token
+KV_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+def excess(tokens: int) -> Excess:
+    """Of a step of 1 to 32 tokens: linear between those that were measured."""
+    return Excess(*_between(tokens, {count: _excess(count) for count in TOKENS}))
+
+
+def _excess(tokens: int) -> Excess:
+    """Solves kept + divided = what one rank takes above its floor, kept + divided / 2 = what two do, but for sums."""
+    one, two = STEPS[1][tokens], STEPS[2][tokens]
+    meeting = MEETINGS[tokens]
+    alone = one.ms - one.floor
+    shared = two.ms - two.floor - (SUMS * meeting.sum + meeting.gather) / 1e3
+    divided = 2 * (alone - shared)
+    return Excess(alone - divided, divided)
+
+
+def _between(tokens: int, measured: Mapping[int, tuple[float, ...]]) -> tuple[float, ...]:
+    low = max(count for count in measured if count <= tokens)
+    high = min(count for count in measured if count >= tokens)
+    share = (tokens - low) / (high - low) if high > low else 0.0
+    return tuple(a + share * (b - a) for a, b in zip(measured[low], measured[high], strict=True))
+
+
+def long_ms(kv_dtype: str) -> float:
+    """Milliseconds that one row at LONG takes more above its floor than at SHORT."""
+    longer, shorter = LONG_STEPS[kv_dtype], STEPS[1][1]
+    return (longer.ms - longer.floor) - (shorter.ms - shorter.floor)
+
+
+def like_kimi(config: K2Config) -> bool:
+    """Whether what was measured is of a model of these sizes; formats of the experts aside."""
+    sizes = (
+        "hidden_size num_hidden_layers num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
+        "v_head_dim n_routed_experts num_experts_per_tok n_shared_experts first_k_dense_replace moe_intermediate_size "
+        "intermediate_size vocab_size"
+    )
+    return all(getattr(config, name) == getattr(KIMI_K26, name) for name in sizes.split())
+
+
+def distinct_experts(config: K2Config, tokens: int) -> float:
+    """Of one layer: E (1 - (1 - k / E)^T), the mean where each token chooses k of E on its own."""
+    missed = (1 - config.num_experts_per_tok / config.n_routed_experts) ** tokens
+    return config.n_routed_experts * (1 - missed)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One predicted step of `rows` rows of `tokens` tokens each: milliseconds, but for `gb` and `experts`.
+
+    gb       that a rank reads, contexts among it
+    floor    of reading it
+    experts  distinct ones of a layer
+    kept, divided, sums, gather  above it
+    nvfp4    what NVFP4 adds, where experts are INT4
+    """
+
+    rows: int
+    tokens: int
+    gb: float
+    experts: float
+    floor: float
+    kept: float
+    divided: float
+    sums: float
+    gather: float
+    nvfp4: float
+
+    @property
+    def ms(self) -> float:
+        """The whole step with INT4 experts."""
+        return self.floor + self.kept + self.divided + self.sums + self.gather
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The ranks of a model on a machine. check_ranks has been asked."""
+
+    config: K2Config
+    on: Several
+
+    @property
+    def machine(self) -> Machine:
+        """A rank's limits."""
+        return Machine(self.on.chip.name, self.on.chip.reads.value, self.on.chip.flops.value)
+
+    def depth(self, rows: int, tokens: int, context: int, kv_dtype: str) -> Depth:
+        """The case."""
+        layers = self.config.num_hidden_layers
+        return Depth(
+            shape="", config=self.config, physical=layers, rows=rows, tokens=tokens, context=context,
+            kv_dtype=KV_DTYPES[kv_dtype], overlap=0.0, ranks=self.on.count,
+        )  # fmt: skip
+
+    def step(self, rows: int, tokens: int, context: int, kv_dtype: str = "bf16") -> Step:
+        """Predicts a step of 1 to 32 tokens in all."""
+        depth, machine, all_tokens = self.depth(rows, tokens, context, kv_dtype), self.machine, rows * tokens
+        layer = distinct_experts(self.config, all_tokens)
+        experts = layer * self.config.moe_layers
+        cost = depth.cost(experts)
+        kept, divided = excess(all_tokens)
+        kept += long_ms(kv_dtype) * rows * max(context - SHORT, 0) / (LONG - SHORT)
+        nvfp4 = NVFP4_OVER_INT4 * experts * depth.expert_bytes / machine.bytes_per_s
+        return Step(
+            rows, tokens, cost.bytes / 1e9, layer, 1e3 * cost.seconds(machine),
+            kept, divided / self.on.count, SUMS * self.sum_us(all_tokens) / 1e3, self.gather_us(all_tokens) / 1e3,
+            1e3 * nvfp4,
+        )  # fmt: skip
+
+    def round(self, drafts: int, kv_dtype: str = "bf16") -> tuple[Step, float]:
+        """(verifying, milliseconds of drafting) of one row with a whole drafter on every rank, its head divided."""
+        step = self.step(1, 1 + drafts, SHORT, kv_dtype)
+        alone = excess(1 + drafts)
+        settle = ROUNDS[drafts].verify - alone.kept - alone.divided
+        case = RoundCase(
+            depth=self.depth(1, 1 + drafts, SHORT, kv_dtype),
+            drafter=Eagle3Config.for_target(self.config),
+            rates=rates_of(GOLDEN[drafts - 1], drafts, "accept"),
+        )
+        _, floor = floors(case, step.experts * self.config.moe_layers, self.machine)
+        return replace(step, kept=step.kept + settle), floor + ROUNDS[drafts].draft + drafts * self.gather_us(1) / 1e3
+
+    def sum_us(self, tokens: int) -> float:
+        """Microseconds of one sum: as two ranks take, and the bytes pushed to every further one, in float32."""
+        if self.on.count == 1:
+            return 0.0
+        pushed = (self.on.count - 2) * tokens * self.config.hidden_size * 4
+        return Meeting(*_between(tokens, MEETINGS)).sum + 1e6 * pushed / self.on.chip.link.value
+
+    def gather_us(self, tokens: int) -> float:
+        """Microseconds of gathering logits: as two ranks take, and the bytes that more of them push beyond that."""
+        ranks = self.on.count
+        if ranks == 1:
+            return 0.0
+        pushed = tokens * self.config.vocab_size * 4 * ((ranks - 1) / ranks - 1 / 2)
+        return Meeting(*_between(tokens, MEETINGS)).gather + 1e6 * pushed / self.on.chip.link.value

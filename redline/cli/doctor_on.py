@@ -1,0 +1,304 @@
+"""`redline doctor --on "8 x H200"`: what GPUs that are not here would give, each line with its arithmetic.
+
+The model is Kimi K2.6, or that of a folder with a config.json. Nothing is measured: predictions rest on what one and
+two H200s took (`bench/step/predict.py`) and on what is known of the chips (`bench/step/machines.py`).
+"""
+
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from redline.bench.step.machines import CHIPS, Several, machine
+from redline.bench.step.predict import (
+    KV_DTYPES,
+    LONG,
+    LONG_STEPS,
+    NVFP4_OVER_INT4,
+    ROUND_MS,
+    ROUNDS,
+    SHORT,
+    STEPS,
+    SUMS,
+    TOKENS,
+    Machines,
+    Step,
+    distinct_experts,
+    like_kimi,
+    long_ms,
+)
+from redline.bench.step.rounds import drafter_weights
+from redline.errors import ConfigError
+from redline.model.eagle3.config import Eagle3Config
+from redline.model.k2.config import K2Config
+from redline.model.k2.shapes import KIMI_K26
+from redline.model.k2.shard import RANKS, check_ranks, weight_bytes
+from redline.run.fit import KV_MOST, Sizes, fit
+from redline.tune.synthetic import GOLDEN
+from redline.wire.job import PAGE_TOKENS
+
+LABEL = 17  # columns of a line's name
+WIDEST = 120
+MOST_DRAFTS = max(ROUNDS)
+KIMI_BITS = KIMI_K26.bits_per_routed_parameter
+Lines = Iterator[tuple[str, str]]  # (name, text); a table's lines have no name
+MARKS = (
+    "measured: by this repository, on one H200 and on two. published: by the maker. derived: arithmetic on those and "
+    "on the model's sizes. assumed: neither"
+)
+
+
+def doctor_on(text: str, folder: Path | None, console: Console) -> int:
+    """Print what the machine named by `text` would give; the exit code, 0.
+
+    Raises ConfigError where that is no machine that is known, or the model does not come apart into so many ranks;
+    CheckpointError where config.json cannot be read.
+    """
+    on = machine(text)
+    config = KIMI_K26 if folder is None else K2Config.from_folder(folder)
+    if on.count not in RANKS:
+        numbers = ", ".join(map(str, RANKS))
+        raise ConfigError(f"on is {on.name!r}; expected one of {numbers} GPUs, of one host: '8 x {on.chip.name}'")
+    try:
+        check_ranks(config, on.count)
+    except ConfigError as error:
+        raise ConfigError(f"on is {on.name!r}: {error}") from None
+    width = min(console.width, WIDEST)
+    title = "Kimi K2.6" if folder is None else str(folder)
+    sections = {f"{on.name}: {title}": _machine(on), "Bytes of a rank (derived)": _bytes(config, on)}
+    if like_kimi(config):
+        machines = Machines(config, on)
+        steps = [machines.step(tokens, 1, SHORT) for tokens in TOKENS]
+        longer = {kv_dtype: machines.step(1, 1, LONG, kv_dtype) for kv_dtype in KV_DTYPES}
+        rounds = {drafts: machines.round(drafts) for drafts in ROUNDS}
+        sections |= {
+            "What it would give (derived)": _summary(on, steps, longer, rounds),
+            "A step: milliseconds": _steps(machines, steps, longer),
+            "A round of one stream with drafts: milliseconds": _rounds(machines, rounds),
+        }
+    else:
+        sections["What it would give"] = iter([("steps", "predicted for models of Kimi K2's sizes alone")])
+    for number, (heading, lines) in enumerate(sections.items()):
+        console.print(f"{chr(10) * (number > 0)}{heading}", style="bold", highlight=False, soft_wrap=True, markup=False)
+        for name, line in lines:
+            whole = f"{name:<{LABEL}}{line}"
+            if name:  # a table's lines have none
+                whole = textwrap.fill(
+                    whole, width, subsequent_indent=" " * LABEL, break_on_hyphens=False, break_long_words=False
+                )
+            console.print(whole if name else line, highlight=False, soft_wrap=True, markup=False)
+    return 0
+
+
+def _machine(on: Several) -> Lines:
+    chip = on.chip
+    yield "memory", f"{chip.memory.value / 1e9:g} GB a GPU: {chip.memory.source}"
+    yield "reads memory at", f"{chip.reads.value / 1e12:.3f} TB/s a GPU: {chip.reads.source}"
+    if on.count > 1:
+        yield "sends at", f"{chip.link.value / 1e9:g} GB/s to other ranks: {chip.link.source}"
+    for number, line in enumerate(chip.kernels):
+        yield "our kernels" if number == 0 else "and", line
+    yield "words", MARKS
+
+
+def _sizes(config: K2Config, on: Several, kv_dtype: str, drafter: Eagle3Config | None = None) -> Sizes:
+    return Sizes(
+        config, kv_dtype=KV_DTYPES[kv_dtype], device="cuda", gpu_kernels=True, ranks=on.count,
+        positions=1 if drafter is None else 1 + MOST_DRAFTS, drafter=drafter,
+        drafter_parameters=0 if drafter is None else drafter_weights(drafter),
+    )  # fmt: skip
+
+
+def _bytes(config: K2Config, on: Several) -> Lines:
+    c, ranks = config, on.count
+    share = f" / {ranks} ranks" if ranks > 1 else ""
+    experts = c.moe_layers * c.n_routed_experts
+    bits = c.bits_per_routed_parameter
+    alike = "; NVFP4 takes as much" if bits == KIMI_BITS else ""
+    yield (
+        "routed experts",
+        f"{c.moe_layers} layers x {c.n_routed_experts} experts x {c.expert_parameters:,} x {bits:g} bits{share} = "
+        f"{_gb(experts * c.expert_parameters * bits / 8 / ranks)}{alike}",
+    )
+    whole_attention = c.hidden_size * (c.q_lora_rank + c.kv_width) + c.q_lora_rank + c.kv_lora_rank
+    heads = c.attention_parameters - whole_attention
+    yield (
+        "heads",
+        f"{c.num_hidden_layers} layers x {heads:,} x 2 bytes{share} = {_gb(2 * c.num_hidden_layers * heads / ranks)}",
+    )
+    dense, shared = 3 * c.hidden_size * c.intermediate_size, 3 * c.hidden_size * c.shared_intermediate_size
+    dense_layers = c.num_hidden_layers - c.moe_layers
+    mlps = dense_layers * dense + c.moe_layers * shared
+    yield (
+        "other MLPs",
+        f"({dense_layers} x {dense:,} + {c.moe_layers} shared x {shared:,}) x 2 bytes{share} = {_gb(2 * mlps / ranks)}",
+    )
+    head = 0 if c.tie_word_embeddings else c.vocab_size * c.hidden_size
+    if head:
+        yield "head", f"{c.vocab_size:,} x {c.hidden_size:,} x 2 bytes{share} = {_gb(2 * head / ranks)}"
+    whole = c.dense_parameters - c.num_hidden_layers * heads - mlps - head
+    parts = "embedding, routers, norms, projections into attention"
+    yield "whole on each", f"{parts}: {whole:,} x 2 bytes = {_gb(2 * whole)}"
+    yield "weights", f"the sum: {_gb(weight_bytes(c, ranks))} of {_gb(c.weight_bytes)}"
+    sizes, memory = _sizes(c, on, "bf16"), int(on.chip.memory.value)
+    if sizes.left(memory, PAGE_TOKENS) < sizes.page_bytes:
+        yield "does not fit", _does_not_fit(c, sizes, memory)
+        return
+    for kv_dtype in KV_DTYPES:
+        yield f"{kv_dtype} pages", _pages(_sizes(c, on, kv_dtype), memory)
+    if like_kimi(c):
+        drafter = Eagle3Config.for_target(c)
+        yield (
+            "with a drafter",
+            f"of EAGLE-3's public size, {_gb(2 * drafter_weights(drafter))}, counted whole: "
+            f"{_pages(_sizes(c, on, 'bf16', drafter), memory)}, bf16",
+        )
+
+
+def _pages(sizes: Sizes, memory: int) -> str:
+    """Tokens that all the memory that is left holds; one line."""
+    try:
+        length = fit(sizes, memory).max_model_len
+    except ConfigError:
+        return f"none: {sizes.needs(PAGE_TOKENS).sentence()} do not fit into {_gb(memory)}"
+    left = sizes.left(memory, length)
+    beside = _gb(sizes.needs(length).whole)
+    tokens = left // sizes.page_bytes * PAGE_TOKENS
+    return (
+        f"{_gb(memory)} - {beside} of weights, scratch and recorded steps = {_gb(left)} / "
+        f"{sizes.page_bytes / PAGE_TOKENS:,.0f} bytes = {tokens:,} tokens (--kv-memory; without it "
+        f"{_gb(KV_MOST)} at most)"
+    )
+
+
+def _does_not_fit(config: K2Config, sizes: Sizes, memory: int) -> str:
+    needs = sizes.needs(PAGE_TOKENS)
+    would = [f"{one.count} x {one.chip.name}" for one in _that_fit(config)]
+    return (
+        f"{needs.sentence()} = {_gb(needs.whole)} of {_gb(memory)}; {', '.join(would) or 'no machine known here'} "
+        "would do. What follows is what this machine would give if it did"
+    )
+
+
+def _that_fit(config: K2Config) -> Iterator[Several]:
+    """Of each chip the fewest that hold the model."""
+    for chip in CHIPS.values():
+        for ranks in RANKS:
+            one = Several(ranks, chip)
+            try:
+                check_ranks(config, ranks)
+                fit(_sizes(config, one, "bf16"), int(chip.memory.value))
+            except ConfigError:
+                continue
+            yield one
+            break
+
+
+def _summary(on: Several, steps: list[Step], longer: dict[str, Step], rounds: dict[int, tuple[Step, float]]) -> Lines:
+    yield "", f"{'':<26}{'floor':>7}{'INT4':>8}{'tokens/s':>10}{'NVFP4':>8}{'tokens/s':>10}{'measured':>10}"
+    measured = on.chip.name == "H200"
+    for step in steps:
+        took = STEPS.get(on.count, {}).get(step.rows) if measured else None
+        of = f"{_tokens(step.rows)}, no drafts"
+        yield "", _row(of, step.floor, step.ms, step.nvfp4, step.rows, took and took.ms)
+    for kv_dtype, step in longer.items():
+        took = LONG_STEPS[kv_dtype] if measured and on.count == 1 else None
+        yield "", _row(f"1 token at {LONG:,}, {kv_dtype}", step.floor, step.ms, step.nvfp4, 1, took and took.ms)
+    for drafts, (step, drafting) in rounds.items():
+        took = ROUND_MS.get(on.count, {}).get(drafts) if measured else None
+        of, ms = f"1 stream, {drafts} draft{'s' * (drafts > 1)}", step.ms + drafting
+        yield "", _row(of, None, ms, step.nvfp4, GOLDEN[drafts - 1], took)
+    yield "contexts", f"{SHORT:,} and bf16 pages where nothing else is said; uniform routing"
+    yield "NVFP4", f"INT4 + {NVFP4_OVER_INT4:.0%} of reading the experts: measured by a probe, of one token"
+    if measured and on.count in STEPS:
+        yield (
+            "measured",
+            "as far as benchmarks/results has it (decode-h200.json, rounds-h200.json). Steps are predicted from these "
+            "very rows, and differ by the bandwidth of their runs; rounds of two GPUs are not",
+        )
+
+
+def _row(of: str, floor: float | None, ms: float, nvfp4: float, tokens: float, took: float | None) -> str:
+    """A line of the summary; tokens: that `ms` gives."""
+    low = "" if floor is None else f"{floor:.2f}"
+    beside = "" if took is None else f"{took:.2f}"
+    speeds = f"{ms:>8.2f}{1e3 * tokens / ms:>10.0f}{ms + nvfp4:>8.2f}{1e3 * tokens / (ms + nvfp4):>10.0f}"
+    return f"{of:<26}{low:>7}{speeds}{beside:>10}".rstrip()
+
+
+def _steps(machines: Machines, steps: list[Step], longer: dict[str, Step]) -> Lines:
+    on, c = machines.on, machines.config
+    named = {_tokens(step.rows): step for step in steps} | {f"1, long, {key}": step for key, step in longer.items()}
+    for name, step in named.items():
+        yield "", f"{_sum(machines, step, name)} = {step.ms:6.2f}"
+    yield "so", _columns(on)
+    distinct = ", ".join(f"{distinct_experts(c, tokens):.1f}" for tokens in TOKENS)
+    yield (
+        "GB",
+        f"derived: all weights but the embedding, contexts, and of a layer's experts {c.n_routed_experts} x (1 - (1 - "
+        f"{c.num_experts_per_tok}/{c.n_routed_experts})^T) = {distinct} at {', '.join(map(str, TOKENS))} tokens",
+    )
+    yield (
+        "kept, divided",
+        "measured, on H200s: what solves kept + divided = a step of one GPU - its floor, and kept + divided / 2 = one "
+        "of two GPUs - its floor - its sums"
+        + ("" if on.chip.name == "H200" else f"; assumed to be a {on.chip.name}'s too")
+        + ("" if on.count <= 2 else f"; that {on.count} ranks share as two do is assumed"),
+    )
+    yield (
+        f"long: {LONG:,}",
+        "kept has "
+        + " and ".join(f"{long_ms(kv_dtype):.2f} ms ({kv_dtype})" for kv_dtype in LONG_STEPS)
+        + " more, measured on one GPU; that ranks do not share it is assumed",
+    )
+    if on.count > 1:
+        each = ", ".join(f"{machines.sum_us(tokens):.2f}" for tokens in TOKENS)
+        logits = ", ".join(f"{machines.gather_us(tokens):.1f}" for tokens in TOKENS)
+        more = (
+            ""
+            if on.count == 2
+            else "; beyond two ranks' (measured) what each further one is sent, at the link's speed: assumed"
+        )
+        yield "sums", f"{SUMS} of {each} us, and gathering logits {logits} us{more}"
+
+
+def _columns(on: Several) -> str:
+    parts = "GB / TB/s = floor + kept + divided"
+    return f"{parts} / {on.count} + sums = step" if on.count > 1 else f"{parts} = step"
+
+
+def _sum(machines: Machines, step: Step, name: str) -> str:
+    on = machines.on
+    speed = on.chip.reads.value / 1e12
+    terms = f"{step.gb:6.2f} / {speed:.3f} = {step.floor:5.2f} + {step.kept:4.2f} + {step.divided * on.count:4.2f}"
+    if on.count > 1:
+        terms += f" / {on.count} + {step.sums + step.gather:4.2f}"
+    return f"{name:<14}{terms}"
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'s' * (count > 1)}"
+
+
+def _rounds(machines: Machines, rounds: dict[int, tuple[Step, float]]) -> Lines:
+    for step, drafting in rounds.values():
+        ms = step.ms + drafting
+        yield "", f"{_sum(machines, step, _tokens(step.tokens))} + {drafting:.2f} = {ms:6.2f}"
+    for drafts, (step, drafting) in rounds.items():
+        ms, accepted = step.ms + drafting, GOLDEN[drafts - 1]
+        yield (
+            f"{drafts} draft{'s' * (drafts > 1)}",
+            f"{accepted:g} tokens of a round / {ms:.2f} ms = {1e3 * accepted / ms:.0f} tokens/s",
+        )
+    yield "so", f"{_columns(machines.on).removesuffix(' = step')} + drafting = round; kept has settling, measured"
+    yield (
+        "drafting",
+        "EAGLE-3 with latent attention, of the public size, 16 bits, whole on each rank but for its head: its floor, "
+        "derived, what one GPU took above it, measured, and gathering its logits",
+    )
+    yield "acceptance", "tokens of a round as InferenceX's golden curve for Kimi's EAGLE-3 has them, published"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB"

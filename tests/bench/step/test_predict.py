@@ -1,0 +1,176 @@
+"""What GPUs that are not here would give: the constants against the measurements they are of, floors, arithmetic."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from redline.bench.step.machines import CHIPS, Figure, Several, machine
+from redline.bench.step.predict import (
+    LONG_STEPS,
+    MEETINGS,
+    ROUND_MS,
+    ROUNDS,
+    SHORT,
+    STEPS,
+    TOKENS,
+    Machines,
+    Round,
+    Took,
+    distinct_experts,
+    excess,
+    like_kimi,
+)
+from redline.bench.step.rounds import RoundCase, floors
+from redline.errors import ConfigError
+from redline.model.eagle3.config import Eagle3Config
+from redline.model.k2.shapes import KIMI_K26, KIMI_NANO
+from redline.ops.op import Machine
+from redline.tune.synthetic import GOLDEN, rates_of
+
+RESULTS = Path(__file__).parents[3] / "benchmarks/results"
+NEAR = 0.0006  # of milliseconds and microseconds that are kept with three digits
+
+
+def rows(name: str, **wanted: Any) -> list[dict[str, Any]]:
+    """The rows of Kimi at full depth that have these values, the newest last."""
+    fixed = {"shape": "kimi-k2.6", "gpu": "NVIDIA H200", "layers": 61, "experts": 384, "routing": "uniform", **wanted}
+    listed = json.loads((RESULTS / name).read_bytes())
+    found = [row for row in listed if all(row.get(key) == value for key, value in fixed.items())]
+    return sorted(found, key=lambda row: row["date"])
+
+
+def took(**wanted: Any) -> Took:
+    row = rows("decode-h200.json", tokens_per_row=1, **wanted)[-1]
+    return Took(row["ms"], row["floor_ms"])
+
+
+def of(text: str) -> Machines:
+    return Machines(KIMI_K26, machine(text))
+
+
+# ----------------------------------------------------------------------------------------- what was measured, again
+
+
+@pytest.mark.parametrize("ranks", STEPS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_steps_are_those_that_were_measured(ranks: int, tokens: int):
+    assert set(STEPS[ranks]) == set(TOKENS)
+    measured = took(ranks=ranks, rows=tokens, context=SHORT, kv_dtype="bf16")
+    assert STEPS[ranks][tokens] == pytest.approx(measured, abs=NEAR)
+
+
+@pytest.mark.parametrize("kv_dtype", LONG_STEPS)
+def test_long_steps_are_those_that_were_measured(kv_dtype: str):
+    measured = took(ranks=1, rows=1, context=32768, kv_dtype=kv_dtype)
+    assert LONG_STEPS[kv_dtype] == pytest.approx(measured, abs=NEAR)
+
+
+def test_meetings_are_those_that_were_measured():
+    measured = json.loads((RESULTS / "sums-h200.json").read_bytes())
+    assert measured["ranks"] == 2
+    times = {int(tokens): (us["added by a sum"], us["gather_ranks"]) for tokens, us in measured["times_us"].items()}
+    assert set(times) == set(MEETINGS) == set(TOKENS)
+    for tokens, meeting in MEETINGS.items():
+        assert meeting == pytest.approx(times[tokens], abs=NEAR)
+
+
+def test_rounds_are_those_that_were_measured():
+    for ranks, known in ROUND_MS.items():
+        listed = rows("rounds-h200.json", ranks=ranks, rows=1, draft_head_bits=16)
+        assert {row["k"]: row["ms"] for row in listed} == pytest.approx(known, abs=NEAR)
+
+
+@pytest.mark.parametrize("drafts", ROUNDS)
+def test_what_a_round_takes_above_its_floors_is_as_measured(drafts: int):
+    row = rows("rounds-h200.json", ranks=1, rows=1, k=drafts, draft_head_bits=16)[-1]
+    case = RoundCase(
+        depth=of("1 x H200").depth(1, 1 + drafts, SHORT, "bf16"),
+        drafter=Eagle3Config.for_target(KIMI_K26),
+        rates=rates_of(GOLDEN[drafts - 1], drafts, "accept"),
+    )
+    experts = row["expert_bytes"] / case.depth.expert_bytes
+    verify, draft = floors(case, experts, Machine("measured", row["bytes_per_s"], row["flops_per_s"]))
+    assert verify + draft == pytest.approx(row["floor_ms"], rel=1e-6)
+    assert ROUNDS[drafts] == pytest.approx(Round(row["verify_ms"] - verify, row["draft_ms"] - draft), abs=NEAR)
+
+
+# ------------------------------------------------------------------------------------------------------ predictions
+
+
+@pytest.mark.parametrize("ranks", STEPS)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_one_and_two_h200s_are_predicted_as_they_were_measured_but_for_the_bandwidth(ranks: int, tokens: int):
+    step, measured = of(f"{ranks} x H200").step(tokens, 1, SHORT), STEPS[ranks][tokens]
+    assert step.ms - step.floor == pytest.approx(measured.ms - measured.floor, abs=1e-6)
+    assert step.ms == pytest.approx(measured.ms, rel=0.02)
+
+
+def test_rounds_of_two_h200s_which_no_constant_is_from_are_predicted_within_2_percent():
+    for drafts, measured in ROUND_MS[2].items():
+        step, drafting = of("2 x H200").round(drafts)
+        assert step.ms + drafting == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tb_per_s", "expected"), [(2, 4.5, (3.9, 7.7, 12.4, 33.7)), (4, 4.3, (2.3, 4.3, 6.75, 17.9))]
+)
+def test_floors_of_the_weights(ranks: int, tb_per_s: float, expected: tuple[float, ...]):
+    chip = CHIPS["H200"]._replace(reads=Figure(1e12 * tb_per_s, "asked for"))
+    machines = Machines(KIMI_K26, Several(ranks, chip))
+    assert [machines.step(tokens, 1, 0).floor for tokens in TOKENS] == pytest.approx(expected, rel=0.02)
+
+
+def test_a_floor_is_its_bytes_over_the_bandwidth_and_a_step_its_parts():
+    step = of("8 x H200").step(4, 1, SHORT)
+    assert step.floor == pytest.approx(step.gb / 4.505)
+    assert step.ms == step.floor + step.kept + step.divided + step.sums + step.gather
+    assert step.divided == pytest.approx(excess(4).divided / 8)
+    assert step.experts == pytest.approx(384 * (1 - (376 / 384) ** 4))
+
+
+def test_sums_cost_what_two_ranks_were_measured_to_take_and_bytes_for_each_further_rank():
+    assert of("1 x H200").sum_us(8) == of("1 x H200").gather_us(8) == 0
+    assert of("2 x H200").sum_us(8) == MEETINGS[8].sum
+    assert of("8 x H200").sum_us(8) - MEETINGS[8].sum == pytest.approx(6 * 8 * 7168 * 4 / 397e3)
+    assert of("8 x H200").gather_us(8) - MEETINGS[8].gather == pytest.approx(8 * 163840 * 4 * (7 / 8 - 1 / 2) / 397e3)
+
+
+def test_between_measured_tokens_it_is_linear():
+    four, eight, six = excess(4), excess(8), excess(6)
+    assert six.kept == pytest.approx((four.kept + eight.kept) / 2)
+    assert six.divided == pytest.approx((four.divided + eight.divided) / 2)
+
+
+def test_distinct_experts_of_one_token_are_those_that_it_chooses():
+    assert distinct_experts(KIMI_K26, 1) == pytest.approx(8)
+    assert distinct_experts(KIMI_K26, 10_000) == pytest.approx(384)
+
+
+def test_only_kimis_sizes_are_like_kimi():
+    assert like_kimi(KIMI_K26)
+    assert not like_kimi(KIMI_NANO)
+
+
+# --------------------------------------------------------------------------------------------------------- machines
+
+
+@pytest.mark.parametrize("text", ["8 x H200", "8xh200", " 8 X nvidia H200 ", "8*H200"])
+def test_a_machine_is_read_however_it_is_spelled(text: str):
+    assert machine(text) == Several(8, CHIPS["H200"])
+    assert machine(text).name == "8 x H200"
+
+
+def test_a_chip_alone_is_one():
+    assert machine("B200") == Several(1, CHIPS["B200"])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "eight", "8", "8 x", "8 x H300", "0 x H200", "65 x H200", "-1 x H200", "8 x H200 x", "٨ x H200", "[b]"]
+)
+def test_nonsense_is_one_line_that_names_what_is_known(text: str):
+    with pytest.raises(ConfigError, match="1 to 64 x one of H100, H200, B200") as caught:
+        machine(text)
+    assert "\n" not in str(caught.value)
+    assert repr(text) in str(caught.value)
