@@ -242,7 +242,8 @@ class CapturedSteps:
         """Records the first shapes; `record_more` records the others. A shape that cannot be recorded is logged, and no
         step replays it.
 
-        Raises what the device's own failure raised.
+        Raises what the device's own failure raised, and where ranks share the model whatever kept a shape from being
+        recorded: all of them have the same shapes.
         """
         began = time.perf_counter()
         for shape in self._first:
@@ -266,7 +267,7 @@ class CapturedSteps:
         try:
             made = self._record(shape)
         except Exception as error:
-            if is_device_error(error):
+            if self._ends_all(error):
                 raise
             _log.warning("%s cannot be recorded: %s", shape, error)
         if made is not None:
@@ -277,6 +278,11 @@ class CapturedSteps:
                 *(shape, time.perf_counter() - began, len(self._recorded), len(self._left)),
             )
         return True
+
+    def _ends_all(self, error: Exception) -> bool:
+        """Whether nothing that follows would work: the device has failed, or other ranks have a shape that this one
+        lacks, and would replay it alone."""
+        return is_device_error(error) or self._shared.model.group.ranks > 1
 
     def _record(self, shape: Shape) -> _Recorded | None:
         """Better one kind of sampling than none. Raises what the device's own failure raised."""
@@ -294,7 +300,7 @@ class CapturedSteps:
         try:
             forward, *rest = self._recorder.record(step.forward, *settles, *scores, *drafts)
         except Exception as error:
-            if is_device_error(error):  # nothing that follows would work
+            if self._ends_all(error):
                 raise
             _log.warning(
                 "decode steps of %s, %s, cannot be recorded: %s", shape, [kind.name for kind, _ in kinds], error

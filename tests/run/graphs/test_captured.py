@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from redline.errors import WorkerLost
 from redline.kernels.cpu import native
 from redline.kernels.emulator.emulator import emulation
+from redline.kernels.group import Alone
 from redline.kernels.hopper.layouts.tiled import Tiled
 from redline.kernels.hopper.step.step_rows import SLOT, SlotTensors
 from redline.kernels.inputs import Inputs
@@ -316,6 +317,36 @@ def test_a_shape_that_cannot_be_recorded_is_left_to_the_host(captured: Open, mon
     engine = captured(max_running=2)
     assert answers_of(engine, jobs) == {one.id: alone(one) for one in jobs}
     assert engine.runner.led["shape"] > 20
+
+
+def test_where_ranks_share_the_model_a_shape_that_one_cannot_record_ends_it(
+    captured: Open, monkeypatch: pytest.MonkeyPatch
+):
+    """The others have it, and would replay it without this one: at the start, and later."""
+
+    class Two(Alone):
+        ranks = 2
+
+    record, failing_rows = Recorder.record, 2
+
+    def failing(recorder: Recorder, *pieces: Any) -> Any:
+        if pieces[0].__self__.shape.rows == failing_rows:
+            raise RuntimeError("out of memory")
+        return record(recorder, *pieces)
+
+    monkeypatch.setattr(tiny_model(), "group", Two())
+    monkeypatch.setattr(Recorder, "record", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        captured(max_running=2)
+    failing_rows = 0
+    monkeypatch.setattr("redline.run.graphs.captured.FIRST_SHAPES", 1)
+    runner = captured(max_running=2).runner
+    try:
+        failing_rows = 2
+        with pytest.raises(RuntimeError, match="out of memory"):
+            all(iter(runner.record_more, False))
+    finally:
+        runner.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
