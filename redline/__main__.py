@@ -18,7 +18,7 @@ def main() -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
     finally:
-        if catches:
+        if catches and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a server that has ended ignores it
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -127,7 +127,12 @@ def _serve_at(config: ServeConfig, folder: Path, doors: _Doors, console: Console
         console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     sys.setswitchinterval(SWITCH_S)
     with lines_on_stderr(config.log_level, as_json=config.access_log == "json"):
-        return uvloop.run(_serve(config, folder, doors, console))
+        try:
+            return uvloop.run(_serve(config, folder, doors, console))
+        finally:
+            # This thread has them blocked by now, but a thread that still ends beside it may be given one.
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
 
 
 def _check_tls(cert: str, key: str) -> None:
