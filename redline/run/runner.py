@@ -24,6 +24,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from redline.errors import RankLost, WorkerLost
 from redline.kernels.cpu.blocks.transformer import Predicted
 from redline.kernels.group import Group
 from redline.kernels.hopper.faults import is_device_error
@@ -238,8 +239,12 @@ class Runner:
         """Launches the step's decode rows, and behind them its prompts. Waits for neither, where it need not."""
         for begin in step.begins:
             self.slots.empty(begin.slot)
-        for begin in step.begins:
-            self._begin(begin)
+        try:
+            for begin in step.begins:
+                self._begin(begin)
+        except Exception as error:
+            self._fail(step, error)
+            raise
         step = msgspec.structs.replace(step, begins=()) if step.begins else step
         prompts = tuple(row for row in step.rows if row.start is not None)
         decoding = tuple(row for row in step.rows if row.start is None) if prompts else step.rows
@@ -256,8 +261,8 @@ class Runner:
                 assert replayed is not None, "a step has rows"
                 return replayed
             read = self._read(msgspec.structs.replace(step, rows=prompts))
-        except Exception:
-            self._fail(step)
+        except Exception as error:
+            self._fail(step, error)
             raise
         return read if replayed is None else functools.partial(_together, step, replayed, read)
 
@@ -287,13 +292,24 @@ class Runner:
             self.slots.empty(begin.slot)
         try:
             return self._run(step)
-        except Exception:
-            self._fail(step)
+        except Exception as error:
+            self._fail(step, error)
             raise
 
-    def _fail(self, step: Step) -> None:
+    def _fail(self, step: Step, error: Exception) -> None:
+        """Raises RankLost where ranks share the model: this one has left sums out that the others wait for, or none has
+        and nobody can tell."""
         for row in step.rows:
             self.slots.at[row.slot].error = "the step before failed"
+        if self.model.group.ranks > 1 and not isinstance(error, WorkerLost):
+            raise RankLost(
+                f"rank {self.model.group.rank} has failed in step {step.number:,}: {type(error).__name__}: {error}"
+            ) from error
+
+    def _is_ours_alone(self, error: Exception) -> bool:
+        """Whether an error may have met this rank and no other, or leaves nothing that works: no row's affair then."""
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError) and self.model.group.ranks > 1
+        return short or isinstance(error, WorkerLost) or is_device_error(error)
 
     def _run(self, step: Step) -> StepResult:
         if self._captured is not None:
@@ -320,7 +336,7 @@ class Runner:
         try:
             self.slots.begin(begin)
         except Exception as error:
-            if is_device_error(error):
+            if self._is_ours_alone(error):
                 raise
             self.slots.at[begin.slot].error = f"the job could not begin: {error}"  # this job's alone
 
@@ -382,7 +398,7 @@ class Runner:
                 else:
                     given = self._verify_drawn(span.slot, drafts, out.logits()[first : first + sound], position)
             except Exception as error:
-                if is_device_error(error):
+                if self._is_ours_alone(error):
                     raise
                 results.append(RowResult(error=f"the next token could not be chosen: {error}"))  # this row's alone
                 continue

@@ -17,7 +17,6 @@ import torch
 
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
-from redline.kernels.hopper.faults import is_device_error
 from redline.model.k2.config import K2Config
 from redline.run.runner import Runner
 from redline.wire.channel import SocketInbox
@@ -28,6 +27,7 @@ from redline.worker.engine import load_model, make_runner, pick_device
 from redline.worker.loop import Pending, one_line
 from redline.worker.ranks import device_of, open_group
 
+IDLE_S = 0.5  # without a command, after which the last step's end is looked at
 _log = logging.getLogger(__name__)
 
 
@@ -67,17 +67,21 @@ def _follow(config: RankConfig) -> None:
 
 
 def _obey(runner: Runner, inbox: SocketInbox) -> None:
-    """Until a Stop comes. A step that a device runs behind is waited for once the next is launched, as rank 0 does."""
+    """Until a Stop comes. A step that a device runs behind is waited for once the next is launched, as rank 0 does.
+
+    Raises what a step raises: it may have failed here alone, and then all sums behind it would be with the wrong ones.
+    """
     pending: Pending | None = None
     while True:
-        commands = inbox.drain(wait=False)
+        # While a device works on a step the next one is told and has to be launched, so that is waited for first.
+        commands = inbox.drain(wait=True, timeout=None if pending is None else IDLE_S)
         if not commands:
             _wait(pending)
-            pending, commands = None, inbox.drain(wait=True)
+            pending = None
         for command in commands:
             match command:
                 case Step():
-                    before, pending = pending, _launch(runner, command)
+                    before, pending = pending, runner.launch(command)
                     _wait(before)
                     if not runner.overlaps:
                         _wait(pending)
@@ -96,28 +100,9 @@ def _obey(runner: Runner, inbox: SocketInbox) -> None:
                     raise AssertionError(f"a rank is told steps, not {command}")
 
 
-def _launch(runner: Runner, step: Step) -> Pending | None:
-    try:
-        return runner.launch(step)
-    except Exception as error:
-        _survive(error)
-        return None
-
-
 def _wait(pending: Pending | None) -> None:
-    if pending is None:
-        return
-    try:
+    if pending is not None:
         pending.wait()
-    except Exception as error:
-        _survive(error)
-
-
-def _survive(error: Exception) -> None:
-    """What goes wrong in a step goes wrong on rank 0 too, which tells its jobs. Raises what ends all ranks."""
-    if isinstance(error, RedlineError) or is_device_error(error):
-        raise error
-    _log.info("a step failed", exc_info=error)
 
 
 def _leave_with_parent() -> None:

@@ -28,6 +28,8 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import random_checkpoint
 from redline.wire.job import Grammar, Job
+from redline.wire.step import Step
+from redline.worker import rank as follower
 from redline.worker import ranks as worker_ranks
 from redline.worker.config import EngineConfig, Learned, Suffix
 from redline.worker.engine import EngineCore
@@ -230,9 +232,9 @@ def test_a_rank_that_ends_or_hangs_ends_all_with_its_name(
     monkeypatch.setattr(cpu_ranks, "STEP_S", 2.0)
     monkeypatch.setattr(worker_ranks, "END_S", 0.5)
     engine = EngineCore.load(NANO, config(ranks=2))
-    (follower,) = followers()
+    (other,) = followers()
     try:
-        threading.Timer(0.3, lambda: os.kill(follower, number)).start()
+        threading.Timer(0.3, lambda: os.kill(other, number)).start()
         began = time.monotonic()
         with torch.inference_mode(), pytest.raises(RankLost, match=said):
             run(engine, [long_job()])
@@ -240,6 +242,42 @@ def test_a_rank_that_ends_or_hangs_ends_all_with_its_name(
     finally:
         engine.runner.close()
     assert not followers(), "no rank is left behind"
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), RuntimeError("odd")], ids=str)
+def test_a_step_that_fails_on_a_rank_ends_all(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has left out sums that the others wait for; with one rank the jobs of that step alone would end."""
+    monkeypatch.setattr(worker_ranks, "END_S", 0.5)
+    engine = EngineCore.load(NANO, config(ranks=2))
+
+    def failing(*_: object) -> None:
+        raise error
+
+    try:
+        monkeypatch.setattr(engine.model, "predict", failing)
+        with torch.inference_mode(), pytest.raises(RankLost, match=rf"rank 0 has failed in step \d+: .*{error}"):
+            run(engine, [long_job()])
+    finally:
+        engine.runner.close()
+    assert not followers()
+
+
+def test_a_follower_goes_on_behind_no_step_that_failed() -> None:
+    class Failing:
+        overlaps = False
+
+        def launch(self, _: object) -> "Failing":
+            return self
+
+        def wait(self) -> None:
+            raise MemoryError("no room")
+
+    class Told:
+        def drain(self, **_: object) -> list[Step]:
+            return [Step(number=1)]
+
+    with pytest.raises(MemoryError, match="no room"):
+        follower._obey(Failing(), Told())  # type: ignore[arg-type]
 
 
 def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Whoever opens a group names a file that none of its ranks has used before; the r
 
 import contextlib
 import datetime
+import os
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,8 @@ class GpuGroup:
         """
         self.rank, self.ranks = rank, ranks
         self._lost: str | None = None
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not used
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this host
         wait = datetime.timedelta(seconds=START_S)
         self._store = FileStore(file, ranks)
         self._store.set_timeout(wait)
@@ -56,7 +59,7 @@ class GpuGroup:
         self.links = Links(rank, ranks, addresses, control, turns, room, gathered)
 
     def add(self, partial: Tensor) -> Tensor:
-        """As `Group.add`, through NCCL: for prompts, in the order of the device's work."""
+        """As `Group.add`, through NCCL, whose order of adding is its own: for prompts."""
         dist.all_reduce(partial)
         return partial
 

@@ -465,6 +465,8 @@ class CapturedSteps:
         """
         at, ways, suffix = self._slots.at, self._ways, self._shared.suffix
         filling = min((row.slot for row in rows), key=lambda slot: at[slot].length, default=self._shared.nobody)
+        if rows and self._shared.model.group.ranks > 1:
+            filling = rows[0].slot  # the same on all ranks, whose accounts of lengths may lag differently
         lines = plan.numpy()[: shape.rows]
         lines[:] = self._nothing_new
         lines[len(rows) :, SLOT] = filling
