@@ -188,8 +188,9 @@ class FakeRunner:
             self._verify_drafter(slot)
             self.drafter_rows_from_cache += slot.computed
         seed, bits = begin.sampling.seed, self._bits(slot, slot.computed)
-        if len(begin.tokens) == begin.prompt:
+        if seed not in self.first_bits or len(begin.tokens) == begin.prompt:
             prefill = self._prefill_bits(begin.tokens[: slot.computed])
+            assert bits == prefill or len(begin.tokens) == begin.prompt, f"job {seed} goes on with other bits"
             self.first_bits[seed] = bits if bits == prefill else None
             return
         self.resumed += 1
@@ -415,12 +416,24 @@ class World:
         self._passed_over = 0
 
     def submit(
-        self, tokens: tuple[int, ...], *, max_tokens: int = 8, salt: str = "", tenant: str = "", **sampling: object
+        self,
+        tokens: tuple[int, ...],
+        *,
+        max_tokens: int = 8,
+        salt: str = "",
+        tenant: str = "",
+        given: int = 0,
+        **sampling: object,
     ) -> Story:
+        """given: tokens of the answer that another worker has given; all but its last, where it has fewer."""
         seed = len(self.stories)
         job = make_job(f"job-{seed}", tokens, max_tokens=max_tokens, salt=salt, seed=seed, **sampling)
-        job = msgspec.structs.replace(job, tenant=tenant)
-        story = self.stories[job.id] = Story(job, whole_answer(job, self.max_model_len))
+        expected = whole_answer(job, self.max_model_len)
+        given = max(0, min(given, len(expected) - 1))
+        scored = len(tokens) - 1 if given and job.sampling.prompt_logprobs is not None else 0
+        job = msgspec.structs.replace(job, tenant=tenant, answer=expected[:given], scored=scored)
+        story = self.stories[job.id] = Story(job, expected, list(job.answer))
+        story.scored = [-float(at) for at in range(1, scored + 1)]
         self._tell(self.planner.submit(job))
         return story
 

@@ -25,7 +25,7 @@ import typer
 from setuptools import find_namespace_packages
 
 from redline.cli import app
-from redline.fleet.config import ServeConfig
+from redline.fleet.config import ServeConfig, Workers
 
 ROOT = Path(__file__).parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -100,7 +100,7 @@ PEERS_NAMES = {"--backend", "--backend-a", "--backend-b", "--disable-tqdm", "--d
 
 KEYS = """
     weights host port served_model_name keys_file responses_file cors_origins metrics_port log_level access_log drain_s
-    admin_port
+    resume_s admin_port
     admin_keys_file unix_socket
     tls_cert tls_key
     per_key.requests_per_s per_key.concurrency per_key.tokens_per_minute per_key.tokens_per_day
@@ -110,6 +110,7 @@ KEYS = """
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace
     engine.speculation.synthetic_acceptance engine.speculation.drafter engine.speculation.suffix
     engine.speculation.head_bits
+    workers.role workers.count workers.name workers.devices workers.cores
 """
 
 
@@ -131,8 +132,11 @@ def flags() -> dict[str, set[str]]:
 
 
 def keys(record: type[msgspec.Struct], prefix: str = "") -> Iterator[str]:
-    """The leaves of a tree of records; of a union of records all of them, and which of them it is."""
+    """The leaves of a tree of records; of a union of records all of them, and which of them it is. What a kind of
+    worker may say of its engine is what [engine] may say."""
     for name, hint in get_type_hints(record).items():
+        if record is Workers and name == "engine":
+            continue
         inner = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and issubclass(one, msgspec.Struct)]
         for one in inner:
             yield from keys(one, f"{prefix}{name}.")

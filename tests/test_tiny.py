@@ -54,9 +54,10 @@ def test_one_request_through_the_whole_system(tmp_path: Path):
 async def _ask(folder: Path, engine: EngineCore, to_worker: MemoryChannel, from_worker: MemoryChannel):
     """The same greedy completion twice: as a stream, and whole."""
     # The API's process: text and protocol on one side, messages on the other.
-    gateway = Gateway(Tokenizer.open(folder), style_of(folder), to_worker, Metrics("tiny"))
-    gateway.deliver(engine.ready)
-    following = asyncio.create_task(gateway.follow(from_worker))
+    gateway = Gateway(Tokenizer.open(folder), style_of(folder), Metrics("tiny"))
+    worker = gateway.join("worker", to_worker)
+    gateway.deliver(worker, engine.ready)
+    following = asyncio.create_task(gateway.follow(worker, from_worker))
     app = create_app(gateway, ApiConfig(served_model_names=("tiny",)))
 
     # The client.

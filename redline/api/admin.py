@@ -35,16 +35,16 @@ class _Admin:
         self._drain = drain
 
     async def status(self, request: Request) -> Response:
-        """The queue, the worker's rows and pages, and what each name has used and may still use."""
+        """The queue, each worker's rows and pages, and what each name has used and may still use."""
         gateway, keyring = self._gateway, self._edge.keyring
         jobs, tokens = gateway.waiting
-        load = gateway.metrics.last_load
+        links = gateway.links
         accounts = {} if keyring is None else keyring.accounts
         return json_response(
             {
-                "ready": gateway.ready is not None and gateway.trouble is None and self._edge.draining is None,
+                "ready": gateway.ready is not None and links.trouble is None and self._edge.draining is None,
                 "draining": self._edge.draining,
-                "trouble": gateway.lost or gateway.trouble,
+                "trouble": links.lost or links.trouble,
                 "queue": {
                     "jobs": jobs,
                     "tokens": tokens,
@@ -52,7 +52,18 @@ class _Admin:
                     "retry_s": round(gateway.retry_s, 1),
                 },
                 "running": gateway.running,
-                "worker": None if load is None else msgspec.to_builtins(load),
+                "workers": {
+                    link.name: {
+                        "role": link.role,
+                        "epoch": link.epoch,
+                        "ready": link.ready is not None,
+                        "lost": link.lost,
+                        "silent_s": round(links.silent_s(link), 1),
+                        "jobs": link.jobs,
+                        "load": None if link.load is None else msgspec.to_builtins(link.load),
+                    }
+                    for link in links
+                },
                 "keys": {
                     name: {
                         "running": account.running,

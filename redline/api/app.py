@@ -415,10 +415,10 @@ class _Api:
     async def health(self, request: Request) -> Response:
         """200 while the model answers; 503 while it loads, seems stuck or drains, and after the worker has ended."""
         if self._gateway.ready is None:
-            return json_response({"status": "worker lost" if self._gateway.lost else "loading"}, 503)
+            return json_response({"status": "worker lost" if self._gateway.links.lost else "loading"}, 503)
         if self._edge.draining is not None:
             return json_response({"status": "draining", "reason": self._edge.draining}, 503)
-        if (trouble := self._gateway.trouble) is not None:
+        if (trouble := self._gateway.links.trouble) is not None:
             return json_response({"status": "stalled", "reason": trouble}, 503)
         return json_response({"status": "ready"})
 

@@ -1,7 +1,10 @@
-"""Between HTTP and the engine: an Ask becomes jobs, their deltas become events.
+"""Between HTTP and the workers: an Ask becomes jobs, their deltas become events.
 
-One reader hands every message of the worker to `Gateway.deliver`; each Generation collects the deltas of its own jobs
+One reader for each worker hands its messages to `Gateway.take`; each Generation collects the deltas of its own jobs
 and decodes them in the task that writes the answer, so that whatever arrived meanwhile leaves in one write.
+
+Where a worker ends, its jobs are sent to another with what has come of their answers: the next token is a function of
+prompt, answer and seed, and decoder and parser are here, so the stream goes on as if nothing had happened.
 """
 
 import asyncio
@@ -34,17 +37,17 @@ from redline.chat.known import KnownTexts
 from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ContextTooLong, DeadlineExceeded, Overloaded, RedlineError, RequestError, WorkerLost
+from redline.route.links import Link, Links
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
-from redline.wire.news import Beat, Failed, Load, Ready
+from redline.wire.news import Beat, Failed, Load, Ready, Role
 from redline.wire.step import TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
-SILENT_S = 5.0  # without a heartbeat (one a second is sent) for so long, the worker is stopped or gone
-STALLED_S = 60.0  # in one step for so long: there may be good reasons, but no new request should come here meanwhile
+MOST_MOVES = 3  # of a job from one worker to the next; a job that has ended so many may be the reason
 
 log = logging.getLogger("redline.api")
 
@@ -69,31 +72,29 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 class Gateway:
-    """Sends jobs, follows their deltas. `deliver` and everything else run in one event loop.
+    """Sends jobs, follows their deltas. `take` and everything else run in one event loop.
 
-    `ready` is None while no worker can take jobs; `beats` counts the heartbeats of all workers so far.
+    `links` are the workers; `join` tells of each start of one.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         style: Style,
-        outbox: Outbox,
         metrics: Metrics,
         limits: Limits = Limits(),  # noqa: B008
         clock: Callable[[], float] = time.monotonic,
+        resume_s: float = 0.0,
     ) -> None:
+        """resume_s: for so long jobs whose worker has ended wait for one that goes on with them."""
         self.tokenizer = tokenizer
         self.metrics = metrics
-        self.ready: Ready | None = None
-        self.lost: str | None = None  # why the worker ended, once it has
-        self.beats = 0
+        self.links = Links(clock)
         self._clock = clock
-        self._beat_at: float | None = None  # None: this worker has no heart
-        self._turn_s = 0.0
         self._style = style
-        self._outbox = outbox
         self._limits = limits
+        self._resume_s = resume_s
+        self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # those that wait for a worker to go on with them
         self.pours = Pours()
         self._known = KnownTexts(limits.known_bytes)
         self._lanes: dict[JobId, _Lane] = {}
@@ -104,6 +105,11 @@ class Gateway:
         metrics.queue(lambda: self._waiting, lambda: self._waiting_tokens)
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="encode")
         self._longest_token = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+
+    @property
+    def ready(self) -> Ready | None:
+        """What jobs may be like; None while no worker can answer."""
+        return self.links.ready
 
     @property
     def max_model_len(self) -> int:
@@ -135,65 +141,68 @@ class Gateway:
         """Prompt tokens a second that were served lately, cached ones included."""
         return self._served.per_s
 
-    @property
-    def silence(self) -> str | None:
-        """Why new requests are refused for now, though the model is loaded: nothing is heard of its worker."""
-        silent = 0.0 if self._beat_at is None else self._clock() - self._beat_at
-        return f"the worker has not been heard of for {silent:.0f} s" if silent > SILENT_S else None
+    # -- from the workers
 
-    @property
-    def trouble(self) -> str | None:
-        """Why nobody should be sent here, though the model is loaded; None: it works."""
-        stalled = f"a step has been running for {self._turn_s:.0f} s" if self._turn_s > STALLED_S else None
-        return self.silence or stalled
+    def join(self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1) -> Link:
+        """A worker has been started, and will be heard of: `take` its messages. Jobs go to it through `outbox`.
 
-    # -- from the worker
+        Raises AssertionError where its last start has not been lost.
+        """
+        link = Link(name, outbox, role, epoch)
+        self.links.join(link)
+        return link
 
-    async def follow(self, inbox: AsyncInbox) -> None:
-        """Read the worker's messages until cancelled. However the reading ends, every answer ends with WorkerLost."""
+    async def follow(self, link: Link, inbox: AsyncInbox) -> None:
+        """Read a worker's messages until cancelled. However the reading ends, the worker is lost then."""
         try:
             while True:
-                self.take(await inbox.get())
+                self.take(link, await inbox.get())
         finally:
-            self.lose("the worker's messages are not read any more")
+            self.lose(link, "the worker's messages are not read any more")
 
-    def take(self, messages: Sequence[Wire]) -> None:
-        """Take in what has come of the worker together: what it gives a stream is one write. Raises as `deliver`."""
+    def take(self, link: Link, messages: Sequence[Wire]) -> None:
+        """Take in what has come of a worker together: what it gives a stream is one write. Raises as `deliver`."""
         for message in messages:
-            self._take(message)
+            self._take(link, message)
         self.pours.flush()
 
-    def deliver(self, message: Wire) -> None:
-        """Take in one message of the worker; more may come in this turn of the loop. Raises AssertionError for one that
+    def deliver(self, link: Link, message: Wire) -> None:
+        """Take in one message of a worker; more may come in this turn of the loop. Raises AssertionError for one that
         no worker sends."""
-        self._take(message)
+        self._take(link, message)
         self.pours.soon()
 
-    def _take(self, message: Wire) -> None:
+    def _take(self, link: Link, message: Wire) -> None:
         match message:
             case Delta():
-                if (lane := self._lanes.get(message.job)) is not None:  # else: aborted here before the worker knew
+                lane = self._lanes.get(message.job)
+                if lane is not None and lane.link is link:  # else: aborted here before the worker knew, or moved on
                     self._deliver(lane, message)
             case Load():
-                self.metrics.load(message)
+                link.load = message
+                self.metrics.load(message, link.name)
             case Beat():
-                self.beats += 1
-                self._beat_at, self._turn_s = self._clock(), message.turn_s
-            case Ready():  # perhaps of a new worker, which knows nothing of the old one's jobs
-                if self._lanes:
-                    self.lose("another worker has taken its place")
-                self.ready, self.lost = message, None
-                self.metrics.ready(message)
-                self._beat_at, self._turn_s = None, 0.0
+                link.heard(message, self._clock())
+            case Ready():
+                if (why_not := self.links.speaks(link, message)) is not None:
+                    self.lose(link, why_not)
+                    return
+                self.metrics.ready(message, link.name)
+                for lane in list(self._stranded):
+                    self._send_on(lane)
             case Failed():
-                self.lose(message.reason)
+                self.lose(link, message.reason)
             case _:
                 raise AssertionError(f"a worker does not send {type(message).__name__}")
 
     def _deliver(self, lane: "_Lane", delta: Delta) -> None:
+        if delta.fault == "lost":  # its worker ends, and has not said so yet
+            self._move(lane, delta.error or "the worker ends")
+            return
         now = time.perf_counter()
         if not lane.heard:
             lane.heard = True
+            lane.cached_tokens = delta.cached_tokens
             self._waits_no_more(lane)
             if delta.finish not in ("error", "aborted"):
                 self._served.served(len(lane.job.tokens))
@@ -208,11 +217,16 @@ class Gateway:
                 self.metrics.tokens.generated(tokens, None)
             lane.last_at = now
             lane.tokens += tokens
+            lane.answer += delta.tokens
             if (account := lane.generation.caller.account) is not None:
                 account.charge(tokens)
+        lane.scored += len(delta.prompt_logprobs)
         if delta.finish is not None:
             del self._lanes[lane.job.id]
+            self._leave(lane)
             self._ended(lane, now, delta.finish)
+        if lane.moves and delta.cached_tokens != lane.cached_tokens:
+            delta = msgspec.structs.replace(delta, cached_tokens=lane.cached_tokens)
         lane.generation.push(lane, delta)
 
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
@@ -227,20 +241,83 @@ class Gateway:
         if lane.tokens > 1:
             self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
 
-    def lose(self, reason: str) -> None:
-        """Take the worker for ended: every answer raises WorkerLost, and so does `begin` until another is ready."""
-        log.log(logging.ERROR if self._lanes else logging.DEBUG, "no worker: %s", reason)
-        self.lost, self.ready = reason, None
-        lanes, self._lanes = self._lanes, {}
-        for lane in lanes.values():
-            if not lane.heard:
-                self._waits_no_more(lane)
-        for generation in {lane.generation for lane in lanes.values()}:
-            generation.fail(WorkerLost("the worker that ran this request has ended"))
+    def lose(self, link: Link, reason: str) -> None:
+        """Take a worker for ended; idempotent. Its jobs go on elsewhere, or raise WorkerLost where nobody can."""
+        if link.lost is None:
+            jobs = sum(1 for lane in self._lanes.values() if lane.link is link)
+            log.log(logging.ERROR if jobs else logging.DEBUG, "%s is lost with %d jobs: %s", link.name, jobs, reason)
+            self.links.lose(link, reason)
+        for lane in [lane for lane in self._lanes.values() if lane.link is link]:
+            self._move(lane, reason)
+
+    def look(self) -> None:
+        """To be called several times a second: the jobs of workers that have fallen silent go on with others."""
+        for link in self.links.fallen_silent():
+            for lane in [lane for lane in self._lanes.values() if lane.link is link]:
+                link.outbox.put(Abort(job=lane.job.id))  # should it ever go on
+                self._move(lane, f"{link.name} has not been heard of for {self.links.silent_s(link):.1f} s")
+
+    def lose_all(self, reason: str) -> None:
+        """Every answer raises WorkerLost, and so does `begin`: there will be no other worker."""
+        self._resume_s = 0.0
+        for link in self.links:
+            self.lose(link, reason)
+        for lane in list(self._stranded):
+            self._fail(lane)
+
+    def _move(self, lane: "_Lane", reason: str) -> None:
+        """A job's worker cannot go on with it."""
+        self._leave(lane)
+        lane.moves += 1
+        if lane.moves > MOST_MOVES:
+            self._fail(lane)
+            return
+        if self._resume_s:
+            log.info("job %s moves after %d tokens: %s", lane.job.id, lane.tokens, reason)
+            self.metrics.moved()
+        self._strand(lane)
+
+    def _strand(self, lane: "_Lane") -> None:
+        """Nobody has a job: it waits for a worker, if it may."""
+        if not self._resume_s:
+            self._fail(lane)
+            return
+        self._stranded[lane] = asyncio.get_running_loop().call_later(self._resume_s, self._fail, lane)
+        self._send_on(lane)
+
+    def _send_on(self, lane: "_Lane") -> None:
+        """Sends a stranded job to a worker, with what has come of its answer, once there is one."""
+        if (link := self.links.pick()) is None:
+            return
+        self._unstrand(lane)
+        job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
+        self._send(lane, link, job)
+
+    def _send(self, lane: "_Lane", link: Link, job: Job) -> None:
+        """Raises MessageTooLarge."""
+        lane.link = link
+        link.jobs += 1
+        link.outbox.put(job)
+
+    def _leave(self, lane: "_Lane") -> None:
+        if lane.link is not None:
+            lane.link.jobs -= 1
+            lane.link = None
+
+    def _unstrand(self, lane: "_Lane") -> None:
+        if (timer := self._stranded.pop(lane, None)) is not None:
+            timer.cancel()
+
+    def _fail(self, lane: "_Lane") -> None:
+        """A job's worker has ended, and nobody goes on with it: nor with the other jobs of its answer."""
+        self._unstrand(lane)
+        lane.generation.fail(WorkerLost("the worker that ran this request has ended"))
+        for other in lane.generation.lanes:
+            self.forget(other, "error")
 
     def close(self) -> None:
         """End every answer with WorkerLost, and the threads once they have done what they are at; idempotent."""
-        self.lose("the server is closing")
+        self.lose_all("the server is closing")
         self._grammars.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -298,7 +375,7 @@ class Gateway:
                 job = await self.in_thread(len(tokens), _job, tokens, sampling, engine.fingerprint, salt)
                 jobs += _copies(job, ask, caller)
             # While this one was encoded, the worker may have gone and other requests may have come.
-            if self._engine() is not engine:
+            if self._engine().fingerprint != engine.fingerprint:
                 raise WorkerLost("the worker has changed")
             self._admit(ask)
             if caller.account is not None:
@@ -316,8 +393,11 @@ class Gateway:
             self._waiting += 1
         try:
             for lane in generation.lanes:
-                if lane.job.id in self._lanes:  # else: the worker has gone meanwhile
-                    self._outbox.put(lane.job)
+                if lane.job.id in self._lanes:  # else: it has ended meanwhile
+                    if (link := self.links.pick()) is None:
+                        self._strand(lane)
+                    else:
+                        self._send(lane, link, lane.job)
                     self.metrics.prompt_tokens.inc(len(lane.job.tokens))
                 if len(lane.job.tokens) > INLINE_CHARS:
                     await asyncio.sleep(0)  # a job of 262,144 tokens takes milliseconds to write
@@ -403,16 +483,19 @@ class Gateway:
             if not lane.heard:
                 self._waits_no_more(lane)
             self._ended(lane, time.perf_counter(), finish)
-            self._outbox.put(Abort(job=lane.job.id))
+            self._unstrand(lane)
+            if lane.link is not None:
+                lane.link.outbox.put(Abort(job=lane.job.id))
+                self._leave(lane)
 
     def _engine(self) -> Ready:
-        if self.lost is not None:
-            raise WorkerLost("the worker has ended")
-        if self.ready is None:
+        if (ready := self.links.ready) is None:
+            if self.links.lost is not None:
+                raise WorkerLost("the worker has ended")
             raise Overloaded("the model is still loading", reason="loading")
-        if (silence := self.silence) is not None:
+        if (silence := self.links.silence) is not None:
             raise Overloaded(silence, reason="silent")
-        return self.ready
+        return ready
 
     def _admit(self, ask: Ask) -> None:
         if self._waiting + ask.choices > self._limits.waiting:
@@ -584,10 +667,12 @@ def _failure(delta: Delta) -> Exception:
 
 
 class _Lane:
-    """One job on its way: its decoder, and when its tokens came."""
+    """One job on its way: who runs it, its decoder, and when its tokens came."""
 
     __slots__ = (
+        "answer",
         "began",
+        "cached_tokens",
         "choice",
         "decoder",
         "ended",
@@ -596,9 +681,12 @@ class _Lane:
         "heard",
         "job",
         "last_at",
+        "link",
+        "moves",
         "opened",
         "queued_s",
         "read",
+        "scored",
         "sent_at",
         "tokens",
         "untold",
@@ -614,6 +702,11 @@ class _Lane:
         self.queued_s = 0.0  # there
         self.first_at = began
         self.last_at = began
+        self.link: Link | None = None  # None: nobody, for now
+        self.moves = 0  # from one worker to the next
+        self.answer: list[int] = []  # the tokens that have arrived
+        self.scored = 0  # prompt tokens whose log probabilities have arrived
+        self.cached_tokens = 0  # what the first worker has found
         self.tokens = 0  # arrived
         self.read = 0  # decoded
         self.heard = False  # a delta has come

@@ -27,7 +27,7 @@ from redline.wire.step import Drafter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-ENGINE = "0"  # dashboards choose by it; there is one engine behind each server
+ENGINE = "0"  # dashboards choose by it: the first worker, and what is true of the server as a whole
 
 EXPOSED_S = 0.25  # how long a scrape's text is given to others
 
@@ -116,8 +116,11 @@ class Metrics:
         def counter(name: str, help: str) -> Counter:
             return Counter(f"vllm:{name}", help, label, registry=self.registry).labels(*own)
 
-        def gauge(name: str, help: str) -> Gauge:
-            return Gauge(f"vllm:{name}", help, label, registry=self.registry).labels(*own)
+        def counters(name: str, help: str) -> Counter:
+            return Counter(f"vllm:{name}", help, label, registry=self.registry)
+
+        def gauges(name: str, help: str) -> Gauge:
+            return Gauge(f"vllm:{name}", help, label, registry=self.registry)
 
         def gauge_of(name: str, help: str) -> Gauge:
             return Gauge(f"redline:{name}", help, label, registry=self.registry).labels(*own)
@@ -160,11 +163,11 @@ class Metrics:
         self._success = Counter(
             "vllm:request_success", "Jobs that ended, by reason", (*label, "finished_reason"), registry=self.registry
         )
-        self._running = gauge("num_requests_running", "Jobs in the running batch")
-        self._waiting = gauge("num_requests_waiting", "Jobs that wait for a place in the batch")
-        self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1")
-        self._prefix_queries = counter("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
-        self._prefix_hits = counter("prefix_cache_hits", "Prompt tokens found in the prefix cache")
+        self._running = gauges("num_requests_running", "Jobs in the running batch")
+        self._waiting = gauges("num_requests_waiting", "Jobs that wait for a place in the batch")
+        self._kv_usage = gauges("kv_cache_usage_perc", "Share of KV pages that jobs own, 0 to 1")
+        self._prefix_queries = counters("prefix_cache_queries", "Prompt tokens looked up in the prefix cache")
+        self._prefix_hits = counters("prefix_cache_hits", "Prompt tokens found in the prefix cache")
         self._requests = Counter(
             "redline:requests", "HTTP requests that have ended", (*label, "route", "status"), registry=self.registry
         )
@@ -181,10 +184,10 @@ class Metrics:
             "redline:steps", "Steps of the engine, replayed from graphs or led by the host", (*label, "by"),
             registry=self.registry,
         )  # fmt: skip
-        self._preemptions = counter("num_preemptions", "Jobs that lost their pages and started again")
-        self._drafts = counter("spec_decode_num_drafts", "Steps of a job that verified drafts")
-        self._draft_tokens = counter("spec_decode_num_draft_tokens", "Drafts that were verified")
-        self._accepted_tokens = counter("spec_decode_num_accepted_tokens", "Drafts that were accepted")
+        self._preemptions = counters("num_preemptions", "Jobs that lost their pages and started again")
+        self._drafts = counters("spec_decode_num_drafts", "Steps of a job that verified drafts")
+        self._draft_tokens = counters("spec_decode_num_draft_tokens", "Drafts that were verified")
+        self._accepted_tokens = counters("spec_decode_num_accepted_tokens", "Drafts that were accepted")
         self._accepted_per_pos = Counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Drafts that were accepted, by their place among a step's drafts",
@@ -199,10 +202,17 @@ class Metrics:
             "redline:accepted_draft_tokens", "Drafts that were accepted, by who made them", (*label, "by"),
             registry=self.registry,
         )  # fmt: skip
+        self._moved = Counter(
+            "redline:jobs_moved", "Jobs that another worker went on with", label, registry=self.registry
+        ).labels(*own)
         self._own = own
+        self._engines: dict[str, str] = {}  # the label of each worker, by its name
+        for family in (self._running, self._waiting, self._kv_usage, self._prefix_queries, self._prefix_hits,
+                       self._preemptions, self._drafts, self._draft_tokens, self._accepted_tokens):  # fmt: skip
+            family.labels(*own)  # a series from the start
         self._clock = clock
         self._exposed, self._exposed_until = b"", -inf
-        self._last: Load | None = None  # what the counters already hold
+        self._last: dict[str, Load] = {}  # what the counters already hold, by the worker's name
 
     def asked(self, n: int, max_tokens: int) -> None:
         """Count a request that was admitted."""
@@ -225,19 +235,22 @@ class Metrics:
         self._decode_time.observe(decode_s)
         self._inference_time.observe(prefill_s + decode_s)
 
-    def ready(self, ready: Ready) -> None:
+    def ready(self, ready: Ready, worker: str) -> None:
         """Tell what a worker's cache is like, once it is there."""
-        self._cache_config.clear()
-        self._cache_config.labels(*self._own, PAGE_TOKENS, ready.pages, True, ready.max_model_len).set(1)
+        own = self._labels(worker)
+        self._cache_config.remove_by_labels({"engine": own[1]})
+        self._cache_config.labels(*own, PAGE_TOKENS, ready.pages, True, ready.max_model_len).set(1)
+
+    def moved(self) -> None:
+        """Count a job whose worker has ended, and that another goes on with."""
+        self._moved.inc()
+
+    def _labels(self, worker: str) -> tuple[str, str]:
+        return self._own[0], self._engines.setdefault(worker, str(len(self._engines)))
 
     def finished(self, finish: Finish) -> None:
         """Count a job that has ended, under vLLM's word for its finish."""
         self._success.labels(*self._own, "abort" if finish == "aborted" else finish).inc()
-
-    @property
-    def last_load(self) -> Load | None:
-        """The worker's newest counters."""
-        return self._last
 
     def queue(self, jobs: Callable[[], int], tokens: Callable[[], int]) -> None:
         """From now on each scrape asks these how much waits for a first token."""
@@ -257,28 +270,31 @@ class Metrics:
         elif isinstance(error, Overloaded):
             self._rejections.labels(*self._own, error.reason).inc()
 
-    def load(self, load: Load) -> None:
+    def load(self, load: Load, worker: str) -> None:
         """Take in a worker's news. It counts from its own start: fewer steps than before mean that it is a new one."""
-        self._running.set(load.running)
-        self._waiting.set(load.waiting)
-        self._kv_usage.set(load.pages_used / load.pages_total if load.pages_total else 0.0)
-        last = self._last if self._last and load.steps >= self._last.steps else None
-        self._prefix_queries.inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
-        self._prefix_hits.inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
-        self._steps.labels(*self._own, "replay").inc(load.replayed - (last.replayed if last else 0))
-        self._steps.labels(*self._own, "host").inc(load.led - (last.led if last else 0))
-        self._preemptions.inc(load.preemptions - (last.preemptions if last else 0))
-        self._drafts.inc(load.drafts - (last.drafts if last else 0))
-        self._draft_tokens.inc(load.draft_tokens - (last.draft_tokens if last else 0))
-        self._accepted_tokens.inc(load.accepted_tokens - (last.accepted_tokens if last else 0))
+        own = self._labels(worker)
+        self._running.labels(*own).set(load.running)
+        self._waiting.labels(*own).set(load.waiting)
+        self._kv_usage.labels(*own).set(load.pages_used / load.pages_total if load.pages_total else 0.0)
+        last = self._last.get(worker)
+        if last is not None and load.steps < last.steps:
+            last = None
+        self._prefix_queries.labels(*own).inc(load.prompt_tokens - (last.prompt_tokens if last else 0))
+        self._prefix_hits.labels(*own).inc(load.prompt_tokens_cached - (last.prompt_tokens_cached if last else 0))
+        self._steps.labels(*own, "replay").inc(load.replayed - (last.replayed if last else 0))
+        self._steps.labels(*own, "host").inc(load.led - (last.led if last else 0))
+        self._preemptions.labels(*own).inc(load.preemptions - (last.preemptions if last else 0))
+        self._drafts.labels(*own).inc(load.drafts - (last.drafts if last else 0))
+        self._draft_tokens.labels(*own).inc(load.draft_tokens - (last.draft_tokens if last else 0))
+        self._accepted_tokens.labels(*own).inc(load.accepted_tokens - (last.accepted_tokens if last else 0))
         for (by, tokens, accepted), (_, tokens_then, accepted_then) in zip(_drafts(load), _drafts(last), strict=True):
-            self._tokens_by.labels(*self._own, by).inc(tokens - tokens_then)
-            self._accepted_by.labels(*self._own, by).inc(accepted - accepted_then)
+            self._tokens_by.labels(*own, by).inc(tokens - tokens_then)
+            self._accepted_by.labels(*own, by).inc(accepted - accepted_then)
         before = last.accepted_per_pos if last else ()
         for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, before, fillvalue=0)):
-            self._accepted_per_pos.labels(*self._own, str(place)).inc(now - then)
+            self._accepted_per_pos.labels(*own, str(place)).inc(now - then)
         self._step_sizes.add(load, last)
-        self._last = load
+        self._last[worker] = load
 
     def expose(self) -> bytes:
         """The text format that Prometheus scrapes (CONTENT_TYPE), at most EXPOSED_S seconds old.

@@ -39,6 +39,13 @@ kv_dtype = "fp8"                       # bf16 where nothing is said
 type = "learned"                       # by a drafter of this model; or "suffix", which needs none
 drafter = "weights/kimi-k2.6-eagle3"   # its folder
 head_bits = 8                          # how its head is kept; 16 where nothing is said
+
+[[workers]]                            # once for each kind; absent: one worker that does everything
+role = "prefill"                       # computes prompts for others; "decode" answers; "both"
+count = 1
+devices = [0, 1]                       # GPUs, shared out among them; absent: all that are visible
+cores = [0]                            # of the CPU, each may use all of these; absent: all
+engine = { step_tokens = 4096 }        # what differs from [engine]
 """
 
 import difflib
@@ -46,7 +53,7 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import msgspec
 from msgspec import Meta
@@ -57,6 +64,7 @@ from redline.errors import ConfigError
 from redline.plan.planner import MOST_STEP_TOKENS
 from redline.tune.synthetic import read_acceptance
 from redline.wire.base import Record
+from redline.wire.news import Role
 from redline.worker.config import HEAD_BITS, SUFFIX, EngineConfig, Learned, Suffix, drafts_of, new_spelling
 
 MOST_DRAFTS = 15  # of one row in a step; more never pay
@@ -90,6 +98,27 @@ class Requests(Record, frozen=True):
 _TABLES: dict[str, type[Record]] = {"per_key": KeyLimits, "requests": Requests}
 
 
+class Workers(Record, frozen=True):
+    """A kind of worker in [[workers]]."""
+
+    role: Role = "both"
+    count: Annotated[int, Meta(ge=1, le=64)] = 1
+    name: str | None = None  # None: its role, or "worker"
+    devices: tuple[int, ...] = ()  # GPUs, shared out among `count` workers; none: all that are visible
+    cores: tuple[int, ...] = ()  # of the CPU, that each may run on; none: all
+    engine: EngineConfig = EngineConfig()  # what [engine] says, and over it the kind's own keys
+
+
+class Place(NamedTuple):
+    """One worker of a deployment: what it is called, what it does and where."""
+
+    name: str
+    role: Role
+    engine: EngineConfig
+    devices: tuple[int, ...] = ()
+    cores: tuple[int, ...] = ()
+
+
 class ServeConfig(Record, frozen=True):
     """A deployment; its fields are the keys of the file."""
 
@@ -112,6 +141,25 @@ class ServeConfig(Record, frozen=True):
     per_key: KeyLimits = KeyLimits()
     requests: Requests = Requests()
     engine: EngineConfig = EngineConfig()
+    # For so long an answer whose worker has ended waits for one that goes on with it. 0: it ends at once, and a worker
+    # that has ended is not started again.
+    resume_s: Annotated[float, Meta(ge=0, le=86400)] = 30.0
+    workers: tuple[Workers, ...] = ()  # none: one that does everything
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Every worker of the deployment."""
+        if not self.workers:
+            return (Place("worker", "both", self.engine),)
+        found: list[Place] = []
+        for kind in self.workers:
+            name, each = kind.name or {"both": "worker"}.get(kind.role, kind.role), len(kind.devices) // kind.count
+            for number in range(kind.count):
+                own = name if kind.count == 1 else f"{name}-{number}"
+                found.append(
+                    Place(own, kind.role, kind.engine, kind.devices[number * each : (number + 1) * each], kind.cores)
+                )
+        return tuple(found)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -127,6 +175,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     """
     if source.is_dir():
         values: dict[str, Any] = {"weights": str(source)}
+        kinds: list[dict[str, Any]] = []
     elif source.is_file():
         try:
             values = tomllib.loads(source.read_text(encoding="utf-8"))
@@ -134,6 +183,7 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
             raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{source}: not a TOML file: {error}") from None
+        kinds = _worker_tables(values.pop("workers", []), source)
         _check_keys(values, source)
         _resolve(values, ("weights", *_FILES), source.parent)
         _resolve(_table(values, "engine.speculation"), ("drafter", "trace"), source.parent)
@@ -146,6 +196,13 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     engine = _table(values, "engine")
     if isinstance(engine.get("kv_memory"), str):
         engine["kv_memory"] = size(engine["kv_memory"], f"{source}: engine.kv_memory")
+    for number, kind in enumerate(kinds):
+        own = kind.get("engine", {})
+        if isinstance(own.get("kv_memory"), str):
+            own["kv_memory"] = size(own["kv_memory"], f"{source}: workers[{number}].engine.kv_memory")
+        kind["engine"] = engine | own
+    if kinds:
+        values["workers"] = kinds
     drafting = _table(values, "engine.speculation")
     if isinstance(drafting.get(_SYNTHETIC), str):
         drafting[_SYNTHETIC] = read_acceptance(drafting[_SYNTHETIC], f"{source}: engine.speculation.{_SYNTHETIC}")
@@ -171,10 +228,10 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     for name in config.names:
         if not name.isprintable() or not name:
             raise ConfigError(f"{source}: the model would be called {name!r}; set served_model_name to printable text")
-    for key, most in _MOST.items():
-        number: int | None = getattr(config.engine, key)
-        if number is not None and not 1 <= number <= most:
-            raise ConfigError(f"{source}: engine.{key} is {number:,}; expected 1 to {most:,}")
+    _check_engine(config.engine, f"{source}: engine")
+    for number, kind in enumerate(config.workers):
+        _check_engine(kind.engine, f"{source}: workers[{number}].engine")
+    _check_workers(config, source)
     tokens = config.engine.draft_tokens
     if not 0 <= tokens <= MOST_DRAFTS:
         raise ConfigError(
@@ -204,6 +261,63 @@ def _table(values: dict[str, Any], dotted: str, *, make: bool = False) -> dict[s
     return place
 
 
+def _worker_tables(tables: Any, source: Path) -> list[dict[str, Any]]:
+    """The tables under [[workers]]. Raise ConfigError for what is no list of tables, and for unknown keys."""
+    known = list(Workers.__struct_fields__)
+    own = [key for key in EngineConfig.__struct_fields__ if key != "speculation"]
+    if not isinstance(tables, list):
+        raise ConfigError(f"{source}: workers is {tables!r}; expected tables, each headed [[workers]]")
+    found: list[dict[str, Any]] = []
+    for number, table in enumerate(cast("list[Any]", tables)):
+        if not isinstance(table, dict):
+            raise ConfigError(f"{source}: workers[{number}] is {table!r}; expected a table, headed [[workers]]")
+        kind = cast("dict[str, Any]", table)
+        engine = kind.get("engine", {})
+        if not isinstance(engine, dict):
+            raise ConfigError(f"{source}: workers[{number}].engine is {engine!r}; expected a table")
+        for place, keys, table in (("", known, kind), (".engine", own, cast("dict[str, Any]", engine))):
+            for key in table:
+                if key not in keys:
+                    near = difflib.get_close_matches(key, keys, 1)
+                    meant = f"did you mean {near[0]}? " if near else ""
+                    raise ConfigError(
+                        f"{source}: unknown key workers[{number}]{place}.{key}; {meant}the keys are {', '.join(keys)}"
+                    )
+        found.append({**kind, "engine": dict(cast("dict[str, Any]", engine))})
+    return found
+
+
+def _check_engine(engine: EngineConfig, place: str) -> None:
+    for key, most in _MOST.items():
+        number: int | None = getattr(engine, key)
+        if number is not None and not 1 <= number <= most:
+            raise ConfigError(f"{place}.{key} is {number:,}; expected 1 to {most:,}")
+
+
+def _check_workers(config: ServeConfig, source: Path) -> None:
+    """Raise ConfigError for workers that could not answer, or not be told apart."""
+    for number, kind in enumerate(config.workers):
+        if kind.name is not None and not re.fullmatch(r"[A-Za-z0-9_-]{1,32}", kind.name):
+            raise ConfigError(
+                f"{source}: workers[{number}].name is {kind.name!r}; expected 1 to 32 letters, digits, - or _"
+            )
+        if len(kind.devices) % kind.count:
+            raise ConfigError(
+                f"{source}: workers[{number}].devices has {len(kind.devices)} GPUs for count = {kind.count} workers; "
+                "expected as many for each"
+            )
+        if kind.devices and len(kind.devices) // kind.count < kind.engine.ranks:
+            raise ConfigError(
+                f"{source}: workers[{number}] has {len(kind.devices) // kind.count} GPUs for each worker, and "
+                f"engine.ranks is {kind.engine.ranks}"
+            )
+    names = [place.name for place in config.places]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise ConfigError(f"{source}: two kinds of [[workers]] are called {twice}; set name for one of them")
+    if all(place.role == "prefill" for place in config.places):
+        raise ConfigError(f'{source}: all [[workers]] have role = "prefill"; none would answer: add one with "decode"')
+
+
 def _drafting(source: str, table: Mapping[str, Any]) -> dict[str, Any]:
     """The table with another who drafts: what it says of how stays, where it is also said of that one."""
     drafts = drafts_of(source)
@@ -212,7 +326,7 @@ def _drafting(source: str, table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_keys(values: dict[str, Any], source: Path) -> None:
     """Raise ConfigError for an unknown key, listing the known ones, and for text with a zero byte."""
-    outer = [key for key in ServeConfig.__struct_fields__ if key not in ("engine", *_TABLES)]
+    outer = [key for key in ServeConfig.__struct_fields__ if key not in ("engine", "workers", *_TABLES)]
     tables = {name: list(table.__struct_fields__) for name, table in _TABLES.items()}
     inner = [key for key in EngineConfig.__struct_fields__ if key != "speculation"]
     speculation = _table(values, "engine.speculation")

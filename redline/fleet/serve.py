@@ -1,8 +1,8 @@
-"""`redline serve`: one worker process with the model, one API process with everything else, and the life of both.
+"""`redline serve`: worker processes with the model, one API process with everything else, and the life of all.
 
-This process has the API. It claims its port first, so that a port in use is said at once; starts the worker, and serves
-while it loads, if only to say so; prints how to reach the server once the model is loaded; and stops the worker when it
-stops itself.
+This process has the API. It claims its port first, so that a port in use is said at once; starts the workers, and
+serves while they load, if only to say so; prints how to reach the server once the model is loaded; starts a worker
+again that ends; and stops the workers when it stops itself.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ import shutil
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Generator
@@ -44,27 +43,23 @@ from redline.chat.conversation import Conversation, Message
 from redline.chat.generation import generation_config_of
 from redline.chat.template import Style, encode, style_of
 from redline.chat.tokenizer import Tokenizer
-from redline.errors import ConfigError, WorkerLost
+from redline.errors import ConfigError
 from redline.fleet.config import ServeConfig
 from redline.fleet.lines import lines_on_stderr
-from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
-from redline.wire.news import Failed, Ready, Stop
-from redline.worker.config import SUFFIX, DraftConfig, Learned, WorkerConfig
+from redline.fleet.supervisor import STOP_SIGNALS, Supervisor
+from redline.wire.news import Ready
+from redline.worker.config import SUFFIX, DraftConfig, Learned
 
 log = logging.getLogger("redline.fleet")
 
 ADMIN_HOST = "127.0.0.1"  # the admin routes are for this machine; a proxy or a tunnel takes them further
 KEY_VARIABLE = "REDLINE_API_KEY"  # where the printed lines look for a key
-STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
 GRACE_S = 3.0  # for clients to be told that it is over
 IDLE_S = 0.05  # between two looks whether answers still run
 TELL_S = 1.0  # for clients to take what they are told
 EXAMPLE = "What is 347 + 586?"
 LEAST_ANSWER = 16  # tokens
 SWITCH_S = 0.0005  # for so long a thread that encodes keeps the interpreter while the event loop waits for it
-STOP_S = 10.0  # for the worker to abort what runs, prove its pages and leave
-WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
-SILENCE_S = 60  # without a heartbeat, after which nothing will come of the answers that wait
 
 
 def serve(config: ServeConfig, console: Console) -> int:
@@ -272,7 +267,6 @@ async def _serve_through(
     console: Console,
 ) -> int:
     stop = signals.stop
-    to_worker, from_worker = ipc_address(sockets, "jobs"), ipc_address(sockets, "deltas")
     tokenizer, style = Tokenizer.open(folder), style_of(folder)
     if config.engine.max_model_len is not None:
         _check_length(config.engine.max_model_len, tokenizer, style)  # before a model is loaded for minutes
@@ -291,86 +285,65 @@ async def _serve_through(
     edge = Edge(api)
     if edge.keyring is not None:
         signals.reload = edge.reload
-    with AsyncSocketInbox(from_worker) as inbox, SocketOutbox(to_worker) as outbox:
-        gateway = Gateway(tokenizer, style, outbox, Metrics(config.names[0]), api.limits)
-        tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
-        app = create_app(gateway, api, edge)
-        server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls))
-        beside = [asyncio.create_task(edge.follow_keys()), asyncio.create_task(measure_lag(gateway.metrics))]
-        others: list[Server] = []
-        if doors.admin is not None:
-            own = ApiConfig(served_model_names=config.names, keys_file=config.admin_keys_file)
-            routes = create_admin_app(gateway, edge, own, signals.end)
-            others.append(Server(uvicorn_config(routes, own.limits, ADMIN_HOST, 0, tls)))
-            beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.admin])))
-        if doors.metrics is not None:
-            own = ApiConfig(served_model_names=config.names, local=is_loopback(config.host))
-            others.append(Server(uvicorn_config(create_metrics_app(gateway, own), own.limits, config.host, 0)))
-            beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.metrics])))
-        process = _start_worker(config, to_worker, from_worker)
-        ended = asyncio.create_task(asyncio.to_thread(process.wait))
-        serving = asyncio.create_task(server.serve(sockets=[doors.api]))
-        ready: Ready | None = None
-        try:
-            ready = await _until_ready(gateway, inbox, ended, serving, stop)
-            if ready is None:
-                return 0
-            _check_length(ready.max_model_len, tokenizer, style)
-            gc.collect()
-            gc.freeze()  # what stands now stays; a full collection that walked through it took 30 to 100 ms of a stream
-            following = asyncio.create_task(gateway.follow(inbox))
-            _announce(config, doors.api, doors.admin, ready, console)
-            stopping, silence = asyncio.create_task(stop.wait()), asyncio.create_task(_until_silent(gateway))
-            await asyncio.wait({stopping, ended, following, serving, silence}, return_when=asyncio.FIRST_COMPLETED)
-            lost = not stopping.done()
-            if lost:
-                # Whatever has ended, a server that answers nothing but errors must end too, so that it is restarted.
-                if ended.done():
-                    what = await _last_words(gateway, process)
-                elif silence.done():
-                    what = f"the worker has not been heard of for {SILENCE_S} s"
-                else:
-                    what = "the server has failed"
-                gateway.lose(what)
-                log.error("%s; stopping", what)
-            else:
-                log.info("stopping")
-            stopping.cancel()
-            silence.cancel()
-            if not lost:
-                edge.draining = "the server is stopping"
-                await _drain(server, config.drain_s, {ended, following, serving}, signals.now)
-            server.should_exit = True
-            if lost:
-                await asyncio.wait({serving}, timeout=GRACE_S)
-            gateway.lose("the server is stopping")
-            await _end(server, serving)
-            serving.result()
-            following.cancel()
-            with suppress(asyncio.CancelledError):
-                await following
-            gateway.close()
-            return int(lost)
-        finally:
-            gateway.close()
-            await _end(server, serving)
-            for other in others:
-                other.should_exit = True
-                other.abort()
-                await asyncio.wait(beside[-1:], timeout=TELL_S)
-            for task in beside:
-                task.cancel()
-            if ready is not None and process.poll() is None and gateway.silence is None:
-                outbox.put(Stop())
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(asyncio.shield(ended), STOP_S)
-            if process.poll() is None:
-                process.kill()
-            await ended
-            await gateway.ended()
-            if process.stdin is not None:
-                with suppress(BrokenPipeError):
-                    process.stdin.close()
+    gateway = Gateway(tokenizer, style, Metrics(config.names[0]), api.limits, resume_s=config.resume_s)
+    tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
+    app = create_app(gateway, api, edge)
+    server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls))
+    beside = [asyncio.create_task(edge.follow_keys()), asyncio.create_task(measure_lag(gateway.metrics))]
+    others: list[Server] = []
+    if doors.admin is not None:
+        own = ApiConfig(served_model_names=config.names, keys_file=config.admin_keys_file)
+        routes = create_admin_app(gateway, edge, own, signals.end)
+        others.append(Server(uvicorn_config(routes, own.limits, ADMIN_HOST, 0, tls)))
+        beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.admin])))
+    if doors.metrics is not None:
+        own = ApiConfig(served_model_names=config.names, local=is_loopback(config.host))
+        others.append(Server(uvicorn_config(create_metrics_app(gateway, own), own.limits, config.host, 0)))
+        beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.metrics])))
+    serving = asyncio.create_task(server.serve(sockets=[doors.api]))
+    supervisor = Supervisor(config, gateway, sockets)
+    try:
+        ready = await supervisor.start(stop, serving)
+        if ready is None:
+            return 0
+        _check_length(ready.max_model_len, tokenizer, style)
+        gc.collect()
+        gc.freeze()  # what stands now stays; a full collection that walked through it took 30 to 100 ms of a stream
+        _announce(config, doors.api, doors.admin, ready, console)
+        stopping, given_up = asyncio.create_task(stop.wait()), asyncio.create_task(supervisor.given_up())
+        await asyncio.wait({stopping, given_up, serving}, return_when=asyncio.FIRST_COMPLETED)
+        lost = not stopping.done()
+        if lost:
+            # Whatever has ended, a server that answers nothing but errors must end too, so that it is restarted.
+            what = given_up.result() if given_up.done() else "the server has failed"
+            gateway.lose_all(what)
+            log.error("%s; stopping", what)
+        else:
+            log.info("stopping")
+        stopping.cancel()
+        if not lost:
+            edge.draining = "the server is stopping"
+            await _drain(server, config.drain_s, {given_up, serving}, signals.now)
+        given_up.cancel()
+        server.should_exit = True
+        if lost:
+            await asyncio.wait({serving}, timeout=GRACE_S)
+        gateway.lose_all("the server is stopping")
+        await _end(server, serving)
+        serving.result()
+        gateway.close()
+        return int(lost)
+    finally:
+        gateway.close()
+        await _end(server, serving)
+        for other in others:
+            other.should_exit = True
+            other.abort()
+            await asyncio.wait(beside[-1:], timeout=TELL_S)
+        for task in beside:
+            task.cancel()
+        await supervisor.stop()
+        await gateway.ended()
 
 
 async def _drain(server: Server, seconds: float, ends: set["asyncio.Task[Any]"], now: asyncio.Event) -> None:
@@ -389,73 +362,6 @@ async def _end(server: Server, serving: "asyncio.Task[None]") -> None:
     await asyncio.wait({serving}, timeout=TELL_S)
     server.abort()
     await asyncio.wait({serving})
-
-
-def _start_worker(config: ServeConfig, inbox: str, outbox: str) -> "subprocess.Popen[bytes]":
-    # Ctrl-C, and a supervisor's SIGTERM, reach the whole group, and a child inherits what is blocked: the worker is not
-    # interrupted even while it imports, before it can say so itself.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    process = subprocess.Popen([sys.executable, "-m", "redline.worker.main"], stdin=subprocess.PIPE)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    told = WorkerConfig(weights=config.weights, engine=config.engine, inbox=inbox, outbox=outbox)
-    assert process.stdin is not None
-    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
-        process.stdin.write(msgspec.json.encode(told) + b"\n")
-        process.stdin.flush()
-    return process
-
-
-async def _until_ready(
-    gateway: Gateway,
-    inbox: AsyncSocketInbox,
-    ended: "asyncio.Task[int]",
-    serving: "asyncio.Task[None]",
-    stop: asyncio.Event,
-) -> Ready | None:
-    """None: asked to stop meanwhile.
-
-    Raises ConfigError with the worker's reason, or WorkerLost where it had no time to give one.
-    """
-    stopping = asyncio.create_task(stop.wait())
-    while gateway.ready is None:
-        messages = asyncio.create_task(inbox.get())
-        await asyncio.wait({messages, ended, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if stopping.done():
-            messages.cancel()
-            return None
-        if serving.done():
-            messages.cancel()
-            raise WorkerLost(f"the server has failed while the model was loading: {serving.exception()}")
-        if not messages.done():
-            # It may have spoken just before it ended.
-            await asyncio.wait({messages}, timeout=WORDS_S)
-        if not messages.done():
-            messages.cancel()
-            raise WorkerLost(f"the worker ended with code {ended.result()} while it was loading the model")
-        for message in messages.result():
-            if isinstance(message, Failed):
-                raise ConfigError(message.reason)
-            gateway.deliver(message)
-    stopping.cancel()
-    return gateway.ready
-
-
-async def _last_words(gateway: Gateway, process: "subprocess.Popen[bytes]") -> str:
-    """Why a worker has ended, if it could say so: its message may still be on its way."""
-    for _ in range(10):
-        if gateway.lost is not None:
-            return f"the worker has ended: {gateway.lost}"
-        await asyncio.sleep(WORDS_S / 10)
-    return f"the worker has ended with code {process.returncode}"
-
-
-async def _until_silent(gateway: Gateway) -> None:
-    """Returns once no heartbeat has come for SILENCE_S. Seconds are counted by waking up in each: where this process is
-    stopped together with its worker, none pass."""
-    silent, beats = 0, gateway.beats
-    while silent < SILENCE_S:
-        await asyncio.sleep(1)
-        silent, beats = silent + 1 if gateway.beats == beats else 0, gateway.beats
 
 
 def _announce(

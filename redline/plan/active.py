@@ -56,7 +56,9 @@ class ActiveJob:
         self.entry: int | None = None  # its place among all that have begun
         self.came = 0.0  # when, by the planner's clock
         self.queued_s: float | None = None  # from then to its first step
-        self.work = len(job.tokens)  # positions that it had to compute when it came; in the queue it is ranked by them
+        self.work = len(job.tokens) + len(
+            job.answer
+        )  # positions that it had to compute when it came; in the queue it is ranked by them
         self.passed = 0  # positions of jobs that began while it was this one's turn
         self.prompt = len(job.tokens)
         self.limit = limit
@@ -68,14 +70,16 @@ class ActiveJob:
         self.pages: list[PageId] = []  # the page table, and behind it pages that no row has needed yet
         self.sent = 0  # pages that the slot's table on the device holds
         self.planned = 0  # positions [0, planned) are launched or cached
-        self.length = self.prompt  # tokens that the slot will hold when every launched step has run, at most
+        self.length = self.prompt + len(
+            job.answer
+        )  # tokens that the slot holds when every launched step has run, at most
         self.slack = 0  # drafts in flight
         self.proposed = 0  # drafts that the slot may hold for the next row
         self.waiting = True  # for all that is known, drafts wait for the next row
         self.drafting = False  # the learned drafter has read all that was launched, and follows on
         self.flights = 0  # launched steps with a row of this job that are not settled
 
-        self.generated: list[int] = []
+        self.generated = list(job.answer)
         self.computed = 0  # positions [0, computed) are settled or cached
         self.read = 0  # where the last row ended that the learned drafter has read
         self.hashes: list[PageHash] = list(job.pages)
@@ -88,7 +92,7 @@ class ActiveJob:
         self.exact = True  # the cached pages that the answer began from are bit-equal to a prefill
         self.cached_tokens = 0
         self.counted = False  # its prompt is in the planner's counters
-        self.scored = 0  # prompt tokens whose log probabilities have been told
+        self.scored = job.scored  # prompt tokens whose log probabilities have been told
         self.finish: Finish | None = None  # set when it has ended; steps may still be in flight
 
     @property

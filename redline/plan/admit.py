@@ -22,6 +22,8 @@ def refusal(job: Job, *, max_model_len: int, total_pages: int) -> str | None:
         return f"the prompt is {prompt} tokens; this model reads and writes {max_model_len} in all"
     if len(job.pages) != prompt // PAGE_TOKENS:
         return f"the job has {len(job.pages)} page hashes; a prompt of {prompt} tokens has {prompt // PAGE_TOKENS}"
+    if len(job.answer) >= job.sampling.max_tokens > 0:
+        return f"{len(job.answer)} tokens of the answer are there already; it may have {job.sampling.max_tokens}"
     pages = pages_for(max(token_limit(job, max_model_len) - 1, prompt))
     if pages > total_pages:
         return f"prompt and answer need {pages} pages of KV memory; there are {total_pages}"

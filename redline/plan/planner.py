@@ -498,6 +498,7 @@ class Planner:
         job.drafting = self._speculation.follows and all(self._cache.is_drafted(page) for page in matched)
         if not job.generated:
             job.exact = all(self._cache.is_exact(page) for page in matched)
+        if not job.counted:
             job.cached_tokens = job.planned
         self._waiting.begins(job)
         self._running.append(job)
@@ -609,7 +610,7 @@ class Planner:
             job=job.job.id,
             tokens=tokens,
             finish=finish,
-            queued_s=job.queued_s if tokens and len(tokens) == len(job.generated) else None,
+            queued_s=job.queued_s if tokens and len(tokens) == len(job.generated) - len(job.job.answer) else None,
             cached_tokens=job.cached_tokens,
             logprobs=outcome.logprobs[: len(tokens)],
             prompt_logprobs=prompt_logprobs,

@@ -212,14 +212,24 @@ class AsyncSocketInbox(_Socket):
         super().__init__(zmq.PULL, address, key)
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._readable = zmq.asyncio.Socket.shadow(self._socket)  # pyright: ignore[reportUnknownMemberType]
+        self._descriptor = cast("int", self._socket.get(zmq.FD))
+        self._loop: asyncio.AbstractEventLoop | None = None  # which watches the descriptor from the first `get` on
 
     async def get(self) -> list[Wire]:
         """The next MOST_AT_ONCE messages at most, and one at least, once there are any."""
+        self._loop = asyncio.get_running_loop()
         while True:
             await self._readable.poll()
             messages = _receive(self._socket, MOST_AT_ONCE)
             if messages:
                 return messages
+
+    def close(self) -> None:
+        """Close the socket, and have its event loop forget the descriptor: the next socket may be given the same."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._descriptor)
+            self._loop = None
+        super().close()
 
 
 def _secure(socket: zmq.Socket[bytes], address: str, key: bytes | None) -> None:

@@ -67,6 +67,8 @@ class Job(Message, frozen=True):
     tenant: str = ""  # whose turn it takes among waiting jobs
     salt: str = ""  # tenants with different salts never share pages
     media: tuple[MediaSpan, ...] = ()
+    answer: tuple[int, ...] = ()  # what another worker has given of the answer: this one goes on behind it
+    scored: int = 0  # prompt tokens whose log probabilities another worker has given
 
 
 class Abort(Message, frozen=True):

@@ -1,6 +1,12 @@
 """What a worker tells about itself; and Stop, which it is told."""
 
+from typing import Literal
+
 from redline.wire.base import Message
+
+Role = Literal["both", "prefill", "decode"]
+"""What a worker does. prefill: it computes prompts for others; decode: it answers, and computes a prompt itself where
+nobody has done so; both: it does all alone."""
 
 
 class Ready(Message, frozen=True):

@@ -6,6 +6,7 @@ import msgspec
 
 from redline.tune.synthetic import rates_of
 from redline.wire.base import Record
+from redline.wire.news import Role
 
 SUFFIX = "suffix"  # what a person writes in the place of a drafter's folder
 
@@ -92,6 +93,10 @@ class WorkerConfig(Record, frozen=True):
     engine: EngineConfig
     inbox: str  # the address that the worker reads
     outbox: str  # the address that it writes
+    name: str = "worker"
+    epoch: int = 1  # how often it has been started, this time included
+    role: Role = "both"
+    cores: tuple[int, ...] = ()  # of a CPU, that it may run on; none: all
 
 
 class RankConfig(Record, frozen=True):

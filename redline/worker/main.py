@@ -42,6 +42,8 @@ def main() -> int:
         level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format="worker: %(levelname)s %(message)s"
     )
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
+    if config.cores:
+        os.sched_setaffinity(0, config.cores)  # before any thread of a kernel is there
     threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
     with SocketOutbox(config.outbox) as outbox:
         try:

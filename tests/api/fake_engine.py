@@ -1,13 +1,15 @@
 """A worker without a model: it answers each job with the deltas of a script, over the real wire format."""
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from redline.api.gateway import Gateway
+from redline.route.links import Link
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta, Finish
 from redline.wire.job import Abort, Job, JobId
-from redline.wire.news import Ready
+from redline.wire.news import Ready, Role
 from redline.wire.step import TokenLogprobs
 
 Script = Callable[[Job], Iterable[Delta]]
@@ -23,12 +25,17 @@ class FakeEngine:
         self.jobs: list[Job] = []
         self.aborted: set[JobId] = set()
         self.sent = 0
-        self._gateway: Gateway | None = None
+        self._deliver: Callable[[Wire], None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def serve(self, gateway: Gateway, max_model_len: int = 4096) -> None:
-        self._gateway = gateway
-        gateway.deliver(Ready(max_model_len=max_model_len, pages=1000, fingerprint="tiny", summary="a fake"))
+    def serve(
+        self, gateway: Gateway, max_model_len: int = 4096, name: str = "worker", role: Role = "both", epoch: int = 1
+    ) -> Link:
+        """Begin as a worker of this gateway, and be ready at once."""
+        link = gateway.join(name, self, role, epoch)
+        self._deliver = functools.partial(gateway.deliver, link)
+        self._deliver(Ready(max_model_len=max_model_len, pages=1000, fingerprint="tiny", summary="a fake"))
+        return link
 
     def put(self, message: Wire) -> None:
         match decode(encode(message)):
@@ -43,13 +50,13 @@ class FakeEngine:
                 raise AssertionError(other)
 
     async def _run(self, job: Job) -> None:
-        assert self._gateway is not None
+        assert self._deliver is not None
         for delta in self.script(job):
             await asyncio.sleep(0)
             await self.gate.wait()
             if job.id in self.aborted:
                 return
-            self._gateway.deliver(decode(encode(delta)))
+            self._deliver(decode(encode(delta)))
             self.sent += 1
 
 

@@ -288,7 +288,7 @@ async def test_an_overloaded_server_says_529_and_a_failed_job_says_so_in_the_str
             with pytest.raises(anthropic.APIStatusError):
                 async with client.messages.stream(model=MODEL, messages=HELLO, max_tokens=9) as streaming:
                     await streaming.get_final_message()
-        world.gateway.lose("gone")
+        world.gateway.lose(world.link, "gone")
         with pytest.raises(anthropic.APIStatusError) as refused:
             await ask(world)
     assert refused.value.status_code == 529

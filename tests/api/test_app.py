@@ -12,11 +12,12 @@ from openai import AuthenticationError
 from redline.api.app import create_app
 from redline.api.config import ApiConfig, Limits
 from redline.api.errors import answer_to
-from redline.api.gateway import SILENT_S, STALLED_S, Gateway, JobFailed
+from redline.api.gateway import Gateway, JobFailed
 from redline.api.metrics import Metrics
 from redline.api.sse import ChatStream
 from redline.chat.template import K2_6
 from redline.errors import ConfigError
+from redline.route import links
 from redline.wire.channel import MemoryChannel
 from redline.wire.delta import Delta, Fault
 from redline.wire.job import Job
@@ -192,21 +193,21 @@ async def test_an_exception_ends_its_own_request_and_tells_nothing(
 async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_is_not_dead() -> None:
     now = 0.0
     engine, world = FakeEngine(answer("a")), World(answer("a"))
-    gateway = Gateway(TOKENIZER, K2_6, engine, Metrics(MODEL), clock=lambda: now)
+    gateway = Gateway(TOKENIZER, K2_6, Metrics(MODEL), clock=lambda: now)
     world.http._transport.app = create_app(gateway, ApiConfig(served_model_names=(MODEL,)))  # type: ignore[attr-defined]
-    engine.serve(gateway)
+    link = engine.serve(gateway)
 
     async def health() -> tuple[int, str | None]:
         response = await world.http.get("/health")
         return response.status_code, response.json().get("reason")
 
     async with world:
-        gateway.deliver(Beat())
+        gateway.deliver(link, Beat())
         for _ in range(24 * 3600):  # a day without a request
             now += 1
-            gateway.deliver(Beat())
+            gateway.deliver(link, Beat())
         assert await health() == (200, None)
-        now += SILENT_S
+        now += links.SILENT_S
         assert await health() == (200, None)
         now += 0.5
         assert await health() == (503, "the worker has not been heard of for 6 s")
@@ -214,15 +215,16 @@ async def test_a_worker_without_a_heartbeat_is_not_ready_and_one_in_a_long_step_
         assert (response.status_code, error_of(response)["code"]) == (503, "overloaded")
         assert response.headers["retry-after"] == "1"
         assert (await world.http.get("/live")).json() == {"status": "live"}
-        gateway.deliver(Beat(turn_s=STALLED_S))
+        gateway.deliver(link, Beat(turn_s=links.STALLED_S))
         assert await health() == (200, None)
-        gateway.deliver(Beat(turn_s=STALLED_S + 1))
+        gateway.deliver(link, Beat(turn_s=links.STALLED_S + 1))
         assert await health() == (503, "a step has been running for 61 s")
         assert (await world.http.post(CHAT, json=HELLO)).status_code == 200, "it may end at any moment"
-        gateway.deliver(Beat())
+        gateway.deliver(link, Beat())
         assert await health() == (200, None)
         now += 100
-        engine.serve(gateway)  # a new worker, whose heart has not beaten yet
+        gateway.lose(link, "stopped")
+        engine.serve(gateway, epoch=2)  # a new start, whose heart has not beaten yet
         assert await health() == (200, None)
     gateway.close()
 
@@ -251,8 +253,7 @@ async def test_what_the_engine_cannot_do_is_answered_by_whose_fault_it_is(
 
 
 async def test_a_server_still_loading_says_so() -> None:
-    engine = FakeEngine(answer("a"))
-    gateway = Gateway(TOKENIZER, K2_6, engine, Metrics(MODEL))
+    engine, gateway = FakeEngine(answer("a")), Gateway(TOKENIZER, K2_6, Metrics(MODEL))
     world = World(answer("a"))
     app = create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
     world.http._transport.app = app  # type: ignore[attr-defined]
@@ -302,14 +303,17 @@ async def test_metrics_carry_vllms_names_and_the_counts() -> None:
         await world.http.post(CHAT, json={**HELLO, "n": 2})
         await world.http.post(CHAT, json={**HELLO, "max_tokens": 2})
         world.gateway.deliver(
-            load(steps=9, led=8, running=3, waiting=2, pages_used=25, pages_total=100, prompt_tokens=640)
+            world.link, load(steps=9, led=8, running=3, waiting=2, pages_used=25, pages_total=100, prompt_tokens=640)
         )
         world.gateway.deliver(
+            world.link,
             load(
                 steps=10, led=8, replayed=4, prompt_tokens=700, prompt_tokens_cached=64, preemptions=1, pages_total=100
-            )
+            ),
         )
-        world.gateway.deliver(load(steps=2, running=1, prompt_tokens=50, pages_used=1, pages_total=4))  # a new worker
+        world.gateway.deliver(
+            world.link, load(steps=2, running=1, prompt_tokens=50, pages_used=1, pages_total=4)
+        )  # a new worker
         text = (await world.http.get("/metrics")).text
     prompt = len(world.engine.jobs[0].tokens)
     said = len(ids("</think>abcd<|im_end|>"))
@@ -352,7 +356,7 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
             ),
             load(steps=1, drafts=1, draft_tokens=3, accepted_tokens=1, accepted_per_pos=(1, 0, 0)),  # a new worker
         ):
-            world.gateway.deliver(news)
+            world.gateway.deliver(world.link, news)
         text = (await world.http.get("/metrics")).text
     for line in (
         "vllm:spec_decode_num_drafts_total{M} 15.0",
@@ -372,7 +376,7 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
 async def test_the_gateway_follows_a_channel_and_its_loss_ends_the_answers() -> None:
     channel = MemoryChannel()
     async with World(answer("abc")) as world:
-        follow = asyncio.create_task(world.gateway.follow(channel))
+        follow = asyncio.create_task(world.gateway.follow(world.link, channel))
         channel.put(load(steps=1, running=7))
         running = b'vllm:num_requests_running{engine="0",model_name="kimi-nano"} 7.0'
         await until(lambda: running in world.metrics.expose())

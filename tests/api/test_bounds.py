@@ -210,7 +210,7 @@ async def test_tokens_that_wait_are_bounded_and_come_free_again() -> None:
             with pytest.raises(RequestError):
                 await world.gateway.begin(ask)
         with await world.gateway.begin(text_ask("x" * 50)):  # lost
-            world.gateway.lose("gone")
+            world.gateway.lose(world.link, "gone")
         world.engine.serve(world.gateway)
         with await world.gateway.begin(text_ask("x" * 50)) as heard:
             world.engine.gate.set()
@@ -226,7 +226,7 @@ async def test_a_worker_that_is_lost_between_the_jobs_of_a_request_is_sent_no_mo
 
         def put_and_lose(message: Any) -> None:
             put(message)
-            world.gateway.lose("gone")
+            world.gateway.lose(world.link, "gone")
 
         world.engine.put = put_and_lose  # type: ignore[method-assign]
         with await world.gateway.begin(text_ask("x" * 5000, n=3)) as generation, pytest.raises(WorkerLost):

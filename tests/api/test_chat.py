@@ -305,7 +305,7 @@ async def test_a_lost_worker_ends_whole_answers_with_503_and_streams_with_an_err
         waiting = asyncio.create_task(ask_on(client))
         unopened = asyncio.create_task(ask_on(client, stream=True))
         await until(lambda: len(world.engine.jobs) == 3)
-        world.gateway.deliver(Failed(reason="out of memory at 0x1"))
+        world.gateway.deliver(world.link, Failed(reason="out of memory at 0x1"))
         with pytest.raises(APIError, match="has ended") as broken:
             seen += [chunk async for chunk in stream]
         assert broken.value.code == "worker_lost"

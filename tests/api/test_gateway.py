@@ -3,22 +3,25 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
+import msgspec
 import pytest
 from starlette.types import Message
 
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Limits
-from redline.api.gateway import derived_seed
+from redline.api.gateway import MOST_MOVES, Generation, derived_seed
 from redline.api.quota import CALLER, Account, Caller, KeyLimits
 from redline.chat.conversation import Conversation
 from redline.chat.conversation import Message as Said
 from redline.chat.known import KnownTexts
 from redline.errors import MessageTooLarge, Overloaded, WorkerLost
+from redline.route.links import MOVE_S
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.job import Job, Sampling
-from tests.api.fake_engine import say
-from tests.api.world import World, answer, until
+from redline.wire.news import Beat, Ready
+from tests.api.fake_engine import FakeEngine, say
+from tests.api.world import MODEL, World, answer, until
 
 pytestmark = pytest.mark.anyio
 
@@ -32,22 +35,110 @@ def text_ask(prompt: str = "hello") -> Ask:
     return Ask(prompts=(prompt,), sampling=Sampling(max_tokens=WHAT_IS_LEFT), param="prompt")
 
 
-async def test_a_new_worker_ends_what_the_old_one_ran() -> None:
+async def test_without_time_to_resume_a_lost_worker_ends_what_it_ran() -> None:
     async with World(answer("a")) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(text_ask()) as generation:
-            world.engine.serve(world.gateway)
+            world.gateway.lose(world.link, "gone")
+            world.engine.serve(world.gateway, epoch=2)
             with pytest.raises(WorkerLost):
                 await anext(generation)
         assert world.gateway.ready is not None
         assert world.engine.aborted == set()  # the new worker never had the job
 
 
+def resuming(job: Job) -> list[Delta]:
+    """Six tokens, of which a worker that goes on with the job gives those that are missing."""
+    said = [Delta(job=job.id, tokens=(65 + n,), finish="length" if n == 5 else None, cached_tokens=7) for n in range(6)]
+    return said[len(job.answer) :]
+
+
+async def tokens_of(generation: Generation) -> list[int]:
+    return [token async for batches in generation for batch in batches for token in batch.token_ids or ()]
+
+
+async def test_a_job_whose_worker_ends_goes_on_with_the_next_and_no_token_comes_twice() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        world.engine.gate.clear()
+        with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
+            id = generation.lanes[0].job.id
+            for n in range(3):
+                world.gateway.deliver(world.link, Delta(job=id, tokens=(65 + n,), cached_tokens=3))
+            world.gateway.lose(world.link, "gone")
+            world.gateway.deliver(world.link, Delta(job=id, tokens=(68,)))  # of the lost one: nobody reads it
+            other = FakeEngine(resuming)
+            other.serve(world.gateway, epoch=2)
+            assert await tokens_of(generation) == [65, 66, 67, 68, 69, 70]
+        (job,) = other.jobs
+        assert (job.id, job.answer) == (id, (65, 66, 67))
+        assert (
+            world.metrics.registry.get_sample_value("redline:jobs_moved_total", {"model_name": MODEL, "engine": "0"})
+            == 1
+        )
+        assert not world.gateway._stranded
+
+
+async def test_a_job_that_nobody_goes_on_with_in_time_ends() -> None:
+    async with World(resuming, resume_s=0.05) as world:
+        world.engine.gate.clear()
+        with await world.gateway.begin(text_ask()) as generation:
+            world.gateway.lose(world.link, "gone")
+            with pytest.raises(WorkerLost):
+                await anext(generation)
+        assert not world.gateway._lanes
+        assert not world.gateway._stranded
+
+
+async def test_a_job_that_ends_every_worker_ends_itself() -> None:
+    """It may be the reason why they end."""
+    async with World(resuming, resume_s=5.0) as world:
+        world.engine.gate.clear()
+        link = world.link
+        with await world.gateway.begin(text_ask()) as generation:
+            for epoch in range(2, MOST_MOVES + 3):
+                assert world.gateway._lanes
+                world.gateway.lose(link, "gone")
+                link = world.engine.serve(world.gateway, epoch=epoch)
+            with pytest.raises(WorkerLost):
+                await anext(generation)
+        assert len(world.engine.jobs) == 1 + MOST_MOVES
+
+
+async def test_jobs_of_a_silent_worker_go_on_with_one_that_is_heard_of() -> None:
+    now = 0.0
+    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+        other = FakeEngine(resuming)
+        second = other.serve(world.gateway, name="other")
+        for link in (world.link, second):
+            world.gateway.deliver(link, Beat())
+        world.engine.gate.clear()
+        other.gate.clear()
+        with await world.gateway.begin(text_ask()) as first, await world.gateway.begin(text_ask()) as last:
+            assert (len(world.engine.jobs), len(other.jobs)) == (1, 1), "each goes to the one with less to do"
+            now = MOVE_S + 0.1
+            world.gateway.look()
+            assert len(other.jobs) == 1, "all are silent: nobody would be better"
+            world.gateway.deliver(second, Beat())
+            world.gateway.look()
+            assert [job.id for job in other.jobs] == [each.lanes[0].job.id for each in (last, first)]
+            assert world.engine.aborted == {first.lanes[0].job.id}, "should it ever go on"
+            assert second.jobs == 2
+
+
+async def test_a_worker_with_another_model_is_not_among_the_others() -> None:
+    async with World(answer("a")) as world:
+        link = world.gateway.join("other", FakeEngine(answer("b")))
+        world.gateway.deliver(link, Ready(max_model_len=9, pages=9, fingerprint="another", summary=""))
+        assert link.lost is not None
+        assert "another model" in link.lost
+        assert world.gateway.links.pick() is world.link
+
+
 async def test_a_worker_lost_while_a_prompt_is_encoded_gets_no_job() -> None:
     async with World(answer("a"), max_model_len=1 << 20) as world:
         beginning = asyncio.create_task(world.gateway.begin(text_ask("the end " * 20_000)))
         await asyncio.sleep(0)
-        world.gateway.lose("gone")
+        world.gateway.lose(world.link, "gone")
         with pytest.raises(WorkerLost):
             await beginning
     assert world.engine.jobs == []
@@ -57,8 +148,8 @@ async def test_what_arrived_before_the_loss_still_goes_out() -> None:
     async with World(answer("a")) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(text_ask()) as generation:
-            world.gateway.deliver(Delta(job=generation.lanes[0].job.id, tokens=(65,)))
-            world.gateway.lose("gone")
+            world.gateway.deliver(world.link, Delta(job=generation.lanes[0].job.id, tokens=(65,)))
+            world.gateway.lose(world.link, "gone")
             assert [batch.completion_tokens for batch in await anext(generation)] == [1]
             with pytest.raises(WorkerLost):
                 await anext(generation)
@@ -95,7 +186,7 @@ async def test_a_job_is_counted_as_vllms_abort_whoever_ended_it() -> None:
         with await world.gateway.begin(text_ask()):
             pass  # the client leaves
         with await world.gateway.begin(text_ask()) as generation:
-            world.gateway.deliver(Delta(job=generation.lanes[0].job.id, finish="aborted"))
+            world.gateway.deliver(world.link, Delta(job=generation.lanes[0].job.id, finish="aborted"))
         exposed = world.metrics.expose().decode()
     assert 'vllm:request_success_total{engine="0",finished_reason="abort",model_name="kimi-nano"} 2.0' in exposed
     assert 'finished_reason="aborted"' not in exposed
@@ -147,7 +238,7 @@ async def test_a_delta_for_a_job_that_was_aborted_here_is_dropped() -> None:
         with await world.gateway.begin(text_ask()) as generation:
             id = generation.lanes[0].job.id
         assert world.engine.aborted == {id}
-        world.gateway.deliver(Delta(job=id, tokens=(65,), finish="stop"))
+        world.gateway.deliver(world.link, Delta(job=id, tokens=(65,), finish="stop"))
 
 
 def test_seeds_of_further_choices_are_neither_each_others_nor_a_neighbours() -> None:

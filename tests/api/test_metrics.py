@@ -58,7 +58,7 @@ def timed(job: Job) -> list[Delta]:
 async def test_every_series_of_the_dashboard_is_there_with_its_labels() -> None:
     async with World(timed) as world:
         await ask(world, n=2)
-        world.metrics.load(load())
+        world.metrics.load(load(), "worker")
         text = (await world.http.get("/metrics")).content
     found = values(text)
     names = {name.partition(",")[0] for name in found}
@@ -125,9 +125,9 @@ def load(steps: int = 1, sizes: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1), 
 def test_step_sizes_add_up_over_workers() -> None:
     metrics = Metrics(MODEL, iter(range(0, 100, 10)).__next__)
     none = [0] * (len(STEP_SIZES) + 1)
-    metrics.load(load(2, (1, 1, *none[2:]), 9))
-    metrics.load(load(4, (1, 2, *none[3:], 1), 9 + 8 + 20_000))
-    metrics.load(load(1, (1, *none[1:]), 1))  # of another worker
+    metrics.load(load(2, (1, 1, *none[2:]), 9), "worker")
+    metrics.load(load(4, (1, 2, *none[3:], 1), 9 + 8 + 20_000), "worker")
+    metrics.load(load(1, (1, *none[1:]), 1), "worker")  # of another worker
     found = values(metrics.expose())
     assert found["iteration_tokens_total_bucket,1.0"] == 2
     assert found["iteration_tokens_total_bucket,8.0"] == 4

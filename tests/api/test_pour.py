@@ -53,7 +53,7 @@ class Pouring:
     def come(self, *choices: int, **how: Any) -> Delta:
         """A token for each of these choices."""
         deltas = [Delta(job=self.generation.lanes[choice].job.id, tokens=(0x61,), **how) for choice in choices]
-        self.world.gateway.take(deltas)
+        self.world.gateway.take(self.world.link, deltas)
         return deltas[-1]
 
 
@@ -84,7 +84,7 @@ async def test_single_deliveries_of_one_turn_are_one_write() -> None:
         task = one.pour()
         await asyncio.sleep(0)
         for _ in range(3):
-            one.world.gateway.deliver(Delta(job=one.generation.lanes[0].job.id, tokens=(0x61,)))
+            one.world.gateway.deliver(one.world.link, Delta(job=one.generation.lanes[0].job.id, tokens=(0x61,)))
         assert one.client.taken == []
         await until(lambda: one.client.taken)
         assert one.client.taken == [b"0:1 0:2 0:3 "]
@@ -97,10 +97,11 @@ async def test_an_end_is_left_to_whoever_iterates_with_all_that_came_before() ->
         await asyncio.sleep(0)
         one.come(0)
         one.world.gateway.take(
+            one.world.link,
             [
                 Delta(job=one.generation.lanes[0].job.id, tokens=(0x61,)),
                 Delta(job=one.generation.lanes[0].job.id, tokens=(0x61,), finish="length"),
-            ]
+            ],
         )
         assert await task == b""
         assert one.client.taken == [b"0:1 "]
@@ -124,7 +125,7 @@ async def test_a_lost_worker_ends_the_pouring() -> None:
     async with pouring() as one:
         task = one.pour()
         await asyncio.sleep(0)
-        one.world.gateway.lose("gone")
+        one.world.gateway.lose(one.world.link, "gone")
         assert await task == b""
         with pytest.raises(WorkerLost):
             await anext(one.generation)
@@ -135,7 +136,7 @@ async def test_an_error_while_it_pours_ends_this_answer_and_no_other() -> None:
     async with pouring() as one:
         task = one.pour()
         await asyncio.sleep(0)
-        one.world.gateway.take([Delta(job=one.generation.lanes[0].job.id, tokens=(999_999,))])
+        one.world.gateway.take(one.world.link, [Delta(job=one.generation.lanes[0].job.id, tokens=(999_999,))])
         with pytest.raises(RequestError, match="999999"):
             await task
 

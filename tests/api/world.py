@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import json
 import socket
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,11 +66,20 @@ def named_events(text: str) -> list[tuple[str, dict[str, Any]]]:
 class World:
     """Everything between the client and the engine. `http` and `client` talk to it in process."""
 
-    def __init__(self, script: Script, limits: Limits = Limits(), max_model_len: int = 4096, **config: Any) -> None:  # noqa: B008
+    def __init__(
+        self,
+        script: Script,
+        limits: Limits = Limits(),  # noqa: B008
+        max_model_len: int = 4096,
+        *,
+        resume_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        **config: Any,
+    ) -> None:
         self.engine = FakeEngine(script)
         self.metrics = Metrics(MODEL, itertools.count().__next__)  # each scrape is a new one
-        self.gateway = Gateway(TOKENIZER, K2_6, self.engine, self.metrics, limits)
-        self.engine.serve(self.gateway, max_model_len)
+        self.gateway = Gateway(TOKENIZER, K2_6, self.metrics, limits, clock, resume_s)
+        self.link = self.engine.serve(self.gateway, max_model_len)
         self.config = ApiConfig(served_model_names=(MODEL, "alias"), limits=limits, **config)
         self.app: ASGIApp = create_app(self.gateway, self.config)
         kind = {"content-type": "application/json"}  # also for bodies that are given as bytes

@@ -290,3 +290,68 @@ def test_a_wrong_edge_is_named(tmp_path: Path, text: str, complaint: str):
     path.write_text(f'weights = "w"\n{text}\n')
     with pytest.raises(ConfigError, match=complaint):
         read(path, {})
+
+
+POOLS = """
+weights = "w"
+[engine]
+kv_memory = "1GB"
+max_running = 8
+[engine.speculation]
+type = "suffix"
+[[workers]]
+role = "prefill"
+devices = [0, 1]
+count = 2
+[workers.engine]
+kv_memory = "2GB"
+step_tokens = 4096
+[[workers]]
+role = "decode"
+cores = [1]
+"""
+
+
+def test_each_kind_of_worker_has_what_the_engine_table_says_and_over_it_its_own(tmp_path: Path):
+    config = read(write(tmp_path, POOLS), {"engine.max_running": 4})
+    first, second, last = config.places
+    assert [(place.name, place.role, place.devices) for place in (first, second, last)] == [
+        ("prefill-0", "prefill", (0,)),
+        ("prefill-1", "prefill", (1,)),
+        ("decode", "decode", ()),
+    ]
+    assert first.engine == second.engine
+    assert (first.engine.kv_memory, first.engine.step_tokens, first.engine.max_running) == (2 * 10**9, 4096, 4)
+    assert (last.engine.kv_memory, last.engine.step_tokens, last.cores) == (10**9, None, (1,))
+    assert first.engine.speculation == last.engine.speculation == Suffix()
+
+
+def test_one_worker_does_everything_where_none_is_named(tmp_path: Path):
+    (place,) = read(write(tmp_path, SUFFIX), {}).places
+    assert (place.name, place.role, place.engine.speculation) == ("worker", "both", Suffix())
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("workers = 3", "workers is 3; expected tables"),
+        ("workers = [3]", r"workers\[0\] is 3; expected a table"),
+        (
+            "[[workers]]\nrolle = 'both'",
+            r"unknown key workers\[0\].rolle; did you mean role\? the keys are role",
+        ),
+        ("[[workers]]\nrole = 'cook'", "Invalid enum value 'cook'"),
+        ("[[workers]]\nengine = 3", r"workers\[0\].engine is 3; expected a table"),
+        ("[[workers]]\nengine = {kv_memry = 3}", "did you mean kv_memory"),
+        ("[[workers]]\nengine = {kv_memory = 'x'}", r"workers\[0\].engine.kv_memory is 'x'; expected a size"),
+        ("[[workers]]\nengine = {ranks = 9}", r"workers\[0\].engine.ranks is 9; expected 1 to 8"),
+        ("[[workers]]\nname = 'a/b'", "name is 'a/b'; expected 1 to 32 letters"),
+        ("[[workers]]\ncount = 2\ndevices = [0]", "has 1 GPUs for count = 2"),
+        ("[[workers]]\ndevices = [0]\nengine = {ranks = 2}", "has 1 GPUs for each worker, and engine.ranks is 2"),
+        ("[[workers]]\n[[workers]]", "two kinds of .* are called worker"),
+        ("[[workers]]\nrole = 'prefill'", "none would answer"),
+    ],
+)
+def test_a_mistake_in_a_kind_of_worker_names_its_place(text: str, words: str, tmp_path: Path):
+    with pytest.raises(ConfigError, match=words):
+        read(write(tmp_path, f'weights = "w"\n{text}\n'), {})

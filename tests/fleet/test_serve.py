@@ -314,7 +314,7 @@ def test_a_server_with_few_descriptors_serves_on(start: Callable[..., Server], t
     silent = [open_socket(server) for _ in range(400)]
     for _ in range(3):
         assert urlopen(f"{server.url}/health", timeout=10).status == 200
-    assert "the most that there may be" in server.said
+    wait_for(lambda: "the most that there may be" in server.said, END_S, server)
     for client in silent:
         client.close()
     os.killpg(server.process.pid, signal.SIGTERM)
@@ -434,7 +434,7 @@ sys.exit(1)
 '''
 popen = subprocess.Popen
 subprocess.Popen = lambda command, **how: popen([command[0], "-c", worker], **how)
-sys.exit(serve.serve(ServeConfig(weights=sys.argv[1], port=0), Console(stderr=True)))
+sys.exit(serve.serve(ServeConfig(weights=sys.argv[1], port=0, resume_s=0), Console(stderr=True)))
 """
 
 
@@ -506,7 +506,7 @@ def test_a_worker_that_is_killed_while_it_loads_is_one_line(start: Callable[...,
     for worker in server.workers:
         os.kill(worker, signal.SIGKILL)  # as the kernel does where memory runs out
     assert server.ends() == 1
-    assert server.said == "error: the worker ended with code -9 while it was loading the model\n"
+    assert server.said == "error: the worker has ended with code -9 while it was loading the model\n"
 
 
 def test_a_worker_that_is_stopped_while_it_loads_does_not_keep_ctrl_c_waiting(start: Callable[..., Server], tiny: Path):
@@ -540,8 +540,37 @@ def test_no_folder_for_sockets_is_said(tiny: Path, monkeypatch: pytest.MonkeyPat
         serve(ServeConfig(weights=str(tiny), port=0), Console())
 
 
-def test_a_worker_that_is_killed_ends_the_server_with_code_1(start: Callable[..., Server], tiny: Path):
+def test_a_stream_goes_on_when_its_worker_is_killed_and_started_again(start: Callable[..., Server], tiny: Path):
     server = start(tiny).until_ready()
+    asked = {"model": "tiny", "prompt": "the functions of", "max_tokens": 400, "stream": True}
+    asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
+    for how in ({"temperature": 0}, {"temperature": 1.0, "seed": 5}):
+        answers: list[list[int]] = []
+        for killed in (False, True):
+            tokens: list[int] = []
+            for chunk in server.client.completions.create(**asked, **how):
+                tokens += chunk.choices[0].model_dump().get("token_ids") or ()
+                if killed and len(tokens) > 100:
+                    killed = False
+                    for worker in server.workers:
+                        os.kill(worker, signal.SIGKILL)
+            answers.append(tokens)
+        assert len(answers[0]) == 400
+        assert answers[0] == answers[1]
+    assert server.said.count("the worker has ended with code -9; it is started again") == 2
+    metrics = urlopen(f"{server.url}/metrics", timeout=10).read().decode()
+    assert re.search(r"^redline:jobs_moved_total\{.*\} 2.0$", metrics, re.MULTILINE)
+    os.killpg(server.process.pid, signal.SIGTERM)
+    assert server.ends() == 0
+    assert "Traceback" not in server.said
+
+
+def test_without_time_to_resume_a_worker_that_is_killed_ends_the_server_with_code_1(
+    start: Callable[..., Server], tiny: Path, tmp_path: Path
+):
+    deployment = tmp_path / "deployment.toml"
+    deployment.write_text(f'weights = "{tiny}"\nresume_s = 0\n')
+    server = start(deployment).until_ready()
     with talk_for_ever(server) as stream:
         for worker in server.workers:
             os.kill(worker, signal.SIGKILL)
@@ -549,7 +578,7 @@ def test_a_worker_that_is_killed_ends_the_server_with_code_1(start: Callable[...
             list(stream)
     assert server.ends() == 1
     assert "the worker has ended with code -9; stopping" in server.said
-    assert "no worker: the worker has ended with code -9" in server.said, "who waits is told at once"
+    assert "worker is lost with 1 jobs: the worker has ended with code -9" in server.said, "who waits is told at once"
     assert "Traceback" not in server.said
 
 

@@ -46,10 +46,16 @@ class Life(RuleBasedStateMachine):
             learned=learned and drafts > 0,
         )
 
-    @rule(length=LENGTHS, root=st.integers(0, 1), max_tokens=st.sampled_from([0, 1, 2, 64, 200]), stop=st.booleans())
-    def submit(self, length: int, root: int, max_tokens: int, stop: bool) -> None:
+    @rule(
+        length=LENGTHS,
+        root=st.integers(0, 1),
+        max_tokens=st.sampled_from([0, 1, 2, 64, 200]),
+        stop=st.booleans(),
+        given=st.sampled_from([0, 0, 1, 63, 64, 100]),
+    )
+    def submit(self, length: int, root: int, max_tokens: int, stop: bool, given: int) -> None:
         tokens = tuple((at * at + root) % 89 for at in range(length))
-        self.world.submit(tokens, max_tokens=max_tokens, stop_ids=(3, 14, 15) if stop else ())
+        self.world.submit(tokens, max_tokens=max_tokens, stop_ids=(3, 14, 15) if stop else (), given=given)
 
     @precondition(lambda self: self.world.stories)
     @rule(data=st.data())

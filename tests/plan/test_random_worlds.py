@@ -60,6 +60,7 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False, together: bool
                 stop_ids=random_tokens(random_, random_.choice([0, 0, 0, 2])),
                 logprobs=random_.choice([None, None, 0]),
                 prompt_logprobs=random_.choice([None] * 7 + [0]),
+                given=random_.choice([0, 0, 0, 1, 20, 130]),
             )
         elif chance < 0.15 and stories:
             world.abort(random_.choice(stories))

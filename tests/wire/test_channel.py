@@ -1,6 +1,7 @@
 """Channels deliver every message once, in order, to threads and to asyncio; strangers deliver nothing."""
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -19,9 +20,10 @@ from redline.wire.channel import (
     SocketOutbox,
     ipc_address,
 )
-from redline.wire.codec import encode
+from redline.wire.codec import Wire, encode
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, JobId
+from redline.wire.news import Stop
 
 KEY = b"a shared key"
 
@@ -301,3 +303,23 @@ def test_the_largest_message_arrives(tmp_path: Path):
     with SocketInbox(address) as inbox, SocketOutbox(address) as outbox:
         outbox.put(largest)
         assert inbox.drain(wait=True, timeout=20) == [largest]
+
+
+async def _received_after_another_reader(tmp_path: Path) -> list[Wire]:
+    for number in range(2):
+        address = ipc_address(tmp_path / "sockets", f"{number}")
+        with AsyncSocketInbox(address) as inbox, SocketOutbox(address) as outbox:
+            reading = asyncio.create_task(inbox.get())
+            await asyncio.sleep(0.05)
+            if number:
+                outbox.put(Stop())
+                return await asyncio.wait_for(reading, 10)
+            reading.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reading
+    return []
+
+
+def test_a_reader_in_the_place_of_another_that_was_closed_is_read(tmp_path: Path) -> None:
+    """It is given the descriptor of the first, which the event loop must not watch any more."""
+    assert asyncio.run(_received_after_another_reader(tmp_path)) == [Stop()]

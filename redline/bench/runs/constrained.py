@@ -119,11 +119,12 @@ async def tiny_server(
     config = EngineConfig(max_running=max_running, speculation=speculation)
     engine = EngineCore(Loaded(model, layout, "tiny", tokenizer=tokenizer), config)
     inbox, outbox = MemoryChannel(), MemoryChannel()
-    gateway = Gateway(tokenizer(), K2_6, inbox, Metrics(MODEL, count().__next__))
-    gateway.deliver(engine.ready)
+    gateway = Gateway(tokenizer(), K2_6, Metrics(MODEL, count().__next__))
+    worker = gateway.join("worker", inbox)
+    gateway.deliver(worker, engine.ready)
     loop = threading.Thread(target=engine.serve, args=(inbox, outbox), name="loop")
     loop.start()
-    following = asyncio.create_task(gateway.follow(outbox))
+    following = asyncio.create_task(gateway.follow(worker, outbox))
     app = create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
     try:
         async with httpx.AsyncClient(

@@ -43,6 +43,7 @@ from redline.bench.runs.tiny_tokenizer import write_tiny_tokenizer
 from redline.chat.events import Text
 from redline.chat.template import K2_6
 from redline.chat.tokenizer import Tokenizer
+from redline.route.links import Link
 from redline.wire.codec import Wire, decode, encode
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
@@ -66,6 +67,7 @@ class FreeEngine:
         self._more: dict[JobId, bytes] = {}  # the same delta every time
         self._task: asyncio.Task[None] | None = None
         self.gateway: Gateway | None = None
+        self.link: Link | None = None
 
     def put(self, message: Wire) -> None:
         """Takes a job or an abort, as the engine's end of the wire does.
@@ -85,6 +87,7 @@ class FreeEngine:
 
     async def _run(self) -> None:
         assert self.gateway is not None
+        assert self.link is not None
         while self._left:
             messages: list[Wire] = []
             for id, left in list(self._left.items()):
@@ -94,7 +97,7 @@ class FreeEngine:
                 else:
                     del self._left[id]
                     messages.append(Delta(job=id, tokens=(self._token,), finish="length"))
-            self.gateway.take(messages)
+            self.gateway.take(self.link, messages)
             await asyncio.sleep(0)
 
 
@@ -104,8 +107,9 @@ def front_end() -> ASGIApp:
         tokenizer = Tokenizer.open(write_tiny_tokenizer(Path(folder)))
     (token,) = tokenizer.encode(WORD)
     engine = FreeEngine(token)
-    gateway = engine.gateway = Gateway(tokenizer, K2_6, engine, Metrics(MODEL))
-    gateway.deliver(Ready(max_model_len=1 << 20, pages=1 << 14, fingerprint="fake", summary="fake"))
+    gateway = engine.gateway = Gateway(tokenizer, K2_6, Metrics(MODEL))
+    engine.link = gateway.join("worker", engine)
+    gateway.deliver(engine.link, Ready(max_model_len=1 << 20, pages=1 << 14, fingerprint="fake", summary="fake"))
     return create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
 
 

@@ -40,6 +40,7 @@ from redline.chat.known import KnownTexts
 from redline.chat.template import K2_6, render
 from redline.chat.tokenizer import SPLIT, Tokenizer, read_ranks
 from redline.errors import ConfigError
+from redline.route.links import Link
 from redline.wire.codec import Wire, encode
 from redline.wire.delta import Delta
 from redline.wire.job import Job, JobId, Sampling
@@ -83,14 +84,16 @@ class InstantEngine:
     def __init__(self, token: int) -> None:
         self._token = token
         self.gateway: Gateway | None = None
+        self.link: Link | None = None
 
     def put(self, message: Wire) -> None:
         """Takes a job. Raises AssertionError for any other message."""
         assert isinstance(message, Job)
         assert self.gateway is not None
+        assert self.link is not None
         encode(message)
         delta = Delta(job=message.id, tokens=(self._token,), finish="length", cached_tokens=len(message.tokens))
-        asyncio.get_running_loop().call_soon(self.gateway.deliver, delta)
+        asyncio.get_running_loop().call_soon(self.gateway.deliver, self.link, delta)
 
 
 def front_end(tokenizer: Path) -> ASGIApp:
@@ -98,8 +101,9 @@ def front_end(tokenizer: Path) -> ASGIApp:
     opened = Tokenizer.open(tokenizer)
     (token,) = opened.encode(" the")
     engine = InstantEngine(token)
-    gateway = engine.gateway = Gateway(opened, K2_6, engine, Metrics(MODEL))
-    gateway.deliver(Ready(max_model_len=1 << 18, pages=1 << 14, fingerprint="fake", summary="fake"))
+    gateway = engine.gateway = Gateway(opened, K2_6, Metrics(MODEL))
+    engine.link = gateway.join("worker", engine)
+    gateway.deliver(engine.link, Ready(max_model_len=1 << 18, pages=1 << 14, fingerprint="fake", summary="fake"))
     return create_app(gateway, ApiConfig(served_model_names=(MODEL,)))
 
 

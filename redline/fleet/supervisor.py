@@ -1,0 +1,259 @@
+"""Starts the workers of a deployment, and starts each again that ends: once more at once, then after longer and longer.
+
+A start of a worker has an epoch and sockets of its own. Whatever an earlier one still says is read by nobody, so it
+cannot be taken for the word of the one that has its place. Why each start has ended is kept, and said in the log.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from redline.api.gateway import Gateway
+from redline.errors import ConfigError, WorkerLost
+from redline.fleet.config import Place, ServeConfig
+from redline.route.links import Link
+from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
+from redline.wire.news import Ready, Stop
+from redline.worker.config import WorkerConfig
+
+STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
+STOP_S = 10.0  # for a worker to abort what runs, prove its pages and leave
+WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
+SILENCE_S = 60  # without a heartbeat, after which a worker is ended: nothing will come of the answers that wait
+LOOK_S = 0.25  # between two looks for workers that have fallen silent
+AGAIN_S, LONGEST_S = 0.5, 30.0  # before a second start in a row, doubled with each one more; and at most
+WELL_S = 60.0  # of being ready, after which earlier ends do not count
+MOST_ENDS = 5  # of one worker in a row, after which it is given up
+
+log = logging.getLogger("redline.fleet")
+
+
+class End(NamedTuple):
+    """How one start of a worker has ended."""
+
+    epoch: int
+    why: str
+    ready: bool  # whether it had loaded its model
+    seconds: float  # from there on
+
+    @property
+    def well(self) -> bool:
+        """Whether it served for long enough that its end says nothing of the next start."""
+        return self.ready and self.seconds >= WELL_S
+
+
+class Supervised:
+    """One worker through all its starts. `ends` has how each start ended; `given_up` is why there will be no other."""
+
+    def __init__(self, place: Place, weights: str, gateway: Gateway, sockets: Path, again: bool) -> None:
+        """sockets: the folder for its sockets. again: whether it is started again."""
+        self.place = place
+        self.ends: list[End] = []
+        self.given_up: str | None = None
+        self.ready = asyncio.Event()  # set when it is ready for the first time
+        self._weights = weights
+        self._gateway = gateway
+        self._sockets = sockets
+        self._again = again
+        self._stopping = asyncio.Event()
+        self._in_a_row = 0
+
+    async def live(self) -> None:
+        """Start it, again and again, until it is given up or told to stop; then no process of it is left."""
+        epoch = 0
+        while not self._stopping.is_set():
+            epoch += 1
+            end = await self._start(epoch)
+            if self._stopping.is_set():
+                return
+            self.ends.append(end)
+            self._in_a_row = 1 if end.well else self._in_a_row + 1
+            if not self._again or not self.ready.is_set() or self._in_a_row >= MOST_ENDS:
+                self.given_up = end.why
+                return
+            pause = 0.0 if self._in_a_row == 1 else min(AGAIN_S * 2 ** (self._in_a_row - 2), LONGEST_S)
+            after = f" in {pause:g} s" if pause else ""
+            log.error("%s: %s; it is started again%s", self.place.name, end.why, after)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def stop(self) -> None:
+        """Have it abort what it runs and leave; `live` returns once it has."""
+        self._stopping.set()
+
+    async def _start(self, epoch: int) -> End:
+        """One start, to its end."""
+        name, clock = f"{self.place.name}.{epoch}", asyncio.get_running_loop().time
+        jobs, deltas = (ipc_address(self._sockets, f"{name}.{kind}") for kind in ("jobs", "deltas"))
+        with AsyncSocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
+            link = self._gateway.join(self.place.name, outbox, self.place.role, epoch)
+            process = start_worker(self.place, epoch, self._weights, jobs, deltas)
+            ended = asyncio.create_task(asyncio.to_thread(process.wait))
+            following = asyncio.create_task(self._follow(link, inbox))
+            silence = asyncio.create_task(until_silent(link))
+            stopping = asyncio.create_task(self._stopping.wait())
+            ready_at: float | None = None
+            try:
+                first = asyncio.create_task(_until(lambda: link.ready is not None))
+                await asyncio.wait({ended, following, stopping, first}, return_when=asyncio.FIRST_COMPLETED)
+                if link.ready is not None:
+                    ready_at = clock()
+                    self.ready.set()
+                    await asyncio.wait({ended, following, stopping, silence}, return_when=asyncio.FIRST_COMPLETED)
+                first.cancel()
+                if ended.done() and not stopping.done():
+                    await asyncio.wait({following}, timeout=WORDS_S)  # it may have spoken just before it ended
+                why = self._why(link, process, silence.done(), ready_at is not None)
+            finally:
+                for task in (silence, stopping):
+                    task.cancel()
+                await self._end(link, process, ended, stopped=self._stopping.is_set())
+                following.cancel()
+                with suppress(asyncio.CancelledError):
+                    await following
+                self._gateway.lose(link, "the server is stopping")  # where nothing else has been said
+            return End(epoch, why, ready_at is not None, 0.0 if ready_at is None else clock() - ready_at)
+
+    async def _follow(self, link: Link, inbox: AsyncSocketInbox) -> None:
+        """Hands on what it says, until it says that it ends."""
+        while link.lost is None:
+            self._gateway.take(link, await inbox.get())
+
+    def _why(self, link: Link, process: "subprocess.Popen[bytes]", silent: bool, ready: bool) -> str:
+        if link.lost is not None:
+            return f"the worker has ended: {link.lost}" if ready else link.lost
+        if process.poll() is not None:
+            while_loading = "" if ready else " while it was loading the model"
+            why = f"the worker has ended with code {process.returncode}{while_loading}"
+        elif silent:
+            why = f"the worker has not been heard of for {SILENCE_S} s"
+        else:
+            why = "the worker's messages are not read any more"
+        self._gateway.lose(link, why)
+        return why
+
+    async def _end(
+        self, link: Link, process: "subprocess.Popen[bytes]", ended: "asyncio.Task[int]", *, stopped: bool
+    ) -> None:
+        """Leaves no process behind: one that is well and was told to stop has STOP_S to prove its pages."""
+        if stopped and link.ready is not None and process.poll() is None and not self._gateway.links.is_silent(link):
+            link.outbox.put(Stop())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(ended), STOP_S)
+        elif link.lost is not None:  # it has said its last words, and leaves by itself
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(ended), STOP_S)
+        if process.poll() is None:
+            process.kill()
+        await ended
+        if process.stdin is not None:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+
+class Supervisor:
+    """All workers of a deployment. `run` is their life; `ready` returns once each is ready for the first time."""
+
+    def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path) -> None:
+        again = config.resume_s > 0
+        self.workers = [Supervised(place, config.weights, gateway, sockets, again) for place in config.places]
+        self._gateway = gateway
+        self._lives: list[asyncio.Task[None]] = []
+
+    async def start(self, stop: asyncio.Event, serving: "asyncio.Task[None]") -> Ready | None:
+        """Start all of them: what jobs may be like once each is ready; None where `stop` was set before.
+
+        Raises ConfigError with the reason of the first that cannot load its model, WorkerLost where it had no time to
+        give one, or where `serving` has ended meanwhile.
+        """
+        self._lives = [asyncio.create_task(worker.live()) for worker in self.workers]
+        all_ready = asyncio.gather(*(worker.ready.wait() for worker in self.workers))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            while not all_ready.done() and not stopping.done():
+                running = {life for life in self._lives if not life.done()}
+                await asyncio.wait({all_ready, stopping, serving, *running}, return_when=asyncio.FIRST_COMPLETED)  # pyright: ignore[reportCallIssue, reportArgumentType]
+                if serving.done():
+                    raise WorkerLost(f"the server has failed while the model was loading: {serving.exception()}")
+                for worker, life in zip(self.workers, self._lives, strict=True):
+                    if life.done() and not stopping.done():
+                        life.result()
+                        raise _failure(worker)
+            return None if stopping.done() else self._gateway.ready
+        finally:
+            stopping.cancel()
+            all_ready.cancel()
+            with suppress(asyncio.CancelledError):
+                await all_ready
+
+    async def given_up(self) -> str:
+        """Returns once no worker is left that answers, nor will be: why."""
+        while True:
+            await asyncio.wait(self._lives, timeout=LOOK_S)
+            self._gateway.look()
+            left = [worker for worker in self.workers if worker.given_up is None and worker.place.role != "prefill"]
+            if not left:
+                return next(worker.given_up for worker in self.workers if worker.given_up is not None)
+            self._lives = [life for life in self._lives if not life.done()] or self._lives
+
+    async def stop(self) -> None:
+        """Have all leave; returns once no process of theirs is left. Idempotent."""
+        for worker in self.workers:
+            worker.stop()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+
+
+def start_worker(place: Place, epoch: int, weights: str, inbox: str, outbox: str) -> "subprocess.Popen[bytes]":
+    """A worker's process, which reads its config from a pipe that ends with this process."""
+    environment = dict(os.environ)
+    if place.devices:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.devices))
+    # Ctrl-C, and a supervisor's SIGTERM, reach the whole group, and a child inherits what is blocked: the worker is not
+    # interrupted even while it imports, before it can say so itself.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    process = subprocess.Popen([sys.executable, "-m", "redline.worker.main"], stdin=subprocess.PIPE, env=environment)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    told = WorkerConfig(
+        weights=weights,
+        engine=place.engine,
+        inbox=inbox,
+        outbox=outbox,
+        name=place.name,
+        epoch=epoch,
+        role=place.role,
+        cores=place.cores,
+    )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # it has ended already, which its caller will see
+        process.stdin.write(msgspec.json.encode(told) + b"\n")
+        process.stdin.flush()
+    return process
+
+
+async def until_silent(link: Link) -> None:
+    """Returns once no heartbeat has come for SILENCE_S. Seconds are counted by waking up in each: where this process is
+    stopped together with its worker, none pass."""
+    silent, beats = 0, link.beats
+    while silent < SILENCE_S:
+        await asyncio.sleep(1)
+        silent, beats = silent + 1 if link.beats == beats and link.ready is not None else 0, link.beats
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def _failure(worker: Supervised) -> Exception:
+    """Why a worker could not load its model: in its own words, or that it had none."""
+    why = worker.given_up or "the worker has ended"
+    return WorkerLost(why) if why.startswith("the worker has ended with code") else ConfigError(why)

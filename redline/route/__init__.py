@@ -1,0 +1,1 @@
+"""Which worker takes a job? See docs/route.md."""
