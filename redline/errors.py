@@ -12,6 +12,7 @@ RedlineError
   x Overloaded            a retry can fix it
   x WorkerLost            the worker has ended; a retry can fix it once there is another
     - RankLost              one of its ranks has
+  x TransferFailed        bytes of a peer did not come (redline.transport.base); a retry can fix it
   x JobFailed             our fault, in one job alone (redline.api.gateway)
 """
 

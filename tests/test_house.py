@@ -283,8 +283,9 @@ RUN_TIME = {
     "rich": "rich", "prompt-toolkit": "prompt_toolkit", "jsonschema": "jsonschema", "filelock": "filelock",
     "llguidance": "llguidance",
 }  # fmt: skip
-# Plots, foreign vocabularies and training (`bench`, `draft`, `train`); the peer of `bench.peers`, which `test` brings.
-EXTRAS = {"matplotlib", "tokenizers", "accelerate", "deepspeed", "transformers", "compressed_tensors"}
+# Plots, foreign vocabularies, training and RDMA (`bench`, `draft`, `train`, `nixl`); the peer of `bench.peers`, which
+# `test` brings.
+EXTRAS = {"matplotlib", "tokenizers", "accelerate", "deepspeed", "transformers", "compressed_tensors", "nixl"}
 TRITON = (
     ROOT / "redline" / "kernels" / "hopper" / "triton"
 )  # comes with torch for CUDA; imported where a GPU's op is called
@@ -316,7 +317,7 @@ def test_the_engines_core_needs_torch_numpy_safetensors_and_msgspec_alone():
     """Its channel is a border between processes, and has pyzmq."""
     core = [
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for room in ("ops", "kernels", "model", "run", "plan", "wire")
+        for room in ("ops", "kernels", "transport", "model", "run", "plan", "wire")
         for path in sorted((ROOT / "redline" / room).rglob("*.py"))
         if path.name not in ("__init__.py", "channel.py") and path.parent != TRITON
     ]
@@ -393,7 +394,7 @@ def test_the_search_for_offences_finds_them(source: str):
     assert offences(source, FORBIDDEN_CALLS)
 
 
-@pytest.mark.parametrize("room", ["wire", "tune", "chat", "plan", "api"])
+@pytest.mark.parametrize("room", ["wire", "tune", "chat", "plan", "api", "transport"])
 def test_rooms_that_decide_know_no_gpu_even_where_the_checker_does_not_look(room: str):
     """The import laws are import-linter's; this also sees imports within functions."""
     for path in (ROOT / "redline" / room).rglob("*.py"):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from redline.kernels.by_chip import best
+from redline.kernels.by_chip import best, checksum
 from redline.kernels.cpu.add_norm import add_norm
 from redline.kernels.cpu.blocks.step_inputs import step_inputs
 from redline.kernels.cpu.linear import linear
@@ -37,14 +37,27 @@ from redline.kernels.hopper.step.suffix_match import suffix_match
 from redline.kernels.kernel import Kernel
 
 CPU: tuple[Kernel[Any, Any, Any], ...] = (
-    *(linear, add_norm, route_experts, moe, mla_qkv, mla_decode, mla_prefill, best.cpu, sample, step_inputs),
+    *(
+        linear,
+        add_norm,
+        route_experts,
+        moe,
+        mla_qkv,
+        mla_decode,
+        mla_prefill,
+        best.cpu,
+        sample,
+        step_inputs,
+        checksum.cpu,
+    ),
 )
 
-# The launches of a decode step on a GPU, in their order, and what many tokens take in their place.
+# The launches of a decode step on a GPU, in their order, what many tokens take in their place, and what travels.
 HOPPER: tuple[Kernel[Any, Any, Any], ...] = (
     *(step_rows, embed, project_a, project_q, absorb, attend, unabsorb, project_out, sum_ranks, gates),
     *(choose_experts, experts_up, experts_down, head, head_8, adjust, best.hopper, settle_rows),
     *(suffix_match, read_rows, keep_drafts),
     *(norm_states, join_rows, keep_rows, attend_grouped),
     *(norm_rows, split_a, rotate_heads, swiglu, sort_pairs, grouped_experts),
+    checksum.hopper,
 )

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 struct bf16;
+typedef uint64_t u64;
 
 struct LinearCall {
     const float* x;  // [T, >= K]
@@ -111,6 +112,13 @@ struct BestCall {
     int R, V;
 };
 
+struct ChecksumCall {
+    const uint8_t* data;  // [count]
+    u64* sum;             // out
+    int64_t count;
+    u64 seed;
+};
+
 struct SampleCall {
     const float* x;  // [R, >= V]
     int64_t ldx;
@@ -143,5 +151,6 @@ void redline_mla_qkv(const MlaQkvCall& call);
 void redline_mla_decode(const MlaDecodeCall& call);
 void redline_mla_prefill(const MlaPrefillCall& call);
 void redline_best(const BestCall& call);
+void redline_checksum(const ChecksumCall& call);
 void redline_sample(const SampleCall& call);
 }

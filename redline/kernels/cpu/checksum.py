@@ -1,0 +1,32 @@
+"""`checksum` on a CPU, by the thread that calls: it waits for memory, and the others have their own work."""
+
+import torch
+from torch import Tensor
+
+from redline.kernels.cpu import native
+from redline.kernels.kernel import Kernel
+from redline.ops import checksum as meaning
+
+_checksum = native.function("checksum")
+
+
+def run(args: meaning.ChecksumArgs) -> Tensor:
+    """The reference's result, by one native call."""
+    out = torch.empty((), dtype=torch.int64)
+    _checksum(data=args.data_N, sum=out, count=args.data_N.numel(), seed=args.seed)
+    return out
+
+
+def fits(args: meaning.ChecksumArgs) -> bool:
+    """Whether the bytes are uint8 and lie one after the other."""
+    return args.data_N.dtype == torch.uint8 and args.data_N.is_contiguous()
+
+
+def of_memory(address: int, count: int, seed: int) -> int:
+    """The checksum of bytes of this process's memory, in [0, 2^64). Needs the kernels (`native.library`)."""
+    out = torch.empty((), dtype=torch.int64)
+    _checksum(data=address, sum=out, count=count, seed=seed)
+    return meaning.number(out)
+
+
+checksum = Kernel(meaning.checksum, run, "cpu", fits)

@@ -1,0 +1,206 @@
+"""Within one process: a read is a copy, made while its reading is asked.
+
+A link that is slow, drops, tears or corrupts can be said (`Disturbance`), so what holds above a transport can be tested
+with a seed instead of a clock.
+"""
+
+import ctypes
+import itertools
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from redline.errors import ConfigError
+from redline.transport.base import Memory, Target, TransferFailed, address_of, inside
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What happens to one read.
+
+    polls: so many times it is asked in vain first. torn: the first half of its bytes is copied when it begins, the
+    rest when it ends; else all of them when it ends. dropped: it never ends by itself. failing: it fails instead of
+    ending. change: is given address and count of the bytes that have come, and may change them.
+    """
+
+    polls: int = 0
+    torn: bool = False
+    dropped: bool = False
+    failing: bool = False
+    change: Callable[[int, int], None] | None = None
+
+
+Disturb = Callable[[int, int], Disturbance | None]  # source offset and count of a read -> what happens to it
+
+_areas: dict[bytes, "MemoryArea"] = {}  # told -> area, of the whole process
+_numbers = itertools.count()
+
+
+class MemoryArea:
+    """An area of this process for peers in this process."""
+
+    def __init__(self, memory: Memory) -> None:
+        """Raises ConfigError where the memory is a GPU's."""
+        if memory.device is not None:
+            raise ConfigError("transport: `memory` moves bytes of the host, and these are a GPU's")
+        self.memory = memory
+        self.told = b"memory %d" % next(_numbers)
+        _areas[self.told] = self
+
+    @property
+    def open(self) -> bool:
+        """Whether peers can read it."""
+        return self.told in _areas
+
+    def close(self) -> None:
+        """As `Area.close`: reads under way fail when they are next asked."""
+        _areas.pop(self.told, None)
+
+
+class MemoryLanding:
+    """Nothing has to be prepared."""
+
+    def close(self) -> None:
+        """Nothing has been."""
+
+
+class MemoryReading:
+    """A read that goes on when it is asked."""
+
+    def __init__(self, peer: "MemoryPeer", offset: int, into: Target, count: int, until: float) -> None:
+        self._peer, self._offset, self._count, self._until = peer, offset, count, until
+        self._into, self._held = address_of(into, count)
+        self._disturbance = peer.disturbed(offset, count)
+        self._polls = self._disturbance.polls if self._disturbance is not None else 0
+        self._copied = 0
+        self._done = False
+        self._failed: str | None = None
+        if self._disturbance is not None and self._disturbance.torn and peer.area.open:
+            self._copy(count // 2)
+
+    def done(self) -> bool:
+        """As `Reading.done`."""
+        if self._done:
+            return True
+        if self._failed is not None:
+            raise TransferFailed(self._failed)
+        if not self._peer.area.open:
+            self._fail("the peer's memory is there no more")
+        if self._polls > 0:
+            self._polls -= 1
+            return self._wait()
+        disturbance = self._disturbance
+        if disturbance is not None:
+            if disturbance.failing:
+                self._fail("the link failed")
+            if disturbance.dropped:
+                return self._wait()
+        self._copy(self._count)
+        if disturbance is not None and disturbance.change is not None:
+            disturbance.change(self._into, self._count)
+        self._done = True
+        self._end()
+        return True
+
+    def cancel(self) -> None:
+        """As `Reading.cancel`, at once: bytes move only while somebody asks."""
+        if not self._done and self._failed is None:
+            self._failed = "the read was cancelled"
+            self._end()
+
+    def _wait(self) -> bool:
+        if self._peer.clock() >= self._until:
+            self._fail("the read took longer than it was given")
+        return False
+
+    def _copy(self, end: int) -> None:
+        source = self._peer.area.memory.address + self._offset + self._copied
+        ctypes.memmove(self._into + self._copied, source, end - self._copied)
+        self._copied = end
+
+    def _fail(self, reason: str) -> None:
+        self._failed = reason
+        self._end()
+        raise TransferFailed(reason)
+
+    def _end(self) -> None:
+        self._held = None
+        self._peer.readings.discard(self)
+
+
+class MemoryPeer:
+    """An area of this process, as its peers see it."""
+
+    def __init__(self, area: MemoryArea, disturb: Disturb | None, clock: Callable[[], float]) -> None:
+        self.area, self.clock = area, clock
+        self.size = area.memory.size
+        self.readings: set[MemoryReading] = set()
+        self._disturb = disturb
+        self._open = True
+
+    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> MemoryReading:
+        """As `Peer.read`."""
+        inside(source_offset, count, self.size)
+        assert self._open, "a peer that has been closed"
+        reading = MemoryReading(self, source_offset, into, count, self.clock() + seconds)
+        self.readings.add(reading)
+        return reading
+
+    def disturbed(self, offset: int, count: int) -> Disturbance | None:
+        """What happens to this read; None: nothing does."""
+        return self._disturb(offset, count) if self._disturb is not None else None
+
+    def close(self) -> None:
+        """As `Peer.close`."""
+        self._open = False
+        for reading in tuple(self.readings):
+            reading.cancel()
+
+
+class MemoryTransport:
+    """Areas and peers of one process.
+
+    disturb: what happens to each read (tests). clock: of the readings' deadlines, in seconds.
+    """
+
+    def __init__(self, disturb: Disturb | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._disturb, self._clock = disturb, clock
+        self._areas: list[MemoryArea] = []
+        self._peers: list[MemoryPeer] = []
+
+    def area(self, memory: Memory | int) -> MemoryArea:
+        """As `Transport.area`."""
+        area = MemoryArea(host_memory(memory) if isinstance(memory, int) else memory)
+        self._areas.append(area)
+        return area
+
+    def landing(self, memory: Memory) -> MemoryLanding:
+        """As `Transport.landing`: any memory of the host."""
+        if memory.device is not None:
+            raise ConfigError("transport: `memory` moves bytes of the host, and these are a GPU's")
+        return MemoryLanding()
+
+    def connect(self, told: bytes) -> MemoryPeer:
+        """As `Transport.connect`."""
+        area = _areas.get(told)
+        if area is None:
+            raise TransferFailed(f"no area of this process is called {told!r}")
+        peer = MemoryPeer(area, self._disturb, self._clock)
+        self._peers.append(peer)
+        return peer
+
+    def close(self) -> None:
+        """As `Transport.close`."""
+        for made in (*self._peers, *self._areas):
+            made.close()
+
+
+def host_memory(size: int) -> Memory:
+    """New memory of this process, zeros, as whole pages. Raises ConfigError where there is not so much."""
+    try:
+        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(f"transport: this machine does not give an area of {size:,} bytes ({error})") from error
+    held = (ctypes.c_char * size).from_buffer(mapped)
+    return Memory(ctypes.addressof(held), size, owner=held)

@@ -1,0 +1,206 @@
+"""Between processes of one host: an area is a file in shared memory, which its peers map to read, never to write.
+
+The folder is this user's alone (0700), as are the files. A peer's process may have died: what it had written can still
+be read until its file is taken away, so that an area answers says nothing about the life of its owner.
+"""
+
+import ctypes
+import mmap
+import os
+import secrets
+import stat
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from redline.errors import ConfigError
+from redline.transport.base import Memory, Target, TransferFailed, address_of, inside
+
+INLINE = 1 << 17  # bytes that are copied at once by whoever asks: about 10 us, what waking a thread takes
+PIECE = 1 << 20  # bytes between two looks at whether the read has been cancelled: about 0.1 ms
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    kind: str
+    name: str  # of the file in the folder
+    size: int
+
+
+_KIND = "redline-shared-1"
+
+
+class SharedArea:
+    """A file of shared memory that this process writes to."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        """Raises ConfigError where the folder's file system has no room for it."""
+        self._path = folder / f"parcels-{os.getpid()}-{secrets.token_hex(8)}"
+        file = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, size)  # taken now: who writes to a mapped page that has no room is killed
+            mapped = mmap.mmap(file, size)
+        except (OSError, ValueError) as error:
+            self._path.unlink()
+            raise ConfigError(f"transport: {folder} has no room for an area of {size:,} bytes ({error})") from error
+        finally:
+            os.close(file)
+        held = (ctypes.c_char * size).from_buffer(mapped)
+        self.memory = Memory(ctypes.addressof(held), size, owner=held)
+        self.told = msgspec.msgpack.encode(_Told(_KIND, self._path.name, size))
+
+    def close(self) -> None:
+        """As `Area.close`: the file loses its name; who has it mapped reads what it last held."""
+        self._path.unlink(missing_ok=True)
+
+
+class SharedLanding:
+    """Nothing has to be prepared."""
+
+    def close(self) -> None:
+        """Nothing has been."""
+
+
+class SharedReading:
+    """A copy, by the transport's thread where it is large."""
+
+    def __init__(self, peer: "SharedPeer", source: int, into: Target, count: int, seconds: float) -> None:
+        self._peer, self._source, self._count = peer, source, count
+        self._into, self._held = address_of(into, count)
+        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._stopped = False
+        self._whole = False
+        self._failed: str | None = None
+        self._copying: Future[None] | None = None
+        if count <= INLINE:
+            self._copy()
+        else:
+            peer.readings.add(self)
+            self._copying = peer.copier.submit(self._copy)
+
+    def done(self) -> bool:
+        """As `Reading.done`."""
+        if self._failed is not None:
+            raise TransferFailed(self._failed)
+        if self._copying is None or self._copying.done():
+            self._end()
+            return True
+        if time.monotonic() >= self._until:
+            self._give_up(f"the read took longer than its {self._seconds:g} s")
+            return self.done()
+        return False
+
+    def cancel(self) -> None:
+        """As `Reading.cancel`: within a piece of 1 MiB, or at once where it has not begun."""
+        self._give_up("the read was cancelled")
+
+    def _give_up(self, reason: str) -> None:
+        self._stopped = True
+        if self._copying is not None and not self._copying.cancel():
+            self._copying.result()
+        if not self._whole and self._failed is None:
+            self._failed = reason
+        self._end()
+
+    def _copy(self) -> None:
+        for first in range(0, self._count, PIECE):
+            if self._stopped:
+                return
+            ctypes.memmove(self._into + first, self._source + first, min(PIECE, self._count - first))
+        self._whole = True
+
+    def _end(self) -> None:
+        self._held = self._copying = None
+        self._peer.readings.discard(self)
+
+
+class SharedPeer:
+    """A file of another process, mapped to be read."""
+
+    def __init__(self, path: Path, size: int, copier: ThreadPoolExecutor) -> None:
+        """Raises TransferFailed where the file is not there, or is not what was told."""
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise TransferFailed(f"the peer's memory is not there: {error.strerror}") from error
+        try:
+            facts = os.fstat(file)
+            ours = facts.st_uid == os.geteuid() and stat.S_ISREG(facts.st_mode) and not facts.st_mode & 0o077
+            if not ours or facts.st_size != size or not size:
+                raise TransferFailed("the peer's memory is not the file that it told of")
+            mapped = mmap.mmap(file, size, prot=mmap.PROT_READ)
+        finally:
+            os.close(file)
+        self._view = np.frombuffer(mapped, np.uint8)  # the mapping ends with it
+        self.size = size
+        self.readings: set[SharedReading] = set()
+        self.copier = copier
+        self._open = True
+
+    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> SharedReading:
+        """As `Peer.read`."""
+        inside(source_offset, count, self.size)
+        assert self._open, "a peer that has been closed"
+        return SharedReading(self, self._view.ctypes.data + source_offset, into, count, seconds)
+
+    def close(self) -> None:
+        """As `Peer.close`."""
+        self._open = False
+        for reading in tuple(self.readings):
+            reading.cancel()
+        self._view = np.empty(0, np.uint8)
+
+
+class SharedTransport:
+    """Areas and peers of one user on one host.
+
+    folder: the same one for all that are to meet, best on a file system in memory (/dev/shm). It is made where it is
+    missing. Raises ConfigError where it is another user's, or others may look into it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            facts = folder.lstat()
+        except OSError as error:
+            raise ConfigError(f"transport: {folder} cannot be made ({error.strerror})") from error
+        if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+            raise ConfigError(f"transport: {folder} must be a folder of this user's alone (chmod 700)")
+        self._copier = ThreadPoolExecutor(1, thread_name_prefix="transport")  # its thread begins with the first copy
+        self._areas: list[SharedArea] = []
+        self._peers: list[SharedPeer] = []
+
+    def area(self, memory: Memory | int) -> SharedArea:
+        """As `Transport.area`: of new memory alone."""
+        if not isinstance(memory, int):
+            raise ConfigError("transport: `shared` makes the memory of an area itself: say its size")
+        area = SharedArea(self._folder, memory)
+        self._areas.append(area)
+        return area
+
+    def landing(self, memory: Memory) -> SharedLanding:
+        """As `Transport.landing`: any memory of the host."""
+        if memory.device is not None:
+            raise ConfigError("transport: `shared` moves bytes of the host, and these are a GPU's")
+        return SharedLanding()
+
+    def connect(self, told: bytes) -> SharedPeer:
+        """As `Transport.connect`."""
+        try:
+            facts = msgspec.msgpack.decode(told, type=_Told)
+        except msgspec.MsgspecError as error:
+            raise TransferFailed(f"what the peer told is not of the transport `shared` ({error})") from error
+        if facts.kind != _KIND or not facts.name or "/" in facts.name or facts.name in (".", ".."):
+            raise TransferFailed("what the peer told names no file of the transport `shared`")
+        peer = SharedPeer(self._folder / facts.name, facts.size, self._copier)
+        self._peers.append(peer)
+        return peer
+
+    def close(self) -> None:
+        """As `Transport.close`."""
+        for made in (*self._peers, *self._areas):
+            made.close()
+        self._copier.shutdown()

@@ -1,0 +1,170 @@
+"""What every transport promises (`redline.transport.base`), as tests: a subclass says how to make a pair.
+
+Both ends live in this process; that they can live in two is tried beside it.
+"""
+
+import ctypes
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from redline.transport.base import Area, Memory, Peer, Reading, TransferFailed, Transport
+
+SIZE = 3_000_000
+
+
+def fill(memory: Memory, data: bytes, offset: int = 0) -> None:
+    ctypes.memmove(memory.address + offset, data, len(data))
+
+
+def pattern(size: int, salt: int = 0) -> bytes:
+    return bytes((i * 31 + i // 251 + salt) % 256 for i in range(size))
+
+
+def wait(reading: Reading, seconds: float = 20.0) -> None:
+    until = time.monotonic() + seconds
+    while not reading.done():
+        assert time.monotonic() < until, "the reading neither ends nor fails"
+        time.sleep(0.0002)
+
+
+class Promises:
+    """host: memory of the reader, which the transport has been told of."""
+
+    LARGE = SIZE
+
+    def transport(self) -> Transport:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def ours(self, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Transport]:
+        self.folder = tmp_path_factory.mktemp("shared")
+        self.folder.chmod(0o700)
+        transport = self.transport()
+        yield transport
+        transport.close()
+
+    @pytest.fixture
+    def area(self, ours: Transport) -> Iterator[Area]:
+        area = ours.area(self.LARGE)
+        yield area
+        area.close()
+
+    @pytest.fixture
+    def landing(self, theirs: Transport) -> bytearray:
+        into = bytearray(self.LARGE)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(into))
+        theirs.landing(Memory(address, len(into), owner=into))
+        return into
+
+    @pytest.fixture
+    def theirs(self, ours: Transport) -> Iterator[Transport]:
+        """The reader's transport, which is another object as it would be in another process."""
+        transport = self.transport()
+        yield transport
+        transport.close()
+
+    @pytest.fixture
+    def peer(self, theirs: Transport, area: Area, landing: bytearray) -> Iterator[Peer]:
+        peer = theirs.connect(area.told)
+        yield peer
+        peer.close()
+
+    def test_a_read_brings_the_bytes_and_touches_no_others(self, area: Area, peer: Peer, landing: bytearray):
+        data = pattern(self.LARGE)
+        fill(area.memory, data)
+        assert peer.size == len(data)
+        for offset, count in ((0, 1), (7, 4097), (65_536, 300_001), (0, len(data)), (len(data) - 3, 3), (5, 0)):
+            landing[:] = bytes([255]) * len(landing)
+            at = min(11, len(landing) - count)
+            wait(peer.read(offset, memoryview(landing)[at:], count, 20.0))
+            assert landing[at : at + count] == data[offset : offset + count]
+            assert landing[:at] == bytes([255]) * at
+            assert landing[at + count :] == bytes([255]) * (len(landing) - at - count)
+
+    def test_many_reads_are_under_way_at_once(self, area: Area, peer: Peer, landing: bytearray):
+        data = pattern(self.LARGE, 3)
+        fill(area.memory, data)
+        piece = len(data) // 10
+        readings = [
+            peer.read((9 - i) * piece, memoryview(landing)[i * piece : (i + 1) * piece], piece, 20.0) for i in range(10)
+        ]
+        for reading in readings:
+            wait(reading)
+            assert reading.done(), "a reading that is done stays done"
+        for i in range(10):
+            assert landing[i * piece : (i + 1) * piece] == data[(9 - i) * piece : (10 - i) * piece]
+
+    def test_a_read_sees_what_the_owner_writes_later(self, area: Area, peer: Peer, landing: bytearray):
+        for salt in range(3):
+            data = pattern(5000, salt)
+            fill(area.memory, data, 100)
+            wait(peer.read(100, landing, 5000, 20.0))
+            assert landing[:5000] == data
+
+    def test_a_cancelled_read_writes_nothing_more(self, area: Area, peer: Peer, landing: bytearray):
+        fill(area.memory, bytes([1]) * self.LARGE)
+        reading = peer.read(0, landing, self.LARGE, 20.0)
+        reading.cancel()
+        before = bytes(landing)
+        time.sleep(0.05)
+        assert landing == before
+        try:
+            assert reading.done()
+            assert landing == bytes([1]) * self.LARGE, "a read that says it is done has brought all"
+        except TransferFailed:
+            with pytest.raises(TransferFailed):
+                reading.done()
+        reading.cancel()
+
+    def test_a_read_whose_time_is_over_fails(self, area: Area, peer: Peer, landing: bytearray):
+        reading = peer.read(0, landing, self.LARGE, 0.0)
+        until = time.monotonic() + 10
+        try:
+            while not reading.done():
+                assert time.monotonic() < until
+        except TransferFailed:
+            before = bytes(landing)
+            time.sleep(0.02)
+            assert landing == before
+
+    def test_bytes_outside_are_refused(self, peer: Peer, landing: bytearray):
+        for offset, count in ((0, self.LARGE + 1), (self.LARGE, 1), (-1, 1), (0, -1)):
+            with pytest.raises(ValueError, match="are not in an area"):
+                peer.read(offset, landing, count, 1.0)
+        with pytest.raises(ValueError, match="a read of 100 bytes"):
+            peer.read(0, bytearray(99), 100, 1.0)
+        with pytest.raises((ValueError, TypeError)):
+            peer.read(0, memoryview(bytes(100)), 100, 1.0)
+
+    def test_what_nobody_told_is_refused(self, theirs: Transport, area: Area):
+        for told in (b"", b"garbage", area.told[:-1], area.told + b"x"):
+            with pytest.raises(TransferFailed):
+                theirs.connect(told)
+
+    def test_an_area_that_has_closed_takes_no_connections(self, theirs: Transport, area: Area):
+        into = bytearray(8)
+        theirs.landing(Memory(ctypes.addressof(ctypes.c_char.from_buffer(into)), 8, owner=into))
+
+        def read() -> None:
+            """Where it cannot be known yet that the area has gone, the first read finds it."""
+            wait(theirs.connect(area.told).read(0, into, 8, 2.0))
+
+        area.close()
+        with pytest.raises(TransferFailed):
+            read()
+
+    def test_closing_a_peer_cancels_its_reads(self, area: Area, theirs: Transport, landing: bytearray):
+        fill(area.memory, bytes([1]) * self.LARGE)
+        peer = theirs.connect(area.told)
+        readings = [peer.read(0, landing, self.LARGE, 20.0) for _ in range(4)]
+        peer.close()
+        before = bytes(landing)
+        time.sleep(0.05)
+        assert landing == before
+        for reading in readings:
+            try:
+                assert reading.done()
+            except TransferFailed:
+                continue

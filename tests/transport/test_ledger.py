@@ -1,0 +1,183 @@
+"""No two parcels overlap, every byte comes back, and only the words of its own ticket return a space."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from redline.transport.ledger import ALIGNED, Lender, Parcel, seed_of
+
+AREA = 40 * ALIGNED + 100
+
+
+class Book(RuleBasedStateMachine):
+    """Every order of lending, filling, taking, leaving and running out; beside it a model that is one byte map."""
+
+    filling = Bundle("filling")
+    tickets = Bundle("tickets")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.lender = Lender(AREA, lambda: self.now, first_epoch=100)
+        self.owner: dict[int, Parcel] = {}  # unit of ALIGNED bytes -> whose it is
+        self.filled: set[int] = set()  # epochs of parcels that are offered
+        self.lost: set[int] = set()  # epochs of parcels whose reader will not come
+        self.epochs: set[int] = set()
+
+    def units(self, parcel: Parcel) -> range:
+        assert parcel.offset % ALIGNED == 0
+        return range(parcel.offset // ALIGNED, -(-(parcel.offset + parcel.size) // ALIGNED))
+
+    def returned(self, parcel: Parcel) -> None:
+        for unit in self.units(parcel):
+            assert self.owner.pop(unit) == parcel
+
+    @rule(
+        target=filling,
+        size=st.integers(1, 12 * ALIGNED),
+        to=st.sampled_from("abc"),
+        seconds=st.integers(1, 20),
+    )
+    def lend(self, size: int, to: str, seconds: int):
+        parcel = self.lender.lend(size, to, seconds)
+        if parcel is None:
+            need, run = -(-size // ALIGNED), 0
+            for unit in range(AREA // ALIGNED):
+                run = 0 if unit in self.owner else run + 1
+                assert run < need, "there was room"
+            return multiple()
+        assert parcel.epoch not in self.epochs
+        assert (parcel.size, parcel.to, parcel.deadline) == (size, to, self.now + seconds)
+        self.epochs.add(parcel.epoch)
+        for unit in self.units(parcel):
+            assert unit not in self.owner
+            assert unit < AREA // ALIGNED
+            self.owner[unit] = parcel
+        return parcel
+
+    @rule(target=tickets, parcel=consumes(filling), checksum=st.integers(0, 2**64 - 1))
+    def offer(self, parcel: Parcel, checksum: int):
+        ticket = self.lender.offer(parcel, checksum)
+        if parcel.epoch in self.lost:
+            assert ticket is None
+            self.returned(parcel)
+            return multiple()
+        assert ticket is not None
+        assert (ticket.id, ticket.epoch, ticket.offset) == (parcel.id, parcel.epoch, parcel.offset)
+        assert (ticket.size, ticket.checksum, ticket.seed) == (parcel.size, checksum, parcel.seed)
+        self.filled.add(parcel.epoch)
+        with pytest.raises(KeyError):
+            self.lender.offer(parcel, checksum)
+        return parcel
+
+    @rule(parcel=consumes(filling))
+    def drop(self, parcel: Parcel):
+        self.lender.drop(parcel)
+        self.returned(parcel)
+        with pytest.raises(KeyError):
+            self.lender.drop(parcel)
+
+    @rule(parcel=tickets)
+    def taken(self, parcel: Parcel):
+        lives = parcel.epoch in self.filled
+        assert self.lender.taken(parcel.id, parcel.epoch) == lives
+        if lives:
+            self.filled.discard(parcel.epoch)
+            self.returned(parcel)
+
+    @rule(parcel=filling)
+    def taken_before_it_is_offered(self, parcel: Parcel):
+        assert not self.lender.taken(parcel.id, parcel.epoch)
+
+    @rule(parcel=tickets, off=st.integers(-3, 3).filter(bool))
+    def taken_with_words_of_another(self, parcel: Parcel, off: int):
+        other = {one.epoch: one for one in self.owner.values()}.get(parcel.epoch + off)
+        if other is None or other.id != parcel.id:
+            assert not self.lender.taken(parcel.id, parcel.epoch + off)
+
+    def lose(self, lost: list[Parcel], expected: set[int]):
+        assert {parcel.epoch for parcel in lost} == expected
+        for parcel in lost:
+            if parcel.epoch in self.filled:
+                self.filled.discard(parcel.epoch)
+                self.returned(parcel)
+            self.lost.add(parcel.epoch)
+
+    @rule(to=st.sampled_from("abc"))
+    def give_up(self, to: str):
+        expected = {one.epoch for one in self.owner.values() if one.to == to} - self.lost
+        self.lose(self.lender.give_up(to), expected)
+
+    @rule(later=st.integers(0, 10))
+    def expire(self, later: int):
+        self.now += later
+        expected = {one.epoch for one in self.owner.values() if one.deadline <= self.now} - self.lost
+        self.lose(self.lender.expire(self.now), expected)
+
+    @invariant()
+    def sound(self):
+        self.lender.check()
+        assert self.lender.free == (AREA // ALIGNED - len(self.owner)) * ALIGNED
+        assert set(self.lender.lent) == set(self.owner.values())
+
+
+Book.TestCase.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestBook = Book.TestCase
+
+
+def test_a_space_that_is_filled_comes_back_only_when_that_has_stopped():
+    lender = Lender(1024, lambda: 0.0)
+    parcel = lender.lend(1024, "decode", 1.0)
+    assert parcel is not None
+    assert lender.expire(2.0) == [parcel]
+    assert lender.lend(1, "decode", 1.0) is None
+    assert lender.offer(parcel, 0) is None
+    assert lender.free == 1024
+
+
+def test_a_parcel_that_never_fits_is_an_error_and_one_that_does_not_fit_now_is_none():
+    lender = Lender(1000, lambda: 0.0)
+    assert lender.size == 768
+    for size in (0, -1, 769):
+        with pytest.raises(ValueError, match="a parcel of"):
+            lender.lend(size, "a", 1.0)
+    assert lender.lend(700, "a", 1.0) is not None
+    assert lender.lend(256, "a", 1.0) is None
+
+
+def test_epochs_go_on_from_one_lender_to_the_next():
+    def one():
+        parcel = Lender(256).lend(1, "a", 1.0)
+        assert parcel is not None
+        return parcel.epoch
+
+    first, second = one(), one()
+    assert second > first + 100, "time passes faster than parcels are lent"
+
+
+def test_two_parcels_have_two_seeds():
+    assert len({seed_of(id, epoch) for id in range(100) for epoch in range(2**60, 2**60 + 100)}) == 10_000
+
+
+def test_the_proof_finds_a_book_that_is_wrong():
+    def spoilt(spoil: str) -> Lender:
+        lender = Lender(2048, lambda: 0.0)
+        parcels = [lender.lend(512, "a", 1.0) for _ in range(3)]
+        assert parcels[1] is not None
+        lender.drop(parcels[1])
+        lender.check()
+        exec(spoil, {"lender": lender})
+        return lender
+
+    for spoil in (
+        "lender._free.append((512, 1024))",
+        "lender._free.pop()",
+        "lender._free[1:] = [(1536, 1792), (1792, 2048)]",
+        "lender._lent.pop(0)",
+        "lender._ids.clear()",
+        "lender._lent[2].filled = lender._lent[2].lost = True",
+        "lender._epoch -= 1",
+    ):
+        with pytest.raises(AssertionError):
+            spoilt(spoil).check()
