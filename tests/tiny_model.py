@@ -131,7 +131,7 @@ def run(engine: EngineCore, *waves: Sequence[Job], every: int = 3) -> dict[str, 
             deltas[delta.job].append(delta)
         engine.planner.check()
         turns += 1
-    return {name: _joined(parts) for name, parts in deltas.items()}
+    return {name: joined(parts) for name, parts in deltas.items()}
 
 
 def run_alone(model: K2, job: Job, **engine: Any) -> Answer:
@@ -143,7 +143,7 @@ def run_alone(model: K2, job: Job, **engine: Any) -> Answer:
         opened.runner.close()
 
 
-def _joined(parts: list[Delta]) -> Answer:
+def joined(parts: list[Delta]) -> Answer:
     last = parts[-1]
     assert last.finish is not None
     assert all(part.finish is None for part in parts[:-1])

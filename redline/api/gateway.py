@@ -41,6 +41,7 @@ from redline.route.links import Link, Links
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
+from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
 from redline.wire.news import Beat, Failed, Load, Ready, Role
 from redline.wire.step import TokenLogprobs
@@ -143,12 +144,12 @@ class Gateway:
 
     # -- from the workers
 
-    def join(self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1) -> Link:
+    def join(self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "") -> Link:
         """A worker has been started, and will be heard of: `take` its messages. Jobs go to it through `outbox`.
 
-        Raises AssertionError where its last start has not been lost.
+        inbox: the address that it reads, for other workers. Raises AssertionError where its last start is not lost.
         """
-        link = Link(name, outbox, role, epoch)
+        link = Link(name, outbox, role, epoch, inbox)
         self.links.join(link)
         return link
 
@@ -203,6 +204,7 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             lane.cached_tokens = delta.cached_tokens
+            self._computed(lane)
             self._waits_no_more(lane)
             if delta.finish not in ("error", "aborted"):
                 self._served.served(len(lane.job.tokens))
@@ -247,15 +249,23 @@ class Gateway:
             jobs = sum(1 for lane in self._lanes.values() if lane.link is link)
             log.log(logging.ERROR if jobs else logging.DEBUG, "%s is lost with %d jobs: %s", link.name, jobs, reason)
             self.links.lose(link, reason)
+            self._tell_gone()
         for lane in [lane for lane in self._lanes.values() if lane.link is link]:
             self._move(lane, reason)
 
     def look(self) -> None:
         """To be called several times a second: the jobs of workers that have fallen silent go on with others."""
+        self._tell_gone()
         for link in self.links.fallen_silent():
             for lane in [lane for lane in self._lanes.values() if lane.link is link]:
                 link.outbox.put(Abort(job=lane.job.id))  # should it ever go on
                 self._move(lane, f"{link.name} has not been heard of for {self.links.silent_s(link):.1f} s")
+
+    def _tell_gone(self) -> None:
+        for link in self.links.newly_gone():
+            for other in self.links:
+                if other.ready is not None and other is not link and other.ready.format:
+                    other.outbox.put(Gone(worker=link.name, epoch=link.epoch))
 
     def lose_all(self, reason: str) -> None:
         """Every answer raises WorkerLost, and so does `begin`: there will be no other worker."""
@@ -297,12 +307,25 @@ class Gateway:
         """Raises MessageTooLarge."""
         lane.link = link
         link.jobs += 1
-        link.outbox.put(job)
+        prefill = self.links.pick_prefill(link) if _is_worth(job) else None
+        if prefill is None:
+            link.outbox.put(job)
+            return
+        link.outbox.put(msgspec.structs.replace(job, pages_from=prefill.as_other))
+        prefill.outbox.put(Prefill(job=job, to=link.as_other))
+        lane.prefill = prefill
+        prefill.jobs += 1
 
     def _leave(self, lane: "_Lane") -> None:
         if lane.link is not None:
             lane.link.jobs -= 1
             lane.link = None
+        self._computed(lane)
+
+    def _computed(self, lane: "_Lane") -> None:
+        if lane.prefill is not None:
+            lane.prefill.jobs -= 1
+            lane.prefill = None
 
     def _unstrand(self, lane: "_Lane") -> None:
         if (timer := self._stranded.pop(lane, None)) is not None:
@@ -589,6 +612,12 @@ class Gateway:
         )
 
 
+def _is_worth(job: Job) -> bool:
+    """Whether a prompt may be computed by one worker and its answer by another: it has pages, and the answer goes on
+    behind its first token."""
+    return bool(job.pages) and not job.answer and job.sampling.max_tokens > 1
+
+
 def _size(conversation: Conversation) -> int:
     """About how many characters are rendered; counting ends once there are more than INLINE_CHARS."""
     size = 0
@@ -684,6 +713,7 @@ class _Lane:
         "link",
         "moves",
         "opened",
+        "prefill",
         "queued_s",
         "read",
         "scored",
@@ -703,6 +733,7 @@ class _Lane:
         self.first_at = began
         self.last_at = began
         self.link: Link | None = None  # None: nobody, for now
+        self.prefill: Link | None = None  # who computes its prompt, where that is another worker
         self.moves = 0  # from one worker to the next
         self.answer: list[int] = []  # the tokens that have arrived
         self.scored = 0  # prompt tokens whose log probabilities have arrived

@@ -7,9 +7,11 @@ cannot be taken for the word of the one that has its place. Why each start has e
 import asyncio
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -54,8 +56,10 @@ class End(NamedTuple):
 class Supervised:
     """One worker through all its starts. `ends` has how each start ended; `given_up` is why there will be no other."""
 
-    def __init__(self, place: Place, weights: str, gateway: Gateway, sockets: Path, again: bool) -> None:
-        """sockets: the folder for its sockets. again: whether it is started again."""
+    def __init__(
+        self, place: Place, weights: str, gateway: Gateway, sockets: Path, parcels: Path | None, *, again: bool
+    ) -> None:
+        """sockets: the folder for its sockets. parcels: for what it hands over. again: whether it is started again."""
         self.place = place
         self.ends: list[End] = []
         self.given_up: str | None = None
@@ -63,6 +67,7 @@ class Supervised:
         self._weights = weights
         self._gateway = gateway
         self._sockets = sockets
+        self._parcels = parcels
         self._again = again
         self._stopping = asyncio.Event()
         self._in_a_row = 0
@@ -95,8 +100,8 @@ class Supervised:
         name, clock = f"{self.place.name}.{epoch}", asyncio.get_running_loop().time
         jobs, deltas = (ipc_address(self._sockets, f"{name}.{kind}") for kind in ("jobs", "deltas"))
         with AsyncSocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
-            link = self._gateway.join(self.place.name, outbox, self.place.role, epoch)
-            process = start_worker(self.place, epoch, self._weights, jobs, deltas)
+            link = self._gateway.join(self.place.name, outbox, self.place.role, epoch, jobs)
+            process = start_worker(self.place, epoch, self._weights, jobs, deltas, self._parcels)
             ended = asyncio.create_task(asyncio.to_thread(process.wait))
             following = asyncio.create_task(self._follow(link, inbox))
             silence = asyncio.create_task(until_silent(link))
@@ -155,6 +160,9 @@ class Supervised:
         if process.poll() is None:
             process.kill()
         await ended
+        if self._parcels is not None:
+            for left in self._parcels.glob(f"parcels-{process.pid}-*"):
+                left.unlink(missing_ok=True)
         if process.stdin is not None:
             with suppress(BrokenPipeError):
                 process.stdin.close()
@@ -164,8 +172,11 @@ class Supervisor:
     """All workers of a deployment. `run` is their life; `ready` returns once each is ready for the first time."""
 
     def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path) -> None:
-        again = config.resume_s > 0
-        self.workers = [Supervised(place, config.weights, gateway, sockets, again) for place in config.places]
+        again, places = config.resume_s > 0, config.places
+        self._parcels = _folder_for_parcels() if any(place.role == "prefill" for place in places) else None
+        self.workers = [
+            Supervised(place, config.weights, gateway, sockets, self._parcels, again=again) for place in places
+        ]
         self._gateway = gateway
         self._lives: list[asyncio.Task[None]] = []
 
@@ -210,9 +221,22 @@ class Supervisor:
         for worker in self.workers:
             worker.stop()
         await asyncio.gather(*self._lives, return_exceptions=True)
+        if self._parcels is not None:
+            shutil.rmtree(self._parcels, ignore_errors=True)
 
 
-def start_worker(place: Place, epoch: int, weights: str, inbox: str, outbox: str) -> "subprocess.Popen[bytes]":
+def _folder_for_parcels() -> Path:
+    """A folder of mode 0700 in the host's memory, where it has such a file system. Raises ConfigError."""
+    memory = Path("/dev/shm")
+    try:
+        return Path(tempfile.mkdtemp(prefix="redline-", dir=memory if os.access(memory, os.W_OK) else None))
+    except OSError as error:
+        raise ConfigError(f"no folder for what workers hand over: {error}; set TMPDIR to one") from None
+
+
+def start_worker(
+    place: Place, epoch: int, weights: str, inbox: str, outbox: str, parcels: Path | None
+) -> "subprocess.Popen[bytes]":
     """A worker's process, which reads its config from a pipe that ends with this process."""
     environment = dict(os.environ)
     if place.devices:
@@ -231,6 +255,7 @@ def start_worker(place: Place, epoch: int, weights: str, inbox: str, outbox: str
         epoch=epoch,
         role=place.role,
         cores=place.cores,
+        parcels=None if parcels is None else str(parcels),
     )
     assert process.stdin is not None
     with suppress(BrokenPipeError):  # it has ended already, which its caller will see

@@ -31,6 +31,7 @@ class ActiveJob:
         "hashes",
         "job",
         "kept",
+        "lends",
         "length",
         "limit",
         "pages",
@@ -93,6 +94,7 @@ class ActiveJob:
         self.cached_tokens = 0
         self.counted = False  # its prompt is in the planner's counters
         self.scored = job.scored  # prompt tokens whose log probabilities have been told
+        self.lends = False  # its pages are for another worker: they are lent when it ends
         self.finish: Finish | None = None  # set when it has ended; steps may still be in flight
 
     @property

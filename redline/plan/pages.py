@@ -17,6 +17,7 @@ class Holder(IntEnum):
 
     CACHE = 0
     JOBS = 1
+    LENT = 2  # computed for another worker, and not handed over yet
 
 
 class PagePool:
@@ -26,7 +27,7 @@ class PagePool:
         self.total = total
         self._free = [PageId(page) for page in reversed(range(total))]
         self._counts = [[0] * total for _ in Holder]
-        self._used = 0  # pages that jobs hold, kept up to date because every admission asks
+        self._used = 0  # pages that the cache cannot free, kept up to date because every admission asks
 
     @property
     def free(self) -> int:
@@ -35,7 +36,7 @@ class PagePool:
 
     @property
     def used(self) -> int:
-        """Pages that jobs hold, shared ones counted once."""
+        """Pages that jobs hold or that are lent, shared ones counted once."""
         return self._used
 
     @property
@@ -45,7 +46,10 @@ class PagePool:
 
     def is_idle(self, page: PageId) -> bool:
         """Whether the cache alone holds the page."""
-        return not self._counts[Holder.JOBS][page] and bool(self._counts[Holder.CACHE][page])
+        return not self._in_use(page) and bool(self._counts[Holder.CACHE][page])
+
+    def _in_use(self, page: PageId) -> int:
+        return self._counts[Holder.JOBS][page] + self._counts[Holder.LENT][page]
 
     def take(self, count: int) -> list[PageId]:
         """`count` free pages, now held once by a job. Raises AssertionError where fewer are free."""
@@ -59,9 +63,8 @@ class PagePool:
     def share(self, page: PageId, holder: Holder) -> None:
         """Count one more holder of a page that somebody holds already. Raises AssertionError for a free page."""
         assert any(counts[page] for counts in self._counts), f"page {page} is free and cannot be shared"
-        counts = self._counts[holder]
-        counts[page] += 1
-        if holder is Holder.JOBS and counts[page] == 1:
+        self._counts[holder][page] += 1
+        if holder is not Holder.CACHE and self._in_use(page) == 1:
             self._used += 1
 
     def give(self, page: PageId, holder: Holder) -> None:
@@ -69,7 +72,7 @@ class PagePool:
         counts = self._counts[holder]
         assert counts[page] > 0, f"page {page} is given back by {holder.name}, which does not hold it"
         counts[page] -= 1
-        if holder is Holder.JOBS and not counts[page]:
+        if holder is not Holder.CACHE and not self._in_use(page):
             self._used -= 1
         if not any(counts[page] for counts in self._counts):
             self._free.append(page)
@@ -103,7 +106,7 @@ class PagePool:
         for page, times in enumerate(free):
             held_by = [counts[page] for counts in self._counts]
             assert times == (not any(held_by)), f"page {page} is {times} times in the free list, and held {held_by}"
-            used += held_by[Holder.JOBS] > 0
+            used += held_by[Holder.JOBS] + held_by[Holder.LENT] > 0
             if page % SLICE == 0:
                 yield
         assert self._used == used, f"{self._used} pages counted as used, {used} are"

@@ -34,6 +34,7 @@ from redline.plan.recorded import RecordedShapes
 from redline.plan.speculation import Speculation
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta, Fault, Finish
+from redline.wire.handoff import Handed
 from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId
 from redline.wire.news import STEP_SIZES, Load
 from redline.wire.step import Begin, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
@@ -94,6 +95,15 @@ class _PlannedStep(NamedTuple):
     jobs: list[ActiveJob]  # one for each row
 
 
+class Computed(NamedTuple):
+    """How far the prompt of a job is whose pages are for another worker."""
+
+    positions: int  # [0, positions) are computed
+    pages: tuple[PageId, ...]
+    exact: bool  # they are those of a prefill, to the bit
+    drafting: bool  # the drafter has read all of them
+
+
 class Planner:
     """Owns pages, slots and queues of one worker.
 
@@ -126,6 +136,9 @@ class Planner:
         self._jobs: dict[JobId, ActiveJob] = {}  # all that have not ended
         self._waiting = Queue()
         self._running: list[ActiveJob] = []  # in the order in which they first began
+        self._arriving: dict[JobId, ActiveJob] = {}  # whose prompt is computed elsewhere
+        self._landed: deque[ActiveJob] = deque()  # of those, which are whole and have no slot yet
+        self._lent: dict[JobId, Computed] = {}  # of jobs that have ended, and whose pages are still to be handed over
         self._draining: set[ActiveJob] = set()  # ended, with steps in flight: they still hold slot and pages
         self._flights: deque[_PlannedStep] = deque()
         self._free_slots = list(reversed(range(config.max_running)))
@@ -144,33 +157,149 @@ class Planner:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to plan and nothing to settle."""
-        return not self._jobs and not self._flights
+        """Whether there is nothing to plan and nothing to settle, nor will be without another message."""
+        return len(self._arriving) == len(self._jobs) and not self._flights
+
+    @property
+    def steps(self) -> int:
+        """Steps that were planned."""
+        return self._steps
+
+    @property
+    def starved(self) -> bool:
+        """Whether jobs wait for pages, and none runs whose end would bring them: handoffs have them."""
+        return bool(self._waiting) and not (self._running or self._draining)
 
     @property
     def ahead(self) -> bool:
         """Whether a step may be planned while another is not settled."""
         return self._config.ahead > 0
 
-    def submit(self, job: Job) -> list[Delta]:
+    def submit(self, job: Job, *, lends: bool = False) -> list[Delta]:
         """Queues a job. One that can never run, or finds the queue full, ends at once with an error delta.
 
-        Raises AssertionError for a job whose id is here already.
+        lends: its pages are for another worker: they stay, when it has ended, until `give_back`. Raises AssertionError
+        for a job whose id is here already.
         """
+        active = self._take_in(job)
+        if isinstance(active, Delta):
+            return [active]
+        active.lends = lends
+        self._wait(active)
+        return []
+
+    def expect(self, job: Job) -> list[Delta]:
+        """Takes in a job whose prompt is computed elsewhere: it waits, and nobody behind it, for `open`, and then for
+        `land` or `compute_here`. Else as `submit`."""
+        active = self._take_in(job)
+        if isinstance(active, Delta):
+            return [active]
+        self._arriving[job.id] = active
+        return []
+
+    def open(self, id: JobId) -> tuple[int, tuple[PageId, ...]] | None:
+        """Gives an expected job the pages of its prompt: how many positions of them are cached, and the pages. None
+        where there is no room for it now. Raises KeyError for a job that is not expected, or has its pages."""
+        job = self._arriving[id]
+        if job.pages:
+            raise KeyError(id)
+        if self._waiting and (self._waiting.again or self._waiting.due().arrival < job.arrival):
+            return None  # who waits for pages here waits for these
+        matched = self._match(job)
+        need = pages_for(job.known) - len(matched)
+        matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
+        free, idle = self._pool.free, self._pool.idle
+        if not may_enter(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running)):
+            return None
+        self._cache.use(matched, of_tokens=job.known)
+        job.pages = matched + self._take(need)
+        job.sent = job.kept = len(matched)
+        job.planned = job.computed = len(matched) * PAGE_TOKENS
+        job.exact = all(self._cache.is_exact(page) for page in matched)
+        job.drafting = all(self._cache.is_drafted(page) for page in matched)
+        return job.planned, tuple(job.pages)
+
+    def land(self, handed: Handed) -> list[Delta]:
+        """All pages of an expected job are there, and the first token of its answer, which is told now; it goes on from
+        there as soon as a slot is free. Raises KeyError for a job that has no pages of `open`."""
+        job = self._arriving[handed.job]
+        if not job.pages:
+            raise KeyError(handed.job)
+        del self._arriving[handed.job]
+        job.exact = job.exact and handed.exact
+        job.drafting = job.drafting and handed.drafting and self._speculation.follows
+        job.planned = job.computed = job.prompt
+        job.read = job.prompt if job.drafting else 0
+        job.cached_tokens = max(job.kept * PAGE_TOKENS, handed.cached_tokens)
+        job.counted = True  # by whoever has computed it
+        job.scored = len(handed.prompt_logprobs)
+        tokens, finish = self._accept(job, handed.tokens)
+        job.length = job.known
+        if finish is None and job.known >= job.limit:
+            finish = "length"
+        self._landed.append(job)
+        if finish is not None:
+            self._remember(job)
+            self._end(job, finish)
+        return [
+            Delta(
+                job=handed.job,
+                tokens=tokens,
+                finish=finish,
+                queued_s=handed.queued_s,
+                cached_tokens=job.cached_tokens,
+                logprobs=handed.logprobs[: len(tokens)],
+                prompt_logprobs=handed.prompt_logprobs,
+            )
+        ]
+
+    def compute_here(self, id: JobId) -> None:
+        """Nobody computes the prompt of an expected job: it is queued as any other. Its pages are given back; nobody
+        may write into them any more. Raises KeyError for a job that is not expected."""
+        job = self._arriving.pop(id)
+        self._unopen(job)
+        self._wait(job)
+
+    def computed(self, id: JobId) -> Computed | None:
+        """How far a job is that lends its pages; None where nothing of it is there, nor will be."""
+        job = self._jobs.get(id)
+        if job is None:
+            return self._lent.get(id)
+        return self._computed(job)
+
+    def give_back(self, id: JobId) -> None:
+        """The pages of a job that has ended are handed over, or wanted no more. Raises KeyError where none are lent."""
+        for page in self._lent.pop(id).pages:
+            self._cache.release(page, Holder.LENT)
+
+    def _take_in(self, job: Job) -> ActiveJob | Delta:
         assert job.id not in self._jobs, f"job {job.id} is submitted twice"
         reason = refusal(job, max_model_len=self._max_model_len, total_pages=self._pool.total)
         if reason is not None:
-            return [_error(job.id, reason, "refused")]
-        if len(self._waiting) >= self._config.max_waiting + len(self._free_slots):
-            return [_error(job.id, f"the queue is full: {len(self._waiting)} jobs wait; try again later", "overloaded")]
+            return _error(job.id, reason, "refused")
+        waiting = len(self._waiting) + len(self._arriving) + len(self._landed)
+        if waiting >= self._config.max_waiting + len(self._free_slots):
+            return _error(job.id, f"the queue is full: {waiting} jobs wait; try again later", "overloaded")
         active = ActiveJob(job, self._arrivals, token_limit(job, self._max_model_len))
         self._arrivals += 1
         if self._clock is not None:
             active.came = self._clock()
         self._jobs[job.id] = active
-        active.work -= PAGE_TOKENS * len(self._cache.match(active.hashes[: active.usable]))
-        self._waiting.add(active)
-        return []
+        return active
+
+    def _wait(self, job: ActiveJob) -> None:
+        job.work = job.known - PAGE_TOKENS * len(self._cache.match(job.hashes[: job.usable]))
+        self._waiting.add(job)
+
+    def _unopen(self, job: ActiveJob) -> None:
+        """Gives back the pages of a job that has no slot."""
+        for page in job.pages:
+            self._cache.release(page)
+        job.leave()
+
+    def _computed(self, job: ActiveJob) -> Computed:
+        read = job.drafting and job.read >= job.computed
+        return Computed(min(job.computed, job.prompt), tuple(job.pages), job.exact, read)
 
     def report(self, recorded: Recorded) -> None:
         """Takes in which shapes of decode steps can be replayed from now on."""
@@ -204,6 +333,7 @@ class Planner:
         """
         if len(self._flights) > self._config.ahead:
             return None
+        begins = self._begin_landed()
         decoding, prompts = self._ready()
         budget = self._config.step_tokens - len(decoding)
         spare = budget // 2 if prompts or (self._waiting and self._free_slots) else budget
@@ -216,7 +346,6 @@ class Planner:
             parts.append(_Part(job, 1 + drafts, decodes=True))
             spare -= drafts
             budget -= drafts
-        begins: list[Begin] = []
         quick = self._quick(prompts, begins, budget // 2)
         parts += quick
         budget -= sum(part.positions for part in quick)
@@ -242,13 +371,45 @@ class Planner:
             budget -= parts[-1].positions
         self._admitting = self._admitting and bool(self._waiting and self._free_slots)
         if not parts:
-            assert self._flights or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
+            elsewhere = self._arriving or self._lent  # they may have the pages that are missing
+            assert self._flights or elsewhere or not self._jobs, f"{len(self._jobs)} jobs, and none of them can go on"
             return None
         self._steps += 1
         rows = self._rows(parts)
         step = Step(number=self._steps, begins=tuple(begins), rows=rows, shape=self._shape(parts[: len(decoding)]))
         self._flights.append(_PlannedStep(step, [part.job for part in parts]))
         return step
+
+    def _begin_landed(self) -> list[Begin]:
+        """Jobs whose prompt was computed elsewhere take the free slots, in the order in which they became whole. Each
+        has a decode row in this step: its prompt is there."""
+        begins: list[Begin] = []
+        while self._landed and self._free_slots:
+            job = self._landed.popleft()
+            job.slot = self._free_slots.pop()
+            job.sent = len(job.pages)
+            self._enter(job)
+            begins.append(
+                Begin(
+                    slot=job.slot,
+                    tokens=job.tokens(0, job.known),
+                    prompt=job.prompt,
+                    pages=tuple(job.pages),
+                    sampling=job.job.sampling,
+                    limit=job.limit,
+                    drafting=job.drafting,
+                    computed=job.computed,
+                )
+            )
+        return begins
+
+    def _enter(self, job: ActiveJob) -> None:
+        self._running.append(job)
+        if job.entry is None:
+            self._entries += 1
+            job.entry = self._entries
+            if self._clock is not None:
+                job.queued_s = self._clock() - job.came
 
     def _quick(self, prompts: Sequence[ActiveJob], begins: list[Begin], share: int) -> list[_Part]:
         """Prompts with less to compute than the oldest has, or the one whose turn it is, get this share of the step,
@@ -370,9 +531,14 @@ class Planner:
     def checks(self) -> Iterator[None]:
         """The same as `check`, a slice of pages between two yields, for a caller that may have something better to do.
         Nothing may change until it is exhausted; after a change it is to be begun anew."""
+        expected = [*self._arriving.values(), *self._landed]
         holding = [*self._running, *self._draining]
         yield from self._pool.checks(
-            {Holder.CACHE: self._cache.pages(), Holder.JOBS: [page for job in holding for page in job.pages]}
+            {
+                Holder.CACHE: self._cache.pages(),
+                Holder.JOBS: [page for job in (*holding, *expected) for page in job.pages],
+                Holder.LENT: [page for lent in self._lent.values() for page in lent.pages],
+            }
         )
         yield from self._cache.checks()
         slots = sorted([*self._free_slots, *(job.slot for job in holding if job.slot is not None)])
@@ -385,8 +551,9 @@ class Planner:
         assert all(job.finish and job.flights for job in self._draining), "a drained job still holds its pages"
         assert all(job.passed <= job.work for job in self._jobs.values()), "too much has begun before a job"
         assert not any(job.pages or job.slot is not None for job in self._waiting), "a waiting job holds pages"
-        alive = [*self._running, *self._waiting]
-        assert {job.job.id: job for job in alive} == self._jobs, "a job is neither running nor waiting"
+        assert not any(job.slot is not None or job.flights for job in expected), "a job that is expected runs already"
+        alive = [*self._running, *self._waiting, *expected]
+        assert {job.job.id: job for job in alive} == self._jobs, "a job is neither running nor waiting nor expected"
         entries = [job.entry or 0 for job in (*self._running, *self._waiting.again)]
         assert entries == sorted(entries), f"the order {entries} in which jobs began is broken"
 
@@ -501,12 +668,7 @@ class Planner:
         if not job.counted:
             job.cached_tokens = job.planned
         self._waiting.begins(job)
-        self._running.append(job)
-        if job.entry is None:
-            self._entries += 1
-            job.entry = self._entries
-            if self._clock is not None:
-                job.queued_s = self._clock() - job.came
+        self._enter(job)
         if not job.counted:
             job.counted = True
             self._prompt_tokens += job.prompt
@@ -649,8 +811,20 @@ class Planner:
         """Ends the job. Its slot and pages return now, or with its last step in flight."""
         job.finish = finish
         del self._jobs[job.job.id]
+        if job.lends and finish in ("stop", "length"):
+            lent = self._computed(job)._replace(pages=tuple(job.pages[: pages_for(job.prompt)]))
+            self._lent[job.job.id] = lent
+            for page in lent.pages:
+                self._pool.share(page, Holder.LENT)
         if job.slot is None:
-            self._waiting.remove(job)
+            if job.job.id in self._arriving:
+                del self._arriving[job.job.id]
+                self._unopen(job)
+            elif job in self._landed:
+                self._landed.remove(job)
+                self._unopen(job)
+            else:
+                self._waiting.remove(job)
             return
         self._running.remove(job)
         if job.flights:

@@ -111,9 +111,9 @@ class PrefixCache:
             self._children[previous] += 1
         self._pool.share(page, Holder.CACHE)
 
-    def release(self, page: PageId) -> None:
-        """A job lets go of a page; in the cache it may be evicted once no job holds it, else it is free then."""
-        self._pool.give(page, Holder.JOBS)
+    def release(self, page: PageId, holder: Holder = Holder.JOBS) -> None:
+        """A holder lets go of a page; in the cache it may be evicted once nobody else holds it, else it is free."""
+        self._pool.give(page, holder)
         node = self._by_page.get(page)
         if node is not None and self._pool.is_idle(page):
             self._enqueue(node)

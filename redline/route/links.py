@@ -8,6 +8,7 @@ is a function of what they have said.
 from collections.abc import Callable, Iterator
 
 from redline.wire.channel import Outbox
+from redline.wire.job import PagesFrom
 from redline.wire.news import Beat, Load, Ready, Role
 
 SILENT_S = 5.0  # without a beat (one comes every pulse.BEAT_S) for so long, a worker is stopped or gone
@@ -18,8 +19,11 @@ STALLED_S = 60.0  # in one step for so long: there may be good reasons, but no n
 class Link:
     """One start of one worker. `ready` is None until it can take jobs; `lost` is why it has ended, once it has."""
 
-    def __init__(self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1) -> None:
+    def __init__(self, name: str, outbox: Outbox, role: Role = "both", epoch: int = 1, inbox: str = "") -> None:
+        """inbox: the address that it reads, for other workers."""
         self.name = name
+        self.inbox = inbox
+        self.gone = False  # others have been told that nothing is to be expected of it
         self.role: Role = role
         self.epoch = epoch
         self.outbox = outbox
@@ -40,6 +44,12 @@ class Link:
         """Take in that it lives."""
         self.beats += 1
         self.beat_at, self.turn_s = now, beat.turn_s
+
+    @property
+    def as_other(self) -> PagesFrom:
+        """What another worker has to know of it for a handoff."""
+        area, format = (self.ready.area, self.ready.format) if self.ready is not None else (b"", "")
+        return PagesFrom(worker=self.name, epoch=self.epoch, inbox=self.inbox, area=area, format=format)
 
     def __repr__(self) -> str:
         return f"{self.name} (start {self.epoch})"
@@ -125,6 +135,32 @@ class Links:
         able = [link for link in self if link.ready is not None and link.role in (role, "both")]
         heard = [link for link in able if self.silent_s(link) <= MOVE_S] or able
         return min(heard, key=lambda link: link.jobs, default=None)
+
+    def pick_prefill(self, link: Link) -> Link | None:
+        """Who computes a prompt for a worker: the one with least to do of those that do so, are heard of, and whose
+        parcels it can read; None where there is none."""
+        ready = link.ready
+        able = [
+            other
+            for other in self
+            if other.role == "prefill"
+            and other.ready is not None
+            and other.ready.area
+            and ready is not None
+            and other.ready.format == ready.format
+            and self.silent_s(other) <= MOVE_S
+        ]
+        return min(able, key=lambda other: other.jobs, default=None)
+
+    def newly_gone(self) -> list[Link]:
+        """Workers that have been lost or fallen silent and of which the others have not been told; each once."""
+        found: list[Link] = []
+        for link in self:
+            out = link.lost is not None or (link.ready is not None and self.silent_s(link) > MOVE_S)
+            if out and not link.gone:
+                found.append(link)
+            link.gone = out
+        return found
 
     def fallen_silent(self) -> list[Link]:
         """Workers that answer, and of which nothing has been heard for MOVE_S while another is heard of."""

@@ -143,7 +143,8 @@ class Slots:
         number, least, most = begin.slot, min(begin.tokens), max(begin.tokens)
         self.empty(number)
         slot = Slot(begin.prompt, len(begin.tokens), begin.limit, sampling=begin.sampling)
-        slot.behind = begin.drafting and bool(begin.pages)
+        whole = begin.computed is None or begin.computed == len(begin.pages) * PAGE_TOKENS
+        slot.behind = begin.drafting and bool(begin.pages) and whole
         if least >= 0 and most < self._vocabulary:
             self.tokens[number, : slot.length] = staged(begin.tokens, self.tokens.device)
             if self._suffix:

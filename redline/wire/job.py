@@ -57,6 +57,16 @@ class MediaSpan(Record, frozen=True):
     hash: bytes
 
 
+class PagesFrom(Record, frozen=True):
+    """The other worker of a handoff."""
+
+    worker: str
+    epoch: int  # of its start
+    inbox: str  # the address that it reads
+    area: bytes = b""  # where its parcels lie, in its transport's words; of one that computes
+    format: str = ""  # of its parcels
+
+
 class Job(Message, frozen=True):
     """A prompt to continue."""
 
@@ -69,6 +79,7 @@ class Job(Message, frozen=True):
     media: tuple[MediaSpan, ...] = ()
     answer: tuple[int, ...] = ()  # what another worker has given of the answer: this one goes on behind it
     scored: int = 0  # prompt tokens whose log probabilities another worker has given
+    pages_from: PagesFrom | None = None  # who computes its prompt; None: whoever answers
 
 
 class Abort(Message, frozen=True):

@@ -20,6 +20,7 @@ class Begin(Record, frozen=True):
     sampling: Sampling
     limit: int  # tokens, prompt and answer, that the job comes to at most
     drafting: bool = False  # the learned drafter follows the job, and `pages` carry its rows
+    computed: int | None = None  # positions that they hold; None: all of theirs. Fewer: of a prompt computed elsewhere
 
 
 class Row(Record, frozen=True):

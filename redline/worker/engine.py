@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -33,13 +33,16 @@ from redline.model.k2.cpu import K2
 from redline.model.k2.load import load, why_not
 from redline.plan.planner import PlanConfig, Planner
 from redline.run.fit import Layout, Sizes, fit
+from redline.run.handoff import PARCEL_BYTES, Parcels
 from redline.run.runner import Runner
+from redline.transport.base import Transport
 from redline.wire.channel import Inbox, MemoryChannel, Outbox
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
 from redline.worker.config import HEAD_BITS, EngineConfig, Learned, Suffix
+from redline.worker.exchange import AREA_BYTES, Exchange, Here
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
 from redline.worker.ranks import LeadingRunner, Ranks
@@ -149,16 +152,40 @@ class EngineCore:
             summary=summary,
         )
 
-    def serve(self, inbox: Inbox, outbox: Outbox, pulse: Pulse | None = None, *, record: bool = True) -> None:
+    def exchange(
+        self, here: Here, transport: Transport, *, lends: bool, area_bytes: int = AREA_BYTES, **how: Any
+    ) -> Exchange:
+        """What hands prompts over to other workers, and takes them over. how: further arguments of `Exchange`.
+
+        lends: whether it computes prompts for others. Raises ConfigError where there is no room for their parcels, or
+        several ranks share the model: each would need the pages.
+        """
+        if self._ranks > 1:
+            raise ConfigError(
+                f"{here.worker}: engine.ranks is {self._ranks}; a prompt is handed over by one rank to one"
+            )
+        parcels = Parcels(self.runner.kv, min(PARCEL_BYTES, area_bytes // 4))
+        return Exchange(here, self.planner, parcels, transport, area_bytes=area_bytes if lends else 0, **how)
+
+    def serve(
+        self,
+        inbox: Inbox,
+        outbox: Outbox,
+        pulse: Pulse | None = None,
+        exchange: Exchange | None = None,
+        *,
+        record: bool = True,
+    ) -> None:
         """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
 
+        exchange: its handoffs (`exchange`); None: it has none.
         record: whether shapes that the start has left are recorded while there is nothing to do.
 
         Raises WorkerLost where no further step should be tried.
         """
         try:
             with torch.inference_mode():
-                lead(self.planner, self.runner, inbox, outbox, self.trace, pulse, record=record)
+                lead(self.planner, self.runner, inbox, outbox, self.trace, pulse, exchange, record=record)
         finally:
             self.runner.close()
             if self.trace is not None:

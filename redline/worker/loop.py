@@ -16,9 +16,11 @@ from redline.plan.planner import Planner
 from redline.wire.channel import Inbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
+from redline.wire.handoff import Gone, Handed, Offer, Prefill, Taken, Want
 from redline.wire.job import Abort, Job
 from redline.wire.news import Load, Stop
 from redline.wire.step import Recorded, RowResult, Step, StepResult
+from redline.worker.exchange import Exchange
 from redline.worker.pulse import Pulse
 from redline.worker.trace import Trace
 
@@ -128,11 +130,13 @@ def lead(
     outbox: Outbox,
     trace: Trace | None = None,
     pulse: Pulse | None = None,
+    exchange: Exchange | None = None,
     *,
     record: bool = True,
 ) -> None:
     """Serves jobs until a Stop comes; then every job is aborted, and every page and slot proven to be back.
 
+    exchange: the worker's handoffs; None: it has none.
     record: whether the runner records shapes while there is nothing to do, one at a time: a job that comes waits for
     one at most.
 
@@ -145,24 +149,31 @@ def lead(
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
     loads = _Loads(planner, outbox, time.monotonic)
-    proven = False
+    proven, steps = False, -1
     while True:
-        idle = last is None and planner.idle
+        idle = last is None and planner.idle and (exchange is None or exchange.idle)
         pulse.waits = idle
         messages = _prove(planner, inbox) if idle and not proven else []
         proven = idle and not messages
         messages = messages or inbox.drain(wait=False)
         if idle and not messages and not (record and _record_more(runner, pulse)):
             messages = inbox.drain(wait=True, timeout=loads.due_in())
+        elif exchange is not None and last is None and planner.steps == steps and not messages:
+            pulse.waits = True  # for another worker: the last turn had nothing to plan
+            messages = inbox.drain(wait=True, timeout=exchange.due_in())
         pulse.turns, pulse.waits = pulse.turns + 1, False
         for message in messages:
             match message:
                 case Job():
                     if trace is not None:
                         trace.submit(message)
-                    deltas = _submit(planner, message)
+                    deltas = _submit(planner, message, exchange)
                 case Abort():
+                    if exchange is not None:
+                        exchange.abort(message.job)
                     deltas = planner.abort(message.job)
+                case Prefill() | Want() | Offer() | Taken() | Handed() | Gone() if exchange is not None:
+                    deltas = exchange.prefill(message) if isinstance(message, Prefill) else exchange.hear(message)
                 case Stop():
                     _stop(planner, last, outbox)
                     loads.send()
@@ -170,12 +181,13 @@ def lead(
                 case _:
                     raise AssertionError(f"a worker is sent jobs, aborts and a stop, not {message}")
             _put_all(planner, outbox, deltas)
+        steps = planner.steps
         try:
             last, deltas = turn(planner, runner, last, failures)
         except WorkerLost as error:
             _put_all(planner, outbox, planner.lose_all(str(error)))
             raise
-        _put_all(planner, outbox, deltas)
+        _put_all(planner, outbox, deltas if exchange is None else exchange.keep(deltas) + exchange.work())
         if loads.due_in() == 0:
             loads.send()
 
@@ -264,9 +276,9 @@ def _record_more(runner: Runner, pulse: Pulse) -> bool:
         pulse.waits = True
 
 
-def _submit(planner: Planner, job: Job) -> list[Delta]:
+def _submit(planner: Planner, job: Job, exchange: Exchange | None) -> list[Delta]:
     try:
-        return planner.submit(job)
+        return planner.submit(job) if exchange is None or job.pages_from is None else exchange.expect(job)
     except Exception as error:
         _log.error("job %s could not be submitted: %s", job.id, one_line(error))
         _log.info("job %s", job.id, exc_info=error)

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from pathlib import Path
 
 import msgspec
 import torch
@@ -22,10 +23,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
+from redline.transport.shared import SharedTransport
 from redline.wire.channel import SocketInbox, SocketOutbox
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
 from redline.worker.engine import EngineCore
+from redline.worker.exchange import Here
 from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
 
@@ -71,7 +74,13 @@ def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
     gc.collect()
     gc.freeze()  # what stands now stays: no collection has to walk through it between two steps
     pulse = Pulse()
-    with SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as beats:
+    with contextlib.ExitStack() as opened, SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as beats:
+        exchange, ready = None, engine.ready
+        if config.parcels is not None:
+            here = Here(config.name, config.epoch, config.inbox)
+            exchange = engine.exchange(here, SharedTransport(Path(config.parcels)), lends=config.role == "prefill")
+            opened.callback(exchange.close)
+            ready = msgspec.structs.replace(ready, area=exchange.told, format=exchange.format)
 
         def hung(reason: str) -> None:
             beats.put(Failed(reason=reason))
@@ -79,9 +88,9 @@ def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
             os._exit(1)  # nothing else ends a thread that is inside a kernel
 
         with Heart(pulse, beats, engine.step_tokens, hung):
-            outbox.put(engine.ready)
+            outbox.put(ready)
             outbox.put(Beat())
-            engine.serve(inbox, outbox, pulse)
+            engine.serve(inbox, outbox, pulse, exchange)
 
 
 def _reason(error: Exception) -> str:

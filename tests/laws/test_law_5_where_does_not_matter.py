@@ -4,13 +4,16 @@ An answer that one worker has begun and another goes on with is the one that wou
 and seeded to the token, and on a CPU its log probabilities to the bit.
 """
 
+import itertools
 from typing import Any
 
 import msgspec
 import pytest
 
-from redline.wire.job import Job
+from redline.wire.job import Job, JobId
 from redline.worker.config import DraftConfig
+from redline.worker.engine import EngineCore
+from tests.handoff import Pair
 from tests.laws.test_law_4_drafts_change_nothing import SAMPLINGS, plain
 from tests.tiny_model import BOTH, Answer, job, open_engine, prompt, run, run_alone, tiny_model
 
@@ -75,3 +78,88 @@ def test_an_answer_that_is_complete_already_is_refused() -> None:
     answer = run_alone(tiny_model(), msgspec.structs.replace(asked, answer=(1, 2, 3, 4, 5)))
     assert answer.finish == "error"
     assert "5 tokens of the answer are there already" in str(answer.error)
+
+
+# ---------------------------------------------------------------------------------------- prefill here, decode there
+
+
+def pair(speculation: DraftConfig | None = None, **engine: Any) -> Pair:
+    computes, answers = (open_engine(tiny_model(), speculation=speculation, **engine) for _ in range(2))
+    return Pair(computes, answers)
+
+
+@pytest.mark.parametrize("speculation", [None, BOTH], ids=["plain", "drafter and suffix"])
+@pytest.mark.parametrize("length", [65, 127, 128, 129, 300])
+def test_a_prompt_is_computed_here_and_its_answer_there(length: int, speculation: DraftConfig | None) -> None:
+    asked = [
+        job(name, prompt(seed=length, length=length), max_tokens=40, prompt_logprobs=1, **how)
+        for name, how in SAMPLINGS.items()
+    ]
+    both = pair(speculation, step_tokens=100)
+    try:
+        answers = both.run(asked)
+        assert both.answers.exchange.counts == {"taken over": len(asked)}
+        assert both.answers.engine.planner.load().prompt_tokens == 0, "no prompt was computed there"
+        assert both.computes.engine.planner.load().pages_used == both.answers.engine.planner.load().pages_used == 0
+    finally:
+        both.close()
+    for one in asked:
+        assert plain(answers[one.id]) == plain(run_alone(tiny_model(), one)), one.id
+
+
+def test_pages_that_are_there_already_do_not_travel_and_those_that_came_are_cached() -> None:
+    both = pair(BOTH)
+    first = job("first", prompt(seed=1, length=200), max_tokens=30)
+    longer = job("longer", (*first.tokens, *prompt(seed=2, length=150)), max_tokens=30)
+    try:
+        answers = both.run([first])
+        handed = both.computes.exchange.counts["handed over"]
+        answers = both.run([longer])
+        again = both.run([msgspec.structs.replace(first, id=JobId("again"))])["again"]
+        assert handed == 1
+        assert (answers["longer"].cached_tokens, again.cached_tokens) == (192, 192)
+        assert both.answers.exchange.counts == {"taken over": 2, "short": 1}, "8 positions are computed there"
+    finally:
+        both.close()
+    for one, answer in ((first, answers["first"]), (longer, answers["longer"]), (first, again)):
+        assert plain(answer) == plain(run_alone(tiny_model(), one)), one.id
+
+
+def test_the_drafter_accepts_as_much_behind_a_handoff_as_without() -> None:
+    asked = [job(f"{n}", prompt(seed=n, length=60 + 40 * n), max_tokens=60) for n in range(4)]
+    both = pair(BOTH)
+    alone = open_engine(tiny_model(), speculation=BOTH)
+    try:
+        answers, expected = both.run(asked), run(alone, asked)
+        places = [drafted(one) for one in (both.answers.engine, alone)]
+    finally:
+        both.close()
+        alone.runner.close()
+    assert sum(answer.accepted for answer in answers.values()) == sum(answer.accepted for answer in expected.values())
+    assert places[0] == places[1]
+
+
+def drafted(engine: EngineCore) -> bool:
+    return engine.planner._speculation.follows
+
+
+def test_many_at_once_with_few_pages_on_both_sides() -> None:
+    engines = [
+        open_engine(tiny_model(), pages=pages, max_model_len=400, step_tokens=90, speculation=BOTH) for pages in (9, 12)
+    ]
+    both = Pair(*engines, area_bytes=1 << 17)
+    waves = [
+        [
+            job(f"{wave}.{n}", prompt(seed=n % 3, length=20 + 40 * n), max_tokens=60 + 15 * n, **sampling)
+            for n, sampling in enumerate(SAMPLINGS.values())
+        ]
+        for wave in range(3)
+    ]
+    try:
+        answers = both.run(*waves, every=9)
+        assert both.answers.exchange.counts["taken over"] > 0
+        assert all(side.engine.planner.load().pages_used == 0 for side in (both.computes, both.answers))
+    finally:
+        both.close()
+    for one in itertools.chain(*waves):
+        assert plain(answers[one.id]).tokens == run_alone(tiny_model(), one).tokens, one.id

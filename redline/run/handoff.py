@@ -1,0 +1,127 @@
+"""What travels in a parcel: some layers of some positions of a job's pages, gathered into one piece of bytes.
+
+A page's layers lie far apart, each in its plane, since that is how attention reads them; in pieces of one page and
+layer a network, or a second GPU, is read at a tenth of its speed (docs/handoff.md). So whoever computes gathers them
+into megabytes, and whoever answers puts them into pages of its own, whose numbers are its own affair. A parcel is
+
+    the target's rows    [layers, positions, bytes of a row]
+    the drafter's rows   [places, bytes of a row]                 in the parcel with the last layers, where there is one
+    its tails            [full pages, bytes of a feature]         likewise
+
+What is behind the last position in its page does not travel.
+
+L layers, N positions, B bytes.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from redline.run.kv import KvPool
+from redline.wire.handoff import Piece
+from redline.wire.job import PAGE_TOKENS
+
+VERSION = 1
+PARCEL_BYTES = 4 << 20  # at most, where a page of one layer is no more
+
+
+class Parcels:
+    """Between the pages of a pool and parcels. `format` names what parcels of this pool hold: others have another."""
+
+    def __init__(self, kv: KvPool, most: int = PARCEL_BYTES) -> None:
+        """most: bytes of the target's rows in a parcel, where a page of one layer is no more."""
+        self._most = most
+        planes, draft, tails = kv.planes, kv.draft, kv.tails
+        self.layers = planes.shape[0]
+        self._rows_LNB = planes.view(torch.uint8).flatten(1, 2)
+        self._draft_NB = draft.view(torch.uint8).flatten(0, 1)
+        self._tails_PB = tails.view(torch.uint8)
+        target = f"{self.layers} x {planes.shape[-1]} {planes.dtype}"
+        self.format = f"{VERSION}: {target}, {draft.shape[-1]}, {tails.shape[-1]} {tails.dtype}"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the pages have rows of a drafter."""
+        return self._draft_NB.shape[1] > 0
+
+    def pieces(self, first: int, end: int, draft_end: int) -> Iterator[Piece]:
+        """Positions [first, end), as pieces. first: begins a page.
+
+        draft_end: the drafter's rows at places [first, draft_end) go with them; end, or one more.
+        """
+        page = PAGE_TOKENS * self._rows_LNB.shape[2]
+        layers = max(1, min(self.layers, self._most // page))
+        pages = max(1, self._most // (page * layers)) if layers == self.layers else 1
+        for at in range(first, end, pages * PAGE_TOKENS):
+            to = min(at + pages * PAGE_TOKENS, end)
+            for layer in range(0, self.layers, layers):
+                last = min(layer + layers, self.layers)
+                draft = (at, draft_end if to == end else to) if last == self.layers and self.drafts else (0, 0)
+                yield Piece(layers=(layer, last), positions=(at, to), draft=draft)
+
+    def size(self, piece: Piece) -> int:
+        """Bytes of a parcel."""
+        return sum(part[0] * part[1] for part in self._shapes(piece))
+
+    def gather(self, piece: Piece, pages: Sequence[int], into_B: Tensor) -> None:
+        """Fill a parcel. pages: of the job, from its first on. into_B: uint8 [size]."""
+        first, last = piece.layers
+        rows = self._index(pages, *piece.positions)
+        target, draft, tails = self._split(piece, into_B)
+        for layer in range(first, last):
+            torch.index_select(self._rows_LNB[layer], 0, rows, out=target[layer - first])
+        if draft.numel():
+            torch.index_select(self._draft_NB, 0, self._index(pages, *piece.draft), out=draft)
+        if tails.numel():
+            torch.index_select(self._tails_PB, 0, self._full(pages, piece), out=tails)
+
+    def scatter(self, piece: Piece, pages: Sequence[int], from_B: Tensor) -> None:
+        """Put what a parcel holds into a job's pages. As in `gather`."""
+        first, last = piece.layers
+        rows = self._index(pages, *piece.positions)
+        target, draft, tails = self._split(piece, from_B)
+        for layer in range(first, last):
+            self._rows_LNB[layer].index_copy_(0, rows, target[layer - first])
+        if draft.numel():
+            self._draft_NB.index_copy_(0, self._index(pages, *piece.draft), draft)
+        if tails.numel():
+            self._tails_PB.index_copy_(0, self._full(pages, piece), tails)
+
+    def fits(self, piece: Piece, pages: Sequence[int], size: int) -> bool:
+        """Whether a piece that somebody else has told of is one of these pages, and has so many bytes."""
+        (first, last), (at, to), (place, end) = piece.layers, piece.positions, piece.draft
+        there = len(pages) * PAGE_TOKENS
+        return (
+            0 <= first < last <= self.layers
+            and 0 <= at < to <= there
+            and at % PAGE_TOKENS == 0
+            and 0 <= place <= end <= there
+            and (place == end or (place == at and last == self.layers and self.drafts))
+            and self.size(piece) == size
+        )
+
+    def _shapes(self, piece: Piece) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        (first, last), (at, to), (place, end) = piece.layers, piece.positions, piece.draft
+        tails = to // PAGE_TOKENS - at // PAGE_TOKENS if end > place else 0
+        return (
+            ((last - first) * (to - at), self._rows_LNB.shape[2]),
+            (end - place, self._draft_NB.shape[1]),
+            (tails, self._tails_PB.shape[1]),
+        )
+
+    def _split(self, piece: Piece, parcel_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        shapes = self._shapes(piece)
+        target, draft, tails = parcel_B.split([rows * width for rows, width in shapes])
+        layers = piece.layers[1] - piece.layers[0]
+        return target.view(layers, -1, shapes[0][1]), draft.view(*shapes[1]), tails.view(*shapes[2])
+
+    def _index(self, pages: Sequence[int], first: int, end: int) -> Tensor:
+        page = torch.tensor(pages[first // PAGE_TOKENS : -(-end // PAGE_TOKENS)], dtype=torch.int64)
+        rows = (page[:, None] * PAGE_TOKENS + torch.arange(PAGE_TOKENS)).flatten()
+        skipped = first % PAGE_TOKENS
+        return rows[skipped : skipped + end - first].to(self._rows_LNB.device)
+
+    def _full(self, pages: Sequence[int], piece: Piece) -> Tensor:
+        at, to = piece.positions
+        return torch.tensor(pages[at // PAGE_TOKENS : to // PAGE_TOKENS]).to(self._rows_LNB.device)

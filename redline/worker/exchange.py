@@ -1,0 +1,477 @@
+"""Handoffs of one worker: prompts that it computes for others, and prompts that others compute for it.
+
+Whoever computes gathers a prompt's pages into parcels as they are computed, in an area that others may read, under
+leases; whoever answers reads them, verifies each by its checksum, and puts it into pages of its own. Nobody writes into
+another's memory, so a page has one owner, whatever becomes of the other side; and what is read too late has another
+checksum. Whatever goes wrong on the way (a worker that ends, a link that stalls, a wrong byte), the worker that answers
+computes the prompt itself: a handoff can be lost, an answer cannot.
+
+All of it runs in the loop's thread between two steps, in pieces of a parcel. A job that waits for pages blocks nobody.
+"""
+
+import ctypes
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from redline.errors import RedlineError
+from redline.kernels.cpu import checksum
+from redline.plan.planner import Planner
+from redline.run.handoff import Parcels
+from redline.transport.base import Area, Memory, Peer, Reading, TransferFailed, Transport
+from redline.transport.ledger import Lender, seed_of
+from redline.wire.channel import Outbox, SocketOutbox
+from redline.wire.codec import Wire
+from redline.wire.delta import Delta
+from redline.wire.handoff import Gone, Handed, Lease, Offer, Piece, Prefill, Taken, Want
+from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
+from redline.wire.step import TokenLogprobs
+
+AREA_BYTES = 64 << 20  # for parcels that are offered and not read yet: more than one prompt's at a time is seldom there
+LEASE_S = 10.0  # for a parcel to be read
+READ_S = 5.0  # for one parcel to come
+WANT_S = 10.0  # behind the end of a prompt, for somebody to want it
+SILENCE_S = 30.0  # without a word of the worker that computes, after which the prompt is computed here
+LEAST = PAGE_TOKENS  # positions: fewer are computed where the answer is, which takes no longer than to wait for them
+SOON_S = 0.0005  # between two looks at what is under way
+
+_log = logging.getLogger(__name__)
+
+
+class Here(NamedTuple):
+    """What other workers have to know of this one."""
+
+    worker: str
+    epoch: int
+    inbox: str
+
+
+@dataclass
+class _Outgoing:
+    """A prompt that is computed for another worker."""
+
+    job: Job
+    to: PagesFrom
+    outbox: Outbox
+    sent: int | None = None  # positions [.., sent) are offered, or there already; None: not said yet
+    pieces: Iterator[Piece] | None = None  # of what is computed and not offered
+    piece: Piece | None = None  # the one that waits for room
+    end: int = 0  # where `pieces` end
+    parcels: int = 0
+    leases: list[tuple[int, int]] = field(default_factory=list)
+    handed: Handed | None = None  # once its first token is chosen
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    ended_at: float = 0.0
+
+
+@dataclass
+class _Incoming:
+    """A prompt that another worker computes."""
+
+    job: Job
+    source: PagesFrom
+    outbox: Outbox
+    heard_at: float
+    first: int | None = None  # positions [0, first) were cached here; None: it has no pages yet
+    pages: tuple[int, ...] = ()
+    there: set[int] = field(default_factory=set)  # numbers of parcels that are in their place
+    handed: Handed | None = None
+
+
+class _Arriving(NamedTuple):
+    reading: Reading
+    incoming: _Incoming
+    offer: Offer
+
+
+class _Peer(NamedTuple):
+    peer: Peer | None  # None: its parcels are not read here
+    outbox: Outbox
+
+
+class Exchange:
+    """Both sides of one worker's handoffs. The loop's thread uses it.
+
+    `counts` has how many prompts were handed over, taken over, and computed here although another was to, by why.
+    """
+
+    def __init__(
+        self,
+        here: Here,
+        planner: Planner,
+        parcels: Parcels,
+        transport: Transport,
+        *,
+        area_bytes: int = AREA_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        connect: Callable[[str], Outbox] = SocketOutbox,
+    ) -> None:
+        """area_bytes: for parcels; 0: it computes for nobody. connect: to another worker's inbox, by its address."""
+        self.here = here
+        self.counts: Counter[str] = Counter()
+        self._planner = planner
+        self._parcels = parcels
+        self._transport = transport
+        self._clock = clock
+        self._connect = connect
+        self._area: Area | None = transport.area(area_bytes) if area_bytes else None
+        self._lender = Lender(area_bytes, clock)
+        self._space = _tensor_of(self._area.memory) if self._area is not None else torch.empty(0, dtype=torch.uint8)
+        self._landing = torch.empty(0, dtype=torch.uint8)
+        self._out: dict[JobId, _Outgoing] = {}
+        self._in: dict[JobId, _Incoming] = {}
+        self._offers: deque[tuple[_Incoming, Offer]] = deque()
+        self._arriving: _Arriving | None = None
+        self._peers: dict[tuple[str, int], _Peer] = {}
+
+    @property
+    def told(self) -> bytes:
+        """What others have to know of the area; empty where it has none."""
+        return b"" if self._area is None else self._area.told
+
+    @property
+    def format(self) -> str:
+        """Of the parcels."""
+        return self._parcels.format
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing under way."""
+        return not (self._out or self._in or self._arriving or self._lender.lent)
+
+    def due_in(self) -> float | None:
+        """Seconds until `work` may have something to do without another message; None: never."""
+        if self._arriving is not None or self._offers:
+            return SOON_S
+        return None if self.idle else 0.05
+
+    # ------------------------------------------------------------------------------------- what the loop hands on
+
+    def prefill(self, asked: Prefill) -> list[Delta]:
+        """Computes a prompt for another worker. Its deltas are that worker's (`keep`)."""
+        job, to = asked.job, asked.to
+        self._out[job.id] = _Outgoing(job, to, self._peer(to, reads=False).outbox)
+        return self.keep(self._planner.submit(_for_another(job), lends=True))
+
+    def expect(self, job: Job) -> list[Delta]:
+        """Takes in a job whose prompt another worker computes. The deltas to tell."""
+        source = job.pages_from
+        assert source is not None
+        if source.format != self.format:
+            _log.error(
+                "%s hands over parcels of another format: %s; here %s", source.worker, source.format, self.format
+            )
+            self.counts["another format"] += 1
+            return self._planner.submit(job)
+        try:
+            outbox = self._peer(source, reads=True).outbox
+        except RedlineError as error:
+            _log.error("%s cannot be read: %s", source.worker, error)
+            self.counts["no connection"] += 1
+            return self._planner.submit(job)
+        deltas = self._planner.expect(job)
+        if deltas:
+            outbox.put(Abort(job=job.id))
+        else:
+            self._in[job.id] = _Incoming(job, source, outbox, self._clock())
+        return deltas
+
+    def hear(self, message: Wire) -> list[Delta]:
+        """What another worker, or of another worker, has been said. The deltas to tell."""
+        match message:
+            case Want(job=id, first=first):
+                if (out := self._out.get(id)) is not None and out.sent is None:
+                    out.sent = out.end = first
+            case Offer(job=id):
+                incoming = self._in.get(id)
+                if incoming is not None:
+                    incoming.heard_at = self._clock()
+                    self._offers.append((incoming, message))
+            case Taken(id=id, epoch=epoch):
+                self._lender.taken(id, epoch)
+            case Handed(job=id):
+                if (incoming := self._in.get(id)) is not None:
+                    incoming.heard_at, incoming.handed = self._clock(), message
+            case Gone():
+                self._gone(message)
+            case _:
+                raise AssertionError(f"a worker is not told {type(message).__name__} by another")
+        return self.work()
+
+    def keep(self, deltas: list[Delta]) -> list[Delta]:
+        """Takes what has come of prompts that are computed for others out of a step's deltas; gives the rest."""
+        if not self._out:
+            return deltas
+        others: list[Delta] = []
+        for delta in deltas:
+            if (out := self._out.get(delta.job)) is None:
+                others.append(delta)
+                continue
+            out.prompt_logprobs += delta.prompt_logprobs
+            if delta.finish is None and not delta.tokens:
+                continue
+            out.ended_at = self._clock()
+            out.handed = Handed(
+                job=delta.job,
+                tokens=delta.tokens,
+                logprobs=delta.logprobs,
+                prompt_logprobs=tuple(out.prompt_logprobs),
+                cached_tokens=delta.cached_tokens,
+                queued_s=delta.queued_s,
+                error=delta.error if delta.finish in ("stop", "length") else delta.error or "it was given up there",
+                fault=delta.fault,
+            )
+        return others
+
+    def abort(self, id: JobId) -> None:
+        """Nobody wants a job any more, on this side or the other. The planner has to be told behind it."""
+        if (out := self._out.pop(id, None)) is not None:
+            self._drop(out)
+        if (incoming := self._in.pop(id, None)) is not None:
+            self._fence(incoming)
+            incoming.outbox.put(Abort(job=id))
+
+    # ----------------------------------------------------------------------------------------------------- a turn
+
+    def work(self) -> list[Delta]:
+        """Moves on what is under way, by a parcel at most on each side. The deltas to tell."""
+        now = self._clock()
+        if self._lender.lent:
+            self._lender.expire(now)
+        for out in list(self._out.values()):
+            self._offer(out, now)
+        if self._planner.starved:
+            self._make_room()
+        told: list[Delta] = []
+        for incoming in list(self._in.values()):
+            if incoming.first is None:
+                self._open(incoming)
+            if now - incoming.heard_at > SILENCE_S:
+                self._compute_here(incoming, "silence")
+        told += self._receive()
+        return told
+
+    def close(self) -> None:
+        """Lets go of every connection and of the area. Whoever still waits for a parcel computes its prompt itself."""
+        self._transport.close()
+        for peer in self._peers.values():
+            if isinstance(peer.outbox, SocketOutbox):
+                peer.outbox.close()
+
+    def check(self) -> None:
+        """Raises AssertionError unless every byte of the area is lent or free."""
+        self._lender.check()
+
+    # ------------------------------------------------------------------------------------ the side that computes
+
+    def _offer(self, out: _Outgoing, now: float) -> None:
+        """Offers what has been computed since, as far as there is room; at the end, the first token."""
+        computed = self._planner.computed(out.job.id)
+        if computed is None:  # it could not be computed
+            if out.handed is not None:
+                out.outbox.put(out.handed)
+            del self._out[out.job.id]
+            return
+        if out.sent is None:
+            if out.handed is not None and now - out.ended_at > WANT_S:
+                del self._out[out.job.id]
+                out.outbox.put(msgspec.structs.replace(out.handed, error=f"nobody wanted it for {WANT_S:g} s"))
+                self._drop(out)
+            return
+        whole = out.handed is not None
+        prompt = len(out.job.tokens)
+        while True:
+            if out.piece is None:
+                out.piece = next(out.pieces, None) if out.pieces is not None else None
+            if out.piece is None:
+                end = prompt if whole else computed.positions // PAGE_TOKENS * PAGE_TOKENS
+                if end <= out.end:
+                    break
+                draft_end = end + (whole and bool(prompt % PAGE_TOKENS))
+                out.pieces, out.end = self._parcels.pieces(out.end, end, draft_end), end
+                continue
+            if not self._lend(out, out.piece, computed.pages):
+                return  # no room now
+            out.piece = None
+        if whole and out.handed is not None:
+            handed = msgspec.structs.replace(
+                out.handed, parcels=out.parcels, exact=computed.exact, drafting=computed.drafting
+            )
+            out.outbox.put(handed)
+            self.counts["handed over"] += 1
+            del self._out[out.job.id]
+            self._planner.give_back(out.job.id)
+
+    def _lend(self, out: _Outgoing, piece: Piece, pages: Sequence[int]) -> bool:
+        """Offers a piece as a parcel; False where there is no room for it now."""
+        size = self._parcels.size(piece)
+        parcel = self._lender.lend(size, f"{out.to.worker}.{out.to.epoch}", LEASE_S)
+        if parcel is None:
+            return False
+        into_B = self._space[parcel.offset : parcel.offset + size]
+        self._parcels.gather(piece, pages, into_B)
+        of_bytes = checksum.of_memory(into_B.data_ptr(), size, parcel.seed)
+        ticket = self._lender.offer(parcel, of_bytes)
+        assert ticket is not None, "nothing runs out while it is filled"
+        lease = Lease(id=ticket.id, epoch=ticket.epoch, offset=ticket.offset, size=size, checksum=ticket.checksum)
+        out.outbox.put(Offer(job=out.job.id, number=out.parcels, piece=piece, lease=lease))
+        out.parcels += 1
+        out.leases.append((ticket.id, ticket.epoch))
+        return True
+
+    def _make_room(self) -> None:
+        """Prompts wait for the pages of those that are computed and that nobody has wanted yet: whoever answers may
+        have no room for these before it gets the others. The oldest is given up; what of it is cached stays so."""
+        for out in self._out.values():
+            if out.handed is not None and out.sent is None:
+                del self._out[out.job.id]
+                out.outbox.put(msgspec.structs.replace(out.handed, error="its pages were needed"))
+                self._drop(out)
+                return
+
+    def _drop(self, out: _Outgoing) -> None:
+        """Nobody wants the prompt any more: its parcels' space and its pages come back."""
+        for id, epoch in out.leases:
+            self._lender.taken(id, epoch)
+        self._planner.abort(out.job.id)
+        if self._planner.computed(out.job.id) is not None:
+            self._planner.give_back(out.job.id)
+
+    # ------------------------------------------------------------------------------------ the side that answers
+
+    def _open(self, incoming: _Incoming) -> None:
+        opened = self._planner.open(incoming.job.id)
+        if opened is None:
+            return
+        incoming.first, incoming.pages = opened
+        if len(incoming.job.tokens) - incoming.first <= LEAST:
+            self._compute_here(incoming, "short")
+            return
+        incoming.outbox.put(Want(job=incoming.job.id, first=incoming.first))
+
+    def _receive(self) -> list[Delta]:
+        """Takes in the parcel that is under way, once it is whole, and begins with the next."""
+        if self._arriving is not None:
+            reading, incoming, offer = self._arriving
+            try:
+                if not reading.done():
+                    return []
+                self._arriving = None
+                self._place(incoming, offer)
+            except TransferFailed as error:
+                self._arriving = None
+                self._compute_here(incoming, "transfer", error)
+        while self._offers and self._arriving is None:
+            incoming, offer = self._offers.popleft()
+            if self._in.get(offer.job) is not incoming:
+                incoming.outbox.put(Taken(id=offer.lease.id, epoch=offer.lease.epoch))  # wanted no more
+                continue
+            try:
+                self._read(incoming, offer)
+            except TransferFailed as error:
+                self._compute_here(incoming, "transfer", error)
+        told: list[Delta] = []
+        for incoming in [one for one in self._in.values() if one.handed is not None]:
+            told += self._land(incoming)
+        return told
+
+    def _read(self, incoming: _Incoming, offer: Offer) -> None:
+        piece, lease = offer.piece, offer.lease
+        known = incoming.first is not None and piece.positions[0] >= incoming.first
+        if not known or not self._parcels.fits(piece, incoming.pages, lease.size) or offer.number in incoming.there:
+            raise TransferFailed(f"a parcel that nobody wants: {piece} of {lease.size:,} bytes")
+        peer = self._peers[incoming.source.worker, incoming.source.epoch].peer
+        assert peer is not None
+        if len(self._landing) < lease.size:
+            self._landing = torch.empty(lease.size, dtype=torch.uint8)
+        try:
+            reading = peer.read(lease.offset, self._landing.data_ptr(), lease.size, READ_S)
+        except ValueError as error:
+            raise TransferFailed(str(error)) from None
+        self._arriving = _Arriving(reading, incoming, offer)
+
+    def _place(self, incoming: _Incoming, offer: Offer) -> None:
+        """A parcel has come: it is verified, and put into the job's pages."""
+        lease = offer.lease
+        seen = checksum.of_memory(self._landing.data_ptr(), lease.size, seed_of(lease.id, lease.epoch))
+        if seen != lease.checksum:
+            raise TransferFailed(f"parcel {lease.id} of epoch {lease.epoch} has another checksum than was told")
+        self._parcels.scatter(offer.piece, incoming.pages, self._landing[: lease.size])
+        incoming.there.add(offer.number)
+        incoming.outbox.put(Taken(id=lease.id, epoch=lease.epoch))
+
+    def _land(self, incoming: _Incoming) -> list[Delta]:
+        """A job of which all is there goes on here."""
+        handed = incoming.handed
+        assert handed is not None
+        if handed.error is not None:
+            self._compute_here(incoming, "error", handed.error)
+            return []
+        if len(incoming.there) < handed.parcels:
+            return []
+        del self._in[incoming.job.id]
+        self.counts["taken over"] += 1
+        return self._planner.land(handed)
+
+    def _compute_here(self, incoming: _Incoming, why: str, error: object = "") -> None:
+        """The prompt is computed here after all."""
+        if why != "short":
+            level = logging.WARNING
+            _log.log(level, "job %s of %s: %s: %s", incoming.job.id, incoming.source.worker, why, error)
+        self.counts[why] += 1
+        del self._in[incoming.job.id]
+        self._fence(incoming)
+        incoming.outbox.put(Abort(job=incoming.job.id))
+        self._planner.compute_here(incoming.job.id)
+
+    def _fence(self, incoming: _Incoming) -> None:
+        """Returns once nothing of this job's can arrive any more."""
+        if self._arriving is not None and self._arriving.incoming is incoming:
+            self._arriving.reading.cancel()
+            self._arriving = None
+
+    # ------------------------------------------------------------------------------------------------- both sides
+
+    def _gone(self, gone: Gone) -> None:
+        """A worker has ended: what it computed is computed here, and what was for it is nobody's."""
+        of = (gone.worker, gone.epoch)
+        for incoming in [one for one in self._in.values() if (one.source.worker, one.source.epoch) == of]:
+            self._compute_here(incoming, "gone", f"{gone.worker} has ended")
+        for out in [one for one in self._out.values() if (one.to.worker, one.to.epoch) == of]:
+            del self._out[out.job.id]
+            self._drop(out)
+        self._lender.give_up(f"{gone.worker}.{gone.epoch}")
+        if (peer := self._peers.pop(of, None)) is not None:
+            if peer.peer is not None:
+                peer.peer.close()
+            if isinstance(peer.outbox, SocketOutbox):
+                peer.outbox.close()
+
+    def _peer(self, other: PagesFrom, *, reads: bool) -> _Peer:
+        """A connection to another worker. Raises TransferFailed where its area is not there, or ConfigError."""
+        of = (other.worker, other.epoch)
+        known = self._peers.get(of)
+        if known is None:
+            known = self._peers[of] = _Peer(None, self._connect(other.inbox))
+        if reads and known.peer is None:
+            known = self._peers[of] = known._replace(peer=self._transport.connect(other.area))
+        return known
+
+
+def _for_another(job: Job) -> Job:
+    """The job as it is computed for another worker: one token of its answer."""
+    sampling = msgspec.structs.replace(job.sampling, max_tokens=1)
+    return msgspec.structs.replace(job, sampling=sampling, pages_from=None)
+
+
+def _tensor_of(memory: Memory) -> Tensor:
+    """uint8 [size] over memory of this process, which has to outlive it."""
+    held = (ctypes.c_char * memory.size).from_address(memory.address)
+    return torch.frombuffer(memoryview(held), dtype=torch.uint8)
