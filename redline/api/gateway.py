@@ -311,8 +311,8 @@ class Gateway:
         if prefill is None:
             link.outbox.put(job)
             return
-        link.outbox.put(msgspec.structs.replace(job, pages_from=prefill.as_other))
         prefill.outbox.put(Prefill(job=job, to=link.as_other))
+        link.outbox.put(msgspec.structs.replace(job, pages_from=prefill.as_other))
         lane.prefill = prefill
         prefill.jobs += 1
 

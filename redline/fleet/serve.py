@@ -328,6 +328,7 @@ async def _serve_through(
         server.should_exit = True
         if lost:
             await asyncio.wait({serving}, timeout=GRACE_S)
+        supervisor.end()
         gateway.lose_all("the server is stopping")
         await _end(server, serving)
         serving.result()
@@ -342,7 +343,8 @@ async def _serve_through(
             await asyncio.wait(beside[-1:], timeout=TELL_S)
         for task in beside:
             task.cancel()
-        await supervisor.stop()
+        supervisor.end()
+        await supervisor.ended()
         await gateway.ended()
 
 

@@ -121,7 +121,7 @@ class Supervised:
             finally:
                 for task in (silence, stopping):
                     task.cancel()
-                await self._end(link, process, ended, stopped=self._stopping.is_set())
+                await self._end(link, process, ended, ready=ready_at is not None)
                 following.cancel()
                 with suppress(asyncio.CancelledError):
                     await following
@@ -147,14 +147,13 @@ class Supervised:
         return why
 
     async def _end(
-        self, link: Link, process: "subprocess.Popen[bytes]", ended: "asyncio.Task[int]", *, stopped: bool
+        self, link: Link, process: "subprocess.Popen[bytes]", ended: "asyncio.Task[int]", *, ready: bool
     ) -> None:
-        """Leaves no process behind: one that is well and was told to stop has STOP_S to prove its pages."""
-        if stopped and link.ready is not None and process.poll() is None and not self._gateway.links.is_silent(link):
-            link.outbox.put(Stop())
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(ended), STOP_S)
-        elif link.lost is not None:  # it has said its last words, and leaves by itself
+        """Leaves no process behind. One that is told to stop has STOP_S to prove its pages, one that has said its last
+        words as long to leave; one that nothing is heard of, or that still loads, has nothing to lose."""
+        if ready and process.poll() is None and not self._gateway.links.is_silent(link):
+            if self._stopping.is_set():
+                link.outbox.put(Stop())
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(ended), STOP_S)
         if process.poll() is None:
@@ -216,10 +215,13 @@ class Supervisor:
                 return next(worker.given_up for worker in self.workers if worker.given_up is not None)
             self._lives = [life for life in self._lives if not life.done()] or self._lives
 
-    async def stop(self) -> None:
-        """Have all leave; returns once no process of theirs is left. Idempotent."""
+    def end(self) -> None:
+        """Have all leave, and start none again."""
         for worker in self.workers:
             worker.stop()
+
+    async def ended(self) -> None:
+        """Returns, behind `end`, once no process of theirs is left."""
         await asyncio.gather(*self._lives, return_exceptions=True)
         if self._parcels is not None:
             shutil.rmtree(self._parcels, ignore_errors=True)

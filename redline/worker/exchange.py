@@ -100,6 +100,7 @@ class Exchange:
     """Both sides of one worker's handoffs. The loop's thread uses it.
 
     `counts` has how many prompts were handed over, taken over, and computed here although another was to, by why.
+    `changes` grows whenever the planner has been told something, so that it may have a step to plan.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Exchange:
         """area_bytes: for parcels; 0: it computes for nobody. connect: to another worker's inbox, by its address."""
         self.here = here
         self.counts: Counter[str] = Counter()
+        self.changes = 0
         self._planner = planner
         self._parcels = parcels
         self._transport = transport
@@ -126,6 +128,7 @@ class Exchange:
         self._space = _tensor_of(self._area.memory) if self._area is not None else torch.empty(0, dtype=torch.uint8)
         self._landing = torch.empty(0, dtype=torch.uint8)
         self._out: dict[JobId, _Outgoing] = {}
+        self._early: dict[JobId, tuple[int | None, float]] = {}  # what was wanted before it was asked for, and when
         self._in: dict[JobId, _Incoming] = {}
         self._offers: deque[tuple[_Incoming, Offer]] = deque()
         self._arriving: _Arriving | None = None
@@ -157,7 +160,13 @@ class Exchange:
     def prefill(self, asked: Prefill) -> list[Delta]:
         """Computes a prompt for another worker. Its deltas are that worker's (`keep`)."""
         job, to = asked.job, asked.to
-        self._out[job.id] = _Outgoing(job, to, self._peer(to, reads=False).outbox)
+        out = _Outgoing(job, to, self._peer(to, reads=False).outbox)
+        if job.id in self._early:  # the other worker was quicker than the gateway
+            first, _ = self._early.pop(job.id)
+            if first is None:
+                return []
+            out.sent = out.end = first
+        self._out[job.id] = out
         return self.keep(self._planner.submit(_for_another(job), lends=True))
 
     def expect(self, job: Job) -> list[Delta]:
@@ -187,7 +196,9 @@ class Exchange:
         """What another worker, or of another worker, has been said. The deltas to tell."""
         match message:
             case Want(job=id, first=first):
-                if (out := self._out.get(id)) is not None and out.sent is None:
+                if (out := self._out.get(id)) is None:
+                    self._early[id] = first, self._clock()
+                elif out.sent is None:
                     out.sent = out.end = first
             case Offer(job=id):
                 incoming = self._in.get(id)
@@ -234,6 +245,8 @@ class Exchange:
         """Nobody wants a job any more, on this side or the other. The planner has to be told behind it."""
         if (out := self._out.pop(id, None)) is not None:
             self._drop(out)
+        elif self._area is not None:
+            self._early[id] = None, self._clock()
         if (incoming := self._in.pop(id, None)) is not None:
             self._fence(incoming)
             incoming.outbox.put(Abort(job=id))
@@ -245,6 +258,8 @@ class Exchange:
         now = self._clock()
         if self._lender.lent:
             self._lender.expire(now)
+        while self._early and now - next(iter(self._early.values()))[1] > WANT_S:
+            del self._early[next(iter(self._early))]
         for out in list(self._out.values()):
             self._offer(out, now)
         if self._planner.starved:
@@ -308,6 +323,7 @@ class Exchange:
             self.counts["handed over"] += 1
             del self._out[out.job.id]
             self._planner.give_back(out.job.id)
+            self.changes += 1
 
     def _lend(self, out: _Outgoing, piece: Piece, pages: Sequence[int]) -> bool:
         """Offers a piece as a parcel; False where there is no room for it now."""
@@ -338,6 +354,7 @@ class Exchange:
 
     def _drop(self, out: _Outgoing) -> None:
         """Nobody wants the prompt any more: its parcels' space and its pages come back."""
+        self.changes += 1
         for id, epoch in out.leases:
             self._lender.taken(id, epoch)
         self._planner.abort(out.job.id)
@@ -418,6 +435,7 @@ class Exchange:
             return []
         del self._in[incoming.job.id]
         self.counts["taken over"] += 1
+        self.changes += 1
         return self._planner.land(handed)
 
     def _compute_here(self, incoming: _Incoming, why: str, error: object = "") -> None:
@@ -426,6 +444,7 @@ class Exchange:
             level = logging.WARNING
             _log.log(level, "job %s of %s: %s: %s", incoming.job.id, incoming.source.worker, why, error)
         self.counts[why] += 1
+        self.changes += 1
         del self._in[incoming.job.id]
         self._fence(incoming)
         incoming.outbox.put(Abort(job=incoming.job.id))

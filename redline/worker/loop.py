@@ -149,7 +149,7 @@ def lead(
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
     loads = _Loads(planner, outbox, time.monotonic)
-    proven, steps = False, -1
+    proven, before = False, None  # what the planner had done, and been told, before the last turn
     while True:
         idle = last is None and planner.idle and (exchange is None or exchange.idle)
         pulse.waits = idle
@@ -158,8 +158,8 @@ def lead(
         messages = messages or inbox.drain(wait=False)
         if idle and not messages and not (record and _record_more(runner, pulse)):
             messages = inbox.drain(wait=True, timeout=loads.due_in())
-        elif exchange is not None and last is None and planner.steps == steps and not messages:
-            pulse.waits = True  # for another worker: the last turn had nothing to plan
+        elif exchange is not None and last is None and not messages and before == (planner.steps, exchange.changes):
+            pulse.waits = True  # for another worker: there is nothing to plan
             messages = inbox.drain(wait=True, timeout=exchange.due_in())
         pulse.turns, pulse.waits = pulse.turns + 1, False
         for message in messages:
@@ -181,7 +181,7 @@ def lead(
                 case _:
                     raise AssertionError(f"a worker is sent jobs, aborts and a stop, not {message}")
             _put_all(planner, outbox, deltas)
-        steps = planner.steps
+        before = None if exchange is None else (planner.steps, exchange.changes)
         try:
             last, deltas = turn(planner, runner, last, failures)
         except WorkerLost as error:
