@@ -64,14 +64,17 @@ class Owner:
         lines = iter(self.process.stdout.readline, "")
         self.told = bytes.fromhex(next(line for line in lines if line.startswith("told")).split()[1])
 
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdout.close()
+
 
 @pytest.fixture
 def owner() -> Iterator[Owner]:
     made = Owner(SIZE)
     yield made
-    made.process.kill()
-    made.process.wait(10)
-    made.process.stdout.close()
+    made.end()
 
 
 @pytest.fixture
@@ -121,9 +124,19 @@ def test_a_cancelled_read_of_a_stopped_peer_writes_nothing_when_the_peer_goes_on
     for failed in (reading, peer.read(0, into, 8, 1.0)):
         with pytest.raises(TransferFailed, match="cancelled"):
             failed.done()
-    again = ours.connect(owner.told)
-    wait(again.read(0, into, SIZE, 60.0), 60.0)
-    assert into.count(7) == SIZE
+
+
+def test_a_peer_that_is_given_up_takes_no_other_with_it(owner: Owner, ours: NixlTransport):
+    into, other = landing(ours, SIZE), Owner(1000)
+    try:
+        another = ours.connect(other.told)
+        _, reading = stop_in_the_middle(owner, ours, into)
+        reading.cancel()
+        into[:1000] = bytes(1000)
+        wait(another.read(0, into, 1000, 20.0))
+        assert into.count(7, 0, 1000) == 1000
+    finally:
+        other.end()
 
 
 def test_a_read_of_a_stopped_peer_ends_with_its_time(owner: Owner, ours: NixlTransport):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Generator
 from importlib import import_module
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 
@@ -43,6 +44,7 @@ class _Nixl:
 
     def __init__(self, tls: str | None) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # a line for each agent otherwise
+        os.environ.setdefault("UCX_LOG_LEVEL", "error")  # and one for each read that an agent's end has ended
         if tls is not None:
             os.environ["UCX_TLS"] = tls
         try:
@@ -266,7 +268,7 @@ class NixlTransport:
         self._nixl = _Nixl(tls)
         self.landings: list[NixlLanding] = []
         self._areas: list[NixlArea] = []
-        self._peers: list[NixlPeer] = []
+        self._peers: WeakSet[NixlPeer] = WeakSet()
         self._helper: threading.Thread | None = None
         self._closed = threading.Event()
 
@@ -311,7 +313,7 @@ class NixlTransport:
         if facts.kind != _KIND:
             raise TransferFailed("what the peer told is not of the transport `nixl`")
         peer = NixlPeer(self, self._nixl, facts)
-        self._peers.append(peer)
+        self._peers.add(peer)
         return peer
 
     def close(self) -> None:
