@@ -95,7 +95,8 @@ class Landing(Protocol):
     """Memory that reads may go to, as long as this is open."""
 
     def close(self) -> None:
-        """The memory may go; no reading goes there any more. Raises ValueError while one does."""
+        """The memory may go. Whoever closes it has ended the reads that go there; a transport that still knows of one
+        raises ValueError."""
         ...
 
 

@@ -5,7 +5,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from redline.transport.ledger import ALIGNED, Lender, Parcel, seed_of
+from redline.transport.ledger import ALIGNED, Lender, Parcel
+from redline.wire.parcel import seed_of
 
 AREA = 40 * ALIGNED + 100
 

@@ -17,8 +17,9 @@ import msgspec
 from redline.bench.runs.handoff_receiver import HARMS, LEAST, Content, Offered
 from redline.kernels.cpu.checksum import of_memory
 from redline.transport.base import Transport
-from redline.transport.ledger import Lender, Ticket
+from redline.transport.ledger import Lender
 from redline.transport.shared import SharedTransport
+from redline.wire.parcel import Ticket
 
 OUTSTANDING = 64  # parcels that are lent at once, at most
 

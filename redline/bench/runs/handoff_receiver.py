@@ -11,8 +11,9 @@ import numpy as np
 
 from redline.kernels.cpu.checksum import of_memory
 from redline.transport.base import Memory, Peer, Reading, TransferFailed, Transport
-from redline.transport.ledger import Lender, Parcel, Ticket
+from redline.transport.ledger import Lender, Parcel
 from redline.transport.memory import host_memory
+from redline.wire.parcel import Ticket
 
 _TABLE = 8 << 20  # random bytes, of which each parcel is a piece
 NUMBER = 8  # bytes in front: two numbers never have the same bytes
