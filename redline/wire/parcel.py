@@ -3,7 +3,7 @@
 from redline.wire.base import Record
 
 
-class Ticket(Record):
+class Ticket(Record, frozen=True):
     """Where a parcel lies in its lender's area, and how its reader can tell that it has read this one.
 
     id: among those that are lent at once. epoch: no other parcel of this lender has it, ever. offset, size: bytes.
