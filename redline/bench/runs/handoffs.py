@@ -259,7 +259,7 @@ def speed(name: str) -> dict[str, float]:
         def read() -> None:
             reading = peer.read(0, into.address, PIECE, 20.0)
             while not reading.done():
-                time.sleep(0.00005)
+                time.sleep(0.0002)
 
         def verified() -> None:
             read()
