@@ -11,13 +11,14 @@ PIP = .venv/bin/python -m pip install --disable-pip-version-check
 KERNELS = .venv/bin/python -c 'from redline.kernels.cpu import native; native.library() or print(native.why_not())'
 
 .DEFAULT_GOAL = help
-.PHONY: help serve test test-train test-peers test-clients check tests format clean
+.PHONY: help serve test test-train test-peers test-clients test-nixl check tests format clean
 
 help:
 	@echo "make serve    serve $(MODEL) on http://$(HOST):$(PORT)   (PORT=, MODEL=, DRAFT=)"
 	@echo "make test     everything: format, lint, types, import laws, tests"
 	@echo "make test-train  training drafters on two ranks under DeepSpeed (installs it: minutes, once)"
 	@echo "make test-peers  our benchmark client beside vLLM's (installs it into .venv-peers: gigabytes, once)"
+	@echo "make test-nixl   reads over NIXL and TCP (installs it: 140 MB to download, once)"
 	@echo "make test-clients  litellm, langchain, pydantic-ai, instructor and openai-agents on a served nano (into .venv-clients)"
 	@echo "make check    everything but the tests"
 	@echo "make format   write the format, mend what the linter can"
@@ -43,6 +44,9 @@ test-train: .venv/.train
 
 test-peers: .venv/.test .venv-peers/.client
 	OMP_NUM_THREADS=1 .venv/bin/pytest tests_peers -v -rP
+
+test-nixl: .venv/.nixl
+	OMP_NUM_THREADS=1 .venv/bin/pytest tests_nixl -v -rP
 
 test-clients: .venv/.runtime .venv-clients/.clients
 	.venv-clients/bin/python -m pytest -q -c /dev/null --rootdir tests_clients tests_clients
@@ -72,6 +76,11 @@ clean:
 .venv/.train: pyproject.toml | .venv/.test
 	@echo "installing DeepSpeed (minutes, once)"
 	@$(PIP) wheel 'setuptools<81' && $(PIP) --no-build-isolation --editable '.[train]'
+	@touch $@
+
+.venv/.nixl: pyproject.toml | .venv/.test
+	@echo "installing NIXL (140 MB, once)"
+	@$(PIP) --editable '.[nixl]'
 	@touch $@
 
 # vLLM for CPUs, with its own benchmark client. Its pins are its own, so it has an environment of its own; its builds

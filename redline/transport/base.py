@@ -63,8 +63,8 @@ class Peer(Protocol):
         """Begins to copy bytes [source_offset, source_offset + count) of the area.
 
         seconds: after so many the reading cancels itself when it is next asked, and raises TransferFailed.
-        Raises ValueError for bytes outside the area or `into`, or `into` in memory that the transport has not been
-        told of (`Transport.landing`). That the peer has gone is the reading's to tell.
+        Raises ValueError for no bytes, for bytes outside the area or `into`, and for memory that the transport has not
+        been told of (`Transport.landing`). That the peer has gone is the reading's to tell.
         """
         ...
 
@@ -95,7 +95,8 @@ class Landing(Protocol):
     """Memory that reads may go to, as long as this is open."""
 
     def close(self) -> None:
-        """The memory may go; no reading goes there any more. Raises ValueError while one does."""
+        """The memory may go. Whoever closes it has ended the reads that go there; a transport that still knows of one
+        raises ValueError."""
         ...
 
 
@@ -136,13 +137,11 @@ def address_of(into: Target, count: int) -> tuple[int, object]:
     view = memoryview(into)
     if view.readonly or not view.contiguous or view.nbytes < count:
         raise ValueError(f"a read of {count:,} bytes goes to as many that can be written to, one after the other")
-    if not count:
-        return 0, view
     held = (ctypes.c_char * view.nbytes).from_buffer(view)
     return ctypes.addressof(held), held
 
 
 def inside(source_offset: int, count: int, size: int) -> None:
-    """Raises ValueError where the bytes do not lie in an area of `size`."""
-    if count < 0 or source_offset < 0 or source_offset + count > size:
+    """Raises ValueError where there are none, or they do not lie in an area of `size`."""
+    if count <= 0 or source_offset < 0 or source_offset + count > size:
         raise ValueError(f"bytes [{source_offset:,}, {source_offset + count:,}) are not in an area of {size:,}")

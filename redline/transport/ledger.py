@@ -14,24 +14,9 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import msgspec
+from redline.wire.parcel import Ticket, seed_of
 
 ALIGNED = 256  # bytes: what a GPU reads at best in one piece, and whole words of a checksum
-
-
-class Ticket(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
-    """What a reader has to know of a parcel: where it lies, and how to tell that it has read this one."""
-
-    id: int
-    epoch: int
-    offset: int
-    size: int
-    checksum: int  # of the parcel's bytes, under `seed`
-
-    @property
-    def seed(self) -> int:
-        """Of the checksum."""
-        return seed_of(self.id, self.epoch)
 
 
 @dataclass(frozen=True)
@@ -200,8 +185,3 @@ class Lender:
             at -= 1
             first = self._free.pop(at)[0]
         insort(self._free, (first, end))
-
-
-def seed_of(id: int, epoch: int) -> int:
-    """Of a parcel's checksum: 64 bits. Two parcels of one lender never share it within 2^48 lent parcels."""
-    return (epoch ^ id << 48) % 2**64

@@ -10,6 +10,7 @@ import mmap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakSet
 
 from redline.errors import ConfigError
 from redline.transport.base import Memory, Target, TransferFailed, address_of, inside
@@ -167,7 +168,7 @@ class MemoryTransport:
     def __init__(self, disturb: Disturb | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._disturb, self._clock = disturb, clock
         self._areas: list[MemoryArea] = []
-        self._peers: list[MemoryPeer] = []
+        self._peers: WeakSet[MemoryPeer] = WeakSet()
 
     def area(self, memory: Memory | int) -> MemoryArea:
         """As `Transport.area`."""
@@ -187,7 +188,7 @@ class MemoryTransport:
         if area is None:
             raise TransferFailed(f"no area of this process is called {told!r}")
         peer = MemoryPeer(area, self._disturb, self._clock)
-        self._peers.append(peer)
+        self._peers.add(peer)
         return peer
 
     def close(self) -> None:

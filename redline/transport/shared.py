@@ -12,6 +12,7 @@ import stat
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from weakref import WeakSet
 
 import msgspec
 import numpy as np
@@ -171,7 +172,7 @@ class SharedTransport:
             raise ConfigError(f"transport: {folder} must be a folder of this user's alone (chmod 700)")
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="transport")  # its thread begins with the first copy
         self._areas: list[SharedArea] = []
-        self._peers: list[SharedPeer] = []
+        self._peers: WeakSet[SharedPeer] = WeakSet()
 
     def area(self, memory: Memory | int) -> SharedArea:
         """As `Transport.area`: of new memory alone."""
@@ -196,7 +197,7 @@ class SharedTransport:
         if facts.kind != _KIND or not facts.name or "/" in facts.name or facts.name in (".", ".."):
             raise TransferFailed("what the peer told names no file of the transport `shared`")
         peer = SharedPeer(self._folder / facts.name, facts.size, self._copier)
-        self._peers.append(peer)
+        self._peers.add(peer)
         return peer
 
     def close(self) -> None:

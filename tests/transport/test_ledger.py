@@ -1,11 +1,17 @@
 """No two parcels overlap, every byte comes back, and only the words of its own ticket return a space."""
 
+import ctypes
+
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
-from redline.transport.ledger import ALIGNED, Lender, Parcel, seed_of
+from redline.kernels.cpu.checksum import of_memory
+from redline.transport.ledger import ALIGNED, Lender, Parcel
+from redline.transport.memory import host_memory
+from redline.wire.parcel import Ticket, seed_of
 
 AREA = 40 * ALIGNED + 100
 
@@ -181,3 +187,41 @@ def test_the_proof_finds_a_book_that_is_wrong():
     ):
         with pytest.raises(AssertionError):
             spoilt(spoil).check()
+
+
+def test_a_late_reader_is_told_by_its_checksum_or_has_what_it_was_promised():
+    """A space is used again under an old ticket."""
+    lender, memory = Lender(1024, lambda: 0.0), host_memory(1024)
+
+    def offered(data: bytes) -> Ticket:
+        parcel = lender.lend(len(data), "a", 1.0)
+        assert parcel is not None
+        ctypes.memmove(memory.address + parcel.offset, data, len(data))
+        ticket = lender.offer(parcel, of_memory(memory.address + parcel.offset, len(data), parcel.seed))
+        assert ticket is not None
+        return ticket
+
+    def holds(ticket: Ticket) -> bool:
+        return of_memory(memory.address + ticket.offset, ticket.size, ticket.seed) == ticket.checksum
+
+    old = offered(bytes(1000))
+    assert holds(old)
+    lender.expire(2.0)
+    new = offered(bytes(999) + b"x")
+    assert (new.offset, new.id, new.size) == (old.offset, old.id, old.size)
+    assert holds(new)
+    assert not holds(old)
+    lender.expire(2.0)
+    again = offered(bytes(1000))
+    assert holds(old), "the very bytes that it was promised"
+    assert old.checksum != again.checksum
+    assert not holds(msgspec.structs.replace(again, epoch=old.epoch)), "a ticket of two"
+    assert not lender.taken(old.id, old.epoch)
+    assert lender.taken(again.id, again.epoch)
+
+
+def test_a_ticket_travels():
+    ticket = Ticket(id=3, epoch=2**63, offset=512, size=77, checksum=2**64 - 1)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(ticket), type=Ticket) == ticket
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(msgspec.msgpack.encode({"id": 3}), type=Ticket)

@@ -18,15 +18,11 @@ _SECOND = tl.constexpr(signed(SECOND))
 
 
 @triton.jit
-def _shifted(x, BY: tl.constexpr):
-    return (x >> BY) & ((1 << (64 - BY)) - 1)
-
-
-@triton.jit
 def _mix(x):
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
+    # A shift of a signed number repeats its sign, which the masks take away.
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _FIRST
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _SECOND
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 @triton.jit(do_not_specialize=["count", "key"])  # a 1 is a number too

@@ -1,0 +1,334 @@
+"""Between processes and machines, through NIXL over UCX: RDMA, NVLink, shared memory, TCP; a host's memory or a GPU's.
+
+What NIXL calls a release, or the removal of a peer, ends no read: over TCP the bytes of a peer that was stopped came
+into the buffer after either (docs/transport.md). Only the end of the agent that began the read ends it for certain. So
+every peer has an agent of its own here, and a read that neither ends nor can be called back takes its peer with it.
+
+An area's owner has to help some links on. NIXL's own thread for that takes a whole core while nothing moves; ours looks
+once a millisecond.
+"""
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Generator
+from importlib import import_module
+from typing import Any
+from weakref import WeakSet
+
+import msgspec
+
+from redline.errors import ConfigError
+from redline.transport.base import Memory, Target, TransferFailed, address_of, inside
+from redline.transport.memory import host_memory
+
+LOOK_S = 0.001  # between two looks of an area's owner at what its peers ask: about 3 % of a core
+GRACE_S = 0.1  # that a cancelled read may take to end by itself before its peer is given up
+
+_KIND = "redline-nixl-1"
+
+
+class _Told(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    kind: str
+    agent: str
+    metadata: bytes  # NIXL's, of the agent that has registered the memory
+    address: int
+    size: int
+    device: int | None
+
+
+class _Nixl:
+    """The library, where it is installed: its agents, and what it raises."""
+
+    def __init__(self, tls: str | None) -> None:
+        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # a line for each agent otherwise
+        os.environ.setdefault("UCX_LOG_LEVEL", "error")  # and one for each read that an agent's end has ended
+        if tls is not None:
+            os.environ["UCX_TLS"] = tls
+        try:
+            api: Any = import_module("nixl._api")
+            bindings: dict[str, Any] = vars(import_module("nixl._bindings"))
+        except ImportError as error:
+            raise ConfigError(f"transport: `nixl` needs its library: pip install 'redline[nixl]' ({error})") from error
+        self._api = api
+        names = [name for name in bindings if name.startswith("nixl") and name.endswith("Error")]
+        self.errors: tuple[type[Exception], ...] = tuple(bindings[name] for name in names)
+
+    def agent(self) -> Any:
+        """A new one, which nothing helps on but its own calls. Raises ConfigError where UCX cannot begin."""
+        config = self._api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"])
+        try:
+            agent = self._api.nixl_agent(f"redline-{secrets.token_hex(12)}", config)
+        except (*self.errors, RuntimeError) as error:
+            raise ConfigError(f"transport: NIXL cannot begin here ({error}); UCX_TLS says over what") from error
+        if "UCX" not in agent.backends:
+            raise ConfigError("transport: this NIXL has no UCX")
+        return agent
+
+    def register(self, agent: Any, memory: Memory) -> Any:
+        """Makes it known to the agent, and pins it where the link wants that. Raises ConfigError where it cannot."""
+        try:
+            return agent.register_memory([(memory.address, memory.size, memory.device or 0, "")], _kind(memory))
+        except self.errors as error:
+            what = "the host" if memory.device is None else f"GPU {memory.device}"
+            raise ConfigError(f"transport: NIXL cannot use {memory.size:,} bytes of {what} ({error})") from error
+
+
+class NixlArea:
+    """Memory that an agent of its own has registered."""
+
+    def __init__(self, nixl: _Nixl, memory: Memory) -> None:
+        """Raises ConfigError where NIXL cannot use the memory."""
+        self.memory = memory
+        self._agent: Any = nixl.agent()
+        # Registered first: what an agent tells of itself holds what it had registered by then, and no more.
+        nixl.register(self._agent, memory)
+        told = _Told(
+            _KIND, self._agent.name, self._agent.get_agent_metadata(), memory.address, memory.size, memory.device
+        )
+        self.told = msgspec.msgpack.encode(told)
+        self._lock = threading.Lock()
+
+    def help_on(self) -> None:
+        """Answers what peers ask, where the link wants that done."""
+        with self._lock:
+            if self._agent is not None:
+                self._agent.get_new_notifs()
+
+    def close(self) -> None:
+        """As `Area.close`: peers' reads fail."""
+        with self._lock:
+            self._agent = None
+
+
+class NixlLanding:
+    """Memory that every peer's agent has registered."""
+
+    def __init__(self, transport: "NixlTransport", memory: Memory) -> None:
+        self.memory = memory
+        self._transport = transport
+
+    def close(self) -> None:
+        """As `Landing.close`."""
+        self._transport.forget(self)
+
+
+class NixlReading:
+    """A transfer that NIXL has under way."""
+
+    def __init__(self, peer: "NixlPeer", into: NixlLanding, handle: Any, held: object, seconds: float) -> None:
+        self.into = into
+        self._peer, self._handle, self._held = peer, handle, held
+        self._seconds, self._until = seconds, time.monotonic() + seconds
+        self._failed: str | None = None
+
+    def done(self) -> bool:
+        """As `Reading.done`."""
+        if self._failed is not None:
+            raise TransferFailed(self._failed)
+        if self._handle is None:
+            return True
+        if self._peer.ended(self._handle):
+            self._end()
+            return True
+        if self._failed is not None:  # the peer has, and all of its readings
+            raise TransferFailed(self._failed)
+        if time.monotonic() >= self._until:
+            self._give_up(f"the read took longer than its {self._seconds:g} s")
+            return self.done()
+        return False
+
+    def cancel(self) -> None:
+        """As `Reading.cancel`. One that does not end within a tenth of a second ends with its peer, and so do the
+        peer's other readings."""
+        self._give_up("the read was cancelled")
+
+    def fail(self, reason: str) -> None:
+        """Its peer's agent ends now, and waits for this one's handle."""
+        self._failed = reason
+        self._end()
+
+    def _give_up(self, reason: str) -> None:
+        until = time.monotonic() + GRACE_S
+        while self._handle is not None:
+            if self._peer.ended(self._handle):
+                self._end()
+            elif time.monotonic() >= until:
+                self._peer.fail(reason)
+            else:
+                time.sleep(LOOK_S)
+
+    def _end(self) -> None:
+        handle, self._handle, self._held = self._handle, None, None
+        self._peer.readings.discard(self)
+        self._peer.release(handle)
+
+
+class NixlPeer:
+    """An area of another process. One that has failed once fails for ever: whoever still needs it connects anew."""
+
+    def __init__(self, transport: "NixlTransport", nixl: _Nixl, told: _Told) -> None:
+        """Raises TransferFailed where NIXL cannot reach it."""
+        self.size = told.size
+        self.readings: set[NixlReading] = set()
+        self._transport, self._nixl, self._told = transport, nixl, told
+        self._agent: Any = nixl.agent()
+        self._registered: dict[NixlLanding, Any] = {}
+        self._failed: str | None = None
+        for landing in transport.landings:
+            self.register(landing)
+        try:
+            self._agent.add_remote_agent(told.metadata)
+        except nixl.errors as error:
+            self._agent = None
+            raise TransferFailed(f"NIXL cannot reach the peer ({error})") from error
+
+    def read(self, source_offset: int, into: Target, count: int, seconds: float) -> NixlReading:
+        """As `Peer.read`. Over shared memory it may be done before this returns."""
+        inside(source_offset, count, self.size)
+        address, held = address_of(into, count)
+        landing = self._transport.landing_at(address, count)
+        if self._failed is None:
+            with self._failing():
+                here = [(address, count, landing.memory.device or 0)]
+                there = [(self._told.address + source_offset, count, self._told.device or 0)]
+                agent = self._agent
+                handle = agent.initialize_xfer(
+                    "READ",
+                    agent.get_xfer_descs(here, _kind(landing.memory)),
+                    agent.get_xfer_descs(there, "DRAM" if self._told.device is None else "VRAM"),
+                    self._told.agent,
+                )
+                reading = NixlReading(self, landing, handle, held, seconds)
+                self.readings.add(reading)
+                agent.transfer(handle)  # what it says, `ended` finds out too
+                return reading
+        reading = NixlReading(self, landing, None, None, seconds)
+        reading.fail(self._failed or "the peer is not reached any more")
+        return reading
+
+    def ended(self, handle: Any) -> bool:
+        """Whether all bytes are there. Where the transfer has failed, the peer has: its readings raise from now on."""
+        with self._failing():
+            state = self._agent.check_xfer_state(handle)
+            if state == "ERR":
+                self.fail("the transfer failed")
+            return state == "DONE"
+        return False
+
+    def release(self, handle: Any) -> None:
+        """Lets go of a transfer that has ended, or whose agent is about to."""
+        if handle is not None:
+            with contextlib.suppress(*self._nixl.errors):
+                handle.release()
+
+    def register(self, landing: NixlLanding) -> None:
+        """Reads may go there."""
+        if self._agent is not None:
+            self._registered[landing] = self._nixl.register(self._agent, landing.memory)
+
+    def deregister(self, landing: NixlLanding) -> None:
+        """Reads may go there no more."""
+        registered = self._registered.pop(landing, None)
+        if registered is not None and self._agent is not None:
+            self._agent.deregister_memory(registered)
+
+    def fail(self, reason: str) -> None:
+        """Ends the agent, and with it whatever it has under way."""
+        if self._failed is None:
+            self._failed = reason
+        for reading in tuple(self.readings):
+            reading.fail(reason)
+        self._registered.clear()
+        self._agent = None  # the last reference
+
+    def close(self) -> None:
+        """As `Peer.close`."""
+        self.fail("the peer was closed")
+
+    @contextlib.contextmanager
+    def _failing(self) -> Generator[None]:
+        """Whatever NIXL raises inside is the end of the peer."""
+        try:
+            yield
+        except self._nixl.errors as error:
+            self.fail(f"the peer is not reached any more ({error})")
+
+
+class NixlTransport:
+    """Areas and peers over NIXL.
+
+    tls: over what UCX may connect, in its words (`UCX_TLS`), for the whole process; None: as the environment says, else
+    what UCX finds best. Where only TCP is wanted: `tcp,self`. Raises ConfigError where the library is not installed.
+    """
+
+    def __init__(self, tls: str | None = None) -> None:
+        self._nixl = _Nixl(tls)
+        self.landings: list[NixlLanding] = []
+        self._areas: list[NixlArea] = []
+        self._peers: WeakSet[NixlPeer] = WeakSet()
+        self._helper: threading.Thread | None = None
+        self._closed = threading.Event()
+
+    def area(self, memory: Memory | int) -> NixlArea:
+        """As `Transport.area`: of a host's memory or a GPU's."""
+        area = NixlArea(self._nixl, host_memory(memory) if isinstance(memory, int) else memory)
+        self._areas.append(area)
+        if self._helper is None:
+            self._helper = threading.Thread(target=self._help, name="nixl", daemon=True)
+            self._helper.start()
+        return area
+
+    def landing(self, memory: Memory) -> NixlLanding:
+        """As `Transport.landing`: of a host's memory or a GPU's."""
+        landing = NixlLanding(self, memory)
+        for peer in self._peers:
+            peer.register(landing)
+        self.landings.append(landing)
+        return landing
+
+    def landing_at(self, address: int, count: int) -> NixlLanding:
+        """The landing that has these bytes. Raises ValueError where none does."""
+        for landing in self.landings:
+            if landing.memory.holds(address, count):
+                return landing
+        raise ValueError(f"a read of {count:,} bytes to memory that the transport was not told of (`landing`)")
+
+    def forget(self, landing: NixlLanding) -> None:
+        """Its memory may go. Raises ValueError while a reading goes there."""
+        if any(reading.into is landing for peer in self._peers for reading in peer.readings):
+            raise ValueError("a landing that a reading still goes to")
+        for peer in self._peers:
+            peer.deregister(landing)
+        self.landings.remove(landing)
+
+    def connect(self, told: bytes) -> NixlPeer:
+        """As `Transport.connect`. A peer that cannot be reached may be found out only by the first read."""
+        try:
+            facts = msgspec.msgpack.decode(told, type=_Told)
+        except msgspec.MsgspecError as error:
+            raise TransferFailed(f"what the peer told is not of the transport `nixl` ({error})") from error
+        if facts.kind != _KIND:
+            raise TransferFailed("what the peer told is not of the transport `nixl`")
+        peer = NixlPeer(self, self._nixl, facts)
+        self._peers.add(peer)
+        return peer
+
+    def close(self) -> None:
+        """As `Transport.close`."""
+        self._closed.set()
+        if self._helper is not None:
+            self._helper.join()
+        for made in (*self._peers, *self._areas):
+            made.close()
+
+    def _help(self) -> None:
+        while not self._closed.wait(LOOK_S):
+            for area in tuple(self._areas):
+                area.help_on()
+
+
+def _kind(memory: Memory) -> str:
+    return "DRAM" if memory.device is None else "VRAM"
