@@ -5,9 +5,9 @@ import msgspec
 from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job
 from redline.wire.news import Beat, Failed, Load, Ready, Stop
-from redline.wire.step import Place, RecordMore, Step
+from redline.wire.step import Hurry, Place, RecordMore, Step
 
-Wire = Job | Abort | Step | Delta | Ready | Failed | Beat | Load | Stop | Place | RecordMore
+Wire = Job | Abort | Step | Delta | Ready | Failed | Beat | Load | Stop | Place | RecordMore | Hurry
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder[Wire](Wire)

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RankLost, WorkerLost
-from redline.kernels.cpu import ranks as cpu_ranks
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.kernels.inputs import Chunk, Inputs
 from redline.model.k2 import cpu
@@ -27,11 +26,13 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import random_checkpoint
+from redline.run import runner
 from redline.wire.job import Grammar, Job
 from redline.wire.step import Step
 from redline.worker import rank as follower
 from redline.worker import ranks as worker_ranks
 from redline.worker.config import EngineConfig, Learned, Suffix
+from redline.worker.drawn import Comparison
 from redline.worker.engine import EngineCore
 from tests.tiny_model import CPU, Answer, job, kernel_config, run
 
@@ -229,7 +230,7 @@ def long_job() -> Job:
 def test_a_rank_that_ends_or_hangs_ends_all_with_its_name(
     number: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_ranks, "STEP_S", 2.0)
+    monkeypatch.setattr(runner, "STEP_S", 2.0)
     monkeypatch.setattr(worker_ranks, "END_S", 0.5)
     engine = EngineCore.load(NANO, config(ranks=2))
     (other,) = followers()
@@ -277,7 +278,7 @@ def test_a_follower_goes_on_behind_no_step_that_failed() -> None:
             return [Step(number=1)]
 
     with pytest.raises(MemoryError, match="no room"):
-        follower._obey(Failing(), Told())  # type: ignore[arg-type]
+        follower._obey(Failing(), Told(), Comparison(1))  # type: ignore[arg-type]
 
 
 def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
