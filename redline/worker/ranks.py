@@ -38,6 +38,7 @@ from redline.wire.step import Hurry, Place, RecordMore, Step, StepResult
 from redline.worker.config import EngineConfig, RankConfig
 from redline.worker.drawn import Account
 
+FOLLOW = sys.executable, "-m", "redline.worker.rank"  # the command of a rank that follows
 END_S = 10.0  # for the ranks to end that were told to
 LOST_END_S = 0.5  # where one is lost: the others may wait for it, and hear nothing
 BEAT_S = 0.5  # between two signs that a rank's process runs: empty lines on its standard output
@@ -129,9 +130,7 @@ class Ranks:
     def _start(self, told: RankConfig) -> None:
         # As the worker is started (fleet.serve): what stops a group of processes is for rank 0 to pass on.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "redline.worker.rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        process = subprocess.Popen(FOLLOW, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         assert process.stdin is not None
