@@ -4,6 +4,7 @@ Sums over ranks are added in another order than within one, so logits differ in 
 bits. A greedy or seeded token may differ only at a near tie, and such are counted.
 """
 
+import functools
 import os
 import signal
 import subprocess
@@ -27,8 +28,9 @@ from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import random_checkpoint
 from redline.run import runner
+from redline.wire.codec import Wire
 from redline.wire.job import Grammar, Job
-from redline.wire.step import Step
+from redline.wire.step import Drawn, Step
 from redline.worker import rank as follower
 from redline.worker import ranks as worker_ranks
 from redline.worker.config import EngineConfig, Learned, Suffix
@@ -202,6 +204,32 @@ def test_two_ranks_say_what_one_says(way: str, one_rank: dict[str, Answer]) -> N
     assert got["cached"].cached_tokens == one_rank["cached"].cached_tokens > 0
     if way != "plain":
         assert sum(answer.proposed for answer in got.values()) > 0
+
+
+def test_two_ranks_say_what_one_says_in_steps_that_run_ahead(
+    one_rank: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: recorded, and planned before the last one's tokens are read. What ranks have drawn is compared."""
+    program = (
+        "import functools, sys; from redline.worker import rank\n"
+        "rank.Runner = functools.partial(rank.Runner, captured=True); sys.exit(rank.main())"
+    )
+    monkeypatch.setattr(worker_ranks, "FOLLOW", (sys.executable, "-c", program))
+    leading = functools.partial(worker_ranks.LeadingRunner, captured=True)
+    monkeypatch.setattr("redline.worker.engine.LeadingRunner", leading)
+    told: list[Drawn] = []
+    tell = worker_ranks.Ranks.tell
+
+    def listen(self: worker_ranks.Ranks, command: Wire) -> None:
+        if isinstance(command, Step) and command.drawn is not None:
+            told.append(command.drawn)
+        tell(self, command)
+
+    monkeypatch.setattr(worker_ranks.Ranks, "tell", listen)
+    got = answers(ranks=2, speculation=SPECULATIONS["suffix"])
+    assert counted(got, one_rank, near=1e-3) == 0
+    assert sum(answer.proposed for answer in got.values()) > 0
+    assert [drawn.steps for drawn in told[2:]] == list(range(1, len(told) - 1)), "all but the step on its way"
 
 
 def test_four_ranks_with_few_pages_say_what_one_says_over_bf16() -> None:
