@@ -95,6 +95,30 @@ def test_a_stopped_process_is_named_where_sums_would_wait_for_minutes(
     assert process.returncode == -signal.SIGKILL
 
 
+def test_a_rank_that_dies_ends_all_though_sums_would_wait_for_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is woken in its sum; the others are in theirs, and hear nothing."""
+    random_checkpoint(tmp_path, kernel_config(moe_intermediate_size=128, intermediate_size=128))
+    monkeypatch.setattr(runner, "STEP_S", 120.0)
+    follow(monkeypatch, "runner.STEP_S = 120.0")
+    core = EngineCore.load(tmp_path, config(ranks=4))
+    processes = core.runner._ranks._processes  # type: ignore[attr-defined]
+    killed: list[float] = []
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        processes[1].kill()
+
+    try:
+        threading.Timer(0.5, kill).start()
+        loses(core, r"rank 2 is lost in step \d+: it has ended with code -9")
+    finally:
+        core.runner.close()
+    assert time.monotonic() - killed[0] < 5
+    assert all(process.returncode is not None for process in processes)
+
+
 @pytest.mark.usefixtures("few_seconds")
 def test_a_rank_that_fails_speaks_before_it_tidies_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     follow(
@@ -263,6 +287,19 @@ def test_what_ranks_draw_is_compared_whoever_is_ahead(ahead: int) -> None:
     for other in (step_of(16, (6, 12), (), (4,)), step_of(16, (6,), (12,), (3,)), step_of(16, (6, 12), (3,), ())):
         with pytest.raises(RankLost, match="rank 1 has drawn other tokens in step 16"):
             compare([*STEPS[:6], other, STEPS[7]])
+
+
+def test_to_compare_costs_microseconds() -> None:
+    """Of 64 rows that gave three tokens each, at best of many: both ranks' work together."""
+    step, zero, comparison = step_of(1, *[(1000 + row, 5, 6) for row in range(64)]), Account(), Comparison(1)
+    best = 1.0
+    for _ in range(500):
+        began = time.perf_counter()
+        zero.note(step)
+        comparison.hear(zero.drawn)
+        comparison.note(step)
+        best = min(best, time.perf_counter() - began)
+    assert best < 50e-6
 
 
 def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> None:
