@@ -40,16 +40,17 @@ class Group(Protocol):
         """Raises RankLost where a rank has kept a device waiting too long: what came of it since is nothing."""
         ...
 
-    def hurry(self) -> None:
-        """From now on nothing is loaded, compiled or recorded any more: ranks are waited for a short time only."""
+    def allow(self, seconds: float) -> None:
+        """From now on a rank may keep this one waiting for so long, in one call."""
         ...
 
     def lose(self, reason: str) -> None:
-        """A rank has ended, in these words: whoever waits for it raises RankLost soon. Any thread may call this."""
+        """A rank is lost, in these words: whoever waits here wakes within a second and raises RankLost, as does every
+        later call. Any thread may call this."""
         ...
 
     def close(self) -> None:
-        """Lets go of what the ranks share."""
+        """Lets go of what the ranks share, at the same time as the others, or once they are gone."""
         ...
 
 
@@ -70,7 +71,7 @@ class Alone:
     def check(self) -> None:
         """Nobody else can be lost."""
 
-    def hurry(self) -> None:
+    def allow(self, seconds: float) -> None:
         """Nobody is waited for."""
 
     def lose(self, reason: str) -> None:
@@ -81,12 +82,25 @@ class Alone:
 
 
 ALONE = Alone()
-START_S = 120.0  # that a rank is waited for while ranks load, compile and record
+LOAD_S = 3600.0  # that the first rank to have its weights waits for the last
+START_S = 120.0  # that a rank is waited for while ranks start, compile, record and measure
 STEP_S = 5.0  # afterwards
 
 
 def least(group: Group, number: int, device: torch.device) -> int:
-    """The least of the ranks' numbers, each up to 2^24, on every rank."""
+    """The least of the ranks' numbers, each up to 2^24, on every rank. Raises RankLost where one does not come."""
     if group.ranks == 1:
         return number
-    return int(group.gather(torch.full((1, 4), float(number), device=device)).min())
+    found = group.gather(torch.full((1, 4), float(number), device=device)).min().item()
+    group.check()  # a device that has waited in vain gives NaN
+    return int(found)
+
+
+def meet(group: Group, device: torch.device, seconds: float, afterwards: float) -> None:
+    """Waits until every rank has come here, for `seconds` at most; `afterwards` is what ranks are allowed from then on.
+
+    Raises RankLost where one does not come.
+    """
+    group.allow(seconds)
+    least(group, 0, device)
+    group.allow(afterwards)

@@ -185,8 +185,8 @@ class Sizes:
         return weight_bytes(config, self.ranks)
 
     @property
-    def _links_bytes(self) -> int:
-        """Bytes of the inbox through which a GPU's ranks meet."""
+    def links_bytes(self) -> int:
+        """Bytes of the inbox through which a GPU's ranks meet (`GpuGroup`)."""
         if self.ranks == 1 or self.device != "cuda":
             return 0
         c = self.config
@@ -251,7 +251,7 @@ class Sizes:
             context = (4 if exact else 2) * (2 * c.kv_lora_rank + head + value)
             fixed = 16 * c.vocab_size
         whole = tokens * token + asked * row + max_model_len * context + fixed + scored
-        return whole + self._links_bytes + LIBRARIES[self.device]
+        return whole + self.links_bytes + LIBRARIES[self.device]
 
     def recorded_steps(self, max_model_len: int) -> RecordedSteps:
         """What is recorded for jobs of `max_model_len` tokens: before the first job or later, all of it is counted."""

@@ -18,7 +18,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from redline.errors import RankLost, WorkerLost
 from redline.kernels.cpu.blocks.transformer import Predicted
-from redline.kernels.group import Group
+from redline.kernels.group import START_S, STEP_S, Group, meet
 from redline.kernels.hopper.faults import is_device_error
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.cpu import K2
@@ -51,6 +51,14 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
+class Pending(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepResult:
+        """Blocks until the step has run; raises what it raised."""
+        ...
+
+
 class Launched:
     """A step that a thread will run. `wait` raises what the step raised."""
 
@@ -60,9 +68,10 @@ class Launched:
 
     def wait(self) -> StepResult:
         """The step's result; blocks until the thread has run it. Raises what the step raised, and RankLost."""
-        result = self._future.result()()
-        self._group.check()
-        return result
+        try:
+            return self._future.result()()
+        finally:
+            self._group.check()  # what a lost rank has led to is not the reason
 
 
 class Queued:
@@ -167,7 +176,7 @@ class Runner:
         """The shapes of decode steps that can be replayed now."""
         return Recorded() if self._captured is None else self._captured.report
 
-    def launch(self, step: Step) -> Launched | Queued:
+    def launch(self, step: Step) -> Pending:
         """Queues the step; `wait` of what comes back gives its result. One and the same thread must launch and wait."""
         if self._captured is None:
             return Queued(step, self, self._queued)
@@ -179,7 +188,30 @@ class Runner:
         Takes seconds with a large model; what is launched meanwhile waits. Any thread may call it, until the runner is
         closed. Raises what the device's own failure raised.
         """
-        return self._captured is not None and self._by_thread(self._captured.record_more).result()
+        captured = self._captured
+        return captured is not None and self._by_thread(functools.partial(self._record_more, captured)).result()
+
+    def _record_more(self, captured: CapturedSteps) -> bool:
+        """Where ranks share the model, each compiles what it records at its own pace: all have to be done with it
+        before one is waited for in a step."""
+        group = self.model.group
+        group.allow(START_S)
+        if not captured.record_more():
+            group.allow(STEP_S)
+            return False
+        meet(group, self.model.device, START_S, STEP_S)
+        return True
+
+    def hurry(self) -> None:
+        """Waits until every rank is ready for steps; from now on one is waited for a short time only.
+
+        The runner must be idle. Raises RankLost where a rank does not come.
+        """
+        ready = functools.partial(meet, self.model.group, self.model.device, START_S, STEP_S)
+        if self.overlaps:
+            self._by_thread(ready).result()
+        else:
+            ready()
 
     def _by_thread(self, work: Callable[[], T]) -> "Future[T]":
         """Has the thread do it, behind all that it was given before."""

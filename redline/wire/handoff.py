@@ -63,7 +63,7 @@ class Offer(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """The parcel has been read and its checksum holds: its space may be used again."""
+    """The parcel has been read and its checksum holds, or it is wanted no more: its space may be used again."""
 
     id: int
     epoch: int

@@ -55,6 +55,13 @@ class Recorded(Record, frozen=True):
     shapes: tuple[Shape, ...] = ()
 
 
+class Drawn(Record, frozen=True):
+    """What the tokens of the first so many steps of a rank came to: equal on all ranks, or they have parted ways."""
+
+    steps: int = 0
+    digest: int = 0
+
+
 class Step(Message, frozen=True):
     """One pass of the model. A step mixes prefill chunks, plain decode rows and verify rows."""
 
@@ -64,6 +71,7 @@ class Step(Message, frozen=True):
     # What its decode rows replay: it holds them and their contexts, and every rank has reported it. A row verifies no
     # more drafts than it has positions for. None: nothing that is recorded holds them, and the host leads.
     shape: Shape | None = None
+    drawn: Drawn | None = None  # by rank 0, in steps that it has read; other ranks compare it with their own
 
 
 class TokenLogprobs(Record, frozen=True):
@@ -113,3 +121,7 @@ class Place(Message, frozen=True):
 
 class RecordMore(Message, frozen=True):
     """Every rank records the next of the shapes that the start has left."""
+
+
+class Hurry(Message, frozen=True):
+    """The start is over: once all ranks have heard this, they wait for one another for a short time only."""

@@ -24,7 +24,7 @@ from redline.chat.tokenizer import Tokenizer
 from redline.chat.vocabulary import grammar_tokens
 from redline.errors import ConfigError, WorkerLost
 from redline.kernels.cpu import native
-from redline.kernels.group import ALONE, Group, least
+from redline.kernels.group import ALONE, LOAD_S, START_S, Group, least, meet
 from redline.model.eagle3.hopper import check as check_drafter
 from redline.model.eagle3.module import Eagle3
 from redline.model.k2.checkpoint import Checkpoint
@@ -97,8 +97,7 @@ class EngineCore:
             calibrate(self.runner, drafts) if drafts and speculation is not None and speculation.adaptive else None,
             time.monotonic,
         )
-        if ranks is not None:
-            ranks.group.hurry()
+        self.runner.hurry()
 
     @classmethod
     def load(
@@ -175,17 +174,23 @@ class EngineCore:
         exchange: Exchange | None = None,
         *,
         record: bool = True,
+        failed: Callable[[Exception], object] | None = None,
     ) -> None:
         """Run the loop in this thread until a Stop comes, then close runner and trace: it serves once.
 
-        exchange: its handoffs (`exchange`); None: it has none.
-        record: whether shapes that the start has left are recorded while there is nothing to do.
+        exchange: its handoffs; None: it has none. record: whether shapes that the start has left are recorded while
+        there is nothing to do. failed: called with what the loop raises, before anything is closed, which may take
+        seconds.
 
         Raises WorkerLost where no further step should be tried.
         """
         try:
             with torch.inference_mode():
                 lead(self.planner, self.runner, inbox, outbox, self.trace, pulse, exchange, record=record)
+        except Exception as error:
+            if failed is not None:
+                failed(error)
+            raise
         finally:
             self.runner.close()
             if self.trace is not None:
@@ -331,7 +336,7 @@ def load_model(
 ) -> Loaded:
     """A checkpoint's folder, or this rank's part of it, on a device, with as many pages as every rank has room for.
 
-    Raises as `EngineCore.load`.
+    It ends on all ranks at once. Raises as `EngineCore.load`.
     """
     checkpoint = Checkpoint.open(folder)
     dtype = kv_dtype_of(config.kv_dtype)
@@ -348,7 +353,8 @@ def load_model(
     sizes = sizes_of(checkpoint.config, config, device, dtype, drafter)
     if device.type == "cpu":
         free //= group.ranks  # they share one memory
-    layout = fit(sizes, free, config.kv_memory, config.max_model_len)
+    # The group is open: what it has taken is no longer free, and among what is needed.
+    layout = fit(sizes, free + sizes.links_bytes, config.kv_memory, config.max_model_len)
     pages, length = (least(group, each, device) for each in (layout.pages, layout.max_model_len))
     layout = replace(layout, pages=pages, max_model_len=length)
     if progress is not None:
@@ -366,6 +372,7 @@ def load_model(
     if drafter is not None:
         assert isinstance(speculation, Learned), "it names the drafter"
         drafter.prepare(model, speculation.head_bits)
+    meet(group, device, LOAD_S, START_S)
     fingerprint = f"{checkpoint.fingerprint} {config.kv_dtype}"
     return Loaded(model, layout, fingerprint, drafter, lambda: Tokenizer.open(Path(folder)))
 

@@ -177,20 +177,23 @@ class Exchange:
             _log.error(
                 "%s hands over parcels of another format: %s; here %s", source.worker, source.format, self.format
             )
-            self.counts["another format"] += 1
-            return self._planner.submit(job)
+            return self._submit_here(job, source, "another format")
         try:
             outbox = self._peer(source, reads=True).outbox
         except RedlineError as error:
             _log.error("%s cannot be read: %s", source.worker, error)
-            self.counts["no connection"] += 1
-            return self._planner.submit(job)
+            return self._submit_here(job, source, "no connection")
         deltas = self._planner.expect(job)
         if deltas:
             outbox.put(Abort(job=job.id))
         else:
             self._in[job.id] = _Incoming(job, source, outbox, self._clock())
         return deltas
+
+    def _submit_here(self, job: Job, source: PagesFrom, why: str) -> list[Delta]:
+        self.counts[why] += 1
+        self._peer(source, reads=False).outbox.put(Abort(job=job.id))
+        return self._planner.submit(job)
 
     def hear(self, message: Wire) -> list[Delta]:
         """What another worker, or of another worker, has been said. The deltas to tell."""
@@ -384,6 +387,7 @@ class Exchange:
                 self._place(incoming, offer)
             except TransferFailed as error:
                 self._arriving = None
+                incoming.outbox.put(Taken(id=offer.lease.id, epoch=offer.lease.epoch))
                 self._compute_here(incoming, "transfer", error)
         while self._offers and self._arriving is None:
             incoming, offer = self._offers.popleft()
@@ -393,6 +397,7 @@ class Exchange:
             try:
                 self._read(incoming, offer)
             except TransferFailed as error:
+                incoming.outbox.put(Taken(id=offer.lease.id, epoch=offer.lease.epoch))
                 self._compute_here(incoming, "transfer", error)
         told: list[Delta] = []
         for incoming in [one for one in self._in.values() if one.handed is not None]:
@@ -453,8 +458,10 @@ class Exchange:
     def _fence(self, incoming: _Incoming) -> None:
         """Returns once nothing of this job's can arrive any more."""
         if self._arriving is not None and self._arriving.incoming is incoming:
-            self._arriving.reading.cancel()
+            reading, _, offer = self._arriving
+            reading.cancel()
             self._arriving = None
+            incoming.outbox.put(Taken(id=offer.lease.id, epoch=offer.lease.epoch))
 
     # ------------------------------------------------------------------------------------------------- both sides
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 from redline.errors import MessageTooLarge, WorkerLost
 from redline.kernels.hopper.faults import is_device_error
 from redline.plan.planner import Planner
+from redline.run.runner import Pending
 from redline.wire.channel import Inbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
@@ -28,14 +29,6 @@ LOAD_INTERVAL_S = 0.2  # between two Loads, at least
 MOST_FAILURES = 3  # steps that fail one after another, without one between them that succeeds
 
 _log = logging.getLogger(__name__)
-
-
-class Pending(Protocol):
-    """A launched step."""
-
-    def wait(self) -> StepResult:
-        """Blocks until the step has run; raises what it raised."""
-        ...
 
 
 class Runner(Protocol):
@@ -270,6 +263,8 @@ def _record_more(runner: Runner, pulse: Pulse) -> bool:
     pulse.waits = False
     try:
         return runner.record_more()
+    except WorkerLost:
+        raise
     except Exception as error:
         raise WorkerLost(f"a shape could not be recorded: {one_line(error)}") from error
     finally:

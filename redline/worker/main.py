@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import torch
@@ -49,23 +50,34 @@ def main() -> int:
         os.sched_setaffinity(0, config.cores)  # before any thread of a kernel is there
     threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
     with SocketOutbox(config.outbox) as outbox:
+        unsaid = threading.Semaphore()
+
+        def say(reason: str, outbox: SocketOutbox = outbox) -> None:
+            """Why the worker ends: the first reason, of which others follow. outbox: the thread's own."""
+            if unsaid.acquire(blocking=False):
+                outbox.put(Failed(reason=reason))
+
         try:
-            _work(config, outbox)
+            _work(config, outbox, say)
         except Exception as error:  # the last place: it becomes one line, and the end
             _log.info("the worker ends", exc_info=error)
-            outbox.put(Failed(reason=_reason(error)))
+            say(_reason(error))
         else:
             return 0
     zmq.Context.instance().term()  # once the last message has left
     os._exit(1)  # what is left of a device that has failed may end a process in its own way, or not at all
 
 
-def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
+class _Say(Protocol):
+    def __call__(self, reason: str, outbox: SocketOutbox = ...) -> None: ...
+
+
+def _work(config: WorkerConfig, outbox: SocketOutbox, say: _Say) -> None:
 
     def lost(reason: str) -> None:
         """Another rank has ended: this one may be deep in a sum with it."""
         with SocketOutbox(config.outbox) as last_words:
-            last_words.put(Failed(reason=reason))
+            say(reason, last_words)
         time.sleep(FLUSH_S)
         os._exit(1)
 
@@ -83,14 +95,14 @@ def _work(config: WorkerConfig, outbox: SocketOutbox) -> None:
             ready = msgspec.structs.replace(ready, area=exchange.told, format=exchange.format)
 
         def hung(reason: str) -> None:
-            beats.put(Failed(reason=reason))
+            say(reason, beats)
             time.sleep(FLUSH_S)
             os._exit(1)  # nothing else ends a thread that is inside a kernel
 
         with Heart(pulse, beats, engine.step_tokens, hung):
             outbox.put(ready)
             outbox.put(Beat())
-            engine.serve(inbox, outbox, pulse, exchange)
+            engine.serve(inbox, outbox, pulse, exchange, failed=lambda error: say(_reason(error)))
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """A rank that follows: it has its part of the model, and does what rank 0 tells it, in that order (`worker.ranks`).
 
-Its standard input is as a worker's (`worker.main`): one line, then a pipe that ends with rank 0. What it has to say
-about its end is the last line of its standard output.
+Its standard input is as a worker's (`worker.main`): one line, then a pipe that ends with rank 0. Its standard output
+has an empty line twice a second, as a sign that the process runs; what it has to say about its end is the last line.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -18,14 +19,15 @@ import torch
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
 from redline.model.k2.config import K2Config
-from redline.run.runner import Runner
+from redline.run.runner import Pending, Runner
 from redline.wire.channel import SocketInbox
 from redline.wire.news import Stop
-from redline.wire.step import Place, RecordMore, Step
+from redline.wire.step import Hurry, Place, RecordMore, Step
 from redline.worker.config import RankConfig
+from redline.worker.drawn import Comparison
 from redline.worker.engine import load_model, make_runner, pick_device
-from redline.worker.loop import Pending, one_line
-from redline.worker.ranks import device_of, open_group
+from redline.worker.loop import one_line
+from redline.worker.ranks import BEAT_S, device_of, open_group
 
 IDLE_S = 0.5  # without a command, after which the last step's end is looked at
 _log = logging.getLogger(__name__)
@@ -40,12 +42,14 @@ def main() -> int:
         level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format=f"rank {config.rank}: %(levelname)s %(message)s"
     )
     threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=_beat, name="beats", daemon=True).start()
     try:
         _follow(config)
     except Exception as error:  # the last place: it becomes one line, and the end
         _log.info("the rank ends", exc_info=error)
         print(error if isinstance(error, RedlineError) else one_line(error), flush=True)
-        os._exit(1)  # what is left of a device that has failed may end a process in its own way, or not at all
+        # Nothing is closed: the others would wait for what this takes, and a device that has failed may never end it.
+        os._exit(1)
     return 0
 
 
@@ -55,36 +59,44 @@ def _follow(config: RankConfig) -> None:
     if device.type == "cpu":
         native.share_processors(engine.ranks)
     model = K2Config.from_folder(Path(config.weights))
-    with contextlib.closing(open_group(Path(config.folder), config.rank, engine.ranks, device, model)) as group:
-        loaded = load_model(config.weights, engine, device, group)
-        with SocketInbox(config.inbox) as inbox, torch.inference_mode():
-            runner = make_runner(Runner, loaded, engine)
-            group.hurry()
-            try:
-                _obey(runner, inbox)
-            finally:
-                runner.close()
+    group = open_group(Path(config.folder), config.rank, engine.ranks, device, model)
+    loaded = load_model(config.weights, engine, device, group)
+    inbox = SocketInbox(config.inbox)
+    with torch.inference_mode():
+        runner = make_runner(Runner, loaded, engine)
+        _obey(runner, inbox, Comparison(config.rank))
+    runner.close()
+    inbox.close()
+    group.close()
 
 
-def _obey(runner: Runner, inbox: SocketInbox) -> None:
+def _obey(runner: Runner, inbox: SocketInbox, comparison: Comparison) -> None:
     """Until a Stop comes. A step that a device runs behind is waited for once the next is launched, as rank 0 does.
 
     Raises what a step raises: it may have failed here alone, and then all sums behind it would be with the wrong ones.
+    Likewise RankLost where rank 0 has drawn other tokens.
     """
+
+    def wait(pending: Pending | None) -> None:
+        if pending is not None:
+            comparison.note(pending.wait())
+
     pending: Pending | None = None
     while True:
         # While a device works on a step the next one is told and has to be launched, so that is waited for first.
         commands = inbox.drain(wait=True, timeout=None if pending is None else IDLE_S)
         if not commands:
-            _wait(pending)
+            wait(pending)
             pending = None
         for command in commands:
             match command:
                 case Step():
                     before, pending = pending, runner.launch(command)
-                    _wait(before)
+                    if command.drawn is not None:
+                        comparison.hear(command.drawn)
+                    wait(before)
                     if not runner.overlaps:
-                        _wait(pending)
+                        wait(pending)
                         pending = None
                 case Place(drafts=None):
                     runner.forget_text(command.slot)
@@ -93,16 +105,20 @@ def _obey(runner: Runner, inbox: SocketInbox) -> None:
                     runner.place(command.slot, command.length, drafts)
                 case RecordMore():
                     runner.record_more()
+                case Hurry():
+                    runner.hurry()
                 case Stop():
-                    _wait(pending)
+                    wait(pending)
                     return
                 case _:
                     raise AssertionError(f"a rank is told steps, not {command}")
 
 
-def _wait(pending: Pending | None) -> None:
-    if pending is not None:
-        pending.wait()
+def _beat() -> None:
+    with contextlib.suppress(BrokenPipeError):  # rank 0 has ended, and so does this process
+        while True:
+            os.write(1, b"\n")
+            time.sleep(BEAT_S)
 
 
 def _leave_with_parent() -> None:

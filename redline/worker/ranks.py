@@ -1,8 +1,9 @@
 """Several ranks of one model: rank 0 plans, and every rank does the same steps in the same order.
 
 Rank 0 is the worker. It starts the others (`worker.rank`), tells each what it does with its own runner before it does
-it, and never waits for their results: all ranks add up the same sums, so each comes to the same tokens by itself. They
-wait for one another in the model's sums alone, and not for long (`kernels.group`).
+it, and never waits for their results: all ranks add up the same sums, so each comes to the same tokens by itself, and
+compares them with what rank 0 has drawn (`worker.drawn`). They wait for one another in the model's sums alone, and not
+for long (`kernels.group`).
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,14 +30,19 @@ from redline.kernels.hopper.group import GpuGroup
 from redline.model.k2.config import K2Config
 from redline.model.k2.load import why_not
 from redline.model.k2.shard import check_ranks
-from redline.run.runner import Launched, Queued, Runner
+from redline.run.runner import Pending, Runner
 from redline.wire.channel import SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.news import Stop
-from redline.wire.step import Place, RecordMore, Step
+from redline.wire.step import Hurry, Place, RecordMore, Step, StepResult
 from redline.worker.config import EngineConfig, RankConfig
+from redline.worker.drawn import Account
 
-END_S = 10.0  # for a rank to end that was told to
+FOLLOW = sys.executable, "-m", "redline.worker.rank"  # the command of a rank that follows
+END_S = 10.0  # for the ranks to end that were told to
+LOST_END_S = 0.5  # where one is lost: the others may wait for it, and hear nothing
+BEAT_S = 0.5  # between two signs that a rank's process runs: empty lines on its standard output
+SILENT_BEATS = 10  # that fail to come, while rank 0 waits in one step, of a process that is stopped or hangs
 MEET = "meet"  # the file, of their folder, through which ranks find one another
 
 _log = logging.getLogger(__name__)
@@ -82,12 +89,18 @@ class Ranks:
     ) -> None:
         """Starts them; they load while the caller does.
 
-        lost: called, in a thread of its own, with one line where a rank has ended that should not. None: the group is
-        told. Raises ConfigError where they cannot be started.
+        lost: called once, in a thread of its own, with one line where a rank has ended that should not, or does not
+        run. None: the group is told. Raises ConfigError where they cannot be started, RankLost where one has ended.
         """
         self.step = 0  # the number of the last one
+        self.waits: int | None = None  # the number of the step that rank 0 waits for
+        self.hurried = False  # whether every rank is ready for steps
+        self.reason: str | None = None  # why the ranks are lost, once they are
         self._lost = lost
         self._ending = False
+        self._telling = threading.Lock()
+        self._beats = [0] * engine.ranks
+        self._over = threading.Event()
         self._folder = tempfile.TemporaryDirectory(prefix="redline-", dir=_memory_folder(device))
         folder, ranks = Path(self._folder.name), engine.ranks
         self._outboxes: list[SocketOutbox] = []
@@ -103,16 +116,21 @@ class Ranks:
                 self._start(told)
             self.device = device_of(0, device)
             self.group = open_group(folder, 0, ranks, self.device, config)
-        except BaseException:
+            if self.reason is not None:
+                self.group.lose(self.reason)  # before there was a group to be told
+            watcher = threading.Thread(target=self._listen, name="beats", daemon=True)
+            watcher.start()
+            self._watching.append(watcher)
+        except BaseException as error:
             self.close()
+            if self.reason is not None and isinstance(error, Exception):
+                raise RankLost(self.reason) from error
             raise
 
     def _start(self, told: RankConfig) -> None:
         # As the worker is started (fleet.serve): what stops a group of processes is for rank 0 to pass on.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
-        process = subprocess.Popen(
-            [sys.executable, "-m", "redline.worker.rank"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        process = subprocess.Popen(FOLLOW, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self._processes.append(process)
         assert process.stdin is not None
@@ -125,19 +143,49 @@ class Ranks:
         self._watching.append(watcher)
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
-        """Until the rank ends: its last line says why, where it could say so."""
+        """Until the rank ends: its last line says why, where it could say so. Empty lines are its beats."""
         assert process.stdout is not None
+        said = b""
         with process.stdout:
-            said = process.stdout.read().decode(errors="replace").strip().splitlines()
+            for line in process.stdout:
+                said = line.strip() or said
+                self._beats[rank] += 1
         code = process.wait()
-        if not self._ending:
-            why = said[-1] if said else f"it has ended with code {code}"
-            at = f" in step {self.step:,}" if self.step else " while it was loading"
-            reason = f"rank {rank} is lost{at}: {why}"
-            if self._lost is not None:
-                self._lost(reason)
-            elif (group := vars(self).get("group")) is not None:
-                group.lose(reason)
+        why = said.decode(errors="replace") or f"it has ended with code {code}"
+        at = f" in step {self.step:,}" if self.step else " while it was loading"
+        self._lose(f"rank {rank} is lost{at}: {why}")
+
+    def _listen(self) -> None:
+        """Until the end: whether a step waits for a rank whose process does not run. On a GPU nothing else sees that in
+        a prompt, whose sums are NCCL's.
+
+        It is counted in turns of this thread, and no clock is read: where all were stopped for a while, nobody is late.
+        """
+        group, heard, step, silent = self.group, list(self._beats), self.waits, [0] * len(self._beats)
+        while not self._over.wait(BEAT_S):
+            try:
+                group.check()
+            except RankLost as error:
+                self._lose(f"{error} in step {self.step:,}")
+            same = self.hurried and self.waits is not None and self.waits == step
+            step = self.waits
+            for rank in range(1, len(self._beats)):
+                silent[rank] = silent[rank] + 1 if same and self._beats[rank] == heard[rank] else 0
+                heard[rank] = self._beats[rank]
+                if silent[rank] == SILENT_BEATS:
+                    waited = f"rank {rank} has kept rank 0 waiting for {SILENT_BEATS * BEAT_S:.0f} s"
+                    self._lose(f"{waited} in step {step:,}: its process does not run")
+
+    def _lose(self, reason: str) -> None:
+        """Tells why the ranks are lost, the first time."""
+        with self._telling:
+            if self._ending or self.reason is not None:
+                return
+            self.reason = reason
+        if self._lost is not None:
+            self._lost(reason)
+        elif (group := vars(self).get("group")) is not None:
+            group.lose(reason)
 
     def tell(self, command: Wire) -> None:
         """Every rank does what this one is about to do."""
@@ -145,13 +193,20 @@ class Ranks:
             outbox.put(command)
 
     def close(self) -> None:
-        """Ends them: those that do not end when they are told to are killed. Safe to call twice."""
-        self._ending = True
+        """Ends them: those that have not ended END_S after they were told to are killed. Safe to call twice."""
+        with self._telling:
+            self._ending = True
+        self._over.set()
+        until = time.monotonic() + (END_S if self.reason is None else LOST_END_S)
         with contextlib.suppress(RankLost, RuntimeError):
             self.tell(Stop())
+        group: Group | None = vars(self).pop("group", None)
+        if group is not None and self.reason is None:
+            group.close()  # as the others do now
+            group = None
         for process in self._processes:
             try:
-                process.wait(END_S)
+                process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -163,8 +218,8 @@ class Ranks:
         for outbox in self._outboxes:
             outbox.close()
         self._outboxes = []
-        if (group := vars(self).pop("group", None)) is not None:
-            group.close()
+        if group is not None:
+            group.close()  # once the others are gone
         self._folder.cleanup()
 
 
@@ -173,19 +228,49 @@ def _memory_folder(device: torch.device) -> str | None:
     return "/dev/shm" if device.type == "cpu" and os.access("/dev/shm", os.W_OK) else None
 
 
+class Awaited:
+    """A step that all ranks run, launched here: it is waited for once."""
+
+    def __init__(self, number: int, pending: Pending, ranks: Ranks, account: Account) -> None:
+        self._number = number
+        self._pending = pending
+        self._ranks = ranks
+        self._account = account
+
+    def wait(self) -> StepResult:
+        """As `Launched.wait`."""
+        self._ranks.waits = self._number
+        try:
+            result = self._pending.wait()
+        except RankLost as error:
+            self._ranks.reason = self._ranks.reason or str(error)
+            raise
+        finally:
+            self._ranks.waits = None
+        self._account.note(result)
+        return result
+
+
 class LeadingRunner(Runner):
     """Rank 0's runner: whatever is done with it, the others are told first."""
 
     def __init__(self, ranks: Ranks, *given: Any, **options: Any) -> None:
         """given, options: a Runner's."""
         self._ranks = ranks
+        self._account = Account()
         super().__init__(*given, **options)
 
-    def launch(self, step: Step) -> Launched | Queued:
-        """As `Runner.launch`, on every rank."""
+    def launch(self, step: Step) -> Awaited:
+        """As `Runner.launch`, on every rank. Each step is waited for, in the order of their launches."""
         self._ranks.step = step.number
-        self._ranks.tell(step)
-        return super().launch(step)
+        self._ranks.tell(msgspec.structs.replace(step, drawn=self._account.drawn))
+        return Awaited(step.number, super().launch(step), self._ranks, self._account)
+
+    def hurry(self) -> None:
+        """As `Runner.hurry`, on every rank."""
+        self._ranks.tell(Hurry())
+        super().hurry()
+        self._ranks.hurried = True
 
     def record_more(self) -> bool:
         """As `Runner.record_more`, on every rank."""

@@ -4,6 +4,7 @@ Sums over ranks are added in another order than within one, so logits differ in 
 bits. A greedy or seeded token may differ only at a near tie, and such are counted.
 """
 
+import functools
 import os
 import signal
 import subprocess
@@ -19,7 +20,6 @@ from torch import Tensor
 
 from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RankLost, WorkerLost
-from redline.kernels.cpu import ranks as cpu_ranks
 from redline.kernels.cpu.ranks import SharedMemoryGroup
 from redline.kernels.inputs import Chunk, Inputs
 from redline.model.k2 import cpu
@@ -27,11 +27,14 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.config import K2Config
 from redline.model.k2.cpu import K2
 from redline.model.k2.write import random_checkpoint
+from redline.run import runner
+from redline.wire.codec import Wire
 from redline.wire.job import Grammar, Job
-from redline.wire.step import Step
+from redline.wire.step import Drawn, Step
 from redline.worker import rank as follower
 from redline.worker import ranks as worker_ranks
 from redline.worker.config import EngineConfig, Learned, Suffix
+from redline.worker.drawn import Comparison
 from redline.worker.engine import EngineCore
 from tests.tiny_model import CPU, Answer, job, kernel_config, run
 
@@ -203,6 +206,32 @@ def test_two_ranks_say_what_one_says(way: str, one_rank: dict[str, Answer]) -> N
         assert sum(answer.proposed for answer in got.values()) > 0
 
 
+def test_two_ranks_say_what_one_says_in_steps_that_run_ahead(
+    one_rank: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: recorded, and planned before the last one's tokens are read. What ranks have drawn is compared."""
+    program = (
+        "import functools, sys; from redline.worker import rank\n"
+        "rank.Runner = functools.partial(rank.Runner, captured=True); sys.exit(rank.main())"
+    )
+    monkeypatch.setattr(worker_ranks, "FOLLOW", (sys.executable, "-c", program))
+    leading = functools.partial(worker_ranks.LeadingRunner, captured=True)
+    monkeypatch.setattr("redline.worker.engine.LeadingRunner", leading)
+    told: list[Drawn] = []
+    tell = worker_ranks.Ranks.tell
+
+    def listen(self: worker_ranks.Ranks, command: Wire) -> None:
+        if isinstance(command, Step) and command.drawn is not None:
+            told.append(command.drawn)
+        tell(self, command)
+
+    monkeypatch.setattr(worker_ranks.Ranks, "tell", listen)
+    got = answers(ranks=2, speculation=SPECULATIONS["suffix"])
+    assert counted(got, one_rank, near=1e-3) == 0
+    assert sum(answer.proposed for answer in got.values()) > 0
+    assert [drawn.steps for drawn in told[2:]] == list(range(1, len(told) - 1)), "all but the step on its way"
+
+
 def test_four_ranks_with_few_pages_say_what_one_says_over_bf16() -> None:
     """Jobs are thrown out and begin again; a rounding of bf16 may fall otherwise, and then at a near tie."""
     few: dict[str, object] = {"kv_dtype": "bf16", "kv_memory": 5_200_000, "max_model_len": 384}
@@ -229,7 +258,7 @@ def long_job() -> Job:
 def test_a_rank_that_ends_or_hangs_ends_all_with_its_name(
     number: signal.Signals, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_ranks, "STEP_S", 2.0)
+    monkeypatch.setattr(runner, "STEP_S", 2.0)
     monkeypatch.setattr(worker_ranks, "END_S", 0.5)
     engine = EngineCore.load(NANO, config(ranks=2))
     (other,) = followers()
@@ -277,7 +306,7 @@ def test_a_follower_goes_on_behind_no_step_that_failed() -> None:
             return [Step(number=1)]
 
     with pytest.raises(MemoryError, match="no room"):
-        follower._obey(Failing(), Told())  # type: ignore[arg-type]
+        follower._obey(Failing(), Told(), Comparison(1))  # type: ignore[arg-type]
 
 
 def test_a_rank_that_cannot_load_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

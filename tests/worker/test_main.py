@@ -114,3 +114,31 @@ def test_a_worker_that_cannot_go_on_says_why_and_exits_with_1(
     if faults:
         assert {Ready, Beat} <= {type(message) for message in messages}
     assert "Traceback" not in said
+
+
+def test_a_worker_says_why_it_ends_before_it_closes_anything(folder: Path, tmp_path: Path):
+    """What other ranks hold, or a device, may take seconds to close."""
+    jobs, deltas = ipc_address(tmp_path / "run", "jobs"), ipc_address(tmp_path / "run", "deltas")
+    engine = EngineConfig(kv_memory=1_000_000, max_model_len=512, max_running=1)
+    config = WorkerConfig(weights=str(folder), engine=engine, inbox=jobs, outbox=deltas)
+    slow = "def close(_): print('closing', flush=True); time.sleep(60)\nengine.Runner.close = close"
+    program = BROKEN.format(step=DEVICE, more=slow)
+    with SocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
+        process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(config) + b"\n")
+            process.stdin.flush()
+            outbox.put(make_job(JobId("0"), (1, 2, 3), Sampling(max_tokens=4), "tiny"))
+            reasons: list[str] = []
+            deadline = time.monotonic() + START_S
+            while not reasons:
+                assert time.monotonic() < deadline
+                reasons = [each.reason for each in inbox.drain(wait=True, timeout=1) if isinstance(each, Failed)]
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"closing\n"
+            assert process.poll() is None
+        finally:
+            process.kill()
+            process.communicate()
+    assert reasons == ["the device gave an error: AcceleratorError: CUDA error: unspecified launch failure"]

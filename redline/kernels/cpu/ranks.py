@@ -13,7 +13,7 @@ from torch import Tensor
 
 from redline.errors import ConfigError, RankLost
 from redline.kernels.cpu import native
-from redline.kernels.group import START_S, STEP_S
+from redline.kernels.group import START_S
 
 _APART = 64  # bytes between the ranks' epochs
 _ROOM = 1 << 18  # floats of a rank in a room: larger tensors are added up piece by piece
@@ -79,9 +79,9 @@ class SharedMemoryGroup:
     def check(self) -> None:
         """The call that waited has raised already, and the next one would."""
 
-    def hurry(self) -> None:
-        """As `Group.hurry`: STEP_S seconds."""
-        self.seconds = STEP_S
+    def allow(self, seconds: float) -> None:
+        """As `Group.allow`."""
+        self.seconds = seconds
 
     def lose(self, reason: str) -> None:
         """As `Group.lose`: within a tenth of a second."""

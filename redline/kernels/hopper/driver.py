@@ -121,10 +121,14 @@ class SharedMemory:
         torch.cuda.current_stream()  # makes the context
         at, handle = ctypes.c_uint64(), _IpcHandle()
         _check(_cuda().cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(size)))
-        _check(_cuda().cuIpcGetMemHandle(ctypes.byref(handle), at))
         self.address = at.value
-        self.handle = bytes(handle)
         self.size = size
+        try:
+            _check(_cuda().cuIpcGetMemHandle(ctypes.byref(handle), at))
+        except CudaError:
+            self.free()
+            raise
+        self.handle = bytes(handle)
 
     def fill(self, word: int) -> None:
         """Writes this 32-bit word everywhere, and waits for it."""

@@ -13,15 +13,17 @@ from torch import Tensor
 from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from redline.errors import ConfigError, RankLost
-from redline.kernels.group import START_S, STEP_S
+from redline.kernels.group import START_S
 from redline.kernels.hopper import driver
 from redline.kernels.hopper.decode.gather_ranks import gather_ranks
 from redline.kernels.hopper.layouts.tiled import PAD_K, padded
 from redline.kernels.hopper.ranks import GATHERED_ROWS, MOST_TOKENS, UNSENT, Links, inbox_words, new_control, room_of
 
+CLOSE_S = 10.0  # for all ranks to let go of one another's memory
+
 
 class GpuGroup:
-    """A `Group` over CUDA devices of one host, one process for each. Close it when all ranks have ended their work."""
+    """A `Group` over CUDA devices of one host, one process for each. All ranks close theirs at the same time."""
 
     def __init__(self, file: str, rank: int, ranks: int, device: torch.device, hidden: int, vocabulary: int) -> None:
         """Meets the other ranks, and opens their inboxes. hidden: D. vocabulary: V, a multiple of 4 x ranks.
@@ -30,37 +32,51 @@ class GpuGroup:
         """
         self.rank, self.ranks = rank, ranks
         self._lost: str | None = None
+        self._peers: dict[int, int] = {}
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast is not used
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this host
         wait = datetime.timedelta(seconds=START_S)
         self._store = FileStore(file, ranks)
         self._store.set_timeout(wait)
-        dist.init_process_group(
-            "nccl",
-            store=PrefixStore("nccl", self._store),
-            rank=rank,
-            world_size=ranks,
-            timeout=wait,
-            device_id=device,
-        )
         room, gathered = room_of(padded(hidden, PAD_K), MOST_TOKENS), GATHERED_ROWS * (vocabulary // ranks)
-        try:
-            self._inbox = driver.SharedMemory(4 * inbox_words(ranks, room, gathered))
-            self._inbox.fill(UNSENT)
-            self._store.set(f"inbox {rank}", self._inbox.handle.hex())
-            others = [other for other in range(ranks) if other != rank]
-            handles = {other: bytes.fromhex(self._store.get(f"inbox {other}").decode()) for other in others}
-            self._peers = {other: driver.open_shared(handle) for other, handle in handles.items()}
-        except driver.CudaError as error:
-            raise ConfigError(f"engine.ranks is {ranks}: this GPU and another cannot share memory ({error})") from error
-        addresses = tuple(self._inbox.address if other == rank else self._peers[other] for other in range(ranks))
-        turns = torch.zeros(2, dtype=torch.int32, device=device)
-        control = new_control(START_S, pinned=True)
-        self.links = Links(rank, ranks, addresses, control, turns, room, gathered)
+        with contextlib.ExitStack() as opened:
+            dist.init_process_group(
+                "nccl",
+                store=PrefixStore("nccl", self._store),
+                rank=rank,
+                world_size=ranks,
+                timeout=wait,
+                device_id=device,
+            )
+            opened.callback(_leave)
+            try:
+                self._inbox = driver.SharedMemory(4 * inbox_words(ranks, room, gathered))
+                opened.callback(self._inbox.free)
+                self._inbox.fill(UNSENT)
+                self._store.set(f"inbox {rank}", self._inbox.handle.hex())
+                opened.callback(self._close_peers)
+                for other in self._others():
+                    handle = bytes.fromhex(self._store.get(f"inbox {other}").decode())
+                    self._peers[other] = driver.open_shared(handle)
+            except driver.CudaError as error:
+                shared = f"this GPU and another cannot share memory ({error})"
+                raise ConfigError(f"engine.ranks is {ranks}: {shared}") from error
+            addresses = tuple(self._inbox.address if other == rank else self._peers[other] for other in range(ranks))
+            turns = torch.zeros(2, dtype=torch.int32, device=device)
+            control = new_control(START_S, pinned=True)
+            self.links = Links(rank, ranks, addresses, control, turns, room, gathered)
+            opened.pop_all()
 
     def add(self, partial: Tensor) -> Tensor:
         """As `Group.add`, through NCCL, whose order of adding is its own: for prompts."""
-        dist.all_reduce(partial)
+        if self._lost is not None:
+            raise RankLost(self._lost)
+        try:
+            dist.all_reduce(partial)
+        except RuntimeError as error:
+            if self._lost is not None:
+                raise RankLost(self._lost) from error  # a sum that was broken off
+            raise
         return partial
 
     def gather(self, part_RV: Tensor) -> Tensor:
@@ -68,29 +84,57 @@ class GpuGroup:
         pieces = [gather_ranks(piece, self.links) for piece in part_RV.split(GATHERED_ROWS)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def hurry(self) -> None:
-        """As `Group.hurry`: STEP_S seconds."""
-        self.links.control[0] = int(STEP_S * 1e9)
+    def allow(self, seconds: float) -> None:
+        """As `Group.allow`, in decode steps; NCCL allows START_S always."""
+        self.links.control[0] = int(seconds * 1e9)
+        if self._lost is not None:  # said meanwhile, by another thread
+            self.links.control[0] = 0
 
     def lose(self, reason: str) -> None:
-        """As `Group.lose`: kernels that wait give up when they next look at the clock."""
+        """As `Group.lose`: kernels that wait give up when they next look at the clock, and NCCL's are broken off."""
         self._lost = reason
         self.links.control[0] = 0
+        _abort()
 
     def check(self) -> None:
         """As `Group.check`: what a kernel computed that has waited in vain is NaN, and so is all that follows."""
-        lost = int(self.links.control[1])
-        if lost and self._lost is not None:
+        if self._lost is not None:
             raise RankLost(self._lost)
-        if lost:
+        if lost := int(self.links.control[1]):
             seconds = self.links.control[0].item() / 1e9
             raise RankLost(f"rank {lost - 1} has kept rank {self.rank} waiting for {seconds:.0f} s")
 
     def close(self) -> None:
-        """Ends the group, once every rank has come here or is known to be gone."""
+        """Ends the group. Memory is freed once no other rank has it open, or CLOSE_S seconds later; where a rank is
+        lost, nobody is waited for: all others must have ended."""
+        if self._lost is None and int(self.links.control[1]):
+            self.lose("a rank has not come")  # which `check` has told; NCCL may be waiting for it too
         torch.cuda.synchronize()
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
-        for address in self._peers.values():
-            driver.close_shared(address)
+        if self._lost is None:
+            _leave()
+        self._close_peers()
+        if self._lost is None:
+            self._store.set(f"let go {self.rank}", "1")
+            with contextlib.suppress(RuntimeError):  # one that does not come has nothing open, or soon
+                self._store.wait([f"let go {other}" for other in self._others()], datetime.timedelta(seconds=CLOSE_S))
         self._inbox.free()
+
+    def _others(self) -> list[int]:
+        return [other for other in range(self.ranks) if other != self.rank]
+
+    def _close_peers(self) -> None:
+        while self._peers:
+            driver.close_shared(self._peers.popitem()[1])
+
+
+def _leave() -> None:
+    with contextlib.suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def _abort() -> None:
+    """Has NCCL's kernels end where they wait for a rank that will not come."""
+    world = dist.group.WORLD
+    if world is not None:
+        with contextlib.suppress(RuntimeError):
+            world.abort()

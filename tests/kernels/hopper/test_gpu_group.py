@@ -1,0 +1,196 @@
+"""What a group of GPUs opens it closes, and whoever waits in it wakes. Where a GPU would be, there are books."""
+
+import ctypes
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+
+from redline.errors import ConfigError, RankLost
+from redline.kernels.hopper import driver, group
+from redline.kernels.hopper.group import GpuGroup
+from redline.kernels.hopper.ranks import UNSENT, new_control
+
+CPU = torch.device("cpu")
+ONES = torch.ones(2, 4)
+
+
+class Chips:
+    """The driver and NCCL of all ranks: what is held, and who has it open."""
+
+    CudaError = driver.CudaError
+
+    def __init__(self) -> None:
+        self.held: list[bytes] = []
+        self.open: Counter[bytes] = Counter()
+        self.freed_while_open = False
+        self.joined = 0
+        self.refused: set[bytes] = set()
+        self.aborted = threading.Event()
+        self.group = SimpleNamespace(WORLD=SimpleNamespace(abort=self.aborted.set))
+        self._lock = threading.Lock()
+
+    def SharedMemory(self, size: int) -> SimpleNamespace:
+        with self._lock:
+            handle = bytes([len(self.held)]) * 64
+            self.held.append(handle)
+
+        def fill(word: int) -> None:
+            assert word == UNSENT
+
+        return SimpleNamespace(
+            address=1 + handle[0], handle=handle, size=size, fill=fill, free=lambda: self.free(handle)
+        )
+
+    def free(self, handle: bytes) -> None:
+        self.freed_while_open = self.freed_while_open or self.open[handle] > 0
+        self.held.remove(handle)
+
+    def open_shared(self, handle: bytes) -> int:
+        if handle in self.refused:
+            raise driver.CudaError("CUDA driver error 217: peer access is not supported")
+        self.open[handle] += 1
+        return 1 + handle[0]
+
+    def close_shared(self, address: int) -> None:
+        self.open[bytes([address - 1]) * 64] -= 1
+
+    def init_process_group(self, *_: object, **__: object) -> None:
+        self.joined += 1
+
+    def destroy_process_group(self) -> None:
+        self.joined -= 1
+
+    def all_reduce(self, _: Tensor) -> None:
+        """A rank that does not come: NCCL waits for it."""
+        assert self.aborted.wait(20), "nobody has broken it off"
+        raise RuntimeError("NCCL communicator was aborted")
+
+
+def unpinned(seconds: float, **_: bool) -> Tensor:
+    return new_control(seconds, pinned=False)
+
+
+@pytest.fixture
+def chips(monkeypatch: pytest.MonkeyPatch) -> Chips:
+    chips = Chips()
+    monkeypatch.setattr(group, "driver", chips)
+    monkeypatch.setattr(group, "dist", chips)
+    monkeypatch.setattr(group, "new_control", unpinned)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return chips
+
+
+def opened(file: Path, ranks: int) -> list[GpuGroup]:
+    groups: dict[int, GpuGroup] = {}
+
+    def open_rank(rank: int) -> None:
+        groups[rank] = GpuGroup(str(file), rank, ranks, CPU, 128, 64)
+
+    at_once([lambda rank=rank: open_rank(rank) for rank in range(ranks)])
+    return [groups[rank] for rank in range(ranks)]
+
+
+def at_once(work: list[Callable[[], object]]) -> None:
+    threads = [threading.Thread(target=each) for each in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_a_rank_that_waits_in_nccl_wakes_and_says_who_is_lost(chips: Chips, tmp_path: Path):
+    zero, _ = opened(tmp_path / "meet", 2)
+    reason = "rank 1 is lost in step 5: it has ended with code -9"
+    threading.Timer(0.2, zero.lose, [reason]).start()
+    began = time.monotonic()
+    with pytest.raises(RankLost, match=reason):
+        zero.add(ONES)
+    assert time.monotonic() - began < 5
+
+
+def test_what_follows_a_lost_rank_is_told_so_though_no_kernel_has_waited(chips: Chips, tmp_path: Path):
+    """A sum of NCCL's that is broken off leaves numbers, and no mark on what they are worth."""
+    zero, one = opened(tmp_path / "meet", 2)
+    zero.check()
+    zero.lose("rank 1 is lost")
+    with pytest.raises(RankLost, match="rank 1 is lost"):
+        zero.check()
+    chips.aborted.clear()
+    with pytest.raises(RankLost, match="rank 1 is lost"):
+        zero.add(ONES)
+    zero.allow(120.0)
+    assert int(zero.links.control[0]) == 0, "a kernel that is launched now would wait"
+    one.check()
+
+
+def test_memory_is_freed_once_no_rank_has_it_open(chips: Chips, tmp_path: Path):
+    groups = opened(tmp_path / "meet", 3)
+    assert len(chips.held) == chips.joined == 3
+    assert chips.open.total() == 6
+
+    def close(rank: int) -> None:
+        time.sleep(0.2 * rank)
+        groups[rank].close()
+
+    at_once([lambda rank=rank: close(rank) for rank in range(3)])
+    assert (chips.held, chips.open.total(), chips.joined) == ([], 0, 0)
+    assert not chips.freed_while_open
+
+
+def test_a_group_that_has_lost_a_rank_waits_for_nobody_at_its_end(chips: Chips, tmp_path: Path):
+    zero, _ = opened(tmp_path / "meet", 2)
+    zero.links.control[1] = 1 + 1  # as a kernel writes it that has waited in vain
+    with pytest.raises(RankLost, match="rank 1 has kept rank 0 waiting for 120 s"):
+        zero.check()
+    began = time.monotonic()
+    zero.close()
+    assert time.monotonic() - began < 5 < group.CLOSE_S
+    assert len(chips.held) == 1
+    assert chips.aborted.is_set(), "a prompt's sum behind that kernel waits as well"
+
+
+def test_a_group_that_cannot_be_opened_gives_back_what_it_has(chips: Chips, tmp_path: Path):
+    """Of three GPUs the third lets nobody read its memory."""
+    file = tmp_path / "meet"
+    others = [FileStore(str(file), 3) for _ in range(2)]
+    for rank, store in enumerate(others, 1):
+        store.set(f"inbox {rank}", (bytes([100 + rank]) * 64).hex())
+    chips.refused = {bytes([102]) * 64}
+    with pytest.raises(ConfigError, match=r"engine\.ranks is 3: this GPU and another cannot share memory .*217"):
+        GpuGroup(str(file), 0, 3, CPU, 128, 64)
+    assert chips.open == {bytes([101]) * 64: 0}
+    assert (chips.held, chips.joined) == ([], 0)
+
+
+def test_memory_that_gets_no_handle_is_freed(monkeypatch: pytest.MonkeyPatch):
+    freed: list[int] = []
+
+    class Cuda:
+        def cuMemAlloc_v2(self, at: object, _: object) -> int:
+            at._obj.value = 4096  # type: ignore[attr-defined]
+            return 0
+
+        def cuIpcGetMemHandle(self, *_: object) -> int:
+            return 801
+
+        def cuMemFree_v2(self, at: ctypes.c_uint64) -> int:
+            freed.append(at.value)
+            return 0
+
+        def cuGetErrorString(self, *_: object) -> int:
+            return 0
+
+    monkeypatch.setattr(driver, "_cuda", Cuda)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    with pytest.raises(driver.CudaError, match="801"):
+        driver.SharedMemory(64)
+    assert freed == [4096]

@@ -1,0 +1,340 @@
+"""Ranks that end, stop, lag, or draw other tokens: all end, soon, and one line says which rank, when, and why."""
+
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from redline.errors import RankLost
+from redline.kernels.cpu.ranks import SharedMemoryGroup
+from redline.kernels.group import ALONE
+from redline.kernels.hopper.layouts.tiled import PAD_K, padded
+from redline.kernels.hopper.ranks import GATHERED_ROWS, MOST_TOKENS, inbox_words, room_of
+from redline.model.k2.checkpoint import Checkpoint
+from redline.model.k2.write import random_checkpoint
+from redline.run import runner
+from redline.run.fit import Sizes
+from redline.tune.costs import StepCosts
+from redline.wire.job import Job
+from redline.wire.step import Drawn, RowResult, StepResult
+from redline.worker import engine, ranks
+from redline.worker.config import EngineConfig, Suffix
+from redline.worker.drawn import Account, Comparison
+from redline.worker.engine import EngineCore, load_model
+from redline.worker.ranks import Ranks
+from tests.tiny_model import CPU, job, kernel_config, prompt, run
+
+FOLLOWER = """
+import sys, time
+from redline.run import runner
+from redline.run.runner import Runner
+from redline.worker import engine, rank
+{changes}
+sys.exit(rank.main())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    random_checkpoint(folder, kernel_config(moe_intermediate_size=64, intermediate_size=64))
+    return folder
+
+
+@pytest.fixture
+def few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks that are told to end."""
+    monkeypatch.setattr(ranks, "END_S", 1.0)
+
+
+def config(**changes: Any) -> EngineConfig:
+    asked = {"ranks": 2, "kv_memory": 10_000_000, "max_model_len": 1024, "max_running": 2, "device": "cpu"}
+    return EngineConfig(**{**asked, **changes})
+
+
+def follow(monkeypatch: pytest.MonkeyPatch, changes: str) -> None:
+    """The other ranks run the product's program with these changes."""
+    monkeypatch.setattr(ranks, "FOLLOW", (sys.executable, "-c", FOLLOWER.format(changes=changes)))
+
+
+def long_job() -> Job:
+    return job("long", prompt(seed=1, length=20), max_tokens=900, stop_ids=(), logprobs=None)
+
+
+def loses(core: EngineCore, said: str) -> float:
+    """Seconds until a long job ends, as its rank is lost in these words."""
+    began = time.monotonic()
+    with torch.inference_mode(), pytest.raises(RankLost, match=said):
+        run(core, [long_job()])
+    return time.monotonic() - began
+
+
+# ---------------------------------------------------------------------------------------------- who ends, and who stops
+
+
+def test_a_stopped_process_is_named_where_sums_would_wait_for_minutes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a prompt's do on a GPU. The others are not waited for either, once one is lost."""
+    monkeypatch.setattr(runner, "STEP_S", 120.0)
+    core = EngineCore.load(folder, config())
+    (process,) = core.runner._ranks._processes  # type: ignore[attr-defined]
+    try:
+        threading.Timer(0.5, process.send_signal, [signal.SIGSTOP]).start()
+        seconds = loses(core, r"rank 1 has kept rank 0 waiting for 5 s in step \d+: its process does not run")
+        assert 4 < seconds < 5 + 10, "5 s, on a machine that is not busy"
+        began = time.monotonic()
+    finally:
+        core.runner.close()
+    assert time.monotonic() - began < 5 < ranks.END_S
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_rank_that_dies_ends_all_though_sums_would_wait_for_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 is woken in its sum; the others are in theirs, and hear nothing."""
+    random_checkpoint(tmp_path, kernel_config(moe_intermediate_size=128, intermediate_size=128))
+    monkeypatch.setattr(runner, "STEP_S", 120.0)
+    follow(monkeypatch, "runner.STEP_S = 120.0")
+    core = EngineCore.load(tmp_path, config(ranks=4))
+    processes = core.runner._ranks._processes  # type: ignore[attr-defined]
+    killed: list[float] = []
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        processes[1].kill()
+
+    try:
+        threading.Timer(0.5, kill).start()
+        loses(core, r"rank 2 is lost in step \d+: it has ended with code -9")
+    finally:
+        core.runner.close()
+    assert time.monotonic() - killed[0] < 5
+    assert all(process.returncode is not None for process in processes)
+
+
+@pytest.mark.usefixtures("few_seconds")
+def test_a_rank_that_fails_speaks_before_it_tidies_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(
+        monkeypatch,
+        "def fails(self, spans): raise ValueError('odd')\nRunner._compute = fails\n"
+        "Runner.close = lambda self: time.sleep(60)",
+    )
+    core = EngineCore.load(folder, config())
+    try:
+        assert loses(core, r"rank 1 is lost in step \d+: rank 1 has failed in step \d+: ValueError: odd") < 4
+    finally:
+        core.runner.close()
+
+
+def test_ranks_that_do_not_end_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "END_S", 1.0)
+    monkeypatch.setattr(ranks, "FOLLOW", ("sleep", "60"))
+    others = Ranks("", config(ranks=4), CPU, kernel_config())
+    processes = list(others._processes)
+    began = time.monotonic()
+    others.close()
+    assert time.monotonic() - began < 2
+    assert [process.returncode for process in processes] == [-signal.SIGKILL] * 3
+
+
+ENDS = sys.executable, "-c", "print('there is no room')"
+
+
+def until_it_is_said() -> None:
+    """The watchers have seen their ranks end."""
+    until = time.monotonic() + 20
+    while any(thread.name.startswith("rank ") for thread in threading.enumerate()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_rank_that_ends_before_there_is_a_group_is_told_to_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "FOLLOW", ENDS)
+
+    def opened_late(folder: Path, rank: int, count: int, *_: object) -> SharedMemoryGroup:
+        until_it_is_said()
+        return SharedMemoryGroup(folder / ranks.MEET, rank, count)
+
+    monkeypatch.setattr(ranks, "open_group", opened_late)
+    others = Ranks("", config(), CPU, kernel_config())
+    try:
+        with pytest.raises(RankLost, match="rank 1 is lost while it was loading: there is no room"):
+            others.group.add(torch.ones(1, 4))
+    finally:
+        others.close()
+
+
+def test_a_group_that_cannot_be_opened_as_a_rank_has_ended_says_why_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "FOLLOW", ENDS)
+
+    def never(*_: object) -> None:
+        until_it_is_said()
+        raise RuntimeError("wait timeout after 120000ms")
+
+    monkeypatch.setattr(ranks, "open_group", never)
+    with pytest.raises(RankLost, match="rank 1 is lost while it was loading: there is no room"):
+        Ranks("", config(), CPU, kernel_config())
+
+
+def test_of_several_ranks_that_end_the_first_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "FOLLOW", ENDS)
+    told: list[str] = []
+    others = Ranks("", config(ranks=4), CPU, kernel_config(), told.append)
+    until_it_is_said()
+    others.close()
+    (reason,) = told
+    assert reason.endswith("is lost while it was loading: there is no room")
+
+
+# ---------------------------------------------------------------------------------------------------- who is waited for
+
+
+SLOW_S = 2.0
+
+
+@pytest.mark.usefixtures("few_seconds")
+def test_loads_may_end_far_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "START_S", SLOW_S)
+    follow(
+        monkeypatch,
+        f"load = engine.load\ndef slow(*given): time.sleep({3 * SLOW_S}); return load(*given)\nengine.load = slow",
+    )
+    core = EngineCore.load(folder, config())
+    core.runner.close()
+
+
+@pytest.mark.usefixtures("few_seconds")
+def test_nobody_is_hurried_before_rank_0_has_measured_its_steps(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(monkeypatch, f"runner.STEP_S = {SLOW_S / 4}")
+    measure = engine.calibrate
+
+    def slowly(given: Any, drafts: int) -> StepCosts:
+        with monkeypatch.context() as patch:
+            slow_down(given, patch)
+            return measure(given, drafts)
+
+    monkeypatch.setattr(engine, "calibrate", slowly)
+    core = EngineCore.load(folder, config(speculation=Suffix()))
+    try:
+        slow_down(core.runner, monkeypatch)
+        loses(core, r"rank 1 is lost in step \d+: .*rank 0 has kept rank 1 waiting for 0\.5 s")
+    finally:
+        core.runner.close()
+
+
+def slow_down(given: Any, patch: pytest.MonkeyPatch) -> None:
+    """The runner's next step takes SLOW_S."""
+    predict = given.model.predict
+
+    def slow(*arguments: Any) -> Any:
+        given.model.predict = predict
+        time.sleep(SLOW_S)
+        return predict(*arguments)
+
+    patch.setattr(given.model, "predict", slow)
+
+
+# ------------------------------------------------------------------------------------------------- what they have drawn
+
+
+@pytest.mark.usefixtures("few_seconds")
+def test_a_rank_that_draws_another_token_ends_all_with_its_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    follow(
+        monkeypatch,
+        "chosen, steps = Runner._chosen, []\n"
+        "def other(self, spans, out):\n"
+        "    steps.append(1)\n"
+        "    return [token ^ (len(steps) == 5) for token in chosen(self, spans, out)]\n"
+        "Runner._chosen = other",
+    )
+    core = EngineCore.load(folder, config())
+    try:
+        loses(core, r"rank 1 is lost in step \d+: rank 1 has drawn other tokens in step 5$")
+    finally:
+        core.runner.close()
+
+
+def step_of(number: int, *rows: tuple[int, ...]) -> StepResult:
+    return StepResult(number=number, rows=tuple(RowResult(tokens=tokens) for tokens in rows))
+
+
+STEPS = [step_of(10 + n, (n, 2 * n), (), (3,)) for n in range(8)]
+
+
+@pytest.mark.parametrize("ahead", [-2, -1, 0, 1, 2])
+def test_what_ranks_draw_is_compared_whoever_is_ahead(ahead: int) -> None:
+    """The seventh step is another: the one that is named, though some may be known behind it."""
+
+    def compare(steps: list[StepResult]) -> None:
+        zero, comparison = Account(), Comparison(1)
+        for n in range(-2, len(steps) + 2):
+            if 0 <= n + ahead < len(steps):
+                zero.note(STEPS[n + ahead])
+                comparison.hear(zero.drawn)
+                comparison.hear(zero.drawn)
+            if 0 <= n < len(steps):
+                comparison.note(steps[n])
+        assert (comparison._mine, comparison._told) == ({}, {})
+
+    compare(STEPS)
+    for other in (step_of(16, (6, 12), (), (4,)), step_of(16, (6,), (12,), (3,)), step_of(16, (6, 12), (3,), ())):
+        with pytest.raises(RankLost, match="rank 1 has drawn other tokens in step 16"):
+            compare([*STEPS[:6], other, STEPS[7]])
+
+
+def test_to_compare_costs_microseconds() -> None:
+    """Of 64 rows that gave three tokens each, at best of many: both ranks' work together."""
+    step, zero, comparison = step_of(1, *[(1000 + row, 5, 6) for row in range(64)]), Account(), Comparison(1)
+    best = 1.0
+    for _ in range(500):
+        began = time.perf_counter()
+        zero.note(step)
+        comparison.hear(zero.drawn)
+        comparison.note(step)
+        best = min(best, time.perf_counter() - began)
+    assert best < 50e-6
+
+
+def test_a_difference_that_rank_0_does_not_speak_of_at_once_is_found_later() -> None:
+    zero, comparison = Account(), Comparison(3)
+    comparison.hear(Drawn())
+    comparison.note(step_of(10, (5,)))
+    zero.note(STEPS[0])
+    for step in STEPS[1:4]:
+        zero.note(step)
+        comparison.note(step)
+    with pytest.raises(RankLost, match="rank 3 has drawn other tokens in step 13"):
+        comparison.hear(zero.drawn)
+
+
+# ------------------------------------------------------------------------------------------------------- what they hold
+
+
+def test_an_inbox_is_counted_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group is open when free memory is looked at, and its inbox is among what `Sizes` counts."""
+    model = Checkpoint.open(folder).config
+    words = inbox_words(
+        2, room_of(padded(model.hidden_size, PAD_K), MOST_TOKENS), GATHERED_ROWS * model.vocab_size // 2
+    )
+    seen: list[int] = []
+
+    def fitted(_: Sizes, free: int, *__: object) -> None:
+        seen.append(free)
+        raise EOFError
+
+    monkeypatch.setattr(engine, "fit", fitted)
+
+    def free(_: torch.device) -> int:
+        return 10**9 - 4 * words
+
+    monkeypatch.setattr(engine, "free_memory", free)
+    with pytest.raises(EOFError):
+        load_model(folder, config(), torch.device("cuda"), ALONE)
+    assert seen == [10**9]
