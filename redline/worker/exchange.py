@@ -37,6 +37,7 @@ from redline.wire.step import TokenLogprobs
 AREA_BYTES = 64 << 20  # for parcels that are offered and not read yet: more than one prompt's at a time is seldom there
 LEASE_S = 10.0  # for a parcel to be read
 READ_S = 5.0  # for one parcel to come
+ROOM_S = 0.5  # likewise, where others wait for its pages
 WANT_S = 10.0  # behind the end of a prompt, for somebody to want it
 SILENCE_S = 30.0  # without a word of the worker that computes, after which the prompt is computed here
 LEAST = PAGE_TOKENS  # positions: fewer are computed where the answer is, which takes no longer than to wait for them
@@ -65,7 +66,6 @@ class _Outgoing:
     piece: Piece | None = None  # the one that waits for room
     end: int = 0  # where `pieces` end
     parcels: int = 0
-    leases: list[tuple[int, int]] = field(default_factory=list)
     handed: Handed | None = None  # once its first token is chosen
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended_at: float = 0.0
@@ -128,6 +128,7 @@ class Exchange:
         self._space = _tensor_of(self._area.memory) if self._area is not None else torch.empty(0, dtype=torch.uint8)
         self._landing = torch.empty(0, dtype=torch.uint8)
         self._out: dict[JobId, _Outgoing] = {}
+        self._leases: dict[JobId, list[tuple[int, int]]] = {}  # of each job; forgotten once none is lent any more
         self._early: dict[JobId, tuple[int | None, float]] = {}  # what was wanted before it was asked for, and when
         self._in: dict[JobId, _Incoming] = {}
         self._offers: deque[tuple[_Incoming, Offer]] = deque()
@@ -248,6 +249,8 @@ class Exchange:
         """Nobody wants a job any more, on this side or the other. The planner has to be told behind it."""
         if (out := self._out.pop(id, None)) is not None:
             self._drop(out)
+        elif id in self._leases:
+            self._take_back(id)
         elif self._area is not None:
             self._early[id] = None, self._clock()
         if (incoming := self._in.pop(id, None)) is not None:
@@ -261,12 +264,14 @@ class Exchange:
         now = self._clock()
         if self._lender.lent:
             self._lender.expire(now)
+        else:
+            self._leases.clear()
         while self._early and now - next(iter(self._early.values()))[1] > WANT_S:
             del self._early[next(iter(self._early))]
         for out in list(self._out.values()):
             self._offer(out, now)
         if self._planner.starved:
-            self._make_room()
+            self._make_room(now)
         told: list[Delta] = []
         for incoming in list(self._in.values()):
             if incoming.first is None:
@@ -342,14 +347,14 @@ class Exchange:
         lease = Lease(id=ticket.id, epoch=ticket.epoch, offset=ticket.offset, size=size, checksum=ticket.checksum)
         out.outbox.put(Offer(job=out.job.id, number=out.parcels, piece=piece, lease=lease))
         out.parcels += 1
-        out.leases.append((ticket.id, ticket.epoch))
+        self._leases.setdefault(out.job.id, []).append((ticket.id, ticket.epoch))
         return True
 
-    def _make_room(self) -> None:
+    def _make_room(self, now: float) -> None:
         """Prompts wait for the pages of those that are computed and that nobody has wanted yet: whoever answers may
         have no room for these before it gets the others. The oldest is given up; what of it is cached stays so."""
         for out in self._out.values():
-            if out.handed is not None and out.sent is None:
+            if out.handed is not None and out.sent is None and now - out.ended_at > ROOM_S:
                 del self._out[out.job.id]
                 out.outbox.put(msgspec.structs.replace(out.handed, error="its pages were needed"))
                 self._drop(out)
@@ -358,11 +363,14 @@ class Exchange:
     def _drop(self, out: _Outgoing) -> None:
         """Nobody wants the prompt any more: its parcels' space and its pages come back."""
         self.changes += 1
-        for id, epoch in out.leases:
-            self._lender.taken(id, epoch)
+        self._take_back(out.job.id)
         self._planner.abort(out.job.id)
         if self._planner.computed(out.job.id) is not None:
             self._planner.give_back(out.job.id)
+
+    def _take_back(self, job: JobId) -> None:
+        for id, epoch in self._leases.pop(job, ()):
+            self._lender.taken(id, epoch)
 
     # ------------------------------------------------------------------------------------ the side that answers
 
