@@ -56,6 +56,7 @@ class _Admin:
                     link.name: {
                         "role": link.role,
                         "epoch": link.epoch,
+                        "pid": link.pid,
                         "ready": link.ready is not None,
                         "lost": link.lost,
                         "silent_s": round(links.silent_s(link), 1),

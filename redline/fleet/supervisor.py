@@ -102,6 +102,7 @@ class Supervised:
         with AsyncSocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
             link = self._gateway.join(self.place.name, outbox, self.place.role, epoch, jobs)
             process = start_worker(self.place, epoch, self._weights, jobs, deltas, self._parcels)
+            link.pid = process.pid
             ended = asyncio.create_task(asyncio.to_thread(process.wait))
             following = asyncio.create_task(self._follow(link, inbox))
             silence = asyncio.create_task(until_silent(link))

@@ -29,6 +29,7 @@ class Link:
         self.outbox = outbox
         self.ready: Ready | None = None
         self.lost: str | None = None
+        self.pid: int | None = None  # of its process, where that is on this host
         self.load: Load | None = None  # its newest counters
         self.jobs = 0  # that it has been sent and that have not ended
         self.beats = 0

@@ -1,0 +1,129 @@
+"""One worker that computes prompts and one that answers, as processes behind one server: what clients see of them."""
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from redline.bench.runs.tiny_tokenizer import TINY_VOCAB, write_tiny_tokenizer
+from redline.model.k2.write import random_checkpoint
+from tests.fleet.test_serve import Server, wait_for
+from tests.tiny_model import kernel_config
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+KEY = "sk-admin-0123456789abcdef"
+HOWS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 5}]
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("pools")
+    random_checkpoint(folder / "tiny", kernel_config(vocab_size=TINY_VOCAB))
+    write_tiny_tokenizer(folder / "tiny")
+    (folder / "keys.txt").write_text(f"{KEY}\n")
+    (folder / "pools.toml").write_text(
+        'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "20MB"\n'
+        '[engine.speculation]\ntype = "suffix"\n[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\n'
+    )
+    server = Server(folder / "pools.toml")
+    try:
+        yield server.until_ready()
+    finally:
+        server.close()
+
+
+def workers(server: Server) -> dict[str, Any]:
+    """Name -> what the operator is told of it."""
+    address = re.search(r"admin routes are at (http://\S+)", server.said)
+    assert address is not None, server.said
+    request = Request(address[1], headers={"authorization": f"Bearer {KEY}"})
+    return json.load(urlopen(request, timeout=10))["workers"]
+
+
+def all_ready(server: Server) -> bool:
+    return all(worker["ready"] for worker in workers(server).values())
+
+
+def tokens_of(server: Server, number: int) -> list[int]:
+    """A streamed answer to a prompt of some 300 tokens."""
+    prompt = f"{number} " + "the functions of a page " * 25
+    extra = {"ignore_eos": True, "return_token_ids": True}
+    stream = server.client.completions.create(
+        model="tiny", prompt=prompt, max_tokens=300, stream=True, **HOWS[number % 2], extra_body=extra
+    )
+    return [token for chunk in stream for token in chunk.choices[0].model_dump().get("token_ids") or ()]
+
+
+def free(server: Server) -> bool:
+    return all(
+        worker["jobs"] == 0 and worker["load"]["pages_used"] == 0 and not worker["load"]["waiting"]
+        for worker in workers(server).values()
+        if worker["load"] is not None
+    )
+
+
+def test_prompts_are_computed_by_the_one_and_answers_given_by_the_other(pools: Server) -> None:
+    expected = tokens_of(pools, 0)
+    assert len(expected) == 300
+    wait_for(lambda: free(pools), 10, pools)
+    told = workers(pools)
+    assert told["prefill"]["load"]["prompt_tokens"] > 200
+    assert told["decode"]["load"]["prompt_tokens"] == 0
+    assert told["decode"]["load"]["generation_tokens"] >= 299
+    assert tokens_of(pools, 0) == expected, "from the cache"
+
+
+@pytest.mark.parametrize("name", ["prefill", "decode"])
+def test_streams_go_on_when_a_worker_is_killed(pools: Server, name: str) -> None:
+    """While prompts are computed and answers given: then the same requests again, undisturbed."""
+    wait_for(lambda: all_ready(pools), 60, pools)
+    numbers = range(10, 14) if name == "prefill" else range(20, 24)
+    killed = workers(pools)[name]
+    answers: dict[int, list[int]] = {}
+
+    def ask(each: int) -> None:
+        answers[each] = tokens_of(pools, each)
+
+    threads = [threading.Thread(target=ask, args=(each,)) for each in numbers]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.05)
+    os.kill(killed["pid"], signal.SIGKILL)
+    for thread in threads:
+        thread.join(90)
+    assert {number: len(answer) for number, answer in answers.items()} == dict.fromkeys(numbers, 300)
+    wait_for(lambda: workers(pools)[name]["epoch"] == killed["epoch"] + 1 and all_ready(pools), 60, pools)
+    assert answers == {each: tokens_of(pools, each) for each in numbers}
+    wait_for(lambda: free(pools), 30, pools)
+
+
+def test_a_worker_that_computes_prompts_and_is_stopped_keeps_nobody_waiting(pools: Server) -> None:
+    wait_for(lambda: all_ready(pools), 60, pools)
+    expected = tokens_of(pools, 31)
+    pid = workers(pools)["prefill"]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        answer = tokens_of(pools, 33)
+        assert time.monotonic() - began < 15
+        assert tokens_of(pools, 31) == expected
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    wait_for(lambda: workers(pools)["prefill"]["silent_s"] < 1, 30, pools)
+    assert tokens_of(pools, 33) == answer
+    wait_for(lambda: free(pools), 30, pools)
+
+
+def test_it_ends_cleanly(pools: Server) -> None:
+    os.killpg(pools.process.pid, signal.SIGTERM)
+    assert pools.ends() == 0
+    assert "Traceback" not in pools.said
