@@ -208,10 +208,10 @@ class Runner:
         The runner must be idle. Raises RankLost where a rank does not come.
         """
         ready = functools.partial(meet, self.model.group, self.model.device, START_S, STEP_S)
-        if self.overlaps:
-            self._by_thread(ready).result()
-        else:
+        if self._thread is None:
             ready()
+        else:
+            self._by_thread(ready).result()
 
     def _by_thread(self, work: Callable[[], T]) -> "Future[T]":
         """Has the thread do it, behind all that it was given before."""
