@@ -9,6 +9,7 @@ for long (`kernels.group`).
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,6 +184,7 @@ class Ranks:
                 return
             self.reason = reason
         if self._lost is not None:
+            shutil.rmtree(self._folder.name, ignore_errors=True)  # it ends the process, which takes nothing with it
             self._lost(reason)
         elif (group := vars(self).get("group")) is not None:
             group.lose(reason)

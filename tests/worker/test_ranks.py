@@ -193,6 +193,16 @@ def test_of_several_ranks_that_end_the_first_is_told(monkeypatch: pytest.MonkeyP
     assert reason.endswith("is lost while it was loading: there is no room")
 
 
+def test_a_process_that_is_ended_by_a_lost_rank_leaves_no_folder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker ends at once where it is told, and cleans nothing up."""
+    monkeypatch.setattr(ranks, "FOLLOW", ENDS)
+    there: list[bool] = []
+    others = Ranks("", config(), CPU, kernel_config(), lambda _: there.append(Path(others._folder.name).exists()))
+    until_it_is_said()
+    others.close()
+    assert there == [False]
+
+
 # ---------------------------------------------------------------------------------------------------- who is waited for
 
 
