@@ -258,7 +258,8 @@ class Planner:
         if not left:
             return left
         depth = self._speculation.forced(len(decoding), list(left.values()), self._recorded.drafts(len(decoding)))
-        return {job: min(count, depth) for job, count in left.items()}
+        anyway = max((job.proposed for job in decoding if job.drafting or job.waiting), default=0)
+        return {job: min(count, max(depth, anyway)) for job, count in left.items()}
 
     def _quick(self, prompts: Sequence[ActiveJob], begins: list[Begin], share: int) -> list[_Part]:
         """Prompts with less to compute than the oldest has, or the one whose turn it is, get this share of the step,

@@ -115,15 +115,16 @@ class Speculation:
     def forced(self, rows: int, forced: Sequence[int], most: int) -> int:
         """How many drafts a row of a step of `rows` decode rows verifies, at most, of those that a grammar forces.
 
-        forced: for each row where it forces any, how many. They hold in any case: what counts is the step's time.
+        forced: for each row where it forces any, how many. They hold in any case, and a step of more positions takes no
+        longer than several of fewer. But where rows are padded all take what the longest one does: then it is what the
+        step was measured to take at the start that counts. (What steps have taken since says little of depths that are
+        seldom tried.)
         """
-        depths = range(min(max(forced), most, MOST_FORCED) + 1)
-        rates = [
-            (rows + sum(min(count, depth) for count in forced)) / self.times.ms(rows, depth, 0, len(forced))
-            for depth in depths
-        ]
-        as_good = max(rates) * (1 - 1e-9)
-        return max(depth for depth, rate in zip(depths, rates, strict=True) if rate >= as_good)
+        costs, deepest = self.times.costs, min(max(forced), most, MOST_FORCED)
+        if not (costs.known and costs.padded):
+            return deepest
+        tokens = [rows + sum(min(count, depth) for count in forced) for depth in range(deepest + 1)]
+        return max(reversed(range(deepest + 1)), key=lambda depth: tokens[depth] / costs.step_ms(rows, 1 + depth))
 
     def _choose(self, jobs: Sequence[ActiveJob], most: int) -> int:
         self._take_in()

@@ -97,6 +97,22 @@ def test_a_forced_run_is_drafted_to_the_limit_and_in_parts_where_it_is_long():
     assert (load.grammar_draft_tokens, load.grammar_accepted_tokens, load.suffix_draft_tokens) == (4, 4, 0)
 
 
+def test_where_others_draft_anyway_a_forced_run_costs_them_nothing():
+    """Four positions a row are dear for a run of one row; but three drafts are what its neighbour verifies."""
+    costs = StepCosts(rows=(1, 2), counts=(1, 4), target_ms=((1, 100), (1, 100)), padded=True)
+    asked: list[list[int]] = []
+    for waiting in (0, 3):
+        world = World(ahead=0, draft_tokens=3, costs=costs, shapes=(Shape(2, 4, 1024),))
+        world.planner._speculation._chosen, world.planner._speculation._until_next = 3, 9
+        for name in ("forced", "neighbour"):
+            world.planner.submit(make_job(name, prompt(5), max_tokens=50))
+        settle(world, world.planner.next_step(), RowResult(tokens=(1,)), RowResult(tokens=(1,)))
+        results = RowResult(tokens=(1,), forced=9, waiting=0), RowResult(tokens=(1,), waiting=waiting)
+        settle(world, world.planner.next_step(), *results)
+        asked.append(drafts(world.planner.next_step()))
+    assert asked == [[0, 0], [3, 3]]
+
+
 def test_a_resumed_job_has_nothing_forced_before_it_is_told_again():
     world = World(ahead=0, pages=3)
     world.planner.submit(make_job("old", prompt(60), max_tokens=50))
