@@ -100,8 +100,9 @@ class Matcher:
         return self._free and not self._grammar.banned and self._left != 0
 
     def quiet(self, tokens: int) -> bool:
-        """Whether any token may come at each of so many next places, whatever comes before it."""
-        return not self._grammar.text and (self._left is None or self._left >= tokens)
+        """Whether any token may come at each of so many next places, whatever comes before it. Any thread may ask."""
+        left = self._left  # once: another thread may have the matcher follow a result meanwhile
+        return not self._grammar.text and (left is None or left >= tokens)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes in tokens that are certain. Those behind the answer's end are nobody's."""

@@ -148,7 +148,7 @@ class Replay:
     """A replayed step on its way. Any thread may ask for its outcomes.
 
     The first to ask waits for the device, and has the grammars of the step's slots follow what came. Whoever uses a
-    slot's matcher otherwise has asked for the outcomes of all its replays before.
+    slot's matcher otherwise, but for `quiet`, has asked for the outcomes of all its replays before.
     """
 
     def __init__(
