@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from redline.plan.planner import PlanConfig, Planner
+from redline.plan.speculation import MOST_FORCED
 from redline.tune.costs import StepCosts
 from redline.wire.delta import Delta
-from redline.wire.job import PAGE_TOKENS, Job, JobId, PageHash, PageId, Sampling
+from redline.wire.job import PAGE_TOKENS, Grammar, Job, JobId, PageHash, PageId, Sampling
 from redline.wire.step import Begin, Drafter, Recorded, Row, RowResult, Shape, Step, StepResult, TokenLogprobs
 
 VOCABULARY = 97
@@ -53,6 +54,15 @@ def next_token(fingerprint: int, seed: int) -> int:
     return chain(fingerprint, seed) % VOCABULARY
 
 
+LONGEST_RUN = 20  # tokens that a fake grammar forces together, at most
+A_GRAMMAR = Grammar(text="a fake one, that allows whatever the fake model says")
+
+
+def forced_from(fingerprint: int) -> int:
+    """The fake grammar of a job that has one: how many tokens it forces behind these; now and then it begins a run."""
+    return 1 + chain(fingerprint, 4) % LONGEST_RUN if chain(fingerprint, 3) % 12 == 0 else 0
+
+
 def whole_answer(job: Job, max_model_len: int) -> tuple[int, ...]:
     """What the job must give, computed alone, at once, and without a planner."""
     fingerprint = 0
@@ -76,6 +86,7 @@ class _Slot:
     computed: int
     proposals: list[int] = field(default_factory=list)
     asked: int = 0  # proposals that the last row asked for
+    forced: int = 0  # tokens that the slot comes to in any case, for all that was told
     drafting: bool = False  # the drafter follows
     read: int = 1  # drafter rows at places [1, read) are there; place 0 of a job has none
 
@@ -234,19 +245,26 @@ class FakeRunner:
         if not row.samples:
             return RowResult(prompt_logprobs=prompt_logprobs)
         logprobs = (_logprobs(slot.tokens, len(slot.tokens) - 1),) if sampling.logprobs is not None else ()
-        return RowResult(tokens=(slot.tokens[-1],), logprobs=logprobs, prompt_logprobs=prompt_logprobs)
+        return RowResult(
+            tokens=(slot.tokens[-1],),
+            forced=self._tell_forced(slot),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     def _decode(self, slot: _Slot, row: Row, most: int | None) -> RowResult:
         """most: drafts that are verified, at most."""
         assert row.samples
         assert row.count == 1 + row.drafts
-        assert row.drafts <= slot.asked, "more drafts than were asked for"
+        told = row.drafts <= slot.asked or len(slot.tokens) + row.drafts <= slot.forced
+        assert told, "more drafts than were asked for, or are forced"
         start, sampling = len(slot.tokens) - 1, slot.begin.sampling
         assert start == slot.computed, f"a decode row at {start}, {slot.computed} positions are computed"
         assert start >= slot.begin.prompt, "a decode row in the prompt"
         if len(slot.tokens) >= slot.limit:
             return RowResult()
-        drafts = slot.proposals[: min(row.drafts, slot.limit - len(slot.tokens) - 1)][:most]
+        forced = self._forced(slot)
+        drafts = (forced or slot.proposals)[: min(row.drafts, slot.limit - len(slot.tokens) - 1)][:most]
         end = start + 1 + len(drafts)
         self._verify_table(slot, row, end)
         self._verify_pages(slot, start)
@@ -272,9 +290,32 @@ class FakeRunner:
         logprobs: tuple[TokenLogprobs, ...] = ()
         if sampling.logprobs is not None:
             logprobs = tuple(_logprobs(slot.tokens, at) for at in range(first, len(slot.tokens)))
-        by: Drafter | None = ("learned" if row.drafting else "suffix") if drafts else None
-        tokens = tuple(slot.tokens[first:])
-        return RowResult(tokens=tokens, proposed=len(drafts), accepted=accepted, by=by, logprobs=logprobs)
+        by: Drafter = "grammar" if forced else "learned" if row.drafting else "suffix"
+        return RowResult(
+            tokens=tuple(slot.tokens[first:]),
+            proposed=len(drafts),
+            accepted=accepted,
+            by=by if drafts else None,
+            forced=self._tell_forced(slot),
+            logprobs=logprobs,
+        )
+
+    def _forced(self, slot: _Slot) -> list[int]:
+        """What the grammar of the slot's job forces next: the rest of the longest run that has begun."""
+        if slot.begin.sampling.grammar is None:
+            return []
+        latest = slot.fingerprints[: -LONGEST_RUN - 1 : -1]
+        left = max(forced_from(fingerprint) - age for age, fingerprint in enumerate(latest))
+        fingerprint, run = slot.fingerprints[-1], list[int]()
+        while len(run) < left:
+            run.append(next_token(fingerprint, slot.begin.sampling.seed))
+            fingerprint = chain(fingerprint, run[-1])
+        return run
+
+    def _tell_forced(self, slot: _Slot) -> int:
+        count = len(self._forced(slot))
+        slot.forced = max(slot.forced, len(slot.tokens) + count)
+        return count
 
     def _draft(self, slot: _Slot, row: Row, start: int) -> None:
         """The drafter reads what is certain, and the slot's next drafts are left for its next row.
@@ -320,7 +361,8 @@ class FakeRunner:
     def _verify_table(self, slot: _Slot, row: Row, end: int) -> None:
         assert end <= len(slot.table) * PAGE_TOKENS, "row writes behind its last page"
         if not self.config.draft_tokens:
-            assert len(slot.table) == -(-end // PAGE_TOKENS), "a page was sent before it was needed"
+            asked = end if row.start is not None else len(slot.tokens) - 1 + row.count
+            assert len(slot.table) == -(-asked // PAGE_TOKENS), "a page was sent before it was needed"
         assert len(slot.table) <= -(-max(slot.limit - 1, slot.begin.prompt) // PAGE_TOKENS), "a page beyond the limit"
 
     def _verify_drafter(self, slot: _Slot) -> None:
@@ -494,7 +536,8 @@ class World:
                     assert story.scored == whole, "prompt logprobs come before the first token, or with it"
             if sampling.logprobs is not None:
                 assert tuple(item.token for item in delta.logprobs) == delta.tokens
-            assert 0 <= delta.accepted <= delta.proposed <= self.config.draft_tokens
+            most = MOST_FORCED if delta.by == "grammar" else self.config.draft_tokens
+            assert 0 <= delta.accepted <= delta.proposed <= most
             assert delta.finish or not delta.tokens or len(delta.tokens) == delta.accepted + 1
             story.deltas.append(delta)
             story.tokens += delta.tokens

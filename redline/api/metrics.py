@@ -310,6 +310,8 @@ class Metrics:
 def _drafts(load: Load | None) -> list[tuple[Drafter, int, int]]:
     """Who has made drafts, how many were verified, and how many accepted."""
     if load is None:
-        return [("learned", 0, 0), ("suffix", 0, 0)]
-    tokens, accepted = load.suffix_draft_tokens, load.suffix_accepted_tokens
-    return [("learned", load.draft_tokens - tokens, load.accepted_tokens - accepted), ("suffix", tokens, accepted)]
+        return [("learned", 0, 0), ("suffix", 0, 0), ("grammar", 0, 0)]
+    suffix = load.suffix_draft_tokens, load.suffix_accepted_tokens
+    grammar = load.grammar_draft_tokens, load.grammar_accepted_tokens
+    learned = load.draft_tokens - suffix[0] - grammar[0], load.accepted_tokens - suffix[1] - grammar[1]
+    return [("learned", *learned), ("suffix", *suffix), ("grammar", *grammar)]

@@ -26,6 +26,7 @@ class ActiveJob:
         "exact",
         "finish",
         "flights",
+        "forced",
         "generated",
         "hashable",
         "hashes",
@@ -77,6 +78,7 @@ class ActiveJob:
         self.slack = 0  # drafts in flight
         self.proposed = 0  # drafts that the slot may hold for the next row
         self.waiting = True  # for all that is known, drafts wait for the next row
+        self.forced = 0  # tokens that it comes to in any case: those that are known, and what its grammar forces then
         self.drafting = False  # the learned drafter has read all that was launched, and follows on
         self.flights = 0  # launched steps with a row of this job that are not settled
 
@@ -147,6 +149,7 @@ class ActiveJob:
         self.sent = self.planned = self.computed = self.kept = self.read = self.proposed = 0
         self.drafting = False
         self.waiting = True
+        self.forced = 0
         self.length = self.known
 
 

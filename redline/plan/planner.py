@@ -338,9 +338,10 @@ class Planner:
         budget = self._config.step_tokens - len(decoding)
         spare = budget // 2 if prompts or (self._waiting and self._free_slots) else budget
         parts: list[_Part] = []
+        forced = self._forced(decoding)
         for job in decoding:
             # Matches of the text's own past come in runs: where the last row that is known had none, none is awaited.
-            drafts = min(job.proposed, spare) if job.drafting or job.waiting else 0
+            drafts = min(max(job.proposed if job.drafting or job.waiting else 0, forced.get(job, 0)), spare)
             if drafts:
                 drafts = self._paged(job, job.planned + 1 + job.drafting, drafts)
             parts.append(_Part(job, 1 + drafts, decodes=True))
@@ -410,6 +411,16 @@ class Planner:
             job.entry = self._entries
             if self._clock is not None:
                 job.queued_s = self._clock() - job.came
+
+    def _forced(self, decoding: Sequence[ActiveJob]) -> dict[ActiveJob, int]:
+        """How many drafts the next rows of jobs verify whose grammar is known to force tokens there."""
+        # Drafts in flight count as if they held: where they do not, more is forced than is asked for here.
+        left = {job: job.forced - job.length for job in decoding if job.forced > job.length}
+        if not left:
+            return left
+        depth = self._speculation.forced(len(decoding), list(left.values()), self._recorded.drafts(len(decoding)))
+        anyway = max((job.proposed for job in decoding if job.drafting or job.waiting), default=0)
+        return {job: min(count, max(depth, anyway)) for job, count in left.items()}
 
     def _quick(self, prompts: Sequence[ActiveJob], begins: list[Begin], share: int) -> list[_Part]:
         """Prompts with less to compute than the oldest has, or the one whose turn it is, get this share of the step,
@@ -518,6 +529,8 @@ class Planner:
             accepted_tokens=self._speculation.accepted_tokens,
             suffix_draft_tokens=self._speculation.suffix_draft_tokens,
             suffix_accepted_tokens=self._speculation.suffix_accepted_tokens,
+            grammar_draft_tokens=self._speculation.grammar_draft_tokens,
+            grammar_accepted_tokens=self._speculation.grammar_accepted_tokens,
             accepted_per_pos=tuple(self._speculation.accepted_per_pos),
             step_sizes=tuple(self._step_sizes),
             step_positions=self._step_positions,
@@ -759,6 +772,7 @@ class Planner:
         if row.drafting:
             job.read = computed
         tokens, finish = self._accept(job, outcome.tokens)
+        job.forced = min(job.known + outcome.forced, job.limit - 1)  # the last token is a row's own
         if computed >= (job.kept + 1) * PAGE_TOKENS:
             self._remember(job)
         at_limit = computed >= job.prompt and job.known >= job.limit

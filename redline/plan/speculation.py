@@ -11,11 +11,12 @@ from redline.tune.acceptance import KEEPS, REST_KEEPS, Acceptance
 from redline.tune.choose import Rows, Worth, choose, gain
 from redline.tune.costs import RoundTimes, StepCosts
 from redline.wire.job import PAGE_TOKENS
-from redline.wire.step import RowResult, Step, StepResult
+from redline.wire.step import Drafter, RowResult, Step, StepResult
 
 EVERY = 8  # steps between two decisions, and between two steps whose times are taken in
 LIKE = 2  # steps of one kind before one whose time is its own
 PROBE = 128  # decisions between two that draft nothing, so that it is known what that takes
+MOST_FORCED = 15  # drafts of a row, at most, where a grammar forces more: others wait for a step that is long
 MATCHED_RATE = 0.1  # share of a step's surprise that the share of rows with a match takes over
 
 
@@ -38,9 +39,8 @@ class Speculation:
         self._by_learned = Acceptance(most)  # of the learned drafter's own drafts
         self._by_suffix = Acceptance(most)  # of matches of a text's own past, whoever else follows it
         self._matched = 1.0  # of these, the share that has drafts in steps where any has
-        # Rows by whether the learned drafter drafted (None: a grammar did), proposed, accepted: all so far.
-        self._outcomes: Counter[tuple[bool | None, int, int]] = Counter()
-        self._taken_in: Counter[tuple[bool | None, int, int]] = Counter()  # of these, what the last decision knew
+        self._outcomes: Counter[tuple[Drafter | None, int, int]] = Counter()  # rows by who drafted, proposed, accepted
+        self._taken_in: Counter[tuple[Drafter | None, int, int]] = Counter()  # of these, what the last decision knew
 
     @property
     def drafts(self) -> int:
@@ -60,12 +60,28 @@ class Speculation:
     @property
     def suffix_draft_tokens(self) -> int:
         """Drafts of matches of a text's own past that were verified."""
-        return sum(proposed * rows for (learned, proposed, _), rows in self._outcomes.items() if learned is False)
+        return self._proposed("suffix")
 
     @property
     def suffix_accepted_tokens(self) -> int:
         """How many of them held."""
-        return sum(accepted * rows for (learned, _, accepted), rows in self._outcomes.items() if learned is False)
+        return self._accepted("suffix")
+
+    @property
+    def grammar_draft_tokens(self) -> int:
+        """Drafts that a grammar has forced, and that were verified."""
+        return self._proposed("grammar")
+
+    @property
+    def grammar_accepted_tokens(self) -> int:
+        """How many of them held: all, where the model gives numbers."""
+        return self._accepted("grammar")
+
+    def _proposed(self, by: Drafter) -> int:
+        return sum(proposed * rows for (one, proposed, _), rows in self._outcomes.items() if one == by)
+
+    def _accepted(self, by: Drafter) -> int:
+        return sum(accepted * rows for (one, _, accepted), rows in self._outcomes.items() if one == by)
 
     @property
     def accepted_per_pos(self) -> list[int]:
@@ -96,6 +112,20 @@ class Speculation:
         chosen = min(self._chosen, most)
         return [max(0, min(chosen, job.room - 2)) for job in jobs]
 
+    def forced(self, rows: int, forced: Sequence[int], most: int) -> int:
+        """How many drafts a row of a step of `rows` decode rows verifies, at most, of those that a grammar forces.
+
+        forced: for each row where it forces any, how many. They hold in any case, and a step of more positions takes no
+        longer than several of fewer. But where rows are padded all take what the longest one does: then it is what the
+        step was measured to take at the start that counts. (What steps have taken since says little of depths that are
+        seldom tried.)
+        """
+        costs, deepest = self.times.costs, min(max(forced), most, MOST_FORCED)
+        if not (costs.known and costs.padded):
+            return deepest
+        tokens = [rows + sum(min(count, depth) for count in forced) for depth in range(deepest + 1)]
+        return max(reversed(range(deepest + 1)), key=lambda depth: tokens[depth] / costs.step_ms(rows, 1 + depth))
+
     def _choose(self, jobs: Sequence[ActiveJob], most: int) -> int:
         self._take_in()
         self._until_probe -= 1
@@ -118,11 +148,12 @@ class Speculation:
 
     def _take_in(self) -> None:
         """What rows have accepted since the last decision."""
-        for by_drafter, source in ((True, self._by_learned), (False, self._by_suffix)):
+        sources: tuple[tuple[Drafter, Acceptance], ...] = ("learned", self._by_learned), ("suffix", self._by_suffix)
+        for by, source in sources:
             news = {
-                (proposed, accepted): rows - self._taken_in[learned, proposed, accepted]
-                for (learned, proposed, accepted), rows in self._outcomes.items()
-                if learned is by_drafter
+                (proposed, accepted): rows - self._taken_in[one, proposed, accepted]
+                for (one, proposed, accepted), rows in self._outcomes.items()
+                if one == by
             }
             if any(news.values()):
                 source.fade(KEEPS)
@@ -136,8 +167,7 @@ class Speculation:
         Those of a grammar are counted; nothing is learnt of them, since they always hold.
         """
         if outcome.proposed:
-            learned = None if outcome.by == "grammar" else outcome.by == "learned"
-            self._outcomes[learned, outcome.proposed, outcome.accepted] += 1
+            self._outcomes[outcome.by, outcome.proposed, outcome.accepted] += 1
 
     def took(self, step: Step, result: StepResult, seconds: float) -> None:
         """Take in that a step took so many seconds.
@@ -158,7 +188,7 @@ class Speculation:
             return
         drafted = sum(out.proposed > 0 for _, out in ran)
         followed = [row.propose for row, _ in ran if row.drafting]
-        if len(followed) < len(ran) and depth:
+        if len(followed) < len(ran) and depth and not any(out.by == "grammar" for _, out in ran):
             matching = sum(out.proposed > 0 for row, out in ran if not row.drafting)
             if matching:
                 self._matched += MATCHED_RATE * (matching / (len(ran) - len(followed)) - self._matched)

@@ -453,6 +453,7 @@ class Runner:
                     proposed=proposed,
                     accepted=given.accepted,
                     by=span.drafts.by if proposed else None,
+                    forced=len(slot.proposal.tokens),
                     logprobs=logprobs,
                 )
             )

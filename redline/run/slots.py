@@ -79,6 +79,7 @@ class Slot:
     pages: int = 0
     sampling: Sampling = field(default_factory=lambda: Sampling(max_tokens=1))
     proposal: Proposal = NOTHING
+    coming: list[int] = field(default_factory=list)  # what its grammar forces where its next row begins (captured.py)
     suffix: Suffix | None = None
     matcher: Matcher | None = None  # where its job has a grammar
     behind: bool = False  # the drafter's row of the next position is to come, with the feature that its last page keeps
@@ -190,20 +191,26 @@ class Slots:
         return Span(row, row.slot, length - 1, 1 + len(drafts.tokens), drafts)
 
     def append(self, number: int, tokens: Sequence[int], position: int) -> None:
-        """Appends tokens that are certain. position: of the first, which is where the slot's known ones end."""
+        """Appends tokens that are certain. What its grammar forces behind them becomes the slot's drafts.
+
+        position: of the first, which is where the slot's known ones end.
+        """
         self._write(number, tokens, position)
-        self.at[number].told = False
         self.learn(number, tokens, position)
+        slot = self.at[number]
+        slot.told, slot.coming = False, []
+        if slot.matcher is not None:
+            slot.matcher.advance(tokens)
+            slot.proposal = Proposal(slot.matcher.forced(), by="grammar")
 
     def learn(self, number: int, tokens: Sequence[int], position: int) -> None:
-        """As `append`, where the tensors have the tokens already. The slot's drafts are forgotten."""
+        """As `append`, where the tensors have the tokens already, and the matcher follows by itself. The slot's drafts
+        are forgotten."""
         slot = self.at[number]
         slot.length = position + len(tokens)
         slot.proposal = NOTHING
         if slot.suffix is not None:
             slot.suffix.extend(tokens)
-        if slot.matcher is not None:
-            slot.matcher.advance(tokens)
 
     def _write(self, number: int, tokens: Sequence[int], position: int) -> None:
         if not tokens:

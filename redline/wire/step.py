@@ -95,6 +95,7 @@ class RowResult(Record, frozen=True):
     accepted: int = 0  # how many of them held; a decode row gives one token more, which is the model's own
     by: Drafter | None = None  # who made those drafts
     waiting: int | None = None  # drafts that lie behind the row for the next one; None: not known
+    forced: int = 0  # tokens that come behind these in any case, since the job's grammar allows no others
     logprobs: tuple[TokenLogprobs, ...] = ()  # as many as tokens, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # for positions [start + 1, start + count] that are prompt
     error: str | None = None

@@ -353,6 +353,8 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
                 accepted_per_pos=(10, 5, 1),
                 suffix_draft_tokens=7,
                 suffix_accepted_tokens=3,
+                grammar_draft_tokens=1,
+                grammar_accepted_tokens=1,
             ),
             load(steps=1, drafts=1, draft_tokens=3, accepted_tokens=1, accepted_per_pos=(1, 0, 0)),  # a new worker
         ):
@@ -362,9 +364,11 @@ async def test_metrics_count_drafts_by_position_and_over_workers() -> None:
         "vllm:spec_decode_num_drafts_total{M} 15.0",
         "vllm:spec_decode_num_draft_tokens_total{M} 43.0",
         "vllm:spec_decode_num_accepted_tokens_total{M} 17.0",
-        'redline:draft_tokens_total{by="learned",M} 36.0',
+        'redline:draft_tokens_total{by="learned",M} 35.0',
+        'redline:draft_tokens_total{by="grammar",M} 1.0',
         'redline:draft_tokens_total{by="suffix",M} 7.0',
-        'redline:accepted_draft_tokens_total{by="learned",M} 14.0',
+        'redline:accepted_draft_tokens_total{by="learned",M} 13.0',
+        'redline:accepted_draft_tokens_total{by="grammar",M} 1.0',
         'redline:accepted_draft_tokens_total{by="suffix",M} 3.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="0"} 11.0',
         'vllm:spec_decode_num_accepted_tokens_per_pos_total{M,position="1"} 5.0',

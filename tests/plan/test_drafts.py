@@ -8,7 +8,7 @@ from redline.plan.speculation import EVERY
 from redline.tune.choose import PATIENCE
 from redline.tune.costs import StepCosts
 from redline.wire.job import PAGE_TOKENS
-from redline.wire.step import RowResult, Step, StepResult
+from redline.wire.step import RowResult, Shape, Step, StepResult
 from tests.fakes import World, hash_page, make_job, page_hashes
 from tests.plan.test_planner import prompt
 
@@ -61,6 +61,70 @@ def test_a_row_verifies_nothing_where_the_last_one_that_is_known_left_nothing():
         steps.append(world.plan())
     assert [drafts(step) for step in steps] == [[0], [3], [3], [0], [0], [3], [3]]
     assert all(proposals(step) == [3] for step in steps)
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(0, [9, 0]), (1, [0, 8, 0])])
+def test_a_row_verifies_what_a_grammar_is_known_to_force(ahead: int, expected: list[int]):
+    """Nine tokens behind the first one. A row in flight takes one of them, and its own drafts of the run all hold."""
+    world = World(ahead=ahead)
+    world.planner.submit(make_job("a", prompt(5), max_tokens=50))
+    steps = [world.planner.next_step() for _ in range(1 + ahead)]
+    settle(world, steps[0], RowResult(tokens=(1,), forced=9))
+    steps.append(world.planner.next_step())
+    if ahead:
+        settle(world, steps[1], RowResult(tokens=(1,), forced=8))
+        steps.append(world.planner.next_step())
+    else:
+        settle(world, steps[1], RowResult(tokens=(1,) * 10, proposed=9, accepted=9, by="grammar"))
+        steps.append(world.planner.next_step())
+    assert [step.rows[0].drafts for step in steps[1:]] == expected
+    assert all(row.count == 1 + row.drafts and row.propose == 0 for step in steps[1:] for row in step.rows)
+    world.planner.check()
+
+
+def test_a_forced_run_is_drafted_to_the_limit_and_in_parts_where_it_is_long():
+    world = World(ahead=0, shapes=(Shape(1, 4, 1024),))
+    world.planner.submit(make_job("a", prompt(5), max_tokens=7))
+    settle(world, world.planner.next_step(), RowResult(tokens=(1,), forced=40))
+    step = world.planner.next_step()
+    assert drafts(step) == [3], "as many as a recorded step verifies"
+    settle(world, step, RowResult(tokens=(1,) * 4, proposed=3, accepted=3, by="grammar", forced=36))
+    step = world.planner.next_step()
+    assert drafts(step) == [1], "one below the limit"
+    (delta,) = settle(world, step, RowResult(tokens=(1,) * 2, proposed=1, accepted=1, by="grammar", forced=34))
+    assert (delta.finish, delta.by) == ("length", "grammar")
+    load = world.planner.load()
+    assert (load.grammar_draft_tokens, load.grammar_accepted_tokens, load.suffix_draft_tokens) == (4, 4, 0)
+
+
+def test_where_others_draft_anyway_a_forced_run_costs_them_nothing():
+    """Four positions a row are dear for a run of one row; but three drafts are what its neighbour verifies."""
+    costs = StepCosts(rows=(1, 2), counts=(1, 4), target_ms=((1, 100), (1, 100)), padded=True)
+    asked: list[list[int]] = []
+    for waiting in (0, 3):
+        world = World(ahead=0, draft_tokens=3, costs=costs, shapes=(Shape(2, 4, 1024),))
+        world.planner._speculation._chosen, world.planner._speculation._until_next = 3, 9
+        for name in ("forced", "neighbour"):
+            world.planner.submit(make_job(name, prompt(5), max_tokens=50))
+        settle(world, world.planner.next_step(), RowResult(tokens=(1,)), RowResult(tokens=(1,)))
+        results = RowResult(tokens=(1,), forced=9, waiting=0), RowResult(tokens=(1,), waiting=waiting)
+        settle(world, world.planner.next_step(), *results)
+        asked.append(drafts(world.planner.next_step()))
+    assert asked == [[0, 0], [3, 3]]
+
+
+def test_a_resumed_job_has_nothing_forced_before_it_is_told_again():
+    world = World(ahead=0, pages=3)
+    world.planner.submit(make_job("old", prompt(60), max_tokens=50))
+    world.planner.submit(make_job("young", prompt(60), max_tokens=50))
+    settle(world, world.planner.next_step(), RowResult(tokens=(1,)), RowResult(tokens=(1,), forced=9))
+    young = world.planner._running[1]
+    assert young.forced == 70
+    while young in world.planner._running:
+        step = world.planner.next_step()
+        settle(world, step, *[RowResult(tokens=(1,) * row.count, forced=9) for row in step.rows])
+    assert young.forced == 0
+    world.planner.check()
 
 
 def test_nothing_is_proposed_behind_a_token_that_is_not_known():

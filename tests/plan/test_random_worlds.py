@@ -11,7 +11,7 @@ import pytest
 from redline.tune.choose import Worth
 from redline.tune.costs import StepCosts
 from redline.wire.step import Shape
-from tests.fakes import VOCABULARY, World, chain
+from tests.fakes import A_GRAMMAR, VOCABULARY, World, chain
 
 SHAPES = tuple(Shape(*size) for size in ((8, 1, 512), (2, 1, 128), (4, 3, 512), (8, 2, 256), (1, 8, 512)))
 COSTS = StepCosts(rows=(1, 8), counts=(1, 4, 8), target_ms=((5, 6, 9), (9, 20, 38)), draft_ms=(0.5, 1.5))
@@ -61,6 +61,7 @@ def live(seed: int, draft_tokens: int = 0, learned: bool = False, together: bool
                 logprobs=random_.choice([None, None, 0]),
                 prompt_logprobs=random_.choice([None] * 7 + [0]),
                 given=random_.choice([0, 0, 0, 1, 20, 130]),
+                grammar=A_GRAMMAR if seed % 6 < 2 and random_.random() < 0.5 else None,
             )
         elif chance < 0.15 and stories:
             world.abort(random_.choice(stories))
@@ -96,6 +97,8 @@ def test_every_answer_is_what_the_job_would_get_alone(draft_tokens: int, learned
     assert sum(load.prompt_tokens_cached for load in loads) > 5000
     assert sum(world.runner.resumed_bits_compared for world in worlds) > 1000
     assert sum(world.runner.replays for world in worlds) > 1000
+    assert sum(load.grammar_draft_tokens for load in loads) > 500
+    assert all(load.grammar_draft_tokens == load.grammar_accepted_tokens for load in loads)
     if not draft_tokens:
         return
     assert sum(load.accepted_tokens for load in loads) > 500

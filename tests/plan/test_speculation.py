@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from redline.plan.active import ActiveJob
-from redline.plan.speculation import EVERY, LIKE, PROBE, Speculation
+from redline.plan.speculation import EVERY, LIKE, MOST_FORCED, PROBE, Speculation
 from redline.tune.costs import RoundTimes, StepCosts
 from redline.wire.step import Drafter, Row, RowResult, Step, StepResult
 from tests.fakes import make_job
@@ -100,6 +100,29 @@ def test_a_match_in_a_row_that_the_drafter_follows_says_nothing_of_the_drafter()
     assert not speculation.follows
     assert (speculation.draft_tokens, speculation.accepted_tokens) == (12_000, 9_000)
     assert (speculation.suffix_draft_tokens, speculation.suffix_accepted_tokens) == (9_000, 9_000)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_forced_drafts_are_verified_where_the_step_does_not_take_longer_than_they_save(padded: bool):
+    dear = StepCosts(rows=(1, 16), counts=(1, 16), target_ms=((1.0, 1.5), (2.0, 32.0)), padded=padded)
+    speculation = Speculation(0, False, dear)
+    assert speculation.forced(1, [9], 64) == 9
+    assert speculation.forced(1, [40], 64) == MOST_FORCED
+    assert speculation.forced(1, [40], 3) == 3
+    assert speculation.forced(16, [15], 64) == (0 if padded else 15), "where rows are padded all take what one does"
+    assert speculation.forced(16, [15] * 16, 64) == 15
+    assert Speculation(0, False, StepCosts()).forced(16, [7], 64) == 7, "where nothing was measured, they are free"
+
+
+def test_nothing_is_learnt_of_what_a_grammar_forces():
+    speculation = Speculation(3, False, COSTS)
+    before = speculation.lengths([a_job("job")]), speculation._matched
+    row = Row(slot=0, start=None, count=4, drafts=3)
+    by_grammar = RowResult(tokens=(0,) * 4, proposed=3, accepted=3, by="grammar")
+    for _ in range(100):
+        settle(speculation, [row] * 2, [by_grammar, RowResult(tokens=(0,))])
+    assert speculation._matched == before[1]
+    assert (speculation.grammar_draft_tokens, speculation.suffix_draft_tokens) == (300, 0)
 
 
 def test_the_times_of_rounds_are_those_of_steps_that_drafted_as_they_verified(monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from redline.chat.hashing import make_job
 from redline.chat.lines import conversation
 from redline.chat.template import encode
 from redline.wire.delta import Delta
-from redline.wire.job import Job, JobId, Sampling
+from redline.wire.job import Grammar, Job, JobId, Sampling
 from redline.worker.job_runner import JobRunner
 
 MAX_TOKENS = 1024  # a longer answer to an evaluation prompt goes in circles
@@ -22,12 +22,19 @@ MAX_TOKENS = 1024  # a longer answer to an evaluation prompt goes in circles
 class Greedy:
     """An engine that answers each prompt with its most likely tokens.
 
-    max_tokens: of one answer, its thinking included.
+    max_tokens: of one answer, its thinking included. grammar: what an answer has to be; None: no answer has to be
+    anything.
     """
 
-    def __init__(self, engine: JobRunner, max_tokens: int = MAX_TOKENS) -> None:
+    def __init__(
+        self,
+        engine: JobRunner,
+        max_tokens: int = MAX_TOKENS,
+        grammar: Callable[[Prompt, Conversation], Grammar | None] | None = None,
+    ) -> None:
         self._engine = engine
         self._max_tokens = max_tokens
+        self._grammar = grammar
 
     @property
     def fingerprint(self) -> str:
@@ -42,14 +49,18 @@ class Greedy:
                 done()
 
         asked = [conversation(prompt) for prompt in prompts]
-        jobs = [self._job(JobId(f"prompt-{number}"), one) for number, one in enumerate(asked)]
+        forms = [None if self._grammar is None else self._grammar(*pair) for pair in zip(prompts, asked, strict=True)]
+        jobs = [
+            self._job(JobId(f"prompt-{number}"), *pair) for number, pair in enumerate(zip(asked, forms, strict=True))
+        ]
         deltas = self._engine.generate(jobs, count)
         return [self._read(job, one, deltas[job.id]) for job, one in zip(jobs, asked, strict=True)]
 
-    def _job(self, id: JobId, conversation: Conversation) -> Job:
+    def _job(self, id: JobId, conversation: Conversation, grammar: Grammar | None) -> Job:
         tokenizer = self._engine.tokenizer
         tokens = tuple(encode(conversation, tokenizer, self._engine.style))
-        sampling = Sampling(max_tokens=self._max_tokens, temperature=0, stop_ids=tokenizer.stop_ids)
+        stops = tokenizer.stop_ids
+        sampling = Sampling(max_tokens=self._max_tokens, temperature=0, stop_ids=stops, grammar=grammar)
         return make_job(id, tokens, sampling, self._engine.fingerprint)
 
     def _read(self, job: Job, conversation: Conversation, deltas: Sequence[Delta]) -> Answer:

@@ -251,7 +251,7 @@ async def ask_all(client: httpx.AsyncClient, asked: Sequence[dict[str, Any]], wa
     return await asyncio.gather(*(one(n, schema, way) for n, schema in enumerate(asked) for way in ways))
 
 
-def _drawn(real: Tokenizer, matcher: Matcher, generator: torch.Generator) -> list[int]:
+def drawn(real: Tokenizer, matcher: Matcher, generator: torch.Generator) -> list[int]:
     """A text of the matcher's grammar: a draw from each mask, where what closes things is as likely as all else."""
     closing = torch.tensor(real.encode('"}],'))
     text: list[int] = []
@@ -283,7 +283,7 @@ def masks(folder: Path, asked: Sequence[dict[str, Any]]) -> dict[str, Any]:
         constraint = Constraint(kind="json_schema", text=json.dumps(schema), param="schema")
         composed = compose(constraint, Calls(), None, real, thinks=False)
         assert composed is not None, "there is a constraint"
-        text = _drawn(real, drawing.begin(composed.grammar, ()), generator)
+        text = drawn(real, drawing.begin(composed.grammar, ()), generator)
         began = time.perf_counter()
         matcher = timing.begin(composed.grammar, ())
         matcher.forced()  # waits for the compilation

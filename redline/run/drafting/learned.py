@@ -75,15 +75,14 @@ class Drafting:
         self._read(self._drafter, spans, firsts, counts, [0] * len(spans), features_TF)
 
     def _wanted(self, span: Span) -> int:
-        """How many tokens the learned drafter is to propose. What a grammar forces, which cannot fail, and a suffix
-        match are left in the slot at once."""
+        """How many tokens the learned drafter is to propose: none where a grammar forces some, which cannot fail. A
+        suffix match is left in the slot at once."""
         slot = self._slots.at[span.slot]
+        if slot.proposal.tokens:
+            return 0
         room = min(slot.limit - slot.length - 1, slot.pages * PAGE_TOKENS - slot.length + 1)
         count = min(span.row.propose, room)
         if count <= 0:
-            return 0
-        if slot.matcher is not None and (forced := slot.matcher.forced()):
-            slot.proposal = Proposal(forced[:count], by="grammar")
             return 0
         if slot.suffix is not None:
             tokens, match = slot.suffix.propose(count)

@@ -91,7 +91,7 @@ class Matcher:
         # Tokens that are left for thinking; None: it is over, or not bounded.
         self._left = None if grammar.thinking is None else max(0, grammar.thinking.most)
         self._ended = False  # the answer has: what follows is nobody's
-        self._forced: list[int] = []  # what comes next in any case, as far as it has been worked out
+        self._forced: list[int] | None = None  # what comes next in any case; None: it has not been worked out
         self.advance(generated)
 
     @property
@@ -100,8 +100,9 @@ class Matcher:
         return self._free and not self._grammar.banned and self._left != 0
 
     def quiet(self, tokens: int) -> bool:
-        """Whether any token may come at each of so many next places, whatever comes before it."""
-        return not self._grammar.text and (self._left is None or self._left >= tokens)
+        """Whether any token may come at each of so many next places, whatever comes before it. Any thread may ask."""
+        left = self._left  # once: another thread may have the matcher follow a result meanwhile
+        return not self._grammar.text and (left is None or left >= tokens)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Takes in tokens that are certain. Those behind the answer's end are nobody's."""
@@ -157,10 +158,17 @@ class Matcher:
             return []
         if self._free:
             return [self._grammar.thinking.end] if self._grammar.thinking is not None and self._left == 0 else []
-        if not self._forced:
+        if self._forced is None:
             matcher = self._matcher()
             self._forced = [] if matcher is None else matcher.compute_ff_tokens()
         return self._forced
+
+    def forced_behind(self, drafts: Sequence[int]) -> list[int]:
+        """The tokens that come in any case behind a row that verifies these drafts, as far as that is known before it
+        has run: as long as tokens are forced, so is how many of the drafts hold."""
+        forced = self.forced()
+        held = next((place for place, (a, b) in enumerate(zip(forced, drafts, strict=False)) if a != b), len(drafts))
+        return forced[held + 1 :]
 
     def _matcher(self) -> LLMatcher | None:
         """This answer's own; waits for the compilation. None where that has failed."""
@@ -194,11 +202,12 @@ class Matcher:
         elif self._ends(token):
             self._ended = True
             return False
-        self._forced = self._forced[1:] if self._forced and self._forced[0] == token else []
+        forced = self._forced
+        self._forced = forced[1:] or None if forced and forced[0] == token else None
         matcher = self._matcher()
         return matcher is not None and matcher.consume_token(token)
 
-    def _back(self, taken: int, free: bool, left: int | None, ended: bool, forced: list[int]) -> None:
+    def _back(self, taken: int, free: bool, left: int | None, ended: bool, forced: list[int] | None) -> None:
         matcher = self._own
         if taken and matcher is not None:
             matcher.rollback(taken)

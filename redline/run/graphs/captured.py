@@ -27,6 +27,7 @@ from redline.kernels.hopper.step.step_rows import (
     BEFORE,
     BY,
     BY_DRAFTER,
+    BY_GRAMMAR,
     BY_SUFFIX,
     CELLS,
     COLUMNS,
@@ -35,6 +36,7 @@ from redline.kernels.hopper.step.step_rows import (
     DRAFTS,
     DRAFTS_GIVEN,
     GIVEN,
+    GIVEN_BY,
     KEEP,
     LENGTH,
     MASKED,
@@ -80,6 +82,7 @@ class Outcome(NamedTuple):
     drafts: list[int]  # what was drafted behind them
     drafted_by: int  # and by whom
     no_choice: bool  # what was asked for left nothing to choose from
+    forced: int = 0  # tokens that come behind the new ones in any case
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the new tokens, where asked for
 
     @property
@@ -95,10 +98,12 @@ class Outcome(NamedTuple):
             by=_DRAFTERS.get(self.by),
             logprobs=self.logprobs,
             waiting=len(self.drafts),
+            forced=self.forced,
         )
 
 
-_DRAFTERS: dict[int, Drafter] = {BY_DRAFTER: "learned", BY_SUFFIX: "suffix"}
+_DRAFTERS: dict[int, Drafter] = {BY_DRAFTER: "learned", BY_SUFFIX: "suffix", BY_GRAMMAR: "grammar"}
+_NUMBERS = {drafter: by for by, drafter in _DRAFTERS.items()}
 
 
 def not_finite(position: int) -> str:
@@ -140,7 +145,11 @@ class Wants(NamedTuple):
 
 
 class Replay:
-    """A replayed step on its way. Any thread may ask for its outcomes; the first to ask waits for the device."""
+    """A replayed step on its way. Any thread may ask for its outcomes.
+
+    The first to ask waits for the device, and has the grammars of the step's slots follow what came. Whoever uses a
+    slot's matcher otherwise, but for `quiet`, has asked for the outcomes of all its replays before.
+    """
 
     def __init__(
         self,
@@ -149,11 +158,12 @@ class Replay:
         positions: int,
         buffers: HostBuffers,
         wait: Callable[[], None],
+        before: "Replay | None" = None,
         *,
         scored: bool,
     ) -> None:
-        """slots: those of the step's rows, as the host has them at the launch. positions: of each row. scored: whether
-        log probabilities come too.
+        """slots: those of the step's rows, as the host has them at the launch. positions: of each row. before: the
+        replay whose outcomes come first. scored: whether log probabilities come too.
         """
         self.step = step
         self.slots = slots
@@ -161,6 +171,7 @@ class Replay:
         self._buffers = buffers
         self._positions = positions
         self._wait = wait
+        self._before = before
         self._scored = scored
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []
@@ -170,6 +181,9 @@ class Replay:
         """The outcome of each row, in their order; the first call waits for the device."""
         with self._lock:
             if not self.landed:
+                if self._before is not None:
+                    _ = self._before.outcomes
+                    self._before = None
                 self._wait()
                 rows: list[list[int]] = self._buffers.results[: len(self.step.rows)].tolist()
                 self._outcomes = [
@@ -181,8 +195,9 @@ class Replay:
                         row[DRAFTS : DRAFTS + row[DRAFTED]],
                         row[DRAFTED_BY],
                         row[TOKENS] == NO_CHOICE,
+                        _forced(slot, row[TOKENS : TOKENS + row[NEW]]),
                     )
-                    for row in rows
+                    for row, slot in zip(rows, self.slots, strict=True)
                 ]
                 if self._scored:
                     self._outcomes = [
@@ -203,6 +218,14 @@ class Replay:
         """The step's result; waits for the device as `outcomes` does."""
         rows = tuple([outcome.result for outcome in self.outcomes])
         return StepResult(number=self.step.number, rows=rows, replayed=True)
+
+
+def _forced(slot: Slot, tokens: Sequence[int]) -> int:
+    """Has a slot's grammar follow what came of a row; gives how many tokens it forces behind that."""
+    if slot.matcher is None:
+        return 0
+    slot.matcher.advance(tokens)
+    return len(slot.matcher.forced())
 
 
 class _Recorded(NamedTuple):
@@ -369,13 +392,15 @@ class CapturedSteps:
     def _given(self, number: int) -> list[int] | None:
         """The drafts that a slot's next plan tells the device; None: the device has its own."""
         slot = self._slots.at[number]
-        return None if slot.told else slot.proposal.tokens
+        return slot.coming or None if slot.told else slot.proposal.tokens
 
     def _allowed(self, slot: Slot, most: int, given: list[int] | None) -> Tensor:
         """The masks of a slot's next positions, for so many drafts at most."""
         self.catch_up()
         assert slot.matcher is not None, "only a job with a grammar has masks"
-        return slot.matcher.masks((slot.proposal.tokens if given is None else given)[:most])
+        drafts = (slot.proposal.tokens if given is None else given)[:most]
+        slot.coming = slot.matcher.forced_behind(drafts)
+        return slot.matcher.masks(drafts)
 
     def launch(self, step: Step, wants: Wants, masks: Mapping[int, Callable[[], Tensor]] = _NO_MASKS) -> Replay:
         """Gives the step to the device without waiting for it.
@@ -423,7 +448,8 @@ class CapturedSteps:
             scored = len(step.rows) * shape.positions
             buffers.scores[:scored].copy_(self._shared.scores[:scored], non_blocking=True)
         slots = [self._slots.at[row.slot] for row in step.rows]
-        replay = Replay(step, slots, shape.positions, buffers, self.mark(), scored=wants.scores)
+        before = self._replays[-1] if self._replays else None
+        replay = Replay(step, slots, shape.positions, buffers, self.mark(), before, scored=wants.scores)
         self._replays.append(replay)
         return replay
 
@@ -492,13 +518,15 @@ class CapturedSteps:
             if not slot.told:
                 if adjusted:
                     self._tell_wishes(row.slot)
-                drafts = slot.proposal.until(min(row.drafts, most)).tokens
+                drafts = slot.proposal.until(min(row.drafts, most))
                 lines[place, LENGTH] = slot.length
                 lines[place, SLOT_FACTS] = _facts(slot)
-                lines[place, ASKED] = 1 + len(drafts)
-                lines[place, GIVEN] = len(drafts)
-                lines[place, DRAFTS_GIVEN][: len(drafts)] = drafts
+                lines[place, ASKED] = 1 + len(drafts.tokens)
+                _give(drafts, lines[place])
                 slot.proposal, slot.told = NOTHING, True
+            elif slot.coming:
+                _give(Proposal(slot.coming, by="grammar").until(min(row.drafts, most)), lines[place])
+                slot.coming = []
 
     def _plan_pages(self, row: Row, slot: Slot, line: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
         """Tells the device of a row's new pages: in the row's line of the plan, or by a copy where they are many."""
@@ -534,6 +562,13 @@ def _nothing_new(shared: SharedState) -> "np.ndarray[Any, np.dtype[np.int64]]":
     line[LENGTH], line[PROPOSE] = KEEP, -1
     line[CELLS], line[PAGES] = shared.nobody * shared.slots.tables.shape[1], shared.spare_page
     return line
+
+
+def _give(drafts: Proposal, line: "np.ndarray[Any, np.dtype[np.int64]]") -> None:
+    """Has a row verify these drafts, whatever waits in its slot."""
+    count = len(drafts.tokens)
+    line[GIVEN], line[GIVEN_BY] = count, _NUMBERS[drafts.by]
+    line[DRAFTS_GIVEN][:count] = drafts.tokens
 
 
 def _facts(slot: Slot) -> tuple[int, ...]:

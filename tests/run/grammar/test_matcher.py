@@ -88,6 +88,19 @@ def test_what_must_come_is_one_token_and_known_in_advance(matchers: Matchers):
     assert len(allowed(matcher.masks(())[0])) > 1
 
 
+def test_what_is_forced_behind_a_row_is_known_while_the_run_goes_on(matchers: Matchers):
+    """However many of the row's drafts hold: it gives so many of the run, and one more."""
+    matcher = matchers.begin(Grammar(text='start: "a" "xyzxyz" /[b-d]/'), letters("a"))
+    run = matcher.forced()
+    assert len(run) >= 3
+    assert matcher.forced_behind([]) == run[1:]
+    assert matcher.forced_behind(run[:2]) == run[3:]
+    assert matcher.forced_behind([run[0], 65, *run[2:]]) == run[2:]
+    assert matcher.forced_behind([65]) == run[1:]
+    assert matcher.forced_behind(run) == [] == matcher.forced_behind([*run, 65])
+    assert matcher.forced() == run
+
+
 def test_before_it_begins_all_is_free_but_what_is_banned(matchers: Matchers):
     grammar = Grammar(text=f'start: <[{THOUGHT}]> "red"', after=(THOUGHT,), banned=(END, 3))
     matcher = matchers.begin(grammar, ())

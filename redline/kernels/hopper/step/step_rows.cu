@@ -82,8 +82,7 @@ KERNEL(step_rows, StepRowsLaunch) {
     if (place_in_row == 0) {
         store_global_i64(a.results + row * RESULT_COLUMNS + RESULT_BEFORE, length);
         store_global_i64(a.results + row * RESULT_COLUMNS + RESULT_RAN, ran);
-        i64 of_given = load_global_i64(plan + PLAN_PROPOSE) < 0 ? BY_SUFFIX : BY_DRAFTER;
-        i64 by = given > 0 ? of_given : load_global_i64(a.by + slot);
+        i64 by = load_global_i64(given > 0 ? plan + PLAN_GIVEN_BY : a.by + slot);
         store_global_i64(a.results + row * RESULT_COLUMNS + RESULT_BY, ran > 1 ? by : BY_NOBODY);
     }
 }

@@ -34,7 +34,8 @@ PROPOSE = PAGES.stop  # drafts that the drafter makes behind the row, at most; -
 MATCH = PROPOSE + 1  # tokens of the least match of the text's own past that is drafted from; 0: none is looked for
 GIVEN = MATCH + 1  # drafts that the host gives the row, in the place of those that wait in its slot
 DRAFTS_GIVEN = slice(GIVEN + 1, GIVEN + 1 + MOST_DRAFTS)
-ALTERED = DRAFTS_GIVEN.stop  # how the row's logits are altered before its tokens are chosen (ADJUSTED, MASKED)
+GIVEN_BY = DRAFTS_GIVEN.stop  # who has made them (BY_*)
+ALTERED = GIVEN_BY + 1  # how the row's logits are altered before its tokens are chosen (ADJUSTED, MASKED)
 COLUMNS = ALTERED + 1
 
 KEEP = -1
@@ -49,7 +50,7 @@ FACTS = SLOT_FACTS.stop - SLOT_FACTS.start
 BEFORE, RAN, NEW, DRAFTED, BY, DRAFTED_BY, TOKENS = range(7)
 DRAFTS = TOKENS + MOST_POSITIONS
 RESULT_COLUMNS = DRAFTS + MOST_DRAFTS
-BY_NOBODY, BY_DRAFTER, BY_SUFFIX = range(3)
+BY_NOBODY, BY_DRAFTER, BY_SUFFIX, BY_GRAMMAR = range(4)  # a grammar has its drafts given by the host
 
 DEFINES = {
     "PLAN_SLOT": SLOT,
@@ -62,6 +63,7 @@ DEFINES = {
     "PLAN_MATCH": MATCH,
     "PLAN_GIVEN": GIVEN,
     "PLAN_DRAFTS_GIVEN": DRAFTS_GIVEN.start,
+    "PLAN_GIVEN_BY": GIVEN_BY,
     "PLAN_ALTERED": ALTERED,
     "PLAN_COLUMNS": COLUMNS,
     "ADJUSTED": ADJUSTED,
@@ -137,7 +139,7 @@ def reference(args: StepRowsArgs) -> StepRows:
     given_B = plan_BC[:, GIVEN] > 0
     drafts_BD = torch.where(given_B[:, None], plan_BC[:, DRAFTS_GIVEN], slots.drafts[slot_B])
     count_B = torch.where(given_B, plan_BC[:, GIVEN], slots.drafted[slot_B])
-    by_B = torch.where(given_B, torch.where(plan_BC[:, PROPOSE] < 0, BY_SUFFIX, BY_DRAFTER), slots.by[slot_B])
+    by_B = torch.where(given_B, plan_BC[:, GIVEN_BY], slots.by[slot_B])
     ran_B = torch.minimum(torch.minimum(plan_BC[:, ASKED], 1 + count_B), limit_B - length_B).clamp(min=0)
     of_row_K = torch.arange(positions, device=plan_BC.device)
     live_BK = of_row_K < ran_B[:, None]
@@ -269,6 +271,7 @@ def random_plan(g: torch.Generator, slots: SlotTensors, rows: int, real: int, po
         plan[row, PAGES.start] = torch.randint((nobody + 1) * pages, (1,), generator=g)
     for row in range(0, real, 3):
         plan[row, GIVEN] = torch.randint(MOST_DRAFTS + 1, (1,), generator=g)
+        plan[row, GIVEN_BY] = BY_GRAMMAR - row // 3 % BY_GRAMMAR
     return plan
 
 
