@@ -80,7 +80,8 @@ class PagePool:
     def check(self, held: Mapping[Holder, Iterable[PageId]]) -> None:
         """Raises AssertionError unless every count equals what the holders say, and all other pages are free.
 
-        held: the pages of each kind of holder; a page that is named twice is held twice.
+        held: the pages of each kind of holder; a page that is named twice is held twice, and a kind that is absent
+        holds none.
         """
         for _ in self.checks(held):
             pass
@@ -89,7 +90,7 @@ class PagePool:
         """The same as `check`, about SLICE pages between two yields; nothing may change until it is exhausted."""
         for holder in Holder:
             expected = [0] * self.total
-            for page in held[holder]:
+            for page in held.get(holder, ()):
                 expected[page] += 1
                 if page % SLICE == 0:
                     yield

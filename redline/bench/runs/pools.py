@@ -1,0 +1,198 @@
+"""What prompts do to an answer that is being written beside them: prefill and decode apart, and in one worker.
+
+    python -m redline.bench.runs.pools [--weights models/kimi-nano] [--draft models/kimi-nano-eagle3]
+        [--prompt 4000] [--prompts 12] [--rounds 2] [--save FILE]
+
+Serves three deployments in turn, over HTTP on loopback: `pools`, a worker that computes prompts on one core and one
+that answers on another; `mixed`, one worker with both cores; and `alone`, one worker on one core. With each, a client
+reads a stream that does not end, at first with nothing beside it and then while prompts of so many tokens come, one
+after another. A stream's intervals are those between the tokens' arrivals, the first token of each prompt is timed
+from its request. Rounds go through the deployments in turn. Wants two cores, and says what else they were doing.
+"""
+
+import argparse
+import http.client
+import itertools
+import json
+import os
+import random
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from redline.bench.program import count, output, program
+from redline.bench.record import provenance
+from redline.bench.runs.trees import ROOT, Server, Tree, commit_of
+from redline.chat.tokenizer import Tokenizer
+from redline.errors import ConfigError, RedlineError
+
+RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "pools-cpu.json"
+IDLE_S = 6.0  # of the stream alone, each time
+WAIT_S = 120.0  # for one answer
+JSON = {"content-type": "application/json"}
+DEPLOYMENTS = {
+    "pools": '[[workers]]\nrole = "prefill"\ncores = [{first}]\n[[workers]]\nrole = "decode"\ncores = [{second}]\n',
+    "mixed": "[[workers]]\ncores = [{first}, {second}]\n",
+    "alone": "[[workers]]\ncores = [{second}]\n",
+}
+
+
+class Stream:
+    """An answer that does not end, read in a thread. `arrivals` has (seconds, tokens) of each chunk."""
+
+    def __init__(self, port: int, model: str, tokens: int) -> None:
+        self.arrivals: list[tuple[float, int]] = []
+        self._link = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+        body = {"model": model, "prompt": "Once", "max_tokens": tokens, "stream": True, "ignore_eos": True}
+        self._link.request(
+            "POST", "/v1/completions", json.dumps({**body, "temperature": 0, "return_token_ids": True}), JSON
+        )
+        self._answer = self._link.getresponse()
+        if self._answer.status != 200:
+            raise RedlineError(f"a stream was refused: {self._answer.read()[:500]!r}")
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            for line in self._answer:
+                if line.startswith(b"data: {"):
+                    told = json.loads(line[6:])["choices"][0].get("token_ids") or ()
+                    self.arrivals.append((time.perf_counter(), len(told)))
+        except (OSError, ValueError, AttributeError, http.client.HTTPException):
+            return  # closed
+
+    def intervals(self, first: float, last: float) -> list[float]:
+        """Milliseconds between chunks that arrived in [first, last]."""
+        within = [at for at, _ in self.arrivals if first <= at <= last]
+        return [(b - a) * 1000 for a, b in itertools.pairwise(within)]
+
+    def close(self) -> None:
+        """The client leaves."""
+        if self._link.sock is not None:
+            self._link.sock.close()
+        self._answer.close()
+        self._thread.join(5.0)
+
+
+def first_token_ms(port: int, model: str, prompt: Sequence[int]) -> float:
+    """Milliseconds from the request to the first token of an answer of two."""
+    link = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    body = {"model": model, "prompt": list(prompt), "max_tokens": 2, "stream": True, "ignore_eos": True}
+    began = time.perf_counter()
+    link.request("POST", "/v1/completions", json.dumps({**body, "temperature": 0}), JSON)
+    answer = link.getresponse()
+    try:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                return (time.perf_counter() - began) * 1000
+    finally:
+        link.close()
+    raise RedlineError(f"a prompt had no answer: status {answer.status}")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median, the 99th percentile and the largest."""
+    ordered = sorted(values)
+    return {
+        "p50": round(statistics.median(ordered), 2),
+        "p99": round(ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))], 2),
+        "most": round(ordered[-1], 2),
+        "count": len(ordered),
+    }
+
+
+def measured(port: int, model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """One deployment, which serves: the stream alone, then beside prompts; and the prompts' first tokens."""
+    without = [first_token_ms(port, model, prompt) for prompt in prompts[: len(prompts) // 2]]
+    stream = Stream(port, model, 30_000)
+    try:
+        while len(stream.arrivals) < 50:
+            time.sleep(0.05)
+        began = time.perf_counter()
+        time.sleep(IDLE_S)
+        middle = time.perf_counter()
+        beside = [first_token_ms(port, model, prompt) for prompt in prompts[len(prompts) // 2 :]]
+        end = time.perf_counter()
+        idle, busy = stream.intervals(began, middle), stream.intervals(middle, end)
+    finally:
+        stream.close()
+    return {
+        "itl_alone_ms": spread(idle),
+        "itl_beside_prompts_ms": spread(busy),
+        "p99_ratio": round(spread(busy)["p99"] / spread(idle)["p99"], 2),
+        "p50_ratio": round(spread(busy)["p50"] / spread(idle)["p50"], 2),
+        "ttft_without_stream_ms": spread(without),
+        "ttft_beside_stream_ms": spread(beside),
+    }
+
+
+def deployment(asked: argparse.Namespace, name: str, cores: Sequence[int]) -> str:
+    """A deployment file's text."""
+    drafter = f'[engine.speculation]\ntype = "learned"\ndrafter = "{asked.draft.resolve()}"\n' if asked.draft else ""
+    workers = DEPLOYMENTS[name].format(first=cores[0], second=cores[1])
+    return (
+        f'weights = "{asked.weights.resolve()}"\nlog_level = "warning"\n[engine]\nkv_memory = "{asked.kv_memory}"\n'
+        f"{drafter}{workers}"
+    )
+
+
+def arguments() -> argparse.ArgumentParser:
+    """The flags of the program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--weights", type=Path, default=ROOT / "models" / "kimi-nano")
+    parser.add_argument("--draft", type=Path, default=None, help="a drafter's folder; absent: nothing drafts")
+    parser.add_argument("--kv-memory", default="300MB")
+    parser.add_argument("--prompt", type=count, default=4000, help="tokens")
+    parser.add_argument("--prompts", type=count, default=12, help="of each deployment in a round")
+    parser.add_argument("--rounds", type=count, default=2)
+    parser.add_argument("--save", type=output, default=RESULT)
+    return parser
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Runs the program with `words` in place of the command line's, and writes JSON.
+
+    Raises ConfigError with fewer than two cores, RedlineError where a server does not start or a request has no answer.
+    """
+    asked = arguments().parse_args(words)
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise ConfigError("a core for each of two workers is wanted; there is one")
+    tree = Tree(".", ROOT, commit_of(ROOT))
+    vocabulary = Tokenizer.open(asked.weights).vocab_size // 2
+    load = os.getloadavg()
+    rounds: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="redline-pools-") as place:
+        for number in range(asked.rounds):
+            results: dict[str, Any] = {}
+            for at, name in enumerate(DEPLOYMENTS):
+                draw = random.Random(f"{number} {name}")
+                prompts = [[draw.randrange(10, vocabulary) for _ in range(asked.prompt)] for _ in range(asked.prompts)]
+                file = Path(place) / f"{number}-{at}.toml"
+                file.write_text(deployment(asked, name, cores))
+                server = Server(tree, [str(file)], Path(place))
+                try:
+                    results[name] = measured(server.until_ready(), asked.weights.name, prompts)
+                    results[name]["ended"] = server.stop().code
+                finally:
+                    server.close()
+                print(f"round {number + 1}, {name}: {json.dumps(results[name])}", flush=True)
+            rounds.append(results)
+    record = {
+        **provenance("torch", "uvicorn", "uvloop"),
+        "load_average": [round(each, 1) for each in load],
+        "model": asked.weights.name,
+        "drafter": None if asked.draft is None else asked.draft.name,
+        "prompt_tokens": asked.prompt,
+        "rounds": rounds,
+    }
+    asked.save.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    program(main)
