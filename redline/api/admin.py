@@ -14,25 +14,34 @@ from redline.api.edge import Edge
 from redline.api.gateway import Gateway
 
 
-def create_admin_app(gateway: Gateway, edge: Edge, config: ApiConfig, drain: Callable[[], None]) -> ASGIApp:
+def create_admin_app(
+    gateway: Gateway,
+    edge: Edge,
+    config: ApiConfig,
+    drain: Callable[[], None],
+    replace: Callable[[str], bool] = lambda _: False,
+) -> ASGIApp:
     """The admin routes. edge: of the server that they are about. config: of these routes, with their own keys_file.
 
-    drain: begins the server's end. Raises ConfigError where the keys' file cannot be read or is empty.
+    drain: begins the server's end. replace: a worker of that name; False where there is none. Raises ConfigError where
+    the keys' file cannot be read or is empty.
     """
-    admin = _Admin(gateway, edge, drain)
+    admin = _Admin(gateway, edge, drain, replace)
     routes = [
         Route("/admin/status", admin.status),
         Route("/admin/drain", admin.drain, methods=["POST"]),
         Route("/admin/reload", admin.reload, methods=["POST"]),
+        Route("/admin/workers/{name}/replace", admin.replace, methods=["POST"]),
     ]
     return Border(Router(routes, redirect_slashes=False), Edge(config), config, gateway.metrics)
 
 
 class _Admin:
-    def __init__(self, gateway: Gateway, edge: Edge, drain: Callable[[], None]) -> None:
+    def __init__(self, gateway: Gateway, edge: Edge, drain: Callable[[], None], replace: Callable[[str], bool]) -> None:
         self._gateway = gateway
         self._edge = edge
         self._drain = drain
+        self._replace = replace
 
     async def status(self, request: Request) -> Response:
         """The queue, each worker's rows and pages, and what each name has used and may still use."""
@@ -59,6 +68,7 @@ class _Admin:
                         "pid": link.pid,
                         "ready": link.ready is not None,
                         "lost": link.lost,
+                        "draining": link.draining,
                         "silent_s": round(links.silent_s(link), 1),
                         "jobs": link.jobs,
                         "load": None if link.load is None else msgspec.to_builtins(link.load),
@@ -82,6 +92,14 @@ class _Admin:
         """Take no new requests, let running answers end within drain_s, and end the server."""
         self._drain()
         return json_response({"status": "draining", "drain_s": self._edge.drain_s})
+
+    async def replace(self, request: Request) -> Response:
+        """Let a worker end its answers within drain_s, have another go on with the rest, and start it again."""
+        name = request.path_params["name"]
+        if not self._replace(name):
+            known = ", ".join(link.name for link in self._gateway.links)
+            return json_response({"error": f"no worker is called {name}; there are {known}"}, 404)
+        return json_response({"status": "draining", "worker": name, "drain_s": self._edge.drain_s})
 
     async def reload(self, request: Request) -> Response:
         """Read the file of keys again."""

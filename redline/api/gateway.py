@@ -513,6 +513,8 @@ class Gateway:
 
     def _engine(self) -> Ready:
         if (ready := self.links.ready) is None:
+            if self._resume_s and self.links.last is not None:
+                return self.links.last  # the job waits for a worker that is started again, as those do that had one
             if self.links.lost is not None:
                 raise WorkerLost("the worker has ended")
             raise Overloaded("the model is still loading", reason="loading")

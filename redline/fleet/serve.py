@@ -286,6 +286,7 @@ async def _serve_through(
     if edge.keyring is not None:
         signals.reload = edge.reload
     gateway = Gateway(tokenizer, style, Metrics(config.names[0]), api.limits, resume_s=config.resume_s)
+    supervisor = Supervisor(config, gateway, sockets)
     tls = None if config.tls_cert is None or config.tls_key is None else (config.tls_cert, config.tls_key)
     app = create_app(gateway, api, edge)
     server = Server(uvicorn_config(app, api.limits, config.host, config.port, tls))
@@ -293,7 +294,7 @@ async def _serve_through(
     others: list[Server] = []
     if doors.admin is not None:
         own = ApiConfig(served_model_names=config.names, keys_file=config.admin_keys_file)
-        routes = create_admin_app(gateway, edge, own, signals.end)
+        routes = create_admin_app(gateway, edge, own, signals.end, supervisor.replace)
         others.append(Server(uvicorn_config(routes, own.limits, ADMIN_HOST, 0, tls)))
         beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.admin])))
     if doors.metrics is not None:
@@ -301,7 +302,6 @@ async def _serve_through(
         others.append(Server(uvicorn_config(create_metrics_app(gateway, own), own.limits, config.host, 0)))
         beside.append(asyncio.create_task(others[-1].serve(sockets=[doors.metrics])))
     serving = asyncio.create_task(server.serve(sockets=[doors.api]))
-    supervisor = Supervisor(config, gateway, sockets)
     try:
         ready = await supervisor.start(stop, serving)
         if ready is None:

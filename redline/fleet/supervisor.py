@@ -34,6 +34,7 @@ SILENCE_S = 60  # without a heartbeat, after which a worker is ended: nothing wi
 LOOK_S = 0.25  # between two looks for workers that have fallen silent
 AGAIN_S, LONGEST_S = 0.5, 30.0  # before a second start in a row, doubled with each one more; and at most
 WELL_S = 60.0  # of being ready, after which earlier ends do not count
+REPLACED = "it is replaced"  # by itself: why a start has ended that the operator wanted to end
 MOST_ENDS = 5  # of one worker in a row, after which it is given up
 
 log = logging.getLogger("redline.fleet")
@@ -57,9 +58,20 @@ class Supervised:
     """One worker through all its starts. `ends` has how each start ended; `given_up` is why there will be no other."""
 
     def __init__(
-        self, place: Place, weights: str, gateway: Gateway, sockets: Path, parcels: Path | None, *, again: bool
+        self,
+        place: Place,
+        weights: str,
+        gateway: Gateway,
+        sockets: Path,
+        parcels: Path | None,
+        *,
+        again: bool,
+        drain_s: float,
     ) -> None:
-        """sockets: the folder for its sockets. parcels: for what it hands over. again: whether it is started again."""
+        """sockets: the folder for its sockets. parcels: for what it hands over. again: whether it is started again.
+
+        drain_s: for its answers to end, where it is replaced.
+        """
         self.place = place
         self.ends: list[End] = []
         self.given_up: str | None = None
@@ -69,7 +81,9 @@ class Supervised:
         self._sockets = sockets
         self._parcels = parcels
         self._again = again
+        self._drain_s = drain_s
         self._stopping = asyncio.Event()
+        self._replacing = asyncio.Event()
         self._in_a_row = 0
 
     async def live(self) -> None:
@@ -81,6 +95,8 @@ class Supervised:
             if self._stopping.is_set():
                 return
             self.ends.append(end)
+            if end.why == REPLACED:
+                continue
             self._in_a_row = 1 if end.well else self._in_a_row + 1
             if not self._again or not self.ready.is_set() or self._in_a_row >= MOST_ENDS:
                 self.given_up = end.why
@@ -90,6 +106,10 @@ class Supervised:
             log.error("%s: %s; it is started again%s", self.place.name, end.why, after)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), pause)
+
+    def replace(self) -> None:
+        """Have it answer nothing new, leave once its answers have ended, and be started again."""
+        self._replacing.set()
 
     def stop(self) -> None:
         """Have it abort what it runs and leave; `live` returns once it has."""
@@ -114,7 +134,12 @@ class Supervised:
                 if link.ready is not None:
                     ready_at = clock()
                     self.ready.set()
-                    await asyncio.wait({ended, following, stopping, silence}, return_when=asyncio.FIRST_COMPLETED)
+                    replacing = asyncio.create_task(self._drained(link))
+                    ends = {ended, following, stopping, silence, replacing}
+                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                    replacing.cancel()
+                    if replacing.done() and not replacing.cancelled():
+                        self._gateway.lose(link, REPLACED)
                 first.cancel()
                 if ended.done() and not stopping.done():
                     await asyncio.wait({following}, timeout=WORDS_S)  # it may have spoken just before it ended
@@ -129,12 +154,24 @@ class Supervised:
                 self._gateway.lose(link, "the server is stopping")  # where nothing else has been said
             return End(epoch, why, ready_at is not None, 0.0 if ready_at is None else clock() - ready_at)
 
+    async def _drained(self, link: Link) -> None:
+        """Returns once it is to be replaced, and its answers have ended or had drain_s seconds to."""
+        self._replacing.clear()
+        await self._replacing.wait()
+        log.info("%s is replaced", link.name)
+        link.draining = True
+        until = asyncio.get_running_loop().time() + self._drain_s
+        while link.jobs and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.05)
+
     async def _follow(self, link: Link, inbox: AsyncSocketInbox) -> None:
         """Hands on what it says, until it says that it ends."""
         while link.lost is None:
             self._gateway.take(link, await inbox.get())
 
     def _why(self, link: Link, process: "subprocess.Popen[bytes]", silent: bool, ready: bool) -> str:
+        if link.lost == REPLACED:
+            return REPLACED
         if link.lost is not None:
             return f"the worker has ended: {link.lost}" if ready else link.lost
         if process.poll() is not None:
@@ -153,7 +190,7 @@ class Supervised:
         """Leaves no process behind. One that is told to stop has STOP_S to prove its pages, one that has said its last
         words as long to leave; one that nothing is heard of, or that still loads, has nothing to lose."""
         if ready and process.poll() is None and not self._gateway.links.is_silent(link):
-            if self._stopping.is_set():
+            if self._stopping.is_set() or link.lost == REPLACED:
                 link.outbox.put(Stop())
             with suppress(TimeoutError):
                 await asyncio.wait_for(asyncio.shield(ended), STOP_S)
@@ -175,7 +212,8 @@ class Supervisor:
         again, places = config.resume_s > 0, config.places
         self._parcels = _folder_for_parcels() if any(place.role == "prefill" for place in places) else None
         self.workers = [
-            Supervised(place, config.weights, gateway, sockets, self._parcels, again=again) for place in places
+            Supervised(place, config.weights, gateway, sockets, self._parcels, again=again, drain_s=config.drain_s)
+            for place in places
         ]
         self._gateway = gateway
         self._lives: list[asyncio.Task[None]] = []
@@ -215,6 +253,13 @@ class Supervisor:
             if not left:
                 return next(worker.given_up for worker in self.workers if worker.given_up is not None)
             self._lives = [life for life in self._lives if not life.done()] or self._lives
+
+    def replace(self, name: str) -> bool:
+        """Have a worker leave and be started again, its answers going on; False where there is none of that name."""
+        found = [worker for worker in self.workers if worker.place.name == name]
+        for worker in found:
+            worker.replace()
+        return bool(found)
 
     def end(self) -> None:
         """Have all leave, and start none again."""

@@ -29,6 +29,7 @@ class Link:
         self.outbox = outbox
         self.ready: Ready | None = None
         self.lost: str | None = None
+        self.draining = False  # it is sent nothing new, since it is to be replaced
         self.pid: int | None = None  # of its process, where that is on this host
         self.load: Load | None = None  # its newest counters
         self.jobs = 0  # that it has been sent and that have not ended
@@ -66,6 +67,7 @@ class Links:
         self._clock = clock
         self._links: dict[str, Link] = {}
         self._ready: Ready | None = None
+        self.last: Ready | None = None  # what jobs could be like when there last was a worker that answers
 
     def __iter__(self) -> Iterator[Link]:
         return iter(self._links.values())
@@ -133,7 +135,7 @@ class Links:
 
     def pick(self, role: Role = "decode") -> Link | None:
         """The worker that has least to do of those that can play a role and are heard of; None where there is none."""
-        able = [link for link in self if link.ready is not None and link.role in (role, "both")]
+        able = [link for link in self if link.ready is not None and link.role in (role, "both") and not link.draining]
         heard = [link for link in able if self.silent_s(link) <= MOVE_S] or able
         return min(heard, key=lambda link: link.jobs, default=None)
 
@@ -146,6 +148,7 @@ class Links:
             for other in self
             if other.role == "prefill"
             and other.ready is not None
+            and not other.draining
             and other.ready.area
             and ready is not None
             and other.ready.format == ready.format
@@ -178,4 +181,4 @@ class Links:
         length, pages = min(ready.max_model_len for ready in all), sum(ready.pages for ready in all)
         ready = Ready(max_model_len=length, pages=pages, fingerprint=all[0].fingerprint, summary=all[0].summary)
         if ready != self._ready:
-            self._ready = ready
+            self._ready = self.last = ready

@@ -78,6 +78,18 @@ async def test_a_job_whose_worker_ends_goes_on_with_the_next_and_no_token_comes_
         assert not world.gateway._stranded
 
 
+async def test_a_request_that_comes_while_the_worker_is_started_again_waits_for_it() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        world.gateway.lose(world.link, "gone")
+        with await world.gateway.begin(msgspec.structs.replace(text_ask(), token_ids=True)) as generation:
+            assert not world.engine.jobs
+            world.engine.serve(world.gateway, epoch=2)
+            assert await tokens_of(generation) == [65, 66, 67, 68, 69, 70]
+        world.gateway.lose_all("the server ends")
+        with pytest.raises(WorkerLost):
+            await world.gateway.begin(text_ask())
+
+
 async def test_a_job_that_nobody_goes_on_with_in_time_ends() -> None:
     async with World(resuming, resume_s=0.05) as world:
         world.engine.gate.clear()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
@@ -41,12 +42,16 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         server.close()
 
 
+def admin(server: Server, path: str, method: str = "GET") -> dict[str, Any]:
+    address = re.search(r"admin routes are at (http://\S+)/admin/status", server.said)
+    assert address is not None, server.said
+    request = Request(f"{address[1]}/admin/{path}", headers={"authorization": f"Bearer {KEY}"}, method=method)
+    return json.load(urlopen(request, timeout=10))
+
+
 def workers(server: Server) -> dict[str, Any]:
     """Name -> what the operator is told of it."""
-    address = re.search(r"admin routes are at (http://\S+)", server.said)
-    assert address is not None, server.said
-    request = Request(address[1], headers={"authorization": f"Bearer {KEY}"})
-    return json.load(urlopen(request, timeout=10))["workers"]
+    return admin(server, "status")["workers"]
 
 
 def all_ready(server: Server) -> bool:
@@ -74,11 +79,10 @@ def free(server: Server) -> bool:
 def test_prompts_are_computed_by_the_one_and_answers_given_by_the_other(pools: Server) -> None:
     expected = tokens_of(pools, 0)
     assert len(expected) == 300
-    wait_for(lambda: free(pools), 10, pools)
+    wait_for(lambda: workers(pools)["decode"]["load"]["generation_tokens"] >= 299 and free(pools), 10, pools)
     told = workers(pools)
     assert told["prefill"]["load"]["prompt_tokens"] > 200
     assert told["decode"]["load"]["prompt_tokens"] == 0
-    assert told["decode"]["load"]["generation_tokens"] >= 299
     assert tokens_of(pools, 0) == expected, "from the cache"
 
 
@@ -121,6 +125,36 @@ def test_a_worker_that_computes_prompts_and_is_stopped_keeps_nobody_waiting(pool
     wait_for(lambda: workers(pools)["prefill"]["silent_s"] < 1, 30, pools)
     assert tokens_of(pools, 33) == answer
     wait_for(lambda: free(pools), 30, pools)
+
+
+def test_workers_are_replaced_under_load_and_no_request_fails(pools: Server) -> None:
+    wait_for(lambda: all_ready(pools), 60, pools)
+    before = workers(pools)
+    answers: list[int] = []
+    stop = threading.Event()
+
+    def ask(number: int) -> None:
+        while not stop.is_set():
+            answers.append(len(tokens_of(pools, number)))
+            number += 10
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in (41, 42)]
+    for thread in threads:
+        thread.start()
+    try:
+        for name in before:
+            assert admin(pools, f"workers/{name}/replace", "POST")["status"] == "draining"
+            wait_for(lambda name=name: workers(pools)[name]["epoch"] > before[name]["epoch"], 60, pools)
+            wait_for(lambda: all_ready(pools), 60, pools)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert answers
+    assert set(answers) == {300}
+    assert all(worker["epoch"] == before[name]["epoch"] + 1 for name, worker in workers(pools).items())
+    with pytest.raises(HTTPError, match="404"):
+        admin(pools, "workers/cook/replace", "POST")
 
 
 def test_it_ends_cleanly(pools: Server) -> None:
