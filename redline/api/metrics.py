@@ -202,6 +202,10 @@ class Metrics:
             "redline:accepted_draft_tokens", "Drafts that were accepted, by who made them", (*label, "by"),
             registry=self.registry,
         )  # fmt: skip
+        self._handoffs = Counter(
+            "redline:handoffs", "Prompts of a worker's handoffs, by what became of them", (*label, "result"),
+            registry=self.registry,
+        )  # fmt: skip
         self._moved = Counter(
             "redline:jobs_moved", "Jobs that another worker went on with", label, registry=self.registry
         ).labels(*own)
@@ -293,6 +297,9 @@ class Metrics:
         before = last.accepted_per_pos if last else ()
         for place, (now, then) in enumerate(zip_longest(load.accepted_per_pos, before, fillvalue=0)):
             self._accepted_per_pos.labels(*own, str(place)).inc(now - then)
+        handed = dict(last.handoffs) if last else {}
+        for result, number in load.handoffs:
+            self._handoffs.labels(*own, result.replace(" ", "_")).inc(number - handed.get(result, 0))
         self._step_sizes.add(load, last)
         self._last[worker] = load
 

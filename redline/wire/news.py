@@ -60,6 +60,7 @@ class Load(Message, frozen=True):
     accepted_per_pos: tuple[int, ...] = ()  # how often the first, second ... draft of a row was accepted
     step_sizes: tuple[int, ...] = ()  # steps that have ended, by STEP_SIZES; the last counts what is larger
     step_positions: int = 0  # of all of them
+    handoffs: tuple[tuple[str, int], ...] = ()  # prompts, by what has become of them
 
 
 class Stop(Message, frozen=True):

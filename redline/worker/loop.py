@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import msgspec
+
 from redline.errors import MessageTooLarge, WorkerLost
 from redline.kernels.hopper.faults import is_device_error
 from redline.plan.planner import Planner
@@ -141,7 +143,7 @@ def lead(
     if trace is not None:
         outbox = _Traced(outbox, trace)
     last: StepInFlight | None = None
-    loads = _Loads(planner, outbox, time.monotonic)
+    loads = _Loads(planner, exchange, outbox, time.monotonic)
     proven, before = False, None  # what the planner had done, and been told, before the last turn
     while True:
         idle = last is None and planner.idle and (exchange is None or exchange.idle)
@@ -200,8 +202,9 @@ class _Traced(NamedTuple):
 class _Loads:
     """Sends the planner's load when it has changed, but not too often."""
 
-    def __init__(self, planner: Planner, outbox: Outbox, clock: Callable[[], float]) -> None:
+    def __init__(self, planner: Planner, exchange: Exchange | None, outbox: Outbox, clock: Callable[[], float]) -> None:
         self._planner = planner
+        self._exchange = exchange
         self._outbox = outbox
         self._clock = clock
         self._sent: Load | None = None
@@ -212,10 +215,16 @@ class _Loads:
         left = self._next - self._clock()
         if left > 0:
             return left
-        return 0.0 if self._planner.load() != self._sent else None
+        return 0.0 if self._load() != self._sent else None
+
+    def _load(self) -> Load:
+        load = self._planner.load()
+        if self._exchange is None:
+            return load
+        return msgspec.structs.replace(load, handoffs=tuple(self._exchange.counts.items()))
 
     def send(self) -> None:
-        load = self._planner.load()
+        load = self._load()
         if load != self._sent:
             self._outbox.put(load)
             self._sent = load

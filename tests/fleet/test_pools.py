@@ -83,6 +83,9 @@ def test_prompts_are_computed_by_the_one_and_answers_given_by_the_other(pools: S
     told = workers(pools)
     assert told["prefill"]["load"]["prompt_tokens"] > 200
     assert told["decode"]["load"]["prompt_tokens"] == 0
+    for engine, result in (("0", "handed_over"), ("1", "taken_over")):
+        series = re.compile(rf'^redline:handoffs_total\{{engine="{engine}",.*result="{result}"\}} 1.0$', re.MULTILINE)
+        wait_for(lambda series=series: series.search(urlopen(f"{pools.url}/metrics").read().decode()), 10, pools)
     assert tokens_of(pools, 0) == expected, "from the cache"
 
 
