@@ -151,6 +151,7 @@ class Gateway:
         """
         link = Link(name, outbox, role, epoch, inbox)
         self.links.join(link)
+        self.metrics.joined(name)
         return link
 
     async def follow(self, link: Link, inbox: AsyncInbox) -> None:

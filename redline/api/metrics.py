@@ -249,6 +249,10 @@ class Metrics:
         """Count a job whose worker has ended, and that another goes on with."""
         self._moved.inc()
 
+    def joined(self, worker: str) -> None:
+        """From the first start of a worker on its label is how many have come before it."""
+        self._labels(worker)
+
     def _labels(self, worker: str) -> tuple[str, str]:
         return self._own[0], self._engines.setdefault(worker, str(len(self._engines)))
 
