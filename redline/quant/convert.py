@@ -1,0 +1,179 @@
+"""Units of conversion: which tensors a shard of the source becomes, and the weights that are computed together.
+
+A unit is what one worker takes: a weight, or gate and up of an expert, which share their tensor scale. Its new tensors
+stand where the source's codes stood. Everything that is no weight to convert passes through as bytes.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from redline.errors import CheckpointError
+from redline.model.k2.checkpoint import Checkpoint, Projection, Stored, Weight
+from redline.model.k2.config import Int4Experts, Nvfp4Experts, Quantization
+from redline.model.k2.write import int4_tensors, nvfp4_tensors
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
+from redline.quant import int4, nvfp4
+from redline.quant.nvfp4 import Error
+from redline.quant.settings import Level, Task
+from redline.quant.shard import Entry, entry_of
+
+
+class Unit(NamedTuple):
+    """Weights that are computed together, and which of the source's bytes they replace."""
+
+    tasks: tuple[Task, ...]
+    entries: tuple[Entry, ...]  # of all of them, in the order in which `convert` gives their tensors
+    read: int  # bytes
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A unit's new tensors, on the CPU, and what rounding did to each of its weights, by logical name."""
+
+    tensors: list[Tensor]
+    errors: dict[str, Error]
+
+
+Item = Stored | Unit
+
+
+def items_of(file: Path, checkpoint: Checkpoint, tasks: Mapping[str, Task]) -> list[Item]:
+    """What a shard of the source becomes, in the order of its bytes."""
+    found: list[Item] = []
+    for stored, task in _with_tasks(file, checkpoint, tasks):
+        if task is None:
+            found.append(stored)
+        elif isinstance(task, Task):
+            pair = [tasks[weight.name] for weight in task.scaled_with if weight.name in tasks]
+            here = [one for one in pair if checkpoint.parts(one.weight)[0].file == file]
+            first = min(here, key=lambda one: checkpoint.parts(one.weight)[0].start)
+            if task is first:
+                found.append(_unit(tuple(sorted(here, key=lambda one: one is not first)), checkpoint))
+    return found
+
+
+def entries_of(item: Item) -> list[Entry]:
+    """What of it stands in the new shard."""
+    if isinstance(item, Unit):
+        return list(item.entries)
+    return [Entry(item.name, item.dtype, item.shape, item.stop - item.start)]
+
+
+def _with_tasks(
+    file: Path, checkpoint: Checkpoint, tasks: Mapping[str, Task]
+) -> Iterator[tuple[Stored, Task | Literal["replaced"] | None]]:
+    """Each tensor of the shard: with the task whose codes it is, as replaced where it goes with them, or alone."""
+    replaced: dict[str, Task | Literal["replaced"]] = {}
+    for task in tasks.values():
+        codes, *others = checkpoint.parts(task.weight)
+        base = base_name(codes)
+        module = base.removesuffix("weight")
+        beside = [f"{base}_shape", f"{module}input_scale", f"{module}input_global_scale"]
+        replaced |= dict.fromkeys([*(part.name for part in others), *beside], "replaced")
+        replaced[codes.name] = task
+    for stored in sorted(checkpoint.files[file].values(), key=lambda stored: stored.start):
+        yield stored, replaced.get(stored.name)
+
+
+def base_name(codes: Stored) -> str:
+    """The stored name that ends in `.weight`, of the tensor that holds a weight's codes or the weight itself."""
+    return codes.name.removesuffix("_packed")
+
+
+def _unit(tasks: tuple[Task, ...], checkpoint: Checkpoint) -> Unit:
+    entries: list[Entry] = []
+    for task in tasks:
+        N, K = task.weight.shape
+        match task.to:
+            case Nvfp4Experts():
+                packed = Nvfp4(_meta(torch.uint8, N, K // 2), _meta(torch.float8_e4m3fn, N, K // NVFP4_GROUP), _one())
+            case Int4Experts():
+                packed = Int4(_meta(torch.int32, N, K // 8), _meta(torch.bfloat16, N, K // INT4_GROUP))
+            case _:
+                packed = _meta(torch.bfloat16, N, K)
+        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to)
+        entries += [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in made]
+    read = sum(part.stop - part.start for task in tasks for part in checkpoint.parts(task.weight))
+    return Unit(tasks, tuple(entries), read)
+
+
+def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _one() -> Tensor:
+    return _meta(torch.float32, 1)
+
+
+def _tensors(name: str, packed: Nvfp4 | Int4 | Tensor, to: Quantization) -> list[tuple[str, Tensor]]:
+    if isinstance(packed, Nvfp4):
+        assert isinstance(to, Nvfp4Experts)
+        return nvfp4_tensors(name, packed, to.maker)
+    return int4_tensors(name, packed) if isinstance(packed, Int4) else [(name, packed)]
+
+
+def convert(unit: Unit, checkpoint: Checkpoint, level: Level, device: torch.device) -> Converted:
+    """Reads a unit's weights and rounds them.
+
+    Raises CheckpointError where a weight is not all finite numbers.
+    """
+    tensors: list[Tensor] = []
+    errors: dict[str, Error] = {}
+    values = {task.weight.name: dense(checkpoint, task.weight, device) for task in unit.tasks}
+    scale = _scale(unit, values, checkpoint, level, device)
+    for task in unit.tasks:
+        value = values.pop(task.weight.name)
+        match task.to:
+            case Nvfp4Experts():
+                offsets = nvfp4.MAX_SCALING if level == "fast" else nvfp4.SEARCHED
+                packed, error = nvfp4.round_nvfp4(value, scale, offsets)
+            case Int4Experts():
+                packed, error = int4.round_int4(value, int4.MINMAX if level == "fast" else int4.SEARCHED)
+            case _:
+                packed = value.to(torch.bfloat16)
+                error = _error(value, packed)
+        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to)
+        tensors += [tensor.cpu() for _, tensor in made]
+        errors[task.weight.name] = error
+    return Converted(tensors, errors)
+
+
+def _scale(
+    unit: Unit, values: Mapping[str, Tensor], checkpoint: Checkpoint, level: Level, device: torch.device
+) -> float:
+    """The tensor scale of the unit's weights. A partner that lies in another shard counts too."""
+    largest = 0.0
+    for weight in unit.tasks[0].scaled_with:
+        value = values[weight.name] if weight.name in values else dense(checkpoint, weight, device)
+        most = float(value.abs().max())
+        if not most < float("inf"):  # NaN too
+            raise CheckpointError(f"{weight.name}: expected finite numbers, found NaN or infinity")
+        largest = max(largest, most)
+    return nvfp4.max_scale(largest) if level == "fast" else nvfp4.exact_scale(largest)
+
+
+def dense(checkpoint: Checkpoint, weight: Weight, device: torch.device) -> Tensor:
+    """A weight [N, K] dequantised: float32 from 4 bits, else bf16 or as stored."""
+    if weight.kind != "expert":
+        return checkpoint.plain(weight.name).to(device)
+    _, layer, _, _, expert, projection, _ = weight.name.split(".")
+    stored = checkpoint.expert(int(layer), int(expert), cast(Projection, projection.removesuffix("_proj")))
+    match stored:
+        case Int4(packed, scale):
+            return Int4(packed.to(device), scale.to(device)).dequantize()
+        case Nvfp4(codes, scales, scale):
+            return Nvfp4(codes.to(device), scales.to(device), scale.to(device)).dequantize()
+        case Tensor():
+            return stored.to(device)
+
+
+def _error(value: Tensor, rounded: Tensor) -> Error:
+    difference = value.float() - rounded.float()
+    squared = float(difference.square().sum(dtype=torch.float64))
+    whole = float(value.float().square().sum(dtype=torch.float64))
+    return Error(squared, whole, float(difference.abs().max()), squared)
