@@ -48,6 +48,8 @@ FLAGS = {
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
     "quantize": "--format --level --also --workers --device",
+    "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
+    "--device",
     "doctor": "--on",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
     "--draft-head-bits --accept --kv-dtype --batch --context --repeats --ranks --save",

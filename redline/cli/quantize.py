@@ -1,4 +1,4 @@
-"""`redline quantize`: flags become a configuration; `redline.quant` does the work."""
+"""`redline quantize` and `redline audit`: flags become a configuration; `redline.quant` does the work."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -55,3 +55,33 @@ def quantize(
         raise ConfigError(str(error)) from None
     console = plain_console()
     raise typer.Exit(until_interrupted(lambda: run(config, console), console, "the same command goes on"))
+
+
+def audit(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The checkpoint that is taken as right.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same model in another format.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A corpus of `redline draft synth`, or prompts (repeatable). Absent: prompts of our own templates."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Of text, at most. 0: the weights alone are compared.")] = 16384,
+    most_weight_error: Annotated[float, typer.Option(help="Of any weight, relative.")] = 0.15,
+    most_output_error: Annotated[float, typer.Option(help="Of any expert's output, relative.")] = 0.25,
+    most_kl: Annotated[float, typer.Option("--most-kl", help="Of any domain, nats a token.")] = 0.05,
+    least_agreement: Annotated[float, typer.Option(help="Of any domain: share of equal likeliest tokens.")] = 0.9,
+    save: Annotated[Path | None, typer.Option(help="Write the audit as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write it as one HTML page.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
+) -> None:
+    """What B lost against A: weights, experts' outputs, next tokens by domain. Exit code 1 beyond a bound."""
+    from redline.cli.audit import AuditConfig, run
+    from redline.quant.audit import Bounds
+
+    bounds = Bounds(weight=most_weight_error, output=most_output_error, kl=most_kl, agreement=least_agreement)
+    config = AuditConfig(
+        a=a, b=b, texts=tuple(text or ()), tokens=tokens, bounds=bounds, save=save, html=html, device=device
+    )
+    console = plain_console()
+    raise typer.Exit(until_interrupted(lambda: run(config, console), console))
