@@ -21,13 +21,23 @@ def quantize(
     level: Annotated[
         str,
         typer.Option(
-            metavar="fast|search", help="fast: max scaling, as ModelOpt. search: the scales with the least error."
+            metavar="fast|search|calibrated",
+            help="fast: max scaling, as ModelOpt. search: the scales with the least error. calibrated: the least error "
+            "of each expert's outputs over texts; scales for 4-bit activations are written too.",
         ),
     ] = "search",
     also: Annotated[
         str | None,
         typer.Option(metavar="shared,dense", help="What is quantised beside the routed experts. Absent: nothing."),
     ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="To calibrate by: a corpus of `redline draft synth`, or prompts (repeatable). Absent: prompts of our "
+            "own templates. Half of it is held out for `redline audit`."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of text to calibrate by, at most.")] = 65536,
     workers: Annotated[int | None, typer.Option(help="Weights computed side by side. Absent: one a core.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPUs, if there are any.")] = None,
 ) -> None:
@@ -37,8 +47,11 @@ def quantize(
     """
     import msgspec
 
+    from redline.cli.texts import read_texts
+    from redline.model.k2.config import K2Config
     from redline.quant.quantize import run
     from redline.quant.settings import QuantizeConfig
+    from redline.quant.texts import Text, chosen, halves
 
     values: dict[str, Any] = {
         "source": str(source),
@@ -53,8 +66,14 @@ def quantize(
         config = msgspec.convert(values, QuantizeConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(str(error)) from None
+    texts: list[Text] = []
+    if config.level == "calibrated":
+        vocabulary = K2Config.from_folder(source).vocab_size
+        texts = chosen(halves(read_texts(source, text or ()))[0], tokens, vocabulary)
+    elif text:
+        raise ConfigError(f"text: level {level} reads none; calibrated does")
     console = plain_console()
-    raise typer.Exit(until_interrupted(lambda: run(config, console), console, "the same command goes on"))
+    raise typer.Exit(until_interrupted(lambda: run(config, console, texts), console, "the same command goes on"))
 
 
 def audit(

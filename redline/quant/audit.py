@@ -22,7 +22,7 @@ from redline.kernels.by_chip import linear
 from redline.model.k2.checkpoint import Checkpoint, Weight, weights
 from redline.model.k2.cpu import Reader
 from redline.ops.moe import gated
-from redline.quant.convert import dense
+from redline.quant.read import dense
 from redline.quant.stream import through
 from redline.quant.texts import Text
 from redline.wire.base import Record

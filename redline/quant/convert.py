@@ -5,20 +5,23 @@ stand where the source's codes stood. Everything that is no weight to convert pa
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from redline.errors import CheckpointError
-from redline.model.k2.checkpoint import Checkpoint, Projection, Stored, Weight
+from redline.model.k2.checkpoint import Checkpoint, Stored
 from redline.model.k2.config import Int4Experts, Nvfp4Experts, Quantization
 from redline.model.k2.write import int4_tensors, nvfp4_tensors
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 from redline.quant import int4, nvfp4
-from redline.quant.nvfp4 import Error
+from redline.quant.calibrate import SEEN, Inputs, input_scale
+from redline.quant.gptq import output_error, round_gptq, second_moments
+from redline.quant.nvfp4 import Error, OutputError
+from redline.quant.read import dense
 from redline.quant.settings import Level, Task
 from redline.quant.shard import Entry, entry_of
 
@@ -42,7 +45,7 @@ class Converted:
 Item = Stored | Unit
 
 
-def items_of(file: Path, checkpoint: Checkpoint, tasks: Mapping[str, Task]) -> list[Item]:
+def items_of(file: Path, checkpoint: Checkpoint, tasks: Mapping[str, Task], level: Level) -> list[Item]:
     """What a shard of the source becomes, in the order of its bytes."""
     found: list[Item] = []
     for stored, task in _with_tasks(file, checkpoint, tasks):
@@ -53,7 +56,7 @@ def items_of(file: Path, checkpoint: Checkpoint, tasks: Mapping[str, Task]) -> l
             here = [one for one in pair if checkpoint.parts(one.weight)[0].file == file]
             first = min(here, key=lambda one: checkpoint.parts(one.weight)[0].start)
             if task is first:
-                found.append(_unit(tuple(sorted(here, key=lambda one: one is not first)), checkpoint))
+                found.append(_unit(tuple(sorted(here, key=lambda one: one is not first)), checkpoint, level))
     return found
 
 
@@ -85,7 +88,7 @@ def base_name(codes: Stored) -> str:
     return codes.name.removesuffix("_packed")
 
 
-def _unit(tasks: tuple[Task, ...], checkpoint: Checkpoint) -> Unit:
+def _unit(tasks: tuple[Task, ...], checkpoint: Checkpoint, level: Level) -> Unit:
     entries: list[Entry] = []
     for task in tasks:
         N, K = task.weight.shape
@@ -96,7 +99,8 @@ def _unit(tasks: tuple[Task, ...], checkpoint: Checkpoint) -> Unit:
                 packed = Int4(_meta(torch.int32, N, K // 8), _meta(torch.bfloat16, N, K // INT4_GROUP))
             case _:
                 packed = _meta(torch.bfloat16, N, K)
-        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to)
+        inputs = _one() if level == "calibrated" else None
+        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to, inputs)
         entries += [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in made]
     read = sum(part.stop - part.start for task in tasks for part in checkpoint.parts(task.weight))
     return Unit(tasks, tuple(entries), read)
@@ -110,43 +114,93 @@ def _one() -> Tensor:
     return _meta(torch.float32, 1)
 
 
-def _tensors(name: str, packed: Nvfp4 | Int4 | Tensor, to: Quantization) -> list[tuple[str, Tensor]]:
+def _tensors(
+    name: str, packed: Nvfp4 | Int4 | Tensor, to: Quantization, inputs: Tensor | None
+) -> list[tuple[str, Tensor]]:
     if isinstance(packed, Nvfp4):
         assert isinstance(to, Nvfp4Experts)
-        return nvfp4_tensors(name, packed, to.maker)
+        return nvfp4_tensors(name, packed, to.maker, inputs)
     return int4_tensors(name, packed) if isinstance(packed, Int4) else [(name, packed)]
 
 
-def convert(unit: Unit, checkpoint: Checkpoint, level: Level, device: torch.device) -> Converted:
-    """Reads a unit's weights and rounds them.
+def convert(
+    unit: Unit, checkpoint: Checkpoint, level: Level, device: torch.device, inputs: Inputs | None = None
+) -> Converted:
+    """Reads a unit's weights and rounds them. inputs: what they read; for the level "calibrated".
 
     Raises CheckpointError where a weight is not all finite numbers.
     """
+    values = {task.weight.name: dense(checkpoint, task.weight, device) for task in unit.tasks}
+    scale, largest = _scale(unit, values, checkpoint, level, device)
+    quantised = isinstance(unit.tasks[0].to, Nvfp4Experts)
+    if inputs is not None and quantised:
+        return _calibrated(unit, values, scale, largest, checkpoint, inputs, device)
     tensors: list[Tensor] = []
     errors: dict[str, Error] = {}
-    values = {task.weight.name: dense(checkpoint, task.weight, device) for task in unit.tasks}
-    scale = _scale(unit, values, checkpoint, level, device)
     for task in unit.tasks:
         value = values.pop(task.weight.name)
         match task.to:
             case Nvfp4Experts():
-                offsets = nvfp4.MAX_SCALING if level == "fast" else nvfp4.SEARCHED
-                packed, error = nvfp4.round_nvfp4(value, scale, offsets)
+                packed, error = nvfp4.round_nvfp4(
+                    value, scale, nvfp4.MAX_SCALING if level == "fast" else nvfp4.SEARCHED
+                )
             case Int4Experts():
                 packed, error = int4.round_int4(value, int4.MINMAX if level == "fast" else int4.SEARCHED)
             case _:
                 packed = value.to(torch.bfloat16)
                 error = _error(value, packed)
-        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to)
+        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to, None)
         tensors += [tensor.cpu() for _, tensor in made]
         errors[task.weight.name] = error
     return Converted(tensors, errors)
 
 
+def _calibrated(
+    unit: Unit,
+    values: Mapping[str, Tensor],
+    scale: float,
+    largest: float,
+    checkpoint: Checkpoint,
+    inputs: Inputs,
+    device: torch.device,
+) -> Converted:
+    """gate and up read the same, so they are rounded as one weight."""
+    x, seen = inputs.of(checkpoint, unit.tasks[0].weight, device)
+    moments = second_moments(x)
+    stacked = torch.cat([values[task.weight.name].float() for task in unit.tasks])
+    packed = round_gptq(stacked, moments, scale) if seen >= SEEN else None
+    if packed is None:
+        packed, _ = nvfp4.round_nvfp4(stacked, scale, nvfp4.SEARCHED)
+    activations = torch.tensor([input_scale(x)])
+    tensors: list[Tensor] = []
+    errors: dict[str, Error] = {}
+    first = 0
+    for task in unit.tasks:
+        name, rows = task.weight.name, slice(first, first + task.weight.shape[0])
+        first = rows.stop
+        part = Nvfp4(packed.codes[rows].contiguous(), packed.scales[rows].contiguous(), packed.scale)
+        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), part, task.to, activations)
+        tensors += [tensor.cpu() for _, tensor in made]
+        value = values[name].float()
+        plain, plain_error = nvfp4.round_nvfp4(value, nvfp4.max_scale(largest), nvfp4.MAX_SCALING)
+        errors[name] = replace(
+            _error(value, part.dequantize()),
+            max_scaling=plain_error.squared,
+            outputs=OutputError(
+                seen=seen,
+                calibrated=seen >= SEEN,
+                squared=output_error(value - part.dequantize(), moments),
+                output_squared=output_error(value, moments),
+                max_scaling=output_error(value - plain.dequantize(), moments),
+            ),
+        )
+    return Converted(tensors, errors)
+
+
 def _scale(
     unit: Unit, values: Mapping[str, Tensor], checkpoint: Checkpoint, level: Level, device: torch.device
-) -> float:
-    """The tensor scale of the unit's weights. A partner that lies in another shard counts too."""
+) -> tuple[float, float]:
+    """(tensor scale of the unit's weights, their largest magnitude). A partner in another shard counts too."""
     largest = 0.0
     for weight in unit.tasks[0].scaled_with:
         value = values[weight.name] if weight.name in values else dense(checkpoint, weight, device)
@@ -154,22 +208,7 @@ def _scale(
         if not most < float("inf"):  # NaN too
             raise CheckpointError(f"{weight.name}: expected finite numbers, found NaN or infinity")
         largest = max(largest, most)
-    return nvfp4.max_scale(largest) if level == "fast" else nvfp4.exact_scale(largest)
-
-
-def dense(checkpoint: Checkpoint, weight: Weight, device: torch.device) -> Tensor:
-    """A weight [N, K] dequantised: float32 from 4 bits, else bf16 or as stored."""
-    if weight.kind != "expert":
-        return checkpoint.plain(weight.name).to(device)
-    _, layer, _, _, expert, projection, _ = weight.name.split(".")
-    stored = checkpoint.expert(int(layer), int(expert), cast(Projection, projection.removesuffix("_proj")))
-    match stored:
-        case Int4(packed, scale):
-            return Int4(packed.to(device), scale.to(device)).dequantize()
-        case Nvfp4(codes, scales, scale):
-            return Nvfp4(codes.to(device), scales.to(device), scale.to(device)).dequantize()
-        case Tensor():
-            return stored.to(device)
+    return nvfp4.max_scale(largest) if level == "fast" else nvfp4.exact_scale(largest), largest
 
 
 def _error(value: Tensor, rounded: Tensor) -> Error:

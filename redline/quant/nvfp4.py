@@ -30,16 +30,34 @@ _LARGEST_BYTE = 126  # e4m3's 448; 127 is NaN
 
 
 @dataclass(frozen=True)
+class OutputError:
+    """What rounding did to a weight's outputs over the calibration texts: mean squares of a token's outputs.
+
+    seen         tokens that came
+    calibrated   whether those were enough to round by
+    max_scaling  the squared error of max scaling
+    """
+
+    seen: int
+    calibrated: bool
+    squared: float
+    output_squared: float
+    max_scaling: float
+
+
+@dataclass(frozen=True)
 class Error:
     """What rounding did to a weight: sums over it of (w - rounded)^2 and of w^2, and the largest |w - rounded|.
 
     max_scaling: the first of these with max scaling in the place of the search; equal where nothing was searched.
+    outputs: where texts were read.
     """
 
     squared: float
     weight_squared: float
     largest: float
     max_scaling: float
+    outputs: OutputError | None = None
 
 
 def max_scale(largest: float) -> float:
@@ -77,11 +95,11 @@ def round_nvfp4(
     if importance_K is not None:  # the block at place m has columns (m mod K / 16)
         weights = importance_K.float().view(-1, NVFP4_GROUP).repeat(N, 1)
     together = BLOCKS_CPU if device.type == "cpu" else BLOCKS_GPU
-    part = _Part(0, device)
+    part = Part(0, device)
     for first in range(0, blocks.shape[0], together):
         some = slice(first, first + together)
         if part.blocks != blocks[some].shape[0]:
-            part = _Part(blocks[some].shape[0], device)
+            part = Part(blocks[some].shape[0], device)
         part.take(blocks[some], scale, None if weights is None else weights[some])
         byte, squared, plain = part.search(offsets)
         codes[some], farthest = part.codes(byte)
@@ -97,7 +115,17 @@ def round_nvfp4(
     return packed, Error(squared, whole, largest.item() * scale, plain)
 
 
-class _Part:
+def packed(rounded_NK: Tensor, scale: float, bytes_NB: Tensor) -> Nvfp4:
+    """Weights [N, K] that are rounded already, to numbers of the blocks' scales: e4m3 bytes, integers [N, K / 16]."""
+    N, K = rounded_NK.shape
+    part = Part(N * K // NVFP4_GROUP, rounded_NK.device)
+    part.take(rounded_NK.reshape(-1, NVFP4_GROUP), scale, None)
+    codes, _ = part.codes(bytes_NB.reshape(-1).int())
+    scales = bytes_NB.to(torch.uint8).view(torch.float8_e4m3fn)
+    return Nvfp4(codes.reshape(N, K // 2), scales, torch.tensor([scale], device=rounded_NK.device))
+
+
+class Part:
     """M blocks, and memory to work on them that is taken once: fresh memory costs a core as much as an operation.
 
     w  |weights| over the tensor scale, float32 [16, M], so that sums over a block run along the first axis
@@ -123,7 +151,7 @@ class _Part:
         best_byte, best, plain = middle, torch.empty(0), torch.empty(0)
         for number, offset in enumerate((0, *(one for one in offsets if one))):
             byte = (middle + offset).clamp_(1, _LARGEST_BYTE)
-            unit = _unit(byte)
+            unit = unit_of(byte)
             y = torch.mul(self.w, 1 / unit, out=self._y)
             error = self._nearest(y, self._value, clipped=offset <= 0).sub_(y).square_()
             if self._importance is not None:
@@ -138,7 +166,7 @@ class _Part:
 
     def codes(self, byte: Tensor) -> tuple[Tensor, Tensor]:
         """Of blocks under these scales: codes in pairs, uint8 [M, 8]; the largest |error| over the tensor scale, []."""
-        unit = _unit(byte)
+        unit = unit_of(byte)
         y = torch.div(self.w, unit, out=self._y)
         value = self._nearest(y, self._value)
         farthest = y.sub_(value).abs_().amax(0).mul_(unit).max()
@@ -163,7 +191,7 @@ class _Part:
         return out.clamp_(max=NVFP4_MOST) if clipped else out
 
 
-def _unit(byte: Tensor) -> Tensor:
+def unit_of(byte: Tensor) -> Tensor:
     """The e4m3 numbers of positive bytes, int32 -> float32: their bits stand as they are, but for the exponent's bias.
 
     torch's own conversion takes as long as half of all else.

@@ -29,16 +29,18 @@ from redline.model.k2.config import Nvfp4Experts, read_json
 from redline.model.k2.write import CONFIG, INDEX
 from redline.model.k2.write_quantized import hf_quant_config, requantized
 from redline.progress import Working
+from redline.quant.calibrate import ROWS, SEEN, Inputs, capture, digest_of, stored_bytes
 from redline.quant.convert import Converted, Item, Unit, convert, entries_of, items_of
 from redline.quant.nvfp4 import Error
 from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig, check, kept, tasks
 from redline.quant.shard import Entry, file_bytes, measured, write_shard
+from redline.quant.texts import Text
 from redline.wire.base import Record
 from redline.worker.engine import pick_device
 
 HF_QUANT = "hf_quant_config.json"
 RESULT = "quantize.json"
-WORK = ".quantize"
+WORK, INPUTS = ".quantize", "inputs"
 T = TypeVar("T")
 UNITS_A_GPU = 4  # computed side by side on each GPU, so that copies hide behind work
 _NOT_COPIED = {CONFIG, INDEX, HF_QUANT, RESULT}
@@ -51,6 +53,7 @@ class Job(Record, frozen=True):
     format: Format
     level: Level
     also: tuple[str, ...]
+    texts: str  # a hash of the calibration texts; empty where there are none
     redline: str  # its version
 
 
@@ -59,12 +62,22 @@ class WeightError(Record, frozen=True):
 
     relative        root of sum (w - rounded)^2 over sum w^2
     largest         |w - rounded|
-    to_max_scaling  the error over that of max scaling under the same tensor scale; 1 where that is none
+    to_max_scaling  the error over that of max scaling; 1 where that is none
+
+    Of a calibrated one also, over the calibration texts:
+
+    seen                   tokens that came to it; too few, and it was searched (`searched`)
+    output                 root of the outputs' squared error over their squares
+    output_to_max_scaling  that error over that of max scaling
     """
 
     relative: float
     largest: float
     to_max_scaling: float
+    seen: int | None = None
+    searched: bool = False
+    output: float | None = None
+    output_to_max_scaling: float | None = None
 
 
 class ShardDone(Record, frozen=True):
@@ -83,22 +96,27 @@ class Result(Record, frozen=True):
     shards: tuple[ShardDone, ...]
 
 
-def run(config: QuantizeConfig, console: Console) -> int:
-    """0; 1 where the disk is full. Raises ConfigError and CheckpointError."""
+def run(config: QuantizeConfig, console: Console, texts: Sequence[Text] = ()) -> int:
+    """0; 1 where the disk is full. texts: what the level "calibrated" rounds by.
+
+    Raises ConfigError and CheckpointError.
+    """
     checkpoint = Checkpoint.open(config.source)
     check(config, checkpoint)
+    if (config.level == "calibrated") != bool(texts):
+        raise ConfigError(f"level: {config.level} {'reads no' if texts else 'needs'} texts")
     out = Path(config.out)
     if out.resolve() == Path(config.source).resolve():
         raise ConfigError(f"{out}: is the source; name another folder")
     with alone(out):
-        return _run(config, checkpoint, console)
+        return _run(config, checkpoint, texts, console)
 
 
-def _run(config: QuantizeConfig, checkpoint: Checkpoint, console: Console) -> int:
+def _run(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text], console: Console) -> int:
     def say(text: str, style: str = "") -> None:
         console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
-    work = plan(config, checkpoint)
+    work = plan(config, checkpoint, texts)
     for line in explain(work):
         say(line)
     try:
@@ -111,9 +129,18 @@ def _run(config: QuantizeConfig, checkpoint: Checkpoint, console: Console) -> in
             if done:
                 say(f"{len(done)} of {len(work.shards)} shards are there, with their checksums; the rest follows")
             _check_room(work, done)
-            shards = _convert_all(work, done, working)
+            inputs = None
+            if texts and len(done) < len(work.shards):
+                inputs = capture(
+                    checkpoint,
+                    texts,
+                    work.out / WORK / INPUTS,
+                    work.devices[0],
+                    lambda layer, layers: working.show(layer, layers, what="calibration texts, layer by layer"),
+                )
+            shards = _convert_all(work, done, inputs, working)
         _finish(work, shards)
-    except OSError as error:
+    except Exception as error:  # safetensors has an error of its own for a full disk
         if not is_full(error):
             raise
         say(f"the disk is full: {work.out} keeps its finished shards; the same command goes on", "red")
@@ -155,6 +182,7 @@ class Plan:
     shards: tuple[Shard, ...]
     devices: tuple[torch.device, ...]
     workers: int
+    calibration: int  # bytes on disk
 
     @property
     def bytes(self) -> int:
@@ -168,14 +196,17 @@ class Plan:
         new = max((sum(entry.bytes for entry in unit.entries) for unit in units), default=0)
         wide = max((sum(math.prod(task.weight.shape) for task in unit.tasks) for unit in units), default=0)
         on_host = self.devices[0].type == "cpu"
-        return self.workers * (WIDE_BYTES * wide * on_host + AHEAD * new)
+        moments = max((task.weight.shape[1] for unit in units for task in unit.tasks), default=0) ** 2
+        computed = WIDE_BYTES * wide + (4 * MOMENTS * moments + 4 * ROWS * math.isqrt(moments)) * (self.calibration > 0)
+        return self.workers * (computed * on_host + AHEAD * new)
 
 
 AHEAD = 2  # units for each worker that are begun before the one that is written
-WIDE_BYTES = 12  # a value of a unit on its way: its code as an integer, the float32 of it, and scaled
+WIDE_BYTES = 16  # a value of a unit on its way: its code as an integer, the float32 of it, scaled, and rounded
+MOMENTS = 4  # matrices of second moments at once, while one is inverted
 
 
-def plan(config: QuantizeConfig, checkpoint: Checkpoint) -> Plan:
+def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] = ()) -> Plan:
     """What will be done. Reads no weight."""
     from redline import __version__
 
@@ -183,7 +214,8 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint) -> Plan:
     sources = list(checkpoint.files)
     names = [f"model-{number:05}-of-{len(sources):05}.safetensors" for number in range(1, len(sources) + 1)]
     shards = [
-        Shard(name, tuple(items_of(source, checkpoint, todo))) for name, source in zip(names, sources, strict=True)
+        Shard(name, tuple(items_of(source, checkpoint, todo, config.level)))
+        for name, source in zip(names, sources, strict=True)
     ]
     devices = _devices(config.device)
     workers = config.workers
@@ -196,9 +228,11 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint) -> Plan:
         format=config.format,
         level=config.level,
         also=tuple(sorted(config.also)),
+        texts=digest_of(texts) if texts else "",
         redline=__version__,
     )
-    return Plan(config, checkpoint, Path(config.out), job, tuple(shards), devices, workers)
+    calibration = stored_bytes(checkpoint, texts) if texts else 0
+    return Plan(config, checkpoint, Path(config.out), job, tuple(shards), devices, workers, calibration)
 
 
 def explain(work: Plan) -> list[str]:
@@ -269,13 +303,15 @@ def _decoded(path: Path, kind: type[T]) -> T:
 
 def _check_room(work: Plan, done: Mapping[str, ShardDone]) -> None:
     needed = sum(file_bytes(shard.entries) for shard in work.shards if shard.file not in done)
+    if needed and not (work.out / WORK / INPUTS / "told.json").exists():
+        needed += work.calibration
     check_room(work.out, needed, f"{len(work.shards) - len(done)} shards take")
 
 
 # -------------------------------------------------------------------------------------------------------------- work
 
 
-def _convert_all(work: Plan, done: Mapping[str, ShardDone], working: Working) -> list[ShardDone]:
+def _convert_all(work: Plan, done: Mapping[str, ShardDone], inputs: Inputs | None, working: Working) -> list[ShardDone]:
     """The records of all shards, after those that were not there have been written."""
     left = [shard for shard in work.shards if shard.file not in done]
     total, read, began = sum(shard.read for shard in left), 0, time.monotonic()
@@ -292,16 +328,18 @@ def _convert_all(work: Plan, done: Mapping[str, ShardDone], working: Working) ->
     try:
         with ThreadPoolExecutor(work.workers, "quantize") as pool:
             for shard in left:
-                records[shard.file] = _convert_shard(work, shard, pool, progress)
+                records[shard.file] = _convert_shard(work, shard, inputs, pool, progress)
     finally:
         torch.set_num_threads(threads)
     return [records[shard.file] for shard in work.shards]
 
 
-def _convert_shard(work: Plan, shard: Shard, pool: ThreadPoolExecutor, progress: Callable[[int], None]) -> ShardDone:
+def _convert_shard(
+    work: Plan, shard: Shard, inputs: Inputs | None, pool: ThreadPoolExecutor, progress: Callable[[int], None]
+) -> ShardDone:
     errors: dict[str, Error] = {}
     with written(work.out):
-        made = write_shard(work.out / shard.file, shard.entries, _data(work, shard, pool, progress, errors))
+        made = write_shard(work.out / shard.file, shard.entries, _data(work, shard, inputs, pool, progress, errors))
     record = ShardDone(
         file=shard.file,
         bytes=made.bytes,
@@ -313,7 +351,12 @@ def _convert_shard(work: Plan, shard: Shard, pool: ThreadPoolExecutor, progress:
 
 
 def _data(
-    work: Plan, shard: Shard, pool: ThreadPoolExecutor, progress: Callable[[int], None], errors: dict[str, Error]
+    work: Plan,
+    shard: Shard,
+    inputs: Inputs | None,
+    pool: ThreadPoolExecutor,
+    progress: Callable[[int], None],
+    errors: dict[str, Error],
 ) -> Iterator[Tensor]:
     """The shard's tensors in order, while workers are some units ahead. Fills `errors`."""
     waiting: deque[tuple[Item, Future[Converted] | None]] = deque()
@@ -337,7 +380,7 @@ def _data(
             future = None
             if isinstance(item, Unit):
                 device = work.devices[number % len(work.devices)]
-                future = pool.submit(convert, item, work.checkpoint, work.config.level, device)
+                future = pool.submit(convert, item, work.checkpoint, work.config.level, device, inputs)
                 begun += 1
             waiting.append((item, future))
             while begun > AHEAD * work.workers:
@@ -352,11 +395,20 @@ def _data(
 
 def weight_error(error: Error) -> WeightError:
     """The sums of a weight as ratios."""
+    outputs = error.outputs
     return WeightError(
-        relative=(error.squared / error.weight_squared) ** 0.5 if error.weight_squared else 0.0,
+        relative=_ratio(error.squared, error.weight_squared, 0.0),
         largest=error.largest,
-        to_max_scaling=(error.squared / error.max_scaling) ** 0.5 if error.max_scaling else 1.0,
+        to_max_scaling=_ratio(error.squared, error.max_scaling, 1.0),
+        seen=None if outputs is None else outputs.seen,
+        searched=outputs is not None and not outputs.calibrated,
+        output=None if outputs is None else _ratio(outputs.squared, outputs.output_squared, 0.0),
+        output_to_max_scaling=None if outputs is None else _ratio(outputs.squared, outputs.max_scaling, 1.0),
     )
+
+
+def _ratio(squared: float, to: float, without: float) -> float:
+    return (squared / to) ** 0.5 if to > 0 else without
 
 
 # -------------------------------------------------------------------------------------------------------------- end
@@ -370,10 +422,11 @@ def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
             beside = path.is_file() and not path.name.startswith(".") and ".safetensors" not in path.name
             if beside and path.name not in _NOT_COPIED:
                 shutil.copyfile(path, out / path.name)
+    activations = work.config.level == "calibrated"
     to, names = FORMATS[work.config.format], kept(work.config, work.checkpoint)
-    _save(out / CONFIG, requantized(read_json(source / CONFIG), to, names, activations=False))
+    _save(out / CONFIG, requantized(read_json(source / CONFIG), to, names, activations=activations))
     if to == Nvfp4Experts("ModelOpt"):
-        _save(out / HF_QUANT, hf_quant_config(names, activations=False))
+        _save(out / HF_QUANT, hf_quant_config(names, activations=activations))
     _save(out / RESULT, msgspec.to_builtins(Result(job=work.job, shards=tuple(shards))))
     weight_map = {entry.name: shard.file for shard in work.shards for entry in shard.entries}
     size = sum(entry.bytes for shard in work.shards for entry in shard.entries)
@@ -402,5 +455,13 @@ def summary(shards: Sequence[ShardDone]) -> list[str]:
         lines.append(
             f"{projection}: {count:,} weights, error {mean:.4f} of the weight ({ratio:.3f} of max scaling's); "
             f"worst {worst.relative:.4f}, {name}"
+        )
+    every = [error for shard in shards for error in shard.weights.values() if error.output_to_max_scaling is not None]
+    if every:
+        ratio = sum(error.output_to_max_scaling or 0.0 for error in every) / len(every)
+        rare = sum(error.searched for error in every)
+        lines.append(
+            f"outputs over the calibration texts: {ratio:.3f} of max scaling's error; {rare:,} of {len(every):,} "
+            f"weights were seen by fewer than {SEEN} tokens, and searched"
         )
     return lines

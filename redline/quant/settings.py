@@ -11,7 +11,7 @@ from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
 from redline.wire.base import Record
 
 Format = Literal["nvfp4-modelopt", "nvfp4-ct", "int4", "bf16"]
-Level = Literal["fast", "search"]
+Level = Literal["fast", "search", "calibrated"]
 ALSO = ("shared", "dense")
 
 FORMATS: dict[Format, Quantization] = {
@@ -54,6 +54,8 @@ def check(config: QuantizeConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"also: {', '.join(config.also)}; expected {' or '.join(ALSO)}")
     if config.also and not isinstance(target, Nvfp4Experts):
         raise ConfigError(f"also: in a checkpoint of {config.format} only routed experts are quantised")
+    if config.level == "calibrated" and not isinstance(target, Nvfp4Experts):
+        raise ConfigError(f"level: calibrated is for NVFP4; {config.format} has fast and search")
     if isinstance(source, Nvfp4Experts) and isinstance(target, Nvfp4Experts):
         raise ConfigError(f"{config.source}: is NVFP4 ({source.maker}) already; rounding it again would only lose")
     if type(source) is type(target):

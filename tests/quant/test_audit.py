@@ -18,8 +18,8 @@ from redline.model.k2.checkpoint import Checkpoint
 from redline.model.k2.cpu import load
 from redline.model.k2.write import random_checkpoint, tiny_config, write_checkpoint
 from redline.quant.audit import Bounds, audit, relative
-from redline.quant.convert import dense
 from redline.quant.quantize import run as run_quantize
+from redline.quant.read import dense
 from redline.quant.settings import QuantizeConfig
 from redline.quant.stream import through
 from redline.quant.texts import LONGEST, Text, chosen, halves

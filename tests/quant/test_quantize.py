@@ -25,8 +25,8 @@ from redline.model.k2.config import Int4Experts, Nvfp4Experts, Unquantized
 from redline.model.k2.write import Layout, random_checkpoint, tiny_config, write_checkpoint
 from redline.ops.formats import Nvfp4
 from redline.quant import quantize, shard
-from redline.quant.convert import dense
 from redline.quant.quantize import Result, run
+from redline.quant.read import dense
 from redline.quant.settings import FORMATS, Format, QuantizeConfig
 
 CPU = torch.device("cpu")

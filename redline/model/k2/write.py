@@ -44,6 +44,7 @@ _FORMATS: dict[str, Quantization] = {
     "bf16": Unquantized(),
     "fp8": Fp8Blocks(128, 128),
 }
+_INPUT_SCALE = {"ModelOpt": "input_scale", "compressed-tensors": "input_global_scale"}
 _FP8_MAX = 448.0  # the largest e4m3
 
 
@@ -106,11 +107,19 @@ def int4_tensors(name: str, weight: Int4) -> list[tuple[str, Tensor]]:
     return [(f"{name}_packed", weight.packed), (f"{name}_scale", weight.scale), (f"{name}_shape", shape)]
 
 
-def nvfp4_tensors(name: str, weight: Nvfp4, maker: Maker = "ModelOpt") -> list[tuple[str, Tensor]]:
-    """What stands in a file for an NVFP4 weight [N, K] of this stored name, under the maker's names: (name, tensor)."""
+def nvfp4_tensors(
+    name: str, weight: Nvfp4, maker: Maker = "ModelOpt", input_scale: Tensor | None = None
+) -> list[tuple[str, Tensor]]:
+    """What stands in a file for an NVFP4 weight [N, K] of this stored name, under the maker's names: (name, tensor).
+
+    input_scale: float32, one number: the tensor scale of its 4-bit activations; None: none is written.
+    """
     packed, whole = NVFP4_NAMES[maker]
-    scale = weight.scale.reshape(()) if maker == "ModelOpt" else 1 / weight.scale.reshape(1)
-    return [(name + packed, weight.codes), (f"{name}_scale", weight.scales), (name + whole, scale)]
+    scales = [(name + whole, weight.scale)]
+    if input_scale is not None:
+        scales.append((name.removesuffix("weight") + _INPUT_SCALE[maker], input_scale))
+    one_way = [(at, scale.reshape(()) if maker == "ModelOpt" else 1 / scale.reshape(1)) for at, scale in scales]
+    return [(name + packed, weight.codes), (f"{name}_scale", weight.scales), *one_way]
 
 
 def quantize_fp8(weight: Tensor, block: Fp8Blocks) -> tuple[Tensor, Tensor]:
