@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 
 from redline.bench.quality.audit_page import audit_page, subtitle
+from redline.bench.quality.texts import read_texts
 from redline.bench.record import provenance
 from redline.cli.console import save_result, say
-from redline.cli.texts import read_texts
 from redline.disk import check_output
 from redline.disk import save as save_file
 from redline.model.k2.checkpoint import Checkpoint

@@ -47,7 +47,7 @@ def quantize(
     """
     import msgspec
 
-    from redline.cli.texts import read_texts
+    from redline.bench.quality.texts import read_texts
     from redline.model.k2.config import K2Config
     from redline.quant.quantize import run
     from redline.quant.settings import QuantizeConfig

@@ -28,7 +28,7 @@ from redline.quant.texts import Text
 from redline.wire.base import Record
 
 ROWS = 8192  # that a weight is calibrated by, at most: evenly from all that it read
-SEEN = 64  # rows below which an expert is not calibrated: its moments would be those of a handful of tokens
+SEEN = 32  # rows below which an expert is not calibrated: its moments would be those of a handful of tokens
 UNSEEN = 512  # rows of the whole layer by which the largest activations of such an expert are told
 
 

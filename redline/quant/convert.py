@@ -19,7 +19,7 @@ from redline.model.k2.write import int4_tensors, nvfp4_tensors
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 from redline.quant import int4, nvfp4
 from redline.quant.calibrate import SEEN, Inputs, input_scale
-from redline.quant.gptq import output_error, round_gptq, second_moments
+from redline.quant.gptq import damping_of, output_error, round_gptq, second_moments
 from redline.quant.nvfp4 import Error, OutputError
 from redline.quant.read import dense
 from redline.quant.settings import Level, Task
@@ -168,7 +168,8 @@ def _calibrated(
     x, seen = inputs.of(checkpoint, unit.tasks[0].weight, device)
     moments = second_moments(x)
     stacked = torch.cat([values[task.weight.name].float() for task in unit.tasks])
-    packed = round_gptq(stacked, moments, scale) if seen >= SEEN else None
+    damping = damping_of(len(x), x.shape[1])
+    packed = round_gptq(stacked, moments, scale, damping) if seen >= SEEN else None
     if packed is None:
         packed, _ = nvfp4.round_nvfp4(stacked, scale, nvfp4.SEARCHED)
     activations = torch.tensor([input_scale(x)])

@@ -17,8 +17,8 @@ from redline.ops.formats import Nvfp4, quantize_int4
 from redline.ops.moe import gated
 from redline.quant import calibrate, quantize
 from redline.quant.calibrate import capture
-from redline.quant.gptq import nearest, output_error, round_gptq, second_moments
-from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, exact_scale, max_scale, round_nvfp4
+from redline.quant.gptq import damping_of, nearest, output_error, round_gptq, second_moments
+from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, WIDELY_SEARCHED, exact_scale, max_scale, round_nvfp4
 from redline.quant.quantize import Result, run
 from redline.quant.read import dense
 from redline.quant.settings import QuantizeConfig
@@ -48,7 +48,7 @@ def test_outputs_have_less_than_two_thirds_of_max_scalings_error_on_inputs_that_
     unseen = second_moments(inputs(4000, 128, seed=2))
     plain, _ = round_nvfp4(weight, max_scale(largest), MAX_SCALING)
     searched, _ = round_nvfp4(weight, exact_scale(largest), SEARCHED)
-    calibrated = round_gptq(weight, second_moments(inputs(4000, 128, seed=1)), exact_scale(largest))
+    calibrated = round_gptq(weight, second_moments(inputs(4000, 128, seed=1)), exact_scale(largest), 0.02)
     of = {
         name: output_error(weight - one.dequantize(), unseen)
         for name, one in (("plain", plain), ("searched", searched), ("calibrated", calibrated))
@@ -58,21 +58,33 @@ def test_outputs_have_less_than_two_thirds_of_max_scalings_error_on_inputs_that_
     assert torch.equal(calibrated.dequantize(torch.bfloat16).float(), calibrated.dequantize())
 
 
+@pytest.mark.parametrize("rows", [32, 128, 512])
+def test_few_rows_are_better_than_none(rows: int):
+    """Undamped, the moments of few rows make outputs worse than a search does."""
+    weight = quantize_int4(torch.randn(64, 256, generator=torch.Generator().manual_seed(0))).dequantize()
+    scale, unseen = exact_scale(float(weight.abs().max())), second_moments(inputs(4000, 256, seed=2))
+    moments = second_moments(inputs(rows, 256, seed=1))
+    searched, _ = round_nvfp4(weight, scale, SEARCHED)
+    given = round_gptq(weight, moments, scale, damping_of(rows, 256))
+    ours, theirs = (output_error(weight - one.dequantize(), unseen) for one in (given, searched))
+    assert ours < 0.9 * theirs
+
+
 def test_independent_inputs_leave_nothing_to_make_good():
     """Then each weight is rounded to the nearest, under the searched scales."""
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    searched, _ = round_nvfp4(weight, 0.25, SEARCHED)
-    assert torch.equal(round_gptq(weight, torch.eye(64), 0.25).dequantize(), searched.dequantize())
+    searched, _ = round_nvfp4(weight, 0.25, WIDELY_SEARCHED)
+    assert torch.equal(round_gptq(weight, torch.eye(64), 0.25, 0.1).dequantize(), searched.dequantize())
 
 
 def test_an_input_that_is_always_zero_costs_nothing_and_breaks_nothing():
     weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     x = inputs(500, 64, seed=1)
     x[:, 5] = 0.0
-    given = round_gptq(weight, second_moments(x), exact_scale(float(weight.abs().max()))).dequantize()
+    given = round_gptq(weight, second_moments(x), exact_scale(float(weight.abs().max())), 0.1).dequantize()
     assert given.isfinite().all()
     assert (given - weight)[:, 5].abs().max() < 0.5
-    assert not round_gptq(weight, torch.zeros(64, 64), 0.25).dequantize().isnan().any()
+    assert not round_gptq(weight, torch.zeros(64, 64), 0.25, 0.1).dequantize().isnan().any()
 
 
 def test_the_nearest_is_the_nearest():
