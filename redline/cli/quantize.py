@@ -38,6 +38,9 @@ def quantize(
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Of text to calibrate by, at most.")] = 65536,
+    most_weight_error: Annotated[
+        float, typer.Option(help="Of any weight, relative; beyond it the exit code is 1.")
+    ] = 0.15,
     workers: Annotated[int | None, typer.Option(help="Weights computed side by side. Absent: one a core.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPUs, if there are any.")] = None,
 ) -> None:
@@ -61,6 +64,7 @@ def quantize(
         "also": tuple(filter(None, (also or "").split(","))),
         "workers": workers,
         "device": device,
+        "most_weight_error": most_weight_error,
     }
     try:
         config = msgspec.convert(values, QuantizeConfig)

@@ -4,10 +4,10 @@ A unit is what one worker takes: a weight, or gate and up of an expert, which sh
 stand where the source's codes stood. Everything that is no weight to convert passes through as bytes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,18 +45,45 @@ class Converted:
 Item = Stored | Unit
 
 
-def items_of(file: Path, checkpoint: Checkpoint, tasks: Mapping[str, Task], level: Level) -> list[Item]:
-    """What a shard of the source becomes, in the order of its bytes."""
+def items_of(checkpoint: Checkpoint, tasks: Mapping[str, Task], level: Level) -> list[list[Item]]:
+    """What each shard of the source becomes, in the order of its bytes."""
+    replaced = _replaced(checkpoint, tasks)
+    return [_items(file, checkpoint, tasks, replaced, level) for file in checkpoint.files]
+
+
+def _items(
+    file: Path,
+    checkpoint: Checkpoint,
+    tasks: Mapping[str, Task],
+    replaced: Mapping[str, Task | None],
+    level: Level,
+) -> list[Item]:
     found: list[Item] = []
-    for stored, task in _with_tasks(file, checkpoint, tasks):
-        if task is None:
+    for stored in sorted(checkpoint.files[file].values(), key=lambda stored: stored.start):
+        if stored.name not in replaced:
             found.append(stored)
-        elif isinstance(task, Task):
-            pair = [tasks[weight.name] for weight in task.scaled_with if weight.name in tasks]
-            here = [one for one in pair if checkpoint.parts(one.weight)[0].file == file]
-            first = min(here, key=lambda one: checkpoint.parts(one.weight)[0].start)
-            if task is first:
-                found.append(_unit(tuple(sorted(here, key=lambda one: one is not first)), checkpoint, level))
+            continue
+        task = replaced[stored.name]
+        if task is None:
+            continue
+        pair = [tasks[weight.name] for weight in task.scaled_with]
+        here = [one for one in pair if checkpoint.parts(one.weight)[0].file == file]
+        first = min(here, key=lambda one: checkpoint.parts(one.weight)[0].start)
+        if task is first:
+            found.append(_unit(tuple(sorted(here, key=lambda one: one is not first)), checkpoint, level))
+    return found
+
+
+def _replaced(checkpoint: Checkpoint, tasks: Mapping[str, Task]) -> dict[str, Task | None]:
+    """The source's tensors that do not pass through: the codes of a weight with its task, what goes with them alone."""
+    found: dict[str, Task | None] = {}
+    for task in tasks.values():
+        codes, *others = checkpoint.parts(task.weight)
+        base = base_name(codes)
+        module = base.removesuffix("weight")
+        beside = [f"{base}_shape", f"{module}input_scale", f"{module}input_global_scale"]
+        found |= dict.fromkeys([*(part.name for part in others), *beside], None)
+        found[codes.name] = task
     return found
 
 
@@ -65,22 +92,6 @@ def entries_of(item: Item) -> list[Entry]:
     if isinstance(item, Unit):
         return list(item.entries)
     return [Entry(item.name, item.dtype, item.shape, item.stop - item.start)]
-
-
-def _with_tasks(
-    file: Path, checkpoint: Checkpoint, tasks: Mapping[str, Task]
-) -> Iterator[tuple[Stored, Task | Literal["replaced"] | None]]:
-    """Each tensor of the shard: with the task whose codes it is, as replaced where it goes with them, or alone."""
-    replaced: dict[str, Task | Literal["replaced"]] = {}
-    for task in tasks.values():
-        codes, *others = checkpoint.parts(task.weight)
-        base = base_name(codes)
-        module = base.removesuffix("weight")
-        beside = [f"{base}_shape", f"{module}input_scale", f"{module}input_global_scale"]
-        replaced |= dict.fromkeys([*(part.name for part in others), *beside], "replaced")
-        replaced[codes.name] = task
-    for stored in sorted(checkpoint.files[file].values(), key=lambda stored: stored.start):
-        yield stored, replaced.get(stored.name)
 
 
 def base_name(codes: Stored) -> str:

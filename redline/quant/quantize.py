@@ -42,6 +42,7 @@ HF_QUANT = "hf_quant_config.json"
 RESULT = "quantize.json"
 WORK, INPUTS = ".quantize", "inputs"
 T = TypeVar("T")
+NAMED = 20  # of the weights that are beyond their bound
 UNITS_A_GPU = 4  # computed side by side on each GPU, so that copies hide behind work
 _NOT_COPIED = {CONFIG, INDEX, HF_QUANT, RESULT}
 
@@ -97,9 +98,9 @@ class Result(Record, frozen=True):
 
 
 def run(config: QuantizeConfig, console: Console, texts: Sequence[Text] = ()) -> int:
-    """0; 1 where the disk is full. texts: what the level "calibrated" rounds by.
+    """0; 1 where the disk is full, or a weight's error is beyond its bound.
 
-    Raises ConfigError and CheckpointError.
+    texts: what the level "calibrated" rounds by. Raises ConfigError and CheckpointError.
     """
     checkpoint = Checkpoint.open(config.source)
     check(config, checkpoint)
@@ -125,7 +126,7 @@ def _run(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text], 
             if (work.out / INDEX).exists() and len(done) == len(work.shards):
                 shutil.rmtree(work.out / WORK)
                 say(f"{work.out}: is whole already: {len(done)} shards, each with its checksum")
-                return 0
+                return _judge(list(done.values()), config.most_weight_error, say)
             if done:
                 say(f"{len(done)} of {len(work.shards)} shards are there, with their checksums; the rest follows")
             _check_room(work, done)
@@ -147,7 +148,18 @@ def _run(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text], 
         return 1
     for line in summary(shards):
         say(line)
-    return 0
+    return _judge(shards, config.most_weight_error, say)
+
+
+def _judge(shards: Sequence[ShardDone], most: float, say: Callable[[str, str], None]) -> int:
+    """1 where a weight's error is beyond the bound, which is named; else 0."""
+    errors = [(error.relative, name) for shard in shards for name, error in shard.weights.items()]
+    over = sorted(((error, name) for error, name in errors if not error <= most), reverse=True)
+    for error, name in over[:NAMED]:
+        say(f"weight error of {name}: {error:.4f}, at most {most:g}", "red")
+    if len(over) > NAMED:
+        say(f"and {len(over) - NAMED:,} more", "red")
+    return int(bool(over))
 
 
 # ------------------------------------------------------------------------------------------------------------- plan
@@ -213,10 +225,8 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
     todo = tasks(config, checkpoint, list(weights(checkpoint.config)))
     sources = list(checkpoint.files)
     names = [f"model-{number:05}-of-{len(sources):05}.safetensors" for number in range(1, len(sources) + 1)]
-    shards = [
-        Shard(name, tuple(items_of(source, checkpoint, todo, config.level)))
-        for name, source in zip(names, sources, strict=True)
-    ]
+    items = items_of(checkpoint, todo, config.level)
+    shards = [Shard(name, tuple(here)) for name, here in zip(names, items, strict=True)]
     devices = _devices(config.device)
     workers = config.workers
     if workers is None:

@@ -36,6 +36,7 @@ class QuantizeConfig(Record, frozen=True, kw_only=True):
         None  # weights that are computed side by side; absent: one for each core, or four for each GPU
     )
     device: str | None = None  # cpu or cuda; absent: the GPUs, if there are any
+    most_weight_error: float = 0.15  # of any weight; `quant.audit.Bounds` tells what that is
 
 
 @dataclass(frozen=True)

@@ -19,15 +19,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from redline.chat.tokenizer import Tokenizer
 from redline.errors import CheckpointError, ConfigError
 from redline.model.k2.checkpoint import Checkpoint, weights
 from redline.model.k2.config import Int4Experts, Nvfp4Experts, Unquantized
 from redline.model.k2.write import Layout, random_checkpoint, tiny_config, write_checkpoint
 from redline.ops.formats import Nvfp4
 from redline.quant import quantize, shard
+from redline.quant.audit import Audit, Bounds, audit
 from redline.quant.quantize import Result, run
 from redline.quant.read import dense
 from redline.quant.settings import FORMATS, Format, QuantizeConfig
+from redline.quant.texts import Text
 
 CPU = torch.device("cpu")
 EXPERT = "language_model.model.layers.1.mlp.experts.3."
@@ -347,6 +350,33 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path):
     odd = source(tmp_path / "odd", "bf16", hidden_size=72)
     with pytest.raises(ConfigError, match="hidden_size is 72; needs a multiple of 16"):
         converted(odd, tmp_path / "b")
+
+
+def test_a_weight_beyond_its_bound_is_named_and_the_exit_code_is_one(tmp_path: Path):
+    at, said = source(tmp_path / "a"), io.StringIO()
+    config = QuantizeConfig(source=str(at), out=str(tmp_path / "b"), device="cpu", most_weight_error=0.07)
+    for _ in range(2):  # also where the folder is whole already
+        assert run(config, Console(file=said, width=400)) == 1
+    assert said.getvalue().count("weight error of layers.1.mlp.experts.") >= 2
+    Checkpoint.open(tmp_path / "b")
+
+
+def test_kimi_nano_in_nvfp4_is_near_its_teacher_in_both_layouts(tmp_path: Path):
+    """The reduced set: eight texts. `docs/quant.md` has the whole one."""
+    nano, found = Path(__file__).parents[2] / "models" / "kimi-nano", list[Audit]()
+    prompts = [
+        json.loads(line)["messages"][0]["content"] for line in (nano / "eval" / "hand.jsonl").read_text().splitlines()
+    ]
+    tokenizer = Tokenizer.open(nano)
+    texts = [Text("hand", tuple(tokenizer.encode(prompt))) for prompt in prompts if len(prompt) > 60][:8]
+    assert sum(len(text.tokens) for text in texts) > 100
+    for to in ("nvfp4-modelopt", "nvfp4-ct"):
+        assert converted(nano, tmp_path / to, format=to) == 0
+        found.append(audit(Checkpoint.open(nano), Checkpoint.open(tmp_path / to), texts, Bounds(), CPU))
+    for one in found:
+        assert max(row.error for row in one.weights) < 0.075
+        assert one.domains[-1].kl < 0.05
+    assert found[0].domains == found[1].domains
 
 
 def test_workers_change_nothing(tmp_path: Path):
