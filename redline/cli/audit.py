@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
@@ -45,10 +46,11 @@ def run(config: AuditConfig, console: Console) -> int:
     with Working("audit") as working:
         found = audit(a, b, texts, config.bounds, device, lambda what, share: working.show(share, 1.0, what=what))
     _print(found, console)
+    origin = provenance("torch")
     if config.save is not None:
-        save_result(config.save, found, console)
+        save_result(config.save, {**origin, **msgspec.structs.asdict(found)}, console)
     if config.html is not None:
-        where = [(key, str(value)) for key, value in provenance("torch").items()]
+        where = [(key, str(value)) for key, value in origin.items()]
         save_file(config.html, audit_page(found, config.a.name, config.b.name, where).encode())
         say(console, f"written to {config.html}", "dim")
     return int(bool(found.excess))
