@@ -47,6 +47,9 @@ FLAGS = {
     "--ranks --draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
+    "quantize": "--format --level --also --text --tokens --most-weight-error --workers --device",
+    "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
+    "--device",
     "doctor": "--on",
     "bench decode": "--shape --layers --alias --experts --routing --overlap --tokens --draft-shape --k "
     "--draft-head-bits --accept --kv-dtype --batch --context --repeats --ranks --save",

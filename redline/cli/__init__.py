@@ -14,6 +14,7 @@ from redline.cli import bench
 from redline.cli.console import plain_console
 from redline.cli.draft import app as draft
 from redline.cli.options import SYNTHETIC, Folder
+from redline.cli.quantize import audit, quantize
 from redline.cli.terminal import Terminal, one_line
 from redline.errors import RedlineError
 from redline.fleet import config as deployment
@@ -31,6 +32,8 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(draft, name="draft")
+app.command()(quantize)
+app.command()(audit)
 
 
 @app.command()

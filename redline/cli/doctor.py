@@ -8,11 +8,14 @@ from rich.console import Console
 
 from redline.bench.machine import WORKING_SET_BYTES, measure
 from redline.bench.record import cpu_name
+from redline.disk import human
 from redline.errors import CheckpointError, ConfigError
 from redline.kernels.cpu import native
 from redline.kernels.hopper.kernel import why_not
 from redline.model.k2.checkpoint import Checkpoint
-from redline.model.k2.config import K2Config
+from redline.model.k2.config import K2Config, Nvfp4Experts
+from redline.quant.quantize import plan
+from redline.quant.settings import QuantizeConfig
 from redline.run.fit import KV_MOST, KV_SHARE, Sizes, fit
 from redline.worker.config import EngineConfig
 from redline.worker.engine import KV_DTYPES, free_memory, pick_device, sizes_of
@@ -57,7 +60,16 @@ def doctor(folder: Path | None, console: Console) -> int:
     files, sound = _files(folder)
     say(files)
     _checkpoint(config, device, console)
+    if sound and any(folder.glob("*.safetensors")) and not isinstance(config.quantization, Nvfp4Experts):
+        say(_quantizing(folder))
     return int(not sound)
+
+
+def _quantizing(folder: Path) -> str:
+    """What `redline quantize` would take: of memory at the peak, and of the disk."""
+    work = plan(QuantizeConfig(source=str(folder), out=str(folder)), Checkpoint.open(folder))
+    needs = f"{human(work.bytes)} of disk, at most {human(work.memory)} of memory for {work.workers} workers"
+    return f"to NVFP4         {needs} (`redline quantize`)"
 
 
 def _files(folder: Path) -> tuple[str, bool]:

@@ -56,7 +56,7 @@ def test_the_installed_command_without_a_verb_teaches_and_imports_no_torch():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-VERBS = ["serve", "chat", "eval", "doctor", "bench decode", "bench speculate"]
+VERBS = ["serve", "chat", "eval", "quantize", "audit", "doctor", "bench decode", "bench speculate"]
 DRAFT_VERBS = [f"draft {verb}" for verb in ("synth", "capture", "train", "mine", "eval", "export", "run")]
 
 
@@ -73,6 +73,9 @@ def test_every_verb_has_help_for_every_option(verb: str):
     [
         (["serve", "nowhere"], "nowhere: no such folder or file"),
         (["eval", "nowhere"], "nowhere"),
+        (["quantize", "nowhere", "out"], "nowhere"),
+        (["quantize", "nowhere", "out", "--level", "best"], "Invalid enum value 'best'"),
+        (["audit", "nowhere", "nobody"], "nowhere"),
         (["doctor", "nowhere"], "nowhere"),
         (["bench", "decode", "nowhere"], "nowhere"),
         (["bench", "speculate", "nowhere", "--draft", "nobody"], "nowhere"),
@@ -90,12 +93,36 @@ def test_a_mistake_is_one_line_and_code_1(words: list[str], says: str):
     assert "Traceback" not in done.stderr
 
 
+# ---------------------------------------------------------------------------------------------------------- quantize
+
+
+def test_a_checkpoint_is_calibrated_and_audited_by_two_commands(tiny: Path, tmp_path: Path):
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [{"domain": "chat", "messages": [{"role": "user", "content": "again " * n}]} for n in range(1, 30)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out, texts = tmp_path / "out", ("--text", prompts, "--device", "cpu")
+    said = typed("quantize", tiny, out, "--level", "calibrated", "--tokens", "500", *texts)
+    assert "outputs over the calibration texts" in said
+    said = typed("audit", tiny, out, "--most-kl", "9", "--least-agreement", "0", *texts)
+    assert "everything is within its bounds" in said
+    assert "is whole already" in typed("quantize", tiny, out, "--level", "calibrated", "--tokens", "500", *texts)
+
+
 # ---------------------------------------------------------------------------------------------------------- doctor
 
 
 def test_doctor_prints_what_fits_with_its_arithmetic(tiny: Path):
     said = typed("doctor", tiny)
-    for words in ("reads memory at", "multiplies at", "CPU kernels", "parameters", "a page ", "KV capacity", "floor "):
+    for words in (
+        "reads memory at",
+        "multiplies at",
+        "CPU kernels",
+        "parameters",
+        "a page ",
+        "KV capacity",
+        "floor ",
+        "to NVFP4",
+    ):
         assert words in said
     # 3 layers x (64 + 32) values x 2 bytes
     assert "64 tokens x 576 bytes = 36,864 bytes" in said

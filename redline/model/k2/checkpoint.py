@@ -78,13 +78,22 @@ class Checkpoint:
     config       the model's geometry
     fingerprint  hex; the same for the same files, in every process: a hash over config, headers and samples of the data
     bytes        of all tensors that the model needs, as stored
+    files        every tensor of every shard by its stored name, those too that the model does not read
     progress     called with the bytes of each tensor as it is handed out; `bytes` in sum when each is read once
     """
 
-    def __init__(self, config: K2Config, tensors: "Mapping[str, _Stored]", needed: int, fingerprint: str) -> None:
+    def __init__(
+        self,
+        config: K2Config,
+        tensors: "Mapping[str, Stored]",
+        files: "Mapping[Path, Mapping[str, Stored]]",
+        needed: int,
+        fingerprint: str,
+    ) -> None:
         self.config = config
         self.fingerprint = fingerprint
         self.bytes = needed
+        self.files = files
         self.progress: Callable[[int], object] = lambda _: None
         self._tensors = tensors
         self._maps: dict[Path, mmap.mmap] = {}
@@ -95,12 +104,15 @@ class Checkpoint:
         folder = Path(folder)
         config = K2Config.from_folder(folder)
         index, names_of = _index(folder)
-        tensors: dict[str, _Stored] = {}
+        tensors: dict[str, Stored] = {}
+        files: dict[Path, dict[str, Stored]] = {}
         for file, names in names_of.items():
             header = _header(file)
+            files[file] = {}
             for name in header if names is None else names:
                 if name not in header:
                     raise CheckpointError(f"{file}: {name}: missing; expected here, as {index.name} says")
+                files[file][name] = header[name]
                 logical = _logical(name)
                 if logical in tensors:
                     raise CheckpointError(f"{file}: {name}: a second tensor of that name; expected one")
@@ -114,7 +126,7 @@ class Checkpoint:
                 unused.discard(demand.name)
         for name in sorted(unused):
             raise CheckpointError(f"{tensors[name].file}: {tensors[name].name}: expected nothing of that name")
-        return cls(config, tensors, needed, _fingerprint(config, names_of))
+        return cls(config, tensors, files, needed, _fingerprint(config, names_of))
 
     def plain(self, name: str) -> Tensor:
         """A tensor by its logical name (`layers.3.self_attn.o_proj.weight`): bf16 or float32, as stored.
@@ -142,11 +154,28 @@ class Checkpoint:
             return Int4(packed=self._view(f"{name}_packed"), scale=self._view(f"{name}_scale"))
         return self._nvfp4(name) or self.plain(name)
 
+    def parts(self, weight: Weight) -> list["Stored"]:
+        """What stands in the files for a weight that the model needs; codes first where it is quantised.
+
+        Beside them a file may hold `...weight_shape` and `...input_scale`, which nobody needs.
+        """
+        return [self._tensors[demand.name] for demand in _demands(weight, self.config.quantization, self._tensors)]
+
+    def raw(self, stored: "Stored") -> Tensor:
+        """The bytes of a tensor, uint8 [bytes]: a view of the file."""
+        if stored.file not in self._maps:
+            with stored.file.open("rb") as file:
+                # Copy-on-write, since torch warns of read-only memory. Nobody writes, so no page is ever copied.
+                self._maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(
+            self._maps[stored.file], dtype=torch.uint8, count=stored.stop - stored.start, offset=stored.start
+        )
+
     def _nvfp4(self, name: str) -> Nvfp4 | None:
         """The weight as NVFP4; None where it is stored otherwise. CheckpointError where a block's scale is NaN."""
         if not isinstance(self.config.quantization, Nvfp4Experts):
             return None
-        packed, whole = _NVFP4_NAMES[self.config.quantization.maker]
+        packed, whole = NVFP4_NAMES[self.config.quantization.maker]
         if name + packed not in self._tensors or self._tensors[name + packed].dtype != "U8":
             return None
         codes, scales, scale = (self._view(name + suffix) for suffix in (packed, "_scale", whole))
@@ -166,13 +195,7 @@ class Checkpoint:
 
     def _view(self, name: str) -> Tensor:
         stored = self._tensors[name]
-        if stored.file not in self._maps:
-            with stored.file.open("rb") as file:
-                # Copy-on-write, since torch warns of read-only memory. Nobody writes, so no page is ever copied.
-                self._maps[stored.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        raw = torch.frombuffer(
-            self._maps[stored.file], dtype=torch.uint8, count=stored.stop - stored.start, offset=stored.start
-        )
+        raw = self.raw(stored)
         dtype = _DTYPES[stored.dtype]
         if raw.data_ptr() % dtype.itemsize:  # the format allows it; kernels do not
             raw = raw.clone()
@@ -196,8 +219,8 @@ def dequantize_fp8(weight: Tensor, scale_inv: Tensor, block: Fp8Blocks) -> Tenso
 # What is there: index and headers.
 
 
-class _Stored(NamedTuple):
-    """Bytes [start, stop) of a file."""
+class Stored(NamedTuple):
+    """Bytes [start, stop) of a file: a tensor under the name, dtype and shape that its header gives."""
 
     file: Path
     name: str
@@ -258,7 +281,7 @@ def _grouped(weight_map: dict[str, str]) -> dict[str, list[str]]:
     return dict(sorted(names_of.items()))
 
 
-def _header(path: Path) -> dict[str, _Stored]:
+def _header(path: Path) -> dict[str, Stored]:
     """The tensors of a shard, by stored name. A shard is 8 bytes of length, JSON, and data without a gap."""
     try:
         size = path.stat().st_size
@@ -273,14 +296,14 @@ def _header(path: Path) -> dict[str, _Stored]:
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from None
     name = "its header"
-    tensors: dict[str, _Stored] = {}
+    tensors: dict[str, Stored] = {}
     try:
         entries = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         entries.pop("__metadata__", None)
         for name, value in entries.items():
             entry = msgspec.json.decode(value, type=_Entry)
             first, last = entry.data_offsets
-            tensors[name] = _Stored(path, name, entry.dtype, entry.shape, start + first, start + last)
+            tensors[name] = Stored(path, name, entry.dtype, entry.shape, start + first, start + last)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path}: {name}: expected a safetensors header: {error}") from None
     end, name = start, "its header"
@@ -337,7 +360,7 @@ def _skipped(name: str, config: K2Config) -> bool:
 
 
 # What stands in the files of an NVFP4 weight: codes and the matrix's scale, as suffixes of `....weight`.
-_NVFP4_NAMES = {"ModelOpt": ("", "_scale_2"), "compressed-tensors": ("_packed", "_global_scale")}
+NVFP4_NAMES = {"ModelOpt": ("", "_scale_2"), "compressed-tensors": ("_packed", "_global_scale")}
 
 
 class _Demand(NamedTuple):
@@ -346,7 +369,7 @@ class _Demand(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _demands(weight: Weight, quantization: Quantization, tensors: Mapping[str, _Stored]) -> Iterator[_Demand]:
+def _demands(weight: Weight, quantization: Quantization, tensors: Mapping[str, Stored]) -> Iterator[_Demand]:
     """What stands in the files for a weight. Which linears are FP8 or NVFP4 is decided by what is stored."""
     name, shape, kind = weight
     match quantization:
@@ -355,7 +378,7 @@ def _demands(weight: Weight, quantization: Quantization, tensors: Mapping[str, _
             yield _Demand(f"{name}_packed", ("I32",), (rows, columns // 8))
             yield _Demand(f"{name}_scale", ("BF16",), (rows, columns // INT4_GROUP))
         case Nvfp4Experts(maker) if kind == "expert" or (kind == "linear" and _is_packed(name, maker, tensors)):
-            (rows, columns), (packed, whole) = shape, _NVFP4_NAMES[maker]
+            (rows, columns), (packed, whole) = shape, NVFP4_NAMES[maker]
             yield _Demand(name + packed, ("U8",), (rows, columns // 2))
             yield _Demand(f"{name}_scale", ("F8_E4M3",), (rows, columns // NVFP4_GROUP))
             yield _Demand(name + whole, ("F32",), () if maker == "ModelOpt" else (1,))
@@ -369,12 +392,12 @@ def _demands(weight: Weight, quantization: Quantization, tensors: Mapping[str, _
             yield _Demand(name, ("BF16", "F32"), shape)
 
 
-def _is_packed(name: str, maker: str, tensors: Mapping[str, _Stored]) -> bool:
-    stored = tensors.get(name + _NVFP4_NAMES[maker][0])
+def _is_packed(name: str, maker: str, tensors: Mapping[str, Stored]) -> bool:
+    stored = tensors.get(name + NVFP4_NAMES[maker][0])
     return stored is not None and stored.dtype == "U8"
 
 
-def _check(demand: _Demand, tensors: Mapping[str, _Stored], index: Path) -> int:
+def _check(demand: _Demand, tensors: Mapping[str, Stored], index: Path) -> int:
     """The tensor's size in bytes. CheckpointError where it is missing, or of another dtype, shape or size."""
     name, dtypes, shape = demand
     expected = f"expected {' or '.join(dtypes)} {list(shape)}"

@@ -17,6 +17,7 @@ from torch import Tensor
 from redline.errors import CheckpointError
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
 
+NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")  # ModelOpt's names: with scales for 4-bit activations, and without
 READABLE = "bf16, INT4 (compressed-tensors pack-quantized, groups of 32), NVFP4 and FP8 (e4m3 blocks)"
 
 
@@ -38,6 +39,9 @@ class Fp8Blocks:
     columns: int
 
 
+Maker = Literal["ModelOpt", "compressed-tensors"]
+
+
 @dataclass(frozen=True)
 class Nvfp4Experts:
     """Routed experts are `redline.ops.formats.Nvfp4`, and other linear weights where the files say so.
@@ -45,7 +49,7 @@ class Nvfp4Experts:
     maker: whose names the tensors have, and whose scale: compressed-tensors stores its inverse.
     """
 
-    maker: Literal["ModelOpt", "compressed-tensors"]
+    maker: Maker
 
 
 Quantization = Unquantized | Int4Experts | Nvfp4Experts | Fp8Blocks
@@ -405,7 +409,7 @@ def _quantization(top: "Section", text: "Section") -> Quantization:
         if top.get("hf_quant_config") is not None:
             beside = top.section("hf_quant_config").section("quantization")
             algorithm = beside.get("quant_algo")
-            if algorithm == "NVFP4":
+            if algorithm in NVFP4_ALGORITHMS:
                 beside.demand("group_size", NVFP4_GROUP, NVFP4_GROUP)
                 return Nvfp4Experts("ModelOpt")
             raise CheckpointError(
@@ -416,7 +420,7 @@ def _quantization(top: "Section", text: "Section") -> Quantization:
     if any(section.values != quant.values for section in sections):
         raise CheckpointError(f"{top.place}: quantization_config stands at the top and in text_config and they differ")
     method, form, algorithm = (quant.get(key) for key in ("quant_method", "format", "quant_algo"))
-    if algorithm == "NVFP4" or form == "nvfp4-pack-quantized":
+    if algorithm in NVFP4_ALGORITHMS or form == "nvfp4-pack-quantized":
         return _nvfp4(quant, "ModelOpt" if algorithm else "compressed-tensors")
     if method == "fp8":
         return _fp8(quant)
@@ -435,7 +439,7 @@ def _fp8(quant: "Section") -> Fp8Blocks:
             raise quant.refusal("weight_block_size", "two positive integers, as in [128, 128]")
 
 
-def _nvfp4(quant: "Section", maker: Literal["ModelOpt", "compressed-tensors"]) -> Nvfp4Experts:
+def _nvfp4(quant: "Section", maker: Maker) -> Nvfp4Experts:
     """The settings of NVFP4 weights. Those for activations and for the cache are not followed: both stay bf16."""
     groups = quant.section("config_groups")
     for name in groups.values:

@@ -63,15 +63,27 @@ def block(
     Both given ones may be changed in place and must not be used afterwards. plane [pages, 64, kv width]: read, and
     written at rows_T.
     """
+    residual, x = attended(residual_TD, partial_TD, weights, inputs, plane, group)
+    routed = route(x, weights.experts)
+    return residual, group.add(moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane)))
+
+
+def attended(
+    residual_TD: Tensor,
+    partial_TD: Tensor | None,
+    weights: Block,
+    inputs: Inputs,
+    plane: Tensor,
+    group: Group = ALONE,
+) -> tuple[Tensor, Tensor]:
+    """The first half of a block: (residual, what the experts or the dense MLP read), [T, D] each. As `block` takes."""
     w = weights.attention
     residual, x = add_norm(residual_TD, partial_TD, weights.attention_norm, weights.eps)
     q = mla_qkv(x, w, inputs.cos_T, inputs.sin_T, inputs.rows_T, plane)
     o = torch.empty(x.shape[0], w.heads, w.value, dtype=x.dtype, device=x.device)
     attend(q, w, weights.softmax_scale, inputs, plane, o)
     partial = group.add(linear(o.flatten(1), weights.o_proj, rounds(plane)))
-    residual, x = add_norm(residual, partial, weights.mlp_norm, weights.eps)
-    routed = _route(x, weights.experts)
-    return residual, group.add(moe(x, weights.shared_gate_up, weights.shared_down, routed, rounds(plane)))
+    return add_norm(residual, partial, weights.mlp_norm, weights.eps)
 
 
 def attend(
@@ -93,7 +105,8 @@ def attend(
         mla_decode(q, w, scale, *queries, inputs.tables, plane, o, skip)
 
 
-def _route(x: Tensor, experts: Moe | None) -> Routed | None:
+def route(x: Tensor, experts: Moe | None) -> Routed | None:
+    """Which experts each row of x [T, D] goes to, with their weights; None of a dense layer."""
     if experts is None:
         return None
     e = experts

@@ -16,9 +16,19 @@ import torch
 from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
 from torch import Tensor
 
-from redline.model.k2.checkpoint import Weight, weights
-from redline.model.k2.config import Fp8Blocks, Int4Experts, K2Config, Nvfp4Experts, Quantization, Unquantized, Yarn
-from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4, quantize_int4, quantize_nvfp4
+from redline.model.k2.checkpoint import NVFP4_NAMES, Weight, weights
+from redline.model.k2.config import (
+    Fp8Blocks,
+    Int4Experts,
+    K2Config,
+    Maker,
+    Nvfp4Experts,
+    Quantization,
+    Unquantized,
+    Yarn,
+)
+from redline.model.k2.write_quantized import quantization_config
+from redline.ops.formats import Int4, Nvfp4, quantize_int4, quantize_nvfp4
 
 # k25: K2.5 and later. k25-short: the same without `.model.`, as some NVIDIA revisions. k2: K2 and K2-Thinking, flat.
 Layout = Literal["k25", "k25-short", "k2"]
@@ -34,6 +44,7 @@ _FORMATS: dict[str, Quantization] = {
     "bf16": Unquantized(),
     "fp8": Fp8Blocks(128, 128),
 }
+_INPUT_SCALE = {"ModelOpt": "input_scale", "compressed-tensors": "input_global_scale"}
 _FP8_MAX = 448.0  # the largest e4m3
 
 
@@ -96,10 +107,19 @@ def int4_tensors(name: str, weight: Int4) -> list[tuple[str, Tensor]]:
     return [(f"{name}_packed", weight.packed), (f"{name}_scale", weight.scale), (f"{name}_shape", shape)]
 
 
-def nvfp4_tensors(name: str, weight: Nvfp4) -> list[tuple[str, Tensor]]:
-    """What stands in a file for an NVFP4 weight [N, K] of this stored name, under ModelOpt's names: (name, tensor)."""
-    scale = weight.scale.reshape(())
-    return [(name, weight.codes), (f"{name}_scale", weight.scales), (f"{name}_scale_2", scale)]
+def nvfp4_tensors(
+    name: str, weight: Nvfp4, maker: Maker = "ModelOpt", input_scale: Tensor | None = None
+) -> list[tuple[str, Tensor]]:
+    """What stands in a file for an NVFP4 weight [N, K] of this stored name, under the maker's names: (name, tensor).
+
+    input_scale: float32, one number: the tensor scale of its 4-bit activations; None: none is written.
+    """
+    packed, whole = NVFP4_NAMES[maker]
+    scales = [(name + whole, weight.scale)]
+    if input_scale is not None:
+        scales.append((name.removesuffix("weight") + _INPUT_SCALE[maker], input_scale))
+    one_way = [(at, scale.reshape(()) if maker == "ModelOpt" else 1 / scale.reshape(1)) for at, scale in scales]
+    return [(name + packed, weight.codes), (f"{name}_scale", weight.scales), *one_way]
 
 
 def quantize_fp8(weight: Tensor, block: Fp8Blocks) -> tuple[Tensor, Tensor]:
@@ -142,7 +162,7 @@ def k25_config(
         "dtype": "bfloat16",
     }
     if not isinstance(config.quantization, Unquantized):
-        text["quantization_config"] = _quantization_config(config.quantization)
+        text["quantization_config"] = quantization_config(config.quantization)
     if layout == "k2":
         return text
     top: dict[str, Any] = {
@@ -343,46 +363,3 @@ _FIXED: dict[str, Any] = {
     "attention_dropout": 0.0,
     "num_nextn_predict_layers": 0,
 }
-
-
-def _quantization_config(quantization: Int4Experts | Nvfp4Experts | Fp8Blocks) -> dict[str, Any]:
-    """As in the published files: K2-Instruct's FP8, the INT4 of K2-Thinking and later, NVIDIA's NVFP4 of them."""
-    if isinstance(quantization, Nvfp4Experts):
-        e2m1: dict[str, Any] = {"dynamic": False, "group_size": NVFP4_GROUP, "num_bits": 4, "type": "float"}
-        groups = {"group_0": {"input_activations": e2m1, "targets": ["Linear"], "weights": e2m1}}
-        return {"config_groups": groups, "ignore": ["lm_head"], "quant_algo": "NVFP4", "quant_method": "modelopt"}
-    if isinstance(quantization, Fp8Blocks):
-        block = [quantization.rows, quantization.columns]
-        return {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": block}
-    int4: dict[str, Any] = {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": INT4_GROUP,
-        "num_bits": 4,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "strategy": "group",
-        "symmetric": True,
-        "type": "int",
-    }
-    group: dict[str, Any] = {
-        "input_activations": None,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": int4,
-    }
-    return {
-        "config_groups": {"group_0": group},
-        "format": "pack-quantized",
-        # The last pattern means the dense layers alone: a routed expert reads `mlp.experts.N.gate_proj`.
-        "ignore": [
-            "lm_head",
-            "re:.*self_attn.*",
-            "re:.*shared_experts.*",
-            r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-        ],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    }

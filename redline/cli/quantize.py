@@ -1,0 +1,110 @@
+"""`redline quantize` and `redline audit`: flags become a configuration; `redline.quant` does the work."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from redline.cli.console import plain_console, until_interrupted
+from redline.errors import ConfigError
+
+
+def quantize(
+    source: Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint's folder: INT4, FP8 or bf16.")],
+    out: Annotated[Path, typer.Argument(metavar="DST", help="The folder that is written. What it holds is kept.")],
+    format: Annotated[
+        str,
+        typer.Option(
+            metavar="nvfp4-modelopt|nvfp4-ct|int4|bf16", help="NVFP4 as ModelOpt or as compressed-tensors lays it out."
+        ),
+    ] = "nvfp4-modelopt",
+    level: Annotated[
+        str,
+        typer.Option(
+            metavar="fast|search|calibrated",
+            help="fast: max scaling, as ModelOpt. search: the scales with the least error. calibrated: the least error "
+            "of each expert's outputs over texts; scales for 4-bit activations are written too.",
+        ),
+    ] = "search",
+    also: Annotated[
+        str | None,
+        typer.Option(metavar="shared,dense", help="What is quantised beside the routed experts. Absent: nothing."),
+    ] = None,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="To calibrate by: a corpus of `redline draft synth`, or prompts (repeatable). Absent: prompts of our "
+            "own templates. Half of it is held out for `redline audit`."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of text to calibrate by, at most.")] = 65536,
+    most_weight_error: Annotated[
+        float, typer.Option(help="Of any weight, relative; beyond it the exit code is 1.")
+    ] = 0.15,
+    workers: Annotated[int | None, typer.Option(help="Weights computed side by side. Absent: one a core.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPUs, if there are any.")] = None,
+) -> None:
+    """A checkpoint in another format: INT4, FP8 or bf16 to NVFP4, INT4 or bf16, shard by shard.
+
+    The same command goes on where it was stopped.
+    """
+    import msgspec
+
+    from redline.bench.quality.texts import read_texts
+    from redline.model.k2.config import K2Config
+    from redline.quant.quantize import run
+    from redline.quant.settings import QuantizeConfig
+    from redline.quant.texts import Text, chosen, halves
+
+    values: dict[str, Any] = {
+        "source": str(source),
+        "out": str(out),
+        "format": format,
+        "level": level,
+        "also": tuple(filter(None, (also or "").split(","))),
+        "workers": workers,
+        "device": device,
+        "most_weight_error": most_weight_error,
+    }
+    try:
+        config = msgspec.convert(values, QuantizeConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error)) from None
+    texts: list[Text] = []
+    if config.level == "calibrated":
+        vocabulary = K2Config.from_folder(source).vocab_size
+        texts = chosen(halves(read_texts(source, text or ()))[0], tokens, vocabulary)
+    elif text:
+        raise ConfigError(f"text: level {level} reads none; calibrated does")
+    console = plain_console()
+    raise typer.Exit(until_interrupted(lambda: run(config, console, texts), console, "the same command goes on"))
+
+
+def audit(
+    a: Annotated[Path, typer.Argument(metavar="A", help="The checkpoint that is taken as right.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The same model in another format.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A corpus of `redline draft synth`, or prompts (repeatable). Absent: prompts of our own templates."
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=0, help="Of text, at most. 0: the weights alone are compared.")] = 16384,
+    most_weight_error: Annotated[float, typer.Option(help="Of any weight, relative.")] = 0.15,
+    most_output_error: Annotated[float, typer.Option(help="Of any expert's output, relative.")] = 0.25,
+    most_kl: Annotated[float, typer.Option("--most-kl", help="Of any domain, nats a token.")] = 0.05,
+    least_agreement: Annotated[float, typer.Option(help="Of any domain: share of equal likeliest tokens.")] = 0.9,
+    save: Annotated[Path | None, typer.Option(help="Write the audit as JSON.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write it as one HTML page.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda. Absent: the GPU, if there is one.")] = None,
+) -> None:
+    """What B lost against A: weights, experts' outputs, next tokens by domain. Exit code 1 beyond a bound."""
+    from redline.cli.audit import AuditConfig, run
+    from redline.quant.audit import Bounds
+
+    bounds = Bounds(weight=most_weight_error, output=most_output_error, kl=most_kl, agreement=least_agreement)
+    config = AuditConfig(
+        a=a, b=b, texts=tuple(text or ()), tokens=tokens, bounds=bounds, save=save, html=html, device=device
+    )
+    console = plain_console()
+    raise typer.Exit(until_interrupted(lambda: run(config, console), console))

@@ -1,0 +1,155 @@
+"""How a config.json says in what form its weights are stored, as the makers of the formats say it.
+
+`quantization_config` is that part of it; `requantized` puts it into the config.json of a checkpoint that was stored
+otherwise. Nothing else of the file is touched.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from redline import __version__
+from redline.model.k2.config import Fp8Blocks, Int4Experts, Nvfp4Experts, Quantization, Unquantized
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
+
+# Of INT4's published files. The last pattern means the dense layers alone: a routed expert reads
+# `mlp.experts.N.gate_proj`.
+DENSE = r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"
+INT4_KEPT = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", DENSE)
+
+
+def quantization_config(
+    quantization: Int4Experts | Nvfp4Experts | Fp8Blocks, kept: Sequence[str] | None = None, *, activations: bool = True
+) -> dict[str, Any]:
+    """As in the published files: K2-Instruct's FP8, the INT4 of K2-Thinking and later, NVIDIA's NVFP4 of them.
+
+    kept         modules that are not quantised, in the format's own patterns: ModelOpt's are globs,
+                 compressed-tensors' names or `re:` expressions. None: as published, or of NVFP4 the head alone
+    activations  of NVFP4: whether the files hold scales for 4-bit activations
+    """
+    match quantization:
+        case Nvfp4Experts("ModelOpt"):
+            return _modelopt(("lm_head",) if kept is None else kept, activations)
+        case Nvfp4Experts():
+            return _compressed_tensors_nvfp4(("lm_head",) if kept is None else kept, activations)
+        case Fp8Blocks(rows, columns):
+            return {
+                "quant_method": "fp8",
+                "fmt": "e4m3",
+                "activation_scheme": "dynamic",
+                "weight_block_size": [rows, columns],
+            }
+        case Int4Experts():
+            return _int4(INT4_KEPT if kept is None else kept)
+
+
+def requantized(
+    values: Mapping[str, Any], quantization: Quantization, kept: Sequence[str], *, activations: bool
+) -> dict[str, Any]:
+    """The config.json `values` of a checkpoint whose weights are now stored so. kept, activations: see above.
+
+    INT4 stands where Moonshot's files have it, inside text_config; NVFP4 at the top, as in NVIDIA's.
+    """
+    found = {key: value for key, value in values.items() if key != "quantization_config"}
+    if "text_config" in found:
+        text = cast("dict[str, Any]", found["text_config"])
+        found["text_config"] = {key: value for key, value in text.items() if key != "quantization_config"}
+    if isinstance(quantization, Unquantized):
+        return found
+    inside = isinstance(quantization, Int4Experts) and "text_config" in found
+    place = found["text_config"] if inside else found
+    place["quantization_config"] = quantization_config(quantization, kept, activations=activations)
+    return found
+
+
+def hf_quant_config(kept: Sequence[str], *, activations: bool) -> dict[str, Any]:
+    """hf_quant_config.json, which ModelOpt writes beside config.json and older readers look for."""
+    quantization: dict[str, Any] = {
+        "quant_algo": _algorithm(activations),
+        "kv_cache_quant_algo": None,
+        "group_size": NVFP4_GROUP,
+        "exclude_modules": list(kept),
+    }
+    return {"producer": _PRODUCER, "quantization": quantization}
+
+
+# vLLM opens a hf_quant_config.json of this producer alone: the name is the format's.
+_PRODUCER = {"name": "modelopt", "version": f"redline {__version__}"}
+
+
+def _algorithm(activations: bool) -> str:
+    return "NVFP4" if activations else "W4A16_NVFP4"
+
+
+def _modelopt(kept: Sequence[str], activations: bool) -> dict[str, Any]:
+    e2m1: dict[str, Any] = {"dynamic": False, "group_size": NVFP4_GROUP, "num_bits": 4, "type": "float"}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": e2m1}
+    if activations:
+        group = {"input_activations": e2m1, **group}
+    return {
+        "config_groups": {"group_0": group},
+        "ignore": list(kept),
+        "producer": _PRODUCER,
+        "quant_algo": _algorithm(activations),
+        "quant_method": "modelopt",
+    }
+
+
+def _compressed_tensors_nvfp4(kept: Sequence[str], activations: bool) -> dict[str, Any]:
+    e2m1: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": NVFP4_GROUP,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "scale_dtype": "torch.float8_e4m3fn",
+        "strategy": "tensor_group",
+        "symmetric": True,
+        "type": "float",
+    }
+    group: dict[str, Any] = {
+        "format": "nvfp4-pack-quantized",
+        # A scale for each block as the token comes, under the one of the whole tensor that the file holds.
+        "input_activations": {**e2m1, "dynamic": "local", "observer": "static_minmax"} if activations else None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": e2m1,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": "nvfp4-pack-quantized",
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }
+
+
+def _int4(kept: Sequence[str]) -> dict[str, Any]:
+    int4: dict[str, Any] = {
+        "actorder": None,
+        "block_structure": None,
+        "dynamic": False,
+        "group_size": INT4_GROUP,
+        "num_bits": 4,
+        "observer": "minmax",
+        "observer_kwargs": {},
+        "strategy": "group",
+        "symmetric": True,
+        "type": "int",
+    }
+    group: dict[str, Any] = {
+        "input_activations": None,
+        "output_activations": None,
+        "targets": ["Linear"],
+        "weights": int4,
+    }
+    return {
+        "config_groups": {"group_0": group},
+        "format": "pack-quantized",
+        "ignore": list(kept),
+        "kv_cache_scheme": None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+    }

@@ -1,0 +1,145 @@
+"""What each layer's MLPs read of the calibration texts, kept on disk while a checkpoint is rounded.
+
+A file for each layer has the inputs of all tokens, and which experts each token went to. A worker takes the rows of its
+expert from it, and makes of them what it needs: the second moments of a 1T model's experts would take 80 GB a layer,
+the inputs of 65,536 tokens take one.
+
+T tokens, D hidden, K chosen experts, n rows of an expert, I expert width.
+"""
+
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType]
+from torch import Tensor
+
+from redline.disk import save, sync
+from redline.errors import ConfigError
+from redline.model.k2.checkpoint import Checkpoint, Weight
+from redline.ops.formats import E4M3_MOST, NVFP4_MOST
+from redline.ops.moe import gated
+from redline.quant.read import dense
+from redline.quant.stream import through
+from redline.quant.texts import Text
+from redline.wire.base import Record
+
+ROWS = 8192  # that a weight is calibrated by, at most: evenly from all that it read
+SEEN = 32  # rows below which an expert is not calibrated: its moments would be those of a handful of tokens
+UNSEEN = 512  # rows of the whole layer by which the largest activations of such an expert are told
+
+
+def digest_of(texts: Sequence[Text]) -> str:
+    """Hex; the same for the same texts in the same order."""
+    digest = blake2b(digest_size=16)
+    for text in texts:
+        digest.update(repr(text.tokens).encode())
+    return digest.hexdigest()
+
+
+def stored_bytes(checkpoint: Checkpoint, texts: Sequence[Text]) -> int:
+    """What the files take on disk, but for their headers."""
+    config = checkpoint.config
+    row = 2 * config.hidden_size
+    tokens = sum(len(text.tokens) for text in texts)
+    return tokens * (row * config.num_hidden_layers + 4 * config.num_experts_per_tok * config.moe_layers)
+
+
+class _Told(Record, frozen=True):
+    digest: str
+    layers: int
+
+
+class Inputs:
+    """The files of a finished pass. Several threads may read them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def of(self, checkpoint: Checkpoint, weight: Weight, device: torch.device) -> tuple[Tensor, int]:
+        """(what a weight's projection read, float32 [rows, inputs]; how many tokens that was by routing).
+
+        Where an expert was seen too rarely (fewer than SEEN), the rows are some of the whole layer's, and show no more
+        than how large its activations become.
+        """
+        at, _, projection = weight.name.removesuffix("_proj.weight").rpartition(".")
+        layer = int(at.split(".")[1])
+        x, seen = self._rows(layer, int(at.split(".")[4]) if weight.kind == "expert" else None)
+        x = x.to(device).float()
+        if projection == "down":
+            gate, up = (dense(checkpoint, _sibling(weight, name), device).float() for name in ("gate", "up"))
+            x = gated(x @ gate.T, x @ up.T)
+        return x, seen
+
+    def _rows(self, layer: int, expert: int | None) -> tuple[Tensor, int]:
+        with safe_open(_path(self._folder, layer), "pt") as file:
+            x = file.get_tensor("x")
+            if expert is None:
+                return _some(x, ROWS), len(x)
+            chosen = (file.get_tensor("ids") == expert).any(1).nonzero()[:, 0]
+            if len(chosen) < SEEN:
+                return _some(x, UNSEEN), len(chosen)
+            return x[_some(chosen, ROWS)], len(chosen)
+
+
+def input_scale(x: Tensor) -> float:
+    """The scale of 4-bit activations whose largest is that of x: of a whole tensor, as weights have one."""
+    largest = float(x.abs().max())
+    return largest / (NVFP4_MOST * E4M3_MOST) if largest > 0 else 1.0
+
+
+def _some(rows: Tensor, most: int) -> Tensor:
+    """At most so many rows, evenly from all."""
+    return rows if len(rows) <= most else rows[torch.arange(most) * len(rows) // most]
+
+
+def _sibling(weight: Weight, projection: str) -> Weight:
+    hidden, width = weight.shape
+    name = weight.name.replace(".down_proj.", f".{projection}_proj.")
+    return Weight(name, (width, hidden), weight.kind)
+
+
+def _path(folder: Path, layer: int) -> Path:
+    return folder / f"layer-{layer:05}.safetensors"
+
+
+def capture(
+    checkpoint: Checkpoint,
+    texts: Sequence[Text],
+    folder: Path,
+    device: torch.device,
+    progress: Callable[[int, int], object] = lambda layer, layers: None,
+) -> Inputs:
+    """Computes the inputs of every layer, or finds them: a finished pass over the same texts is not done again.
+
+    Raises OSError or SafetensorError where the disk is full.
+    """
+    told, layers = folder / "told.json", checkpoint.config.num_hidden_layers
+    new = _Told(digest=digest_of(texts), layers=layers)
+    if told.exists():
+        if msgspec.json.decode(told.read_bytes(), type=_Told) != new:
+            raise ConfigError(f"{folder}: calibrated with other texts: name another folder")
+        return Inputs(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    parts: list[tuple[Tensor, Tensor | None]] = []
+    whole = sum(len(text.tokens) for text in texts)
+
+    def listen(layer: int, x: Tensor, ids: Tensor | None) -> None:
+        parts.append((x.to("cpu", torch.bfloat16), None if ids is None else ids.cpu()))
+        if sum(len(x) for x, _ in parts) < whole:
+            return
+        tensors = {"x": torch.cat([x for x, _ in parts])}
+        chosen = [ids for _, ids in parts if ids is not None]
+        if chosen:
+            tensors["ids"] = torch.cat(chosen)
+        path = _path(folder, layer)
+        save_file(tensors, path)
+        sync(path)
+        parts.clear()
+
+    through(checkpoint, texts, device, listen, progress)
+    save(told, msgspec.json.encode(new))
+    return Inputs(folder)

@@ -1,0 +1,230 @@
+"""Units of conversion: which tensors a shard of the source becomes, and the weights that are computed together.
+
+A unit is what one worker takes: a weight, or gate and up of an expert, which share their tensor scale. Its new tensors
+stand where the source's codes stood. Everything that is no weight to convert passes through as bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from redline.errors import CheckpointError
+from redline.model.k2.checkpoint import Checkpoint, Stored
+from redline.model.k2.config import Int4Experts, Nvfp4Experts, Quantization
+from redline.model.k2.write import int4_tensors, nvfp4_tensors
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
+from redline.quant import int4, nvfp4
+from redline.quant.calibrate import SEEN, Inputs, input_scale
+from redline.quant.gptq import damping_of, output_error, round_gptq, second_moments
+from redline.quant.nvfp4 import Error, OutputError
+from redline.quant.read import dense
+from redline.quant.settings import Level, Task
+from redline.quant.shard import Entry, entry_of
+
+
+class Unit(NamedTuple):
+    """Weights that are computed together, and which of the source's bytes they replace."""
+
+    tasks: tuple[Task, ...]
+    entries: tuple[Entry, ...]  # of all of them, in the order in which `convert` gives their tensors
+    read: int  # bytes
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A unit's new tensors, on the CPU, and what rounding did to each of its weights, by logical name."""
+
+    tensors: list[Tensor]
+    errors: dict[str, Error]
+
+
+Item = Stored | Unit
+
+
+def items_of(checkpoint: Checkpoint, tasks: Mapping[str, Task], level: Level) -> list[list[Item]]:
+    """What each shard of the source becomes, in the order of its bytes."""
+    replaced = _replaced(checkpoint, tasks)
+    return [_items(file, checkpoint, tasks, replaced, level) for file in checkpoint.files]
+
+
+def _items(
+    file: Path,
+    checkpoint: Checkpoint,
+    tasks: Mapping[str, Task],
+    replaced: Mapping[str, Task | None],
+    level: Level,
+) -> list[Item]:
+    found: list[Item] = []
+    for stored in sorted(checkpoint.files[file].values(), key=lambda stored: stored.start):
+        if stored.name not in replaced:
+            found.append(stored)
+            continue
+        task = replaced[stored.name]
+        if task is None:
+            continue
+        pair = [tasks[weight.name] for weight in task.scaled_with]
+        here = [one for one in pair if checkpoint.parts(one.weight)[0].file == file]
+        first = min(here, key=lambda one: checkpoint.parts(one.weight)[0].start)
+        if task is first:
+            found.append(_unit(tuple(sorted(here, key=lambda one: one is not first)), checkpoint, level))
+    return found
+
+
+def _replaced(checkpoint: Checkpoint, tasks: Mapping[str, Task]) -> dict[str, Task | None]:
+    """The source's tensors that do not pass through: the codes of a weight with its task, what goes with them alone."""
+    found: dict[str, Task | None] = {}
+    for task in tasks.values():
+        codes, *others = checkpoint.parts(task.weight)
+        base = base_name(codes)
+        module = base.removesuffix("weight")
+        beside = [f"{base}_shape", f"{module}input_scale", f"{module}input_global_scale"]
+        found |= dict.fromkeys([*(part.name for part in others), *beside], None)
+        found[codes.name] = task
+    return found
+
+
+def entries_of(item: Item) -> list[Entry]:
+    """What of it stands in the new shard."""
+    if isinstance(item, Unit):
+        return list(item.entries)
+    return [Entry(item.name, item.dtype, item.shape, item.stop - item.start)]
+
+
+def base_name(codes: Stored) -> str:
+    """The stored name that ends in `.weight`, of the tensor that holds a weight's codes or the weight itself."""
+    return codes.name.removesuffix("_packed")
+
+
+def _unit(tasks: tuple[Task, ...], checkpoint: Checkpoint, level: Level) -> Unit:
+    entries: list[Entry] = []
+    for task in tasks:
+        N, K = task.weight.shape
+        match task.to:
+            case Nvfp4Experts():
+                packed = Nvfp4(_meta(torch.uint8, N, K // 2), _meta(torch.float8_e4m3fn, N, K // NVFP4_GROUP), _one())
+            case Int4Experts():
+                packed = Int4(_meta(torch.int32, N, K // 8), _meta(torch.bfloat16, N, K // INT4_GROUP))
+            case _:
+                packed = _meta(torch.bfloat16, N, K)
+        inputs = _one() if level == "calibrated" else None
+        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to, inputs)
+        entries += [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in made]
+    read = sum(part.stop - part.start for task in tasks for part in checkpoint.parts(task.weight))
+    return Unit(tasks, tuple(entries), read)
+
+
+def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _one() -> Tensor:
+    return _meta(torch.float32, 1)
+
+
+def _tensors(
+    name: str, packed: Nvfp4 | Int4 | Tensor, to: Quantization, inputs: Tensor | None
+) -> list[tuple[str, Tensor]]:
+    if isinstance(packed, Nvfp4):
+        assert isinstance(to, Nvfp4Experts)
+        return nvfp4_tensors(name, packed, to.maker, inputs)
+    return int4_tensors(name, packed) if isinstance(packed, Int4) else [(name, packed)]
+
+
+def convert(
+    unit: Unit, checkpoint: Checkpoint, level: Level, device: torch.device, inputs: Inputs | None = None
+) -> Converted:
+    """Reads a unit's weights and rounds them. inputs: what they read; for the level "calibrated".
+
+    Raises CheckpointError where a weight is not all finite numbers.
+    """
+    values = {task.weight.name: dense(checkpoint, task.weight, device) for task in unit.tasks}
+    scale, largest = _scale(unit, values, checkpoint, level, device)
+    quantised = isinstance(unit.tasks[0].to, Nvfp4Experts)
+    if inputs is not None and quantised:
+        return _calibrated(unit, values, scale, largest, checkpoint, inputs, device)
+    tensors: list[Tensor] = []
+    errors: dict[str, Error] = {}
+    for task in unit.tasks:
+        value = values.pop(task.weight.name)
+        match task.to:
+            case Nvfp4Experts():
+                packed, error = nvfp4.round_nvfp4(
+                    value, scale, nvfp4.MAX_SCALING if level == "fast" else nvfp4.SEARCHED
+                )
+            case Int4Experts():
+                packed, error = int4.round_int4(value, int4.MINMAX if level == "fast" else int4.SEARCHED)
+            case _:
+                packed = value.to(torch.bfloat16)
+                error = _error(value, packed)
+        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), packed, task.to, None)
+        tensors += [tensor.cpu() for _, tensor in made]
+        errors[task.weight.name] = error
+    return Converted(tensors, errors)
+
+
+def _calibrated(
+    unit: Unit,
+    values: Mapping[str, Tensor],
+    scale: float,
+    largest: float,
+    checkpoint: Checkpoint,
+    inputs: Inputs,
+    device: torch.device,
+) -> Converted:
+    """gate and up read the same, so they are rounded as one weight."""
+    x, seen = inputs.of(checkpoint, unit.tasks[0].weight, device)
+    moments = second_moments(x)
+    stacked = torch.cat([values[task.weight.name].float() for task in unit.tasks])
+    damping = damping_of(len(x), x.shape[1])
+    packed = round_gptq(stacked, moments, scale, damping) if seen >= SEEN else None
+    if packed is None:
+        packed, _ = nvfp4.round_nvfp4(stacked, scale, nvfp4.SEARCHED)
+    activations = torch.tensor([input_scale(x)])
+    tensors: list[Tensor] = []
+    errors: dict[str, Error] = {}
+    first = 0
+    for task in unit.tasks:
+        name, rows = task.weight.name, slice(first, first + task.weight.shape[0])
+        first = rows.stop
+        part = Nvfp4(packed.codes[rows].contiguous(), packed.scales[rows].contiguous(), packed.scale)
+        made = _tensors(base_name(checkpoint.parts(task.weight)[0]), part, task.to, activations)
+        tensors += [tensor.cpu() for _, tensor in made]
+        value = values[name].float()
+        plain, plain_error = nvfp4.round_nvfp4(value, nvfp4.max_scale(largest), nvfp4.MAX_SCALING)
+        errors[name] = replace(
+            _error(value, part.dequantize()),
+            max_scaling=plain_error.squared,
+            outputs=OutputError(
+                seen=seen,
+                calibrated=seen >= SEEN,
+                squared=output_error(value - part.dequantize(), moments),
+                output_squared=output_error(value, moments),
+                max_scaling=output_error(value - plain.dequantize(), moments),
+            ),
+        )
+    return Converted(tensors, errors)
+
+
+def _scale(
+    unit: Unit, values: Mapping[str, Tensor], checkpoint: Checkpoint, level: Level, device: torch.device
+) -> tuple[float, float]:
+    """(tensor scale of the unit's weights, their largest magnitude). A partner in another shard counts too."""
+    largest = 0.0
+    for weight in unit.tasks[0].scaled_with:
+        value = values[weight.name] if weight.name in values else dense(checkpoint, weight, device)
+        most = float(value.abs().max())
+        if not most < float("inf"):  # NaN too
+            raise CheckpointError(f"{weight.name}: expected finite numbers, found NaN or infinity")
+        largest = max(largest, most)
+    return nvfp4.max_scale(largest) if level == "fast" else nvfp4.exact_scale(largest), largest
+
+
+def _error(value: Tensor, rounded: Tensor) -> Error:
+    difference = value.float() - rounded.float()
+    squared = float(difference.square().sum(dtype=torch.float64))
+    whole = float(value.float().square().sum(dtype=torch.float64))
+    return Error(squared, whole, float(difference.abs().max()), squared)

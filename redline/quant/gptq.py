@@ -1,0 +1,88 @@
+"""Rounding that minimises the error of a layer's outputs: GPTQ (arXiv 2210.17323) on the grid of NVFP4.
+
+The squared output error of a weight rounded by D is tr(D M D^T), M the second moments of what it reads. Inputs are
+rounded one after another, and what rounding one does to the outputs is made good by those that are still to come, as
+far as M tells how. A block's scales are chosen when its turn comes, for the weights as they are by
+then, each input's error weighed by what it costs after the others have made good what they can.
+
+N outputs, K inputs, n rows that were read.
+"""
+
+import torch
+from torch import Tensor
+
+from redline.ops.formats import NVFP4_GROUP, NVFP4_MOST, Nvfp4
+from redline.quant.nvfp4 import WIDELY_SEARCHED, Part, packed, unit_of
+
+LEAST_DAMPING, MOST_DAMPING, DAMPING = 0.01, 3.0, 0.4  # the last times inputs over rows
+
+
+def damping_of(rows: int, inputs: int) -> float:
+    """How much of M's mean diagonal is added to all of it, where M is the mean over so many rows.
+
+    Few rows leave directions out that others will have, and tell of correlations that are not there: the fewer, the
+    more is added. Measured by `redline.bench.runs.quantizers`, from 32 rows of 512 inputs to 8,192.
+    """
+    return min(max(LEAST_DAMPING, DAMPING * inputs / rows), MOST_DAMPING)
+
+
+def second_moments(x_nK: Tensor) -> Tensor:
+    """float32 [K, K]: the mean of x^T x over the rows."""
+    x = x_nK.float()
+    return x.T @ x / len(x)
+
+
+def output_error(difference_NK: Tensor, moments_KK: Tensor) -> float:
+    """The squared error of the outputs, a row's mean, of weights that differ by so much."""
+    return float(((difference_NK.float() @ moments_KK) * difference_NK.float()).sum(dtype=torch.float64))
+
+
+def round_gptq(weight_NK: Tensor, moments_KK: Tensor, scale: float, damping: float) -> Nvfp4:
+    """A weight [N, K], K divisible by 16, under a tensor scale, rounded for inputs of these second moments.
+
+    damping: as `damping_of` gives it.
+
+    An input that is always zero is rounded to the nearest, at no cost.
+    """
+    N, K = weight_NK.shape
+    left = weight_NK.float().clone()  # what is still to be rounded, with what has to be made good
+    rounded = torch.empty_like(left)
+    bytes_ = torch.empty(N, K // NVFP4_GROUP, dtype=torch.int32, device=left.device)
+    upper = _inverse_root(moments_KK, damping)
+    cost = upper.diagonal().square().reciprocal()
+    part = Part(N, left.device)
+    for first in range(0, K, NVFP4_GROUP):
+        stop = first + NVFP4_GROUP
+        block, errors = left[:, first:stop], torch.empty(N, NVFP4_GROUP, device=left.device)
+        part.take(block, scale, cost[first:stop].expand(N, -1))
+        byte, _, _ = part.search(WIDELY_SEARCHED)
+        bytes_[:, first // NVFP4_GROUP] = byte
+        unit = unit_of(byte) * scale
+        for place in range(NVFP4_GROUP):
+            column = first + place
+            w = block[:, place]
+            value = nearest(w.abs() / unit) * unit * w.sign()
+            rounded[:, column] = value
+            error = (w - value) / upper[column, column]
+            errors[:, place] = error
+            block[:, place + 1 :] -= error[:, None] * upper[column, column + 1 : stop]
+        left[:, stop:] -= errors @ upper[first:stop, stop:]
+    return packed(rounded, scale, bytes_)
+
+
+def nearest(y: Tensor) -> Tensor:
+    """The nearest e2m1 of values from 0 on; of two equally near ones the even."""
+    step = (y.view(torch.int32) & 0x7F800000).view(torch.float32).clamp_(1, 4).mul_(0.75 * 2**23)
+    return (y + step).sub_(step).clamp_(max=NVFP4_MOST)
+
+
+def _inverse_root(moments: Tensor, damping: float) -> Tensor:
+    """Upper triangular U with U^T U = the inverse of the damped moments, float32 [K, K].
+
+    Its row k over its diagonal tells how inputs after k make good an error of k, and the diagonal what then is left.
+    """
+    damped = moments.clone()
+    diagonal = damped.diagonal()
+    diagonal[diagonal == 0] = 1.0
+    diagonal += damping * diagonal.mean()
+    return torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)

@@ -1,0 +1,200 @@
+"""Weights to NVFP4: which scale each block of 16 gets, and what that costs.
+
+w[n, k] is kept as e2m1(code) x e4m3(block scale) x tensor scale (`ops.formats.Nvfp4`). Max scaling, ModelOpt's rule,
+gives a block the scale max |w| / 6. Searching tries the neighbouring e4m3 numbers too and keeps what has the least
+squared error: one that maps the largest weight to 4 rather than to 6 wins for about half of all blocks, since the grid
+has no 5. Positive e4m3 numbers ascend with their bytes, so neighbours are bytes a few up or down.
+
+A searched weight has a power of two as its tensor scale. Then dividing by it (compressed-tensors) and multiplying by it
+(ModelOpt) is the same, and a weight has 2 + 4 significant bits: every reader decodes it to the same bf16, exactly.
+
+N outputs, K inputs, M blocks that are worked on together.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from redline.ops.formats import E4M3_MOST, NVFP4_GROUP, NVFP4_MOST, Nvfp4
+
+MAX_SCALING = (0,)
+# e4m3 bytes beside that of max |w| / 6. With -2 and 7 the search would find what trying all 126 finds; these two are
+# the best of one block in a hundred, and errors within 0.1 % without them (`redline.bench.runs.quantizers`).
+SEARCHED = (0, -1, 1, 5, 4, 6, 3, 2)
+WIDELY_SEARCHED = (*SEARCHED, -2, 7)  # where inputs do not weigh the same, they are wanted more often
+BLOCKS_CPU = 4096  # worked on together: 256 KiB of float32, so that all of it stays in a core's own cache
+BLOCKS_GPU = 1 << 20
+_LARGEST_BYTE = 126  # e4m3's 448; 127 is NaN
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """What rounding did to a weight's outputs over the calibration texts: mean squares of a token's outputs.
+
+    seen         tokens that came
+    calibrated   whether those were enough to round by
+    max_scaling  the squared error of max scaling
+    """
+
+    seen: int
+    calibrated: bool
+    squared: float
+    output_squared: float
+    max_scaling: float
+
+
+@dataclass(frozen=True)
+class Error:
+    """What rounding did to a weight: sums over it of (w - rounded)^2 and of w^2, and the largest |w - rounded|.
+
+    max_scaling: the first of these with max scaling in the place of the search; equal where nothing was searched.
+    outputs: where texts were read.
+    """
+
+    squared: float
+    weight_squared: float
+    largest: float
+    max_scaling: float
+    outputs: OutputError | None = None
+
+
+def max_scale(largest: float) -> float:
+    """The tensor scale of max scaling: the block of the largest |w| gets the largest e4m3, 448. 1 for a zero weight."""
+    return float(torch.tensor(largest / (NVFP4_MOST * E4M3_MOST))) if largest > 0 else 1.0
+
+
+def exact_scale(largest: float) -> float:
+    """The power of two under which a block of the largest |w| reaches every searched scale, max |w| / 3 at most.
+
+    Nothing is saturated then. A block's scale is a normal e4m3 where its largest weight is more than 1/7,168 of the
+    tensor's, so that it has all three bits of its fraction. 1 for a zero weight.
+    """
+    return 2.0 ** math.ceil(math.log2(largest / (3 * E4M3_MOST))) if largest > 0 else 1.0
+
+
+def round_nvfp4(
+    weight_NK: Tensor, scale: float, offsets: Sequence[int], importance_K: Tensor | None = None
+) -> tuple[Nvfp4, Error]:
+    """A weight [N, K] of any float dtype, K divisible by 16, under a tensor scale.
+
+    offsets       which e4m3 bytes a block tries, counted from that of its max |w| / 6, which must be among them
+    importance_K  float32, how much the squared error of each input weighs where scales are chosen; None: all the same
+
+    A block of zeros gets the smallest scale, and codes of zero. Of two equally near values the code is the even one.
+    """
+    N, K = weight_NK.shape
+    device = weight_NK.device
+    blocks = weight_NK.reshape(-1, NVFP4_GROUP)
+    codes = torch.empty(N * K // NVFP4_GROUP, NVFP4_GROUP // 2, dtype=torch.uint8, device=device)
+    scales = torch.empty(N * K // NVFP4_GROUP, dtype=torch.uint8, device=device)
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    largest = torch.zeros((), device=device)
+    weights = None
+    if importance_K is not None:  # the block at place m has columns (m mod K / 16)
+        weights = importance_K.float().view(-1, NVFP4_GROUP).repeat(N, 1)
+    together = BLOCKS_CPU if device.type == "cpu" else BLOCKS_GPU
+    part = Part(0, device)
+    for first in range(0, blocks.shape[0], together):
+        some = slice(first, first + together)
+        if part.blocks != blocks[some].shape[0]:
+            part = Part(blocks[some].shape[0], device)
+        part.take(blocks[some], scale, None if weights is None else weights[some])
+        byte, squared, plain = part.search(offsets)
+        codes[some], farthest = part.codes(byte)
+        scales[some] = byte.to(torch.uint8)
+        largest = torch.maximum(largest, farthest)
+        sums += torch.stack([squared.sum(), torch.dot(part.w.view(-1), part.w.view(-1)), plain.sum()])
+    squared, whole, plain = (sums * scale * scale).tolist()
+    packed = Nvfp4(
+        codes.view(N, K // 2),
+        scales.view(torch.float8_e4m3fn).view(N, K // NVFP4_GROUP),
+        torch.tensor([scale], device=device),
+    )
+    return packed, Error(squared, whole, largest.item() * scale, plain)
+
+
+def packed(rounded_NK: Tensor, scale: float, bytes_NB: Tensor) -> Nvfp4:
+    """Weights [N, K] that are rounded already, to numbers of the blocks' scales: e4m3 bytes, integers [N, K / 16]."""
+    N, K = rounded_NK.shape
+    part = Part(N * K // NVFP4_GROUP, rounded_NK.device)
+    part.take(rounded_NK.reshape(-1, NVFP4_GROUP), scale, None)
+    codes, _ = part.codes(bytes_NB.reshape(-1).int())
+    scales = bytes_NB.to(torch.uint8).view(torch.float8_e4m3fn)
+    return Nvfp4(codes.reshape(N, K // 2), scales, torch.tensor([scale], device=rounded_NK.device))
+
+
+class Part:
+    """M blocks, and memory to work on them that is taken once: fresh memory costs a core as much as an operation.
+
+    w  |weights| over the tensor scale, float32 [16, M], so that sums over a block run along the first axis
+    """
+
+    def __init__(self, blocks: int, device: torch.device) -> None:
+        self.blocks = blocks
+        shape = NVFP4_GROUP, blocks
+        self.w, self._y, self._step, self._value = (torch.empty(shape, device=device) for _ in range(4))
+        self._sign, self._code = (torch.empty(shape, dtype=torch.int32, device=device) for _ in range(2))
+        self._importance: Tensor | None = None
+
+    def take(self, blocks: Tensor, scale: float, importance: Tensor | None) -> None:
+        """Weights [M, 16] and what their errors weigh, or None."""
+        self.w.copy_(blocks.T)
+        torch.bitwise_right_shift(self.w.view(torch.int32), 28, out=self._sign).bitwise_and_(8)
+        self.w.abs_().div_(scale)
+        self._importance = None if importance is None else importance.T.contiguous()
+
+    def search(self, offsets: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """(e4m3 byte int32 [M] with the least error, its squared error [M], that of max scaling [M])."""
+        middle = (self.w.amax(0) / NVFP4_MOST).clamp_(max=E4M3_MOST).to(torch.float8_e4m3fn).view(torch.uint8).int()
+        best_byte, best, plain = middle, torch.empty(0), torch.empty(0)
+        for number, offset in enumerate((0, *(one for one in offsets if one))):
+            byte = (middle + offset).clamp_(1, _LARGEST_BYTE)
+            unit = unit_of(byte)
+            y = torch.mul(self.w, 1 / unit, out=self._y)
+            error = self._nearest(y, self._value, clipped=offset <= 0).sub_(y).square_()
+            if self._importance is not None:
+                error.mul_(self._importance)
+            squared = error.sum(0).mul_(unit).mul_(unit)
+            if not number:
+                best_byte, best, plain = byte, squared, squared
+                continue
+            better = squared < best
+            best_byte, best = torch.where(better, byte, best_byte), torch.where(better, squared, best)
+        return best_byte, best, plain
+
+    def codes(self, byte: Tensor) -> tuple[Tensor, Tensor]:
+        """Of blocks under these scales: codes in pairs, uint8 [M, 8]; the largest |error| over the tensor scale, []."""
+        unit = unit_of(byte)
+        y = torch.div(self.w, unit, out=self._y)
+        value = self._nearest(y, self._value)
+        farthest = y.sub_(value).abs_().amax(0).mul_(unit).max()
+        # From 1 on a code counts the exponent and the first bit of the fraction; below, halves.
+        code = torch.bitwise_right_shift(value.view(torch.int32), 22, out=self._code).sub_(252)
+        torch.maximum(code, torch.mul(value, 2, out=self._step).clamp_(max=1).int(), out=code)
+        nibbles = code.bitwise_or_(self._sign).to(torch.uint8)
+        return (nibbles[0::2] | nibbles[1::2] << 4).T, farthest
+
+    def _nearest(self, y: Tensor, out: Tensor, clipped: bool = True) -> Tensor:
+        """Writes and gives the nearest e2m1 of values from 0 on: steps of 1/2 up to 2, of 1 to 4, of 2 to 6.
+
+        clipped: False where no value is above 6, since the scale is above max |w| / 6.
+
+        A float32 between 2^23 and 2^24 is an integer, so adding 1.5 x 2^23 steps and taking them off again rounds to
+        steps, of two equally near ones to the even.
+        """
+        step = self._step
+        torch.bitwise_and(y.view(torch.int32), 0x7F800000, out=step.view(torch.int32))
+        step.clamp_(1, 4).mul_(0.75 * 2**23)
+        torch.add(y, step, out=out).sub_(step)
+        return out.clamp_(max=NVFP4_MOST) if clipped else out
+
+
+def unit_of(byte: Tensor) -> Tensor:
+    """The e4m3 numbers of positive bytes, int32 -> float32: their bits stand as they are, but for the exponent's bias.
+
+    torch's own conversion takes as long as half of all else.
+    """
+    return (byte << 20).view(torch.float32) * 2.0**120

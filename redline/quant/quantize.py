@@ -1,0 +1,477 @@
+"""`redline quantize`: a checkpoint becomes another, shard by shard, and says what it lost.
+
+A shard is written beside its place, renamed, then named by a record with its SHA-256 in OUT/.quantize. So a kill at any
+byte loses at most the shard in the making: the same command proves what is there by its checksum and goes on. Nothing
+is deleted on failure. The index comes last: a folder with an index is whole.
+"""
+
+import math
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from redline.disk import alone, check_room, human, is_full, save, written
+from redline.errors import ConfigError
+from redline.limits import processors
+from redline.model.k2.checkpoint import Checkpoint, weights
+from redline.model.k2.config import Nvfp4Experts, read_json
+from redline.model.k2.write import CONFIG, INDEX
+from redline.model.k2.write_quantized import hf_quant_config, requantized
+from redline.progress import Working
+from redline.quant.calibrate import ROWS, SEEN, Inputs, capture, digest_of, stored_bytes
+from redline.quant.convert import Converted, Item, Unit, convert, entries_of, items_of
+from redline.quant.nvfp4 import Error
+from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig, check, kept, tasks
+from redline.quant.shard import Entry, file_bytes, measured, write_shard
+from redline.quant.texts import Text
+from redline.wire.base import Record
+from redline.worker.engine import pick_device
+
+HF_QUANT = "hf_quant_config.json"
+RESULT = "quantize.json"
+WORK, INPUTS = ".quantize", "inputs"
+T = TypeVar("T")
+NAMED = 20  # of the weights that are beyond their bound
+UNITS_A_GPU = 4  # computed side by side on each GPU, so that copies hide behind work
+_NOT_COPIED = {CONFIG, INDEX, HF_QUANT, RESULT}
+
+
+class Job(Record, frozen=True):
+    """All that the bytes of the result depend on."""
+
+    fingerprint: str  # of the source
+    format: Format
+    level: Level
+    also: tuple[str, ...]
+    texts: str  # a hash of the calibration texts; empty where there are none
+    redline: str  # its version
+
+
+class WeightError(Record, frozen=True):
+    """What rounding did to a weight.
+
+    relative        root of sum (w - rounded)^2 over sum w^2
+    largest         |w - rounded|
+    to_max_scaling  the error over that of max scaling; 1 where that is none
+
+    Of a calibrated one also, over the calibration texts:
+
+    seen                   tokens that came to it; too few, and it was searched (`searched`)
+    output                 root of the outputs' squared error over their squares
+    output_to_max_scaling  that error over that of max scaling
+    """
+
+    relative: float
+    largest: float
+    to_max_scaling: float
+    seen: int | None = None
+    searched: bool = False
+    output: float | None = None
+    output_to_max_scaling: float | None = None
+
+
+class ShardDone(Record, frozen=True):
+    """A finished shard: a file of OUT, its size, its checksum, its weights that were rounded."""
+
+    file: str
+    bytes: int
+    sha256: str
+    weights: dict[str, WeightError]
+
+
+class Result(Record, frozen=True):
+    """What OUT/quantize.json holds."""
+
+    job: Job
+    shards: tuple[ShardDone, ...]
+
+
+def run(config: QuantizeConfig, console: Console, texts: Sequence[Text] = ()) -> int:
+    """0; 1 where the disk is full, or a weight's error is beyond its bound.
+
+    texts: what the level "calibrated" rounds by. Raises ConfigError and CheckpointError.
+    """
+    checkpoint = Checkpoint.open(config.source)
+    check(config, checkpoint)
+    if (config.level == "calibrated") != bool(texts):
+        raise ConfigError(f"level: {config.level} {'reads no' if texts else 'needs'} texts")
+    out = Path(config.out)
+    if out.resolve() == Path(config.source).resolve():
+        raise ConfigError(f"{out}: is the source; name another folder")
+    with alone(out):
+        return _run(config, checkpoint, texts, console)
+
+
+def _run(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text], console: Console) -> int:
+    def say(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+    work = plan(config, checkpoint, texts)
+    for line in explain(work):
+        say(line)
+    try:
+        with Working("checking what is there") as working:
+            done = _finished(work, working)
+            if (work.out / INDEX).exists() and len(done) == len(work.shards):
+                shutil.rmtree(work.out / WORK)
+                say(f"{work.out}: is whole already: {len(done)} shards, each with its checksum")
+                return _judge(list(done.values()), config.most_weight_error, say)
+            if done:
+                say(f"{len(done)} of {len(work.shards)} shards are there, with their checksums; the rest follows")
+            _check_room(work, done)
+            inputs = None
+            if texts and len(done) < len(work.shards):
+                inputs = capture(
+                    checkpoint,
+                    texts,
+                    work.out / WORK / INPUTS,
+                    work.devices[0],
+                    lambda layer, layers: working.show(layer, layers, what="calibration texts, layer by layer"),
+                )
+            shards = _convert_all(work, done, inputs, working)
+        _finish(work, shards)
+    except Exception as error:  # safetensors has an error of its own for a full disk
+        if not is_full(error):
+            raise
+        say(f"the disk is full: {work.out} keeps its finished shards; the same command goes on", "red")
+        return 1
+    for line in summary(shards):
+        say(line)
+    return _judge(shards, config.most_weight_error, say)
+
+
+def _judge(shards: Sequence[ShardDone], most: float, say: Callable[[str, str], None]) -> int:
+    """1 where a weight's error is beyond the bound, which is named; else 0."""
+    errors = [(error.relative, name) for shard in shards for name, error in shard.weights.items()]
+    over = sorted(((error, name) for error, name in errors if not error <= most), reverse=True)
+    for error, name in over[:NAMED]:
+        say(f"weight error of {name}: {error:.4f}, at most {most:g}", "red")
+    if len(over) > NAMED:
+        say(f"and {len(over) - NAMED:,} more", "red")
+    return int(bool(over))
+
+
+# ------------------------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the result: what of the source it is made of."""
+
+    file: str
+    items: tuple[Item, ...]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What it holds, in order."""
+        return [entry for item in self.items for entry in entries_of(item)]
+
+    @property
+    def read(self) -> int:
+        """Bytes of the source that go into it."""
+        return sum(_read(item) for item in self.items)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is known before the first weight is read."""
+
+    config: QuantizeConfig
+    checkpoint: Checkpoint
+    out: Path
+    job: Job
+    shards: tuple[Shard, ...]
+    devices: tuple[torch.device, ...]
+    workers: int
+    calibration: int  # bytes on disk
+
+    @property
+    def bytes(self) -> int:
+        """Of all shards of the result."""
+        return sum(file_bytes(shard.entries) for shard in self.shards)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of memory at the peak, at most: of units that are computed, or wait to be written."""
+        units = [item for shard in self.shards for item in shard.items if isinstance(item, Unit)]
+        new = max((sum(entry.bytes for entry in unit.entries) for unit in units), default=0)
+        wide = max((sum(math.prod(task.weight.shape) for task in unit.tasks) for unit in units), default=0)
+        on_host = self.devices[0].type == "cpu"
+        moments = max((task.weight.shape[1] for unit in units for task in unit.tasks), default=0) ** 2
+        computed = WIDE_BYTES * wide + (4 * MOMENTS * moments + 4 * ROWS * math.isqrt(moments)) * (self.calibration > 0)
+        return self.workers * (computed * on_host + AHEAD * new)
+
+
+AHEAD = 2  # units for each worker that are begun before the one that is written
+WIDE_BYTES = 16  # a value of a unit on its way: its code as an integer, the float32 of it, scaled, and rounded
+MOMENTS = 4  # matrices of second moments at once, while one is inverted
+
+
+def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] = ()) -> Plan:
+    """What will be done. Reads no weight."""
+    from redline import __version__
+
+    todo = tasks(config, checkpoint, list(weights(checkpoint.config)))
+    sources = list(checkpoint.files)
+    names = [f"model-{number:05}-of-{len(sources):05}.safetensors" for number in range(1, len(sources) + 1)]
+    items = items_of(checkpoint, todo, config.level)
+    shards = [Shard(name, tuple(here)) for name, here in zip(names, items, strict=True)]
+    devices = _devices(config.device)
+    workers = config.workers
+    if workers is None:
+        workers = processors() if devices[0].type == "cpu" else UNITS_A_GPU * len(devices)
+    if workers < 1:
+        raise ConfigError(f"workers is {workers}; expected at least 1")
+    job = Job(
+        fingerprint=checkpoint.fingerprint,
+        format=config.format,
+        level=config.level,
+        also=tuple(sorted(config.also)),
+        texts=digest_of(texts) if texts else "",
+        redline=__version__,
+    )
+    calibration = stored_bytes(checkpoint, texts) if texts else 0
+    return Plan(config, checkpoint, Path(config.out), job, tuple(shards), devices, workers, calibration)
+
+
+def explain(work: Plan) -> list[str]:
+    """The plan in lines: what is read and written, and the memory it takes."""
+    read = sum(shard.read for shard in work.shards)
+    units = sum(isinstance(item, Unit) for shard in work.shards for item in shard.items)
+    where = f"{work.workers} workers on {', '.join(map(str, work.devices))}"
+    return [
+        f"{work.config.source} -> {work.config.format}, {work.config.level}: {human(read)} in {len(work.shards)} "
+        f"shards become {human(work.bytes)}; {units:,} weights or pairs of them, {where}",
+        f"memory at the peak: {human(work.memory)} at most, beside the program's own",
+    ]
+
+
+def _devices(name: str | None) -> tuple[torch.device, ...]:
+    device = pick_device(name)
+    if device.type == "cpu":
+        return (device,)
+    return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+
+
+def _read(item: Item) -> int:
+    return item.read if isinstance(item, Unit) else item.stop - item.start
+
+
+# ---------------------------------------------------------------------------------------------------------- resuming
+
+
+def _finished(work: Plan, working: Working) -> dict[str, ShardDone]:
+    """The shards that are there and have their checksum, by file.
+
+    Raises ConfigError where the folder holds something else.
+    """
+    folder, records = work.out / WORK, list[ShardDone]()
+    if (folder / "job.json").exists():
+        job = _decoded(folder / "job.json", Job)
+        records = [_decoded(path, ShardDone) for path in sorted(folder.glob("model-*.json"))]
+    elif (work.out / RESULT).exists():
+        result = _decoded(work.out / RESULT, Result)
+        job, records = result.job, list(result.shards)
+    elif any((work.out / name).exists() for name in (CONFIG, INDEX)) or list(work.out.glob("*.safetensors")):
+        raise ConfigError(f"{work.out}: holds a checkpoint that `redline quantize` has not made: name another folder")
+    else:
+        job = work.job
+    for field in Job.__struct_fields__:
+        was, now = getattr(job, field), getattr(work.job, field)
+        if was != now:
+            raise ConfigError(f"{work.out}: begun with {field} {was}, this run has {now}: name another folder")
+    with written(folder):
+        folder.mkdir(exist_ok=True)
+    save(folder / "job.json", msgspec.json.encode(work.job))
+    total, read, found = sum(record.bytes for record in records), 0, dict[str, ShardDone]()
+    for record in records:
+        working.show(read / max(total, 1), 1.0)
+        path = work.out / record.file
+        if path.exists() and path.stat().st_size == record.bytes and measured(path).sha256 == record.sha256:
+            found[record.file] = record
+        read += record.bytes
+    return found
+
+
+def _decoded(path: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (msgspec.DecodeError, OSError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _check_room(work: Plan, done: Mapping[str, ShardDone]) -> None:
+    needed = sum(file_bytes(shard.entries) for shard in work.shards if shard.file not in done)
+    if needed and not (work.out / WORK / INPUTS / "told.json").exists():
+        needed += work.calibration
+    check_room(work.out, needed, f"{len(work.shards) - len(done)} shards take")
+
+
+# -------------------------------------------------------------------------------------------------------------- work
+
+
+def _convert_all(work: Plan, done: Mapping[str, ShardDone], inputs: Inputs | None, working: Working) -> list[ShardDone]:
+    """The records of all shards, after those that were not there have been written."""
+    left = [shard for shard in work.shards if shard.file not in done]
+    total, read, began = sum(shard.read for shard in left), 0, time.monotonic()
+
+    def progress(count: int) -> None:
+        nonlocal read
+        read += count
+        rate = human(round(read / max(time.monotonic() - began, 1e-9)))
+        working.show(read / max(total, 1), 1.0, what="quantize", note=f"{rate}/s")
+
+    records = dict(done)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, processors() // work.workers))  # of each worker
+    try:
+        with ThreadPoolExecutor(work.workers, "quantize") as pool:
+            for shard in left:
+                records[shard.file] = _convert_shard(work, shard, inputs, pool, progress)
+    finally:
+        torch.set_num_threads(threads)
+    return [records[shard.file] for shard in work.shards]
+
+
+def _convert_shard(
+    work: Plan, shard: Shard, inputs: Inputs | None, pool: ThreadPoolExecutor, progress: Callable[[int], None]
+) -> ShardDone:
+    errors: dict[str, Error] = {}
+    with written(work.out):
+        made = write_shard(work.out / shard.file, shard.entries, _data(work, shard, inputs, pool, progress, errors))
+    record = ShardDone(
+        file=shard.file,
+        bytes=made.bytes,
+        sha256=made.sha256,
+        weights={name: weight_error(error) for name, error in errors.items()},
+    )
+    save(work.out / WORK / f"{Path(shard.file).stem}.json", msgspec.json.encode(record))
+    return record
+
+
+def _data(
+    work: Plan,
+    shard: Shard,
+    inputs: Inputs | None,
+    pool: ThreadPoolExecutor,
+    progress: Callable[[int], None],
+    errors: dict[str, Error],
+) -> Iterator[Tensor]:
+    """The shard's tensors in order, while workers are some units ahead. Fills `errors`."""
+    waiting: deque[tuple[Item, Future[Converted] | None]] = deque()
+    begun = 0
+
+    def first() -> Iterator[Tensor]:
+        nonlocal begun
+        item, future = waiting.popleft()
+        if future is None:
+            assert not isinstance(item, Unit)
+            yield work.checkpoint.raw(item) if item.stop > item.start else torch.empty(0, dtype=torch.uint8)
+        else:
+            begun -= 1
+            made = future.result()
+            errors.update(made.errors)
+            yield from made.tensors
+        progress(_read(item))
+
+    try:
+        for number, item in enumerate(shard.items):
+            future = None
+            if isinstance(item, Unit):
+                device = work.devices[number % len(work.devices)]
+                future = pool.submit(convert, item, work.checkpoint, work.config.level, device, inputs)
+                begun += 1
+            waiting.append((item, future))
+            while begun > AHEAD * work.workers:
+                yield from first()
+        while waiting:
+            yield from first()
+    finally:
+        for _, future in waiting:
+            if future is not None:
+                future.cancel()
+
+
+def weight_error(error: Error) -> WeightError:
+    """The sums of a weight as ratios."""
+    outputs = error.outputs
+    return WeightError(
+        relative=_ratio(error.squared, error.weight_squared, 0.0),
+        largest=error.largest,
+        to_max_scaling=_ratio(error.squared, error.max_scaling, 1.0),
+        seen=None if outputs is None else outputs.seen,
+        searched=outputs is not None and not outputs.calibrated,
+        output=None if outputs is None else _ratio(outputs.squared, outputs.output_squared, 0.0),
+        output_to_max_scaling=None if outputs is None else _ratio(outputs.squared, outputs.max_scaling, 1.0),
+    )
+
+
+def _ratio(squared: float, to: float, without: float) -> float:
+    return (squared / to) ** 0.5 if to > 0 else without
+
+
+# -------------------------------------------------------------------------------------------------------------- end
+
+
+def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
+    """All that stands beside the shards. The index is the last."""
+    source, out = Path(work.config.source), work.out
+    with written(out):
+        for path in sorted(source.iterdir()):
+            beside = path.is_file() and not path.name.startswith(".") and ".safetensors" not in path.name
+            if beside and path.name not in _NOT_COPIED:
+                shutil.copyfile(path, out / path.name)
+    activations = work.config.level == "calibrated"
+    to, names = FORMATS[work.config.format], kept(work.config, work.checkpoint)
+    _save(out / CONFIG, requantized(read_json(source / CONFIG), to, names, activations=activations))
+    if to == Nvfp4Experts("ModelOpt"):
+        _save(out / HF_QUANT, hf_quant_config(names, activations=activations))
+    _save(out / RESULT, msgspec.to_builtins(Result(job=work.job, shards=tuple(shards))))
+    weight_map = {entry.name: shard.file for shard in work.shards for entry in shard.entries}
+    size = sum(entry.bytes for shard in work.shards for entry in shard.entries)
+    _save(out / INDEX, {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))})
+    Checkpoint.open(out)  # proves what was written: every name, dtype, shape and size
+    shutil.rmtree(out / WORK)
+
+
+def _save(path: Path, value: Any) -> None:
+    save(path, msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    os.chmod(path, 0o644)
+
+
+def summary(shards: Sequence[ShardDone]) -> list[str]:
+    """Lines that tell what rounding did, by projection, with the worst weight of each."""
+    by_projection: dict[str, list[tuple[str, WeightError]]] = {}
+    for shard in shards:
+        for name, error in shard.weights.items():
+            by_projection.setdefault(name.split(".")[-2], []).append((name, error))
+    lines: list[str] = []
+    for projection, found in sorted(by_projection.items()):
+        count = len(found)
+        mean = (sum(error.relative**2 for _, error in found) / count) ** 0.5
+        ratio = sum(error.to_max_scaling for _, error in found) / count
+        name, worst = max(found, key=lambda one: one[1].relative)
+        lines.append(
+            f"{projection}: {count:,} weights, error {mean:.4f} of the weight ({ratio:.3f} of max scaling's); "
+            f"worst {worst.relative:.4f}, {name}"
+        )
+    every = [error for shard in shards for error in shard.weights.values() if error.output_to_max_scaling is not None]
+    if every:
+        ratio = sum(error.output_to_max_scaling or 0.0 for error in every) / len(every)
+        rare = sum(error.searched for error in every)
+        lines.append(
+            f"outputs over the calibration texts: {ratio:.3f} of max scaling's error; {rare:,} of {len(every):,} "
+            f"weights were seen by fewer than {SEEN} tokens, and searched"
+        )
+    return lines

@@ -1,0 +1,24 @@
+"""A checkpoint's weight as numbers, whatever its format."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from redline.model.k2.checkpoint import Checkpoint, Projection, Weight
+from redline.ops.formats import Int4, Nvfp4
+
+
+def dense(checkpoint: Checkpoint, weight: Weight, device: torch.device) -> Tensor:
+    """A weight [N, K] dequantised: float32 from 4 bits, else bf16 or as stored."""
+    if weight.kind != "expert":
+        return checkpoint.plain(weight.name).to(device)
+    _, layer, _, _, expert, projection, _ = weight.name.split(".")
+    stored = checkpoint.expert(int(layer), int(expert), cast(Projection, projection.removesuffix("_proj")))
+    match stored:
+        case Int4(packed, scale):
+            return Int4(packed.to(device), scale.to(device)).dequantize()
+        case Nvfp4(codes, scales, scale):
+            return Nvfp4(codes.to(device), scales.to(device), scale.to(device)).dequantize()
+        case Tensor():
+            return stored.to(device)

@@ -1,0 +1,145 @@
+"""What `redline quantize` is told, and which weights that concerns."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from redline.errors import ConfigError
+from redline.model.k2.checkpoint import Checkpoint, Weight
+from redline.model.k2.config import Fp8Blocks, Int4Experts, Nvfp4Experts, Quantization, Unquantized
+from redline.ops.formats import INT4_GROUP, NVFP4_GROUP
+from redline.wire.base import Record
+
+Format = Literal["nvfp4-modelopt", "nvfp4-ct", "int4", "bf16"]
+Level = Literal["fast", "search", "calibrated"]
+ALSO = ("shared", "dense")
+
+FORMATS: dict[Format, Quantization] = {
+    "nvfp4-modelopt": Nvfp4Experts("ModelOpt"),
+    "nvfp4-ct": Nvfp4Experts("compressed-tensors"),
+    "int4": Int4Experts(),
+    "bf16": Unquantized(),
+}
+_SHARED = re.compile(r"layers\.\d+\.mlp\.shared_experts\..*")
+_DENSE = re.compile(r"layers\.\d+\.mlp\.(gate|up|down)_proj\.weight")
+
+
+class QuantizeConfig(Record, frozen=True, kw_only=True):
+    """What `redline quantize` is told."""
+
+    source: str  # a checkpoint's folder
+    out: str  # a folder
+    format: Format = "nvfp4-modelopt"
+    level: Level = "search"
+    also: tuple[str, ...] = ()  # of ALSO: what is quantised beside the routed experts
+    workers: int | None = (
+        None  # weights that are computed side by side; absent: one for each core, or four for each GPU
+    )
+    device: str | None = None  # cpu or cuda; absent: the GPUs, if there are any
+    most_weight_error: float = 0.15  # of any weight; `quant.audit.Bounds` tells what that is
+
+
+@dataclass(frozen=True)
+class Task:
+    """A weight that is stored anew. `scaled_with` (itself among them) share its tensor scale: gate and up."""
+
+    weight: Weight
+    to: Quantization  # Unquantized: bf16
+    scaled_with: tuple[Weight, ...]
+
+
+def check(config: QuantizeConfig, checkpoint: Checkpoint) -> None:
+    """Raises ConfigError where this cannot be made of this checkpoint."""
+    source, target = checkpoint.config.quantization, FORMATS[config.format]
+    if not set(config.also) <= set(ALSO):
+        raise ConfigError(f"also: {', '.join(config.also)}; expected {' or '.join(ALSO)}")
+    if config.also and not isinstance(target, Nvfp4Experts):
+        raise ConfigError(f"also: in a checkpoint of {config.format} only routed experts are quantised")
+    if config.level == "calibrated" and not isinstance(target, Nvfp4Experts):
+        raise ConfigError(f"level: calibrated is for NVFP4; {config.format} has fast and search")
+    if isinstance(source, Nvfp4Experts) and isinstance(target, Nvfp4Experts):
+        raise ConfigError(f"{config.source}: is NVFP4 ({source.maker}) already; rounding it again would only lose")
+    if type(source) is type(target):
+        raise ConfigError(f"{config.source}: is stored as {config.format} already")
+    group = NVFP4_GROUP if isinstance(target, Nvfp4Experts) else INT4_GROUP if isinstance(target, Int4Experts) else 1
+    for key in ("hidden_size", "moe_intermediate_size", *(("intermediate_size",) if "dense" in config.also else ())):
+        if getattr(checkpoint.config, key) % group:
+            raise ConfigError(
+                f"{config.source}: {key} is {getattr(checkpoint.config, key)}; needs a multiple of {group}"
+            )
+
+
+def tasks(config: QuantizeConfig, checkpoint: Checkpoint, weights: list[Weight]) -> dict[str, Task]:
+    """Which of the model's weights are stored anew, by logical name. All others keep their bytes.
+
+    Beside what is asked for, those whose present form the new config.json could not say, which become bf16: FP8
+    attention, or what an NVFP4 file has quantised beside the experts.
+    """
+    target = FORMATS[config.format]
+    by_name = {weight.name: weight for weight in weights}
+    found: dict[str, Task] = {}
+    for weight in weights:
+        if _chosen(weight, config):
+            found[weight.name] = Task(weight, target, _pair(weight, by_name))
+        elif isinstance(checkpoint.config.quantization, Fp8Blocks | Nvfp4Experts) and len(checkpoint.parts(weight)) > 1:
+            found[weight.name] = Task(weight, Unquantized(), (weight,))
+    return found
+
+
+def _chosen(weight: Weight, config: QuantizeConfig) -> bool:
+    return (
+        weight.kind == "expert"
+        or ("shared" in config.also and _SHARED.fullmatch(weight.name) is not None)
+        or ("dense" in config.also and _DENSE.fullmatch(weight.name) is not None)
+    )
+
+
+def _pair(weight: Weight, by_name: dict[str, Weight]) -> tuple[Weight, ...]:
+    """Engines compute gate and up in one product, which has one tensor scale."""
+    for this, other in ((".gate_proj.", ".up_proj."), (".up_proj.", ".gate_proj.")):
+        if this in weight.name:
+            return weight, by_name[weight.name.replace(this, other)]
+    return (weight,)
+
+
+def kept(config: QuantizeConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The modules that are not quantised, in the format's own patterns: what stands in its config.json."""
+    if config.format == "nvfp4-modelopt":
+        return _globs(config, checkpoint)
+    expressions = ["re:.*lm_head$", "re:.*self_attn.*"]
+    expressions += [] if "shared" in config.also else ["re:.*shared_experts.*"]
+    # Routed experts read `mlp.experts.N.gate_proj`, so this is the dense layers alone.
+    expressions += [] if "dense" in config.also else [r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"]
+    if config.format == "int4":
+        return ("lm_head", *expressions[1:])  # as published
+    expressions += [r"re:.*mlp\.gate$", "re:.*embed_tokens$"]
+    names = [name for tensors in checkpoint.files.values() for name in tensors]
+    for tower in ("vision_tower", "mm_projector"):
+        expressions += [f"re:.*{tower}.*"] * any(name.startswith(tower) for name in names)
+    return (*expressions, *(rf"re:.*layers\.{layer}\..*" for layer in _drafting(checkpoint)))
+
+
+def _globs(config: QuantizeConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """As in NVIDIA's files: the head, each layer's attention, the shared experts, the dense layers, the towers."""
+    model = checkpoint.config
+    names = [name for tensors in checkpoint.files.values() for name in tensors]
+    at = next(name for name in names if name.endswith("embed_tokens.weight")).removesuffix("embed_tokens.weight")
+    found = {f"{at}layers.{layer}*" for layer in _drafting(checkpoint)}
+    found |= {name.removesuffix(".weight") for name in names if name.endswith("lm_head.weight")}
+    for layer in range(model.num_hidden_layers):
+        dense = not model.is_moe(layer)
+        if dense and "dense" not in config.also:
+            found.add(f"{at}layers.{layer}.*")  # not `layers.1*`, which would be layer 10 too
+            continue
+        found.add(f"{at}layers.{layer}.self_attn*")
+        if not dense and "shared" not in config.also:
+            found.add(f"{at}layers.{layer}.mlp.shared_experts*")
+    found |= {f"{tower}*" for tower in ("vision_tower", "mm_projector") if any(n.startswith(tower) for n in names)}
+    return tuple(sorted(found))
+
+
+def _drafting(checkpoint: Checkpoint) -> list[int]:
+    """The layers past the last, which are for drafting (MTP) and pass through."""
+    names = [name for tensors in checkpoint.files.values() for name in tensors]
+    layers = {int(match[1]) for name in names if (match := re.search(r"(?:^|\.)layers\.(\d{1,6})\.", name))}
+    return sorted(layer for layer in layers if layer >= checkpoint.config.num_hidden_layers)

@@ -1,0 +1,61 @@
+"""Texts to calibrate and to judge with: token ids by domain, and two halves of them that share no text."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from redline.errors import ConfigError
+
+LONGEST = 4096  # tokens that are read together; a longer text is cut
+
+
+@dataclass(frozen=True)
+class Text:
+    """Token ids of one domain. From `judged` on, the token that follows each is predicted and compared."""
+
+    domain: str
+    tokens: tuple[int, ...]
+    judged: int = 0
+
+
+def halves(texts: Iterable[Text]) -> tuple[list[Text], list[Text]]:
+    """(to calibrate with, held out): each text by a hash of its tokens, so the same text is always in the same half."""
+    parts: tuple[list[Text], list[Text]] = [], []
+    for text in texts:
+        digest = blake2b(repr(text.tokens).encode(), digest_size=8).digest()
+        parts[digest[0] & 1].append(text)
+    return parts
+
+
+def chosen(texts: Sequence[Text], tokens: int, vocabulary: int) -> list[Text]:
+    """Texts of at most so many tokens together, drawn from the domains in turn; each in pieces of LONGEST at most.
+
+    Raises ConfigError where there is none of two tokens, or one has an id that is not in the vocabulary.
+    """
+    by_domain: dict[str, list[Text]] = {}
+    for text in texts:
+        if not all(0 <= token < vocabulary for token in text.tokens):
+            raise ConfigError(f"a text of {text.domain} has token ids outside [0, {vocabulary}): another tokenizer's")
+        by_domain.setdefault(text.domain, []).extend(_pieces(text))
+    found: list[Text] = []
+    turns = [iter(domain) for domain in by_domain.values()]
+    while turns:
+        for turn in list(turns):
+            piece = next(turn, None)
+            if piece is None:
+                turns.remove(turn)
+            elif len(piece.tokens) <= tokens:
+                found.append(piece)
+                tokens -= len(piece.tokens)
+            else:
+                turns.remove(turn)
+    if not found:
+        raise ConfigError("texts: none that fits; give texts of two tokens and more, or more --tokens")
+    return found
+
+
+def _pieces(text: Text) -> Iterator[Text]:
+    for start in range(0, len(text.tokens), LONGEST):
+        piece = text.tokens[start : start + LONGEST]
+        if len(piece) > 1:
+            yield Text(text.domain, piece, max(0, text.judged - start))
