@@ -10,6 +10,7 @@ prompt, answer and seed, and decoder and parser are here, so the stream goes on 
 import asyncio
 import functools
 import logging
+import math
 import secrets
 import threading
 import time
@@ -36,7 +37,15 @@ from redline.chat.hashing import make_job
 from redline.chat.known import KnownTexts
 from redline.chat.template import Style, render
 from redline.chat.tokenizer import Tokenizer
-from redline.errors import ContextTooLong, DeadlineExceeded, Overloaded, RedlineError, RequestError, WorkerLost
+from redline.errors import (
+    ContextTooLong,
+    DeadlineExceeded,
+    MessageTooLarge,
+    Overloaded,
+    RedlineError,
+    RequestError,
+    WorkerLost,
+)
 from redline.route.links import Link, Links
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
@@ -48,6 +57,7 @@ from redline.wire.step import TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
+LOOK_S = 0.25  # between two looks for workers that have fallen silent
 MOST_MOVES = 3  # of a job from one worker to the next; a job that has ended so many may be the reason
 
 log = logging.getLogger("redline.api")
@@ -95,6 +105,7 @@ class Gateway:
         self._style = style
         self._limits = limits
         self._resume_s = resume_s
+        self._looked_at = -math.inf
         self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # those that wait for a worker to go on with them
         self.pours = Pours()
         self._known = KnownTexts(limits.known_bytes)
@@ -198,7 +209,8 @@ class Gateway:
                 raise AssertionError(f"a worker does not send {type(message).__name__}")
 
     def _deliver(self, lane: "_Lane", delta: Delta) -> None:
-        if delta.fault == "lost":  # its worker ends, and has not said so yet
+        if delta.fault == "lost" and lane.link is not None:  # its worker ends, and has not said so yet
+            lane.link.draining = True
             self._move(lane, delta.error or "the worker ends")
             return
         now = time.perf_counter()
@@ -255,7 +267,12 @@ class Gateway:
             self._move(lane, reason)
 
     def look(self) -> None:
-        """To be called several times a second: the jobs of workers that have fallen silent go on with others."""
+        """To be called every LOOK_S: the jobs of workers that have fallen silent go on with others. Where this process
+        was itself held up, what has been said meanwhile is still to be read, and nothing is concluded."""
+        now = self._clock()
+        late, self._looked_at = now - self._looked_at > 2 * LOOK_S, now
+        if late:
+            return
         self._tell_gone()
         for link in self.links.fallen_silent():
             for lane in [lane for lane in self._lanes.values() if lane.link is link]:
@@ -278,11 +295,17 @@ class Gateway:
 
     def _move(self, lane: "_Lane", reason: str) -> None:
         """A job's worker cannot go on with it."""
+        if lane.job.id not in self._lanes:
+            return  # its answer has ended meanwhile
         self._leave(lane)
         lane.moves += 1
         if lane.moves > MOST_MOVES:
             self._fail(lane)
             return
+        # Under another name: what a worker still says or asks of the job as it was is about nobody's.
+        del self._lanes[lane.job.id]
+        lane.job = msgspec.structs.replace(lane.job, id=JobId(f"{lane.id}.{lane.moves}"))
+        self._lanes[lane.job.id] = lane
         if self._resume_s:
             log.info("job %s moves after %d tokens: %s", lane.job.id, lane.tokens, reason)
             self.metrics.moved()
@@ -302,7 +325,10 @@ class Gateway:
             return
         self._unstrand(lane)
         job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
-        self._send(lane, link, job)
+        try:
+            self._send(lane, link, job)
+        except MessageTooLarge:  # with its answer
+            self._fail(lane)
 
     def _send(self, lane: "_Lane", link: Link, job: Job) -> None:
         """Raises MessageTooLarge."""
@@ -711,6 +737,7 @@ class _Lane:
         "first_at",
         "generation",
         "heard",
+        "id",
         "job",
         "last_at",
         "link",
@@ -728,6 +755,7 @@ class _Lane:
     def __init__(self, generation: "Generation", choice: int, job: Job, decoder: Decoder, began: float) -> None:
         self.generation = generation
         self.choice = choice
+        self.id = job.id  # as it was first sent
         self.job = job
         self.decoder = decoder
         self.began = began

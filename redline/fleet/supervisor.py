@@ -13,25 +13,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
-from redline.api.gateway import Gateway
+from redline.api.gateway import LOOK_S, Gateway
 from redline.errors import ConfigError, WorkerLost
 from redline.fleet.config import Place, ServeConfig
 from redline.route.links import Link
 from redline.wire.channel import AsyncSocketInbox, SocketOutbox, ipc_address
 from redline.wire.news import Ready, Stop
-from redline.worker.config import WorkerConfig
+from redline.worker.config import AREA_BYTES, WorkerConfig
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP  # the last: its terminal was closed
 STOP_S = 10.0  # for a worker to abort what runs, prove its pages and leave
 WORDS_S = 0.5  # for the last message of a worker that has ended to arrive
 SILENCE_S = 60  # without a heartbeat, after which a worker is ended: nothing will come of the answers that wait
-LOOK_S = 0.25  # between two looks for workers that have fallen silent
 AGAIN_S, LONGEST_S = 0.5, 30.0  # before a second start in a row, doubled with each one more; and at most
 WELL_S = 60.0  # of being ready, after which earlier ends do not count
 REPLACED = "it is replaced"  # by itself: why a start has ended that the operator wanted to end
@@ -91,7 +91,11 @@ class Supervised:
         epoch = 0
         while not self._stopping.is_set():
             epoch += 1
-            end = await self._start(epoch)
+            try:
+                end = await self._start(epoch)
+            except Exception as error:  # no process, no socket: as good a reason as any to try again
+                log.exception("%s could not be started", self.place.name)
+                end = End(epoch, f"the worker could not be started: {error}", ready=False, seconds=0.0)
             if self._stopping.is_set():
                 return
             self.ends.append(end)
@@ -121,9 +125,14 @@ class Supervised:
         jobs, deltas = (ipc_address(self._sockets, f"{name}.{kind}") for kind in ("jobs", "deltas"))
         with AsyncSocketInbox(deltas) as inbox, SocketOutbox(jobs) as outbox:
             link = self._gateway.join(self.place.name, outbox, self.place.role, epoch, jobs)
-            process = start_worker(self.place, epoch, self._weights, jobs, deltas, self._parcels)
+            try:
+                process = start_worker(self.place, epoch, self._weights, jobs, deltas, self._parcels)
+            except OSError as error:
+                self._gateway.lose(link, f"no process can be started: {error}")
+                raise
             link.pid = process.pid
-            ended = asyncio.create_task(asyncio.to_thread(process.wait))
+            waiter = ThreadPoolExecutor(1, thread_name_prefix="waiter")  # its own: the loop's have other work
+            ended = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(waiter, process.wait))
             following = asyncio.create_task(self._follow(link, inbox))
             silence = asyncio.create_task(until_silent(link))
             stopping = asyncio.create_task(self._stopping.wait())
@@ -149,8 +158,10 @@ class Supervised:
                     task.cancel()
                 await self._end(link, process, ended, ready=ready_at is not None)
                 following.cancel()
-                with suppress(asyncio.CancelledError):
-                    await following
+                await asyncio.wait({following})
+                if not following.cancelled() and (error := following.exception()) is not None:
+                    log.error("what %s said could not be taken in", self.place.name, exc_info=error)
+                waiter.shutdown(wait=False)
                 self._gateway.lose(link, "the server is stopping")  # where nothing else has been said
             return End(epoch, why, ready_at is not None, 0.0 if ready_at is None else clock() - ready_at)
 
@@ -185,7 +196,7 @@ class Supervised:
         return why
 
     async def _end(
-        self, link: Link, process: "subprocess.Popen[bytes]", ended: "asyncio.Task[int]", *, ready: bool
+        self, link: Link, process: "subprocess.Popen[bytes]", ended: "asyncio.Future[int]", *, ready: bool
     ) -> None:
         """Leaves no process behind. One that is told to stop has STOP_S to prove its pages, one that has said its last
         words as long to leave; one that nothing is heard of, or that still loads, has nothing to lose."""
@@ -210,7 +221,8 @@ class Supervisor:
 
     def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path) -> None:
         again, places = config.resume_s > 0, config.places
-        self._parcels = _folder_for_parcels() if any(place.role == "prefill" for place in places) else None
+        lenders = sum(place.role == "prefill" for place in places)
+        self._parcels = _folder_for_parcels(lenders) if lenders else None
         self.workers = [
             Supervised(place, config.weights, gateway, sockets, self._parcels, again=again, drain_s=config.drain_s)
             for place in places
@@ -247,12 +259,12 @@ class Supervisor:
     async def given_up(self) -> str:
         """Returns once no worker is left that answers, nor will be: why."""
         while True:
-            await asyncio.wait(self._lives, timeout=LOOK_S)
+            await asyncio.sleep(LOOK_S)
             self._gateway.look()
             left = [worker for worker in self.workers if worker.given_up is None and worker.place.role != "prefill"]
-            if not left:
-                return next(worker.given_up for worker in self.workers if worker.given_up is not None)
-            self._lives = [life for life in self._lives if not life.done()] or self._lives
+            if not left or all(life.done() for life in self._lives):
+                reasons = (worker.given_up for worker in self.workers if worker.given_up is not None)
+                return next(reasons, "all workers have ended")
 
     def replace(self, name: str) -> bool:
         """Have a worker leave and be started again, its answers going on; False where there is none of that name."""
@@ -273,11 +285,15 @@ class Supervisor:
             shutil.rmtree(self._parcels, ignore_errors=True)
 
 
-def _folder_for_parcels() -> Path:
-    """A folder of mode 0700 in the host's memory, where it has such a file system. Raises ConfigError."""
+def _folder_for_parcels(lenders: int) -> Path:
+    """A folder of mode 0700, in the host's memory where that has room for the parcels of so many workers.
+
+    Raises ConfigError.
+    """
     memory = Path("/dev/shm")
     try:
-        return Path(tempfile.mkdtemp(prefix="redline-", dir=memory if os.access(memory, os.W_OK) else None))
+        room = os.access(memory, os.W_OK) and shutil.disk_usage(memory).free > lenders * 2 * AREA_BYTES
+        return Path(tempfile.mkdtemp(prefix="redline-", dir=memory if room else None))
     except OSError as error:
         raise ConfigError(f"no folder for what workers hand over: {error}; set TMPDIR to one") from None
 

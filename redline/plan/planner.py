@@ -18,7 +18,7 @@ Where throughput counts and nobody waits for a first token, waiting jobs are adm
 
 import heapq
 import itertools
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -161,9 +161,9 @@ class Planner:
         return len(self._arriving) == len(self._jobs) and not self._flights
 
     @property
-    def steps(self) -> int:
-        """Steps that were planned."""
-        return self._steps
+    def done(self) -> tuple[int, int]:
+        """Steps that were planned, and those that have settled."""
+        return self._steps, self._replayed + self._led
 
     @property
     def starved(self) -> bool:
@@ -333,8 +333,8 @@ class Planner:
         """
         if len(self._flights) > self._config.ahead:
             return None
-        begins = self._begin_landed()
         decoding, prompts = self._ready()
+        begins = self._begin_landed(decoding)
         budget = self._config.step_tokens - len(decoding)
         spare = budget // 2 if prompts or (self._waiting and self._free_slots) else budget
         parts: list[_Part] = []
@@ -367,7 +367,7 @@ class Planner:
             if begin is None:
                 break
             begins.append(begin)
-            job = self._running[-1]
+            job = due
             parts.append(_Part(job, job.next_count(budget), decodes=False))
             budget -= parts[-1].positions
         self._admitting = self._admitting and bool(self._waiting and self._free_slots)
@@ -381,12 +381,19 @@ class Planner:
         self._flights.append(_PlannedStep(step, [part.job for part in parts]))
         return step
 
-    def _begin_landed(self) -> list[Begin]:
+    def _begin_landed(self, decoding: list[ActiveJob]) -> list[Begin]:
         """Jobs whose prompt was computed elsewhere take the free slots, in the order in which they became whole. Each
-        has a decode row in this step: its prompt is there."""
+        has a decode row in this step, and is added to `decoding`: its prompt is there. Those that have lost their pages
+        come first, unless it is the landed ones that have them."""
         begins: list[Begin] = []
-        while self._landed and self._free_slots:
-            job = self._landed.popleft()
+        while self._landed and self._free_slots and not (self._waiting and self._waiting.again and self._running):
+            job = self._landed[0]
+            if min(job.planned + 1 + job.drafting, job.target) > len(job.pages) * PAGE_TOKENS:
+                if not self._pool.free + self._pool.idle:
+                    break
+                job.pages += self._take(1)
+            self._landed.popleft()
+            decoding.append(job)
             job.slot = self._free_slots.pop()
             job.sent = len(job.pages)
             self._enter(job)
@@ -405,12 +412,13 @@ class Planner:
         return begins
 
     def _enter(self, job: ActiveJob) -> None:
-        self._running.append(job)
+        """The job runs, behind those that first began before it."""
         if job.entry is None:
             self._entries += 1
             job.entry = self._entries
             if self._clock is not None:
                 job.queued_s = self._clock() - job.came
+        insort(self._running, job, key=lambda one: one.entry or 0)
 
     def _forced(self, decoding: Sequence[ActiveJob]) -> dict[ActiveJob, int]:
         """How many drafts the next rows of jobs verify whose grammar is known to force tokens there."""
@@ -567,8 +575,9 @@ class Planner:
         assert not any(job.slot is not None or job.flights for job in expected), "a job that is expected runs already"
         alive = [*self._running, *self._waiting, *expected]
         assert {job.job.id: job for job in alive} == self._jobs, "a job is neither running nor waiting nor expected"
-        entries = [job.entry or 0 for job in (*self._running, *self._waiting.again)]
-        assert entries == sorted(entries), f"the order {entries} in which jobs began is broken"
+        for those in (self._running, self._waiting.again):
+            entries = [job.entry or 0 for job in those]
+            assert entries == sorted(entries), f"the order {entries} in which jobs began is broken"
 
     def _check_lengths(self, job: ActiveJob) -> None:
         """Raises AssertionError unless what is planned of a running job is settled or in flight, and has its pages."""

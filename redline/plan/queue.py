@@ -41,8 +41,9 @@ class Queue:
         self._count += 1
 
     def put_back(self, job: ActiveJob) -> None:
-        """A job has lost its pages; the youngest must come first."""
-        self._again.appendleft(job)
+        """A job has lost its pages: it stands where it first began."""
+        later = (at for at, other in enumerate(self._again) if (other.entry or 0) > (job.entry or 0))
+        self._again.insert(next(later, len(self._again)), job)
         self._count += 1
 
     def due(self) -> ActiveJob:

@@ -65,22 +65,26 @@ class Parcels:
         return sum(part[0] * part[1] for part in self._shapes(piece))
 
     def gather(self, piece: Piece, pages: Sequence[int], into_B: Tensor) -> None:
-        """Fill a parcel. pages: of the job, from its first on. into_B: uint8 [size]."""
+        """Fill a parcel, once what was launched before has run. pages: of the job, from its first on. into_B: uint8
+        [size], of the host."""
         first, last = piece.layers
         rows = self._index(pages, *piece.positions)
-        target, draft, tails = self._split(piece, into_B)
+        parcel_B = into_B if rows.is_cpu else torch.empty_like(into_B, device=rows.device)
+        target, draft, tails = self._split(piece, parcel_B)
         for layer in range(first, last):
             torch.index_select(self._rows_LNB[layer], 0, rows, out=target[layer - first])
         if draft.numel():
             torch.index_select(self._draft_NB, 0, self._index(pages, *piece.draft), out=draft)
         if tails.numel():
             torch.index_select(self._tails_PB, 0, self._full(pages, piece), out=tails)
+        if parcel_B is not into_B:
+            into_B.copy_(parcel_B)
 
     def scatter(self, piece: Piece, pages: Sequence[int], from_B: Tensor) -> None:
         """Put what a parcel holds into a job's pages. As in `gather`."""
         first, last = piece.layers
         rows = self._index(pages, *piece.positions)
-        target, draft, tails = self._split(piece, from_B)
+        target, draft, tails = self._split(piece, from_B.to(rows.device))
         for layer in range(first, last):
             self._rows_LNB[layer].index_copy_(0, rows, target[layer - first])
         if draft.numel():

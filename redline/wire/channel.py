@@ -201,7 +201,7 @@ class SocketInbox(_Socket):
     def drain(self, *, wait: bool, timeout: float | None = None) -> list[Wire]:
         """All messages that have arrived. wait: block until one has, for `timeout` seconds at most (None: for ever)."""
         if wait:
-            self._socket.poll(None if timeout is None else max(0, round(timeout * 1000)))
+            self._socket.poll(None if timeout is None else max(0, math.ceil(timeout * 1000)))
         return _receive(self._socket)
 
 

@@ -3,7 +3,8 @@
 The gateway sends the job to both: as a `Job` whose `pages_from` names the first to the one that will answer, and within
 a `Prefill` to the one that computes. These then talk directly:
 
-    answers -> computes   Want      which positions it has not, and where it listens
+    computes -> answers   Begun     the prompt is no longer queued: now its pages will be needed
+    answers -> computes   Want      which positions it has not
     computes -> answers   Offer     a parcel lies ready, for a time
     answers -> computes   Taken     its bytes are verified and in their place
     computes -> answers   Handed    the prompt is computed, and this is its first token
@@ -23,6 +24,12 @@ class Prefill(Message, frozen=True):
 
     job: Job  # as the other worker has it
     to: PagesFrom  # that worker
+
+
+class Begun(Message, frozen=True):
+    """The prompt of a job has begun to be computed."""
+
+    job: JobId
 
 
 class Want(Message, frozen=True):

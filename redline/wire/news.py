@@ -27,7 +27,7 @@ class Failed(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """The worker's process runs: said every second once the model is loaded, whether jobs run or not."""
+    """The worker's process runs: said four times a second once the model is loaded, whether jobs run or not."""
 
     turn_s: float = 0.0  # how long the loop has been in one step; 0 where it waits for jobs
 

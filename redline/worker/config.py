@@ -86,6 +86,9 @@ def new_spelling(key: str, value: Any, table: str = "engine") -> str | None:
             return None
 
 
+AREA_BYTES = 64 << 20  # of parcels that are offered and not read yet: more than one prompt's are seldom there
+
+
 class WorkerConfig(Record, frozen=True):
     """One line of JSON on the worker's standard input."""
 

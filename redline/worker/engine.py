@@ -41,8 +41,8 @@ from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
-from redline.worker.config import HEAD_BITS, EngineConfig, Learned, Suffix
-from redline.worker.exchange import AREA_BYTES, Exchange, Here
+from redline.worker.config import AREA_BYTES, HEAD_BITS, EngineConfig, Learned, Suffix
+from redline.worker.exchange import Exchange, Here
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
 from redline.worker.ranks import LeadingRunner, Ranks

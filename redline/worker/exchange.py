@@ -9,6 +9,7 @@ computes the prompt itself: a handoff can be lost, an answer cannot.
 All of it runs in the loop's thread between two steps, in pieces of a parcel. A job that waits for pages blocks nobody.
 """
 
+import contextlib
 import ctypes
 import logging
 import time
@@ -30,16 +31,17 @@ from redline.transport.ledger import Lender, seed_of
 from redline.wire.channel import Outbox, SocketOutbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Gone, Handed, Lease, Offer, Piece, Prefill, Taken, Want
+from redline.wire.handoff import Begun, Gone, Handed, Lease, Offer, Piece, Prefill, Taken, Want
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
+from redline.worker.config import AREA_BYTES
 
-AREA_BYTES = 64 << 20  # for parcels that are offered and not read yet: more than one prompt's at a time is seldom there
 LEASE_S = 10.0  # for a parcel to be read
 READ_S = 5.0  # for one parcel to come
-ROOM_S = 0.5  # likewise, where others wait for its pages
-WANT_S = 10.0  # behind the end of a prompt, for somebody to want it
-SILENCE_S = 30.0  # without a word of the worker that computes, after which the prompt is computed here
+ROOM_S = 2.0  # likewise, where others wait for its pages
+WANT_S = 30.0  # behind the end of a prompt, for somebody to want it
+SILENCE_S = 30.0  # without a word of the worker that computes, once it has begun: then the prompt is computed here
+QUEUE_S = 600.0  # the same before it has begun: who waits behind other prompts there would wait here too
 LEAST = PAGE_TOKENS  # positions: fewer are computed where the answer is, which takes no longer than to wait for them
 SOON_S = 0.0005  # between two looks at what is under way
 
@@ -66,6 +68,7 @@ class _Outgoing:
     piece: Piece | None = None  # the one that waits for room
     end: int = 0  # where `pieces` end
     parcels: int = 0
+    begun: bool = False  # the other side has been told that it is no longer queued
     handed: Handed | None = None  # once its first token is chosen
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     ended_at: float = 0.0
@@ -79,9 +82,11 @@ class _Incoming:
     source: PagesFrom
     outbox: Outbox
     heard_at: float
+    begun: bool = False
     first: int | None = None  # positions [0, first) were cached here; None: it has no pages yet
     pages: tuple[int, ...] = ()
     there: set[int] = field(default_factory=set)  # numbers of parcels that are in their place
+    rows: int = 0  # of all layers, that they have brought
     handed: Handed | None = None
 
 
@@ -133,6 +138,7 @@ class Exchange:
         self._in: dict[JobId, _Incoming] = {}
         self._offers: deque[tuple[_Incoming, Offer]] = deque()
         self._arriving: _Arriving | None = None
+        self._starved_at: float | None = None  # since when jobs wait for pages that handoffs have
         self._peers: dict[tuple[str, int], _Peer] = {}
 
     @property
@@ -193,12 +199,16 @@ class Exchange:
 
     def _submit_here(self, job: Job, source: PagesFrom, why: str) -> list[Delta]:
         self.counts[why] += 1
-        self._peer(source, reads=False).outbox.put(Abort(job=job.id))
+        with contextlib.suppress(RedlineError):  # then it will find that nobody wants it
+            self._peer(source, reads=False).outbox.put(Abort(job=job.id))
         return self._planner.submit(job)
 
     def hear(self, message: Wire) -> list[Delta]:
         """What another worker, or of another worker, has been said. The deltas to tell."""
         match message:
+            case Begun(job=id):
+                if (incoming := self._in.get(id)) is not None:
+                    incoming.heard_at, incoming.begun = self._clock(), True
             case Want(job=id, first=first):
                 if (out := self._out.get(id)) is None:
                     self._early[id] = first, self._clock()
@@ -218,7 +228,7 @@ class Exchange:
                 self._gone(message)
             case _:
                 raise AssertionError(f"a worker is not told {type(message).__name__} by another")
-        return self.work()
+        return []
 
     def keep(self, deltas: list[Delta]) -> list[Delta]:
         """Takes what has come of prompts that are computed for others out of a step's deltas; gives the rest."""
@@ -260,7 +270,7 @@ class Exchange:
     # ----------------------------------------------------------------------------------------------------- a turn
 
     def work(self) -> list[Delta]:
-        """Moves on what is under way, by a parcel at most on each side. The deltas to tell."""
+        """Moves on what is under way: offers what there is room for, takes in a parcel at most. The deltas to tell."""
         now = self._clock()
         if self._lender.lent:
             self._lender.expire(now)
@@ -272,11 +282,15 @@ class Exchange:
             self._offer(out, now)
         if self._planner.starved:
             self._make_room(now)
+        self._starved_at = (self._starved_at or now) if self._planner.starved else None
+        if self._starved_at is not None and now - self._starved_at > ROOM_S:
+            self._give_room()
         told: list[Delta] = []
         for incoming in list(self._in.values()):
-            if incoming.first is None:
+            if incoming.first is None and (incoming.begun or incoming.handed is not None):
                 self._open(incoming)
-            if now - incoming.heard_at > SILENCE_S:
+            most = SILENCE_S if incoming.begun else QUEUE_S
+            if incoming.job.id in self._in and now - incoming.heard_at > most:
                 self._compute_here(incoming, "silence")
         told += self._receive()
         return told
@@ -302,6 +316,9 @@ class Exchange:
                 out.outbox.put(out.handed)
             del self._out[out.job.id]
             return
+        if not out.begun and computed.pages:
+            out.begun = True
+            out.outbox.put(Begun(job=out.job.id))
         if out.sent is None:
             if out.handed is not None and now - out.ended_at > WANT_S:
                 del self._out[out.job.id]
@@ -384,6 +401,13 @@ class Exchange:
             return
         incoming.outbox.put(Want(job=incoming.job.id, first=incoming.first))
 
+    def _give_room(self) -> None:
+        """Jobs wait for the pages of prompts that are still to come: the youngest of these is queued behind them."""
+        opened = [one for one in self._in.values() if one.first is not None]
+        if opened:
+            self._compute_here(opened[-1], "room", "its pages were needed")
+            self._starved_at = None
+
     def _receive(self) -> list[Delta]:
         """Takes in the parcel that is under way, once it is whole, and begins with the next."""
         if self._arriving is not None:
@@ -435,6 +459,8 @@ class Exchange:
             raise TransferFailed(f"parcel {lease.id} of epoch {lease.epoch} has another checksum than was told")
         self._parcels.scatter(offer.piece, incoming.pages, self._landing[: lease.size])
         incoming.there.add(offer.number)
+        (layer, last), (at, to) = offer.piece.layers, offer.piece.positions
+        incoming.rows += (last - layer) * (to - at)
         incoming.outbox.put(Taken(id=lease.id, epoch=lease.epoch))
 
     def _land(self, incoming: _Incoming) -> list[Delta]:
@@ -444,7 +470,11 @@ class Exchange:
         if handed.error is not None:
             self._compute_here(incoming, "error", handed.error)
             return []
-        if len(incoming.there) < handed.parcels:
+        if incoming.first is None or len(incoming.there) < handed.parcels:
+            return []
+        missing = self._parcels.layers * (len(incoming.job.tokens) - incoming.first) - incoming.rows
+        if missing:
+            self._compute_here(incoming, "transfer", f"{missing} rows were not in its {handed.parcels} parcels")
             return []
         del self._in[incoming.job.id]
         self.counts["taken over"] += 1
@@ -480,8 +510,12 @@ class Exchange:
             self._compute_here(incoming, "gone", f"{gone.worker} has ended")
         for out in [one for one in self._out.values() if (one.to.worker, one.to.epoch) == of]:
             del self._out[out.job.id]
+            # It may only have been silent: then it has to know.
+            handed = out.handed or Handed(job=out.job.id)
+            out.outbox.put(msgspec.structs.replace(handed, error=f"nothing was heard of {gone.worker}"))
             self._drop(out)
         self._lender.give_up(f"{gone.worker}.{gone.epoch}")
+        self._offers = deque(one for one in self._offers if (one[0].source.worker, one[0].source.epoch) != of)
         if (peer := self._peers.pop(of, None)) is not None:
             if peer.peer is not None:
                 peer.peer.close()

@@ -19,7 +19,7 @@ from redline.run.runner import Pending
 from redline.wire.channel import Inbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Gone, Handed, Offer, Prefill, Taken, Want
+from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Taken, Want
 from redline.wire.job import Abort, Job
 from redline.wire.news import Load, Stop
 from redline.wire.step import Recorded, RowResult, Step, StepResult
@@ -153,7 +153,7 @@ def lead(
         messages = messages or inbox.drain(wait=False)
         if idle and not messages and not (record and _record_more(runner, pulse)):
             messages = inbox.drain(wait=True, timeout=loads.due_in())
-        elif exchange is not None and last is None and not messages and before == (planner.steps, exchange.changes):
+        elif exchange is not None and last is None and not messages and before == (planner.done, exchange.changes):
             pulse.waits = True  # for another worker: there is nothing to plan
             messages = inbox.drain(wait=True, timeout=exchange.due_in())
         pulse.turns, pulse.waits = pulse.turns + 1, False
@@ -167,7 +167,7 @@ def lead(
                     if exchange is not None:
                         exchange.abort(message.job)
                     deltas = planner.abort(message.job)
-                case Prefill() | Want() | Offer() | Taken() | Handed() | Gone() if exchange is not None:
+                case Prefill() | Begun() | Want() | Offer() | Taken() | Handed() | Gone() if exchange is not None:
                     deltas = exchange.prefill(message) if isinstance(message, Prefill) else exchange.hear(message)
                 case Stop():
                     _stop(planner, last, outbox)
@@ -176,7 +176,7 @@ def lead(
                 case _:
                     raise AssertionError(f"a worker is sent jobs, aborts and a stop, not {message}")
             _put_all(planner, outbox, deltas)
-        before = None if exchange is None else (planner.steps, exchange.changes)
+        before = None if exchange is None else (planner.done, exchange.changes)
         try:
             last, deltas = turn(planner, runner, last, failures)
         except WorkerLost as error:

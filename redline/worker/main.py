@@ -48,7 +48,7 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
     if config.cores:
         os.sched_setaffinity(0, config.cores)  # before any thread of a kernel is there
-    threading.Thread(target=_leave_with_parent, name="parent", daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(config,), name="parent", daemon=True).start()
     with SocketOutbox(config.outbox) as outbox:
         unsaid = threading.Semaphore()
 
@@ -116,9 +116,15 @@ def _reason(error: Exception) -> str:
             return f"the worker met an error that nobody foresaw: {one_line(error)}; REDLINE_LOG=INFO shows where"
 
 
-def _leave_with_parent() -> None:
+def _leave_with_parent(config: WorkerConfig) -> None:
     while os.read(0, 4096):
         pass
+    if config.parcels is not None:  # nobody else takes them away
+        folder = Path(config.parcels)
+        for left in folder.glob(f"parcels-{os.getpid()}-*"):
+            left.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # others have parcels there, and the last one takes it away
+            folder.rmdir()
     os._exit(1)  # nobody is left to tell
 
 

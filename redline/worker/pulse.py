@@ -16,7 +16,7 @@ from typing import Self
 from redline.wire.channel import Outbox
 from redline.wire.news import Beat
 
-BEAT_S = 1.0  # between two beats
+BEAT_S = 0.25  # between two beats; a worker that misses four is taken for silent (route.links.MOVE_S)
 # A turn is one step. The first of a shape compiles kernels, for up to some minutes, and no machine that is of use
 # takes two seconds for a token.
 TURN_S, TURN_S_PER_TOKEN = 300, 2

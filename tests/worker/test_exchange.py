@@ -125,11 +125,12 @@ def test_who_computes_may_end_at_any_time(turns: int) -> None:
 def test_a_worker_that_says_nothing_is_not_waited_for_longer_than_it_may() -> None:
     clock = Clock()
     both = pair(clock=clock)
-    both.computes.stopped = True  # and nobody says so
     try:
         both.send([asked()])
         with torch.inference_mode():
             both.turn()
+            both.turn()
+        both.computes.stopped = True  # and nobody says so
         clock.now = exchange.SILENCE_S + 1
         answers = both.run()
         assert both.answers.exchange.counts == {"silence": 1}
