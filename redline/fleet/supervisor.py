@@ -93,6 +93,9 @@ class Supervised:
             epoch += 1
             try:
                 end = await self._start(epoch)
+            except ConfigError as error:  # of the deployment: it would be so again
+                self.given_up = str(error)
+                return
             except Exception as error:  # no process, no socket: as good a reason as any to try again
                 log.exception("%s could not be started", self.place.name)
                 end = End(epoch, f"the worker could not be started: {error}", ready=False, seconds=0.0)
