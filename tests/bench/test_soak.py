@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from redline.bench.attack import soak
+from redline.bench.attack.bystander import Sample
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,6 +48,14 @@ def test_what_is_wrong_is_said(changed: dict[str, Any], said: str):
     assert said in told
 
 
+def test_each_quarters_slope_tells_what_settles_from_what_leaks():
+    mib = 1 << 20
+    leaks = [Sample(float(k), 10 * k, 50 * mib + k * mib // 100, mib * min(k, 100)) for k in range(401)]
+    assert [one["api"] for one in soak.quarters(leaks)] == [1.0] * 4
+    assert [one["worker"] for one in soak.quarters(leaks)] == [100.0, 0.0, 0.0, 0.0]
+    assert soak.quarters([]) == [{}] * 4
+
+
 def test_requests_of_a_soak_are_of_every_dialect_and_some_clients_leave():
     some = list(islice(soak.source(0), 300))
     assert some == list(islice(soak.source(0), 300))
@@ -57,11 +66,20 @@ def test_requests_of_a_soak_are_of_every_dialect_and_some_clients_leave():
 
 def test_a_small_soak_against_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     saved = tmp_path / "soak.json"
-    sizes = {"kv-memory": "15MB", "kv-tokens": 1000, "alone": 0.5, "requests": 30, "minutes": 0.05, "save": saved}
+    sizes = {
+        "kv-memory": "15MB",
+        "kv-tokens": 1000,
+        "known-bytes": 1,
+        "alone": 0.5,
+        "requests": 30,
+        "minutes": 0.05,
+        "save": saved,
+    }
     words = [f"--{name}={value}" for name, value in sizes.items()]
     assert soak.main([str(ROOT / "models" / "kimi-nano"), *words]) == 0
     told = json.loads(saved.read_text())
     assert told["at_rest"] == record()["at_rest"]
     assert told["soak"]["sent"] > 0
+    assert told["mib"]
     assert told["end"]["tracebacks"] == 0
     assert "wrong: nothing" in capsys.readouterr().out
