@@ -38,7 +38,7 @@ from redline.bench.attack.raw_http import Reply, ask, get, post
 from redline.bench.attack.watch import Notes, Pauses, joined, notes_of, read
 from redline.bench.program import program
 from redline.bench.record import provenance
-from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, hard_limit
+from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, ended_by_a_signal, hard_limit
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bystander.json"
 LIMIT_MS = 100.0  # the longest pause that is allowed
@@ -543,7 +543,7 @@ def main(words: Sequence[str] | None = None) -> int:
     draft = asked.draft or f"{asked.model.rstrip('/')}-eagle3"
     words = [asked.model, "--kv-memory", asked.kv_memory]
     words += ["--draft", draft] if (asked.tree / draft).is_dir() else []
-    with tempfile.TemporaryDirectory() as folder:
+    with ended_by_a_signal(), tempfile.TemporaryDirectory() as folder:
         tree = Tree(str(asked.tree), asked.tree.resolve(), commit_of(asked.tree))
         server = Server(tree, words, Path(folder), asked.python)
         try:

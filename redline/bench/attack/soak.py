@@ -31,7 +31,7 @@ from redline.bench.attack.random_requests import Request, light
 from redline.bench.attack.raw_http import ask, get
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
-from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, hard_limit
+from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, ended_by_a_signal, hard_limit
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "soak.json"
 FLAT_MIB = 1.0  # per 1,000 requests, of each process, over the second half
@@ -161,6 +161,7 @@ def main(words: Sequence[str] | None = None) -> int:
     draft = f"{asked.model.rstrip('/')}-eagle3"
     served = [asked.model, "--kv-memory", asked.kv_memory, *(["--draft", draft] if (ROOT / draft).is_dir() else [])]
     with ExitStack() as stack:
+        stack.enter_context(ended_by_a_signal())
         if asked.server is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             server = Server(Tree(str(ROOT), ROOT, commit_of(ROOT)), served, folder, sys.executable)
