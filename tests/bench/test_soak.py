@@ -1,6 +1,10 @@
 """What a soak calls wrong; and the whole of it, small, against a real server."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,7 +13,9 @@ import pytest
 
 from redline.bench.attack import soak
 from redline.bench.attack.bystander import Sample
+from redline.bench.runs.trees import END_S
 
+START_S = 120.0  # seconds, on a busy machine
 ROOT = Path(__file__).parents[2]
 
 
@@ -83,3 +89,34 @@ def test_a_small_soak_against_a_real_server(tmp_path: Path, capsys: pytest.Captu
     assert told["mib"]
     assert told["end"]["tracebacks"] == 0
     assert "wrong: nothing" in capsys.readouterr().out
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there and has not ended, whoever may still ask how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_soak_that_is_ended_leaves_no_process_behind(tmp_path: Path):
+    """Its server is in a session of its own: no signal to the soak reaches it."""
+    sizes = {"kv-memory": "15MB", "kv-tokens": 1000, "known-bytes": 1, "save": tmp_path / "soak.json"}
+    words = [str(ROOT / "models" / "kimi-nano"), *(f"--{name}={value}" for name, value in sizes.items())]
+    command = [sys.executable, "-m", "redline.bench.attack.soak", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as running:
+        try:
+            children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+            deadline = time.monotonic() + START_S
+            while len(started := children.read_text().split()) < 2:  # the server, and then the bystander
+                assert running.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            running.terminate()
+            assert running.wait(END_S) == 128 + signal.SIGTERM
+            deadline = time.monotonic() + END_S
+            while left := [pid for pid in started if runs(pid)]:
+                assert time.monotonic() < deadline, left
+                time.sleep(0.05)
+        finally:
+            running.kill()
