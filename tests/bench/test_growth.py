@@ -31,7 +31,7 @@ def test_what_answered_requests_leave_behind_is_little(tmp_path: Path):
     words = ["--requests=600", "--jobs=48", "--kv-memory=40000000", f"--save={saved}"]
     assert growth.main([str(ROOT / "models" / "kimi-nano"), *words]) == 0
     told = json.loads(saved.read_text())
-    assert set(told["counts"]) == {"api", "api, few texts known", "engine"}
+    assert set(told["counts"]) == {"api", "api, few texts known", "api, texts full", "engine"}
     assert all(len(rows) == growth.ROWS + 1 for rows in told["counts"].values())
     few = told["counts"]["api, few texts known"]
     assert few[growth.ROWS - 1]["objects"] - few[growth.ROWS // 2]["objects"] < 150

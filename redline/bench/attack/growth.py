@@ -3,8 +3,8 @@
     python -m redline.bench.attack.growth [models/kimi-nano] [--requests 12000] [--jobs 3000] [--save FILE]
 
 A soak sees two processes from outside. Here the same requests meet the same code where it can be counted. First the
-API, clients and all, over an engine that costs nothing, so that thousands are answered in a minute: once with the cache
-of known texts as it is, and once with a small one, which is soon full. Then an engine, whose jobs are those that the
+API, clients and all, over an engine that costs nothing, so that thousands are answered in a minute: with the cache of
+known texts as it is, with a small one, which is soon full, and with one that is filled first. Then an engine, whose jobs are those that the
 API has made, some of them aborted. A leak shows as objects or as bytes in use. A cache shows as bytes in use, as far as
 its bound. What the allocator keeps for later shows as free bytes, which it gives back at the end, when it is asked to
 (`malloc_trim`).
@@ -35,7 +35,9 @@ from redline.api.config import ApiConfig, Limits
 from redline.api.gateway import Gateway
 from redline.api.metrics import Metrics
 from redline.api.server import Server, uvicorn_config
-from redline.bench.attack.raw_http import ask
+from redline.bench.attack.attacks import CHAT
+from redline.bench.attack.bystander import too_long
+from redline.bench.attack.raw_http import ask, post
 from redline.bench.attack.soak import source
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
@@ -155,10 +157,12 @@ def _scored(token: int, top: int) -> TokenLogprobs:
     return TokenLogprobs(token=token, logprob=-0.5, rank=1, top=tuple([(token, -0.5), *others][:top]))
 
 
-async def api(folder: Path, requests: int, known_bytes: int, keep: int = 0) -> tuple[list[dict[str, float]], list[Job]]:
+async def api(
+    folder: Path, requests: int, known_bytes: int, keep: int = 0, *, full: bool = False
+) -> tuple[list[dict[str, float]], list[Job]]:
     """Counts while an API in this process answers so many requests of a soak, 16 at once; and the first `keep` jobs.
 
-    known_bytes: of texts that it keeps.
+    known_bytes: of texts that it keeps. full: whether so many are sent before the first count.
     """
     tokenizer, limits = Tokenizer.open(folder), Limits(known_bytes=known_bytes)
     engine = FreeAnswers(tokenizer.encode_with_specials(f"{SAID}<|im_end|>"), keep)
@@ -179,8 +183,10 @@ async def api(folder: Path, requests: int, known_bytes: int, keep: int = 0) -> t
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started:
             await asyncio.sleep(0.01)
+        port = listener.getsockname()[1]
+        for body in too_long(known_bytes, CONTEXT) if full else ():
+            await ask(port, post(CHAT, body))
         for until in marks(requests):
-            port = listener.getsockname()[1]
             await asyncio.gather(*(client(port, until) for _ in range(16)))
             await asyncio.sleep(0.3)  # for what clients have left to end
             rows.append(counted(until))
@@ -257,6 +263,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=count, default=12_000, help="of each run of the API")
     parser.add_argument("--jobs", type=count, default=3000, help="of the engine")
     parser.add_argument("--kv-memory", type=count, default=1_000_000_000, help="bytes of its pages")
+    parser.add_argument("--api", action="store_true", help="the API alone")
     parser.add_argument("--save", type=output, default=RESULT)
     asked = parser.parse_args(words)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit(), hard_limit()))
@@ -275,7 +282,9 @@ def main(words: Sequence[str] | None = None) -> int:
     draft = Path(f"{str(asked.model).rstrip('/')}-eagle3")
     speculation = Learned(drafter=str(draft)) if draft.is_dir() else None
     config = EngineConfig(device="cpu", kv_memory=asked.kv_memory, speculation=speculation)
-    note("engine", engine(config, asked.model, jobs, asked.jobs))
+    note("api, texts full", uvloop.run(api(asked.model, asked.requests, Limits().known_bytes, full=True))[0])
+    if not asked.api:
+        note("engine", engine(config, asked.model, jobs, asked.jobs))
     record: dict[str, Any] = {
         **provenance("torch", "uvicorn", "uvloop", "msgspec", "llguidance"),
         "load_average": [round(load, 1) for load in os.getloadavg()],
