@@ -4,10 +4,10 @@
 
 A soak sees two processes from outside. Here the same requests meet the same code where it can be counted. First the
 API, clients and all, over an engine that costs nothing, so that thousands are answered in a minute: with the cache of
-known texts as it is, with a small one, which is soon full, and with one that is filled first. Then an engine, whose jobs are those that
-the API has made, some of them aborted. A leak shows as objects or as bytes in use. A cache shows as bytes in use, as far as
-its bound. What the allocator keeps for later shows as free bytes, which it gives back at the end, when it is asked to
-(`malloc_trim`).
+known texts as it is, with a small one, which is soon full, and with one that is filled first. Then an engine, whose
+jobs are those that the API has made, some of them aborted. A leak shows as objects or as bytes in use. A cache shows as
+bytes in use, as far as its bound. What the allocator keeps for later shows as free bytes, which it gives back at the
+end, when it is asked to (`malloc_trim`).
 """
 
 import argparse
