@@ -24,6 +24,7 @@ from redline.errors import Overloaded, RequestError
 from redline.wire.job import Grammar
 
 KEPT = 1024  # verdicts
+KEPT_BYTES = 8 << 20  # of what they say, together: an error may quote its whole grammar, twice
 START_S = 60.0  # for the process to read its vocabulary, on a machine that is busy loading a model
 SHOWN_CHARS = 400  # of an error
 
@@ -39,6 +40,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._limits = limits
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._bytes = 0  # of what they say
         self._process: asyncio.subprocess.Process | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()
@@ -109,10 +111,17 @@ class Grammars:
                 verdict = await self._try(trial)
         finally:
             self._waiting -= 1
-        self._verdicts[key] = verdict
-        if len(self._verdicts) > KEPT:
-            self._verdicts.popitem(last=False)
+        self._keep(key, verdict)
         return verdict
+
+    def _keep(self, key: bytes, verdict: Verdict) -> None:
+        if (before := self._verdicts.pop(key, None)) is not None:  # two have asked at once
+            self._bytes -= _size(before)
+        self._verdicts[key] = verdict
+        self._bytes += _size(verdict)
+        while len(self._verdicts) > KEPT or self._bytes > KEPT_BYTES:
+            _, oldest = self._verdicts.popitem(last=False)
+            self._bytes -= _size(oldest)
 
     async def _try(self, trial: Trial) -> Verdict:
         """Asks the process; one trial at a time. Where the caller leaves in the middle of it, the process ends."""
@@ -161,6 +170,10 @@ class Grammars:
         except BaseException:
             self.close()
             raise
+
+
+def _size(verdict: Verdict) -> int:
+    return sys.getsizeof(verdict.text) + sys.getsizeof(verdict.error)
 
 
 def _vocabulary(tokenizer: Tokenizer, memory_bytes: int) -> bytes:

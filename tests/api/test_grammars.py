@@ -136,6 +136,16 @@ async def test_a_verdict_is_kept():
         assert await grammar_of(grammars, schema({"type": "integer"})) == first
 
 
+async def test_verdicts_are_bounded_in_bytes_since_an_error_may_quote_a_whole_grammar(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.api.grammars.KEPT_BYTES", 1_000_000)
+    async with opened() as grammars:
+        for letter in "abcde":
+            with pytest.raises(RequestError, match="unknown name"):
+                await grammar_of(grammars, Constraint(kind="grammar", text=f"start: {letter * 200_000}", param="g"))
+            assert 0 < sum(len(kept.error or "") for kept in grammars._verdicts.values()) < 1_000_000
+        assert grammars._bytes < 1_000_000
+
+
 async def test_too_many_that_wait_are_told_to_come_later():
     async with opened(grammars=2) as grammars:
         asked = (grammar_of(grammars, schema({"maxLength": n})) for n in range(5))

@@ -14,10 +14,13 @@ import pytest
 from redline.api.config import Limits
 from redline.bench.attack import bystander
 from redline.bench.attack.attacks import ATTACKS, World
-from redline.bench.attack.bystander import memory_slopes, slope
+from redline.bench.attack.bystander import Sample, fresh_prompts, memory_slopes, slope, too_long
 from redline.bench.attack.random_requests import draw, requests
 from redline.bench.attack.raw_http import Reply
 from redline.bench.attack.watch import Chunk, Knock, Notes, joined, read
+from redline.wire.job import PAGE_TOKENS
+from tests.api import world
+from tests.api.fake_engine import say
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,11 +76,34 @@ def test_between_two_answers_there_is_no_gap():
 
 def test_memory_that_grows_with_requests_is_seen_and_memory_that_has_grown_is_not():
     mib = 1 << 20
-    grows = [(float(k), 10 * k, 50 * mib + k * mib // 10, 300 * mib) for k in range(100)]
+    grows = [Sample(float(k), 10 * k, 50 * mib + k * mib // 10, 300 * mib) for k in range(100)]
     assert memory_slopes(grows) == {"api": 10.0, "worker": 0.0}
-    grown = [(float(k), 10 * k, min(k, 40) * mib, 300 * mib) for k in range(100)]
+    grown = [Sample(float(k), 10 * k, min(k, 40) * mib, 300 * mib) for k in range(100)]
     assert memory_slopes(grown)["api"] == 0.0
     assert slope([(0.0, 1.0), (1.0, 3.0), (2.0, 5.0)]) == 2.0
+
+
+def test_prompts_that_touch_pages_share_none():
+    """The cache would find a shared one, and nothing would be written."""
+    prompts = [json.loads(one)["prompt"] for one in fresh_prompts(105_000, 65_536)]
+    assert sum(map(len, prompts)) >= 105_000
+    first_pages = {tuple(prompt[:PAGE_TOKENS]) for prompt in prompts}
+    assert len(first_pages) == len(prompts)
+
+
+def test_texts_fill_what_the_api_keeps_and_no_engine_hears_of_them():
+    most = 1 << 20
+
+    async def fill() -> None:
+        async with world.World(say([1]), Limits(known_bytes=most), max_model_len=4096) as served:
+            for request in too_long(most, 4096):
+                reply = await served.http.post("/v1/chat/completions", content=request)
+                assert reply.status_code == 400
+                assert reply.json()["error"]["code"] == "context_length_exceeded"
+            assert most - 10_000 < served.gateway._known.bytes <= most  # pyright: ignore[reportPrivateUsage]
+            assert served.engine.jobs == []
+
+    asyncio.run(fill())
 
 
 def test_random_requests_are_a_function_of_their_seed_and_of_every_route():
@@ -124,7 +150,15 @@ def test_large_bodies_reach_the_parser_in_all_attacks_but_one(name: str):
 
 def test_a_small_run_against_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     saved = tmp_path / "bystander.json"
-    sizes = {"kv-memory": "15MB", "kv-tokens": 1000, "control": 0.5, "requests": 30, "minutes": 1, "save": saved}
+    sizes = {
+        "kv-memory": "15MB",
+        "kv-tokens": 1000,
+        "known-bytes": 1,
+        "control": 0.5,
+        "requests": 30,
+        "minutes": 1,
+        "save": saved,
+    }
     words = [f"--{name}={value}" for name, value in sizes.items()]
     only = [f"--only={name}" for name in ("tiny_penalty", "foreign_pages", "departing_clients")]
     assert bystander.main([str(ROOT / "models" / "kimi-nano"), *words, *only]) == 0

@@ -1,6 +1,10 @@
 """What a soak calls wrong; and the whole of it, small, against a real server."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -8,7 +12,10 @@ from typing import Any
 import pytest
 
 from redline.bench.attack import soak
+from redline.bench.attack.bystander import Sample
+from redline.bench.runs.trees import END_S
 
+START_S = 120.0  # seconds, on a busy machine
 ROOT = Path(__file__).parents[2]
 
 
@@ -47,6 +54,14 @@ def test_what_is_wrong_is_said(changed: dict[str, Any], said: str):
     assert said in told
 
 
+def test_each_quarters_slope_tells_what_settles_from_what_leaks():
+    mib = 1 << 20
+    leaks = [Sample(float(k), 10 * k, 50 * mib + k * mib // 100, mib * min(k, 100)) for k in range(401)]
+    assert [one["api"] for one in soak.quarters(leaks)] == [1.0] * 4
+    assert [one["worker"] for one in soak.quarters(leaks)] == [100.0, 0.0, 0.0, 0.0]
+    assert soak.quarters([]) == [{}] * 4
+
+
 def test_requests_of_a_soak_are_of_every_dialect_and_some_clients_leave():
     some = list(islice(soak.source(0), 300))
     assert some == list(islice(soak.source(0), 300))
@@ -57,11 +72,51 @@ def test_requests_of_a_soak_are_of_every_dialect_and_some_clients_leave():
 
 def test_a_small_soak_against_a_real_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     saved = tmp_path / "soak.json"
-    sizes = {"kv-memory": "15MB", "kv-tokens": 1000, "alone": 0.5, "requests": 30, "minutes": 0.05, "save": saved}
+    sizes = {
+        "kv-memory": "15MB",
+        "kv-tokens": 1000,
+        "known-bytes": 1,
+        "alone": 0.5,
+        "requests": 30,
+        "minutes": 0.05,
+        "save": saved,
+    }
     words = [f"--{name}={value}" for name, value in sizes.items()]
     assert soak.main([str(ROOT / "models" / "kimi-nano"), *words]) == 0
     told = json.loads(saved.read_text())
     assert told["at_rest"] == record()["at_rest"]
     assert told["soak"]["sent"] > 0
+    assert told["mib"]
     assert told["end"]["tracebacks"] == 0
     assert "wrong: nothing" in capsys.readouterr().out
+
+
+def runs(pid: str) -> bool:
+    """Whether a process is there and has not ended, whoever may still ask how."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_a_soak_that_is_ended_leaves_no_process_behind(tmp_path: Path):
+    """Its server is in a session of its own: no signal to the soak reaches it."""
+    sizes = {"kv-memory": "15MB", "kv-tokens": 1000, "known-bytes": 1, "save": tmp_path / "soak.json"}
+    words = [str(ROOT / "models" / "kimi-nano"), *(f"--{name}={value}" for name, value in sizes.items())]
+    command = [sys.executable, "-m", "redline.bench.attack.soak", *words]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as running:
+        try:
+            children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+            deadline = time.monotonic() + START_S
+            while len(started := children.read_text().split()) < 2:  # the server, and then the bystander
+                assert running.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            running.terminate()
+            assert running.wait(END_S) == 128 + signal.SIGTERM
+            deadline = time.monotonic() + END_S
+            while left := [pid for pid in started if runs(pid)]:
+                assert time.monotonic() < deadline, left
+                time.sleep(0.05)
+        finally:
+            running.kill()

@@ -31,13 +31,14 @@ from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from redline.bench.attack.attacks import ATTACKS, COMPLETIONS, TOKENIZE, Attack, World, body, silent, unread
+from redline.api.config import Limits
+from redline.bench.attack.attacks import ATTACKS, CHAT, COMPLETIONS, TOKENIZE, Attack, World, body, silent, unread
 from redline.bench.attack.random_requests import Request, requests
 from redline.bench.attack.raw_http import Reply, ask, get, post
 from redline.bench.attack.watch import Notes, Pauses, joined, notes_of, read
 from redline.bench.program import program
 from redline.bench.record import provenance
-from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, hard_limit
+from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, ended_by_a_signal, hard_limit
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "bystander.json"
 LIMIT_MS = 100.0  # the longest pause that is allowed
@@ -47,8 +48,20 @@ OVERLOADED = (503, 529)  # statuses of a server that has too much to do, in each
 SAY_S = 10.0
 TAKE_S = 2.0  # seconds; notes are taken often, since telling many at once holds up the bystander
 QUESTION = body(prompt="The capital of France is", max_tokens=24, temperature=0, ignore_eos=True)
+PROMPT = 4000  # tokens of a prompt that touches pages
+TEXT = 1200  # characters
+ID_BYTES = 4  # of a token's id that is kept
 ANSWER = 4000  # tokens of an answer of the bystander, at most
 POLITE_TOKENS = 6000  # of each long prompt of a polite client
+
+
+class Sample(NamedTuple):
+    """Resident bytes of both processes. seconds: since sampling began. requests: random ones, sent so far."""
+
+    seconds: float
+    requests: int
+    api: int
+    worker: int
 
 
 class Memory:
@@ -58,7 +71,7 @@ class Memory:
     """
 
     def __init__(self, api: int, worker: int) -> None:
-        self.samples: list[tuple[float, int, int, int]] = []  # seconds, requests, bytes of the API, of the worker
+        self.samples: list[Sample] = []
         self.requests = 0
         self._pids = api, worker
         self._began = time.monotonic()
@@ -71,7 +84,7 @@ class Memory:
                 api, worker = (_resident(pid) for pid in self._pids)
             except OSError:
                 return  # one of the processes has ended
-            self.samples.append((round(time.monotonic() - self._began, 1), self.requests, api, worker))
+            self.samples.append(Sample(round(time.monotonic() - self._began, 1), self.requests, api, worker))
 
     def now(self) -> tuple[int, int]:
         """Resident bytes of the API and of the worker at the last sample; zeros before the first one."""
@@ -175,20 +188,22 @@ class Bench:
         self.odd: list[dict[str, str]] = []  # answers that nobody should get
         self.doing = "start"
 
-    async def open(self, kv_tokens: int) -> None:
-        """Looks up what attacks need, touches every page, and starts the bystander.
+    async def open(self, kv_tokens: int, known_bytes: int) -> None:
+        """Looks up what attacks need, fills what fills only once, and starts the bystander.
 
-        kv_tokens: how many tokens are prefilled so that every page was written once. Raises SystemExit where the server
-        does not answer one of these requests with 200.
+        kv_tokens: how many tokens are prefilled so that every page was written once. known_bytes: of texts that the API
+        keeps with their ids (`chat.known`); so many are sent. Raises SystemExit where the server does not answer one of
+        these requests as it should.
         """
         models = json.loads((await self._whole(get("/v1/models"))).body)
         (token,) = await self._ids(" the")
         (blank,) = await self._ids("\n")
         context = models["data"][0]["max_model_len"]
         self.world = World(self.port, token, blank, context)
-        for start in range(0, kv_tokens, 4000):
-            prompt = [(23 * start + 7 * k) % 3000 for k in range(min(4000, context - 2))]
-            await self._whole(post(COMPLETIONS, body(prompt=prompt, max_tokens=1)))
+        for request in fresh_prompts(kv_tokens, context):
+            await self._whole(post(COMPLETIONS, request))
+        for request in too_long(known_bytes, context):
+            await self._refused(post(CHAT, request))
         self.truth = (await self._whole(post(COMPLETIONS, QUESTION))).body
         self.watch = Watch(self.port, self._server.process.pid, token, min(ANSWER, context // 4))
         await asyncio.sleep(2)
@@ -352,10 +367,41 @@ class Bench:
         return json.loads((await self._whole(post(TOKENIZE, body(prompt=text)))).body)["tokens"]
 
     async def _whole(self, request: bytes) -> Reply:
+        return await self._replied(request, 200)
+
+    async def _refused(self, request: bytes) -> None:
+        await self._replied(request, 400)
+
+    async def _replied(self, request: bytes, status: int) -> Reply:
         reply = await ask(self.port, request, limit_s=120)
-        if reply.status != 200:
+        if reply.status != status:
             raise SystemExit(f"{reply.kind}: {reply.body.decode(errors='replace')}")
         return reply
+
+
+def fresh_prompts(tokens: int, context: int) -> Iterator[bytes]:
+    """Bodies of completions whose prompts have `tokens` ids together; no page of one is in the cache for another.
+
+    context: tokens that a prompt and its answer may have.
+    """
+    for start in range(0, tokens, PROMPT):
+        chance = random.Random(start)
+        prompt = [chance.randrange(3000) for _ in range(min(PROMPT, context - 2))]
+        yield body(prompt=prompt, max_tokens=1)
+
+
+def too_long(known_bytes: int, context: int) -> Iterator[bytes]:
+    """Bodies of chat requests that are encoded as far as `context` tokens and then refused: no engine hears of them.
+
+    Each has other texts, of the size that `random_requests.text` has at most; they and their ids are `known_bytes` or
+    more, so that texts are forgotten for new ones from then on.
+    """
+    words = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=TEXT))
+    for number in range(-(-known_bytes // (ID_BYTES * context))):
+        messages = [
+            {"role": "user", "content": f"{number} {place} {words}"} for place in range(4 * context // TEXT + 1)
+        ]
+        yield body(messages=messages, max_tokens=1)
 
 
 def _ends_well(stream: bytes, route: str) -> bool:
@@ -369,21 +415,23 @@ def _ends_well(stream: bytes, route: str) -> bool:
     return tail.endswith(b"data: [DONE]\n\n") or b'data: {"error"' in tail
 
 
-def memory_slopes(samples: Sequence[tuple[float, int, int, int]]) -> dict[str, Any]:
-    """MiB per 1,000 random requests, by process, over the second half of the requests, since the first half warms.
+def memory_slopes(samples: Sequence[Sample]) -> dict[str, float]:
+    """`slopes` over the second half of the requests, since the first half warms."""
+    return slopes([sample for sample in samples if sample.requests > samples[-1].requests / 2])
 
-    samples: as `Memory` has them. Empty where fewer than five samples lie in that half.
-    """
-    late = [sample for sample in samples if sample[1] > samples[-1][1] / 2] if samples else []
-    if len(late) < 5:
+
+def slopes(samples: Sequence[Sample]) -> dict[str, float]:
+    """MiB per 1,000 random requests, by process. Empty where there are fewer than five samples."""
+    if len(samples) < 5:
         return {}
-    return {
-        who: round(slope([(sample[1] / 1000, sample[place] / (1 << 20)) for sample in late]), 2)
-        for who, place in (("api", 2), ("worker", 3))
-    }
+    api, worker = (
+        slope([(one.requests / 1000, size / (1 << 20)) for one, size in zip(samples, sizes, strict=True)])
+        for sizes in ([one.api for one in samples], [one.worker for one in samples])
+    )
+    return {"api": round(api, 2), "worker": round(worker, 2)}
 
 
-def draw(record: dict[str, Any], samples: Sequence[tuple[float, int, int, int]], path: Path) -> None:
+def draw(record: dict[str, Any], samples: Sequence[Sample], path: Path) -> None:
     """A picture at `path`: the longest pause of every phase beside the limit, and both processes' memory."""
     import matplotlib.pyplot as plt
 
@@ -398,8 +446,9 @@ def draw(record: dict[str, Any], samples: Sequence[tuple[float, int, int, int]],
     left.set_yticks(places, [f"{phase['name']} ({phase['item']})" for phase in phases], fontsize=7)
     left.set_xlabel("longest pause, ms; the line is the limit")
     left.legend()
-    for who, place in (("API", 2), ("worker", 3)):
-        right.plot([sample[0] for sample in samples], [sample[place] / (1 << 20) for sample in samples], label=who)
+    seconds = [sample.seconds for sample in samples]
+    for who, sizes in (("API", [one.api for one in samples]), ("worker", [one.worker for one in samples])):
+        right.plot(seconds, [size / (1 << 20) for size in sizes], label=who)
     right.set_xlabel("seconds")
     right.set_ylabel("resident MiB")
     right.set_ylim(bottom=0)
@@ -432,7 +481,7 @@ def told(bench: Bench) -> Generator[None]:
 
 async def run(bench: Bench, asked: argparse.Namespace, attacks: Sequence[Attack]) -> dict[str, Any]:
     """All phases in their order, and the server's end. `asked`: the flags. Returns the record but for its phases."""
-    await bench.open(asked.kv_tokens)
+    await bench.open(asked.kv_tokens, asked.known_bytes)
     await bench.control("control", asked.control)
     await bench.polite(asked.control)
     for attack in attacks:
@@ -461,6 +510,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--kv-memory", default="1GB")
     parser.add_argument(
         "--kv-tokens", type=int, default=105_000, help="so many are prefilled first, to touch every page"
+    )
+    parser.add_argument(
+        "--known-bytes", type=int, default=Limits().known_bytes, help="of texts that the API keeps: it is filled first"
     )
     parser.add_argument("--list", action="store_true", help="say what the attacks are, and do nothing")
     parser.add_argument("--only", action="append", help="an attack's name or item (repeatable)")
@@ -491,7 +543,7 @@ def main(words: Sequence[str] | None = None) -> int:
     draft = asked.draft or f"{asked.model.rstrip('/')}-eagle3"
     words = [asked.model, "--kv-memory", asked.kv_memory]
     words += ["--draft", draft] if (asked.tree / draft).is_dir() else []
-    with tempfile.TemporaryDirectory() as folder:
+    with ended_by_a_signal(), tempfile.TemporaryDirectory() as folder:
         tree = Tree(str(asked.tree), asked.tree.resolve(), commit_of(asked.tree))
         server = Server(tree, words, Path(folder), asked.python)
         try:

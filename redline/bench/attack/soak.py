@@ -25,17 +25,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from redline.bench.attack.bystander import CALM_S, Bench, memory_slopes, told
+from redline.api.config import Limits
+from redline.bench.attack.bystander import CALM_S, Bench, Sample, memory_slopes, slopes, told
 from redline.bench.attack.random_requests import Request, light
 from redline.bench.attack.raw_http import ask, get
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
-from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, hard_limit
+from redline.bench.runs.trees import END_S, ROOT, Server, Tree, commit_of, ended_by_a_signal, hard_limit
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "soak.json"
 FLAT_MIB = 1.0  # per 1,000 requests, of each process, over the second half
 WARM = 2000  # requests before which memory still grows to its size, and no slope says anything
 MORE_FILES = 4  # descriptors that an idle server may have more than before: the process that compiles grammars has some
+TOLD_EVERY = 20  # of the samples of memory, one a second, so many make one in the record
 IDLE = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "redline:queue_jobs")
 IDLE_TOKENS = "redline:queue_tokens"
 
@@ -93,9 +95,16 @@ def wrong(record: dict[str, Any]) -> list[str]:
     return found
 
 
+def quarters(samples: Sequence[Sample]) -> list[dict[str, float]]:
+    """The slopes of each quarter of the requests: what fills or settles grows less in each, a leak does not."""
+    last = samples[-1].requests if samples else 0
+    parts = [[one for one in samples if k * last < 4 * one.requests <= (k + 1) * last] for k in range(4)]
+    return [slopes(part) for part in parts]
+
+
 async def run(bench: Bench, asked: argparse.Namespace, pids: dict[str, int]) -> dict[str, Any]:
     """The bystander alone, then beside the soak, and then rest. `asked`: the flags. pids: of API and worker."""
-    await bench.open(asked.kv_tokens)
+    await bench.open(asked.kv_tokens, asked.known_bytes)
     await bench.control("alone", asked.alone)
     before = {who: open_files(pid) for who, pid in pids.items()}
     at = len(bench.memory.samples)
@@ -113,6 +122,8 @@ async def run(bench: Bench, asked: argparse.Namespace, pids: dict[str, int]) -> 
     return {
         "soak": soak,
         "mib_per_1000_requests": memory_slopes(samples),
+        "mib_per_1000_requests_by_quarter": quarters(samples),
+        "mib": [[sent, api >> 20, worker >> 20] for _, sent, api, worker in samples[::TOLD_EVERY]],
         "descriptors": {who: [before[who], after[who]] for who in pids},
         "at_rest": at_rest,
     }
@@ -130,6 +141,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--alone", type=float, default=20.0, help="seconds of the bystander alone, before and after")
     parser.add_argument("--kv-memory", default="1GB")
     parser.add_argument("--kv-tokens", type=int, default=105_000, help="so many are prefilled, to touch every page")
+    parser.add_argument(
+        "--known-bytes", type=int, default=Limits().known_bytes, help="of texts that the API keeps: it is filled first"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=output, default=RESULT)
     return parser
@@ -147,6 +161,7 @@ def main(words: Sequence[str] | None = None) -> int:
     draft = f"{asked.model.rstrip('/')}-eagle3"
     served = [asked.model, "--kv-memory", asked.kv_memory, *(["--draft", draft] if (ROOT / draft).is_dir() else [])]
     with ExitStack() as stack:
+        stack.enter_context(ended_by_a_signal())
         if asked.server is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             server = Server(Tree(str(ROOT), ROOT, commit_of(ROOT)), served, folder, sys.executable)

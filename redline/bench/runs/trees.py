@@ -62,7 +62,7 @@ def opened(names: Sequence[str]) -> Generator[list[Tree]]:
     Raises ConfigError for a name that is neither a commit nor a folder, or has no Redline in it.
     """
     with ExitStack() as stack:
-        stack.enter_context(_ended_by_a_signal())
+        stack.enter_context(ended_by_a_signal())
         trees = {name: stack.enter_context(_tree(name)) for name in dict.fromkeys(names)}
         yield [trees[name] for name in names]
 
@@ -139,7 +139,7 @@ def commit_of(tree: Path) -> str:
 
 
 @contextmanager
-def _ended_by_a_signal() -> Generator[None]:
+def ended_by_a_signal() -> Generator[None]:
     """SIGTERM and SIGHUP unwind, so that neither a server nor a folder stays behind."""
 
     def unwind(number: int, _: object) -> NoReturn:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 64  # compiled grammars, the latest used ones
+KEPT_CHARS = 2 << 20  # of their texts, together: compiled, a schema takes up to 85 bytes for each
 _log = logging.getLogger(__name__)
 
 _EVERY = -1  # a word of a mask that allows every token
@@ -44,6 +45,7 @@ class Matchers:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._tokens: Future[LLTokenizer] = self._threads.submit(tokens)  # while the model's memory is made ready
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._chars = 0  # of their texts
 
     def begin(self, grammar: Grammar, generated: Sequence[int]) -> Matcher:
         """A matcher of an answer that has these tokens so far. Does not wait for the compilation."""
@@ -52,8 +54,10 @@ class Matchers:
         compiled = self._compiled.get(grammar.text)
         if compiled is None:
             compiled = self._compiled[grammar.text] = self._threads.submit(self._compile, grammar.text)
-            if len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
+            self._chars += len(grammar.text)
+            while len(self._compiled) > KEPT or (self._chars > KEPT_CHARS and len(self._compiled) > 1):
+                oldest, _ = self._compiled.popitem(last=False)
+                self._chars -= len(oldest)
         self._compiled.move_to_end(grammar.text)
         return Matcher(self, grammar, compiled, generated)
 

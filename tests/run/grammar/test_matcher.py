@@ -132,6 +132,17 @@ def test_without_a_vocabulary_nothing_is_allowed_and_nothing_is_raised():
     lost.close()
 
 
+def test_texts_of_compiled_grammars_are_bounded_together(matchers: Matchers, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("redline.run.grammar.matcher.KEPT_CHARS", 1000)
+    texts = [f'start: "{letter * 300}"' for letter in "abcde"]
+    for text in texts:
+        matchers.begin(Grammar(text=text), ())
+        assert matchers._chars == sum(map(len, matchers._compiled)) <= 1000
+    assert list(matchers._compiled) == texts[-3:]
+    matchers.begin(Grammar(text=f'start: "{"f" * 2000}"'), ())
+    assert len(matchers._compiled) == 1, "the newest is used now"
+
+
 def test_the_last_grammars_are_kept_and_no_more(matchers: Matchers):
     for n in range(KEPT + 5):
         matchers.begin(Grammar(text=f'start: "{n}"'), ())
