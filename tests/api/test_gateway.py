@@ -9,7 +9,7 @@ from starlette.types import Message
 
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Limits
-from redline.api.gateway import MOST_MOVES, Generation, derived_seed
+from redline.api.gateway import MOST_MOVES, Gateway, Generation, derived_seed
 from redline.api.quota import CALLER, Account, Caller, KeyLimits
 from redline.chat.conversation import Conversation
 from redline.chat.conversation import Message as Said
@@ -18,8 +18,9 @@ from redline.errors import MessageTooLarge, Overloaded, WorkerLost
 from redline.route.links import MOVE_S
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.job import Job, Sampling
-from redline.wire.news import Beat, Ready
+from redline.wire.handoff import Prefill
+from redline.wire.job import Abort, Job, JobId, Sampling
+from redline.wire.news import Beat, Ready, Role
 from tests.api.fake_engine import FakeEngine, say
 from tests.api.world import MODEL, World, answer, until
 
@@ -137,6 +138,129 @@ async def test_jobs_of_a_silent_worker_go_on_with_one_that_is_heard_of() -> None
             assert [job.id for job in other.jobs] == [each.lanes[0].job.id for each in (last, first)]
             assert world.engine.aborted == {first.lanes[0].id}, "should it ever go on"
             assert second.jobs == 2
+
+
+READY = Ready(max_model_len=4096, pages=1000, fingerprint="tiny", summary="", area=b"an area", format="a format")
+
+
+class Heard:
+    """A worker that only hears: what it has been told."""
+
+    def __init__(self, gateway: Gateway, name: str, role: Role = "both") -> None:
+        """It has a heart, and is ready at once."""
+        self.told: list[Wire] = []
+        self.link = gateway.join(name, self, role)
+        gateway.deliver(self.link, READY)
+        gateway.deliver(self.link, Beat())
+
+    def put(self, message: Wire) -> None:
+        self.told.append(message)
+
+    @property
+    def jobs(self) -> list[JobId]:
+        """Of the jobs that it has been sent, whatever it is to do with them."""
+        sent = (message.job if isinstance(message, Prefill) else message for message in self.told)
+        return [message.id for message in sent if isinstance(message, Job)]
+
+    @property
+    def aborted(self) -> list[JobId]:
+        return [message.job for message in self.told if isinstance(message, Abort)]
+
+
+async def test_what_a_worker_still_says_of_a_job_that_it_has_lost_is_nobodys_even_where_it_has_it_again() -> None:
+    now = 0.0
+    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "not used")
+        a = Heard(gateway, "a")
+        with await gateway.begin(text_ask()) as generation:
+            (lane,) = generation.lanes
+            b = Heard(gateway, "b")
+            gateway.deliver(a.link, Delta(job=lane.id, tokens=(65,)))
+            now = MOVE_S + 0.1
+            gateway.deliver(b.link, Beat())
+            gateway.look()
+            gateway.look()
+            assert lane.link is b.link, "a is silent"
+            assert a.aborted == [lane.id]
+            gateway.deliver(b.link, Delta(job=lane.job.id, tokens=(66,)))
+            gateway.deliver(a.link, Beat())
+            gateway.lose(b.link, "killed")
+            assert lane.link is a.link, "it goes on, and has the job again"
+            gateway.deliver(a.link, Delta(job=lane.id, tokens=(66,)))
+            gateway.deliver(a.link, Delta(job=lane.id, finish="aborted"))
+            assert lane.answer == [65, 66]
+            assert gateway.load == 1, "the stream goes on"
+            gateway.deliver(a.link, Delta(job=lane.job.id, tokens=(67,)))
+            assert lane.answer == [65, 66, 67]
+        assert a.jobs == [lane.id, f"{lane.id}.2"]
+        assert b.jobs == [f"{lane.id}.1"]
+        assert a.aborted == [lane.id, f"{lane.id}.2"], "the client leaves: the job is aborted under its newest name"
+
+
+async def test_no_worker_is_sent_a_job_of_the_same_name_twice_however_often_it_moves() -> None:
+    """So a late word of one worker to another is about nobody's."""
+    async with World(resuming, resume_s=5.0) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "not used")
+        workers = [Heard(gateway, name, "decode") for name in "abc"]
+        computes = Heard(gateway, "p", "prefill")
+        generations = [await gateway.begin(text_ask("the end " * 40)) for _ in range(6)]
+        lanes = [lane for generation in generations for lane in generation.lanes]
+        assert computes.jobs == [lane.id for lane in lanes]
+        for worker in workers[:2]:
+            for lane in [lane for lane in lanes if lane.link is worker.link]:
+                gateway.deliver(worker.link, Delta(job=lane.job.id, finish="error", error="it ends", fault="lost"))
+            gateway.lose(worker.link, "it ends")
+        assert {lane.link for lane in lanes} == {workers[2].link}
+        assert len(computes.jobs) == 6 + sum(lane.moves for lane in lanes), "each is computed anew"
+        for worker in (*workers, computes):
+            assert len(set(worker.jobs)) == len(worker.jobs), worker.link.name
+        for generation in generations:
+            generation.close()
+
+
+async def test_a_worker_that_says_that_it_ends_gets_none_of_its_jobs_back() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "not used")
+        a, b = Heard(gateway, "a"), Heard(gateway, "b")
+        generations = [await gateway.begin(text_ask()) for _ in range(4)]
+        of_a = [lane for generation in generations for lane in generation.lanes if lane.link is a.link]
+        assert len(of_a) == 2
+        for lane in of_a:
+            gateway.deliver(a.link, Delta(job=lane.job.id, finish="error", error="the device is gone", fault="lost"))
+        assert [lane.link for lane in of_a] == [b.link, b.link]
+        assert (a.link.jobs, b.link.jobs, len(a.jobs)) == (0, 4, 2)
+        for generation in generations:
+            generation.close()
+
+
+async def test_a_job_whose_answer_has_failed_meanwhile_is_not_sent_to_anybody() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        world.engine.gate.clear()
+        with await world.gateway.begin(msgspec.structs.replace(text_ask(), n=2)) as generation:
+            generation.lanes[0].moves = MOST_MOVES  # it has met the ends of other workers than the second has
+            other = Heard(world.gateway, "other")
+            world.gateway.lose(world.link, "gone")
+            assert world.gateway.load == 0
+            assert (other.jobs, other.link.jobs) == ([], 0)
+            assert not world.gateway._stranded
+
+
+async def test_a_job_that_is_too_large_with_its_answer_ends_and_the_worker_that_has_become_ready_does_not() -> None:
+    class Full(Heard):
+        def put(self, message: Wire) -> None:
+            if isinstance(message, Job):
+                raise MessageTooLarge("67 MB")
+
+    async with World(resuming, resume_s=5.0) as world:
+        world.engine.gate.clear()
+        with await world.gateway.begin(text_ask()) as generation:
+            world.gateway.lose(world.link, "gone")
+            assert Full(world.gateway, "other").link.lost is None
+            with pytest.raises(WorkerLost):
+                await anext(generation)
 
 
 async def test_a_worker_with_another_model_is_not_among_the_others() -> None:

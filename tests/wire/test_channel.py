@@ -149,6 +149,15 @@ def test_a_late_reader_lets_the_event_loop_go_on():
     assert max(map(len, turns)) <= MOST_AT_ONCE
 
 
+def test_a_wait_of_less_than_a_millisecond_waits(tmp_path: Path):
+    """Else a loop that looks again soon takes a whole core."""
+    with SocketInbox(ipc_address(tmp_path / "run", "worker")) as inbox:
+        began = time.monotonic()
+        for _ in range(50):
+            assert inbox.drain(wait=True, timeout=0.0005) == []
+        assert time.monotonic() - began > 50 * 0.0005
+
+
 def test_a_stranger_with_another_key_or_none_delivers_nothing():
     with SocketInbox("tcp://127.0.0.1:*", KEY) as inbox:
         stranger = zmq.Context.instance().socket(zmq.PUSH)

@@ -3,17 +3,22 @@
 import ctypes
 import random
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from redline.errors import ConfigError
 from redline.transport.memory import Disturbance, MemoryTransport
-from redline.wire.handoff import Gone, Prefill
+from redline.wire.channel import Outbox, SocketInbox, SocketOutbox, ipc_address
+from redline.wire.codec import Wire
+from redline.wire.delta import Delta
+from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Want
 from redline.wire.job import Abort, Job, JobId
 from redline.worker import exchange
-from tests.handoff import Pair
-from tests.tiny_model import BOTH, Answer, job, open_engine, prompt, run_alone, tiny_model
+from tests.handoff import Box, Pair, Side
+from tests.tiny_model import BOTH, Answer, job, joined, open_engine, prompt, run_alone, tiny_model
 
 LENGTH = 300
 
@@ -261,6 +266,274 @@ def test_a_worker_whose_area_is_not_there_is_not_waited_for() -> None:
     try:
         both.answers.box.put(msgspec.structs.replace(asked(), pages_from=source))
         answers = both.run()
+        assert both.answers.exchange.counts == {"no connection": 1}
+    finally:
+        both.close()
+    assert told(answers["asked"]) == alone(asked())
+
+
+class Three:
+    """A worker that computes, and two that answer: the first falls silent, and its job moves to the second."""
+
+    def __init__(self) -> None:
+        self.clock, self.boxes = Clock(), dict[str, Box]()
+        transport = MemoryTransport(None, self.clock)
+        self.computes, self.first, self.second = (
+            Side(
+                name,
+                open_engine(tiny_model(), speculation=BOTH, step_tokens=100),
+                transport,
+                self.boxes,
+                lends=name == "prefill",
+                clock=self.clock,
+            )
+            for name in ("prefill", "first", "second")
+        )
+
+    def send(self, one: Job, to: Side) -> None:
+        """As a gateway does."""
+        self.computes.box.put(Prefill(job=one, to=to.as_other))
+        to.box.put(msgspec.structs.replace(one, pages_from=self.computes.as_other))
+
+    def move(self, one: Job) -> Job:
+        """The first is silent: as a gateway does then. The job under its new name."""
+        self.computes.box.put(Gone(worker="first", epoch=1))
+        self.first.box.put(Abort(job=one.id))
+        moved = msgspec.structs.replace(one, id=JobId(f"{one.id}.1"))
+        self.send(moved, self.second)
+        return moved
+
+    def run(self, turns: int = 100) -> list[Delta]:
+        """What the second has told, while the first stands still."""
+        told: list[Delta] = []
+        for _ in range(turns):
+            assert not self.computes.turn()
+            told += self.second.turn()
+            self.clock.now += 0.01
+        return told
+
+    def close(self) -> None:
+        for side in (self.computes, self.first, self.second):
+            side.exchange.close()
+            side.engine.runner.close()
+
+
+LATE: list[Wire] = [
+    Abort(job=JobId("asked")),
+    Want(job=JobId("asked"), first=0),
+    Want(job=JobId("asked"), first=128),
+]
+
+
+@pytest.mark.parametrize("when", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("late", LATE, ids=["abort", "want all", "want the rest"])
+def test_a_late_word_of_a_worker_that_was_silent_changes_nothing_for_the_next(late: Wire, when: int) -> None:
+    three = Three()
+    try:
+        with torch.inference_mode():
+            three.send(asked(), three.first)
+            three.first.turn()
+            three.computes.turn()
+            moved = three.move(asked())
+            told_ = three.run(when)
+            three.computes.box.put(late)
+            told_ += three.run()
+        assert three.second.exchange.counts == {"taken over": 1}
+        assert told(joined(told_)) == alone(moved)
+        assert three.computes.engine.planner.load().pages_used == 0
+    finally:
+        three.close()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 3, 10])
+def test_a_worker_that_was_silent_and_goes_on_disturbs_nobody_whenever_its_job_moved(turns: int) -> None:
+    three = Three()
+    try:
+        with torch.inference_mode():
+            three.send(asked(), three.first)
+            for _ in range(turns):
+                three.computes.turn()
+            moved = three.move(asked())
+            told_ = three.run(2)
+            for _ in range(20):
+                three.first.turn()
+                told_ += three.run(1)
+            told_ += three.run()
+        assert told(joined(told_)) == alone(moved)
+        for side in (three.computes, three.first, three.second):
+            assert side.engine.planner.load().pages_used == 0, side.here.worker
+            assert side.engine.planner.idle, side.here.worker
+    finally:
+        three.close()
+
+
+def test_a_worker_that_was_only_silent_is_told_what_has_been_dropped() -> None:
+    """It is not declared silent itself, so nobody else takes its jobs: it computes their prompts."""
+    clock = Clock()
+    both = pair(clock=clock)
+    try:
+        both.send([asked()])
+        with torch.inference_mode():
+            both.turn()
+            both.turn()
+            both.computes.box.put(Gone(worker="decode", epoch=1))
+            for _ in range(40):
+                both.turn()
+                clock.now += 0.01
+        assert both.answers.exchange.counts == {"error": 1}
+        answers = both.run()
+        finished(both)
+    finally:
+        both.close()
+    assert told(answers["asked"]) == alone(asked())
+
+
+def test_a_prompt_that_is_handed_over_with_a_part_missing_is_computed_here() -> None:
+    """Whoever computes has counted its parcels, and all of them have come; but not all positions."""
+    both = pair()
+    try:
+        one = asked()
+        both.send([one])
+        with torch.inference_mode():
+            both.turn()
+            for _ in range(40):
+                both.computes.turn()
+                kept = [word for word in both.answers.box.take() if not isinstance(word, Offer) or word.number]
+                for word in kept:
+                    if isinstance(word, Offer):
+                        both.answers.box.put(msgspec.structs.replace(word, number=word.number - 1))
+                    elif isinstance(word, Handed):
+                        assert word.parcels > 1
+                        both.answers.box.put(msgspec.structs.replace(word, parcels=word.parcels - 1))
+                    else:
+                        both.answers.box.put(word)
+                for delta in both.answers.turn():
+                    both.deltas[delta.job].append(delta)
+        assert both.answers.exchange.counts == {"transfer": 1}
+        answer = joined(both.deltas["asked"])
+    finally:
+        both.close()
+    assert told(answer) == alone(one)
+
+
+def test_a_prompt_that_is_short_once_it_has_begun_long_after_a_silence_is_computed_here_once() -> None:
+    clock = Clock()
+    both = pair(clock=clock)
+    try:
+        both.deltas["first"] = []
+        both.answers.box.put(asked("first"))
+        both.run()
+        both.deltas["again"] = []
+        both.answers.box.put(msgspec.structs.replace(asked("again"), pages_from=both.computes.as_other))
+        with torch.inference_mode():
+            both.answers.turn()
+            both.answers.exchange.hear(Begun(job=JobId("again")))
+            clock.now += exchange.SILENCE_S + 1  # the process was stopped in its step
+            both.computes.stopped = True
+        answers = both.run()
+        assert both.answers.exchange.counts == {"short": 1}
+    finally:
+        both.close()
+    assert told(answers["again"]) == alone(asked("again"))
+
+
+def test_who_waits_behind_other_prompts_is_patient_until_its_own_has_begun() -> None:
+    clock = Clock()
+    both = pair(clock=clock)
+    both.computes.stopped = True
+    try:
+        both.send([asked()])
+        with torch.inference_mode():
+            both.turn()
+            assert both.answers.engine.planner.load().pages_used == 0, "it has no pages before it needs them"
+            clock.now = exchange.QUEUE_S - 1
+            both.turn()
+            assert not both.answers.exchange.counts
+            clock.now = exchange.QUEUE_S + 1
+            both.turn()
+        assert both.answers.exchange.counts == {"silence": 1}
+        both.computes.stopped = False
+        answers = both.run()
+        finished(both)
+    finally:
+        both.close()
+    assert told(answers["asked"]) == alone(asked())
+
+
+def test_where_all_wait_for_pages_of_prompts_that_do_not_come_the_youngest_gives_up_its_own() -> None:
+    clock = Clock()
+    clock.now = 1.0
+    engines = [open_engine(tiny_model(), pages=pages, max_model_len=600, step_tokens=100) for pages in (40, 12)]
+    both = Pair(*engines, transport=MemoryTransport(None, clock), clock=clock)
+    running = job("runs", prompt(seed=9, length=70), max_tokens=400)
+    arriving = [asked(f"{n}", length=190, seed=n) for n in range(3)]
+    try:
+        both.deltas["runs"] = []
+        both.answers.box.put(running)
+        with torch.inference_mode():
+            both.turn()
+            both.turn()
+            both.computes.stopped = True
+            both.send(arriving)
+            for one in arriving:
+                both.answers.box.put(Begun(job=one.id))
+            for _ in range(500):
+                both.turn()
+            assert both.answers.engine.planner.starved, "the running one has lost its pages, and nothing runs"
+            clock.now += exchange.ROOM_S / 2
+            both.turn()
+            clock.now += exchange.ROOM_S / 4
+            both.turn()
+            assert not both.answers.exchange.counts
+            clock.now += exchange.ROOM_S / 2
+            both.turn()
+            assert both.answers.exchange.counts == {"room": 1}
+            assert arriving[2].id not in both.answers.exchange._in, "the youngest"
+            for _ in range(5):
+                both.turn()
+            assert not both.answers.engine.planner.starved
+        both.computes.stopped = False
+        answers = both.run()
+        finished(both)
+    finally:
+        both.close()
+    for one in (running, *arriving):
+        assert answers[one.id].tokens == run_alone(tiny_model(), one, max_model_len=600).tokens, one.id
+
+
+def test_parcels_that_wait_when_their_worker_is_gone_are_forgotten_with_its_connection(tmp_path: Path) -> None:
+    """Nothing is said to a socket that is closed."""
+    clock = Clock()
+    both = pair(lambda *_: Disturbance(polls=10), clock=clock)
+    computes, answers = both.computes, both.answers
+    answers.exchange._connect = lambda name: SocketOutbox(ipc_address(tmp_path / "run", name))
+    try:
+        with SocketInbox(ipc_address(tmp_path / "run", "prefill")) as inbox, torch.inference_mode():
+            both.send([asked(), asked("other", seed=2)])
+            for _ in range(12):
+                for message in inbox.drain(wait=True, timeout=0.05):
+                    computes.box.put(message)
+                both.turn()
+                if answers.exchange._offers:
+                    break
+            assert answers.exchange._offers, "one is read, and others wait"
+            both.stop_computing()
+            result = both.run()
+    finally:
+        both.close()
+    for one in (asked(), asked("other", seed=2)):
+        assert told(result[one.id]) == alone(one)
+
+
+def test_a_worker_to_which_no_connection_can_be_made_is_not_waited_for() -> None:
+    def refuse(_: str) -> Outbox:
+        raise ConfigError("no more sockets")
+
+    both = pair()
+    both.answers.exchange._connect = refuse
+    both.computes.stopped = True
+    try:
+        answers = both.run([asked()])
         assert both.answers.exchange.counts == {"no connection": 1}
     finally:
         both.close()

@@ -8,6 +8,8 @@ from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -532,3 +534,33 @@ def test_an_idle_loop_checks_its_books(monkeypatch: pytest.MonkeyPatch):
         it.inbox.put(make_job("b", PROMPT, max_tokens=2))
         it.deltas("b")
         assert checked.wait(5)
+
+
+def test_a_job_that_may_begin_now_that_the_last_has_ended_does_not_wait_for_a_message() -> None:
+    """A worker with handoffs sleeps where a turn has changed nothing; a step that has settled is a change."""
+    config = PlanConfig(step_tokens=64, max_running=1)
+    planner = Planner(16, config, 512, hash_page)
+    inbox, outbox = MemoryChannel(), MemoryChannel()
+    exchange = SimpleNamespace(
+        idle=True,
+        changes=0,
+        counts={},
+        due_in=lambda: None,
+        work=list,
+        keep=lambda deltas: deltas,
+        abort=lambda _: None,
+    )
+    for name in "ab":
+        inbox.put(make_job(name, PROMPT[:60], max_tokens=1))
+    arguments = (planner, FakeRunner(16, config), inbox, outbox, None, None, cast("Any", exchange))
+    thread = threading.Thread(target=lead, args=arguments, kwargs={"record": False})
+    thread.start()
+    ended: list[str] = []
+    until = time.monotonic() + 5
+    while len(ended) < 2 and time.monotonic() < until:
+        told = outbox.drain(wait=True, timeout=0.5)
+        ended += [message.job for message in told if isinstance(message, Delta) and message.finish is not None]
+    inbox.put(Stop())
+    thread.join(10)
+    assert not thread.is_alive()
+    assert ended == ["a", "b"]

@@ -5,8 +5,9 @@ import threading
 import pytest
 
 from redline.plan.planner import PlanConfig, Planner
+from redline.route.links import MOVE_S, Link, Links
 from redline.wire.channel import MemoryChannel
-from redline.wire.news import Beat, Stop
+from redline.wire.news import Beat, Ready, Stop
 from redline.wire.step import Step, StepResult
 from redline.worker import pulse as module
 from redline.worker.loop import lead
@@ -85,3 +86,22 @@ def test_a_heart_beats_while_the_loop_is_in_a_step_and_says_so(monkeypatch: pyte
         inbox.put(Stop())
         thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_worker_whose_beats_come_a_little_late_is_never_taken_for_silent():
+    now, next_beat, next_look, told_gone, most_silent = 0.0, 0.0, 0.0, 0, 0.0
+    links = Links(lambda: now)
+    link = Link("worker", MemoryChannel())
+    links.join(link)
+    links.speaks(link, Ready(max_model_len=1, pages=1, fingerprint="", summary=""))
+    for millisecond in range(600_000):  # ten minutes, in which beats and looks meet at every distance
+        now = millisecond / 1000
+        if now >= next_beat:
+            link.heard(Beat(), now)
+            next_beat = now + BEAT_S + 0.003
+        if now >= next_look:
+            told_gone += len(links.newly_gone())
+            most_silent = max(most_silent, links.silent_s(link))
+            next_look = now + 0.251
+    assert told_gone == 0
+    assert most_silent < MOVE_S / 2, "two beats may be lost"
