@@ -515,7 +515,9 @@ def draw(rng: random.Random) -> Request:
         case lot if lot < 0.10:
             return Request(path, post(path, data, _headers(rng)), how, "any")
         case lot if lot < 0.13:
-            return Request(path, post(path, gzip.compress(data, 1), [("Content-Encoding", "gzip")]), how, shape)
+            return Request(
+                path, post(path, gzip.compress(data, 1, mtime=0), [("Content-Encoding", "gzip")]), how, shape
+            )
         case lot if lot < 0.16:
             size = rng.choice([1, 7, 4096])
             parts = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in _cut(data, size))
