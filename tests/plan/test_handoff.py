@@ -63,6 +63,25 @@ def test_the_order_holds_where_a_landed_job_begins_while_another_has_lost_its_pa
     assert planner.load().pages_used == 0
 
 
+def test_one_that_lost_its_pages_runs_again_before_a_landed_job_that_began_after_it() -> None:
+    planner = Planner(8, PlanConfig(step_tokens=128, max_running=2, ahead=0), 320, hash_page)
+    planner.submit(make_job("runs", tuple(range(60)), max_tokens=120))
+    step_of(planner)
+    for name in ("lands", "leaves"):
+        planner.expect(elsewhere(name, 130))
+        assert planner.open(JobId(name)) is not None
+    for _ in range(100):
+        step_of(planner)
+    assert planner.starved, "the one that ran has lost its pages"
+    planner.land(Handed(job=JobId("lands"), tokens=(5,)))
+    step_of(planner)
+    planner.abort(JobId("leaves"))
+    step_of(planner)
+    assert [job.job.id for job in planner._running] == ["runs", "lands"]
+    assert finish_all(planner)
+    assert planner.idle
+
+
 def test_a_landed_job_for_whose_next_token_there_is_no_page_waits_for_one() -> None:
     planner = Planner(5, PlanConfig(step_tokens=128, max_running=2, ahead=0), 320, hash_page)
     planner.submit(make_job("runs", tuple(range(60)), max_tokens=250))
