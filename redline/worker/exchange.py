@@ -282,7 +282,10 @@ class Exchange:
             self._offer(out, now)
         if self._planner.starved:
             self._make_room(now)
-        self._starved_at = (self._starved_at or now) if self._planner.starved else None
+        if not self._planner.starved:
+            self._starved_at = None
+        elif self._starved_at is None:
+            self._starved_at = now
         if self._starved_at is not None and now - self._starved_at > ROOM_S:
             self._give_room()
         told: list[Delta] = []
