@@ -1,9 +1,10 @@
 """The command `redline`: what must hold before anything else is imported.
 
-Ctrl-C while modules are loaded, or while the interpreter goes down, ends the process without a word.
+Ctrl-C before a verb begins, or while the interpreter goes down, ends the process without a word.
 """
 
 import signal
+import sys
 
 
 def main() -> None:
@@ -17,6 +18,8 @@ def main() -> None:
         if catches:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         run()
+    except KeyboardInterrupt:  # before the verb has begun, or behind its end: the verb answers for what is between
+        sys.exit(128 + signal.SIGINT)
     finally:
         if catches and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # a server that has ended ignores it
             signal.signal(signal.SIGINT, signal.SIG_DFL)

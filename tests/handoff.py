@@ -13,7 +13,7 @@ from redline.wire.delta import Delta
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Job, PagesFrom
 from redline.worker.engine import EngineCore
-from redline.worker.exchange import Exchange, Here
+from redline.worker.exchange import Exchange
 from redline.worker.loop import StepInFlight, turn
 from tests.tiny_model import Answer, joined
 
@@ -38,19 +38,17 @@ class Side:
     def __init__(self, name: str, engine: EngineCore, transport: Transport, boxes: dict[str, Box], **how: Any) -> None:
         self.engine = engine
         self.box = boxes.setdefault(name, Box())
-        self.here = Here(name, 1, name)
+        self.name = name
         self.exchange: Exchange = engine.exchange(
-            self.here, transport, connect=lambda address: boxes.setdefault(address, Box()), **how
+            transport, connect=lambda address: boxes.setdefault(address, Box()), **how
         )
         self.flight: StepInFlight | None = None
         self.stopped = False
 
     @property
     def as_other(self) -> PagesFrom:
-        here = self.here
-        return PagesFrom(
-            worker=here.worker, epoch=here.epoch, inbox=here.inbox, area=self.exchange.told, format=self.exchange.format
-        )
+        name = self.name
+        return PagesFrom(worker=name, epoch=1, inbox=name, area=self.exchange.told, format=self.exchange.format)
 
     @property
     def idle(self) -> bool:
@@ -73,7 +71,7 @@ class Side:
                     self.exchange.abort(message.job)  # type: ignore[union-attr]
                     told += self.engine.planner.abort(message.job)  # type: ignore[union-attr]
                 case _:
-                    told += self.exchange.hear(message)
+                    self.exchange.hear(message)
         self.flight, settled = turn(self.engine.planner, self.engine.runner, self.flight)
         told += self.exchange.keep(settled) + self.exchange.work()
         self.engine.planner.check()

@@ -68,6 +68,7 @@ class _Admin:
                         "pid": link.pid,
                         "ready": link.ready is not None,
                         "lost": link.lost,
+                        "lost_before": link.before,
                         "draining": link.draining,
                         "silent_s": round(links.silent_s(link), 1),
                         "jobs": link.jobs,

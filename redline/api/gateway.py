@@ -231,7 +231,6 @@ class Gateway:
                 self.metrics.time_to_first_token.observe(now - lane.began)
                 self.metrics.tokens.generated(tokens, None)
             lane.last_at = now
-            lane.tokens += tokens
             lane.answer += delta.tokens
             if (account := lane.generation.caller.account) is not None:
                 account.charge(tokens)
@@ -748,7 +747,6 @@ class _Lane:
         "read",
         "scored",
         "sent_at",
-        "tokens",
         "untold",
     )
 
@@ -769,12 +767,16 @@ class _Lane:
         self.answer: list[int] = []  # the tokens that have arrived
         self.scored = 0  # prompt tokens whose log probabilities have arrived
         self.cached_tokens = 0  # what the first worker has found
-        self.tokens = 0  # arrived
         self.read = 0  # decoded
         self.heard = False  # a delta has come
         self.opened = False  # a batch has gone out
         self.ended = False  # its End has gone out
         self.untold: list[int] = []  # ids that go out with the next batch, where they are asked for
+
+    @property
+    def tokens(self) -> int:
+        """How many have arrived."""
+        return len(self.answer)
 
 
 class Generation:

@@ -1,7 +1,8 @@
 """Starts the workers of a deployment, and starts each again that ends: once more at once, then after longer and longer.
 
 A start of a worker has an epoch and sockets of its own. Whatever an earlier one still says is read by nobody, so it
-cannot be taken for the word of the one that has its place. Why each start has ended is kept, and said in the log.
+cannot be taken for the word of the one that has its place. Why a start has ended is said in the log, and kept until the
+next one has ended too (`Link.before`).
 """
 
 import asyncio
@@ -43,7 +44,6 @@ log = logging.getLogger("redline.fleet")
 class End(NamedTuple):
     """How one start of a worker has ended."""
 
-    epoch: int
     why: str
     ready: bool  # whether it had loaded its model
     seconds: float  # from there on
@@ -55,7 +55,7 @@ class End(NamedTuple):
 
 
 class Supervised:
-    """One worker through all its starts. `ends` has how each start ended; `given_up` is why there will be no other."""
+    """One worker through all its starts. `given_up` is why there will be no other."""
 
     def __init__(
         self,
@@ -73,7 +73,6 @@ class Supervised:
         drain_s: for its answers to end, where it is replaced.
         """
         self.place = place
-        self.ends: list[End] = []
         self.given_up: str | None = None
         self.ready = asyncio.Event()  # set when it is ready for the first time
         self._weights = weights
@@ -98,10 +97,9 @@ class Supervised:
                 return
             except Exception as error:  # no process, no socket: as good a reason as any to try again
                 log.exception("%s could not be started", self.place.name)
-                end = End(epoch, f"the worker could not be started: {error}", ready=False, seconds=0.0)
+                end = End(f"the worker could not be started: {error}", ready=False, seconds=0.0)
             if self._stopping.is_set():
                 return
-            self.ends.append(end)
             if end.why == REPLACED:
                 continue
             self._in_a_row = 1 if end.well else self._in_a_row + 1
@@ -166,7 +164,7 @@ class Supervised:
                     log.error("what %s said could not be taken in", self.place.name, exc_info=error)
                 waiter.shutdown(wait=False)
                 self._gateway.lose(link, "the server is stopping")  # where nothing else has been said
-            return End(epoch, why, ready_at is not None, 0.0 if ready_at is None else clock() - ready_at)
+            return End(why, ready_at is not None, 0.0 if ready_at is None else clock() - ready_at)
 
     async def _drained(self, link: Link) -> None:
         """Returns once it is to be replaced, and its answers have ended or had drain_s seconds to."""
@@ -220,7 +218,7 @@ class Supervised:
 
 
 class Supervisor:
-    """All workers of a deployment. `run` is their life; `ready` returns once each is ready for the first time."""
+    """All workers of a deployment: `start`, then `given_up` while they serve, then `end` and `ended`."""
 
     def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path) -> None:
         again, places = config.resume_s > 0, config.places

@@ -205,18 +205,8 @@ class Planner:
             raise KeyError(id)
         if self._waiting and (self._waiting.again or self._waiting.due().arrival < job.arrival):
             return None  # who waits for pages here waits for these
-        matched = self._match(job)
-        need = pages_for(job.known) - len(matched)
-        matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
-        free, idle = self._pool.free, self._pool.idle
-        if not may_enter(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running)):
+        if not self._give_pages(job, self._match(job)):
             return None
-        self._cache.use(matched, of_tokens=job.known)
-        job.pages = matched + self._take(need)
-        job.sent = job.kept = len(matched)
-        job.planned = job.computed = len(matched) * PAGE_TOKENS
-        job.exact = all(self._cache.is_exact(page) for page in matched)
-        job.drafting = all(self._cache.is_drafted(page) for page in matched)
         return job.planned, tuple(job.pages)
 
     def land(self, handed: Handed) -> list[Delta]:
@@ -227,7 +217,7 @@ class Planner:
             raise KeyError(handed.job)
         del self._arriving[handed.job]
         job.exact = job.exact and handed.exact
-        job.drafting = job.drafting and handed.drafting and self._speculation.follows
+        job.drafting = job.drafting and handed.drafting
         job.planned = job.computed = job.prompt
         job.read = job.prompt if job.drafting else 0
         job.cached_tokens = max(job.kept * PAGE_TOKENS, handed.cached_tokens)
@@ -674,19 +664,9 @@ class Planner:
         matched = self._match(job)
         if self._is_coming(job, len(matched)):
             return None
-        need = pages_for(job.known) - len(matched)
-        matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
-        free, idle = self._pool.free, self._pool.idle
-        if not may_enter(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running)):
+        if not self._give_pages(job, matched):
             return None
-        self._cache.use(matched, of_tokens=job.known)
-        job.pages = matched + self._take(need)
         job.slot = self._free_slots.pop()
-        job.sent = job.kept = len(matched)
-        job.planned = job.computed = len(matched) * PAGE_TOKENS
-        job.drafting = self._speculation.follows and all(self._cache.is_drafted(page) for page in matched)
-        if not job.generated:
-            job.exact = all(self._cache.is_exact(page) for page in matched)
         if not job.counted:
             job.cached_tokens = job.planned
         self._waiting.begins(job)
@@ -704,6 +684,22 @@ class Planner:
             limit=job.limit,
             drafting=job.drafting,
         )
+
+    def _give_pages(self, job: ActiveJob, matched: list[PageId]) -> bool:
+        """Gives a job these cached pages and fresh ones behind them. False, and nothing given, without room."""
+        need = pages_for(job.known) - len(matched)
+        matched_idle = sum(1 for page in matched if self._pool.is_idle(page))
+        free, idle = self._pool.free, self._pool.idle
+        if not may_enter(need=need, matched_idle=matched_idle, free=free, idle=idle, running=len(self._running)):
+            return False
+        self._cache.use(matched, of_tokens=job.known)
+        job.pages = matched + self._take(need)
+        job.sent = job.kept = len(matched)
+        job.planned = job.computed = len(matched) * PAGE_TOKENS
+        job.drafting = self._speculation.follows and all(self._cache.is_drafted(page) for page in matched)
+        if not job.generated:
+            job.exact = all(self._cache.is_exact(page) for page in matched)
+        return True
 
     def _match(self, job: ActiveJob) -> list[PageId]:
         """Cached pages that the job can begin from. Its last token is always computed, since its row samples.

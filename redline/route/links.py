@@ -29,6 +29,7 @@ class Link:
         self.outbox = outbox
         self.ready: Ready | None = None
         self.lost: str | None = None
+        self.before: str | None = None  # why the worker's start before this one has ended
         self.draining = False  # it is sent nothing new, since it is to be replaced
         self.pid: int | None = None  # of its process, where that is on this host
         self.load: Load | None = None  # its newest counters
@@ -76,6 +77,7 @@ class Links:
         """A worker has been started. Raises AssertionError where its last start has not been lost."""
         before = self._links.get(link.name)
         assert before is None or before.lost is not None, f"{before} has not ended, and {link} begins"
+        link.before = None if before is None else before.lost
         self._links[link.name] = link
         self._look()
 

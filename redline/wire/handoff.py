@@ -14,8 +14,8 @@ What travels in a parcel is said by `run/handoff.py`, whose format has a name: w
 """
 
 from redline.wire.base import Message, Record
-from redline.wire.delta import Fault, Finish
 from redline.wire.job import Job, JobId, PagesFrom
+from redline.wire.parcel import Ticket
 from redline.wire.step import TokenLogprobs
 
 
@@ -50,23 +50,13 @@ class Piece(Record, frozen=True):
     )  # places of the drafter's rows, [first, end); with the last layers
 
 
-class Lease(Record, frozen=True):
-    """Where a parcel lies in the area of the worker that computes, and how to tell that it is this one."""
-
-    id: int
-    epoch: int
-    offset: int
-    size: int  # bytes
-    checksum: int  # 64 bits, of its bytes, seeded by id and epoch
-
-
 class Offer(Message, frozen=True):
     """A parcel of a job, which may be read until its lease has run out; nobody waits for it longer."""
 
     job: JobId
     number: int  # among the job's parcels
     piece: Piece
-    lease: Lease
+    ticket: Ticket  # where the parcel lies, and how to tell that it is this one
 
 
 class Taken(Message, frozen=True):
@@ -84,13 +74,11 @@ class Handed(Message, frozen=True):
     tokens: tuple[int, ...] = ()  # the first of the answer
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    finish: Finish | None = None  # where the first token is the last too
     exact: bool = True  # its pages are those of a prefill, to the bit
     drafting: bool = False  # the drafter has read all of it
     cached_tokens: int = 0  # of the prompt, found in the prefix cache of the worker that computed
     queued_s: float | None = None  # there
     error: str | None = None
-    fault: Fault | None = None
 
 
 class Gone(Message, frozen=True):

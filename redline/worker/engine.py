@@ -42,7 +42,7 @@ from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
 from redline.worker.config import AREA_BYTES, HEAD_BITS, EngineConfig, Learned, Suffix
-from redline.worker.exchange import Exchange, Here
+from redline.worker.exchange import Exchange
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
 from redline.worker.ranks import LeadingRunner, Ranks
@@ -151,20 +151,16 @@ class EngineCore:
             summary=summary,
         )
 
-    def exchange(
-        self, here: Here, transport: Transport, *, lends: bool, area_bytes: int = AREA_BYTES, **how: Any
-    ) -> Exchange:
+    def exchange(self, transport: Transport, *, lends: bool, area_bytes: int = AREA_BYTES, **how: Any) -> Exchange:
         """What hands prompts over to other workers, and takes them over. how: further arguments of `Exchange`.
 
         lends: whether it computes prompts for others. Raises ConfigError where there is no room for their parcels, or
         several ranks share the model: each would need the pages.
         """
         if self._ranks > 1:
-            raise ConfigError(
-                f"{here.worker}: engine.ranks is {self._ranks}; a prompt is handed over by one rank to one"
-            )
+            raise ConfigError(f"engine.ranks is {self._ranks}; a prompt is handed over by one rank to one")
         parcels = Parcels(self.runner.kv, min(PARCEL_BYTES, area_bytes // 4))
-        return Exchange(here, self.planner, parcels, transport, area_bytes=area_bytes if lends else 0, **how)
+        return Exchange(self.planner, parcels, transport, area_bytes=area_bytes if lends else 0, **how)
 
     def serve(
         self,

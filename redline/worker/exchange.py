@@ -6,7 +6,8 @@ another's memory, so a page has one owner, whatever becomes of the other side; a
 checksum. Whatever goes wrong on the way (a worker that ends, a link that stalls, a wrong byte), the worker that answers
 computes the prompt itself: a handoff can be lost, an answer cannot.
 
-All of it runs in the loop's thread between two steps, in pieces of a parcel. A job that waits for pages blocks nobody.
+All of it runs in the loop's thread between two steps: whoever computes offers what there is room for, whoever answers
+takes in a parcel at most. A job that waits for its pages is in nobody's way but for those pages.
 """
 
 import contextlib
@@ -27,33 +28,25 @@ from redline.kernels.cpu import checksum
 from redline.plan.planner import Planner
 from redline.run.handoff import Parcels
 from redline.transport.base import Area, Memory, Peer, Reading, TransferFailed, Transport
-from redline.transport.ledger import Lender, seed_of
+from redline.transport.ledger import Lender
 from redline.wire.channel import Outbox, SocketOutbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Begun, Gone, Handed, Lease, Offer, Piece, Prefill, Taken, Want
+from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Taken, Want
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
 from redline.worker.config import AREA_BYTES
 
 LEASE_S = 10.0  # for a parcel to be read
 READ_S = 5.0  # for one parcel to come
-ROOM_S = 2.0  # likewise, where others wait for its pages
 WANT_S = 30.0  # behind the end of a prompt, for somebody to want it
+ROOM_S = 2.0  # likewise, where others wait for its pages
 SILENCE_S = 30.0  # without a word of the worker that computes, once it has begun: then the prompt is computed here
 QUEUE_S = 600.0  # the same before it has begun: who waits behind other prompts there would wait here too
 LEAST = PAGE_TOKENS  # positions: fewer are computed where the answer is, which takes no longer than to wait for them
 SOON_S = 0.0005  # between two looks at what is under way
 
 _log = logging.getLogger(__name__)
-
-
-class Here(NamedTuple):
-    """What other workers have to know of this one."""
-
-    worker: str
-    epoch: int
-    inbox: str
 
 
 @dataclass
@@ -63,10 +56,9 @@ class _Outgoing:
     job: Job
     to: PagesFrom
     outbox: Outbox
-    sent: int | None = None  # positions [.., sent) are offered, or there already; None: not said yet
     pieces: Iterator[Piece] | None = None  # of what is computed and not offered
     piece: Piece | None = None  # the one that waits for room
-    end: int = 0  # where `pieces` end
+    end: int | None = None  # positions [.., end) are in `pieces`, offered, or there already; None: not wanted yet
     parcels: int = 0
     begun: bool = False  # the other side has been told that it is no longer queued
     handed: Handed | None = None  # once its first token is chosen
@@ -110,7 +102,6 @@ class Exchange:
 
     def __init__(
         self,
-        here: Here,
         planner: Planner,
         parcels: Parcels,
         transport: Transport,
@@ -120,7 +111,6 @@ class Exchange:
         connect: Callable[[str], Outbox] = SocketOutbox,
     ) -> None:
         """area_bytes: for parcels; 0: it computes for nobody. connect: to another worker's inbox, by its address."""
-        self.here = here
         self.counts: Counter[str] = Counter()
         self.changes = 0
         self._planner = planner
@@ -172,7 +162,7 @@ class Exchange:
             first, _ = self._early.pop(job.id)
             if first is None:
                 return []
-            out.sent = out.end = first
+            out.end = first
         self._out[job.id] = out
         return self.keep(self._planner.submit(_for_another(job), lends=True))
 
@@ -203,8 +193,8 @@ class Exchange:
             self._peer(source, reads=False).outbox.put(Abort(job=job.id))
         return self._planner.submit(job)
 
-    def hear(self, message: Wire) -> list[Delta]:
-        """What another worker, or of another worker, has been said. The deltas to tell."""
+    def hear(self, message: Wire) -> None:
+        """Takes in what another worker, or of another worker, has been said; `work` acts on it."""
         match message:
             case Begun(job=id):
                 if (incoming := self._in.get(id)) is not None:
@@ -212,8 +202,8 @@ class Exchange:
             case Want(job=id, first=first):
                 if (out := self._out.get(id)) is None:
                     self._early[id] = first, self._clock()
-                elif out.sent is None:
-                    out.sent = out.end = first
+                elif out.end is None:
+                    out.end = first
             case Offer(job=id):
                 incoming = self._in.get(id)
                 if incoming is not None:
@@ -228,7 +218,6 @@ class Exchange:
                 self._gone(message)
             case _:
                 raise AssertionError(f"a worker is not told {type(message).__name__} by another")
-        return []
 
     def keep(self, deltas: list[Delta]) -> list[Delta]:
         """Takes what has come of prompts that are computed for others out of a step's deltas; gives the rest."""
@@ -251,7 +240,6 @@ class Exchange:
                 cached_tokens=delta.cached_tokens,
                 queued_s=delta.queued_s,
                 error=delta.error if delta.finish in ("stop", "length") else delta.error or "it was given up there",
-                fault=delta.fault,
             )
         return others
 
@@ -280,14 +268,14 @@ class Exchange:
             del self._early[next(iter(self._early))]
         for out in list(self._out.values()):
             self._offer(out, now)
-        if self._planner.starved:
-            self._make_room(now)
         if not self._planner.starved:
             self._starved_at = None
-        elif self._starved_at is None:
-            self._starved_at = now
-        if self._starved_at is not None and now - self._starved_at > ROOM_S:
-            self._give_room()
+        else:
+            self._make_room(now)
+            if self._starved_at is None:
+                self._starved_at = now
+            elif now - self._starved_at > ROOM_S:
+                self._give_room()
         told: list[Delta] = []
         for incoming in list(self._in.values()):
             if incoming.first is None and (incoming.begun or incoming.handed is not None):
@@ -322,7 +310,7 @@ class Exchange:
         if not out.begun and computed.pages:
             out.begun = True
             out.outbox.put(Begun(job=out.job.id))
-        if out.sent is None:
+        if out.end is None:
             if out.handed is not None and now - out.ended_at > WANT_S:
                 del self._out[out.job.id]
                 out.outbox.put(msgspec.structs.replace(out.handed, error=f"nobody wanted it for {WANT_S:g} s"))
@@ -364,8 +352,7 @@ class Exchange:
         of_bytes = checksum.of_memory(into_B.data_ptr(), size, parcel.seed)
         ticket = self._lender.offer(parcel, of_bytes)
         assert ticket is not None, "nothing runs out while it is filled"
-        lease = Lease(id=ticket.id, epoch=ticket.epoch, offset=ticket.offset, size=size, checksum=ticket.checksum)
-        out.outbox.put(Offer(job=out.job.id, number=out.parcels, piece=piece, lease=lease))
+        out.outbox.put(Offer(job=out.job.id, number=out.parcels, piece=piece, ticket=ticket))
         out.parcels += 1
         self._leases.setdefault(out.job.id, []).append((ticket.id, ticket.epoch))
         return True
@@ -374,7 +361,7 @@ class Exchange:
         """Prompts wait for the pages of those that are computed and that nobody has wanted yet: whoever answers may
         have no room for these before it gets the others. The oldest is given up; what of it is cached stays so."""
         for out in self._out.values():
-            if out.handed is not None and out.sent is None and now - out.ended_at > ROOM_S:
+            if out.handed is not None and out.end is None and now - out.ended_at > ROOM_S:
                 del self._out[out.job.id]
                 out.outbox.put(msgspec.structs.replace(out.handed, error="its pages were needed"))
                 self._drop(out)
@@ -422,17 +409,17 @@ class Exchange:
                 self._place(incoming, offer)
             except TransferFailed as error:
                 self._arriving = None
-                incoming.outbox.put(Taken(id=offer.lease.id, epoch=offer.lease.epoch))
+                incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
                 self._compute_here(incoming, "transfer", error)
         while self._offers and self._arriving is None:
             incoming, offer = self._offers.popleft()
             if self._in.get(offer.job) is not incoming:
-                incoming.outbox.put(Taken(id=offer.lease.id, epoch=offer.lease.epoch))  # wanted no more
+                incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))  # wanted no more
                 continue
             try:
                 self._read(incoming, offer)
             except TransferFailed as error:
-                incoming.outbox.put(Taken(id=offer.lease.id, epoch=offer.lease.epoch))
+                incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
                 self._compute_here(incoming, "transfer", error)
         told: list[Delta] = []
         for incoming in [one for one in self._in.values() if one.handed is not None]:
@@ -440,31 +427,31 @@ class Exchange:
         return told
 
     def _read(self, incoming: _Incoming, offer: Offer) -> None:
-        piece, lease = offer.piece, offer.lease
+        piece, ticket = offer.piece, offer.ticket
         known = incoming.first is not None and piece.positions[0] >= incoming.first
-        if not known or not self._parcels.fits(piece, incoming.pages, lease.size) or offer.number in incoming.there:
-            raise TransferFailed(f"a parcel that nobody wants: {piece} of {lease.size:,} bytes")
+        if not known or not self._parcels.fits(piece, incoming.pages, ticket.size) or offer.number in incoming.there:
+            raise TransferFailed(f"a parcel that nobody wants: {piece} of {ticket.size:,} bytes")
         peer = self._peers[incoming.source.worker, incoming.source.epoch].peer
         assert peer is not None
-        if len(self._landing) < lease.size:
-            self._landing = torch.empty(lease.size, dtype=torch.uint8)
+        if len(self._landing) < ticket.size:
+            self._landing = torch.empty(ticket.size, dtype=torch.uint8)
         try:
-            reading = peer.read(lease.offset, self._landing.data_ptr(), lease.size, READ_S)
+            reading = peer.read(ticket.offset, self._landing.data_ptr(), ticket.size, READ_S)
         except ValueError as error:
             raise TransferFailed(str(error)) from None
         self._arriving = _Arriving(reading, incoming, offer)
 
     def _place(self, incoming: _Incoming, offer: Offer) -> None:
         """A parcel has come: it is verified, and put into the job's pages."""
-        lease = offer.lease
-        seen = checksum.of_memory(self._landing.data_ptr(), lease.size, seed_of(lease.id, lease.epoch))
-        if seen != lease.checksum:
-            raise TransferFailed(f"parcel {lease.id} of epoch {lease.epoch} has another checksum than was told")
-        self._parcels.scatter(offer.piece, incoming.pages, self._landing[: lease.size])
+        ticket = offer.ticket
+        seen = checksum.of_memory(self._landing.data_ptr(), ticket.size, ticket.seed)
+        if seen != ticket.checksum:
+            raise TransferFailed(f"parcel {ticket.id} of epoch {ticket.epoch} has another checksum than was told")
+        self._parcels.scatter(offer.piece, incoming.pages, self._landing[: ticket.size])
         incoming.there.add(offer.number)
         (layer, last), (at, to) = offer.piece.layers, offer.piece.positions
         incoming.rows += (last - layer) * (to - at)
-        incoming.outbox.put(Taken(id=lease.id, epoch=lease.epoch))
+        incoming.outbox.put(Taken(id=ticket.id, epoch=ticket.epoch))
 
     def _land(self, incoming: _Incoming) -> list[Delta]:
         """A job of which all is there goes on here."""
@@ -487,8 +474,7 @@ class Exchange:
     def _compute_here(self, incoming: _Incoming, why: str, error: object = "") -> None:
         """The prompt is computed here after all."""
         if why != "short":
-            level = logging.WARNING
-            _log.log(level, "job %s of %s: %s: %s", incoming.job.id, incoming.source.worker, why, error)
+            _log.warning("job %s of %s: %s: %s", incoming.job.id, incoming.source.worker, why, error)
         self.counts[why] += 1
         self.changes += 1
         del self._in[incoming.job.id]
@@ -502,7 +488,7 @@ class Exchange:
             reading, _, offer = self._arriving
             reading.cancel()
             self._arriving = None
-            incoming.outbox.put(Taken(id=offer.lease.id, epoch=offer.lease.epoch))
+            incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
 
     # ------------------------------------------------------------------------------------------------- both sides
 

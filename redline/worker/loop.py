@@ -168,7 +168,11 @@ def lead(
                         exchange.abort(message.job)
                     deltas = planner.abort(message.job)
                 case Prefill() | Begun() | Want() | Offer() | Taken() | Handed() | Gone() if exchange is not None:
-                    deltas = exchange.prefill(message) if isinstance(message, Prefill) else exchange.hear(message)
+                    deltas = []
+                    if isinstance(message, Prefill):
+                        deltas = exchange.prefill(message)
+                    else:
+                        exchange.hear(message)
                 case Stop():
                     _stop(planner, last, outbox)
                     loads.send()

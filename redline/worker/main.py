@@ -29,7 +29,6 @@ from redline.wire.channel import SocketInbox, SocketOutbox
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
 from redline.worker.engine import EngineCore
-from redline.worker.exchange import Here
 from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
 
@@ -89,8 +88,7 @@ def _work(config: WorkerConfig, outbox: SocketOutbox, say: _Say) -> None:
     with contextlib.ExitStack() as opened, SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as beats:
         exchange, ready = None, engine.ready
         if config.parcels is not None:
-            here = Here(config.name, config.epoch, config.inbox)
-            exchange = engine.exchange(here, SharedTransport(Path(config.parcels)), lends=config.role == "prefill")
+            exchange = engine.exchange(SharedTransport(Path(config.parcels)), lends=config.role == "prefill")
             opened.callback(exchange.close)
             ready = msgspec.structs.replace(ready, area=exchange.told, format=exchange.format)
 

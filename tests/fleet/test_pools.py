@@ -109,6 +109,7 @@ def test_streams_go_on_when_a_worker_is_killed(pools: Server, name: str) -> None
         thread.join(90)
     assert {number: len(answer) for number, answer in answers.items()} == dict.fromkeys(numbers, 300)
     wait_for(lambda: workers(pools)[name]["epoch"] == killed["epoch"] + 1 and all_ready(pools), 60, pools)
+    assert "code -9" in workers(pools)[name]["lost_before"]
     assert answers == {each: tokens_of(pools, each) for each in numbers}
     wait_for(lambda: free(pools), 30, pools)
 

@@ -542,7 +542,7 @@ def test_no_folder_for_sockets_is_said(tiny: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_stream_goes_on_when_its_worker_is_killed_and_started_again(start: Callable[..., Server], tiny: Path):
     server = start(tiny).until_ready()
-    asked = {"model": "tiny", "prompt": "the functions of", "max_tokens": 400, "stream": True}
+    asked = {"model": "tiny", "prompt": "the functions of", "max_tokens": 1500, "stream": True}
     asked["extra_body"] = {"ignore_eos": True, "return_token_ids": True}
     for how in ({"temperature": 0}, {"temperature": 1.0, "seed": 5}):
         answers: list[list[int]] = []
@@ -555,7 +555,7 @@ def test_a_stream_goes_on_when_its_worker_is_killed_and_started_again(start: Cal
                     for worker in server.workers:
                         os.kill(worker, signal.SIGKILL)
             answers.append(tokens)
-        assert len(answers[0]) == 400
+        assert len(answers[0]) == 1500
         assert answers[0] == answers[1]
     assert server.said.count("the worker has ended with code -9; it is started again") == 2
     metrics = urlopen(f"{server.url}/metrics", timeout=10).read().decode()

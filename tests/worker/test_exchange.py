@@ -361,8 +361,8 @@ def test_a_worker_that_was_silent_and_goes_on_disturbs_nobody_whenever_its_job_m
             told_ += three.run()
         assert told(joined(told_)) == alone(moved)
         for side in (three.computes, three.first, three.second):
-            assert side.engine.planner.load().pages_used == 0, side.here.worker
-            assert side.engine.planner.idle, side.here.worker
+            assert side.engine.planner.load().pages_used == 0, side.name
+            assert side.engine.planner.idle, side.name
     finally:
         three.close()
 
