@@ -47,7 +47,7 @@ FLAGS = {
     "--ranks --draft --draft-tokens --draft-head-bits --draft-trace --synthetic-acceptance --log-level",
     "chat": "--url --model --instant --temperature --system --key",
     "eval": "--sets --limit --run-code --against --kv-dtype --save",
-    "quantize": "--format --level --also --text --tokens --most-weight-error --workers --device",
+    "quantize": "--format --level --also --kv-scales --text --tokens --most-weight-error --workers --device",
     "audit": "--text --tokens --most-weight-error --most-output-error --most-kl --least-agreement --save --html "
     "--device",
     "doctor": "--on",

@@ -30,6 +30,13 @@ def quantize(
         str | None,
         typer.Option(metavar="shared,dense", help="What is quantised beside the routed experts. Absent: nothing."),
     ] = None,
+    kv_scales: Annotated[
+        bool,
+        typer.Option(
+            "--kv-scales",
+            help="Write scales for an fp8 KV cache, from the calibration texts; vLLM keeps it in fp8 then.",
+        ),
+    ] = False,
     text: Annotated[
         list[Path] | None,
         typer.Option(
@@ -62,6 +69,7 @@ def quantize(
         "format": format,
         "level": level,
         "also": tuple(filter(None, (also or "").split(","))),
+        "kv_scales": kv_scales,
         "workers": workers,
         "device": device,
         "most_weight_error": most_weight_error,

@@ -211,7 +211,7 @@ class _Outputs:
         self._a, self._b, self._device = a, b, device
         self._sums: dict[tuple[int, int], _Sums] = {}
 
-    def __call__(self, layer: int, x: Tensor, ids: Tensor | None) -> None:
+    def __call__(self, layer: int, x: Tensor, ids: Tensor | None, kept: Tensor) -> None:
         """Takes the first tokens of each expert, as many as are wanted in all."""
         if ids is None:
             return

@@ -2,7 +2,7 @@
 
 A file for each layer has the inputs of all tokens, and which experts each token went to. A worker takes the rows of its
 expert from it, and makes of them what it needs: the second moments of a 1T model's experts would take 80 GB a layer,
-the inputs of 65,536 tokens take one.
+the inputs of 65,536 tokens take one. Of what attention keeps, the largest magnitude of each layer is enough.
 
 T tokens, D hidden, K chosen experts, n rows of an expert, I expert width.
 """
@@ -50,14 +50,20 @@ def stored_bytes(checkpoint: Checkpoint, texts: Sequence[Text]) -> int:
 
 class _Told(Record, frozen=True):
     digest: str
-    layers: int
+    largest_kept: tuple[float, ...]  # of each layer's latents and rotated keys
 
 
 class Inputs:
     """The files of a finished pass. Several threads may read them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, largest_kept: Sequence[float]) -> None:
         self._folder = folder
+        self._largest_kept = largest_kept
+
+    def kv_scale(self, layer: int) -> float:
+        """The scale under which the largest magnitude that a layer's attention keeps is the largest of fp8."""
+        largest = self._largest_kept[layer]
+        return largest / E4M3_MOST if largest > 0 else 1.0
 
     def of(self, checkpoint: Checkpoint, weight: Weight, device: torch.device) -> tuple[Tensor, int]:
         """(what a weight's projection read, float32 [rows, inputs]; how many tokens that was by routing).
@@ -117,17 +123,19 @@ def capture(
 
     Raises OSError or SafetensorError where the disk is full.
     """
-    told, layers = folder / "told.json", checkpoint.config.num_hidden_layers
-    new = _Told(digest=digest_of(texts), layers=layers)
+    told, digest = folder / "told.json", digest_of(texts)
     if told.exists():
-        if msgspec.json.decode(told.read_bytes(), type=_Told) != new:
+        found = msgspec.json.decode(told.read_bytes(), type=_Told)
+        if found.digest != digest:
             raise ConfigError(f"{folder}: calibrated with other texts: name another folder")
-        return Inputs(folder)
+        return Inputs(folder, found.largest_kept)
     folder.mkdir(parents=True, exist_ok=True)
     parts: list[tuple[Tensor, Tensor | None]] = []
     whole = sum(len(text.tokens) for text in texts)
+    largest_kept = [0.0] * checkpoint.config.num_hidden_layers
 
-    def listen(layer: int, x: Tensor, ids: Tensor | None) -> None:
+    def listen(layer: int, x: Tensor, ids: Tensor | None, kept: Tensor) -> None:
+        largest_kept[layer] = max(largest_kept[layer], float(kept.abs().max()))
         parts.append((x.to("cpu", torch.bfloat16), None if ids is None else ids.cpu()))
         if sum(len(x) for x, _ in parts) < whole:
             return
@@ -141,5 +149,5 @@ def capture(
         parts.clear()
 
     through(checkpoint, texts, device, listen, progress)
-    save(told, msgspec.json.encode(new))
-    return Inputs(folder)
+    save(told, msgspec.json.encode(_Told(digest=digest, largest_kept=tuple(largest_kept))))
+    return Inputs(folder, largest_kept)

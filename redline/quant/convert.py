@@ -4,7 +4,8 @@ A unit is what one worker takes: a weight, or gate and up of an expert, which sh
 stand where the source's codes stood. Everything that is no weight to convert passes through as bytes.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,8 +15,8 @@ from torch import Tensor
 
 from redline.errors import CheckpointError
 from redline.model.k2.checkpoint import Checkpoint, Stored
-from redline.model.k2.config import Int4Experts, Nvfp4Experts, Quantization
-from redline.model.k2.write import int4_tensors, nvfp4_tensors
+from redline.model.k2.config import Int4Experts, Maker, Nvfp4Experts, Quantization
+from redline.model.k2.write import int4_tensors, kv_scale_tensors, nvfp4_tensors
 from redline.ops.formats import INT4_GROUP, NVFP4_GROUP, Int4, Nvfp4
 from redline.quant import int4, nvfp4
 from redline.quant.calibrate import SEEN, Inputs, input_scale
@@ -42,13 +43,46 @@ class Converted:
     errors: dict[str, Error]
 
 
-Item = Stored | Unit
+class KvScales(NamedTuple):
+    """The scales of a layer's fp8 KV cache, which stand behind the norm of its latents."""
+
+    layer: int
+    at: str  # the stored name of its attention
+    maker: Maker
+
+    def tensors(self, scale: float) -> list[tuple[str, Tensor]]:
+        """(name, tensor), in their order."""
+        return kv_scale_tensors(self.at, scale, self.maker)
 
 
-def items_of(checkpoint: Checkpoint, tasks: Mapping[str, Task], level: Level) -> list[list[Item]]:
-    """What each shard of the source becomes, in the order of its bytes."""
+Item = Stored | Unit | KvScales
+
+_LATENT_NORM = re.compile(r"(?P<at>(?:.*\.)?layers\.(?P<layer>\d{1,6})\.self_attn)\.kv_a_layernorm\.weight")
+_KV_SCALE = re.compile(r".*\.self_attn\.(k_proj\.)?k_scale|.*\.self_attn\.(v_proj\.)?v_scale")
+
+
+def items_of(
+    checkpoint: Checkpoint, tasks: Mapping[str, Task], level: Level, kv_scales: Maker | None = None
+) -> list[list[Item]]:
+    """What each shard of the source becomes, in the order of its bytes.
+
+    kv_scales: under whose names scales of an fp8 KV cache are written, in the place of those that are there; None: not.
+    """
     replaced = _replaced(checkpoint, tasks)
-    return [_items(file, checkpoint, tasks, replaced, level) for file in checkpoint.files]
+    return [
+        list(_with_kv_scales(items, checkpoint.config.num_hidden_layers, kv_scales) if kv_scales else items)
+        for items in (_items(file, checkpoint, tasks, replaced, level) for file in checkpoint.files)
+    ]
+
+
+def _with_kv_scales(items: Iterable[Item], layers: int, maker: Maker) -> Iterator[Item]:
+    for item in items:
+        name = item.name if isinstance(item, Stored) else ""
+        if _KV_SCALE.fullmatch(name):
+            continue
+        yield item
+        if (norm := _LATENT_NORM.fullmatch(name)) and int(norm["layer"]) < layers:
+            yield KvScales(int(norm["layer"]), norm["at"], maker)
 
 
 def _items(
@@ -91,6 +125,8 @@ def entries_of(item: Item) -> list[Entry]:
     """What of it stands in the new shard."""
     if isinstance(item, Unit):
         return list(item.entries)
+    if isinstance(item, KvScales):
+        return [entry_of(name, tensor.dtype, tensor.shape) for name, tensor in item.tensors(1.0)]
     return [Entry(item.name, item.dtype, item.shape, item.stop - item.start)]
 
 

@@ -24,13 +24,13 @@ from torch import Tensor
 from redline.disk import alone, check_room, human, is_full, save, written
 from redline.errors import ConfigError
 from redline.limits import processors
-from redline.model.k2.checkpoint import Checkpoint, weights
+from redline.model.k2.checkpoint import Checkpoint, Stored, weights
 from redline.model.k2.config import Nvfp4Experts, read_json
 from redline.model.k2.write import CONFIG, INDEX
 from redline.model.k2.write_quantized import hf_quant_config, requantized
 from redline.progress import Working
 from redline.quant.calibrate import ROWS, SEEN, Inputs, capture, digest_of, stored_bytes
-from redline.quant.convert import Converted, Item, Unit, convert, entries_of, items_of
+from redline.quant.convert import Converted, Item, KvScales, Unit, convert, entries_of, items_of
 from redline.quant.nvfp4 import Error
 from redline.quant.settings import FORMATS, Format, Level, QuantizeConfig, check, kept, tasks
 from redline.quant.shard import Entry, file_bytes, measured, write_shard
@@ -54,6 +54,7 @@ class Job(Record, frozen=True):
     format: Format
     level: Level
     also: tuple[str, ...]
+    kv_scales: bool
     texts: str  # a hash of the calibration texts; empty where there are none
     redline: str  # its version
 
@@ -225,7 +226,9 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
     todo = tasks(config, checkpoint, list(weights(checkpoint.config)))
     sources = list(checkpoint.files)
     names = [f"model-{number:05}-of-{len(sources):05}.safetensors" for number in range(1, len(sources) + 1)]
-    items = items_of(checkpoint, todo, config.level)
+    to = FORMATS[config.format]
+    kv_scales = to.maker if config.kv_scales and isinstance(to, Nvfp4Experts) else None
+    items = items_of(checkpoint, todo, config.level, kv_scales)
     shards = [Shard(name, tuple(here)) for name, here in zip(names, items, strict=True)]
     devices = _devices(config.device)
     workers = config.workers
@@ -238,6 +241,7 @@ def plan(config: QuantizeConfig, checkpoint: Checkpoint, texts: Sequence[Text] =
         format=config.format,
         level=config.level,
         also=tuple(sorted(config.also)),
+        kv_scales=config.kv_scales,
         texts=digest_of(texts) if texts else "",
         redline=__version__,
     )
@@ -265,7 +269,13 @@ def _devices(name: str | None) -> tuple[torch.device, ...]:
 
 
 def _read(item: Item) -> int:
-    return item.read if isinstance(item, Unit) else item.stop - item.start
+    match item:
+        case Unit():
+            return item.read
+        case KvScales():
+            return 0
+        case Stored():
+            return item.stop - item.start
 
 
 # ---------------------------------------------------------------------------------------------------------- resuming
@@ -375,14 +385,17 @@ def _data(
     def first() -> Iterator[Tensor]:
         nonlocal begun
         item, future = waiting.popleft()
-        if future is None:
-            assert not isinstance(item, Unit)
-            yield work.checkpoint.raw(item) if item.stop > item.start else torch.empty(0, dtype=torch.uint8)
-        else:
+        if future is not None:
             begun -= 1
             made = future.result()
             errors.update(made.errors)
             yield from made.tensors
+        elif isinstance(item, KvScales):
+            assert inputs is not None
+            yield from (tensor for _, tensor in item.tensors(inputs.kv_scale(item.layer)))
+        else:
+            assert isinstance(item, Stored)
+            yield work.checkpoint.raw(item) if item.stop > item.start else torch.empty(0, dtype=torch.uint8)
         progress(_read(item))
 
     try:
@@ -432,11 +445,11 @@ def _finish(work: Plan, shards: Sequence[ShardDone]) -> None:
             beside = path.is_file() and not path.name.startswith(".") and ".safetensors" not in path.name
             if beside and path.name not in _NOT_COPIED:
                 shutil.copyfile(path, out / path.name)
-    activations = work.config.level == "calibrated"
+    has = {"activations": work.config.level == "calibrated", "kv_scales": work.config.kv_scales}
     to, names = FORMATS[work.config.format], kept(work.config, work.checkpoint)
-    _save(out / CONFIG, requantized(read_json(source / CONFIG), to, names, activations=activations))
+    _save(out / CONFIG, requantized(read_json(source / CONFIG), to, names, **has))
     if to == Nvfp4Experts("ModelOpt"):
-        _save(out / HF_QUANT, hf_quant_config(names, activations=activations))
+        _save(out / HF_QUANT, hf_quant_config(names, **has))
     _save(out / RESULT, msgspec.to_builtins(Result(job=work.job, shards=tuple(shards))))
     weight_map = {entry.name: shard.file for shard in work.shards for entry in shard.entries}
     size = sum(entry.bytes for shard in work.shards for entry in shard.entries)

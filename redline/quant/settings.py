@@ -32,6 +32,7 @@ class QuantizeConfig(Record, frozen=True, kw_only=True):
     format: Format = "nvfp4-modelopt"
     level: Level = "search"
     also: tuple[str, ...] = ()  # of ALSO: what is quantised beside the routed experts
+    kv_scales: bool = False  # of what attention keeps of the texts; an engine then keeps it in fp8
     workers: int | None = (
         None  # weights that are computed side by side; absent: one for each core, or four for each GPU
     )
@@ -57,6 +58,8 @@ def check(config: QuantizeConfig, checkpoint: Checkpoint) -> None:
         raise ConfigError(f"also: in a checkpoint of {config.format} only routed experts are quantised")
     if config.level == "calibrated" and not isinstance(target, Nvfp4Experts):
         raise ConfigError(f"level: calibrated is for NVFP4; {config.format} has fast and search")
+    if config.kv_scales and config.level != "calibrated":
+        raise ConfigError(f"kv_scales: level {config.level} reads no texts, which alone can tell them; calibrated does")
     if isinstance(source, Nvfp4Experts) and isinstance(target, Nvfp4Experts):
         raise ConfigError(f"{config.source}: is NVFP4 ({source.maker}) already; rounding it again would only lose")
     if type(source) is type(target):

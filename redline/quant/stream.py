@@ -1,9 +1,9 @@
 """Texts through a model one layer at a time: a checkpoint of any size over memory for one of its layers.
 
 All texts go through a layer before the next one is read, so a weight is read once, whatever the number of texts.
-Whoever listens gets what each layer's experts read.
+Whoever listens gets what each layer's experts read, and what its attention keeps.
 
-T tokens of all texts, n of a call, D hidden, K chosen experts.
+T tokens of all texts, n of a call, D hidden, K chosen experts, W width of a token's latent and rotated key.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,10 +27,10 @@ CALL_TOKENS = 8192  # of the texts that go through a layer together
 
 
 class Listener(Protocol):
-    """Hears, layer by layer and call by call, what the layer's MLPs read."""
+    """Hears, layer by layer and call by call, what the layer's MLPs read and its attention keeps."""
 
-    def __call__(self, layer: int, x: Tensor, ids: Tensor | None) -> None:
-        """x [n, D], normed; ids [n, K]: the experts of each token, None in a dense layer."""
+    def __call__(self, layer: int, x: Tensor, ids: Tensor | None, kept: Tensor) -> None:
+        """x [n, D], normed; ids [n, K], the experts of each token, None in a dense layer; kept [n, W], page rows."""
         ...
 
 
@@ -45,7 +45,7 @@ def through(
     checkpoint: Checkpoint,
     texts: Sequence[Text],
     device: torch.device,
-    heard: Listener = lambda layer, x, ids: None,
+    heard: Listener = lambda layer, x, ids, kept: None,
     progress: Callable[[int, int], object] = lambda layer, layers: None,
     layers: int | None = None,
 ) -> Tensor:
@@ -75,7 +75,8 @@ def through(
                 r, p = (part[rows].to(device, dtype) for part in (residual, partial))
                 r, x = attended(r, p, block, inputs, plane)
                 routed = route(x, block.experts)
-                heard(layer, x, None if routed is None else routed.ids_TK)
+                kept = plane.view(-1, config.kv_width)[inputs.rows_T]
+                heard(layer, x, None if routed is None else routed.ids_TK, kept)
                 residual[rows] = r.float().cpu()
                 partial[rows] = moe(x, block.shared_gate_up, block.shared_down, routed, rounds(plane)).float().cpu()
             progress(layer + 1, last)

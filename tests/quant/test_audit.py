@@ -56,7 +56,9 @@ def test_layer_by_layer_is_the_whole_model_to_the_bit(pair: tuple[Path, Path], m
 def test_a_listener_hears_what_every_layers_experts_read(pair: tuple[Path, Path]):
     heard: list[tuple[int, tuple[int, ...], bool]] = []
     checkpoint = Checkpoint.open(pair[0])
-    through(checkpoint, texts(9, 3), CPU, lambda layer, x, ids: heard.append((layer, tuple(x.shape), ids is None)))
+    through(
+        checkpoint, texts(9, 3), CPU, lambda layer, x, ids, kept: heard.append((layer, tuple(x.shape), ids is None))
+    )
     assert heard == [(0, (12, 64), True), (1, (12, 64), False), (2, (12, 64), False)]
 
 
@@ -97,7 +99,7 @@ def test_an_experts_output_error_is_that_of_its_product(pair: tuple[Path, Path])
     found = audit(a, b, some, Bounds(), CPU)
     read: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def listen(layer: int, x: torch.Tensor, ids: torch.Tensor | None) -> None:
+    def listen(layer: int, x: torch.Tensor, ids: torch.Tensor | None, kept: torch.Tensor) -> None:
         if layer == 1 and ids is not None:
             read.append((x, ids))
 

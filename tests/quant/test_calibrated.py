@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationConfig
 from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
@@ -22,6 +23,7 @@ from redline.quant.nvfp4 import MAX_SCALING, SEARCHED, WIDELY_SEARCHED, exact_sc
 from redline.quant.quantize import Result, run
 from redline.quant.read import dense
 from redline.quant.settings import QuantizeConfig
+from redline.quant.stream import through
 from redline.quant.texts import Text
 
 CPU = torch.device("cpu")
@@ -157,6 +159,44 @@ def test_a_calibrated_checkpoint_has_scales_for_activations_and_says_so(tmp_path
     assert isinstance(gate, Nvfp4)
     assert isinstance(up, Nvfp4)
     assert torch.equal(gate.scale, up.scale)
+
+
+@pytest.mark.parametrize("to", ["nvfp4-modelopt", "nvfp4-ct"])
+def test_scales_of_an_fp8_cache_are_those_of_the_largest_that_attention_kept(tmp_path: Path, source: Path, to: str):
+    assert converted(source, tmp_path / "b", texts(), format=to, kv_scales=True) == 0
+    files = {name: value for path in (tmp_path / "b").glob("*.safetensors") for name, value in load_file(path).items()}
+    checkpoint = Checkpoint.open(source)
+    largest = [0.0] * checkpoint.config.num_hidden_layers
+
+    def listen(layer: int, x: Tensor, ids: Tensor | None, kept: Tensor) -> None:
+        assert kept.shape == (60, checkpoint.config.kv_width)
+        largest[layer] = max(largest[layer], float(kept.abs().max()))
+
+    for text in texts():
+        through(checkpoint, [text], CPU, listen)
+    scales = {name: value for name, value in files.items() if name.endswith(("k_scale", "v_scale"))}
+    assert len(scales) == 2 * len(largest)
+    for layer, most in enumerate(largest):
+        assert most > 0
+        for kind in "kv":
+            name = f"{kind}_proj.{kind}_scale" if to == "nvfp4-modelopt" else f"{kind}_scale"
+            scale = scales[f"language_model.model.layers.{layer}.self_attn.{name}"]
+            assert tuple(scale.shape) == (() if to == "nvfp4-modelopt" else (1,))
+            assert 448 * float(scale) == pytest.approx(most, rel=1e-6)
+    config = json.loads((tmp_path / "b" / "config.json").read_text())["quantization_config"]
+    assert {"num_bits": 8, "type": "float", "dynamic": False}.items() <= config["kv_cache_scheme"].items()
+    if to == "nvfp4-modelopt":
+        beside = json.loads((tmp_path / "b" / "hf_quant_config.json").read_text())
+        assert beside["quantization"]["kv_cache_quant_algo"] == "FP8"
+    else:
+        read = QuantizationConfig.model_validate(config)
+        assert read.kv_cache_scheme is not None
+        assert read.kv_cache_scheme.num_bits == 8
+    assert Checkpoint.open(tmp_path / "b").config.kv_width == checkpoint.config.kv_width
+    with pytest.raises(ConfigError, match="begun with kv_scales"):
+        converted(source, tmp_path / "b", texts(), format=to)
+    with pytest.raises(ConfigError, match="kv_scales: level search reads no texts"):
+        run(QuantizeConfig(source=str(source), out=str(tmp_path / "c"), kv_scales=True), Console(file=io.StringIO()))
 
 
 def test_each_weight_says_what_its_outputs_lost_and_rare_experts_are_counted(

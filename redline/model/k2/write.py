@@ -122,6 +122,16 @@ def nvfp4_tensors(
     return [(name + packed, weight.codes), (f"{name}_scale", weight.scales), *one_way]
 
 
+def kv_scale_tensors(at: str, scale: float, maker: Maker) -> list[tuple[str, Tensor]]:
+    """What stands in a file for the scale of a layer's fp8 KV cache: (name, float32 tensor), under the maker's names.
+
+    at: the stored name of its attention. Keys and values are one latent row, so both scales are this one.
+    """
+    names = ("k_proj.k_scale", "v_proj.v_scale") if maker == "ModelOpt" else ("k_scale", "v_scale")
+    shape = () if maker == "ModelOpt" else (1,)
+    return [(f"{at}.{name}", torch.full(shape, scale)) for name in names]
+
+
 def quantize_fp8(weight: Tensor, block: Fp8Blocks) -> tuple[Tensor, Tensor]:
     """The inverse of `redline.model.k2.checkpoint.dequantize_fp8`, to e4m3's nearest.
 

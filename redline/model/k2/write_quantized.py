@@ -18,19 +18,24 @@ INT4_KEPT = ("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", DENSE)
 
 
 def quantization_config(
-    quantization: Int4Experts | Nvfp4Experts | Fp8Blocks, kept: Sequence[str] | None = None, *, activations: bool = True
+    quantization: Int4Experts | Nvfp4Experts | Fp8Blocks,
+    kept: Sequence[str] | None = None,
+    *,
+    activations: bool = True,
+    kv_scales: bool = False,
 ) -> dict[str, Any]:
     """As in the published files: K2-Instruct's FP8, the INT4 of K2-Thinking and later, NVIDIA's NVFP4 of them.
 
     kept         modules that are not quantised, in the format's own patterns: ModelOpt's are globs,
                  compressed-tensors' names or `re:` expressions. None: as published, or of NVFP4 the head alone
     activations  of NVFP4: whether the files hold scales for 4-bit activations
+    kv_scales    of NVFP4: whether they hold scales for an fp8 KV cache
     """
     match quantization:
         case Nvfp4Experts("ModelOpt"):
-            return _modelopt(("lm_head",) if kept is None else kept, activations)
+            return _modelopt(("lm_head",) if kept is None else kept, activations, kv_scales)
         case Nvfp4Experts():
-            return _compressed_tensors_nvfp4(("lm_head",) if kept is None else kept, activations)
+            return _compressed_tensors_nvfp4(("lm_head",) if kept is None else kept, activations, kv_scales)
         case Fp8Blocks(rows, columns):
             return {
                 "quant_method": "fp8",
@@ -43,9 +48,9 @@ def quantization_config(
 
 
 def requantized(
-    values: Mapping[str, Any], quantization: Quantization, kept: Sequence[str], *, activations: bool
+    values: Mapping[str, Any], quantization: Quantization, kept: Sequence[str], *, activations: bool, kv_scales: bool
 ) -> dict[str, Any]:
-    """The config.json `values` of a checkpoint whose weights are now stored so. kept, activations: see above.
+    """The config.json `values` of a checkpoint whose weights are now stored so. The others: see above.
 
     INT4 stands where Moonshot's files have it, inside text_config; NVFP4 at the top, as in NVIDIA's.
     """
@@ -57,15 +62,15 @@ def requantized(
         return found
     inside = isinstance(quantization, Int4Experts) and "text_config" in found
     place = found["text_config"] if inside else found
-    place["quantization_config"] = quantization_config(quantization, kept, activations=activations)
+    place["quantization_config"] = quantization_config(quantization, kept, activations=activations, kv_scales=kv_scales)
     return found
 
 
-def hf_quant_config(kept: Sequence[str], *, activations: bool) -> dict[str, Any]:
+def hf_quant_config(kept: Sequence[str], *, activations: bool, kv_scales: bool) -> dict[str, Any]:
     """hf_quant_config.json, which ModelOpt writes beside config.json and older readers look for."""
     quantization: dict[str, Any] = {
         "quant_algo": _algorithm(activations),
-        "kv_cache_quant_algo": None,
+        "kv_cache_quant_algo": "FP8" if kv_scales else None,
         "group_size": NVFP4_GROUP,
         "exclude_modules": list(kept),
     }
@@ -80,21 +85,23 @@ def _algorithm(activations: bool) -> str:
     return "NVFP4" if activations else "W4A16_NVFP4"
 
 
-def _modelopt(kept: Sequence[str], activations: bool) -> dict[str, Any]:
+def _modelopt(kept: Sequence[str], activations: bool, kv_scales: bool) -> dict[str, Any]:
     e2m1: dict[str, Any] = {"dynamic": False, "group_size": NVFP4_GROUP, "num_bits": 4, "type": "float"}
     group: dict[str, Any] = {"targets": ["Linear"], "weights": e2m1}
     if activations:
         group = {"input_activations": e2m1, **group}
+    fp8 = {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}} if kv_scales else {}
     return {
         "config_groups": {"group_0": group},
         "ignore": list(kept),
+        **fp8,
         "producer": _PRODUCER,
         "quant_algo": _algorithm(activations),
         "quant_method": "modelopt",
     }
 
 
-def _compressed_tensors_nvfp4(kept: Sequence[str], activations: bool) -> dict[str, Any]:
+def _compressed_tensors_nvfp4(kept: Sequence[str], activations: bool, kv_scales: bool) -> dict[str, Any]:
     e2m1: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
@@ -116,11 +123,12 @@ def _compressed_tensors_nvfp4(kept: Sequence[str], activations: bool) -> dict[st
         "targets": ["Linear"],
         "weights": e2m1,
     }
+    fp8: dict[str, Any] = {"dynamic": False, "num_bits": 8, "strategy": "tensor", "symmetric": True, "type": "float"}
     return {
         "config_groups": {"group_0": group},
         "format": "nvfp4-pack-quantized",
         "ignore": list(kept),
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": fp8 if kv_scales else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
     }
