@@ -31,7 +31,6 @@ class Parcels:
 
     def __init__(self, kv: KvPool, most: int = PARCEL_BYTES) -> None:
         """most: bytes of the target's rows in a parcel, where a page of one layer is no more."""
-        self._most = most
         planes, draft, tails = kv.planes, kv.draft, kv.tails
         self.layers = planes.shape[0]
         self._rows_LNB = planes.view(torch.uint8).flatten(1, 2)
@@ -39,6 +38,16 @@ class Parcels:
         self._tails_PB = tails.view(torch.uint8)
         target = f"{self.layers} x {planes.shape[-1]} {planes.dtype}"
         self.format = f"{VERSION}: {target}, {draft.shape[-1]}, {tails.shape[-1]} {tails.dtype}"
+        page = PAGE_TOKENS * self._rows_LNB.shape[2]  # bytes of one layer
+        self._layers = max(1, min(self.layers, most // page))  # of a parcel, at most
+        self._pages = max(1, most // (page * self._layers)) if self._layers == self.layers else 1
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest parcel that this side makes."""
+        positions = self._pages * PAGE_TOKENS
+        target = self._layers * positions * self._rows_LNB.shape[2]
+        return target + (positions + 1) * self._draft_NB.shape[1] + self._pages * self._tails_PB.shape[1]
 
     @property
     def drafts(self) -> bool:
@@ -50,13 +59,10 @@ class Parcels:
 
         draft_end: the drafter's rows at places [first, draft_end) go with them; end, or one more.
         """
-        page = PAGE_TOKENS * self._rows_LNB.shape[2]
-        layers = max(1, min(self.layers, self._most // page))
-        pages = max(1, self._most // (page * layers)) if layers == self.layers else 1
-        for at in range(first, end, pages * PAGE_TOKENS):
-            to = min(at + pages * PAGE_TOKENS, end)
-            for layer in range(0, self.layers, layers):
-                last = min(layer + layers, self.layers)
+        for at in range(first, end, self._pages * PAGE_TOKENS):
+            to = min(at + self._pages * PAGE_TOKENS, end)
+            for layer in range(0, self.layers, self._layers):
+                last = min(layer + self._layers, self.layers)
                 draft = (at, draft_end if to == end else to) if last == self.layers and self.drafts else (0, 0)
                 yield Piece(layers=(layer, last), positions=(at, to), draft=draft)
 

@@ -7,11 +7,11 @@ checksum. Whatever goes wrong on the way (a worker that ends, a link that stalls
 computes the prompt itself: a handoff can be lost, an answer cannot.
 
 All of it runs in the loop's thread between two steps: whoever computes offers what there is room for, whoever answers
-takes in a parcel at most. A job that waits for its pages is in nobody's way but for those pages.
+takes in what a share of the steps' time allows (`worker/arrivals.py`). A job that waits for its pages is in nobody's
+way but for those pages.
 """
 
 import contextlib
-import ctypes
 import logging
 import time
 from collections import Counter, deque
@@ -21,13 +21,12 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
 
 from redline.errors import RedlineError
 from redline.kernels.cpu import checksum
 from redline.plan.planner import Planner
 from redline.run.handoff import Parcels
-from redline.transport.base import Area, Memory, Peer, Reading, TransferFailed, Transport
+from redline.transport.base import Area, Peer, TransferFailed, Transport
 from redline.transport.ledger import Lender
 from redline.wire.channel import Outbox, SocketOutbox
 from redline.wire.codec import Wire
@@ -35,10 +34,10 @@ from redline.wire.delta import Delta
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Taken, Want
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
+from redline.worker.arrivals import Arrivals, Budget, tensor_of
 from redline.worker.config import AREA_BYTES
 
 LEASE_S = 10.0  # for a parcel to be read
-READ_S = 5.0  # for one parcel to come
 WANT_S = 30.0  # behind the end of a prompt, for somebody to want it
 ROOM_S = 2.0  # likewise, where others wait for its pages
 SILENCE_S = 30.0  # without a word of the worker that computes, once it has begun: then the prompt is computed here
@@ -66,7 +65,7 @@ class _Outgoing:
     ended_at: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Incoming:
     """A prompt that another worker computes."""
 
@@ -77,15 +76,10 @@ class _Incoming:
     begun: bool = False
     first: int | None = None  # positions [0, first) were cached here; None: it has no pages yet
     pages: tuple[int, ...] = ()
-    there: set[int] = field(default_factory=set)  # numbers of parcels that are in their place
+    reads: set[int] = field(default_factory=set)  # numbers of parcels that are being read, or were
+    parcels: int = 0  # that are in their place
     rows: int = 0  # of all layers, that they have brought
     handed: Handed | None = None
-
-
-class _Arriving(NamedTuple):
-    reading: Reading
-    incoming: _Incoming
-    offer: Offer
 
 
 class _Peer(NamedTuple):
@@ -107,10 +101,13 @@ class Exchange:
         transport: Transport,
         *,
         area_bytes: int = AREA_BYTES,
+        share: float = 0.1,
         clock: Callable[[], float] = time.monotonic,
         connect: Callable[[str], Outbox] = SocketOutbox,
     ) -> None:
-        """area_bytes: for parcels; 0: it computes for nobody. connect: to another worker's inbox, by its address."""
+        """area_bytes: for parcels; 0: it computes for nobody. share: of the steps' time, that may go to parcels which
+        come in, while steps run. connect: to another worker's inbox, by its address.
+        """
         self.counts: Counter[str] = Counter()
         self.changes = 0
         self._planner = planner
@@ -120,14 +117,14 @@ class Exchange:
         self._connect = connect
         self._area: Area | None = transport.area(area_bytes) if area_bytes else None
         self._lender = Lender(area_bytes, clock)
-        self._space = _tensor_of(self._area.memory) if self._area is not None else torch.empty(0, dtype=torch.uint8)
-        self._landing = torch.empty(0, dtype=torch.uint8)
+        self._space = tensor_of(self._area.memory) if self._area is not None else torch.empty(0, dtype=torch.uint8)
+        self._budget = Budget(share, clock)
+        self._arrivals: Arrivals[_Incoming] = Arrivals(parcels, transport, self._budget, clock)
         self._out: dict[JobId, _Outgoing] = {}
         self._leases: dict[JobId, list[tuple[int, int]]] = {}  # of each job; forgotten once none is lent any more
         self._early: dict[JobId, tuple[int | None, float]] = {}  # what was wanted before it was asked for, and when
         self._in: dict[JobId, _Incoming] = {}
         self._offers: deque[tuple[_Incoming, Offer]] = deque()
-        self._arriving: _Arriving | None = None
         self._starved_at: float | None = None  # since when jobs wait for pages that handoffs have
         self._peers: dict[tuple[str, int], _Peer] = {}
 
@@ -144,11 +141,11 @@ class Exchange:
     @property
     def idle(self) -> bool:
         """Whether there is nothing under way."""
-        return not (self._out or self._in or self._arriving or self._lender.lent)
+        return not (self._out or self._in or self._lender.lent)
 
     def due_in(self) -> float | None:
         """Seconds until `work` may have something to do without another message; None: never."""
-        if self._arriving is not None or self._offers:
+        if self._arrivals.under_way or self._offers:
             return SOON_S
         return None if self.idle else 0.05
 
@@ -258,8 +255,10 @@ class Exchange:
     # ----------------------------------------------------------------------------------------------------- a turn
 
     def work(self) -> list[Delta]:
-        """Moves on what is under way: offers what there is room for, takes in a parcel at most. The deltas to tell."""
+        """Moves on what is under way: offers what there is room for, takes in what there is time for. The deltas to
+        tell. The time between two calls is taken for that of a step, where one runs."""
         now = self._clock()
+        self._budget.begin(busy=not self._planner.idle, most=self._parcels.largest)
         if self._lender.lent:
             self._lender.expire(now)
         else:
@@ -284,6 +283,7 @@ class Exchange:
             if incoming.job.id in self._in and now - incoming.heard_at > most:
                 self._compute_here(incoming, "silence")
         told += self._receive()
+        self._budget.end()
         return told
 
     def close(self) -> None:
@@ -294,8 +294,9 @@ class Exchange:
                 peer.outbox.close()
 
     def check(self) -> None:
-        """Raises AssertionError unless every byte of the area is lent or free."""
+        """Raises AssertionError unless every byte of the areas is lent or free."""
         self._lender.check()
+        self._arrivals.check()
 
     # ------------------------------------------------------------------------------------ the side that computes
 
@@ -399,59 +400,60 @@ class Exchange:
             self._starved_at = None
 
     def _receive(self) -> list[Delta]:
-        """Takes in the parcel that is under way, once it is whole, and begins with the next."""
-        if self._arriving is not None:
-            reading, incoming, offer = self._arriving
-            try:
-                if not reading.done():
-                    return []
-                self._arriving = None
-                self._place(incoming, offer)
-            except TransferFailed as error:
-                self._arriving = None
+        """Takes in parcels that have come, begins to read others, and lets jobs go on of which all is there."""
+        for arrival in list(self._arrivals.under_way):
+            if arrival in self._arrivals.under_way:  # and not given up, with its job, in the meantime
+                incoming, offer = arrival.of, arrival.offer
+                try:
+                    if self._arrivals.take(arrival, incoming.pages):
+                        self._count(incoming, offer)
+                except TransferFailed as error:
+                    self._lose(incoming, offer, error)
+        while self._offers:
+            incoming, offer = self._offers[0]
+            if self._in.get(offer.job) is not incoming:  # wanted no more
                 incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
-                self._compute_here(incoming, "transfer", error)
-        while self._offers and self._arriving is None:
-            incoming, offer = self._offers.popleft()
-            if self._in.get(offer.job) is not incoming:
-                incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))  # wanted no more
-                continue
-            try:
-                self._read(incoming, offer)
-            except TransferFailed as error:
-                incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
-                self._compute_here(incoming, "transfer", error)
+            else:
+                try:
+                    if not self._read(incoming, offer):
+                        break
+                except RedlineError as error:
+                    self._lose(incoming, offer, error)
+            self._offers.popleft()
         told: list[Delta] = []
         for incoming in [one for one in self._in.values() if one.handed is not None]:
             told += self._land(incoming)
         return told
 
-    def _read(self, incoming: _Incoming, offer: Offer) -> None:
+    def _read(self, incoming: _Incoming, offer: Offer) -> bool:
+        """Begins to read a parcel; False where it has to wait. Raises TransferFailed, or ConfigError."""
         piece, ticket = offer.piece, offer.ticket
         known = incoming.first is not None and piece.positions[0] >= incoming.first
-        if not known or not self._parcels.fits(piece, incoming.pages, ticket.size) or offer.number in incoming.there:
+        twice = offer.number in incoming.reads
+        if not known or twice or not self._parcels.fits(piece, incoming.pages, ticket.size):
             raise TransferFailed(f"a parcel that nobody wants: {piece} of {ticket.size:,} bytes")
-        peer = self._peers[incoming.source.worker, incoming.source.epoch].peer
+        peer = self._peer(incoming.source, reads=True).peer
         assert peer is not None
-        if len(self._landing) < ticket.size:
-            self._landing = torch.empty(ticket.size, dtype=torch.uint8)
-        try:
-            reading = peer.read(ticket.offset, self._landing.data_ptr(), ticket.size, READ_S)
-        except ValueError as error:
-            raise TransferFailed(str(error)) from None
-        self._arriving = _Arriving(reading, incoming, offer)
+        begun = self._arrivals.read(incoming, offer, peer)
+        if begun:
+            incoming.reads.add(offer.number)
+        return begun
 
-    def _place(self, incoming: _Incoming, offer: Offer) -> None:
-        """A parcel has come: it is verified, and put into the job's pages."""
-        ticket = offer.ticket
-        seen = checksum.of_memory(self._landing.data_ptr(), ticket.size, ticket.seed)
-        if seen != ticket.checksum:
-            raise TransferFailed(f"parcel {ticket.id} of epoch {ticket.epoch} has another checksum than was told")
-        self._parcels.scatter(offer.piece, incoming.pages, self._landing[: ticket.size])
-        incoming.there.add(offer.number)
+    def _count(self, incoming: _Incoming, offer: Offer) -> None:
+        """A parcel is in its place."""
+        incoming.parcels += 1
         (layer, last), (at, to) = offer.piece.layers, offer.piece.positions
         incoming.rows += (last - layer) * (to - at)
-        incoming.outbox.put(Taken(id=ticket.id, epoch=ticket.epoch))
+        incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
+
+    def _lose(self, incoming: _Incoming, offer: Offer, error: RedlineError) -> None:
+        """A parcel does not come: its job's prompt is computed here. A connection that has failed may have done so for
+        ever: whoever reads next connects anew."""
+        incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
+        self._compute_here(incoming, "transfer", error)
+        of = (incoming.source.worker, incoming.source.epoch)
+        if (known := self._peers.get(of)) is not None:
+            self._peers[of] = known._replace(peer=None)
 
     def _land(self, incoming: _Incoming) -> list[Delta]:
         """A job of which all is there goes on here."""
@@ -460,7 +462,7 @@ class Exchange:
         if handed.error is not None:
             self._compute_here(incoming, "error", handed.error)
             return []
-        if incoming.first is None or len(incoming.there) < handed.parcels:
+        if incoming.first is None or incoming.parcels < handed.parcels:
             return []
         missing = self._parcels.layers * (len(incoming.job.tokens) - incoming.first) - incoming.rows
         if missing:
@@ -484,10 +486,7 @@ class Exchange:
 
     def _fence(self, incoming: _Incoming) -> None:
         """Returns once nothing of this job's can arrive any more."""
-        if self._arriving is not None and self._arriving.incoming is incoming:
-            reading, _, offer = self._arriving
-            reading.cancel()
-            self._arriving = None
+        for offer in self._arrivals.cancel(incoming):
             incoming.outbox.put(Taken(id=offer.ticket.id, epoch=offer.ticket.epoch))
 
     # ------------------------------------------------------------------------------------------------- both sides
@@ -526,9 +525,3 @@ def _for_another(job: Job) -> Job:
     """The job as it is computed for another worker: one token of its answer."""
     sampling = msgspec.structs.replace(job.sampling, max_tokens=1)
     return msgspec.structs.replace(job, sampling=sampling, pages_from=None)
-
-
-def _tensor_of(memory: Memory) -> Tensor:
-    """uint8 [size] over memory of this process, which has to outlive it."""
-    held = (ctypes.c_char * memory.size).from_address(memory.address)
-    return torch.frombuffer(memoryview(held), dtype=torch.uint8)

@@ -16,7 +16,7 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Want
 from redline.wire.job import Abort, Job, JobId
-from redline.worker import exchange
+from redline.worker import arrivals, exchange
 from tests.handoff import Box, Pair, Side
 from tests.tiny_model import BOTH, Answer, job, joined, open_engine, prompt, run_alone, tiny_model
 
@@ -100,7 +100,7 @@ def test_a_link_that_stalls_is_given_up_after_its_seconds() -> None:
                 both.turn()
                 clock.now += 0.05
             assert not both.deltas["asked"]
-            clock.now += exchange.READ_S
+            clock.now += arrivals.READ_S
         answers = both.run()
         assert both.answers.exchange.counts == {"transfer": 1}
         finished(both)
@@ -501,9 +501,12 @@ def test_where_all_wait_for_pages_of_prompts_that_do_not_come_the_youngest_gives
         assert answers[one.id].tokens == run_alone(tiny_model(), one, max_model_len=600).tokens, one.id
 
 
-def test_parcels_that_wait_when_their_worker_is_gone_are_forgotten_with_its_connection(tmp_path: Path) -> None:
+def test_parcels_that_wait_when_their_worker_is_gone_are_forgotten_with_its_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nothing is said to a socket that is closed."""
     clock = Clock()
+    monkeypatch.setattr(arrivals, "LANDING_BYTES", 256 << 10)
     both = pair(lambda *_: Disturbance(polls=10), clock=clock)
     computes, answers = both.computes, both.answers
     answers.exchange._connect = lambda name: SocketOutbox(ipc_address(tmp_path / "run", name))
