@@ -67,7 +67,8 @@ class Budget:
         began = self._clock()
         yield
         seconds = self._clock() - began
-        self._left -= seconds
+        if self._busy:
+            self._left -= seconds
         before = self._per_byte.get(work, seconds / count)
         self._per_byte[work] = before + WEIGHT * (seconds / count - before)
 

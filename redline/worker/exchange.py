@@ -35,7 +35,7 @@ from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Tak
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
 from redline.worker.arrivals import Arrivals, Budget, tensor_of
-from redline.worker.config import AREA_BYTES
+from redline.worker.config import AREA_BYTES, HANDOFF_SHARE
 
 LEASE_S = 10.0  # for a parcel to be read
 WANT_S = 30.0  # behind the end of a prompt, for somebody to want it
@@ -101,7 +101,7 @@ class Exchange:
         transport: Transport,
         *,
         area_bytes: int = AREA_BYTES,
-        share: float = 0.1,
+        share: float = HANDOFF_SHARE["cpu"],
         clock: Callable[[], float] = time.monotonic,
         connect: Callable[[str], Outbox] = SocketOutbox,
     ) -> None:
