@@ -52,13 +52,13 @@ from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
-from redline.wire.news import Beat, Failed, Load, Ready, Role
+from redline.wire.news import Beat, Failed, Knock, Load, Missed, Ready, Role
 from redline.wire.step import TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
 SEED_MASK = (1 << 63) - 1
 LOOK_S = 0.25  # between two looks for workers that have fallen silent
-MOST_MOVES = 3  # of a job from one worker to the next; a job that has ended so many may be the reason
+MOST_MOVES = 3  # of a job from workers that have ended or fallen silent: it may be the reason
 
 log = logging.getLogger("redline.api")
 
@@ -196,6 +196,10 @@ class Gateway:
                 self.metrics.load(message, link.name)
             case Beat():
                 link.heard(message, self._clock())
+            case Knock():
+                link.answered(message)
+            case Missed():
+                self._missed(link, message.messages)
             case Ready():
                 if (why_not := self.links.speaks(link, message)) is not None:
                     self.lose(link, why_not)
@@ -255,31 +259,54 @@ class Gateway:
         if lane.tokens > 1:
             self.metrics.time_per_output_token.observe((lane.last_at - lane.first_at) / (lane.tokens - 1))
 
-    def lose(self, link: Link, reason: str) -> None:
-        """Take a worker for ended; idempotent. Its jobs go on elsewhere, or raise WorkerLost where nobody can."""
+    def lose(self, link: Link, reason: str, *, asked: bool = False) -> None:
+        """Take a worker for ended; idempotent. Its jobs go on elsewhere, or raise WorkerLost where nobody can.
+
+        asked: it was to end, which is none of its jobs' doing.
+        """
         if link.lost is None:
             jobs = sum(1 for lane in self._lanes.values() if lane.link is link)
             log.log(logging.ERROR if jobs else logging.DEBUG, "%s is lost with %d jobs: %s", link.name, jobs, reason)
             self.links.lose(link, reason)
-            self._tell_gone()
+            self._tell_gone(*self.links.newly_gone())
         for lane in [lane for lane in self._lanes.values() if lane.link is link]:
-            self._move(lane, reason)
+            self._move(lane, reason, blamed=not asked)
+
+    def _missed(self, link: Link, messages: int) -> None:
+        """A link was cut, and what was on the way is lost: a job, an abort, tokens. Nobody knows of which jobs, so all
+        of them go on as new ones, wherever they run next, and no handoff of the worker does."""
+        reason = f"{messages} messages were lost between it and others"
+        if link.ready is None:
+            if link.lost is None:  # it may have said that it is ready
+                self.lose(link, reason, asked=True)
+            return
+        lanes = [lane for lane in self._lanes.values() if lane.link is link]
+        log.warning("%s: %s; %d jobs move", link.name, reason, len(lanes))
+        self._tell_gone(link)
+        for lane in lanes:
+            link.outbox.put(Abort(job=lane.job.id))
+            self._move(lane, reason, blamed=False)
 
     def look(self) -> None:
         """To be called every LOOK_S: the jobs of workers that have fallen silent go on with others. Where this process
         was itself held up, what has been said meanwhile is still to be read, and nothing is concluded."""
         now = self._clock()
-        late, self._looked_at = now - self._looked_at > 2 * LOOK_S, now
-        if late:
+        since, self._looked_at = now - self._looked_at, now
+        if since > 2 * LOOK_S:
+            for link in self.links if math.isfinite(since) else ():
+                link.forgive(since)
             return
-        self._tell_gone()
+        for link in self.links:
+            if link.ready is not None and link.busy:
+                link.knock(now)
+        self._tell_gone(*self.links.newly_gone())
         for link in self.links.fallen_silent():
             for lane in [lane for lane in self._lanes.values() if lane.link is link]:
                 link.outbox.put(Abort(job=lane.job.id))  # should it ever go on
                 self._move(lane, f"{link.name} has not been heard of for {self.links.silent_s(link):.1f} s")
 
-    def _tell_gone(self) -> None:
-        for link in self.links.newly_gone():
+    def _tell_gone(self, *gone: Link) -> None:
+        for link in gone:
             for other in self.links:
                 if other.ready is not None and other is not link and other.ready.format:
                     other.outbox.put(Gone(worker=link.name, epoch=link.epoch))
@@ -292,13 +319,14 @@ class Gateway:
         for lane in list(self._stranded):
             self._fail(lane)
 
-    def _move(self, lane: "_Lane", reason: str) -> None:
-        """A job's worker cannot go on with it."""
+    def _move(self, lane: "_Lane", reason: str, *, blamed: bool = True) -> None:
+        """A job's worker cannot go on with it. blamed: the job may be why."""
         if lane.job.id not in self._lanes:
             return  # its answer has ended meanwhile
         self._leave(lane)
         lane.moves += 1
-        if lane.moves > MOST_MOVES:
+        lane.blamed += blamed
+        if lane.blamed > MOST_MOVES:
             self._fail(lane)
             return
         # Under another name: what a worker still says or asks of the job as it was is about nobody's.
@@ -544,7 +572,8 @@ class Gateway:
             if self.links.lost is not None:
                 raise WorkerLost("the worker has ended")
             raise Overloaded("the model is still loading", reason="loading")
-        if (silence := self.links.silence) is not None:
+        late = LOOK_S * 2 < self._clock() - self._looked_at < math.inf  # then it is this process that has not listened
+        if not late and (silence := self.links.silence) is not None:
             raise Overloaded(silence, reason="silent")
         return ready
 
@@ -729,6 +758,7 @@ class _Lane:
     __slots__ = (
         "answer",
         "began",
+        "blamed",
         "cached_tokens",
         "choice",
         "decoder",
@@ -764,6 +794,7 @@ class _Lane:
         self.link: Link | None = None  # None: nobody, for now
         self.prefill: Link | None = None  # who computes its prompt, where that is another worker
         self.moves = 0  # from one worker to the next
+        self.blamed = 0  # of these, those that it may have caused
         self.answer: list[int] = []  # the tokens that have arrived
         self.scored = 0  # prompt tokens whose log probabilities have arrived
         self.cached_tokens = 0  # what the first worker has found

@@ -149,7 +149,7 @@ class Supervised:
                     await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                     replacing.cancel()
                     if replacing.done() and not replacing.cancelled():
-                        self._gateway.lose(link, REPLACED)
+                        self._gateway.lose(link, REPLACED, asked=True)
                 first.cancel()
                 if ended.done() and not stopping.done():
                     await asyncio.wait({following}, timeout=WORDS_S)  # it may have spoken just before it ended

@@ -5,11 +5,12 @@ through an inbox of their own, so what an earlier start still says reaches nobod
 is a function of what they have said.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 
 from redline.wire.channel import Outbox
 from redline.wire.job import PagesFrom
-from redline.wire.news import Beat, Load, Ready, Role
+from redline.wire.news import Beat, Knock, Load, Ready, Role
 
 SILENT_S = 5.0  # without a beat (one comes every pulse.BEAT_S) for so long, a worker is stopped or gone
 MOVE_S = 1.0  # of silence, after which its answers go on elsewhere, where somebody has been heard of meanwhile
@@ -37,6 +38,9 @@ class Link:
         self.beats = 0
         self.beat_at: float | None = None  # None: it has no heart
         self.turn_s = 0.0
+        self._last_turn_s = 0.0  # as the beat before said: its answers to what was told may still be on their way
+        self._knocks = 0
+        self._unanswered: deque[tuple[int, float]] = deque()  # knocks, and when they were sent
 
     @property
     def answers(self) -> bool:
@@ -46,7 +50,37 @@ class Link:
     def heard(self, beat: Beat, now: float) -> None:
         """Take in that it lives."""
         self.beats += 1
+        self._last_turn_s = self.turn_s
         self.beat_at, self.turn_s = now, beat.turn_s
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has jobs, or has not answered since it had some."""
+        of_its_own = self.load is not None and bool(self.load.running or self.load.waiting)
+        return bool(self.jobs or self._unanswered or of_its_own)
+
+    def knock(self, now: float) -> None:
+        """Have it answer, in its turn."""
+        self._knocks += 1
+        self._unanswered.append((self._knocks, now))
+        self.outbox.put(Knock(number=self._knocks))
+
+    def answered(self, knock: Knock) -> None:
+        """Take in that nothing is stuck on the way to it, or back."""
+        while self._unanswered and self._unanswered[0][0] <= knock.number:
+            self._unanswered.popleft()
+
+    def silent_s(self, now: float) -> float:
+        """For how long nothing has been heard of it, or nothing of what it was told; a step that runs is no silence."""
+        beat_s = 0.0 if self.beat_at is None else now - self.beat_at
+        knock_s = now - self._unanswered[0][1] if self._unanswered else 0.0
+        return max(beat_s, knock_s - max(self.turn_s, self._last_turn_s))
+
+    def forgive(self, seconds: float) -> None:
+        """Who listens was held up for so long, and has heard nobody meanwhile."""
+        if self.beat_at is not None:
+            self.beat_at += seconds
+        self._unanswered = deque((number, at + seconds) for number, at in self._unanswered)
 
     @property
     def as_other(self) -> PagesFrom:
@@ -114,7 +148,7 @@ class Links:
 
     def silent_s(self, link: Link) -> float:
         """For how long nothing has been heard of a worker that has a heart."""
-        return 0.0 if link.beat_at is None else self._clock() - link.beat_at
+        return link.silent_s(self._clock())
 
     def is_silent(self, link: Link) -> bool:
         """Whether nothing has been heard of a worker for so long that it is stopped or gone."""

@@ -1,4 +1,4 @@
-"""What a worker tells about itself; and Stop, which it is told."""
+"""What a worker tells about itself, and what it is told: Knock and Stop."""
 
 from typing import Literal
 
@@ -30,6 +30,20 @@ class Beat(Message, frozen=True):
     """The worker's process runs: said four times a second once the model is loaded, whether jobs run or not."""
 
     turn_s: float = 0.0  # how long the loop has been in one step; 0 where it waits for jobs
+
+
+class Knock(Message, frozen=True):
+    """What a worker is told now and then while it has jobs, and says again in its turn, among all else that it says: so
+    nothing is stuck on the way, there or back."""
+
+    number: int
+
+
+class Missed(Message, frozen=True):
+    """So many messages of one writer were lost here, before the next: its connection was cut, and made again. A reader
+    finds it among what it reads (`wire.channel`); a worker says it of what it was told."""
+
+    messages: int
 
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)  # positions of a step, upper bounds

@@ -19,9 +19,9 @@ from redline.run.runner import Pending
 from redline.wire.channel import Inbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Taken, Want
+from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Taken, Want
 from redline.wire.job import Abort, Job
-from redline.wire.news import Load, Stop
+from redline.wire.news import Knock, Load, Missed, Stop
 from redline.wire.step import Recorded, RowResult, Step, StepResult
 from redline.worker.exchange import Exchange
 from redline.worker.pulse import Pulse
@@ -167,12 +167,23 @@ def lead(
                     if exchange is not None:
                         exchange.abort(message.job)
                     deltas = planner.abort(message.job)
-                case Prefill() | Begun() | Want() | Offer() | Taken() | Handed() | Gone() if exchange is not None:
+                case Prefill() | Queued() | Begun() | Want() | Offer() | Taken() | Handed() | Gone() if (
+                    exchange is not None
+                ):
                     deltas = []
                     if isinstance(message, Prefill):
                         deltas = exchange.prefill(message)
                     else:
                         exchange.hear(message)
+                case Knock():
+                    deltas = []
+                    outbox.put(message)
+                case Missed():  # an abort may be among them, a job, or a word of another worker
+                    outbox.put(message)
+                    if exchange is not None:
+                        exchange.abort_all()
+                    planner.abort_all()
+                    deltas = []
                 case Stop():
                     _stop(planner, last, outbox)
                     loads.send()

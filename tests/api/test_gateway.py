@@ -9,18 +9,18 @@ from starlette.types import Message
 
 from redline.api.ask import WHAT_IS_LEFT, Ask
 from redline.api.config import Limits
-from redline.api.gateway import MOST_MOVES, Gateway, Generation, derived_seed
+from redline.api.gateway import LOOK_S, MOST_MOVES, Gateway, Generation, derived_seed
 from redline.api.quota import CALLER, Account, Caller, KeyLimits
 from redline.chat.conversation import Conversation
 from redline.chat.conversation import Message as Said
 from redline.chat.known import KnownTexts
 from redline.errors import MessageTooLarge, Overloaded, WorkerLost
-from redline.route.links import MOVE_S
+from redline.route.links import MOVE_S, SILENT_S
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Prefill
+from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Job, JobId, Sampling
-from redline.wire.news import Beat, Ready, Role
+from redline.wire.news import Beat, Knock, Missed, Ready, Role
 from tests.api.fake_engine import FakeEngine, say
 from tests.api.world import MODEL, World, answer, until
 
@@ -167,6 +167,95 @@ class Heard:
         return [message.job for message in self.told if isinstance(message, Abort)]
 
 
+async def test_where_messages_were_lost_all_jobs_of_that_worker_go_on_as_others_however_often() -> None:
+    """Of tokens that do not come nobody would know but by the gap; and no job is to blame for a link."""
+    async with World(resuming, resume_s=5.0) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "gone")
+        a, b = Heard(gateway, "a"), Heard(gateway, "b", "prefill")
+        with await gateway.begin(text_ask()) as generation:
+            id = generation.lanes[0].job.id
+            assert a.jobs == [id]
+            gateway.deliver(a.link, Delta(job=id, tokens=(65,)))
+            for moves in range(1, MOST_MOVES + 3):
+                gateway.deliver(a.link, Missed(messages=2))
+                assert a.aborted[-1] == a.jobs[-2]
+                assert a.jobs[-1] == f"{id}.{moves}"
+                assert Gone(worker="a", epoch=1) in b.told, "what it was to hand over, or to take, is lost too"
+            gateway.deliver(a.link, Delta(job=id, tokens=(99,)))
+            again = next(message for message in reversed(a.told) if isinstance(message, Job))
+            assert again.answer == (65,)
+            assert a.link.jobs == 1
+
+
+async def test_a_worker_whose_first_words_are_lost_is_started_again() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        link = world.gateway.join("other", FakeEngine(resuming), "both")
+        world.gateway.deliver(link, Missed(messages=1))
+        assert link.lost == "1 messages were lost between it and others"
+
+
+async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() -> None:
+    """Its beats come, but nothing that it is told arrives; a step that runs is no silence."""
+    now = 0.0
+    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "gone")
+        a, b = Heard(gateway, "a"), Heard(gateway, "b")
+        with await gateway.begin(text_ask()):
+            assert (len(a.jobs), len(b.jobs)) == (1, 0)
+            gateway.look()
+
+            def pass_time(seconds: float, turn_s: float) -> None:
+                nonlocal now
+                for _ in range(round(seconds / LOOK_S)):
+                    now += LOOK_S
+                    for each in (a, b):
+                        gateway.deliver(each.link, Beat(turn_s=turn_s))
+                    gateway.look()
+                    turn_s += LOOK_S if turn_s else 0.0
+
+            pass_time(3.0, turn_s=LOOK_S)
+            assert len(b.jobs) == 0, "it is in a step"
+            knock = next(message for message in reversed(a.told) if isinstance(message, Knock))
+            gateway.deliver(a.link, knock)
+            pass_time(MOVE_S - LOOK_S, turn_s=0.0)
+            assert len(b.jobs) == 0
+            pass_time(3 * LOOK_S, turn_s=0.0)
+            assert len(b.jobs) == 1
+            assert a.aborted == a.jobs
+
+
+async def test_a_server_that_was_stopped_itself_takes_no_worker_for_silent() -> None:
+    now = 0.0
+    async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
+        world.gateway.deliver(world.link, Beat())
+        world.gateway.look()
+        now += SILENT_S + 1
+        with await world.gateway.begin(text_ask()):
+            pass
+        world.gateway.look()
+        assert world.gateway.links.trouble is None
+        now += SILENT_S + 1
+        for _ in range(30):
+            now += LOOK_S
+            world.gateway.look()
+        with pytest.raises(Overloaded, match="not been heard of"):
+            await world.gateway.begin(text_ask())
+
+
+async def test_a_rolling_update_may_move_a_stream_as_often_as_there_are_workers() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        world.engine.gate.clear()
+        link = world.link
+        with await world.gateway.begin(text_ask()) as generation:
+            for epoch in range(2, MOST_MOVES + 6):
+                world.gateway.lose(link, "it is replaced", asked=True)
+                link = world.engine.serve(world.gateway, epoch=epoch)
+            world.engine.gate.set()
+            assert [batch async for batch in generation]
+
+
 async def test_what_a_worker_still_says_of_a_job_that_it_has_lost_is_nobodys_even_where_it_has_it_again() -> None:
     now = 0.0
     async with World(resuming, resume_s=5.0, clock=lambda: now) as world:
@@ -240,7 +329,7 @@ async def test_a_job_whose_answer_has_failed_meanwhile_is_not_sent_to_anybody() 
     async with World(resuming, resume_s=5.0) as world:
         world.engine.gate.clear()
         with await world.gateway.begin(msgspec.structs.replace(text_ask(), n=2)) as generation:
-            generation.lanes[0].moves = MOST_MOVES  # it has met the ends of other workers than the second has
+            generation.lanes[0].blamed = MOST_MOVES  # it has met the ends of other workers than the second has
             other = Heard(world.gateway, "other")
             world.gateway.lose(world.link, "gone")
             assert world.gateway.load == 0
