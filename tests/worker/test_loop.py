@@ -578,7 +578,7 @@ def test_a_knock_is_answered_in_its_turn_among_what_else_is_said() -> None:
 
 
 def test_where_messages_to_a_worker_were_lost_it_says_so_and_has_no_jobs_any_more() -> None:
-    """An abort may have been among them: a job would run for nobody. None of its jobs is told to have ended: they go on."""
+    """An abort may have been among them: a job would run for nobody. None of them is told to have ended: they go on."""
     with worker() as it:
         it.inbox.put(make_job("a", PROMPT, max_tokens=300))
         it.inbox.put(Missed(messages=3))
