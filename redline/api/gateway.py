@@ -197,7 +197,7 @@ class Gateway:
             case Beat():
                 link.heard(message, self._clock())
             case Knock():
-                link.answered(message)
+                pass  # had anything before it been lost, there would be a Missed
             case Missed():
                 self._missed(link, message.messages)
             case Ready():
@@ -297,7 +297,7 @@ class Gateway:
                 link.forgive(since)
             return
         for link in self.links:
-            if link.ready is not None and link.busy:
+            if link.beat_at is not None and link.ready is not None and link.busy:
                 link.knock(now)
         self._tell_gone(*self.links.newly_gone())
         for link in self.links.fallen_silent():

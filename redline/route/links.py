@@ -38,7 +38,7 @@ class Link:
         self.beats = 0
         self.beat_at: float | None = None  # None: it has no heart
         self.turn_s = 0.0
-        self._last_turn_s = 0.0  # as the beat before said: its answers to what was told may still be on their way
+        self._last_turn_s = 0.0  # as the beat before said: what was told since may not have been taken in by this one
         self._knocks = 0
         self._unanswered: deque[tuple[int, float]] = deque()  # knocks, and when they were sent
 
@@ -52,6 +52,8 @@ class Link:
         self.beats += 1
         self._last_turn_s = self.turn_s
         self.beat_at, self.turn_s = now, beat.turn_s
+        while self._unanswered and self._unanswered[0][0] <= beat.knock:
+            self._unanswered.popleft()
 
     @property
     def busy(self) -> bool:
@@ -60,15 +62,10 @@ class Link:
         return bool(self.jobs or self._unanswered or of_its_own)
 
     def knock(self, now: float) -> None:
-        """Have it answer, in its turn."""
+        """Have it say with a beat that it hears."""
         self._knocks += 1
         self._unanswered.append((self._knocks, now))
         self.outbox.put(Knock(number=self._knocks))
-
-    def answered(self, knock: Knock) -> None:
-        """Take in that nothing is stuck on the way to it, or back."""
-        while self._unanswered and self._unanswered[0][0] <= knock.number:
-            self._unanswered.popleft()
 
     def silent_s(self, now: float) -> float:
         """For how long nothing has been heard of it, or nothing of what it was told; a step that runs is no silence."""

@@ -33,6 +33,7 @@ from redline.wire.news import Missed
 
 MAX_MESSAGE_BYTES = 64 << 20  # of one message between processes, as encoded
 MOST_AT_ONCE = 32  # messages that a task of an event loop is given: what they set off, 0.3 ms each, runs in one turn
+IPC = "ipc://"  # of a local socket's address, before its path
 _LINGER_MS = 1000  # how long a closing writer waits for its last messages to leave
 _IPC_PATH_BYTES = 107  # sockaddr_un holds 108, the last of them zero
 _HEAD = struct.Struct("<8sQ")  # before each message: its writer, drawn at random, and how many it has sent before
@@ -128,7 +129,7 @@ def ipc_address(folder: Path, name: str) -> str:
     path = folder / name
     if len(os.fsencode(path)) > _IPC_PATH_BYTES:
         raise ConfigError(f"{path}: a socket's path has at most {_IPC_PATH_BYTES} bytes")
-    return f"ipc://{path}"
+    return f"{IPC}{path}"
 
 
 class _Socket:
@@ -144,7 +145,7 @@ class _Socket:
         try:
             if address.startswith("tcp://"):
                 _secure(socket, address, key)
-            elif not address.startswith("ipc://"):
+            elif not address.startswith(IPC):
                 raise ConfigError(f"{address}: an address begins with ipc:// or tcp://")
             if kind == zmq.PULL:
                 socket.rcvhwm = 0  # never drop or block: what may wait is bounded where requests are admitted

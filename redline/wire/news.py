@@ -30,11 +30,12 @@ class Beat(Message, frozen=True):
     """The worker's process runs: said four times a second once the model is loaded, whether jobs run or not."""
 
     turn_s: float = 0.0  # how long the loop has been in one step; 0 where it waits for jobs
+    knock: int = 0  # the newest that has reached the loop
 
 
 class Knock(Message, frozen=True):
-    """What a worker is told now and then while it has jobs, and says again in its turn, among all else that it says: so
-    nothing is stuck on the way, there or back."""
+    """What a worker is told now and then while it has jobs. Its next beat says that this has arrived; and the loop says it
+    again among all else that it says, where what was lost before it is missed."""
 
     number: int
 

@@ -176,7 +176,7 @@ def lead(
                     else:
                         exchange.hear(message)
                 case Knock():
-                    deltas = []
+                    deltas, pulse.knock = [], message.number
                     outbox.put(message)
                 case Missed():  # an abort may be among them, a job, or a word of another worker
                     outbox.put(message)

@@ -5,6 +5,7 @@ process dies, however it dies, the pipe ends and so does the worker.
 """
 
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -25,7 +26,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
 from redline.transport.shared import SharedTransport
-from redline.wire.channel import SocketInbox, SocketOutbox
+from redline.wire.channel import IPC, SocketInbox, SocketOutbox
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
 from redline.worker.engine import EngineCore
@@ -33,6 +34,7 @@ from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
 
 FLUSH_S = 1.0  # for the last words to leave a process that hangs
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ def main() -> int:
     """Serve until told to stop: 0. Where the worker fails, it sends Failed and the process ends with code 1."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # they reach the whole group; the parent says when to stop
+    if sys.platform == "linux":  # once the parent has died: a worker that is stopped could not leave
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
     logging.basicConfig(
         level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format="worker: %(levelname)s %(message)s"
     )
@@ -117,13 +121,20 @@ def _reason(error: Exception) -> str:
 def _leave_with_parent(config: WorkerConfig) -> None:
     while os.read(0, 4096):
         pass
-    if config.parcels is not None:  # nobody else takes them away
-        folder = Path(config.parcels)
-        for left in folder.glob(f"parcels-{os.getpid()}-*"):
-            left.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # others have parcels there, and the last one takes it away
-            folder.rmdir()
+    # Nobody else takes away what is left of it and of its earlier starts.
+    if config.inbox.startswith(IPC):
+        _take_away(Path(config.inbox.removeprefix(IPC)).parent, f"{config.name}.*")
+    if config.parcels is not None:
+        _take_away(Path(config.parcels), f"parcels-{os.getpid()}-*")
     os._exit(1)  # nobody is left to tell
+
+
+def _take_away(folder: Path, pattern: str) -> None:
+    """Files of a folder, and the folder where it is empty then: others have files there, and the last takes it away."""
+    with contextlib.suppress(OSError):
+        for left in folder.glob(pattern):
+            left.unlink(missing_ok=True)
+        folder.rmdir()
 
 
 @contextlib.contextmanager

@@ -218,7 +218,7 @@ async def test_jobs_that_do_not_reach_a_worker_that_is_heard_of_go_to_another() 
             pass_time(3.0, turn_s=LOOK_S)
             assert len(b.jobs) == 0, "it is in a step"
             knock = next(message for message in reversed(a.told) if isinstance(message, Knock))
-            gateway.deliver(a.link, knock)
+            gateway.deliver(a.link, Beat(knock=knock.number))
             pass_time(MOVE_S - LOOK_S, turn_s=0.0)
             assert len(b.jobs) == 0
             pass_time(3 * LOOK_S, turn_s=0.0)
