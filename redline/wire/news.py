@@ -34,8 +34,8 @@ class Beat(Message, frozen=True):
 
 
 class Knock(Message, frozen=True):
-    """What a worker is told now and then while it has jobs. Its next beat says that this has arrived; and the loop says it
-    again among all else that it says, where what was lost before it is missed."""
+    """What a worker is told now and then while it has jobs. Its next beat says that this has arrived; and the loop says
+    it again among all else that it says, so that what was lost before it is missed."""
 
     number: int
 

@@ -129,7 +129,7 @@ def _through(links: dict[LinkName, _Held], name: str, real: Path):
                         raise ConnectionAbortedError
                 writer.write(data)
                 await writer.drain()
-            except ConnectionError:
+            except (ConnectionError, asyncio.CancelledError):
                 link.lost += len(data)
                 raise
             link.bytes += len(data)
