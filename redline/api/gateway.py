@@ -10,7 +10,6 @@ prompt, answer and seed, and decoder and parser are here, so the stream goes on 
 import asyncio
 import functools
 import logging
-import math
 import secrets
 import threading
 import time
@@ -105,7 +104,7 @@ class Gateway:
         self._style = style
         self._limits = limits
         self._resume_s = resume_s
-        self._looked_at = -math.inf
+        self._looked_at: float | None = None
         self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # those that wait for a worker to go on with them
         self.pours = Pours()
         self._known = KnownTexts(limits.known_bytes)
@@ -291,10 +290,12 @@ class Gateway:
         """To be called every LOOK_S: the jobs of workers that have fallen silent go on with others. Where this process
         was itself held up, what has been said meanwhile is still to be read, and nothing is concluded."""
         now = self._clock()
-        since, self._looked_at = now - self._looked_at, now
-        if since > 2 * LOOK_S:
-            for link in self.links if math.isfinite(since) else ():
-                link.forgive(since)
+        before, self._looked_at = self._looked_at, now
+        if before is None:
+            return
+        if now - before > 2 * LOOK_S:
+            for link in self.links:
+                link.forgive(now - before)
             return
         for link in self.links:
             if link.beat_at is not None and link.ready is not None and link.busy:
@@ -572,8 +573,8 @@ class Gateway:
             if self.links.lost is not None:
                 raise WorkerLost("the worker has ended")
             raise Overloaded("the model is still loading", reason="loading")
-        late = LOOK_S * 2 < self._clock() - self._looked_at < math.inf  # then it is this process that has not listened
-        if not late and (silence := self.links.silence) is not None:
+        held_up = self._looked_at is not None and self._clock() - self._looked_at > 2 * LOOK_S  # and has not listened
+        if not held_up and (silence := self.links.silence) is not None:
             raise Overloaded(silence, reason="silent")
         return ready
 

@@ -34,7 +34,7 @@ from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
 
 FLUSH_S = 1.0  # for the last words to leave a process that hangs
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 _log = logging.getLogger(__name__)
 
@@ -121,19 +121,20 @@ def _reason(error: Exception) -> str:
 def _leave_with_parent(config: WorkerConfig) -> None:
     while os.read(0, 4096):
         pass
-    # Nobody else takes away what is left of it and of its earlier starts.
+    # All workers leave now, and nobody else takes away what is left of any.
     if config.inbox.startswith(IPC):
-        _take_away(Path(config.inbox.removeprefix(IPC)).parent, f"{config.name}.*")
+        _take_away(Path(config.inbox.removeprefix(IPC)).parent, Path.is_socket)
     if config.parcels is not None:
-        _take_away(Path(config.parcels), f"parcels-{os.getpid()}-*")
+        _take_away(Path(config.parcels), Path.is_file)
     os._exit(1)  # nobody is left to tell
 
 
-def _take_away(folder: Path, pattern: str) -> None:
-    """Files of a folder, and the folder where it is empty then: others have files there, and the last takes it away."""
-    with contextlib.suppress(OSError):
-        for left in folder.glob(pattern):
-            left.unlink(missing_ok=True)
+def _take_away(folder: Path, wanted: Callable[[Path], bool]) -> None:
+    """Some files of a folder, and the folder where it is empty then."""
+    with contextlib.suppress(OSError):  # another worker was faster
+        for left in folder.iterdir():
+            if wanted(left):
+                left.unlink(missing_ok=True)
         folder.rmdir()
 
 
