@@ -33,6 +33,9 @@ from redline.worker.engine import EngineCore
 from redline.worker.loop import one_line
 from redline.worker.pulse import Heart, Pulse
 
+# On cores of its own a worker that computes prompts is in the way of the API's short turns alone, for which answers
+# wait: beside prompts the 99th percentile between two tokens is 1.2 times that without them, and 1.6 without this.
+PREFILL_NICE = 10
 FLUSH_S = 1.0  # for the last words to leave a process that hangs
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
@@ -49,8 +52,10 @@ def main() -> int:
         level=os.environ.get("REDLINE_LOG", "WARNING").upper(), format="worker: %(levelname)s %(message)s"
     )
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=WorkerConfig)
-    if config.cores:
-        os.sched_setaffinity(0, config.cores)  # before any thread of a kernel is there
+    if config.cores:  # before any thread of a kernel is there
+        os.sched_setaffinity(0, config.cores)
+        if config.role == "prefill":
+            os.nice(PREFILL_NICE)
     threading.Thread(target=_leave_with_parent, args=(config,), name="parent", daemon=True).start()
     with SocketOutbox(config.outbox) as outbox:
         unsaid = threading.Semaphore()

@@ -33,7 +33,8 @@ def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "keys.txt").write_text(f"{KEY}\n")
     (folder / "pools.toml").write_text(
         'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "20MB"\n'
-        '[engine.speculation]\ntype = "suffix"\n[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\n'
+        '[engine.speculation]\ntype = "suffix"\n[[workers]]\nrole = "prefill"\n'
+        f'cores = [{max(os.sched_getaffinity(0))}]\n[[workers]]\nrole = "decode"\n'
     )
     server = Server(folder / "pools.toml")
     try:
@@ -74,6 +75,12 @@ def free(server: Server) -> bool:
         for worker in workers(server).values()
         if worker["load"] is not None
     )
+
+
+def test_a_worker_for_prompts_with_cores_of_its_own_lets_the_servers_short_turns_by(pools: Server) -> None:
+    prefill, decode = (workers(pools)[name]["pid"] for name in ("prefill", "decode"))
+    assert os.sched_getaffinity(prefill) == {max(os.sched_getaffinity(0))}
+    assert os.getpriority(os.PRIO_PROCESS, prefill) == os.getpriority(os.PRIO_PROCESS, decode) + 10
 
 
 def test_prompts_are_computed_by_the_one_and_answers_given_by_the_other(pools: Server) -> None:

@@ -1,16 +1,19 @@
 """What prompts do to an answer that is being written beside them: prefill and decode apart, and in one worker.
 
     python -m redline.bench.runs.pools [--weights models/kimi-nano] [--draft models/kimi-nano-eagle3]
-        [--prompt 4000] [--prompts 12] [--rounds 2] [--save FILE]
+        [--prompt 4000] [--prompts 6] [--tokens 1500] [--turns 4] [--rounds 2] [--save FILE]
 
 Serves three deployments in turn, over HTTP on loopback: `pools`, a worker that computes prompts on one core and one
 that answers on another; `mixed`, one worker with both cores; and `alone`, one worker on one core. With each, a client
-reads a stream that does not end, at first with nothing beside it and then while prompts of so many tokens come, one
-after another. A stream's intervals are those between the tokens' arrivals, the first token of each prompt is timed
-from its request. Rounds go through the deployments in turn. Wants two cores, and says what else they were doing.
+reads streams of the same length, in turns with nothing beside them and while prompts come, one after another. A
+stream's intervals are those between the arrivals of its tokens. The longer an answer is, the longer its steps take, so
+intervals are compared at the same places of the answer: those alone count only as far as the ones beside prompts have
+come. The first token of each prompt is timed from its request. Rounds go through the deployments in turn. Wants two
+cores, and says what else they were doing.
 """
 
 import argparse
+import contextlib
 import http.client
 import itertools
 import json
@@ -20,7 +23,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,7 @@ from redline.chat.tokenizer import Tokenizer
 from redline.errors import ConfigError, RedlineError
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "pools-cpu.json"
-IDLE_S = 6.0  # of the stream alone, each time
+STREAM_S = 20.0  # of one stream, at most: beside prompts in one worker it would take minutes
 WAIT_S = 120.0  # for one answer
 JSON = {"content-type": "application/json"}
 DEPLOYMENTS = {
@@ -42,7 +45,7 @@ DEPLOYMENTS = {
 
 
 class Stream:
-    """An answer that does not end, read in a thread. `arrivals` has (seconds, tokens) of each chunk."""
+    """An answer of so many tokens, read in a thread. `arrivals` has (seconds, tokens) of each chunk."""
 
     def __init__(self, port: int, model: str, tokens: int) -> None:
         self.arrivals: list[tuple[float, int]] = []
@@ -66,10 +69,19 @@ class Stream:
         except (OSError, ValueError, AttributeError, http.client.HTTPException):
             return  # closed
 
-    def intervals(self, first: float, last: float) -> list[float]:
-        """Milliseconds between chunks that arrived in [first, last]."""
-        within = [at for at, _ in self.arrivals if first <= at <= last]
-        return [(b - a) * 1000 for a, b in itertools.pairwise(within)]
+    def intervals(self) -> list[tuple[int, float]]:
+        """(tokens before it, milliseconds) between each two chunks."""
+        found: list[tuple[int, float]] = []
+        position = 0
+        for (before, tokens), (at, _) in itertools.pairwise(self.arrivals):
+            position += tokens
+            found.append((position, (at - before) * 1000))
+        return found
+
+    def read(self, seconds: float) -> None:
+        """Waits for its end, for so long at most; then the client leaves."""
+        self._thread.join(seconds)
+        self.close()
 
     def close(self) -> None:
         """The client leaves."""
@@ -106,28 +118,59 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def measured(port: int, model: str, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """One deployment, which serves: the stream alone, then beside prompts; and the prompts' first tokens."""
-    without = [first_token_ms(port, model, prompt) for prompt in prompts[: len(prompts) // 2]]
-    stream = Stream(port, model, 30_000)
-    try:
-        while len(stream.arrivals) < 50:
-            time.sleep(0.05)
-        began = time.perf_counter()
-        time.sleep(IDLE_S)
-        middle = time.perf_counter()
-        beside = [first_token_ms(port, model, prompt) for prompt in prompts[len(prompts) // 2 :]]
-        end = time.perf_counter()
-        idle, busy = stream.intervals(began, middle), stream.intervals(middle, end)
-    finally:
-        stream.close()
+class Prompts:
+    """Prompts that come one after another, each once the one before has its first token. Use as a context manager."""
+
+    def __init__(self, port: int, model: str, prompts: Iterator[Sequence[int]], ttft_ms: list[float]) -> None:
+        """ttft_ms: the time of each first token is put there."""
+        self._stopping = threading.Event()
+        self._failed: Exception | None = None
+
+        def send() -> None:
+            try:
+                while not self._stopping.is_set():
+                    ttft_ms.append(first_token_ms(port, model, next(prompts)))
+            except (OSError, RedlineError) as error:
+                self._failed = error
+
+        self._thread = threading.Thread(target=send, daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join(WAIT_S)
+        if self._failed is not None:
+            raise self._failed
+
+
+def measured(asked: argparse.Namespace, port: int, prompts: Iterator[Sequence[int]]) -> dict[str, Any]:
+    """One deployment, which serves: streams alone and beside prompts, and the prompts' first tokens."""
+    model = asked.weights.name
+    without = [first_token_ms(port, model, next(prompts)) for _ in range(asked.prompts)]
+    alone: list[tuple[int, float]] = []
+    beside: list[tuple[int, float]] = []
+    ttft_ms: list[float] = []
+    for _ in range(asked.turns):
+        for intervals, company in (
+            (alone, contextlib.nullcontext()),
+            (beside, Prompts(port, model, prompts, ttft_ms)),
+        ):
+            with company:
+                stream = Stream(port, model, asked.tokens)
+                stream.read(STREAM_S)
+            intervals += stream.intervals()
+    end = max(position for position, _ in beside)
+    idle, busy = (spread([ms for at, ms in intervals if at <= end]) for intervals in (alone, beside))
     return {
-        "itl_alone_ms": spread(idle),
-        "itl_beside_prompts_ms": spread(busy),
-        "p99_ratio": round(spread(busy)["p99"] / spread(idle)["p99"], 2),
-        "p50_ratio": round(spread(busy)["p50"] / spread(idle)["p50"], 2),
+        "tokens_compared": end,
+        "itl_alone_ms": idle,
+        "itl_beside_prompts_ms": busy,
+        "p99_ratio": round(busy["p99"] / idle["p99"], 2),
+        "p50_ratio": round(busy["p50"] / idle["p50"], 2),
         "ttft_without_stream_ms": spread(without),
-        "ttft_beside_stream_ms": spread(beside),
+        "ttft_beside_stream_ms": spread(ttft_ms),
     }
 
 
@@ -148,7 +191,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--draft", type=Path, default=None, help="a drafter's folder; absent: nothing drafts")
     parser.add_argument("--kv-memory", default="300MB")
     parser.add_argument("--prompt", type=count, default=4000, help="tokens")
-    parser.add_argument("--prompts", type=count, default=12, help="of each deployment in a round")
+    parser.add_argument("--prompts", type=count, default=6, help="whose first tokens are timed with no stream beside")
+    parser.add_argument("--tokens", type=count, default=1500, help="of each stream")
+    parser.add_argument("--turns", type=count, default=4, help="of a stream alone and one beside prompts, in a round")
     parser.add_argument("--rounds", type=count, default=2)
     parser.add_argument("--save", type=output, default=RESULT)
     return parser
@@ -172,12 +217,12 @@ def main(words: Sequence[str] | None = None) -> None:
             results: dict[str, Any] = {}
             for at, name in enumerate(DEPLOYMENTS):
                 draw = random.Random(f"{number} {name}")
-                prompts = [[draw.randrange(10, vocabulary) for _ in range(asked.prompt)] for _ in range(asked.prompts)]
+                prompts = ([draw.randrange(10, vocabulary) for _ in range(asked.prompt)] for _ in itertools.count())
                 file = Path(place) / f"{number}-{at}.toml"
                 file.write_text(deployment(asked, name, cores))
                 server = Server(tree, [str(file)], Path(place))
                 try:
-                    results[name] = measured(server.until_ready(), asked.weights.name, prompts)
+                    results[name] = measured(asked, server.until_ready(), prompts)
                     results[name]["ended"] = server.stop().code
                 finally:
                     server.close()
