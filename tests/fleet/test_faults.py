@@ -60,8 +60,13 @@ def link(pools: Server, links: Detours, writer: str, socket: str) -> LinkName:
     return found[0]
 
 
-def answers_beside(pools: Server, numbers: Sequence[int], fault: Callable[[], object]) -> dict[int, list[int]]:
-    """The answers to requests that come together, and a fault once they have begun."""
+def answers_beside(
+    pools: Server,
+    numbers: Sequence[int],
+    fault: Callable[[], object] = lambda: None,
+    when: Callable[[], object] = lambda: True,
+) -> dict[int, list[int]]:
+    """The answers to requests that come together, and a fault once `when` is true."""
     answers: dict[int, list[int]] = {}
 
     def ask(number: int) -> None:
@@ -70,7 +75,7 @@ def answers_beside(pools: Server, numbers: Sequence[int], fault: Callable[[], ob
     threads = [threading.Thread(target=ask, args=(number,)) for number in numbers]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
+    wait_for(when, 30, pools)
     fault()
     for thread in threads:
         thread.join(60)
@@ -94,10 +99,16 @@ def undisturbed(pools: Server, numbers: Sequence[int]) -> dict[int, list[int]]:
 def test_where_a_link_is_cut_what_was_on_it_is_lost_and_no_token_is(
     pools: Server, links: Detours, writer: str, socket: str, numbers: range
 ) -> None:
-    answers_beside(pools, range(40, 44), lambda: None)  # now all are connected
+    answers_beside(pools, range(40, 44))  # now all are connected
     name, lost = link(pools, links, writer, socket), links.lost
     links.stall(name, 60.0)
-    answers = answers_beside(pools, numbers, lambda: links.cut(name))
+    reader = socket.partition(".")[0]
+    answers = answers_beside(
+        pools,
+        numbers,
+        fault=lambda: links.cut(name),
+        when=lambda: links.holding(name) and workers(pools)[reader]["jobs"],
+    )
     assert links.lost > lost
     assert answers == undisturbed(pools, numbers)
 
@@ -111,7 +122,7 @@ def test_where_a_link_stalls_streams_go_on_elsewhere(
 ) -> None:
     name, stall_s, began = link(pools, links, writer, socket), 30.0, time.monotonic()
     links.stall(name, stall_s)
-    answers = answers_beside(pools, numbers, lambda: None)
+    answers = answers_beside(pools, numbers)
     assert time.monotonic() - began < stall_s, "nobody has waited for it"
     links.stall(name, 0.0)
     assert answers == undisturbed(pools, numbers)
@@ -124,7 +135,7 @@ def test_a_server_that_is_stopped_for_a_while_takes_no_worker_for_silent(pools: 
         os.kill(pools.process.pid, signal.SIGCONT)
 
     numbers, before = range(100, 104), pools.said.count("not been heard of")
-    answers = answers_beside(pools, numbers, stop)
+    answers = answers_beside(pools, numbers, stop, when=lambda: any(each["jobs"] for each in workers(pools).values()))
     assert pools.said.count("not been heard of") == before
     assert answers == undisturbed(pools, numbers)
 

@@ -34,7 +34,7 @@ class _Held:
     def __init__(self) -> None:
         self.until = 0.0
         self.connections: set[asyncio.StreamWriter] = set()
-        self.bytes = 0  # that went through
+        self.holding = 0  # bytes, now
         self.lost = 0  # of those that were held when the link was cut
 
 
@@ -67,6 +67,10 @@ class Detours:
     def stall(self, name: LinkName, seconds: float) -> None:
         """Hold what a link carries, both ways, for so long; then all of it goes on."""
         self._links[name].until = time.monotonic() + seconds
+
+    def holding(self, name: LinkName) -> int:
+        """Bytes of a link that are held now, and would be lost if it were cut."""
+        return self._links[name].holding
 
     def cut(self, name: LinkName) -> None:
         """End a link's connections. What is held is lost; the writer may connect again at once."""
@@ -122,6 +126,7 @@ def _through(links: dict[LinkName, _Held], name: str, real: Path):
 
     async def carry(link: _Held, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(CHUNK):
+            link.holding += len(data)
             try:
                 while (left := link.until - time.monotonic()) > 0:
                     await asyncio.sleep(min(left, LOOK_S * 5))
@@ -132,7 +137,8 @@ def _through(links: dict[LinkName, _Held], name: str, real: Path):
             except (ConnectionError, asyncio.CancelledError):
                 link.lost += len(data)
                 raise
-            link.bytes += len(data)
+            finally:
+                link.holding -= len(data)
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         of: socket.socket = writer.get_extra_info("socket")

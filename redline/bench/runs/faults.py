@@ -15,6 +15,10 @@ as the seed draws them:
     replace   a worker is drained and started again
     api       the API's process is stopped, and goes on 0.5 to 3 s later
 
+What is drawn without a seed is not asked for: it follows a distribution, and no two answers are the same. Each round of
+requests has pages of its own (`cache_salt`), since a prompt that begins from pages which an answer has filled agrees to
+rounding alone (docs/route.md).
+
 A fault comes once all workers are ready again after the one before; one in five comes upon the one before.
 
 What must hold: every answer is the undisturbed one, to the token and with the same log probabilities to four places; no
