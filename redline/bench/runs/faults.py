@@ -96,10 +96,16 @@ class Deployment:
     """A server with its workers, as its operator sees it."""
 
     def __init__(self, file: Path, place: Path) -> None:
-        """place: its folder of temporary files."""
+        """Starts it, and does not wait for it. place: its folder of temporary files."""
         tree = Tree(".", ROOT, commit_of(ROOT))
         self.server = Server(tree, [str(file)], place, environment={"TMPDIR": str(place)})
-        self.port = self.server.until_ready()
+        self.port = self.server.port
+        self._admin = ""
+        self.parcels: set[Path] = set()
+
+    def until_ready(self) -> None:
+        """Returns once all workers are. Raises RedlineError where they are not in time."""
+        self.server.until_ready()
         if not wait_for(lambda: " is ready at " in self.server.said, BACK_S):  # all workers are
             raise RedlineError(f"not all workers are ready after {BACK_S:g} s: {self.server.said[-2000:]}")
         self._admin = re.findall(r"admin routes are at (http://\S+)/admin/status", self.server.said)[0]
@@ -324,6 +330,7 @@ def run(asked: argparse.Namespace, name: str, place: Path, working: Working) -> 
         working.show(what=f"{name}: starting")
         deployment = Deployment(file, place)
         try:
+            deployment.until_ready()
             working.show(what=f"{name}: undisturbed")
             truth = all_at_once(deployment.port, whole, asked.clients, "truth")
             problems += [
