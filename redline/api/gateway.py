@@ -46,13 +46,13 @@ from redline.errors import (
     RequestError,
     WorkerLost,
 )
-from redline.route.links import Link, Links
+from redline.route.links import Link, Links, Route
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
-from redline.wire.news import Beat, Failed, Load, Ready, Role
+from redline.wire.news import Beat, Cached, Failed, Load, Ready, Role
 from redline.wire.step import TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
@@ -196,6 +196,8 @@ class Gateway:
                 self.metrics.load(message, link.name)
             case Beat():
                 link.heard(message, self._clock())
+            case Cached():
+                self.links.cached(link, message)
             case Ready():
                 if (why_not := self.links.speaks(link, message)) is not None:
                     self.lose(link, why_not)
@@ -217,6 +219,9 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             lane.cached_tokens = delta.cached_tokens
+            if lane.route is not None and delta.tokens:
+                work_s = max(0.0, now - lane.sent_at - (delta.queued_s or 0.0))
+                self.links.worked(lane.route, len(lane.job.tokens) - delta.cached_tokens, work_s)
             self._computed(lane)
             self._waits_no_more(lane)
             if delta.finish not in ("error", "aborted"):
@@ -320,27 +325,24 @@ class Gateway:
 
     def _send_on(self, lane: "_Lane") -> None:
         """Sends a stranded job to a worker, with what has come of its answer, once there is one."""
-        if (link := self.links.pick()) is None:
+        job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
+        if (route := self.links.route(job)) is None:
             return
         self._unstrand(lane)
-        job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
         try:
-            self._send(lane, link, job)
+            self._send(lane, route, job)
         except MessageTooLarge:  # with its answer
             self._fail(lane)
 
-    def _send(self, lane: "_Lane", link: Link, job: Job) -> None:
+    def _send(self, lane: "_Lane", route: Route, job: Job) -> None:
         """Raises MessageTooLarge."""
-        lane.link = link
-        link.jobs += 1
-        prefill = self.links.pick_prefill(link) if _is_worth(job) else None
-        if prefill is None:
-            link.outbox.put(job)
+        lane.route, lane.link, lane.sent_at = route, route.link, time.perf_counter()
+        self.links.sent(route, job)
+        if route.prefill is None:
+            route.link.outbox.put(job)
             return
-        prefill.outbox.put(Prefill(job=job, to=link.as_other))
-        link.outbox.put(msgspec.structs.replace(job, pages_from=prefill.as_other))
-        lane.prefill = prefill
-        prefill.jobs += 1
+        route.prefill.outbox.put(Prefill(job=job, to=route.link.as_other))
+        route.link.outbox.put(msgspec.structs.replace(job, pages_from=route.prefill.as_other))
 
     def _leave(self, lane: "_Lane") -> None:
         if lane.link is not None:
@@ -349,9 +351,10 @@ class Gateway:
         self._computed(lane)
 
     def _computed(self, lane: "_Lane") -> None:
-        if lane.prefill is not None:
-            lane.prefill.jobs -= 1
-            lane.prefill = None
+        """Nobody has the prompt of a job to compute any more."""
+        if lane.route is not None:
+            self.links.computed(lane.route, lane.job.id)
+            lane.route = None
 
     def _unstrand(self, lane: "_Lane") -> None:
         if (timer := self._stranded.pop(lane, None)) is not None:
@@ -443,10 +446,10 @@ class Gateway:
         try:
             for lane in generation.lanes:
                 if lane.job.id in self._lanes:  # else: it has ended meanwhile
-                    if (link := self.links.pick()) is None:
+                    if (route := self.links.route(lane.job)) is None:
                         self._strand(lane)
                     else:
-                        self._send(lane, link, lane.job)
+                        self._send(lane, route, lane.job)
                     self.metrics.prompt_tokens.inc(len(lane.job.tokens))
                 if len(lane.job.tokens) > INLINE_CHARS:
                     await asyncio.sleep(0)  # a job of 262,144 tokens takes milliseconds to write
@@ -640,12 +643,6 @@ class Gateway:
         )
 
 
-def _is_worth(job: Job) -> bool:
-    """Whether a prompt may be computed by one worker and its answer by another: it has pages, and the answer goes on
-    behind its first token."""
-    return bool(job.pages) and not job.answer and job.sampling.max_tokens > 1
-
-
 def _size(conversation: Conversation) -> int:
     """About how many characters are rendered; counting ends once there are more than INLINE_CHARS."""
     size = 0
@@ -742,9 +739,9 @@ class _Lane:
         "link",
         "moves",
         "opened",
-        "prefill",
         "queued_s",
         "read",
+        "route",
         "scored",
         "sent_at",
         "untold",
@@ -762,7 +759,7 @@ class _Lane:
         self.first_at = began
         self.last_at = began
         self.link: Link | None = None  # None: nobody, for now
-        self.prefill: Link | None = None  # who computes its prompt, where that is another worker
+        self.route: Route | None = None  # its way to whoever computes its prompt, until that is done
         self.moves = 0  # from one worker to the next
         self.answer: list[int] = []  # the tokens that have arrived
         self.scored = 0  # prompt tokens whose log probabilities have arrived

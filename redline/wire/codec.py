@@ -5,12 +5,12 @@ import msgspec
 from redline.wire.delta import Delta
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Taken, Want
 from redline.wire.job import Abort, Job
-from redline.wire.news import Beat, Failed, Load, Ready, Stop
+from redline.wire.news import Beat, Cached, Failed, Load, Ready, Recall, Stop
 from redline.wire.step import Hurry, Place, RecordMore, Step
 
 Wire = (
     Job | Abort | Step | Delta | Ready | Failed | Beat | Load | Stop | Place | RecordMore | Hurry
-    | Prefill | Begun | Want | Offer | Taken | Handed | Gone
+    | Cached | Recall | Prefill | Begun | Want | Offer | Taken | Handed | Gone
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

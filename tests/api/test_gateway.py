@@ -269,7 +269,7 @@ async def test_a_worker_with_another_model_is_not_among_the_others() -> None:
         world.gateway.deliver(link, Ready(max_model_len=9, pages=9, fingerprint="another", summary=""))
         assert link.lost is not None
         assert "another model" in link.lost
-        assert world.gateway.links.pick() is world.link
+        assert world.gateway.links.route(Job(id=JobId("a"), tokens=(1,), pages=(), sampling=Sampling(max_tokens=1))).link is world.link
 
 
 async def test_a_worker_lost_while_a_prompt_is_encoded_gets_no_job() -> None:

@@ -1,0 +1,97 @@
+"""Which worker a job goes to: the one from which its first token is expected soonest.
+
+    first token = (prompt tokens that wait there + those of this prompt that are not cached there) x seconds a token
+
+An answer that is being written beside a prompt lengthens it, and is lengthened by it: it counts as ANSWER_TOKENS more.
+So a conversation returns to the worker that has its pages, without being bound to it: where others wait there, work
+that is not cached elsewhere is the smaller evil. Pure functions over what is known of the workers.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+ANSWER_TOKENS = 64  # prompt tokens that an answer beside counts as
+FRESH_TOKEN_S = 1e-4  # a worker that has computed nothing yet; among workers alike any other number chooses the same
+BROUGHT_SHARE = 0.05  # of the time that computing a prompt takes: to bring its pages from another worker
+PACE_MEMORY = 0.9  # share of what has been measured that stays when a prompt's time is added
+
+
+class Pace:
+    """Seconds that a worker takes for a prompt token, from the prompts that it has computed."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0.0
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """A prompt of which so many tokens were not cached has had its first token after so many seconds of work."""
+        self._seconds = PACE_MEMORY * self._seconds + seconds
+        self._tokens = PACE_MEMORY * self._tokens + tokens
+
+    @property
+    def token_s(self) -> float | None:
+        """Seconds a token; None where nothing has been measured."""
+        return self._seconds / self._tokens if self._tokens else None
+
+
+class Candidate(NamedTuple):
+    """What is known of a worker when a job comes."""
+
+    worker: str
+    cached: int  # tokens of the prompt in its prefix cache, or about to be
+    queue: int  # prompt tokens that it has to compute before
+    answers: int  # that it is writing
+    token_s: float | None  # None: it has computed nothing yet
+
+
+class Predicted(NamedTuple):
+    """What is expected of a worker for one job."""
+
+    worker: str
+    cached_tokens: int
+    queue_tokens: int
+    answers: int
+    token_s: float
+    first_token_s: float
+
+
+def predict(tokens: int, candidates: Sequence[Candidate]) -> list[Predicted]:
+    """What is expected of each for a prompt of so many tokens. Who has computed nothing is as fast as the others."""
+    paces = [each.token_s for each in candidates if each.token_s is not None]
+    usual = sum(paces) / len(paces) if paces else FRESH_TOKEN_S
+    found: list[Predicted] = []
+    for each in candidates:
+        token_s = usual if each.token_s is None else each.token_s
+        work = each.queue + tokens - each.cached + each.answers * ANSWER_TOKENS
+        found.append(Predicted(each.worker, each.cached, each.queue, each.answers, token_s, work * token_s))
+    return found
+
+
+def apart(tokens: int, here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
+    """(who of `here` answers, who of `there` computes the prompt; None: whoever answers) for so many tokens.
+
+    A prompt that is computed where its answer is holds up every answer that is written there, and counts as often more;
+    once more for the one that may come. One that is computed elsewhere has its pages brought.
+    """
+
+    def alone_s(each: Predicted) -> float:
+        return each.first_token_s * (1 + max(1, each.answers))
+
+    def brought_s(each: Predicted) -> float:
+        return ((tokens - each.cached_tokens) * BROUGHT_SHARE + each.answers * ANSWER_TOKENS) * each.token_s
+
+    alone, joined = (min(range(len(here)), key=lambda place: cost(here[place])) for cost in (alone_s, brought_s))
+    if not there:
+        return soonest(here), None
+    computes = soonest(there)
+    if alone_s(here[alone]) < there[computes].first_token_s + brought_s(here[joined]):
+        return alone, None
+    return joined, computes
+
+
+def soonest(predicted: Sequence[Predicted]) -> int:
+    """The place of the one with the least time; of several the one that has more cached, then the first. Raises
+    ValueError where there is none."""
+    return min(
+        range(len(predicted)), key=lambda place: (predicted[place].first_token_s, -predicted[place].cached_tokens)
+    )
