@@ -1,10 +1,12 @@
-"""Which worker a job goes to: the one from which its first token is expected soonest.
+"""Which worker a job goes to: the one where it costs least.
 
     first token = (prompt tokens that wait there + those of this prompt that are not cached there) x seconds a token
+    cost = first token + those that are not cached x seconds a token
 
 An answer that is being written beside a prompt lengthens it, and is lengthened by it: it counts as ANSWER_TOKENS more.
-So a conversation returns to the worker that has its pages, without being bound to it: where others wait there, work
-that is not cached elsewhere is the smaller evil. Pure functions over what is known of the workers.
+What is not cached counts twice, since whoever comes behind waits for it too. So a conversation returns to the worker
+that has its pages, without being bound to it: where enough waits there, it is computed anew elsewhere. Pure functions
+over what is known of the workers.
 """
 
 from collections.abc import Sequence
@@ -48,11 +50,17 @@ class Predicted(NamedTuple):
     """What is expected of a worker for one job."""
 
     worker: str
-    cached_tokens: int
-    queue_tokens: int
+    cached_tokens: int  # of the prompt
+    uncached_tokens: int  # likewise
+    queue_tokens: int  # of other prompts, before
     answers: int
     token_s: float
     first_token_s: float
+
+    @property
+    def cost_s(self) -> float:
+        """Seconds: its own first token, and what is computed for it."""
+        return self.first_token_s + self.uncached_tokens * self.token_s
 
 
 def predict(tokens: int, candidates: Sequence[Candidate]) -> list[Predicted]:
@@ -62,36 +70,34 @@ def predict(tokens: int, candidates: Sequence[Candidate]) -> list[Predicted]:
     found: list[Predicted] = []
     for each in candidates:
         token_s = usual if each.token_s is None else each.token_s
-        work = each.queue + tokens - each.cached + each.answers * ANSWER_TOKENS
-        found.append(Predicted(each.worker, each.cached, each.queue, each.answers, token_s, work * token_s))
+        uncached = tokens - each.cached
+        first_token_s = (each.queue + uncached + each.answers * ANSWER_TOKENS) * token_s
+        found.append(Predicted(each.worker, each.cached, uncached, each.queue, each.answers, token_s, first_token_s))
     return found
 
 
-def apart(tokens: int, here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
-    """(who of `here` answers, who of `there` computes the prompt; None: whoever answers) for so many tokens.
+def apart(here: Sequence[Predicted], there: Sequence[Predicted]) -> tuple[int, int | None]:
+    """(who of `here` answers, who of `there` computes the prompt; None: whoever answers).
 
     A prompt that is computed where its answer is holds up every answer that is written there, and counts as often more;
     once more for the one that may come. One that is computed elsewhere has its pages brought.
     """
 
     def alone_s(each: Predicted) -> float:
-        return each.first_token_s * (1 + max(1, each.answers))
+        return each.cost_s * (1 + max(1, each.answers))
 
     def brought_s(each: Predicted) -> float:
-        return ((tokens - each.cached_tokens) * BROUGHT_SHARE + each.answers * ANSWER_TOKENS) * each.token_s
+        return (each.uncached_tokens * BROUGHT_SHARE + each.answers * ANSWER_TOKENS) * each.token_s
 
     alone, joined = (min(range(len(here)), key=lambda place: cost(here[place])) for cost in (alone_s, brought_s))
     if not there:
-        return soonest(here), None
-    computes = soonest(there)
-    if alone_s(here[alone]) < there[computes].first_token_s + brought_s(here[joined]):
+        return cheapest(here), None
+    computes = cheapest(there)
+    if alone_s(here[alone]) < there[computes].cost_s + brought_s(here[joined]):
         return alone, None
     return joined, computes
 
 
-def soonest(predicted: Sequence[Predicted]) -> int:
-    """The place of the one with the least time; of several the one that has more cached, then the first. Raises
-    ValueError where there is none."""
-    return min(
-        range(len(predicted)), key=lambda place: (predicted[place].first_token_s, -predicted[place].cached_tokens)
-    )
+def cheapest(predicted: Sequence[Predicted]) -> int:
+    """The place of the one with the least cost; of several, the first. Raises ValueError where there is none."""
+    return min(range(len(predicted)), key=lambda place: predicted[place].cost_s)

@@ -178,9 +178,9 @@ class Links:
             return None
         pages = self.index.cached(job.pages) if len(self._links) > 1 else {}
         lenders = [link for link in self if self._computes_for(link, answering)] if is_worth(job) else []
-        all = predict(len(job.tokens), [self._candidate(link, job, pages) for link in (*answering, *lenders)])
+        all = predict(len(job.tokens), [self.candidate(link, job, pages) for link in (*answering, *lenders)])
         here, there = all[: len(answering)], all[len(answering) :]
-        place, computes = apart(len(job.tokens), here, there)
+        place, computes = apart(here, there)
         if computes is None:
             others = (*here[:place], *here[place + 1 :], *there)
             return Route(answering[place], None, here[place], others)
@@ -206,7 +206,8 @@ class Links:
         if tokens > 0:
             (route.prefill or route.link).pace.computed(tokens, seconds)
 
-    def _candidate(self, link: Link, job: Job, pages: Mapping[str, int]) -> Candidate:
+    def candidate(self, link: Link, job: Job, pages: Mapping[str, int]) -> Candidate:
+        """What is known of a worker. pages: that each has cached of the prompt, by name."""
         cached = max(pages.get(link.name, 0), link.about_to_have(job.pages)) * PAGE_TOKENS
         queue = sum(each.tokens for each in link.coming.values())
         answers = 0 if link.role == "prefill" else link.jobs

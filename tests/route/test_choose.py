@@ -2,18 +2,18 @@
 
 import pytest
 
-from redline.route.choose import ANSWER_TOKENS, FRESH_TOKEN_S, Candidate, Pace, Predicted, apart, predict, soonest
+from redline.route.choose import ANSWER_TOKENS, FRESH_TOKEN_S, Candidate, Pace, Predicted, apart, cheapest, predict
 
 
 def chosen(tokens: int, *candidates: Candidate) -> str:
-    return candidates[soonest(predict(tokens, candidates))].worker
+    return candidates[cheapest(predict(tokens, candidates))].worker
 
 
 def test_a_conversation_returns_to_its_pages_until_more_waits_there_than_they_are_worth() -> None:
     pages, empty = Candidate("pages", 1920, 0, 3, 1e-3), Candidate("empty", 0, 0, 0, 1e-3)
     assert chosen(2000, empty, pages) == "pages"
-    assert chosen(2000, empty, pages._replace(queue=1920 - 3 * ANSWER_TOKENS - 1)) == "pages"
-    assert chosen(2000, empty, pages._replace(queue=1920 - 3 * ANSWER_TOKENS + 1)) == "empty"
+    assert chosen(2000, empty, pages._replace(queue=2 * 1920 - 3 * ANSWER_TOKENS - 1)) == "pages"
+    assert chosen(2000, empty, pages._replace(queue=2 * 1920 - 3 * ANSWER_TOKENS + 1)) == "empty"
 
 
 def test_among_workers_alike_the_one_with_fewest_answers_and_a_faster_one_before_a_slower() -> None:
@@ -42,11 +42,11 @@ def expected(worker: str, cached: int, queue: int = 0, answers: int = 0, tokens:
 
 def test_a_prompt_goes_to_those_that_compute_prompts_unless_little_of_it_is_left_where_the_answer_is() -> None:
     nothing, most = expected("d", 0), expected("e", 3900)
-    assert apart(4000, [nothing, nothing], [expected("p", 0)]) == (0, 0)
-    assert apart(4000, [nothing, most], [expected("p", 0)]) == (1, None), "100 tokens are left"
-    assert apart(4000, [nothing, most], [expected("p", 3900)]) == (1, 0), "as many there, where nobody is held up"
-    assert apart(4000, [nothing, expected("e", 3500, answers=9)], [expected("p", 2000)])[1] == 0, "9 would wait"
-    assert apart(4000, [nothing, nothing], [expected("p", 0, queue=9000)]) == (0, None), "others wait there"
-    assert apart(4000, [nothing, nothing], [expected("p", 0, queue=9000), expected("q", 0)]) == (0, 1)
-    assert apart(4000, [expected("d", 0, answers=4), expected("e", 0, answers=2)], [expected("p", 0)]) == (1, 0)
-    assert apart(4000, [expected("d", 0, answers=1), nothing], []) == (1, None)
+    assert apart([nothing, nothing], [expected("p", 0)]) == (0, 0)
+    assert apart([nothing, most], [expected("p", 0)]) == (1, None), "100 tokens are left"
+    assert apart([nothing, most], [expected("p", 3900)]) == (1, 0), "as many there, where nobody is held up"
+    assert apart([nothing, expected("e", 3500, answers=9)], [expected("p", 2000)])[1] == 0, "9 would wait"
+    assert apart([nothing, nothing], [expected("p", 0, queue=9000)]) == (0, None), "others wait there"
+    assert apart([nothing, nothing], [expected("p", 0, queue=9000), expected("q", 0)]) == (0, 1)
+    assert apart([expected("d", 0, answers=4), expected("e", 0, answers=2)], [expected("p", 0)]) == (1, 0)
+    assert apart([expected("d", 0, answers=1), nothing], []) == (1, None)
