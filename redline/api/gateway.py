@@ -29,6 +29,7 @@ from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
 from redline.api.pour import Direct, Pours
 from redline.api.quota import CALLER, Caller, ServedRate
+from redline.api.stories import Stories, Story
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
@@ -108,6 +109,7 @@ class Gateway:
         self._looked_at = -math.inf
         self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # those that wait for a worker to go on with them
         self.pours = Pours()
+        self.stories = Stories()
         self._known = KnownTexts(limits.known_bytes)
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
@@ -226,6 +228,7 @@ class Gateway:
             self._waits_no_more(lane)
             if delta.finish not in ("error", "aborted"):
                 self._served.served(len(lane.job.tokens))
+        lane.story.comes(delta, now)
         if delta.queued_s is not None:
             lane.queued_s = delta.queued_s
         if tokens := len(delta.tokens):
@@ -249,6 +252,7 @@ class Gateway:
         lane.generation.push(lane, delta)
 
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
+        lane.story.ends(finish, lane.tokens, now)
         self.metrics.finished(finish)
         self.metrics.e2e_latency.observe(now - lane.began)
         self.metrics.job_ended(len(lane.job.tokens), lane.tokens)
@@ -302,6 +306,7 @@ class Gateway:
         if lane.job.id not in self._lanes:
             return  # its answer has ended meanwhile
         self._leave(lane)
+        lane.moved_because = reason
         lane.moves += 1
         if lane.moves > MOST_MOVES:
             self._fail(lane)
@@ -338,6 +343,7 @@ class Gateway:
         """Raises MessageTooLarge."""
         lane.route, lane.link, lane.sent_at = route, route.link, time.perf_counter()
         self.links.sent(route, job)
+        lane.story.goes(route, lane.moved_because)
         if route.prefill is None:
             route.link.outbox.put(job)
             return
@@ -437,6 +443,7 @@ class Gateway:
         except BaseException:
             self._waiting_tokens -= tokens_before
             raise
+        self.stories.begin(caller.request_id, [lane.story for lane in generation.lanes])
         self.metrics.asked(ask.n, generation.lanes[0].job.sampling.max_tokens)
         if not self._waiting:
             self._served.begins()
@@ -737,6 +744,7 @@ class _Lane:
         "job",
         "last_at",
         "link",
+        "moved_because",
         "moves",
         "opened",
         "queued_s",
@@ -744,6 +752,7 @@ class _Lane:
         "route",
         "scored",
         "sent_at",
+        "story",
         "untold",
     )
 
@@ -761,6 +770,8 @@ class _Lane:
         self.link: Link | None = None  # None: nobody, for now
         self.route: Route | None = None  # its way to whoever computes its prompt, until that is done
         self.moves = 0  # from one worker to the next
+        self.moved_because = ""
+        self.story = Story(choice, len(job.tokens), began)
         self.answer: list[int] = []  # the tokens that have arrived
         self.scored = 0  # prompt tokens whose log probabilities have arrived
         self.cached_tokens = 0  # what the first worker has found
@@ -807,6 +818,12 @@ class Generation:
             for choice, job in enumerate(jobs)
         ]
         self.prompts = [lane.job.tokens for lane in self.lanes[:: ask.n]]
+
+    @property
+    def workers(self) -> list[str]:
+        """Who had its jobs last, each once; none where there is but one worker."""
+        names = dict.fromkeys(name for lane in self.lanes if (name := lane.story.worker) is not None)
+        return list(names) if self._gateway.links.several else []
 
     def push(self, lane: _Lane, delta: Delta) -> None:
         """Hand over the next delta of one of its jobs, and wake whoever iterates."""

@@ -101,6 +101,11 @@ class Links:
     def __iter__(self) -> Iterator[Link]:
         return iter(self._links.values())
 
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one worker."""
+        return len(self._links) > 1
+
     def join(self, link: Link) -> None:
         """A worker has been started. Raises AssertionError where its last start has not been lost."""
         before = self._links.get(link.name)
@@ -176,7 +181,7 @@ class Links:
         answering = [link for link in able if self.silent_s(link) <= MOVE_S] or able
         if not answering:
             return None
-        pages = self.index.cached(job.pages) if len(self._links) > 1 else {}
+        pages = self.index.cached(job.pages) if self.several else {}
         lenders = [link for link in self if self._computes_for(link, answering)] if is_worth(job) else []
         all = predict(len(job.tokens), [self.candidate(link, job, pages) for link in (*answering, *lenders)])
         here, there = all[: len(answering)], all[len(answering) :]
