@@ -39,10 +39,19 @@ def show(told: dict[str, Any], console: Console) -> int:
             console.print(
                 f"  {sent['at_s']:.3f} s  to {sent['worker']}{moved}: {one_line(sent['why'])}", highlight=False
             )
-            table = Table("", "cached", "to compute", "waiting there", "answers", "first token expected", box=None)
+            table = Table(
+                "",
+                "cached",
+                "to compute",
+                "waiting there",
+                "forgotten for it",
+                "answers",
+                "first token expected",
+                box=None,
+            )
             for each in (sent["expected"], *sent["instead"]):
                 chosen = each is sent["expected"]
-                row = ("cached_tokens", "uncached_tokens", "queue_tokens", "answers")
+                row = ("cached_tokens", "uncached_tokens", "queue_tokens", "forgotten_tokens", "answers")
                 table.add_row(
                     ("> " if chosen else "  ") + one_line(str(each["worker"])),
                     *(f"{each[name]:,}" for name in row),

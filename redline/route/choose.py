@@ -1,10 +1,11 @@
 """Which worker a job goes to: the one where it costs least.
 
     first token = (prompt tokens that wait there + those of this prompt that are not cached there) x seconds a token
-    cost = first token + those that are not cached x seconds a token
+    cost = first token + (those that are not cached + those for which others are forgotten) x seconds a token
 
 An answer that is being written beside a prompt lengthens it, and is lengthened by it: it counts as ANSWER_TOKENS more.
-What is not cached counts twice, since whoever comes behind waits for it too. So a conversation returns to the worker
+What is not cached counts twice, since whoever comes behind waits for it too, and once more where there is no free page
+for it: then something else will be computed again. So a conversation returns to the worker
 that has its pages, without being bound to it: where enough waits there, it is computed anew elsewhere. Pure functions
 over what is known of the workers.
 """
@@ -43,6 +44,7 @@ class Candidate(NamedTuple):
     cached: int  # tokens of the prompt in its prefix cache, or about to be
     queue: int  # prompt tokens that it has to compute before
     answers: int  # that it is writing
+    free: int  # tokens for which nothing cached has to be forgotten
     token_s: float | None  # None: it has computed nothing yet
 
 
@@ -53,14 +55,15 @@ class Predicted(NamedTuple):
     cached_tokens: int  # of the prompt
     uncached_tokens: int  # likewise
     queue_tokens: int  # of other prompts, before
+    forgotten_tokens: int  # of others, for which there is no room beside them
     answers: int
     token_s: float
     first_token_s: float
 
     @property
     def cost_s(self) -> float:
-        """Seconds: its own first token, and what is computed for it."""
-        return self.first_token_s + self.uncached_tokens * self.token_s
+        """Seconds: its own first token, and what is computed for it, now or later."""
+        return self.first_token_s + (self.uncached_tokens + self.forgotten_tokens) * self.token_s
 
 
 def predict(tokens: int, candidates: Sequence[Candidate]) -> list[Predicted]:
@@ -72,7 +75,10 @@ def predict(tokens: int, candidates: Sequence[Candidate]) -> list[Predicted]:
         token_s = usual if each.token_s is None else each.token_s
         uncached = tokens - each.cached
         first_token_s = (each.queue + uncached + each.answers * ANSWER_TOKENS) * token_s
-        found.append(Predicted(each.worker, each.cached, uncached, each.queue, each.answers, token_s, first_token_s))
+        forgotten = max(0, uncached - each.free)
+        found.append(
+            Predicted(each.worker, each.cached, uncached, each.queue, forgotten, each.answers, token_s, first_token_s)
+        )
     return found
 
 

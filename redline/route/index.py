@@ -29,6 +29,10 @@ class PageIndex:
         """Pages of all workers, each as often as workers have it."""
         return sum(len(pages) for pages in self._pages.values())
 
+    def pages_of(self, worker: str) -> int:
+        """How many pages a worker has cached."""
+        return len(self._pages.get(worker, ()))
+
     def begin(self, worker: str) -> None:
         """A worker has started, with an empty cache. Whatever an earlier start of it had is forgotten."""
         self.forget(worker)

@@ -46,6 +46,7 @@ class Link:
         self.pid: int | None = None  # of its process, where that is on this host
         self.load: Load | None = None  # its newest counters
         self.jobs = 0  # that it has been sent and that have not ended
+        self.given = 0  # jobs that it has been sent in all
         self.coming: dict[JobId, Coming] = {}  # those whose prompts it computes, until their first token
         self.pace = Pace()
         self.beats = 0
@@ -179,6 +180,7 @@ class Links:
         """Who takes a job, of those that can and are heard of (`choose.py`); None where there is nobody."""
         able = [link for link in self if link.answers and not link.draining]
         answering = [link for link in able if self.silent_s(link) <= MOVE_S] or able
+        answering.sort(key=lambda link: link.given)  # of several alike the one that has had least
         if not answering:
             return None
         pages = self.index.cached(job.pages) if self.several else {}
@@ -195,6 +197,7 @@ class Links:
     def sent(self, route: Route, job: Job) -> None:
         """A job goes this way; `computed` has to follow."""
         route.link.jobs += 1
+        route.link.given += 1
         if route.prefill is not None:
             route.prefill.jobs += 1
         computes = route.prefill or route.link
@@ -216,7 +219,9 @@ class Links:
         cached = max(pages.get(link.name, 0), link.about_to_have(job.pages)) * PAGE_TOKENS
         queue = sum(each.tokens for each in link.coming.values())
         answers = 0 if link.role == "prefill" else link.jobs
-        return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, link.pace.token_s)
+        room = 0 if link.ready is None else link.ready.pages - self.index.pages_of(link.name)
+        free = max(0, room * PAGE_TOKENS - queue)
+        return Candidate(link.name, min(cached, len(job.tokens) - 1), queue, answers, free, link.pace.token_s)
 
     def _computes_for(self, link: Link, others: Sequence[Link]) -> bool:
         """Whether it computes prompts for others, is heard of, and all of them can read its parcels."""

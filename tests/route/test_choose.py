@@ -10,18 +10,24 @@ def chosen(tokens: int, *candidates: Candidate) -> str:
 
 
 def test_a_conversation_returns_to_its_pages_until_more_waits_there_than_they_are_worth() -> None:
-    pages, empty = Candidate("pages", 1920, 0, 3, 1e-3), Candidate("empty", 0, 0, 0, 1e-3)
+    pages, empty = Candidate("pages", 1920, 0, 3, 9999, 1e-3), Candidate("empty", 0, 0, 0, 9999, 1e-3)
     assert chosen(2000, empty, pages) == "pages"
     assert chosen(2000, empty, pages._replace(queue=2 * 1920 - 3 * ANSWER_TOKENS - 1)) == "pages"
     assert chosen(2000, empty, pages._replace(queue=2 * 1920 - 3 * ANSWER_TOKENS + 1)) == "empty"
 
 
 def test_among_workers_alike_the_one_with_fewest_answers_and_a_faster_one_before_a_slower() -> None:
-    a, b = Candidate("a", 0, 0, 2, None), Candidate("b", 0, 0, 1, None)
+    a, b = Candidate("a", 0, 0, 2, 9999, None), Candidate("b", 0, 0, 1, 9999, None)
     assert chosen(10, a, b) == "b"
     assert chosen(1000, a._replace(answers=1, token_s=1e-3), b._replace(token_s=2e-3)) == "a"
     assert chosen(1000, a._replace(answers=1, token_s=2e-3), b._replace(token_s=1e-3)) == "b"
     assert predict(100, [a, b._replace(token_s=3e-3)])[0].token_s == 3e-3, "who has computed nothing is as the others"
+
+
+def test_a_worker_with_free_pages_is_preferred_to_one_that_would_forget_others_for_it() -> None:
+    full, free = Candidate("full", 64, 0, 0, 0, 1e-3), Candidate("free", 0, 0, 0, 9999, 1e-3)
+    assert chosen(1000, full, free) == "free"
+    assert chosen(1000, full._replace(cached=512), free) == "full"
 
 
 def test_a_pace_follows_what_is_measured() -> None:
@@ -36,7 +42,7 @@ def test_a_pace_follows_what_is_measured() -> None:
 
 
 def expected(worker: str, cached: int, queue: int = 0, answers: int = 0, tokens: int = 4000) -> Predicted:
-    (found,) = predict(tokens, [Candidate(worker, cached, queue, answers, FRESH_TOKEN_S)])
+    (found,) = predict(tokens, [Candidate(worker, cached, queue, answers, 9999, FRESH_TOKEN_S)])
     return found
 
 
