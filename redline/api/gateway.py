@@ -28,6 +28,7 @@ from redline.api.grammars import Grammars
 from redline.api.metrics import Metrics
 from redline.api.pour import Direct, Pours
 from redline.api.quota import CALLER, Caller, ServedRate
+from redline.api.stories import Stories, Story
 from redline.chat.constraint import bound_thinking
 from redline.chat.conversation import Conversation, ToolCall
 from redline.chat.decoder import Decoder
@@ -45,13 +46,13 @@ from redline.errors import (
     RequestError,
     WorkerLost,
 )
-from redline.route.links import Link, Links
+from redline.route.links import Link, Links, Route
 from redline.wire.channel import AsyncInbox, Outbox
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta, Finish
 from redline.wire.handoff import Gone, Prefill
 from redline.wire.job import Abort, Grammar, Job, JobId, Sampling
-from redline.wire.news import Beat, Failed, Knock, Load, Missed, Ready, Role
+from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Role
 from redline.wire.step import TokenLogprobs
 
 INLINE_CHARS = 4096  # encoding more than this takes over a millisecond, in which every stream would stand still
@@ -107,6 +108,7 @@ class Gateway:
         self._looked_at: float | None = None
         self._stranded: dict[_Lane, asyncio.TimerHandle] = {}  # those that wait for a worker to go on with them
         self.pours = Pours()
+        self.stories = Stories()
         self._known = KnownTexts(limits.known_bytes)
         self._lanes: dict[JobId, _Lane] = {}
         self._waiting = 0  # jobs without a delta yet
@@ -199,6 +201,8 @@ class Gateway:
                 pass  # had anything before it been lost, there would be a Missed
             case Missed():
                 self._missed(link, message.messages)
+            case Cached():
+                self.links.cached(link, message)
             case Ready():
                 if (why_not := self.links.speaks(link, message)) is not None:
                     self.lose(link, why_not)
@@ -220,10 +224,14 @@ class Gateway:
         if not lane.heard:
             lane.heard = True
             lane.cached_tokens = delta.cached_tokens
+            if lane.route is not None and delta.tokens:
+                work_s = max(0.0, now - lane.sent_at - (delta.queued_s or 0.0))
+                self.links.worked(lane.route, len(lane.job.tokens) - delta.cached_tokens, work_s)
             self._computed(lane)
             self._waits_no_more(lane)
             if delta.finish not in ("error", "aborted"):
                 self._served.served(len(lane.job.tokens))
+        lane.story.comes(delta, now)
         if delta.queued_s is not None:
             lane.queued_s = delta.queued_s
         if tokens := len(delta.tokens):
@@ -247,6 +255,7 @@ class Gateway:
         lane.generation.push(lane, delta)
 
     def _ended(self, lane: "_Lane", now: float, finish: Finish) -> None:
+        lane.story.ends(finish, lane.tokens, now)
         self.metrics.finished(finish)
         self.metrics.e2e_latency.observe(now - lane.began)
         self.metrics.job_ended(len(lane.job.tokens), lane.tokens)
@@ -282,6 +291,7 @@ class Gateway:
         lanes = [lane for lane in self._lanes.values() if lane.link is link]
         log.warning("%s: %s; %d jobs move", link.name, reason, len(lanes))
         self._tell_gone(link)
+        self.links.recall(link)
         for lane in lanes:
             link.outbox.put(Abort(job=lane.job.id))
             self._move(lane, reason, blamed=False)
@@ -325,6 +335,7 @@ class Gateway:
         if lane.job.id not in self._lanes:
             return  # its answer has ended meanwhile
         self._leave(lane)
+        lane.moved_because = reason
         lane.moves += 1
         lane.blamed += blamed
         if lane.blamed > MOST_MOVES:
@@ -349,27 +360,25 @@ class Gateway:
 
     def _send_on(self, lane: "_Lane") -> None:
         """Sends a stranded job to a worker, with what has come of its answer, once there is one."""
-        if (link := self.links.pick()) is None:
+        job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
+        if (route := self.links.route(job)) is None:
             return
         self._unstrand(lane)
-        job = msgspec.structs.replace(lane.job, answer=tuple(lane.answer), scored=lane.scored)
         try:
-            self._send(lane, link, job)
+            self._send(lane, route, job)
         except MessageTooLarge:  # with its answer
             self._fail(lane)
 
-    def _send(self, lane: "_Lane", link: Link, job: Job) -> None:
+    def _send(self, lane: "_Lane", route: Route, job: Job) -> None:
         """Raises MessageTooLarge."""
-        lane.link = link
-        link.jobs += 1
-        prefill = self.links.pick_prefill(link) if _is_worth(job) else None
-        if prefill is None:
-            link.outbox.put(job)
+        lane.route, lane.link, lane.sent_at = route, route.link, time.perf_counter()
+        self.links.sent(route, job)
+        lane.story.goes(route, lane.moved_because)
+        if route.prefill is None:
+            route.link.outbox.put(job)
             return
-        prefill.outbox.put(Prefill(job=job, to=link.as_other))
-        link.outbox.put(msgspec.structs.replace(job, pages_from=prefill.as_other))
-        lane.prefill = prefill
-        prefill.jobs += 1
+        route.prefill.outbox.put(Prefill(job=job, to=route.link.as_other))
+        route.link.outbox.put(msgspec.structs.replace(job, pages_from=route.prefill.as_other))
 
     def _leave(self, lane: "_Lane") -> None:
         if lane.link is not None:
@@ -378,9 +387,10 @@ class Gateway:
         self._computed(lane)
 
     def _computed(self, lane: "_Lane") -> None:
-        if lane.prefill is not None:
-            lane.prefill.jobs -= 1
-            lane.prefill = None
+        """Nobody has the prompt of a job to compute any more."""
+        if lane.route is not None:
+            self.links.computed(lane.route, lane.job.id)
+            lane.route = None
 
     def _unstrand(self, lane: "_Lane") -> None:
         if (timer := self._stranded.pop(lane, None)) is not None:
@@ -463,6 +473,7 @@ class Gateway:
         except BaseException:
             self._waiting_tokens -= tokens_before
             raise
+        self.stories.begin(caller.request_id, [lane.story for lane in generation.lanes])
         self.metrics.asked(ask.n, generation.lanes[0].job.sampling.max_tokens)
         if not self._waiting:
             self._served.begins()
@@ -472,10 +483,10 @@ class Gateway:
         try:
             for lane in generation.lanes:
                 if lane.job.id in self._lanes:  # else: it has ended meanwhile
-                    if (link := self.links.pick()) is None:
+                    if (route := self.links.route(lane.job)) is None:
                         self._strand(lane)
                     else:
-                        self._send(lane, link, lane.job)
+                        self._send(lane, route, lane.job)
                     self.metrics.prompt_tokens.inc(len(lane.job.tokens))
                 if len(lane.job.tokens) > INLINE_CHARS:
                     await asyncio.sleep(0)  # a job of 262,144 tokens takes milliseconds to write
@@ -670,12 +681,6 @@ class Gateway:
         )
 
 
-def _is_worth(job: Job) -> bool:
-    """Whether a prompt may be computed by one worker and its answer by another: it has pages, and the answer goes on
-    behind its first token."""
-    return bool(job.pages) and not job.answer and job.sampling.max_tokens > 1
-
-
 def _size(conversation: Conversation) -> int:
     """About how many characters are rendered; counting ends once there are more than INLINE_CHARS."""
     size = 0
@@ -771,13 +776,15 @@ class _Lane:
         "job",
         "last_at",
         "link",
+        "moved_because",
         "moves",
         "opened",
-        "prefill",
         "queued_s",
         "read",
+        "route",
         "scored",
         "sent_at",
+        "story",
         "untold",
     )
 
@@ -793,9 +800,11 @@ class _Lane:
         self.first_at = began
         self.last_at = began
         self.link: Link | None = None  # None: nobody, for now
-        self.prefill: Link | None = None  # who computes its prompt, where that is another worker
+        self.route: Route | None = None  # its way to whoever computes its prompt, until that is done
         self.moves = 0  # from one worker to the next
         self.blamed = 0  # of these, those that it may have caused
+        self.moved_because = ""
+        self.story = Story(choice, len(job.tokens), began)
         self.answer: list[int] = []  # the tokens that have arrived
         self.scored = 0  # prompt tokens whose log probabilities have arrived
         self.cached_tokens = 0  # what the first worker has found
@@ -842,6 +851,12 @@ class Generation:
             for choice, job in enumerate(jobs)
         ]
         self.prompts = [lane.job.tokens for lane in self.lanes[:: ask.n]]
+
+    @property
+    def workers(self) -> list[str]:
+        """Who had its jobs last, each once; none where there is but one worker."""
+        names = dict.fromkeys(name for lane in self.lanes if (name := lane.story.worker) is not None)
+        return list(names) if self._gateway.links.several else []
 
     def push(self, lane: _Lane, delta: Delta) -> None:
         """Hand over the next delta of one of its jobs, and wake whoever iterates."""

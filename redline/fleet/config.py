@@ -117,6 +117,7 @@ class Place(NamedTuple):
     engine: EngineConfig
     devices: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
+    tells_cache: bool = False  # for whoever chooses among several workers
 
 
 class ServeConfig(Record, frozen=True):
@@ -156,10 +157,9 @@ class ServeConfig(Record, frozen=True):
             name, each = kind.name or {"both": "worker"}.get(kind.role, kind.role), len(kind.devices) // kind.count
             for number in range(kind.count):
                 own = name if kind.count == 1 else f"{name}-{number}"
-                found.append(
-                    Place(own, kind.role, kind.engine, kind.devices[number * each : (number + 1) * each], kind.cores)
-                )
-        return tuple(found)
+                devices = kind.devices[number * each : (number + 1) * each]
+                found.append(Place(own, kind.role, kind.engine, devices, kind.cores))
+        return tuple(place._replace(tells_cache=len(found) > 1) for place in found)
 
     @property
     def names(self) -> tuple[str, ...]:

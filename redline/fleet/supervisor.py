@@ -321,6 +321,7 @@ def start_worker(
         epoch=epoch,
         role=place.role,
         cores=place.cores,
+        tells_cache=place.tells_cache,
         parcels=None if parcels is None else str(parcels),
     )
     assert process.stdin is not None

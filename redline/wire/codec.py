@@ -5,12 +5,12 @@ import msgspec
 from redline.wire.delta import Delta
 from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Queued, Taken, Want
 from redline.wire.job import Abort, Job
-from redline.wire.news import Beat, Failed, Knock, Load, Missed, Ready, Stop
+from redline.wire.news import Beat, Cached, Failed, Knock, Load, Missed, Ready, Recall, Stop
 from redline.wire.step import Hurry, Place, RecordMore, Step
 
 Wire = (
     Job | Abort | Step | Delta | Ready | Failed | Beat | Knock | Missed | Load | Stop | Place | RecordMore | Hurry
-    | Prefill | Queued | Begun | Want | Offer | Taken | Handed | Gone
+    | Cached | Recall | Prefill | Queued | Begun | Want | Offer | Taken | Handed | Gone
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -3,6 +3,7 @@
 from typing import Literal
 
 from redline.wire.base import Message
+from redline.wire.job import PageHash
 
 Role = Literal["both", "prefill", "decode"]
 """What a worker does. prefill: it computes prompts for others; decode: it answers, and computes a prompt itself where
@@ -76,6 +77,22 @@ class Load(Message, frozen=True):
     step_sizes: tuple[int, ...] = ()  # steps that have ended, by STEP_SIZES; the last counts what is larger
     step_positions: int = 0  # of all of them
     handoffs: tuple[tuple[str, int], ...] = ()  # prompts, by what has become of them
+
+
+class Cached(Message, frozen=True):
+    """What has come into a worker's prefix cache, and what has left it, since it last said so.
+
+    The first of a worker's start has number 1; a number that is left out was missed, and `Recall` asks for the whole.
+    """
+
+    number: int
+    stored: tuple[PageHash, ...] = ()
+    removed: tuple[PageHash, ...] = ()
+    whole: bool = False  # `stored` is all that is there
+
+
+class Recall(Message, frozen=True):
+    """A worker is asked to tell of its whole prefix cache."""
 
 
 class Stop(Message, frozen=True):

@@ -109,7 +109,14 @@ def _work(config: WorkerConfig, outbox: SocketOutbox, say: _Say) -> None:
         with Heart(pulse, beats, engine.step_tokens, hung):
             outbox.put(ready)
             outbox.put(Beat())
-            engine.serve(inbox, outbox, pulse, exchange, failed=lambda error: say(_reason(error)))
+            engine.serve(
+                inbox,
+                outbox,
+                pulse,
+                exchange,
+                tells_cache=config.tells_cache,
+                failed=lambda error: say(_reason(error)),
+            )
 
 
 def _reason(error: Exception) -> str:

@@ -19,8 +19,8 @@ from redline.route.links import MOVE_S, SILENT_S
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
 from redline.wire.handoff import Gone, Prefill
-from redline.wire.job import Abort, Job, JobId, Sampling
-from redline.wire.news import Beat, Knock, Missed, Ready, Role
+from redline.wire.job import Abort, Job, JobId, PageHash, Sampling
+from redline.wire.news import Beat, Cached, Knock, Missed, Ready, Recall, Role
 from tests.api.fake_engine import FakeEngine, say
 from tests.api.world import MODEL, World, answer, until
 
@@ -358,7 +358,9 @@ async def test_a_worker_with_another_model_is_not_among_the_others() -> None:
         world.gateway.deliver(link, Ready(max_model_len=9, pages=9, fingerprint="another", summary=""))
         assert link.lost is not None
         assert "another model" in link.lost
-        assert world.gateway.links.pick() is world.link
+        route = world.gateway.links.route(Job(id=JobId("a"), tokens=(1,), pages=(), sampling=Sampling(max_tokens=1)))
+        assert route is not None
+        assert route.link is world.link
 
 
 async def test_a_worker_lost_while_a_prompt_is_encoded_gets_no_job() -> None:
@@ -496,3 +498,45 @@ async def test_what_was_encoded_before_is_known_to_its_own_tenant_and_salt_only(
         await world.gateway.encode(prompt, "messages", 4096)  # for nobody
     assert set(salts) == {job.salt for job in world.engine.jobs} == {"x", "alice\nx", "bob\nx"}
     assert len(salts) == told
+
+
+def cached(number: int, *pages: PageHash, whole: bool = False) -> Cached:
+    return Cached(number=number, stored=pages, whole=whole)
+
+
+async def test_a_conversation_returns_to_the_worker_that_has_its_pages() -> None:
+    async with World(resuming, resume_s=5.0) as world:
+        gateway = world.gateway
+        gateway.lose(world.link, "not used")
+        a, b = Heard(gateway, "a"), Heard(gateway, "b")
+        with await gateway.begin(text_ask("the end " * 200)) as first:
+            (lane,) = first.lanes
+            assert lane.link is a.link
+            with await gateway.begin(text_ask("the end " * 200)) as beside:
+                assert beside.lanes[0].link is a.link, "it is about to have all of these pages"
+            with await gateway.begin(text_ask("another " * 200)) as other:
+                assert other.lanes[0].link is b.link
+            gateway.deliver(b.link, cached(1, *lane.job.pages, whole=True))
+            gateway.deliver(a.link, Delta(job=lane.job.id, tokens=(65,)))
+        with await gateway.begin(text_ask("the end " * 200 + "and more " * 30)) as second:
+            assert second.lanes[0].link is b.link, "a has said nothing of them"
+        gateway.deliver(b.link, Cached(number=2, removed=lane.job.pages[:1]))
+        gateway.deliver(a.link, cached(1, *lane.job.pages, whole=True))
+        with await gateway.begin(text_ask("the end " * 200 + "and more " * 30)) as third:
+            assert third.lanes[0].link is a.link, "b has lost the first, and the others are of no use"
+        gateway.deliver(a.link, cached(3))
+        gateway.deliver(a.link, cached(4))
+        assert [message for message in a.told if isinstance(message, Recall)] == [Recall()], "2 was missed"
+        gateway.lose(a.link, "killed")
+        assert len(gateway.links.index) == len(lane.job.pages) - 1
+
+
+async def test_one_with_another_salt_is_not_sent_after_pages_that_it_cannot_use() -> None:
+    async with World(resuming) as world:
+        gateway = world.gateway
+        a, b = Heard(gateway, "a"), Heard(gateway, "b")
+        gateway.lose(world.link, "not used")
+        ask = text_ask("the end " * 200)
+        with await gateway.begin(ask) as first, await gateway.begin(msgspec.structs.replace(ask, salt="x")) as salted:
+            assert first.lanes[0].link is a.link
+            assert salted.lanes[0].link is b.link
