@@ -108,6 +108,7 @@ KEYS = """
     tls_cert tls_key
     per_key.requests_per_s per_key.concurrency per_key.tokens_per_minute per_key.tokens_per_day
     requests.default_max_tokens requests.most_max_tokens requests.timeout_s requests.queue_tokens
+    handoff.transport
     engine.kv_memory engine.max_model_len engine.max_running engine.admit_together engine.step_tokens engine.kv_dtype
     engine.device engine.ranks
     engine.speculation.type engine.speculation.tokens engine.speculation.adaptive engine.speculation.trace

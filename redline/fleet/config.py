@@ -40,6 +40,9 @@ type = "learned"                       # by a drafter of this model; or "suffix"
 drafter = "weights/kimi-k2.6-eagle3"   # its folder
 head_bits = 8                          # how its head is kept; 16 where nothing is said
 
+[handoff]
+transport = "nixl"                     # how prompts travel from worker to worker; "shared" where nothing is said
+
 [[workers]]                            # once for each kind; absent: one worker that does everything
 role = "prefill"                       # computes prompts for others; "decode" answers; "both"
 count = 1
@@ -62,6 +65,7 @@ from redline.api.access import is_loopback
 from redline.api.config import Count, KeyLimits, Limits
 from redline.errors import ConfigError
 from redline.plan.planner import MOST_STEP_TOKENS
+from redline.transport.choice import TransportName, check_installed
 from redline.tune.synthetic import read_acceptance
 from redline.wire.base import Record
 from redline.wire.news import Role
@@ -95,7 +99,13 @@ class Requests(Record, frozen=True):
     queue_tokens: Count = Limits().queue_tokens
 
 
-_TABLES: dict[str, type[Record]] = {"per_key": KeyLimits, "requests": Requests}
+class Handoff(Record, frozen=True):
+    """How workers hand prompts over to one another."""
+
+    transport: TransportName = "shared"  # memory that processes of a host share; "nixl": over NIXL, host memory
+
+
+_TABLES: dict[str, type[Record]] = {"per_key": KeyLimits, "requests": Requests, "handoff": Handoff}
 
 
 class Workers(Record, frozen=True):
@@ -117,6 +127,7 @@ class Place(NamedTuple):
     engine: EngineConfig
     devices: tuple[int, ...] = ()
     cores: tuple[int, ...] = ()
+    transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
 
 
 class ServeConfig(Record, frozen=True):
@@ -140,6 +151,7 @@ class ServeConfig(Record, frozen=True):
     tls_key: str | None = None
     per_key: KeyLimits = KeyLimits()
     requests: Requests = Requests()
+    handoff: Handoff = Handoff()
     engine: EngineConfig = EngineConfig()
     # For so long an answer whose worker has ended waits for one that goes on with it. 0: it ends at once, and a worker
     # that has ended is not started again.
@@ -152,13 +164,13 @@ class ServeConfig(Record, frozen=True):
         if not self.workers:
             return (Place("worker", "both", self.engine),)
         found: list[Place] = []
+        transport = self.handoff.transport if any(kind.role == "prefill" for kind in self.workers) else None
         for kind in self.workers:
             name, each = kind.name or {"both": "worker"}.get(kind.role, kind.role), len(kind.devices) // kind.count
             for number in range(kind.count):
                 own = name if kind.count == 1 else f"{name}-{number}"
-                found.append(
-                    Place(own, kind.role, kind.engine, kind.devices[number * each : (number + 1) * each], kind.cores)
-                )
+                devices = kind.devices[number * each : (number + 1) * each]
+                found.append(Place(own, kind.role, kind.engine, devices, kind.cores, transport))
         return tuple(found)
 
     @property
@@ -232,6 +244,10 @@ def read(source: Path, flags: dict[str, Any]) -> ServeConfig:
     for number, kind in enumerate(config.workers):
         _check_engine(kind.engine, f"{source}: workers[{number}].engine")
     _check_workers(config, source)
+    try:
+        check_installed(config.handoff.transport)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: handoff.transport: {error}") from None
     tokens = config.engine.draft_tokens
     if not 0 <= tokens <= MOST_DRAFTS:
         raise ConfigError(

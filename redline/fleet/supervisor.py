@@ -222,7 +222,7 @@ class Supervisor:
 
     def __init__(self, config: ServeConfig, gateway: Gateway, sockets: Path) -> None:
         again, places = config.resume_s > 0, config.places
-        lenders = sum(place.role == "prefill" for place in places)
+        lenders = sum(place.role == "prefill" and place.transport == "shared" for place in places)
         self._parcels = _folder_for_parcels(lenders) if lenders else None
         self.workers = [
             Supervised(place, config.weights, gateway, sockets, self._parcels, again=again, drain_s=config.drain_s)
@@ -320,6 +320,7 @@ def start_worker(
         epoch=epoch,
         role=place.role,
         cores=place.cores,
+        transport=place.transport,
         parcels=None if parcels is None else str(parcels),
     )
     assert process.stdin is not None

@@ -13,7 +13,7 @@ TransportName = Literal["shared", "nixl"]
 def check_installed(name: TransportName) -> None:
     """Raises ConfigError where this machine lacks what the transport needs."""
     if name == "nixl" and find_spec("nixl") is None:
-        raise ConfigError("the transport `nixl` needs its library: pip install 'redline[nixl]'")
+        raise ConfigError("`nixl` needs its library: pip install 'redline[nixl]'")
 
 
 def open_transport(name: TransportName, folder: Path | None) -> Transport:

@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from redline.transport.choice import TransportName
 from redline.tune.synthetic import rates_of
 from redline.wire.base import Record
 from redline.wire.news import Role
@@ -86,6 +87,9 @@ def new_spelling(key: str, value: Any, table: str = "engine") -> str | None:
             return None
 
 
+# Of the steps' time, that parcels which come in may take while steps run. On a CPU a first token would otherwise wait
+# for many of a small model's short steps.
+HANDOFF_SHARE = {"cpu": 0.1, "cuda": 0.02}
 AREA_BYTES = 64 << 20  # of parcels that are offered and not read yet: more than one prompt's are seldom there
 
 
@@ -100,7 +104,8 @@ class WorkerConfig(Record, frozen=True):
     epoch: int = 1  # how often it has been started, this time included
     role: Role = "both"
     cores: tuple[int, ...] = ()  # of a CPU, that it may run on; none: all
-    parcels: str | None = None  # the folder of the areas that the workers of a host share; None: nothing is handed over
+    transport: TransportName | None = None  # of what it hands over or takes over; None: nothing
+    parcels: str | None = None  # of the transport "shared": the folder of the areas that the workers of a host share
 
 
 class RankConfig(Record, frozen=True):

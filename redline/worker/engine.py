@@ -41,7 +41,7 @@ from redline.wire.delta import Delta
 from redline.wire.job import Abort, Job, JobId
 from redline.wire.news import Ready, Stop
 from redline.worker.calibrate import calibrate
-from redline.worker.config import AREA_BYTES, HEAD_BITS, EngineConfig, Learned, Suffix
+from redline.worker.config import AREA_BYTES, HANDOFF_SHARE, HEAD_BITS, EngineConfig, Learned, Suffix
 from redline.worker.exchange import Exchange
 from redline.worker.loop import lead, one_line
 from redline.worker.pulse import Pulse
@@ -160,7 +160,8 @@ class EngineCore:
         if self._ranks > 1:
             raise ConfigError(f"engine.ranks is {self._ranks}; a prompt is handed over by one rank to one")
         parcels = Parcels(self.runner.kv, min(PARCEL_BYTES, area_bytes // 4))
-        return Exchange(self.planner, parcels, transport, area_bytes=area_bytes if lends else 0, **how)
+        share = HANDOFF_SHARE[self.model.device.type]
+        return Exchange(self.planner, parcels, transport, area_bytes=area_bytes if lends else 0, share=share, **how)
 
     def serve(
         self,

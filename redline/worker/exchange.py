@@ -35,7 +35,7 @@ from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Tak
 from redline.wire.job import PAGE_TOKENS, Abort, Job, JobId, PagesFrom
 from redline.wire.step import TokenLogprobs
 from redline.worker.arrivals import Arrivals, Budget, tensor_of
-from redline.worker.config import AREA_BYTES
+from redline.worker.config import AREA_BYTES, HANDOFF_SHARE
 
 LEASE_S = 10.0  # for a parcel to be read
 WANT_S = 30.0  # behind the end of a prompt, for somebody to want it
@@ -101,7 +101,7 @@ class Exchange:
         transport: Transport,
         *,
         area_bytes: int = AREA_BYTES,
-        share: float = 0.1,
+        share: float = HANDOFF_SHARE["cpu"],
         clock: Callable[[], float] = time.monotonic,
         connect: Callable[[str], Outbox] = SocketOutbox,
     ) -> None:
@@ -258,7 +258,8 @@ class Exchange:
         """Moves on what is under way: offers what there is room for, takes in what there is time for. The deltas to
         tell. The time between two calls is taken for that of a step, where one runs."""
         now = self._clock()
-        self._budget.begin(busy=not self._planner.idle, most=self._parcels.largest)
+        sizes = [offer.ticket.size for _, offer in self._offers] + self._arrivals.sizes
+        self._budget.begin(busy=not self._planner.idle, most=max(sizes, default=0))
         if self._lender.lent:
             self._lender.expire(now)
         else:

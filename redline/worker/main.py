@@ -24,7 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from redline.errors import RedlineError
 from redline.kernels.cpu import native
-from redline.transport.shared import SharedTransport
+from redline.transport.choice import open_transport
 from redline.wire.channel import SocketInbox, SocketOutbox
 from redline.wire.news import Beat, Failed
 from redline.worker.config import WorkerConfig
@@ -92,8 +92,9 @@ def _work(config: WorkerConfig, outbox: SocketOutbox, say: _Say) -> None:
     pulse = Pulse()
     with contextlib.ExitStack() as opened, SocketInbox(config.inbox) as inbox, SocketOutbox(config.outbox) as beats:
         exchange, ready = None, engine.ready
-        if config.parcels is not None:
-            exchange = engine.exchange(SharedTransport(Path(config.parcels)), lends=config.role == "prefill")
+        if config.transport is not None:
+            transport = open_transport(config.transport, Path(config.parcels) if config.parcels is not None else None)
+            exchange = engine.exchange(transport, lends=config.role == "prefill")
             opened.callback(exchange.close)
             ready = msgspec.structs.replace(ready, area=exchange.told, format=exchange.format)
 

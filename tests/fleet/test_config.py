@@ -7,6 +7,7 @@ import pytest
 
 from redline.errors import ConfigError
 from redline.fleet.config import ServeConfig, read, size
+from redline.transport import choice
 from redline.worker.config import Learned, Suffix
 
 WHOLE = """
@@ -355,3 +356,23 @@ def test_one_worker_does_everything_where_none_is_named(tmp_path: Path):
 def test_a_mistake_in_a_kind_of_worker_names_its_place(text: str, words: str, tmp_path: Path):
     with pytest.raises(ConfigError, match=words):
         read(write(tmp_path, f'weights = "w"\n{text}\n'), {})
+
+
+def test_how_prompts_are_handed_over_is_one_key_and_reaches_each_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "deployment.toml"
+    pools = '[[workers]]\nrole = "prefill"\n[[workers]]\nrole = "decode"\n'
+    file.write_text(f'weights = "w"\n{pools}')
+    assert [place.transport for place in read(file, {}).places] == ["shared", "shared"]
+    file.write_text('weights = "w"\n')
+    assert [place.transport for place in read(file, {}).places] == [None], "nobody hands anything over"
+    file.write_text(f'weights = "w"\n[handoff]\ntransport = "nixl"\n{pools}')
+    monkeypatch.setattr(choice, "find_spec", lambda name: name)
+    assert [place.transport for place in read(file, {}).places] == ["nixl", "nixl"]
+    monkeypatch.setattr(choice, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"handoff\.transport: `nixl` needs.*'redline\[nixl\]'"):
+        read(file, {})
+    file.write_text('weights = "w"\n[handoff]\ntransport = "tcp"\n')
+    with pytest.raises(ConfigError, match=r"Invalid enum value 'tcp' - at `\$\.handoff\.transport`"):
+        read(file, {})

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -25,22 +26,28 @@ KEY = "sk-admin-0123456789abcdef"
 HOWS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 5}]
 
 
-@pytest.fixture(scope="module")
-def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("pools")
+@contextmanager
+def served(folder: Path, more: str = "") -> Iterator[Server]:
+    """The two pools. more: of their file."""
     random_checkpoint(folder / "tiny", kernel_config(vocab_size=TINY_VOCAB))
     write_tiny_tokenizer(folder / "tiny")
     (folder / "keys.txt").write_text(f"{KEY}\n")
     (folder / "pools.toml").write_text(
         'weights = "tiny"\nport = 0\nadmin_port = 0\nadmin_keys_file = "keys.txt"\n[engine]\nkv_memory = "20MB"\n'
         '[engine.speculation]\ntype = "suffix"\n[[workers]]\nrole = "prefill"\n'
-        f'cores = [{max(os.sched_getaffinity(0))}]\n[[workers]]\nrole = "decode"\n'
+        f'cores = [{max(os.sched_getaffinity(0))}]\n[[workers]]\nrole = "decode"\n{more}'
     )
     server = Server(folder / "pools.toml")
     try:
         yield server.until_ready()
     finally:
         server.close()
+
+
+@pytest.fixture(scope="module")
+def pools(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with served(tmp_path_factory.mktemp("pools")) as server:
+        yield server
 
 
 def admin(server: Server, path: str, method: str = "GET") -> dict[str, Any]:

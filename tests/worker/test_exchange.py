@@ -1,8 +1,9 @@
 """Handoffs that go wrong: whatever is lost, late or wrong, the answer is that of one worker, and all comes back."""
 
 import ctypes
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from redline.transport.memory import Disturbance, MemoryTransport
 from redline.wire.channel import Outbox, SocketInbox, SocketOutbox, ipc_address
 from redline.wire.codec import Wire
 from redline.wire.delta import Delta
-from redline.wire.handoff import Begun, Gone, Handed, Offer, Prefill, Want
+from redline.wire.handoff import Begun, Gone, Handed, Offer, Piece, Prefill, Want
 from redline.wire.job import Abort, Job, JobId
 from redline.worker import arrivals, exchange
 from tests.handoff import Box, Pair, Side
@@ -593,3 +594,74 @@ def test_anything_may_happen_at_any_time(seed: int) -> None:
     for one in jobs:
         if one.id in answers and one.id not in left:
             assert answers[one.id].tokens == alone(one).tokens, one.id
+
+
+def test_several_parcels_are_on_their_way_at_once() -> None:
+    both, most = pair(lambda *_: Disturbance(polls=4)), 0
+    try:
+        both.send([asked(), asked("other", seed=2)])
+        with torch.inference_mode():
+            for _ in range(40):
+                both.turn()
+                most = max(most, len(both.answers.exchange._arrivals.under_way))
+        answers = both.run()
+        finished(both)
+    finally:
+        both.close()
+    assert most > 1
+    assert told(answers["asked"]) == alone(asked())
+
+
+def test_beside_an_answer_parcels_come_as_its_steps_leave_time_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes 10 ms, each MiB of a parcel a second, and a tenth of the time is the parcels'."""
+    clock = Clock()
+    both = pair(clock=clock)
+    running = job("running", prompt(seed=3, length=20), max_tokens=400)
+    answers, places, took = both.answers, list[float](), list[float]()
+    scatter = answers.exchange._parcels.scatter
+
+    def slow(piece: Piece, pages: Sequence[int], from_B: torch.Tensor) -> None:
+        took.append(len(from_B) / 2**20)
+        clock.now += took[-1]
+        places.append(clock.now)
+        scatter(piece, pages, from_B)
+
+    monkeypatch.setattr(answers.exchange._parcels, "scatter", slow)
+    both.deltas["running"] = []
+    try:
+        with torch.inference_mode():
+            answers.box.put(running)
+            both.turn()
+            both.send([asked(), asked("other", seed=2)])
+            while answers.exchange.counts["taken over"] < 2:
+                assert not answers.engine.planner.idle, "it has ended too early to say anything"
+                both.turn()
+                clock.now += 0.01
+        result = both.run()
+    finally:
+        both.close()
+    assert len(places) > 3
+    assert 0.05 < sum(took[1:]) / (places[-1] - places[0]) < 0.11, "the first is not predicted yet"
+    assert told(result["asked"]) == alone(asked())
+
+
+def test_a_connection_that_has_failed_is_made_anew_for_the_next_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over NIXL one that has failed once fails for ever."""
+    reads = itertools.count()
+    both = pair(lambda *_: Disturbance(failing=True) if next(reads) == 0 else None)
+    connect, made = both.transport.connect, list[object]()
+
+    def connected(area: bytes) -> object:
+        made.append(area)
+        return connect(area)
+
+    monkeypatch.setattr(both.transport, "connect", connected)
+    try:
+        first, second = both.run([asked()]), both.run([asked("other", seed=2)])
+        assert both.answers.exchange.counts == {"transfer": 1, "taken over": 1}
+        assert len(made) == 2
+        finished(both)
+    finally:
+        both.close()
+    assert told(first["asked"]) == alone(asked())
+    assert told(second["other"]) == alone(asked("other", seed=2))

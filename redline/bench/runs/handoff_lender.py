@@ -17,8 +17,8 @@ import msgspec
 from redline.bench.runs.handoff_receiver import HARMS, LEAST, Content, Offered
 from redline.kernels.cpu.checksum import of_memory
 from redline.transport.base import Transport
+from redline.transport.choice import open_transport
 from redline.transport.ledger import Lender
-from redline.transport.shared import SharedTransport
 from redline.wire.parcel import Ticket
 
 OUTSTANDING = 64  # parcels that are lent at once, at most
@@ -94,15 +94,6 @@ def say(file: int, message: object) -> None:
         data = data[os.write(file, data) :]
 
 
-def transport_of(name: str, folder: Path) -> Transport:
-    """By its name on the command line. Raises ConfigError where it cannot be had."""
-    if name == "shared":
-        return SharedTransport(folder)
-    from redline.transport.nixl import NixlTransport
-
-    return NixlTransport()
-
-
 def lend(out: int, transport: Transport, area_bytes: int, most: int, handoffs: int, receivers: int, seed: int) -> None:
     """Lends until so many are done, and says so to a file. Raises AssertionError where the book is wrong."""
     draw, content = random.Random(seed + 1), Content(seed)
@@ -155,7 +146,7 @@ def main() -> None:
     asked = parser.parse_args()
     out = os.dup(1)
     os.dup2(2, 1)  # libraries write there too
-    transport = transport_of(asked.transport, asked.folder)
+    transport = open_transport(asked.transport, asked.folder)
     try:
         lend(out, transport, asked.area_bytes, asked.most, asked.handoffs, asked.receivers, asked.seed)
         sys.stdin.buffer.read()  # the other side still reads what it was told of

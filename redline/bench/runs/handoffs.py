@@ -28,17 +28,18 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from redline.bench.program import count, output, program
 from redline.bench.record import provenance
-from redline.bench.runs.handoff_lender import Ended, Gone, Lent, Lines, Taken, Told, lend, say, transport_of
+from redline.bench.runs.handoff_lender import Ended, Gone, Lent, Lines, Taken, Told, lend, say
 from redline.bench.runs.handoff_receiver import HARMS, LEAST, Content, Harm, Offered, Receiver, Tally
 from redline.errors import ConfigError
 from redline.kernels.cpu import native
 from redline.kernels.cpu.checksum import of_memory
 from redline.progress import Working
 from redline.transport.base import Reading, Transport
+from redline.transport.choice import TransportName, open_transport
 from redline.transport.ledger import Lender, Parcel
 from redline.transport.memory import Disturbance, MemoryTransport, host_memory
 
@@ -158,7 +159,9 @@ class _Link:
         return reading, self._last
 
 
-def between_two(name: str, handoffs: int, seed: int, stops: int, working: Working) -> tuple[Tally, dict[str, int]]:
+def between_two(
+    name: TransportName, handoffs: int, seed: int, stops: int, working: Working
+) -> tuple[Tally, dict[str, int]]:
     """As `within_one_process`, with the lender in another process.
 
     Raises ConfigError where the transport cannot be had, and AssertionError where a book is wrong or a word does not
@@ -166,7 +169,7 @@ def between_two(name: str, handoffs: int, seed: int, stops: int, working: Workin
     """
     draw, content, tally = random.Random(seed), Content(seed), Tally()
     with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
-        transport = transport_of(name, Path(folder) / "areas")
+        transport = open_transport(name, Path(folder) / "areas")
         numbers = 16 << 20, 1 << 20, handoffs, RECEIVERS, seed
         command = [sys.executable, "-m", lend.__module__, name, str(Path(folder) / "areas"), *map(str, numbers)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -242,15 +245,15 @@ def _receive(
     return ended
 
 
-def speed(name: str) -> dict[str, float]:
+def speed(name: TransportName | Literal["memory"]) -> dict[str, float]:
     """GB/s of reads of 4.5 MB from memory that was just written, one after the other: medians of rounds in which each
     comes once. Both ends are in this process. Raises ConfigError where the transport cannot be had."""
     into, source = host_memory(PIECE), host_memory(PIECE)
     content = Content(0)
     content.write(source.address, 0, PIECE)
     with tempfile.TemporaryDirectory(dir=_memory_folder()) as folder:
-        owner = MemoryTransport() if name == "memory" else transport_of(name, Path(folder) / "areas")
-        ours = MemoryTransport() if name == "memory" else transport_of(name, Path(folder) / "areas")
+        owner = MemoryTransport() if name == "memory" else open_transport(name, Path(folder) / "areas")
+        ours = MemoryTransport() if name == "memory" else open_transport(name, Path(folder) / "areas")
         area = owner.area(PIECE)
         content.write(area.memory.address, 0, PIECE)
         ours.landing(into)

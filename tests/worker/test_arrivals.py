@@ -1,0 +1,70 @@
+"""How much of a worker's time goes to parcels that come in."""
+
+from redline.worker.arrivals import Budget
+
+MIB = 1 << 20
+PARCEL = 4 * MIB
+STEP_S = 0.03
+
+
+class Thread:
+    """A worker's thread whose parcels take some seconds for a byte, beside steps."""
+
+    def __init__(self, share: float, per_byte: float) -> None:
+        self.now, self.per_byte = 0.0, per_byte
+        self.budget = Budget(share, lambda: self.now)
+
+    def turn(self, waiting: int, *, busy: bool = True, step_s: float = STEP_S) -> int:
+        """A step, and behind it as many parcels as there is time for."""
+        self.now += step_s if busy else 0.0
+        self.budget.begin(busy=busy, most=PARCEL)
+        placed = 0
+        while placed < waiting and self.budget.allows("place", PARCEL):
+            with self.budget.spend("place", PARCEL):
+                self.now += PARCEL * self.per_byte
+            placed += 1
+        self.budget.end()
+        return placed
+
+
+def test_steps_are_lengthened_by_the_share_and_no_more() -> None:
+    thread = Thread(share=0.02, per_byte=0.0002 / PARCEL)
+    thread.turn(1)  # measured
+    began, placed = thread.now, 0
+    for _ in range(100):
+        more = thread.turn(1000)
+        assert more <= 4, "0.6 ms of 0.2, and what was left over"
+        placed += more
+    assert 0.019 <= placed * 0.0002 / (100 * STEP_S) <= 0.0201
+    assert abs(thread.now - began - 100 * STEP_S - placed * 0.0002) < 1e-9
+
+
+def test_a_parcel_that_takes_longer_than_a_turns_share_comes_every_few_turns() -> None:
+    thread = Thread(share=0.02, per_byte=0.003 / PARCEL)
+    thread.turn(1)
+    placed = [thread.turn(1000) for _ in range(60)]
+    assert max(placed) == 1
+    assert sum(placed) in (11, 12), "one in five turns: 3 ms of 150"
+
+
+def test_time_that_nobody_asked_for_is_no_claim_to_many_at_once() -> None:
+    thread = Thread(share=0.02, per_byte=0.0003 / PARCEL)
+    thread.turn(1)
+    for _ in range(100):
+        thread.turn(0)
+    assert thread.turn(1000) <= 3
+
+
+def test_nothing_is_held_back_while_nothing_runs() -> None:
+    thread = Thread(share=0.02, per_byte=0.003 / PARCEL)
+    assert thread.turn(50, busy=False) == 50
+    assert thread.turn(50) == 0, "a step has come: what was taken is not owed to it, and its share is still small"
+
+
+def test_what_a_byte_takes_is_measured_anew_all_the_time() -> None:
+    thread = Thread(share=0.1, per_byte=0.003 / PARCEL)
+    thread.turn(1)
+    thread.per_byte /= 10  # a neighbour has gone
+    for _ in range(60):
+        last = thread.turn(1000)
+    assert 8 <= last <= 12, "3 ms of 0.3"
